@@ -1,0 +1,38 @@
+# Two commands do everything: `make demo` and `make test`. Each makes .venv and installs its needs.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: demo test quick lint types bench clean
+
+demo: .venv/core.stamp
+	$(BIN)/rotary demo
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2
+
+quick: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/dev.stamp
+	$(BIN)/mypy
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.run
+
+.venv/core.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -e .
+	touch $@
+
+.venv/dev.stamp: .venv/core.stamp
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
