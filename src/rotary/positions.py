@@ -1,0 +1,175 @@
+"""Where each token is: builders of position arrays, and of the axis each pair reads.
+
+A position array is (..., seq) for one axis and (..., seq, axes) for several, int64. Offsets,
+packing, padding, images and video are all positions; none of them reaches a kernel.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
+
+MAX_BYTES = 16 * 2**30
+
+
+def arange(
+    seq_len: int, offset: int | npt.ArrayLike = 0, *, max_bytes: int = MAX_BYTES
+) -> Positions:
+    """Positions offset .. offset + seq_len - 1: (seq,), or (batch, seq) for one offset per row.
+
+    `offset` is the number of tokens already in the cache. Raises ValueError for a negative length,
+    for offsets that are not whole numbers, and before allocating more than `max_bytes`.
+
+    >>> arange(3, offset=10).tolist()
+    [10, 11, 12]
+    >>> arange(2, offset=[0, 7]).tolist()
+    [[0, 1], [7, 8]]
+    """
+    offsets = _whole_numbers("offset", offset)
+    if seq_len < 0:
+        raise ValueError(f"seq_len must be >= 0, got {seq_len}")
+    if 8 * seq_len * max(offsets.size, 1) > max_bytes:
+        raise ValueError(
+            f"{offsets.size} x {seq_len} positions take {8 * seq_len * offsets.size:,} bytes, over "
+            f"max_bytes = {max_bytes:,}; build them in parts or raise max_bytes"
+        )
+    return offsets[..., None] + np.arange(seq_len, dtype=np.int64)
+
+
+def packed(cu_seqlens: npt.ArrayLike) -> Positions:
+    """Positions of sequences laid end to end: each starts again from 0. Shape (cu_seqlens[-1],).
+
+    `cu_seqlens` holds the boundaries: 0, then the running total of the lengths.
+    Raises ValueError unless it starts with 0 and never falls.
+
+    >>> packed([0, 3, 3, 5]).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    bounds = _whole_numbers("cu_seqlens", cu_seqlens)
+    lengths = np.diff(bounds)
+    if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (lengths < 0).any():
+        raise ValueError(
+            f"cu_seqlens must be 1-D, start with 0 and never fall, got {bounds.tolist()}"
+        )
+    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
+
+
+def left_padded(attention_mask: npt.ArrayLike) -> Positions:
+    """Positions of a padded batch: the first real token of every row is 0. Shape (batch, seq).
+
+    `attention_mask` is 1 for a token and 0 for padding; padding gets position 0, it is masked out.
+    Raises ValueError for a mask with other values.
+
+    >>> left_padded([[0, 0, 1, 1], [1, 1, 1, 1]]).tolist()
+    [[0, 0, 0, 1], [0, 1, 2, 3]]
+    """
+    mask = np.asarray(attention_mask)
+    if mask.ndim == 0 or not np.isin(mask, (0, 1)).all():
+        raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
+    mask = mask.astype(np.int64)
+    return (np.cumsum(mask, axis=-1) - 1) * mask
+
+
+def grid(*sizes: int) -> Positions:
+    """Coordinates of a grid in row-major order: (product of sizes, axes).
+
+    `grid(height, width)` for an image, `grid(frames, height, width)` for a video.
+
+    >>> grid(2, 2).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
+    if not sizes or any(size < 0 for size in sizes):
+        raise ValueError(f"grid needs one size >= 0 per axis, got {sizes}")
+    return np.indices(sizes, dtype=np.int64).reshape(len(sizes), -1).T.copy()
+
+
+def grid_2d(height: int, width: int) -> Positions:
+    """Patches of an image, (row, column): (height * width, 2).
+
+    >>> grid_2d(1, 2).tolist()
+    [[0, 0], [0, 1]]
+    """
+    return grid(height, width)
+
+
+def video(frames: int, height: int, width: int) -> Positions:
+    """Patches of a video, (frame, row, column): (frames * height * width, 3).
+
+    >>> video(2, 1, 1).tolist()
+    [[0, 0, 0], [1, 0, 0]]
+    """
+    return grid(frames, height, width)
+
+
+def mrope(segments: Iterable[Segment], *, offset: int = 0) -> Positions:
+    """M-RoPE positions (time, row, column) of text, images and video in one sequence: (seq, 3).
+
+    `segments` holds ("text", length) and ("image" | "video", frames, height, width), sizes in
+    merged patches. Text counts all three axes together; a grid counts each axis from the same
+    start; what follows starts one after the largest position used. The next position of a
+    generated token is therefore `mrope(...).max() + 1`, on all axes.
+    Raises ValueError for an unknown kind or a wrong number of sizes.
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1; transformers 5.23, `get_rope_index`.
+
+    >>> mrope([("text", 2), ("image", 1, 1, 2), ("text", 1)]).tolist()
+    [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
+    """
+    parts, start = [np.empty((0, 3), np.int64)], offset
+    for kind, *sizes in segments:
+        if kind not in ("text", "image", "video") or len(sizes) != (1 if kind == "text" else 3):
+            raise ValueError(
+                "a segment is ('text', length) or ('image' | 'video', frames, height, width), "
+                f"got {(kind, *sizes)!r}"
+            )
+        part = np.repeat(grid(*sizes), 3, axis=1) if kind == "text" else grid(*sizes)
+        parts.append(part + start)
+        start = int(parts[-1].max(initial=start - 1)) + 1
+    return np.concatenate(parts)
+
+
+def sections(*counts: int) -> tuple[int, ...]:
+    """`Rotary.axes` for pairs in blocks: `counts[a]` pairs in a row read axis a.
+
+    Source: `mrope_section` of Qwen2-VL, [16, 24, 24].
+
+    >>> sections(1, 2, 2)
+    (0, 1, 1, 2, 2)
+    """
+    _check_counts(counts)
+    return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+
+
+def interleaved_sections(*counts: int) -> tuple[int, ...]:
+    """`Rotary.axes` for pairs in turn: axis a has the pairs a, a + n, ... below n counts[a].
+
+    n is the number of axes; what no other axis claims is read from axis 0.
+    Source: `mrope_interleaved` of Qwen3-VL, [24, 20, 20].
+
+    >>> interleaved_sections(3, 2, 1)
+    (0, 1, 2, 0, 1, 0)
+    """
+    _check_counts(counts)
+    axes = [0] * sum(counts)
+    for axis, count in enumerate(counts[1:], start=1):
+        claimed = range(axis, count * len(counts), len(counts))
+        if count and claimed[-1] >= len(axes):
+            raise ValueError(f"axis {axis} has too many pairs to be interleaved: {counts}")
+        for pair in claimed:
+            axes[pair] = axis
+    return tuple(axes)
+
+
+def _check_counts(counts: Sequence[int]) -> None:
+    if not counts or any(count < 0 for count in counts) or sum(counts) == 0:
+        raise ValueError(f"sections need one count >= 0 per axis and at least 1 pair, got {counts}")
+
+
+def _whole_numbers(name: str, value: npt.ArrayLike) -> Positions:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold whole numbers, got dtype {array.dtype}")
+    return array.astype(np.int64)

@@ -1,0 +1,476 @@
+"""Inverse frequencies: one pure function per published schedule.
+
+Every function takes `(rotary_dim, base, arithmetic, *, parameters)` and returns
+`(inv_freq, attention_factor)`: `inv_freq` of shape (rotary_dim / 2,) in rad per token, and the
+number that multiplies cos *and* sin (so scores carry its square). Keyword-only arguments are the
+schema of `Rotary.params`; their names are those of transformers' `rope_parameters`. `seq_len` is
+the one keyword that is not a parameter: a schedule that has it depends on the length of the row.
+
+`arithmetic` says in which number type the formula runs. float64 is the definition. The other one,
+float32, repeats transformers' own order of operations, so that its tables can be compared bit for
+bit; that is why a formula here is never rearranged.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Frequencies = tuple[npt.NDArray[np.floating], float]
+
+
+class Arithmetic(NamedTuple):
+    """The number type a schedule computes in, and how it raises a base to an array of exponents."""
+
+    dtype: type[np.floating]
+    power: Callable[[float, npt.NDArray[np.floating]], npt.NDArray[np.floating]]
+
+
+def _power(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    # Python floats go through the C library: the same bits whatever vector unit the CPU has
+    return np.array([base ** float(e) for e in exponents], dtype=np.float64)
+
+
+def _power_float32(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    return _power(float(np.float32(base)), exponents).astype(np.float32)
+
+
+FLOAT64 = Arithmetic(np.float64, _power)
+FLOAT32 = Arithmetic(np.float32, _power_float32)
+
+
+def default(rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64) -> Frequencies:
+    """Inverse frequencies of the paper: base^(-2i / rotary_dim), i = 0 .. rotary_dim/2 - 1.
+
+    Returns (inv_freq, 1.0): (rotary_dim / 2,) in rad per token.
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.2. Differs from it: i counts from 0.
+
+    >>> default(4, 1e4)[0]
+    array([1.  , 0.01])
+    """
+    return 1.0 / _ladder(rotary_dim, base, arithmetic), 1.0
+
+
+def linear(
+    rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64, *, factor: float
+) -> Frequencies:
+    """Position interpolation: every frequency divided by `factor`.
+
+    Source: Chen et al. (arXiv 2306.15595), equation 4. Differs from it: the frequency is divided,
+    not the position, so positions stay integers.
+
+    >>> linear(4, 1e4, factor=4)[0]
+    array([0.25  , 0.0025])
+    """
+    _check_factor(factor)
+    return default(rotary_dim, base, arithmetic)[0] / factor, 1.0
+
+
+def ntk(
+    rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64, *, factor: float
+) -> Frequencies:
+    """NTK-aware interpolation: the base grows to base * factor^(d / (d - 2)).
+
+    The fastest pair keeps its frequency, the slowest is divided by exactly `factor`. With
+    rotary_dim 2 there is one pair, of frequency 1 under every base, and nothing to stretch.
+    Source: Su, kexue.fm 9675; Peng et al., YaRN (arXiv 2309.00071), definition 1.
+
+    >>> ntk(4, 1e4, factor=4)[0]
+    array([1.    , 0.0025])
+    """
+    _check_factor(factor)
+    growth = np.asarray(factor, dtype=arithmetic.dtype)
+    return default(rotary_dim, _grown_base(rotary_dim, base, growth, arithmetic), arithmetic)
+
+
+def dynamic(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    factor: float,
+    original_max_position_embeddings: int,
+    seq_len: int | None = None,
+) -> Frequencies:
+    """Dynamic NTK: the base grows with the length once a row is longer than the trained one.
+
+    n = max(seq_len, L), L = original_max_position_embeddings; the base is multiplied by
+    (factor n / L - (factor - 1))^(d / (d - 2)). `seq_len=None` means a row within L.
+    Source: transformers 5.23, `_compute_dynamic_ntk_parameters`, which calls L
+    `max_position_embeddings`. Differs from it: rotary_dim 2 is defined (transformers divides by 0).
+
+    >>> dynamic(4, 1e4, factor=4, original_max_position_embeddings=2048)[0]
+    array([1.  , 0.01])
+    >>> dynamic(4, 1e4, factor=4, original_max_position_embeddings=2048, seq_len=4096)[0]
+    array([1.   , 0.002])
+    """
+    _check_factor(factor)
+    trained = _length("original_max_position_embeddings", original_max_position_embeddings)
+    number = arithmetic.dtype
+    length = max(seq_len or 0, trained)
+    growth = number(factor * length) / number(trained) - number(factor - 1)
+    grown = _grown_base(rotary_dim, base, np.asarray(growth), arithmetic)
+    return default(rotary_dim, grown if length > trained else base, arithmetic)
+
+
+def yarn(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    factor: float,
+    original_max_position_embeddings: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    truncate: bool = True,
+) -> Frequencies:
+    """YaRN: pairs that turn often are kept, pairs that turn little interpolated, a ramp between.
+
+    A pair that makes r turns in L = original_max_position_embeddings sits at
+    dim(r) = d ln(L / (2 pi r)) / (2 ln base); the ramp runs from dim(beta_fast) to dim(beta_slow),
+    rounded outwards if `truncate`. attention_factor: as given; else, if mscale and mscale_all_dim
+    are both non-zero, g(mscale) / g(mscale_all_dim); else g(1), with g(m) = 0.1 m ln(factor) + 1.
+    Raises ValueError if beta_fast < beta_slow, or for base 1, which has no dim(r).
+    Source: Peng et al. (arXiv 2309.00071), equations 17-19 and 22. Follows transformers 5.23,
+    `_compute_yarn_parameters`: upper clamp at d - 1, 0.001 added where both ends meet.
+
+    >>> yarn(8, 1e4, factor=4, original_max_position_embeddings=2048)[0]
+    array([1.00e+00, 1.00e-01, 6.25e-03, 2.50e-04])
+    """
+    _check_factor(factor)
+    trained = _length("original_max_position_embeddings", original_max_position_embeddings)
+    _positive("beta_fast", beta_fast)
+    _positive("beta_slow", beta_slow)
+    if beta_fast < beta_slow:
+        raise ValueError(f"beta_fast must be >= beta_slow, got {beta_fast} < {beta_slow}")
+    if base == 1:
+        raise ValueError("base must be > 1 for schedule 'yarn', got 1: its ramp needs ln(base)")
+    if not isinstance(truncate, bool):
+        raise ValueError(f"truncate must be true or false, got {truncate!r}")
+
+    def dimension(turns: float) -> float:
+        return rotary_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(beta_fast), dimension(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001  # 0.001: transformers' guard against an empty ramp
+    steps = np.arange(rotary_dim // 2, dtype=arithmetic.dtype)
+    kept = 1 - np.clip((steps - low) / (high - low), 0, 1)
+    ladder = _ladder(rotary_dim, base, arithmetic)
+    inv_freq = 1.0 / (factor * ladder) * (1 - kept) + 1.0 / ladder * kept
+    if attention_factor is None:
+        attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return inv_freq, _positive("attention_factor", attention_factor)
+
+
+def longrope(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    short_factor: Sequence[float],
+    long_factor: Sequence[float],
+    original_max_position_embeddings: int,
+    factor: float | None = None,
+    attention_factor: float | None = None,
+    short_mscale: float | None = None,
+    long_mscale: float | None = None,
+    seq_len: int | None = None,
+) -> Frequencies:
+    """LongRoPE: each frequency divided by its own factor, from one list up to L, another beyond.
+
+    L = original_max_position_embeddings; `seq_len` > L takes `long_factor`, else `short_factor`.
+    attention_factor: as given; else short_mscale / long_mscale, the one that goes with the list in
+    use (Phi-3.5-MoE); else sqrt(1 + ln(factor) / ln(L)) for factor > 1, where transformers takes
+    factor = max_position_embeddings / L if the config has none.
+    Raises ValueError if a list has the wrong length or a value <= 0, or if two rules for the
+    attention factor are given, or none.
+    Source: Ding et al. (arXiv 2402.13753), section 3; transformers 5.23,
+    `_compute_longrope_parameters`. Differs from it: phimoe there keeps the short list beyond L.
+
+    >>> longrope(4, 1e4, short_factor=[1, 1], long_factor=[1, 4], factor=4, seq_len=9000,
+    ...          original_max_position_embeddings=4096)[0]
+    array([1.    , 0.0025])
+    """
+    trained = _length("original_max_position_embeddings", original_max_position_embeddings)
+    lists = {"short_factor": short_factor, "long_factor": long_factor}
+    for name, values in lists.items():
+        _check_list(name, values, rotary_dim // 2)
+    is_long = seq_len is not None and seq_len > trained
+    divisors = np.asarray(lists["long_factor" if is_long else "short_factor"], arithmetic.dtype)
+    inv_freq = 1.0 / (divisors * _ladder(rotary_dim, base, arithmetic))
+
+    if (short_mscale is None) != (long_mscale is None):
+        raise ValueError("short_mscale and long_mscale must be given together")
+    if short_mscale is not None and long_mscale is not None:
+        if attention_factor is not None:
+            raise ValueError("give attention_factor or short_mscale and long_mscale, not both")
+        _positive("short_mscale", short_mscale)
+        _positive("long_mscale", long_mscale)
+        return inv_freq, float(long_mscale if is_long else short_mscale)
+    if attention_factor is not None:
+        return inv_freq, _positive("attention_factor", attention_factor)
+    if factor is None:
+        raise ValueError(
+            "longrope needs factor, attention_factor, or short_mscale and long_mscale; "
+            "transformers takes factor = max_position_embeddings / original_max_position_embeddings"
+        )
+    _check_factor(factor)
+    if factor <= 1.0:
+        return inv_freq, 1.0
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(trained))
+
+
+def llama3(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Frequencies:
+    """Llama 3.1: long wavelengths interpolated by `factor`, short ones kept, a blend between.
+
+    With t = L inv_freq / 2 pi turns in L = original_max_position_embeddings tokens: t above
+    high_freq_factor keeps the frequency, below low_freq_factor divides it by `factor`; between,
+    the kept share is (t - low) / (high - low).
+    Raises ValueError if high_freq_factor < low_freq_factor; equal means a step (Llama 4 Scout).
+    Source: transformers 5.23, `_compute_llama3_parameters`. Differs from it: the step is computed
+    without a division by zero.
+
+    >>> llama3(4, 1e4, factor=8, low_freq_factor=1, high_freq_factor=4,
+    ...        original_max_position_embeddings=8192)[0]
+    array([1.  , 0.01])
+    """
+    _check_factor(factor)
+    trained = _length("original_max_position_embeddings", original_max_position_embeddings)
+    _positive("low_freq_factor", low_freq_factor)
+    _positive("high_freq_factor", high_freq_factor)
+    if high_freq_factor < low_freq_factor:
+        raise ValueError(
+            "high_freq_factor must be >= low_freq_factor, "
+            f"got {high_freq_factor} < {low_freq_factor}"
+        )
+    inv_freq = default(rotary_dim, base, arithmetic)[0]
+    wavelength = 2 * math.pi / inv_freq
+    scaled = np.where(wavelength > trained / low_freq_factor, inv_freq / factor, inv_freq)
+    if high_freq_factor == low_freq_factor:
+        return scaled, 1.0
+    kept = (trained / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blend = (1 - kept) * scaled / factor + kept * scaled
+    is_between = ~(wavelength < trained / high_freq_factor) & ~(
+        wavelength > trained / low_freq_factor
+    )
+    return np.where(is_between, blend, scaled), 1.0
+
+
+def proportional(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    partial_rotary_factor: float,
+    factor: float = 1.0,
+) -> Frequencies:
+    """p-RoPE: only the fastest share of the pairs turns, on the grid of the full width.
+
+    The first int(partial_rotary_factor * rotary_dim // 2) pairs have base^(-2i / rotary_dim), the
+    rest frequency 0; all are divided by `factor`. Not a leading slice: in the half layout the pairs
+    that stand still lie in the middle of the head.
+    Source: Barbero et al. (arXiv 2410.06205), section 6; transformers 5.23,
+    `_compute_proportional_rope_parameters` (Gemma 4).
+
+    >>> proportional(8, 1e4, partial_rotary_factor=0.5)[0]
+    array([1. , 0.1, 0. , 0. ])
+    """
+    _check_factor(factor)
+    _positive("partial_rotary_factor", partial_rotary_factor)
+    if partial_rotary_factor > 1:
+        raise ValueError(f"partial_rotary_factor must be in (0, 1], got {partial_rotary_factor}")
+    turning = int(partial_rotary_factor * rotary_dim // 2)
+    inv_freq = np.zeros(rotary_dim // 2, arithmetic.dtype)
+    inv_freq[:turning] = 1.0 / _ladder(rotary_dim, base, arithmetic)[:turning]
+    return inv_freq / factor, 1.0
+
+
+def ntk_mixed(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    factor: float,
+    b: float = 0.625,
+) -> Frequencies:
+    """NTK-RoPE-mixed: pair m = 1 .. d/2 divided by exp(a m^b), with a = ln(factor) / (d/2)^b.
+
+    b = 0 is position interpolation, b = 1 NTK scaling with the first pair scaled too.
+    Source: Su, kexue.fm 9706, whose best b is 0.625. vLLM calls it `ntk` with `mixed_b`.
+
+    >>> ntk_mixed(4, 1e4, factor=4)[0]
+    array([0.40701686, 0.0025    ])
+    """
+    _check_factor(factor)
+    if not _is_number(b) or not 0 <= b <= 1:
+        raise ValueError(f"b must be in [0, 1], got {b!r}")
+    pairs = rotary_dim // 2
+    order = np.arange(1, pairs + 1, dtype=arithmetic.dtype)
+    divisors = np.exp(math.log(factor) / pairs**b * order**b)
+    return default(rotary_dim, base, arithmetic)[0] / divisors, 1.0
+
+
+def axial(
+    rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64, *, num_axes: int
+) -> Frequencies:
+    """Axial RoPE: every axis of a grid has the same ladder, of rotary_dim / num_axes channels.
+
+    The ladders follow one another: axis 0 first. `Rotary.axes` says which position axis drives
+    which pair, for instance `positions.sections(*[rotary_dim // 2 // num_axes] * num_axes)`.
+    Raises ValueError if rotary_dim is not a multiple of 2 num_axes.
+    Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family.
+
+    >>> axial(8, 1e4, num_axes=2)[0]
+    array([1.  , 0.01, 1.  , 0.01])
+    """
+    if isinstance(num_axes, bool) or not isinstance(num_axes, int) or num_axes < 1:
+        raise ValueError(f"num_axes must be a whole number >= 1, got {num_axes!r}")
+    if rotary_dim % (2 * num_axes):
+        raise ValueError(
+            f"rotary_dim must be a multiple of 2 num_axes = {2 * num_axes}, got {rotary_dim}"
+        )
+    return np.tile(default(rotary_dim // num_axes, base, arithmetic)[0], num_axes), 1.0
+
+
+def custom(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    inv_freq: Sequence[float],
+    attention_factor: float = 1.0,
+) -> Frequencies:
+    """Frequencies as given: any vector of rad per token is a RoPE; `base` has no effect.
+
+    Raises ValueError if the length is not rotary_dim / 2 or a value is not finite.
+
+    >>> custom(4, 1e4, inv_freq=[0.5, 0.0])[0]
+    array([0.5, 0. ])
+    """
+    if len(inv_freq) != rotary_dim // 2:
+        raise ValueError(
+            f"inv_freq must have rotary_dim / 2 = {rotary_dim // 2} values, got {len(inv_freq)}"
+        )
+    if not all(_is_number(value) and math.isfinite(value) for value in inv_freq):
+        raise ValueError("inv_freq must hold finite numbers only")
+    return np.array(inv_freq, arithmetic.dtype), _positive("attention_factor", attention_factor)
+
+
+Schedule = Callable[..., Frequencies]
+SCHEDULES: dict[str, Schedule] = {
+    "default": default,
+    "linear": linear,
+    "ntk": ntk,
+    "dynamic": dynamic,
+    "yarn": yarn,
+    "longrope": longrope,
+    "llama3": llama3,
+    "proportional": proportional,
+    "ntk_mixed": ntk_mixed,
+    "axial": axial,
+    "custom": custom,
+}
+
+
+@cache
+def parameters(schedule: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a schedule, by name: its keyword-only arguments without `seq_len`.
+
+    >>> list(parameters("linear"))
+    ['factor']
+    """
+    signature = inspect.signature(SCHEDULES[schedule]).parameters
+    return {
+        name: parameter
+        for name, parameter in signature.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "seq_len"
+    }
+
+
+@cache
+def depends_on_length(schedule: str) -> bool:
+    """True if the frequencies of a schedule depend on the length of the row (`seq_len`).
+
+    >>> depends_on_length("dynamic"), depends_on_length("yarn")
+    (True, False)
+    """
+    return "seq_len" in inspect.signature(SCHEDULES[schedule]).parameters
+
+
+def _ladder(rotary_dim: int, base: float, arithmetic: Arithmetic) -> npt.NDArray[np.floating]:
+    number = arithmetic.dtype
+    return arithmetic.power(base, np.arange(0, rotary_dim, 2).astype(number) / number(rotary_dim))
+
+
+def _grown_base(
+    rotary_dim: int, base: float, growth: npt.NDArray[np.floating], arithmetic: Arithmetic
+) -> float:
+    if rotary_dim == 2:
+        return base
+    number = arithmetic.dtype
+    exponent = np.array([number(rotary_dim) / number(rotary_dim - 2)])
+    return float(number(base) * arithmetic.power(float(growth), exponent)[0])
+
+
+def _yarn_attention_factor(
+    factor: float, mscale: float | None, mscale_all_dim: float | None
+) -> float:
+    def amplitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return amplitude(mscale) / amplitude(mscale_all_dim)
+    return amplitude(1.0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    return float(value)
+
+
+def _check_factor(factor: object) -> None:
+    if _positive("factor", factor) < 1:
+        warnings.warn(
+            f"factor {factor} < 1 shortens the context; a factor is usually >= 1", stacklevel=3
+        )
+
+
+def _length(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise ValueError(f"{name} must be a whole number of tokens >= 2, got {value!r}")
+    return value
+
+
+def _check_list(name: str, values: Sequence[float], length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{name} must have rotary_dim / 2 = {length} values, got {len(values)}")
+    for index, value in enumerate(values):
+        _positive(f"{name}[{index}]", value)
