@@ -1,0 +1,310 @@
+"""From a spec and positions to cos and sin, exact at every position.
+
+A frequency is held as turns per token, a 64-bit fraction: `turns = round(inv_freq / 2pi * 2^64)`.
+`position * turns` modulo 2^64 is then the angle modulo one turn with no rounding at all, so
+angle(m) + angle(n) = angle(m + n) as integers, for every m and n: the identity R_m R_n = R_{m+n}
+of the paper holds bit for bit. float64 `inv_freq` is the definition; its turns are rounded once,
+from Python integers, and are right to 2^-65 turn per token.
+"""
+
+import math
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .kernels import kernel_of
+from .schedules import FLOAT64, SCHEDULES, Arithmetic
+from .spec import Rotary
+
+Array = npt.NDArray[Any]
+Precision = Literal["exact", "float32"]
+
+MAX_BYTES = 16 * 2**30
+CACHE_BYTES = 256 * 2**20
+FRACTION_LIMIT = 2**28  # a float64 product of this size is off by 3e-8 rad
+
+_BITS = 384
+_INVERSE_TWO_PI = int(  # 2^384 / 2pi
+    "28be60db9391054a7f09d5f47d4d377036d8a5664f10e410"
+    "7f9458eaf7aef1586dc91b8e909374b801924bba82746487", 16,
+)  # fmt: skip
+
+
+def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Array, float]:
+    """Inverse frequencies of a spec, and its attention factor.
+
+    Returns (inv_freq, attention_factor): (rotary_dim / 2,) float64 in rad per token, read-only, and
+    the number that multiplies cos and sin. `seq_len`, the length of the row, matters to `dynamic`
+    and `longrope` alone; None means a row no longer than the trained length.
+
+    >>> inv_freq(Rotary(head_dim=4))
+    (array([1.  , 0.01]), 1.0)
+    """
+    return _frequencies(spec, _known_length(spec, seq_len), FLOAT64)
+
+
+def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
+    """Frequencies in turns per token, as 64-bit fractions of one turn, read-only.
+
+    (rotary_dim / 2,) uint64: round(inv_freq / 2pi * 2^64). The angle of position m is `m * turns`
+    in wrapping 64-bit arithmetic, in units of 2^-64 turn.
+
+    >>> turns(Rotary(head_dim=2)) / 2**64 * 2 * np.pi
+    array([1.])
+    """
+    length = _known_length(spec, seq_len)
+    return _cache.get(("turns", spec, length), lambda: _turns_of(inv_freq(spec, length)[0]))
+
+
+def cos_sin(
+    spec: Rotary,
+    positions: Any,
+    precision: Precision = "exact",
+    seq_len: Any = None,
+    *,
+    allow_negative: bool = False,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[Any, Any]:
+    """cos and sin of every position and pair, times the attention factor; once per forward.
+
+    positions  (..., seq) whole numbers, or (..., seq, axes) if `spec.num_axes` > 1. Floats are
+               fractional positions and take a float64 product; float16 and bfloat16 are refused.
+    precision  "exact": right to 1.5e-7 (times the attention factor, if above 1) up to 2^39.
+               "float32": the float32 arithmetic of transformers, bit for bit on torch tensors;
+               its error grows with the position, 3e-3 at 131 072.
+    seq_len    length of the row, for `dynamic` and `longrope`: one number, or one per row. Default:
+               the largest position of the row plus one, for each row by itself.
+    Returns (cos, sin), each (..., seq, rotary_dim / 2) float32, in the library of `positions`.
+
+    Raises ValueError for a negative position unless `allow_negative`, for a shape that does not fit
+    the number of axes, and before allocating more than `max_bytes`; TypeError for positions that
+    are not numbers, or of an unknown library.
+
+    >>> cos, sin = cos_sin(Rotary(head_dim=4), np.arange(2))
+    >>> cos
+    array([[1.       , 1.       ],
+           [0.5403023, 0.99995  ]], dtype=float32)
+    """
+    if precision not in ("exact", "float32"):
+        raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
+    if isinstance(positions, int | list | tuple | range):
+        positions = np.asarray(positions)
+    kernel = kernel_of(positions)
+    kind, low, high = kernel.inspect(positions)
+    _check_shape(spec, positions.shape, max_bytes)
+    _check_range(kind, low, high, allow_negative)
+
+    *lead, seq = positions.shape[:-1] if spec.num_axes > 1 else positions.shape
+    flat = positions.reshape(math.prod(lead), *positions.shape[len(lead) :])
+    lengths = _row_lengths(spec, kernel, flat, seq_len, tuple(lead))
+    cos, sin = _tables(spec, kernel, flat, kind, precision, lengths)
+    shape = (*lead, seq, spec.rotary_dim // 2)
+    return cos.reshape(shape), sin.reshape(shape)
+
+
+def sequence_cos_sin(
+    spec: Rotary, like: Any, seq: int, precision: Precision = "exact", seq_len: int | None = None
+) -> tuple[Any, Any]:
+    """cos and sin of the positions 0 .. seq - 1, (seq, rotary_dim / 2), in the library of `like`.
+
+    Kept in the cache, which is bounded in bytes and keyed by the whole spec: do not write to them.
+
+    >>> sequence_cos_sin(Rotary(head_dim=4), np.empty(0), 8)[0].shape
+    (8, 2)
+    """
+    kernel = kernel_of(like)
+    if spec.depends_on_length:
+        length, rows = _known_length(spec, seq if seq_len is None else seq_len), seq
+    else:
+        length, rows = None, 1 << max(seq - 1, 255).bit_length()  # a few sizes serve every length
+
+    def build() -> tuple[Any, Any]:
+        positions = kernel.arange(like, rows)[None]
+        cos, sin = _tables(spec, kernel, positions, "int", precision, (length,))
+        return cos[0], sin[0]
+
+    if not kernel.is_cacheable(like):
+        rows = seq
+        return build()
+    key = ("tables", spec, length, rows, precision, kernel.place(like))
+    cos, sin = _cache.get(key, build)
+    return cos[:seq], sin[:seq]
+
+
+def _tables(
+    spec: Rotary,
+    kernel: ModuleType,
+    positions: Any,
+    kind: str,
+    precision: Precision,
+    lengths: tuple[int | None, ...],
+) -> tuple[Any, Any]:
+    if precision == "float32":
+        make, arithmetic = kernel.tables_float32, kernel.FLOAT32
+    elif kind == "int":
+        make, arithmetic = kernel.tables, None
+    else:
+        make, arithmetic = kernel.tables_float64, FLOAT64
+    frequencies = kernel.constant(_frequency_rows, spec, lengths, arithmetic)
+    scales = kernel.constant(_scale_rows, spec, lengths)
+    tables: tuple[Any, Any] = make(positions, frequencies, scales, spec.axes, spec.sign < 0)
+    return tables
+
+
+def _frequency_rows(
+    spec: Rotary, lengths: tuple[int | None, ...], arithmetic: Arithmetic | None
+) -> Array:
+    rows = [
+        turns(spec, length) if arithmetic is None else _frequencies(spec, length, arithmetic)[0]
+        for length in lengths
+    ]
+    return rows[0][None] if len(rows) == 1 else np.stack(rows)
+
+
+def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...]) -> Array:
+    return np.array([_frequencies(spec, length, FLOAT64)[1] for length in lengths])
+
+
+def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Array, float]:
+    def build() -> tuple[Array, float]:
+        extra = {"seq_len": length} if spec.depends_on_length else {}
+        schedule = SCHEDULES[spec.schedule]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when the spec was made
+            frequencies, factor = schedule(
+                spec.rotary_dim, spec.base, arithmetic, **spec.params, **extra
+            )
+        return _read_only(frequencies), factor
+
+    return _cache.get(("inv_freq", spec, length, arithmetic), build)
+
+
+def _turns_of(frequencies: Array) -> npt.NDArray[np.uint64]:
+    exact = []
+    for value in frequencies:
+        numerator, denominator = float(value).as_integer_ratio()
+        shift = _BITS - 64 + denominator.bit_length() - 1  # the denominator is a power of two
+        exact.append(((numerator * _INVERSE_TWO_PI + (1 << (shift - 1))) >> shift) % 2**64)
+    return _read_only(np.array(exact, np.uint64))
+
+
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def _known_length(spec: Rotary, seq_len: Any) -> int | None:
+    if seq_len is None or not spec.depends_on_length:
+        return None
+    length = seq_len.item() if hasattr(seq_len, "item") else seq_len
+    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        raise ValueError(f"seq_len must be a whole number >= 0, got {seq_len!r}")
+    return length
+
+
+def _row_lengths(
+    spec: Rotary, kernel: ModuleType, positions: Any, seq_len: Any, lead: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """The length that each row is scaled for; one entry if it is the same for all."""
+    if not spec.depends_on_length:
+        return (None,)
+    if seq_len is None:
+        lengths = kernel.row_lengths(positions)
+    else:
+        given = np.asarray(seq_len.tolist() if hasattr(seq_len, "tolist") else seq_len)
+        if given.ndim and given.shape != lead:
+            raise ValueError(
+                f"seq_len must be one number or one per row, of shape {lead}, got {given.shape}"
+            )
+        lengths = given.reshape(-1).tolist()
+    known = tuple(_known_length(spec, length) for length in lengths)
+    return known[:1] if len(set(known)) == 1 else known or (None,)
+
+
+def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
+    axes = spec.num_axes
+    if len(shape) < (2 if axes > 1 else 1):
+        wanted = f"(..., seq, {axes})" if axes > 1 else "(..., seq)"
+        raise ValueError(f"positions must be {wanted}, got shape {tuple(shape)}")
+    if axes > 1 and shape[-1] != axes:
+        hint = "; move the axes last" if shape[0] == axes else ""
+        raise ValueError(
+            f"positions must be (..., seq, {axes}) for {axes} axes, got shape {tuple(shape)}{hint}"
+        )
+    if all(isinstance(size, int) for size in shape):
+        rows = math.prod(shape[:-1] if axes > 1 else shape)
+        size = 4 * spec.rotary_dim * rows
+        if size > max_bytes:
+            raise ValueError(
+                f"tables of {rows:,} positions take {size:,} bytes, over max_bytes = "
+                f"{max_bytes:,}; build them in parts or raise max_bytes"
+            )
+
+
+def _check_range(kind: str, low: float | None, high: float | None, allow_negative: bool) -> None:
+    if low is None or high is None:
+        return
+    size = max(abs(low), abs(high))
+    if not math.isfinite(size):
+        raise ValueError("positions must be finite")
+    if low < 0 and not allow_negative:
+        raise ValueError(
+            f"positions must be >= 0, got {low}; pass allow_negative=True to turn backwards"
+        )
+    if kind == "int" and size >= 2**63:
+        raise ValueError(f"positions must fit in int64, got {high}")
+    if kind != "int" and size > FRACTION_LIMIT:
+        raise ValueError(
+            f"fractional positions must be <= 2^28 in size, got {size}; use whole numbers"
+        )
+    if kind == "float32" and size > 2**24:
+        warnings.warn(
+            f"float32 cannot hold every position up to {size}; use float64 or whole numbers",
+            stacklevel=4,
+        )
+
+
+class _Cache:
+    """The one cache of the package: least recently used first out, bounded in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """The value kept under `key`, or what `build` makes, kept if it fits."""
+        with self.lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key][0]
+        value = build()
+        size = (
+            sum(getattr(part, "nbytes", 64) for part in value)
+            if (isinstance(value, tuple))
+            else value.nbytes
+        )
+        with self.lock:
+            if key not in self._entries and size <= self.max_bytes:
+                self._entries[key] = value, size
+                self.bytes += size
+            while self.bytes > self.max_bytes:
+                self.bytes -= self._entries.popitem(last=False)[1][1]
+        return value
+
+
+_cache = _Cache(CACHE_BYTES)
+if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
+    os.register_at_fork(
+        before=_cache.lock.acquire,
+        after_in_parent=_cache.lock.release,
+        after_in_child=_cache.lock.release,
+    )

@@ -1,0 +1,274 @@
+"""`Rotary`: everything a RoPE is, as plain frozen data, refused when it makes no sense."""
+
+import dataclasses
+import difflib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from .schedules import SCHEDULES, depends_on_length, parameters
+
+_LAYOUTS = ("half", "interleaved")
+_SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: anything less never turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """A rotary position embedding: frequencies, layout, slice, axes and direction. Nothing else.
+
+    head_dim    channels of one attention head
+    rotary_dim  how many of them are rotated; even; default head_dim
+    start       first rotated channel
+    base        the 10,000 of the paper (`rope_theta`)
+    layout      pairs (i, i + rotary_dim/2): "half"; pairs (2i, 2i + 1): "interleaved"
+    out_layout  layout that is written; default `layout` (DeepSeek reads interleaved, writes half)
+    schedule    name of a function in `rotary.schedules`
+    params      its keyword-only arguments, under the names of transformers' `rope_parameters`
+    axes        which position axis drives each pair, (rotary_dim/2,); empty means one axis
+    sign        +1, or -1 where pairs turn the other way (nanochat)
+
+    Hashable, comparable, picklable; `to_dict` and `from_dict` round-trip through JSON.
+    Every invalid value is a ValueError here, not later.
+
+    >>> Rotary(head_dim=128, base=500_000.0).rotary_dim
+    128
+    >>> Rotary(head_dim=127)
+    Traceback (most recent call last):
+    ValueError: rotary_dim must be even and in (0, head_dim=127], got 127
+    """
+
+    head_dim: int
+    rotary_dim: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    start: int = 0
+    base: float = 10_000.0
+    layout: str = "half"
+    out_layout: str = None  # type: ignore[assignment]  # filled in by __post_init__
+    schedule: str = "default"
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    axes: Sequence[int] = ()
+    sign: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "rotary_dim", "start", "sign"):
+            self._set(name, _unwrapped(getattr(self, name)))
+        _check_slice(self)
+        _check_base(self.base)
+        self._set("base", float(self.base))
+        self._set("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim)
+        self._set("out_layout", self.layout if self.out_layout is None else self.out_layout)
+        for name in ("layout", "out_layout"):
+            _one_of(name, getattr(self, name), _LAYOUTS)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        if not _is_int(self.sign) or self.sign not in (1, -1):
+            raise ValueError(f"sign must be +1 or -1, got {self.sign!r}")
+        self._set("params", _frozen_params(self.schedule, self.params))
+        self._set("axes", _checked_axes(self.axes, self.rotary_dim // 2))
+        _check_frequencies(self)
+        self._set("_depends_on_length", depends_on_length(self.schedule))
+        self._set("_json", json.dumps(self.to_dict()))
+        self._set("_hash", hash((*self._plain(), tuple(sorted(self.params.items())))))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _plain(self) -> tuple[object, ...]:
+        names = (field.name for field in dataclasses.fields(self) if field.name != "params")
+        return tuple(getattr(self, name) for name in names)
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # set once, in __post_init__
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Rotary.from_dict, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{field.name}={_plain_value(getattr(self, field.name))!r}"
+            for field in dataclasses.fields(self)
+            if field.name == "head_dim" or getattr(self, field.name) != _default(self, field)
+        )
+        return f"Rotary({', '.join(shown)})"
+
+    @property
+    def num_axes(self) -> int:
+        """How many position axes there are; with more than one, positions end in (seq, axes).
+
+        >>> Rotary(head_dim=8, axes=(0, 1, 0, 1)).num_axes
+        2
+        """
+        return max(self.axes) + 1 if self.axes else 1
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the frequencies depend on the length of the row (dynamic, longrope).
+
+        >>> Rotary(head_dim=8).depends_on_length
+        False
+        """
+        return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-ready data.
+
+        >>> Rotary(head_dim=4).to_dict()["base"]
+        10000.0
+        """
+        fields = dataclasses.fields(self)
+        return {field.name: _plain_value(getattr(self, field.name)) for field in fields}
+
+    def to_json(self) -> str:
+        """The spec as one line of JSON.
+
+        >>> Rotary.from_json(Rotary(head_dim=4).to_json())
+        Rotary(head_dim=4)
+        """
+        return self._json  # type: ignore[attr-defined]  # set once, in __post_init__
+
+    @classmethod
+    def from_json(cls, text: str) -> "Rotary":
+        """The spec that `to_json` wrote.
+
+        >>> Rotary.from_json('{"head_dim": 4}').rotary_dim
+        4
+        """
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Rotary":
+        """The spec that `to_dict` wrote; ValueError for a key it does not know.
+
+        >>> Rotary.from_dict({"head_dim": 4, "theta": 1e4})
+        Traceback (most recent call last):
+        ValueError: unknown field 'theta'; known: head_dim, rotary_dim, start, base, layout, \
+out_layout, schedule, params, axes, sign
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in data:
+            if name not in known:
+                raise ValueError(
+                    f"unknown field {name!r}{_nearest(name, known)}; known: {', '.join(known)}"
+                )
+        if "head_dim" not in data:
+            raise ValueError("field 'head_dim' is missing")
+        return cls(**data)
+
+
+def _default(spec: Rotary, field: dataclasses.Field[Any]) -> object:
+    if field.name == "params":
+        return {}
+    return {"rotary_dim": spec.head_dim, "out_layout": spec.layout}.get(field.name, field.default)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value  # a numpy scalar
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_slice(spec: Rotary) -> None:
+    head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
+    if not _is_int(head_dim) or head_dim < 1:
+        raise ValueError(f"head_dim must be a whole number >= 1, got {head_dim!r}")
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if not _is_int(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""
+        raise ValueError(
+            f"rotary_dim must be even and in (0, head_dim={head_dim}], got {rotary_dim!r}{hint}"
+        )
+    if not _is_int(start) or not 0 <= start <= head_dim - rotary_dim:
+        raise ValueError(
+            f"start must be in [0, head_dim - rotary_dim = {head_dim - rotary_dim}], got {start!r}"
+        )
+
+
+def _check_base(base: object) -> None:
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        raise ValueError(f"base must be a number, got {base!r}")
+    if not math.isfinite(base) or base < 1:
+        raise ValueError(f"base must be finite and >= 1, got {base!r}")
+    if base == 1:
+        warnings.warn("base 1 gives every pair the same frequency, 1 rad per token", stacklevel=4)
+
+
+def _one_of(name: str, value: object, known: Iterable[str]) -> None:
+    if value not in list(known):
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}; got {value!r}{_nearest(value, known)}"
+        )
+
+
+def _nearest(value: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _frozen_params(schedule: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params must be a mapping of names to values, got {params!r}")
+    known = parameters(schedule)
+    for name in params:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise ValueError(
+                f"schedule {schedule!r} has no parameter {name!r}{_nearest(name, known)}; "
+                f"its parameters: {listed}"
+            )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in params:
+            raise ValueError(f"schedule {schedule!r} needs parameter {name!r}")
+    # a parameter at its default says nothing: dropping it makes equal specs compare equal
+    kept = {name: _frozen(name, params[name]) for name in known if name in params}
+    return MappingProxyType(
+        {name: value for name, value in kept.items() if value != known[name].default}
+    )
+
+
+def _frozen(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "tolist"):  # numpy and torch arrays
+        value = value.tolist()
+    if isinstance(value, Sequence):
+        return tuple(value)
+    raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {value!r}")
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain_value(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
+    checked = tuple(axes.tolist() if hasattr(axes, "tolist") else axes)
+    if not checked:
+        return ()
+    if len(checked) != pairs:
+        raise ValueError(
+            f"axes must name one axis per pair: rotary_dim / 2 = {pairs}, got {len(checked)}"
+        )
+    if not all(_is_int(axis) for axis in checked) or set(checked) != set(range(max(checked) + 1)):
+        raise ValueError(f"axes must be whole numbers from 0 without a gap, got {checked}")
+    return checked
+
+
+def _check_frequencies(spec: Rotary) -> None:
+    try:
+        inv_freq, factor = SCHEDULES[spec.schedule](spec.rotary_dim, spec.base, **spec.params)
+    except (OverflowError, ZeroDivisionError, TypeError) as error:
+        raise ValueError(
+            f"schedule {spec.schedule!r} with base {spec.base} and {dict(spec.params)}: {error}"
+        ) from error
+    sizes = [abs(float(value)) for value in inv_freq]
+    if not (all(map(math.isfinite, sizes)) and math.isfinite(factor)):
+        raise ValueError(f"schedule {spec.schedule!r} gives frequencies that are not finite")
+    if any(0 < size < _SMALLEST for size in sizes):
+        raise ValueError(
+            f"base {spec.base} is too large: the slowest pair turns {min(sizes):.1e} rad per "
+            f"token, less than the {_SMALLEST:.1e} that can be held"
+        )
