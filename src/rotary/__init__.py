@@ -1,0 +1,22 @@
+"""Rotary Position Embedding: exact at every position, for every model, at the speed of a copy."""
+
+from . import layouts as layouts
+from . import positions as positions
+from .angles import cos_sin as cos_sin
+from .angles import inv_freq as inv_freq
+from .angles import turns as turns
+from .rotate import apply as apply
+from .rotate import rotate as rotate
+from .spec import Rotary as Rotary
+
+__version__ = "0.1.0"
+__all__ = [
+    "Rotary",
+    "apply",
+    "cos_sin",
+    "inv_freq",
+    "layouts",
+    "positions",
+    "rotate",
+    "turns",
+]

@@ -1,0 +1,61 @@
+"""One module per array library, each with the same verbs; this file picks one by the array's type.
+
+rotate(xs, cos, sin, positions, options, conjugate, out)            the rotation
+tables(positions, turns, scales, axes, backwards)                   cos and sin, exact
+tables_float64(positions, inv_freq, scales, axes, backwards)        of fractional positions
+tables_float32(positions, inv_freq, scales, axes, backwards)        in float32 steps
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+KNOWN = "numpy, torch"
+
+
+def kernel_of(array: Any) -> ModuleType:
+    """The kernel module for an array; TypeError, naming the known libraries, for anything else.
+
+    >>> import numpy
+    >>> kernel_of(numpy.zeros(2)).__name__
+    'rotary.kernels.cpu'
+    """
+    if isinstance(array, np.ndarray):
+        return host()
+    torch = sys.modules.get("torch")  # a torch tensor cannot exist before torch is imported
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _torch_kernel or _load_torch_kernel()
+    kind = type(array)
+    raise TypeError(
+        f"cannot rotate a {kind.__module__}.{kind.__qualname__}; array libraries known: {KNOWN}"
+    )
+
+
+def host() -> ModuleType:
+    """The kernel for memory of this machine: `cpu`, or the law where Numba cannot be loaded.
+
+    >>> host().__name__
+    'rotary.kernels.cpu'
+    """
+    global _host
+    if _host is None:
+        try:
+            from . import cpu as module
+        except ImportError:  # the law gives the same numbers, slowly; `rotary doctor` says so
+            from . import numpy as module  # type: ignore[no-redef]
+        _host = module
+    return _host
+
+
+def _load_torch_kernel() -> ModuleType:
+    global _torch_kernel
+    from . import torch as module
+
+    _torch_kernel = module
+    return module
+
+
+_host: ModuleType | None = None
+_torch_kernel: ModuleType | None = None

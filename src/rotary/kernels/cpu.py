@@ -1,0 +1,358 @@
+"""The CPU kernel: hands memory to the compiled loops of `vector.py`, serially or on all threads.
+
+Works on `Memory`, an address with shape, strides and type, so that NumPy arrays and torch tensors
+take the same way and nothing is wrapped or copied. Serial for little work; for much of it, the
+OpenMP threads, which are torch's own when torch is loaded: a second pool would have to wait for
+torch's workers, that spin for a while after every operator.
+"""
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from . import numpy as law
+from . import vector
+from .geometry import Geometry, Options, geometry_of
+from .memory import SIZES, Block, contiguous, is_contiguous_last
+
+Array = npt.NDArray[Any]
+
+SERIAL_BYTES = 1 << 18  # below this, starting the threads costs more than they save
+_HUGE_PAGE = 1 << 21
+HUGE_BYTES = 1 << 22  # NumPy asks for huge pages from this size on
+_PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
+
+
+class Call(NamedTuple):
+    """All that is known of a rotation before the addresses are."""
+
+    tag: Any
+    steps: tuple[Array, Array]  # of the one or two blocks, see vector.PLAN
+    offsets: tuple[tuple[tuple[int, int, int], ...], ...]  # of the axes beyond three, per block
+    pairs: int
+    mode: int
+    sign: int
+    size: int  # bytes of all blocks
+
+
+def rotate(
+    xs: Sequence[Array],
+    cos: Array,
+    sin: Array,
+    positions: Any,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[Array] | None,
+) -> tuple[Array, ...]:
+    """Rotate NumPy arrays; the same law as `kernels/numpy.py`, at the speed of a copy."""
+    if positions is None:
+        arrays = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
+        call = _ready_call(
+            tuple([_signature(array) for array in arrays]),
+            None if out is None else _in_place(xs, out),
+            options,
+            conjugate,
+        )
+        if call is not None:
+            if out is None:
+                out = tuple([empty(x.shape, x.dtype) for x in xs])
+            else:
+                law.check_out(xs, out)
+            run(call, [address(x) for x in xs], [address(y) for y in out],
+                address(cos), address(sin), 0)  # fmt: skip
+            return tuple(out)
+    law.check_operands(xs, cos, sin, out)
+    rows = None if positions is None else law.check_rows(positions, cos)
+    if cos.dtype != np.float32:
+        return law.rotate(xs, cos, sin, positions, options, conjugate, out)
+    if cos.strides != sin.strides or not _is_ready(cos):
+        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
+    shapes = tuple(x.shape for x in xs)
+    geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    results = tuple(empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)
+    is_mixed = geometry.layout != geometry.out_layout
+    sources = [x if _is_ready(x) else np.ascontiguousarray(x) for x in xs]
+    targets = [
+        y
+        if _is_ready(y) and not (is_mixed and address(x) == address(y))
+        else empty(y.shape, y.dtype)
+        for x, y in zip(xs, results, strict=True)
+    ]
+    call = prepare(
+        tuple(map(law.block, sources)),
+        tuple(map(law.block, targets)),
+        _in_place(sources, targets),
+        law.block(cos),
+        None if rows is None else law.block(rows),
+        geometry,
+        conjugate,
+    )
+    run(
+        call,
+        [address(x) for x in sources],
+        [address(y) for y in targets],
+        address(cos),
+        address(sin),
+        0 if rows is None else address(rows),
+    )
+    for result, target in zip(results, targets, strict=True):
+        if target is not result:
+            result[...] = target
+    return results
+
+
+def _signature(array: Array) -> tuple[Any, ...]:
+    return type(array), array.shape, array.strides, array.dtype, array.flags.aligned
+
+
+def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
+    return tuple([address(x) == address(y) for x, y in zip(xs, outs, strict=True)])
+
+
+@lru_cache(maxsize=1024)
+def _ready_call(
+    signature: tuple[tuple[Any, ...], ...],
+    is_in_place: tuple[bool, ...] | None,
+    options: Options,
+    conjugate: bool,
+) -> Call | None:
+    """The call for operands the loops can take as they are; None if one has to be copied first."""
+    if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signature):
+        return None
+    blocks = [
+        Block(shape, strides, law.name_of(dtype)) for _, shape, strides, dtype, _ in signature
+    ]
+    return ready_call(blocks, is_in_place, options, conjugate)
+
+
+def ready_call(
+    blocks: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: Options,
+    conjugate: bool,
+) -> Call | None:
+    """The call for blocks (*xs, cos, sin, *outs) that need no copy; None if there are others.
+
+    Without outs, `is_in_place` is None and the outputs will be new and contiguous.
+    """
+    if not all(block.shape and block.dtype in SIZES for block in blocks):
+        return None
+    count = len(blocks) - 2 if is_in_place is None else (len(blocks) - 2) // 2
+    xs, (cos, sin) = blocks[:count], blocks[count : count + 2]
+    outs = blocks[count + 2 :] if is_in_place is not None else [contiguous(x) for x in xs]
+    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in vector.TAGS:
+        return None
+    if not all(map(is_contiguous_last, (*xs, cos, *outs))) or len({x.dtype for x in xs}) > 1:
+        return None
+    if any(x.shape != y.shape or x.dtype != y.dtype for x, y in zip(xs, outs, strict=True)):
+        return None
+    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, None, options)
+    is_in_place = is_in_place or (False,) * count
+    if geometry.layout != geometry.out_layout and any(is_in_place):
+        return None
+    return prepare(tuple(xs), tuple(outs), is_in_place, cos, None, geometry, conjugate)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array; a large one on whole huge pages.
+
+    The first touch of ordinary 4 KiB pages costs several times what the rotation does: 64 MiB of
+    them take as long as four copies. NumPy asks for huge pages, but gets them only where the
+    array covers a whole one, so a large array starts and ends on such a boundary.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < HUGE_BYTES:
+        return np.empty(shape, dtype)
+    block = np.empty(size + 2 * _HUGE_PAGE, np.uint8)
+    start = -address(block) % _HUGE_PAGE
+    return block[start : start + size].view(dtype).reshape(shape)
+
+
+@lru_cache(maxsize=1024)
+def prepare(
+    xs: tuple[Block, ...],
+    outs: tuple[Block, ...],
+    is_in_place: tuple[bool, ...],
+    table: Block,
+    rows: Block | None,
+    geometry: Geometry,
+    conjugate: bool,
+) -> Call:
+    """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
+
+    With `rows`, they are walked along with x and say which row of `table` is read.
+    """
+    along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
+    offsets, steps = [], []
+    for x, out, same in zip(xs, outs, is_in_place, strict=True):
+        outer, plan = _walk(x, out, same, along, row_size, geometry)
+        offsets.append(outer)
+        steps.append(plan)
+    return Call(
+        vector.TAGS[xs[0].dtype],
+        (steps[0], steps[1] if len(steps) == 2 else np.zeros(vector.PLAN, np.int64)),
+        tuple(offsets),
+        geometry.pairs,
+        vector.MODES[geometry.layout, geometry.out_layout],
+        -1 if conjugate else 1,
+        sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs),
+    )
+
+
+def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, rows: int) -> None:
+    """Rotate the blocks at these addresses; what is there must outlive the call."""
+    tail = call.pairs, call.mode, call.sign
+    if call.offsets in (_ONCE, _TWICE):
+        blocks = (call.steps[0], xs[0], outs[0], call.steps[1], xs[-1], outs[-1])
+        _start(vector.rotate_serial, vector.rotate_parallel,
+               (call.tag, *blocks, cos, sin, rows, *tail), call.size)  # fmt: skip
+        return
+    nothing = np.zeros(vector.PLAN, np.int64)
+    for x, out, steps, offsets in zip(xs, outs, call.steps, call.offsets, strict=False):
+        for source, target, row in offsets:
+            table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
+            blocks = (steps, x + source, out + target, nothing, 0, 0)
+            _start(vector.rotate_serial, vector.rotate_parallel,
+                   (call.tag, *blocks, *table, *tail), call.size // len(offsets))  # fmt: skip
+
+
+_ONCE = (((0, 0, 0),),)
+_TWICE = _ONCE * 2
+
+
+def _walk(
+    x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
+) -> tuple[tuple[tuple[int, int, int], ...], Array]:
+    """Offsets of the axes beyond three, and the steps of the loops over the others."""
+    head_dim, itemsize = x.shape[-1], SIZES[x.dtype]
+    table = [
+        0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
+    ]
+    axes = _merged(list(zip(x.shape[:-1], x.strides[:-1], out.strides[:-1], table, strict=True)))
+    inner = [(1, 0, 0, 0)] * (3 - len(axes)) + axes[-3:]
+    offsets: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
+    for size, *step in axes[:-3]:
+        offsets = tuple(
+            (o[0] + i * step[0], o[1] + i * step[1], o[2] + i * step[2])
+            for o in offsets
+            for i in range(size)
+        )
+    steps = np.zeros(vector.PLAN, np.int64)
+    for column in range(4):
+        steps[3 * column : 3 * column + 3] = [axis[column] for axis in inner]
+    stop = geometry.start + 2 * geometry.pairs
+    steps[12], steps[13] = row_size, geometry.start * itemsize
+    if not (is_in_place and x.strides == out.strides):
+        steps[14] = geometry.start * itemsize
+        steps[15], steps[16] = stop * itemsize, (head_dim - stop) * itemsize
+    return offsets, steps
+
+
+def _merged(axes: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """The axes in the order of memory, those of size 1 dropped, those that continue one another
+    joined: rows are then walked in long runs, and a table row serves all heads while it is hot."""
+    if any(size == 0 for size, *_ in axes):
+        return [(0, 0, 0, 0)]
+    ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
+    merged: list[tuple[int, int, int, int]] = []
+    for axis in ordered:
+        size, *steps = axis
+        if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):
+            axis = (merged.pop()[0] * size, *axis[1:])
+        merged.append(axis)
+    return merged
+
+
+def tables(
+    positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin from turns, as `kernels/numpy.py` has them, in one pass and float64 inside."""
+    positions = np.ascontiguousarray(positions, np.int64)
+    turns = np.ascontiguousarray(turns, np.uint64)
+    scales = np.ascontiguousarray(scales, np.float64)
+    batch, seq = positions.shape[:2]
+    pairs = turns.shape[-1]
+    both = empty((2, batch, seq, pairs), np.float32)
+    cos, sin = both
+    per_pair = np.array(axes, np.int64)
+    arguments = (
+        address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
+        address(turns), turns.strides[0] if len(turns) > 1 else 0,
+        address(scales), scales.strides[0] if len(scales) > 1 else 0,
+        int(backwards), pairs, address(cos), address(sin),
+    )  # fmt: skip
+    _start(vector.table_serial, vector.table_parallel, arguments, both.nbytes)
+    return cos, sin
+
+
+# what is the same for the law and for the compiled loops
+FLOAT32 = law.FLOAT32
+tables_float32 = law.tables_float32
+tables_float64 = law.tables_float64
+inspect = law.inspect
+row_lengths = law.row_lengths
+arange = law.arange
+constant = law.constant
+is_cacheable = law.is_cacheable
+is_tracing = law.is_tracing
+place = law.place
+address = law.address
+
+
+def _is_ready(array: Array) -> bool:
+    return array.flags.aligned and is_contiguous_last(law.block(array))
+
+
+def threads() -> int:
+    """How many threads a large call uses: torch's number when torch is loaded, else Numba's.
+
+    >>> threads() >= 1
+    True
+    """
+    torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    wanted = torch_threads() if torch_threads else numba.get_num_threads()
+    return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
+
+
+def _start(serial: Any, parallel: Any, arguments: tuple[Any, ...], size: int) -> None:
+    count = threads() if size >= SERIAL_BYTES and not _in_forked_child else 1
+    if count == 1:
+        serial(*arguments, 1)
+        return
+    with nullcontext() if _may_overlap() else _one_at_a_time:
+        parallel(*arguments, count * _PARTS_PER_THREAD)
+
+
+# Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it
+_one_at_a_time = threading.Lock()
+# an OpenMP pool does not survive a fork: the child computes serially
+_in_forked_child = False
+
+
+def _may_overlap() -> bool:
+    try:
+        return bool(numba.threading_layer() != "workqueue")
+    except ValueError:  # no parallel call has started the layer yet
+        return False
+
+
+def _after_fork() -> None:
+    global _in_forked_child, _one_at_a_time
+    _in_forked_child = True
+    _one_at_a_time = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+if numba.config.THREADING_LAYER_PRIORITY == ["tbb", "omp", "workqueue"]:  # nobody chose otherwise
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]

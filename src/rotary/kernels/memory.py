@@ -1,0 +1,100 @@
+"""Blocks of memory: their form, and whether two of them share a byte."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8}
+
+
+class Block(NamedTuple):
+    """The form of a strided block: strides in bytes, `dtype` a key of SIZES."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+def is_contiguous_last(block: Block) -> bool:
+    """Whether the last axis is contiguous, as the compiled loops need it.
+
+    >>> is_contiguous_last(Block((2, 3), (4, 8), "float32"))
+    False
+    """
+    return block.shape[-1] == 1 or block.strides[-1] == SIZES[block.dtype]
+
+
+def contiguous(block: Block) -> Block:
+    """The same shape and dtype without gaps.
+
+    >>> contiguous(Block((2, 3), (4, 8), "float32")).strides
+    (12, 4)
+    """
+    strides, step = [], SIZES[block.dtype]
+    for size in reversed(block.shape):
+        strides.append(step)
+        step *= size
+    return block._replace(strides=tuple(reversed(strides)))
+
+
+def is_contiguous(block: Block) -> bool:
+    """Whether the block has no gaps; the stride of an axis of size 1 does not matter.
+
+    >>> is_contiguous(Block((1, 3), (99, 4), "float32"))
+    True
+    """
+    steps = zip(block.shape, block.strides, contiguous(block).strides, strict=True)
+    return all(size == 1 or step == other for size, step, other in steps)
+
+
+def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]]) -> None:
+    """Refuse outputs that share memory with themselves, each other, or an input but their own.
+
+    Each block comes with its address. An output may be its own input, in place: then address and
+    strides are equal.
+    """
+    for index, out in enumerate(outs):
+        shape, strides, _ = out[1]
+        if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
+            raise ValueError("out has elements that share memory: an expanded array")
+        others = [x for other, x in enumerate(xs) if other != index or x != out]
+        for other in (*others, *outs[:index]):
+            if _share_bytes(out, other):
+                raise ValueError(
+                    "out overlaps an input or another output; it may only be its own input"
+                )
+
+
+def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:
+    (low, high), (other_low, other_high) = _extent(one[1]), _extent(other[1])
+    if one[0] + high <= other[0] + other_low or other[0] + other_high <= one[0] + low:
+        return False
+    return bool(np.shares_memory(_as_array(one), _as_array(other)))
+
+
+@lru_cache(maxsize=1024)
+def _extent(block: Block) -> tuple[int, int]:
+    """First byte and the one after the last, counted from the address."""
+    if 0 in block.shape:
+        return 0, 0
+    reach = [(size - 1) * step for size, step in zip(block.shape, block.strides, strict=True)]
+    return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + SIZES[block.dtype]
+
+
+def _as_array(block: tuple[int, Block]) -> Any:
+    return np.asarray(_Interface(*block))
+
+
+class _Interface:
+    """A block as NumPy sees it; only ever compared, never read."""
+
+    def __init__(self, address: int, block: Block) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": block.shape,
+            "strides": block.strides,
+            "typestr": f"|V{SIZES[block.dtype]}",
+            "version": 3,
+        }

@@ -1,0 +1,233 @@
+"""The law: the plain formula, in NumPy. Every other kernel must agree with this file.
+
+    first  of a pair:  x cos - y sin
+    second of a pair:  y cos + x sin
+
+float32 inside (float64 for float64 input), rounded once to the type of x. Nothing is fused, so the
+float32 result is that of the formula every code base copies.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layouts import pair_slices
+from ..schedules import FLOAT32 as FLOAT32
+from .geometry import Geometry, Options, geometry_of
+from .memory import Block, check_overlap
+
+Array = npt.NDArray[Any]
+
+
+def rotate(
+    xs: Sequence[Array],
+    cos: Array,
+    sin: Array,
+    positions: Any,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[Array] | None,
+) -> tuple[Array, ...]:
+    """Rotate every array of `xs`; into `out` if given, which may be `xs` itself.
+
+    Arguments and errors are those of `rotary.rotate`.
+    """
+    check_operands(xs, cos, sin, out)
+    rows = None if positions is None else check_rows(positions, cos)
+    shapes = tuple(x.shape for x in xs)
+    geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    if rows is not None:
+        cos, sin = cos[rows], sin[rows]
+    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    sin = -sin if conjugate else sin
+    results = []
+    for index, x in enumerate(xs):
+        work = np.promote_types(x.dtype, np.float32) if x.dtype.kind == "f" else np.float32
+        first, second = _pairs(geometry, geometry.layout)
+        u, v = x[..., first].astype(work), x[..., second].astype(work)
+        y = x.copy() if out is None else out[index]
+        if out is not None and y is not x:
+            y[...] = x
+        first, second = _pairs(geometry, geometry.out_layout)
+        y[..., first] = u * cos - v * sin
+        y[..., second] = v * cos + u * sin
+        results.append(y)
+    return tuple(results)
+
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, with the byte order if it is not the machine's; NumPy's own is slow.
+
+    >>> name_of(np.dtype(">f4")), name_of(np.dtype("f4"))
+    ('>float32', 'float32')
+    """
+    return dtype.name if dtype.isnative else f"{dtype.byteorder}{dtype.name}"
+
+
+def check_operands(
+    xs: Sequence[Array], cos: Array, sin: Array, out: Sequence[Array] | None
+) -> None:
+    """Refuse what cannot be rotated: dtypes, mixed libraries, unusable `out`."""
+    for array in (*xs, cos, sin, *(out or ())):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"all arrays must be of one library: numpy and {type(array)}")
+    for x in xs:
+        if name_of(x.dtype) not in FLOATS:
+            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {name_of(x.dtype)}")
+        if x.dtype != xs[0].dtype:
+            raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"cos and sin must be alike, got {cos.dtype} {cos.shape} and {sin.dtype} {sin.shape}"
+        )
+    if cos.dtype not in (np.float32, np.float64):
+        raise TypeError(f"tables must be float32, got {cos.dtype.name}: they were rounded before")
+    if out is not None:
+        check_out(xs, out)
+
+
+def check_out(xs: Sequence[Array], out: Sequence[Array]) -> None:
+    """Refuse outputs of another form than the input, read-only ones, and overlaps."""
+    if len(out) != len(xs):
+        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
+    for x, y in zip(xs, out, strict=True):
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"out must be {x.dtype} {x.shape} like the input, got {y.dtype} {y.shape}"
+            )
+        if not y.flags.writeable:
+            raise ValueError("out is read-only")
+    check_overlap(*[[(address(array), block(array)) for array in group] for group in (xs, out)])
+
+
+def block(array: Array) -> Block:
+    """The form of an array's memory."""
+    return Block(array.shape, array.strides, name_of(array.dtype))
+
+
+def address(array: Array) -> int:
+    """Where an array's memory starts; its owner must outlive every use."""
+    return int(array.__array_interface__["data"][0])
+
+
+def check_rows(positions: Any, table: Array) -> Array:
+    """Row numbers as int64; ValueError if one is outside the table."""
+    rows = np.asarray(positions)
+    if rows.dtype.kind not in "iu":
+        raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
+    if rows.size and (rows.min() < 0 or rows.max() >= len(table)):
+        raise ValueError(
+            f"positions run from {rows.min()} to {rows.max()}, the tables have {len(table)} rows"
+        )
+    return rows.astype(np.int64, copy=False)
+
+
+def inspect(positions: Array) -> tuple[str, float | None, float | None]:
+    """("int" | "float32" | "float64", smallest, largest) of an array of positions."""
+    dtype = positions.dtype
+    if dtype.kind in "iu":
+        kind = "int"
+    elif dtype in (np.float32, np.float64):
+        kind = dtype.name
+    else:
+        raise TypeError(
+            f"positions must be whole numbers, or float64 if fractional, got {dtype.name}"
+        )
+    if not positions.size:
+        return kind, None, None
+    return kind, positions.min().item(), positions.max().item()
+
+
+def row_lengths(positions: Array) -> list[int]:
+    """Largest position of each row, plus one; positions are (batch, seq) or (batch, seq, axes)."""
+    if not positions.size:
+        return []
+    return (positions.reshape(len(positions), -1).max(axis=1).astype(np.int64) + 1).tolist()
+
+
+def arange(like: Array, count: int) -> Array:
+    """Positions 0 .. count - 1."""
+    return np.arange(count, dtype=np.int64)
+
+
+def constant(function: Callable[..., Array], *arguments: Any) -> Array:
+    """`function(*arguments)`: what is worked out on the host, once."""
+    return function(*arguments)
+
+
+def is_cacheable(like: Array) -> bool:
+    """True: an array of this library can be kept and used again."""
+    return True
+
+
+def is_tracing() -> bool:
+    """False: NumPy calls are never recorded for a compiler."""
+    return False
+
+
+def place(like: Array) -> str:
+    """Where tables for this array live: part of the key of the cache."""
+    return "numpy"
+
+
+def tables(
+    positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """Exact cos and sin: angle = position * turns modulo 2^64, a 64-bit fraction of one turn.
+
+    positions  (batch, seq) or (batch, seq, axes) int64
+    turns      (batch or 1, pairs) uint64;  scales (batch or 1,) float64, the attention factors
+    Returns cos, sin: (batch, seq, pairs) float32, rounded once.
+    """
+    angles = _per_pair(positions, axes).astype(np.uint64) * turns[:, None, :]
+    radians = angles.astype(np.int64) * (2 * np.pi / 2**64)  # int64: in [-1/2, 1/2) turn
+    return _cos_sin(radians, scales, backwards)
+
+
+def tables_float64(
+    positions: Array, inv_freq: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin of fractional positions: the product in float64, rounded once at the end."""
+    return _cos_sin(_per_pair(positions, axes) * inv_freq[:, None, :], scales, backwards)
+
+
+def tables_float32(
+    positions: Array, inv_freq: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin with every step in float32, as transformers computes them.
+
+    The cosine itself is correctly rounded; torch's differs from it by one unit in the last place in
+    about one value of a hundred, so bit equality with transformers is had on torch tensors.
+    """
+    positions = positions.astype(np.float32)
+    angles = _per_pair(positions, axes) * inv_freq.astype(np.float32)[:, None, :]
+    cos, sin = _cos_sin(angles.astype(np.float64), np.ones(1), backwards)
+    factors = scales.astype(np.float32)[:, None, None]
+    return cos * factors, sin * factors
+
+
+def _cos_sin(radians: Array, scales: Array, backwards: bool) -> tuple[Array, Array]:
+    factors = scales[:, None, None]
+    cos, sin = np.cos(radians) * factors, np.sin(radians) * (-factors if backwards else factors)
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def _per_pair(positions: Array, axes: Sequence[int]) -> Array:
+    return positions[..., list(axes)] if axes else positions[..., None]
+
+
+def _pairs(geometry: Geometry, layout: str) -> tuple[slice, slice]:
+    return pair_slices(2 * geometry.pairs, layout, geometry.start)
+
+
+def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
+    order = [dim for dim in dims if dim is not None]
+    kept = [None if dim is None else slice(None) for dim in dims]
+    return table.transpose(*order, table.ndim - 1)[(*kept, slice(None))]

@@ -1,0 +1,422 @@
+"""Compiled loops of the CPU kernel: rows of a tensor, and rows of a table, as vector instructions.
+
+The inner loops are written as LLVM vector code and not left to the auto-vectoriser. It would have
+to prove that six streams do not overlap, and cannot when the rotation is in place; here every load
+of a pair comes before its stores by construction, so the same code serves both. A fused
+multiply-add is never used in the rotation: products and sums are rounded one by one, as in the
+plain formula, so the bits do not depend on the machine or on where a chunk ends.
+
+Tensors come in as addresses and strides in bytes. The element type is told by a tag, a NumPy
+scalar of the type that holds the bits: float32, float64, uint16 for bfloat16, int16 for float16.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TAGS = {
+    "float32": np.float32(0),
+    "float64": np.float64(0),
+    "bfloat16": np.uint16(0),
+    "float16": np.int16(0),
+}
+MODES = {
+    ("half", "half"): 0,
+    ("interleaved", "interleaved"): 1,
+    ("half", "interleaved"): 2,
+    ("interleaved", "half"): 3,
+}
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+# tag -> (type in memory, bytes, type of the arithmetic, lanes of one vector)
+_ELEMENTS = {
+    types.float32: (_F32, 4, _F32, 16),
+    types.float64: (_F64, 8, _F64, 8),
+    types.uint16: (_I16, 2, _F32, 16),
+    types.int16: (_F16, 2, _F32, 16),
+}
+
+
+def _vector(element: ir.Type, lanes: int) -> ir.Type:
+    return ir.VectorType(element, lanes) if lanes > 1 else element
+
+
+def _constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
+    return ir.Constant(_vector(element, lanes), [value] * lanes if lanes > 1 else value)
+
+
+def _splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    if lanes == 1:
+        return value
+    blank = ir.Constant(_vector(value.type, lanes), ir.Undefined)
+    first = b.insert_element(blank, value, _constant(_I32, 1, 0))
+    return b.shuffle_vector(first, blank, _constant(_I32, lanes, 0))
+
+
+def _pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: list[int]) -> ir.Value:
+    return b.shuffle_vector(one, other, ir.Constant(_vector(_I32, len(lanes)), lanes))
+
+
+def _address(b: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
+    return b.add(start, b.mul(index, _constant(_I64, 1, size)))
+
+
+def _load(b: ir.IRBuilder, element: ir.Type, size: int, address: ir.Value, lanes: int) -> ir.Value:
+    pointer = b.inttoptr(address, _vector(element, lanes).as_pointer())
+    return b.load(pointer, align=size)
+
+
+def _load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) -> ir.Value:
+    """`lanes` elements in the type of the arithmetic."""
+    element, size, wide, _ = _ELEMENTS[tag]
+    value = _load(b, element, size, address, lanes)
+    if tag is types.uint16:  # bfloat16 is the upper half of a float32
+        value = b.shl(b.zext(value, _vector(_I32, lanes)), _constant(_I32, lanes, 16))
+        return b.bitcast(value, _vector(wide, lanes))
+    return b.fpext(value, _vector(wide, lanes)) if tag is types.int16 else value
+
+
+def _store_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, value: ir.Value) -> None:
+    """Store, rounded to nearest even; a NaN stays a NaN."""
+    element, size, _, _ = _ELEMENTS[tag]
+    lanes = value.type.count if isinstance(value.type, ir.VectorType) else 1
+    if tag is types.uint16:
+        bits = b.bitcast(value, _vector(_I32, lanes))
+        odd = b.and_(b.lshr(bits, _constant(_I32, lanes, 16)), _constant(_I32, lanes, 1))
+        rounded = b.add(b.add(bits, _constant(_I32, lanes, 0x7FFF)), odd)
+        quiet = b.or_(bits, _constant(_I32, lanes, 0x400000))
+        bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+        value = b.trunc(b.lshr(bits, _constant(_I32, lanes, 16)), _vector(element, lanes))
+    elif tag is types.int16:
+        value = b.fptrunc(value, _vector(element, lanes))
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=size)
+
+
+@contextmanager
+def _loop(b: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int) -> Iterator[ir.Value]:
+    """`for index in range(start, stop, step)`: the body is built inside the with block."""
+    before = b.block
+    head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    index = b.phi(_I64)
+    index.add_incoming(start, before)
+    b.cbranch(b.icmp_signed("<", index, stop), body, after)
+    b.position_at_end(body)
+    yield index
+    index.add_incoming(b.add(index, _constant(_I64, 1, step)), b.block)
+    b.branch(head)
+    b.position_at_end(after)
+
+
+def _each(
+    b: ir.IRBuilder, count: ir.Value, lanes: int, body: Callable[[ir.Value, int], None]
+) -> None:
+    """`body(index, lanes)` in whole vectors, then one by one."""
+    whole = b.and_(count, _constant(_I64, 1, -lanes))
+    with _loop(b, _constant(_I64, 1, 0), whole, lanes) as index:
+        body(index, lanes)
+    with _loop(b, whole, count, 1) as index:
+        body(index, 1)
+
+
+def _load_pairs(
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int, *,
+    interleaved: bool,
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    size = _ELEMENTS[tag][1]
+    if not interleaved:
+        first = _address(b, row, index, size)
+        return _load_wide(b, tag, first, lanes), _load_wide(
+            b, tag, _address(b, first, pairs, size), lanes
+        )
+    both = _address(b, row, index, 2 * size)
+    if lanes == 1:
+        second = _address(b, both, _constant(_I64, 1, 1), size)
+        return _load_wide(b, tag, both, 1), _load_wide(b, tag, second, 1)
+    block = _load_wide(b, tag, both, 2 * lanes)
+    return (
+        _pick(b, block, block, list(range(0, 2 * lanes, 2))),
+        _pick(b, block, block, list(range(1, 2 * lanes, 2))),
+    )
+
+
+def _store_pairs(
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
+    one: ir.Value, other: ir.Value, *, interleaved: bool,
+) -> None:  # fmt: skip
+    size = _ELEMENTS[tag][1]
+    if not interleaved:
+        first = _address(b, row, index, size)
+        _store_wide(b, tag, first, one)
+        _store_wide(b, tag, _address(b, first, pairs, size), other)
+        return
+    both = _address(b, row, index, 2 * size)
+    if lanes == 1:
+        _store_wide(b, tag, both, one)
+        _store_wide(b, tag, _address(b, both, _constant(_I64, 1, 1), size), other)
+        return
+    order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
+    _store_wide(b, tag, both, _pick(b, one, other, order))
+
+
+def _rotation(read_interleaved: bool, write_interleaved: bool) -> Any:
+    """The rotation of one row: (tag, x, out, cos, sin, pairs, sign) -> None, all addresses."""
+
+    @intrinsic
+    def rotate_row(context, tag, x, out, cos, sin, pairs, sign):
+        def generate(context, b, signature, arguments):
+            _, x, out, cos, sin, pairs, sign = arguments
+            _, _, wide, lanes = _ELEMENTS[tag]
+            sign = b.sitofp(sign, wide)
+
+            def rotate(index: ir.Value, lanes: int) -> None:
+                offset = _address(b, cos, index, 4), _address(b, sin, index, 4)
+                c, s = (_load(b, _F32, 4, address, lanes) for address in offset)
+                if wide is _F64:
+                    c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
+                s = b.fmul(s, _splat(b, sign, lanes))
+                u, v = _load_pairs(b, tag, x, index, pairs, lanes, interleaved=read_interleaved)
+                one = b.fsub(b.fmul(u, c), b.fmul(v, s))
+                other = b.fadd(b.fmul(v, c), b.fmul(u, s))
+                _store_pairs(
+                    b, tag, out, index, pairs, lanes, one, other, interleaved=write_interleaved
+                )
+
+            _each(b, pairs, lanes, rotate)
+            return context.get_dummy_value()
+
+        return types.void(tag, *(types.int64,) * 6), generate
+
+    return rotate_row
+
+
+_row_half = _rotation(False, False)
+_row_interleaved = _rotation(True, True)
+_row_half_to_interleaved = _rotation(False, True)
+_row_interleaved_to_half = _rotation(True, False)
+
+
+@intrinsic
+def _copy(context, target, source, size):
+    def generate(context, b, signature, arguments):
+        target, source, size = arguments
+        pointers = (b.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+        cgutils.raw_memcpy(b, *pointers, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _load_int(context, address):
+    def generate(context, b, signature, arguments):
+        return _load(b, _I64, 8, arguments[0], 1)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _load_double(context, address):
+    def generate(context, b, signature, arguments):
+        return _load(b, _F64, 8, arguments[0], 1)
+
+    return types.float64(types.int64), generate
+
+
+def _compiled(**options: bool) -> Callable[[Callable[..., None]], Any]:
+    """Numba's `njit`, without the lock of Python, cached on disk where a folder can be written."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        try:
+            return numba.njit(nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # Numba found no folder for the cache
+            return numba.njit(nogil=True, **options)(function)
+
+    return decorate
+
+
+# The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
+# 0-2 sizes, 3-5 strides of x, 6-8 of out, 9-11 of the table or of the row numbers, 12 of a row
+# number's table row, 13 offset of the first rotated channel, 14 bytes copied before it,
+# 15 offset and 16 size of what is copied after the slice
+PLAN = 17
+
+
+@_compiled()
+def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, last):
+    size_1, size_2 = plan[1], plan[2]
+    x_0, x_1, x_2 = plan[3], plan[4], plan[5]
+    out_0, out_1, out_2 = plan[6], plan[7], plan[8]
+    table_0, table_1, table_2 = plan[9], plan[10], plan[11]
+    row_size, start, head, tail, tail_size = plan[12], plan[13], plan[14], plan[15], plan[16]
+    k = first % size_2
+    j = first // size_2 % size_1
+    i = first // (size_2 * size_1)
+    for _ in range(first, last):
+        source = x + i * x_0 + j * x_1 + k * x_2
+        target = out + i * out_0 + j * out_1 + k * out_2
+        offset = i * table_0 + j * table_1 + k * table_2
+        if rows:
+            offset = _load_int(rows + offset) * row_size
+        c, s = cos + offset, sin + offset
+        if mode == 0:
+            _row_half(tag, source + start, target + start, c, s, pairs, sign)
+        elif mode == 1:
+            _row_interleaved(tag, source + start, target + start, c, s, pairs, sign)
+        elif mode == 2:
+            _row_half_to_interleaved(tag, source + start, target + start, c, s, pairs, sign)
+        else:
+            _row_interleaved_to_half(tag, source + start, target + start, c, s, pairs, sign)
+        if head:
+            _copy(target, source, head)
+        if tail_size:
+            _copy(target + tail, source + tail, tail_size)
+        k += 1
+        if k == size_2:
+            k = 0
+            j += 1
+            if j == size_1:
+                j = 0
+                i += 1
+
+
+@_compiled()
+def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts):  # fmt: skip
+    q_rows = q_plan[0] * q_plan[1] * q_plan[2]
+    total = q_rows + k_plan[0] * k_plan[1] * k_plan[2]
+    first, last = total * part // parts, total * (part + 1) // parts
+    if first < q_rows:
+        _rotate_range(tag, q_plan, q, q_out, cos, sin, rows, pairs, mode, sign, first, min(last, q_rows))  # fmt: skip
+    if last > q_rows:
+        _rotate_range(tag, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, max(first, q_rows) - q_rows, last - q_rows)  # fmt: skip
+
+
+@_compiled()
+def rotate_serial(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
+    """Rotate every row of two tensors, on the calling thread."""
+    _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, 0, 1)
+
+
+@_compiled(parallel=True)
+def rotate_parallel(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
+    """The same in `parts` shares on Numba's threads; the bits do not depend on `parts`."""
+    for part in prange(parts):
+        _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts)  # fmt: skip
+
+
+# sin(x)/x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; errors 3e-9, 5e-11
+SIN = (0.9999999969177036, -0.16666650673996775, 0.00833203578559731, -0.000195039042508408)
+COS = (
+    0.9999999999524894, -0.4999999961485761, 0.041666616692532826, -0.0013886617999647076,
+    2.4379831251175367e-05,
+)  # fmt: skip
+_TURN = 2 * np.pi / 2**32
+
+
+def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -> ir.Value:
+    lanes = x.type.count if isinstance(x.type, ir.VectorType) else 1
+    total: ir.Value = _constant(_F64, lanes, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        product = b.fmul(total, x, flags=("contract",))  # a fused multiply-add where there is one
+        total = b.fadd(product, _constant(_F64, lanes, coefficient), flags=("contract",))
+    return total
+
+
+def _table(per_pair: bool) -> Any:
+    """One row of a table: (positions, turns, pairs, scale, backwards, cos, sin) -> None.
+
+    `positions` is the one position of the row, or the address of one position per pair;
+    `backwards` is 1 where pairs turn the other way.
+    """
+
+    @intrinsic
+    def table_row(context, positions, turns, pairs, scale, backwards, cos, sin):
+        def generate(context, b, signature, arguments):
+            positions, turns, pairs, scale, backwards, cos, sin = arguments
+            backwards = b.trunc(backwards, _I32)
+
+            def fill(index: ir.Value, lanes: int) -> None:
+                def bits(value: int) -> ir.Constant:
+                    return _constant(_I32, lanes, value)
+
+                position = (
+                    _load(b, _I64, 8, _address(b, positions, index, 8), lanes)
+                    if per_pair
+                    else _splat(b, positions, lanes)
+                )
+                step = _load(b, _I64, 8, _address(b, turns, index, 8), lanes)
+                angle = b.mul(position, step)  # wraps modulo one turn: exact
+                angle = b.trunc(b.lshr(angle, _constant(_I64, lanes, 32)), _vector(_I32, lanes))
+                quadrant = b.lshr(b.add(angle, bits(2**29)), bits(30))
+                rest = b.sub(angle, b.shl(quadrant, bits(30)))  # in [-1/8, 1/8) turn
+                x = b.sitofp(rest, _vector(_F64, lanes))
+                x = b.fmul(x, _constant(_F64, lanes, _TURN))
+                square = b.fmul(x, x)
+                a = _splat(b, scale, lanes)
+                s = b.fmul(b.fmul(x, a), _polynomial(b, square, SIN))
+                c = b.fmul(a, _polynomial(b, square, COS))
+                c, s = (b.fptrunc(value, _vector(_F32, lanes)) for value in (c, s))
+
+                is_odd = b.trunc(quadrant, _vector(ir.IntType(1), lanes))
+                flip_cos = b.add(quadrant, bits(1))
+                flip_sin = b.xor(
+                    quadrant, _splat(b, b.shl(backwards, _constant(_I32, 1, 1)), lanes)
+                )
+                for address, one, other, flip in ((cos, c, s, flip_cos), (sin, s, c, flip_sin)):
+                    value = b.bitcast(b.select(is_odd, other, one), _vector(_I32, lanes))
+                    sign = b.and_(b.shl(flip, bits(30)), bits(-(2**31)))
+                    value = b.bitcast(b.xor(value, sign), _vector(_F32, lanes))
+                    _store_wide(b, types.float32, _address(b, address, index, 4), value)
+
+            _each(b, pairs, 16, fill)
+            return context.get_dummy_value()
+
+        integer, real = types.int64, types.float64
+        return types.void(integer, integer, integer, real, integer, integer, integer), generate
+
+    return table_row
+
+
+_table_row = _table(per_pair=False)
+_table_row_axes = _table(per_pair=True)
+
+
+@_compiled()
+def _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, first, last):  # fmt: skip
+    spread = np.empty(pairs if axes else 0, np.int64)
+    for row in range(first, last):
+        batch = row // seq
+        step = turns + batch * turns_stride
+        scale = _load_double(scales + batch * scales_stride)
+        offset = row * pairs * 4
+        if axes:
+            for pair in range(pairs):
+                axis = _load_int(axes + pair * 8)
+                spread[pair] = _load_int(positions + (row * num_axes + axis) * 8)
+            _table_row_axes(spread.ctypes.data, step, pairs, scale, backwards, cos + offset, sin + offset)  # fmt: skip
+        else:
+            position = _load_int(positions + row * 8)
+            _table_row(position, step, pairs, scale, backwards, cos + offset, sin + offset)
+
+
+@_compiled()
+def table_serial(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
+    """Fill cos and sin, (batch, seq, pairs) float32, from positions and turns; one thread."""
+    _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, 0, batch * seq)  # fmt: skip
+
+
+@_compiled(parallel=True)
+def table_parallel(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
+    """The same in `parts` shares on Numba's threads."""
+    total = batch * seq
+    for part in prange(parts):
+        _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, total * part // parts, total * (part + 1) // parts)  # fmt: skip
