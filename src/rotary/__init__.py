@@ -5,6 +5,8 @@ from . import positions as positions
 from .angles import cos_sin as cos_sin
 from .angles import inv_freq as inv_freq
 from .angles import turns as turns
+from .hf import from_hf_config as from_hf_config
+from .hf import to_hf_config as to_hf_config
 from .rotate import apply as apply
 from .rotate import rotate as rotate
 from .spec import Rotary as Rotary
@@ -14,9 +16,11 @@ __all__ = [
     "Rotary",
     "apply",
     "cos_sin",
+    "from_hf_config",
     "inv_freq",
     "layouts",
     "positions",
     "rotate",
+    "to_hf_config",
     "turns",
 ]

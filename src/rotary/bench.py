@@ -1,0 +1,186 @@
+"""Timing side by side: what a rotation costs against a copy of the same bytes.
+
+Every round runs every case once, in turn, so that a noisy neighbour or a change of the clock hits
+all of them; medians and their ratios are then comparable even where the times are not.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .angles import cos_sin
+from .rotate import apply, rotate
+from .spec import Rotary
+
+Case = Callable[[], Any]
+
+
+class Shape(NamedTuple):
+    """Sizes of one rotation: q is (batch, q_heads, seq, head_dim), k has k_heads."""
+
+    seq: int
+    batch: int = 1
+    q_heads: int = 32
+    k_heads: int = 8
+
+    def of(self, heads: int, head_dim: int) -> tuple[int, int, int, int]:
+        """The shape of an array with so many heads.
+
+        >>> Shape(16).of(8, 128)
+        (1, 8, 16, 128)
+        """
+        return self.batch, heads, self.seq, head_dim
+
+
+class Timing(NamedTuple):
+    """Seconds of one case: the median of all rounds, and the fastest."""
+
+    median: float
+    best: float
+
+
+def measure(
+    cases: Mapping[str, Case],
+    *,
+    rounds: int = 11,
+    between: Case | None = None,
+    on_round: Callable[[], None] | None = None,
+) -> dict[str, Timing]:
+    """Time every case once a round, in turn; two rounds of warm-up are not counted.
+
+    `between` runs before each timed call, as the other operators of a model would. The result of a
+    call is freed outside the time.
+
+    >>> sorted(measure({"a": lambda: 1, "b": lambda: 2}, rounds=3))
+    ['a', 'b']
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 2):
+        for name, case in cases.items():
+            if between is not None:
+                between()
+            start = time.perf_counter()
+            result = case()
+            spent = time.perf_counter() - start
+            del result
+            if number >= 2:
+                seconds[name].append(spent)
+        if on_round is not None:
+            on_round()
+    return {name: Timing(statistics.median(each), min(each)) for name, each in seconds.items()}
+
+
+def numpy_cases(spec: Rotary, shape: Shape, dtype: Any = np.float32) -> dict[str, Case]:
+    """NumPy cases: a copy, the formula people copy, and ours: new outputs, `out=`, in place."""
+    rng = np.random.default_rng(0)
+    q, k = (
+        rng.standard_normal(shape.of(heads, spec.head_dim), np.float32).astype(dtype)
+        for heads in (shape.q_heads, shape.k_heads)
+    )
+    q_out, k_out, q_own, k_own = np.zeros_like(q), np.zeros_like(k), q.copy(), k.copy()
+    cos, sin = cos_sin(spec, np.arange(shape.seq))
+    wide_cos, wide_sin = (_full_width(table, spec.layout) for table in (cos, sin))
+
+    def formula(x: Any) -> Any:
+        return (x * wide_cos + _turned(x, spec.layout) * wide_sin).astype(dtype)
+
+    def copy() -> None:
+        np.copyto(q_out, q)
+        np.copyto(k_out, k)
+
+    options: dict[str, Any] = {"layout": spec.layout, "rotary_dim": spec.rotary_dim}
+    return {
+        "copy": copy,
+        "formula": lambda: (formula(q), formula(k)),
+        "rotary": lambda: apply(spec, q, k),
+        "rotary out=": lambda: rotate((q, k), cos, sin, out=(q_out, k_out), **options),
+        "rotary in place": lambda: rotate((q_own, k_own), cos, sin, out=(q_own, k_own), **options),
+    }
+
+
+def torch_cases(
+    spec: Rotary, shape: Shape, dtype: Any, *, transposed: bool = False
+) -> dict[str, Case]:
+    """The same cases in torch, on the CPU; `transposed` gives views of (batch, seq, heads, dim)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def make(heads: int) -> Any:
+        batch, heads, seq, dim = shape.of(heads, spec.head_dim)
+        size = (batch, seq, heads, dim) if transposed else (batch, heads, seq, dim)
+        x = torch.randn(size, generator=generator).to(dtype)
+        return x.transpose(1, 2) if transposed else x
+
+    q, k = make(shape.q_heads), make(shape.k_heads)
+    q_out, k_out, q_own, k_own = torch.zeros_like(q), torch.zeros_like(k), q.clone(), k.clone()
+    cos, sin = cos_sin(spec, torch.arange(shape.seq))
+    wide = [
+        torch.from_numpy(_full_width(each.numpy(), spec.layout)).to(dtype) for each in (cos, sin)
+    ]
+    options: dict[str, Any] = {"layout": spec.layout, "rotary_dim": spec.rotary_dim}
+    return {
+        "copy": lambda: (q_out.copy_(q), k_out.copy_(k)),
+        "formula": lambda: [x * wide[0] + _turned(x, spec.layout) * wide[1] for x in (q, k)],
+        "rotary": lambda: apply(spec, q, k),
+        "rotary out=": lambda: rotate((q, k), cos, sin, out=(q_out, k_out), **options),
+        "rotary in place": lambda: rotate((q_own, k_own), cos, sin, out=(q_own, k_own), **options),
+    }
+
+
+def table_cases(spec: Rotary, count: int) -> dict[str, Case]:
+    """Building cos and sin of `count` positions: ours, and NumPy's float32 outer product."""
+    positions = np.arange(count)
+    inverse = (spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)).astype("f4")
+
+    def outer() -> tuple[Any, Any]:
+        angles = np.outer(positions.astype(np.float32), inverse)
+        return np.cos(angles), np.sin(angles)
+
+    return {"numpy float32": outer, "rotary": lambda: cos_sin(spec, positions)}
+
+
+def torch_matmul() -> Case:
+    """A small torch operator to run between timed calls; it wakes torch's threads."""
+    import torch
+
+    a = torch.randn(512, 512)
+    return lambda: a @ a
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured, and the machine."""
+    found = {"python": sys.version.split()[0], "cpu": _cpu_name()}
+    for name in ("numpy", "numba", "torch", "transformers", "rotary_embedding_torch"):
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = str(getattr(module, "__version__", "unknown"))
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        return "unknown"
+    return f"{len(names)} x {names[0]}" if names else "unknown"
+
+
+def _full_width(table: Any, layout: str) -> Any:
+    if layout == "half":
+        return np.concatenate((table, table), axis=-1)
+    return np.repeat(table, 2, axis=-1)
+
+
+def _turned(x: Any, layout: str) -> Any:
+    """x with the members of each pair swapped and one negated: what the sine multiplies."""
+    library = np if isinstance(x, np.ndarray) else sys.modules["torch"]
+    if layout == "half":
+        half = x.shape[-1] // 2
+        return library.concatenate((-x[..., half:], x[..., :half]), axis=-1)
+    return library.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)

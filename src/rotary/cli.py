@@ -1,0 +1,258 @@
+"""The command `rotary`."""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .spec import Rotary
+
+app = typer.Typer(
+    help="Rotary Position Embedding: what a model's RoPE is, and what it costs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Config = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder that holds it.")
+]
+LayerType = Annotated[
+    str | None, typer.Option(help="Which entry of rope_parameters nested by layer type.")
+]
+
+
+def main() -> None:
+    """Run the command; an error is one line on stderr and exit status 1."""
+    try:
+        app()
+    except BrokenPipeError:  # `rotary freqs ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def start(context: typer.Context) -> None:
+    """Without a command: the help."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def demo(as_json: Json = False) -> None:
+    """Rotate q and k of Llama 3.1 8B: check the laws, time it against a copy."""
+    from . import demo as job
+
+    with _status() as tell:
+        report = job.run(tell)
+    if as_json:
+        _print_json(report)
+    else:
+        _print_demo(report)
+    broken = [law["name"] for law in report["laws"] if not law["error"] <= law["limit"]]
+    if broken:
+        raise ValueError(f"broken on this machine: {', '.join(broken)}; see `rotary doctor`")
+
+
+@app.command()
+def inspect(config: Config, layer_type: LayerType = None, as_json: Json = False) -> None:
+    """What RoPE a config has: schedule, slice, layout, wavelengths."""
+    from .angles import inv_freq
+
+    spec = _read(config, layer_type)
+    frequencies, factor = inv_freq(spec)
+    turning = [6.283185307179586 / abs(value) for value in frequencies.tolist() if value]
+    report = {
+        "spec": spec.to_dict(),
+        "attention_factor": factor,
+        "shortest_wavelength": min(turning, default=None),
+        "longest_wavelength": max(turning, default=None),
+        "pairs_that_stand_still": len(frequencies) - len(turning),
+        "depends_on_length": spec.depends_on_length,
+    }
+    if as_json:
+        _print_json(report)
+        return
+    rows = [(name, str(value)) for name, value in spec.to_dict().items() if value not in ([], {})]
+    rows += [(f"  {name}", _short(value)) for name, value in spec.params.items()]
+    rows = [row for row in rows if row[0] != "params"]
+    rows.append(("attention factor", f"{factor:.6g}, on cos and sin"))
+    if turning:
+        rows.append(("wavelengths", f"{min(turning):.4g} to {max(turning):,.0f} tokens"))
+    if len(turning) < len(frequencies):
+        rows.append(("stand still", f"{len(frequencies) - len(turning)} pairs"))
+    if spec.depends_on_length:
+        rows.append(("depends on", "the length of each row"))
+    _print_table(f"{config}", ("", ""), rows)
+
+
+@app.command()
+def freqs(
+    config: Config,
+    layer_type: LayerType = None,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Frequency, wavelength and share of a turn of every pair."""
+    from .angles import inv_freq
+
+    spec = _read(config, layer_type)
+    frequencies, factor = inv_freq(spec, seq_len)
+    pairs = [
+        {
+            "pair": index,
+            "axis": spec.axes[index] if spec.axes else 0,
+            "inv_freq": value,
+            "wavelength": 6.283185307179586 / abs(value) if value else None,
+        }
+        for index, value in enumerate(frequencies.tolist())
+    ]
+    if as_json:
+        _print_json({"attention_factor": factor, "pairs": pairs})
+        return
+    rows = [
+        (
+            str(pair["pair"]),
+            f"{pair['inv_freq']:.12g}",
+            f"{pair['wavelength']:,.6g}" if pair["wavelength"] else "stands still",
+        )
+        for pair in pairs
+    ]
+    _print_table(f"{config}", ("pair", "rad per token", "wavelength, tokens"), rows)
+
+
+@app.command()
+def bench(
+    seq: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
+    layout: Annotated[str, typer.Option(help="half or interleaved.")] = "half",
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 11,
+    as_json: Json = False,
+) -> None:
+    """Time the rotation against a copy of the same bytes, at Llama 3 8B's shape."""
+    from importlib.util import find_spec
+
+    from . import bench as timing
+    from .spec import Rotary
+
+    spec, shape = Rotary(head_dim=128, base=500_000.0, layout=layout), timing.Shape(seq)
+    times: dict[str, dict[str, timing.Timing]] = {}
+    with _status() as tell:
+        tell("timing NumPy float32")
+        times["NumPy float32"] = timing.measure(timing.numpy_cases(spec, shape), rounds=rounds)
+        if find_spec("torch") is not None:
+            import torch
+
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                name = f"PyTorch {str(dtype).removeprefix('torch.')}"
+                tell(f"timing {name}")
+                times[name] = timing.measure(
+                    timing.torch_cases(spec, shape, dtype),
+                    rounds=rounds,
+                    between=timing.torch_matmul(),
+                )
+    if as_json:
+        measured = {name: {case: each._asdict() for case, each in found.items()}
+                    for name, found in times.items()}  # fmt: skip
+        _print_json({"seq": seq, "seconds": measured, "versions": timing.versions()})
+        return
+    milliseconds = {
+        name: {case: each.median * 1e3 for case, each in found.items()}
+        for name, found in times.items()
+    }
+    _print_times(f"q 32 x {seq} x 128, k 8 x {seq} x 128, {layout}", milliseconds)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine offers, and what is in the way of speed."""
+    from .doctor import examine
+
+    findings = examine()
+    if as_json:
+        _print_json([finding._asdict() for finding in findings])
+        return
+    rows = [(each.what, each.found, each.advice) for each in findings]
+    _print_table("rotary doctor", ("", "found", "advice"), rows)
+
+
+def _read(config: str, layer_type: str | None) -> "Rotary":
+    from .hf import from_hf_config
+
+    spec = from_hf_config(config, layer_type)
+    if spec is None:
+        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
+    return spec
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", show_header=any(header), box=None)
+    for index, name in enumerate(header):
+        table.add_column(name, overflow="fold", style="bold" if index == 0 else "")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _print_times(title: str, times: dict[str, dict[str, float]]) -> None:
+    rows = [
+        (library, case, f"{spent:.2f}", f"{spent / found['copy']:.2f}")
+        for library, found in times.items()
+        for case, spent in found.items()
+    ]
+    _print_table(title, ("", "", "ms", "x copy"), rows)
+
+
+def _print_demo(report: dict[str, Any]) -> None:
+    spec = report["spec"]
+    rope = [
+        ("schedule", f"{spec['schedule']}, base {spec['base']:,.0f}"),
+        ("pairs", f"{spec['rotary_dim'] // 2} of head_dim {spec['head_dim']}, {spec['layout']}"),
+        ("q", " x ".join(map(str, report["q"]))),
+        ("k", " x ".join(map(str, report["k"]))),
+    ]
+    _print_table(f"{report['model']}: its RoPE", ("", ""), rope)
+    laws = [
+        (law["name"], f"{law['error']:.1e}", "holds" if law["error"] <= law["limit"] else "BROKEN")
+        for law in report["laws"]
+    ]
+    laws.append(("  the same with float32 angles", f"{report['float32_error']:.1e}", ""))
+    typer.echo()
+    _print_table("The laws, on this run", ("", "error", ""), laws)
+    typer.echo()
+    _print_times("Time, median", report["times_ms"])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) > 6:
+        return f"{', '.join(f'{item:g}' for item in value[:6])}, ... ({len(value)} values)"
+    return str(value)
+
+
+@contextmanager
+def _status() -> "Iterator[Any]":
+    """A spinner on stderr, silent where that is no terminal; yields a way to change its text."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield status.update

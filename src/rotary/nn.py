@@ -1,0 +1,56 @@
+"""RoPE as a torch module, for models that are made of modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .angles import Precision
+from .rotate import apply
+from .spec import Rotary
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotates q and k; no parameter, no buffer, so nothing to cast, to save or to leave empty.
+
+    Takes the place of the modules people copy from model to model:
+
+        RotaryEmbedding(Rotary(head_dim=64, layout="interleaved"))   # the paper, GPT-J, lucidrains
+        RotaryEmbedding(Rotary(head_dim=64))                         # Llama, transformers
+
+    `.to(bfloat16)`, `to_empty()`, autocast and state dicts do not touch its angles.
+
+    >>> RotaryEmbedding(Rotary(head_dim=64, base=5e5))
+    RotaryEmbedding(Rotary(head_dim=64, base=500000.0))
+    """
+
+    def __init__(self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int = -2) -> None:
+        super().__init__()
+        self.spec = spec
+        self.precision: Precision = precision
+        self.seq_dim = seq_dim
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        seq_len: Any = None,
+    ) -> Any:
+        """(q, k) rotated, or q alone; arguments as in `rotary.apply`."""
+        return apply(
+            self.spec,
+            q,
+            k,
+            positions=positions,
+            seq_len=seq_len,
+            seq_dim=self.seq_dim,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        """The spec, and what else is not the default."""
+        seq_dim = "" if self.seq_dim == -2 else f", seq_dim={self.seq_dim}"
+        precision = "" if self.precision == "exact" else f", precision={self.precision!r}"
+        return f"{self.spec!r}{precision}{seq_dim}"
