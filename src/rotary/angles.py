@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .kernels import kernel_of
+from .kernels import host, kernel_of
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
@@ -94,41 +94,47 @@ def cos_sin(
     """
     if precision not in ("exact", "float32"):
         raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
-    if isinstance(positions, int | list | tuple | range):
+    if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)
-    kernel = kernel_of(positions)
-    kind, low, high = kernel.inspect(positions)
-    _check_shape(spec, positions.shape, max_bytes)
-    _check_range(kind, low, high, allow_negative)
+    library = kernel_of(positions)
+    local = library.to_numpy(positions) if precision == "exact" else None
+    kernel = library if local is None else host()
+    given = positions if local is None else local
 
-    *lead, seq = positions.shape[:-1] if spec.num_axes > 1 else positions.shape
-    flat = positions.reshape(math.prod(lead), *positions.shape[len(lead) :])
+    kind, low, high = kernel.inspect(given)
+    _check_shape(spec, given.shape, max_bytes)
+    _check_range(kind, low, high, allow_negative)
+    *lead, seq = given.shape[:-1] if spec.num_axes > 1 else given.shape
+    flat = given.reshape(math.prod(lead), *given.shape[len(lead) :])
     lengths = _row_lengths(spec, kernel, flat, seq_len, tuple(lead))
     cos, sin = _tables(spec, kernel, flat, kind, precision, lengths)
     shape = (*lead, seq, spec.rotary_dim // 2)
-    return cos.reshape(shape), sin.reshape(shape)
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    return (cos, sin) if local is None else (library.from_numpy(cos), library.from_numpy(sin))
 
 
 def sequence_cos_sin(
-    spec: Rotary, like: Any, seq: int, precision: Precision = "exact", seq_len: int | None = None
+    spec: Rotary, like: Any, seq: int, precision: Precision = "exact", seq_len: Any = None
 ) -> tuple[Any, Any]:
     """cos and sin of the positions 0 .. seq - 1, (seq, rotary_dim / 2), in the library of `like`.
 
     Kept in the cache, which is bounded in bytes and keyed by the whole spec: do not write to them.
+    With one `seq_len` per row they are (rows, seq, rotary_dim / 2), and not kept.
 
     >>> sequence_cos_sin(Rotary(head_dim=4), np.empty(0), 8)[0].shape
     (8, 2)
     """
     kernel = kernel_of(like)
+    if spec.depends_on_length and hasattr(seq_len, "__len__") and np.ndim(seq_len):
+        positions = kernel.arange(like, seq)
+        return cos_sin(spec, kernel.stacked(positions, len(seq_len)), precision, seq_len)
     if spec.depends_on_length:
         length, rows = _known_length(spec, seq if seq_len is None else seq_len), seq
     else:
         length, rows = None, 1 << max(seq - 1, 255).bit_length()  # a few sizes serve every length
 
     def build() -> tuple[Any, Any]:
-        positions = kernel.arange(like, rows)[None]
-        cos, sin = _tables(spec, kernel, positions, "int", precision, (length,))
-        return cos[0], sin[0]
+        return cos_sin(spec, kernel.arange(like, rows), precision, length)
 
     if not kernel.is_cacheable(like):
         rows = seq

@@ -45,15 +45,14 @@ def rotate(
     >>> rotate(np.array([[3.0, 4.0]], np.float32), cos, sin)
     array([[-4.,  3.]], dtype=float32)
     """
-    xs = tuple(x) if isinstance(x, tuple | list) else (x,)
+    is_several = isinstance(x, (tuple, list))
+    xs = tuple(x) if is_several else (x,)
     if not xs:
         raise ValueError("x must hold at least one array")
-    outs = None if out is None else tuple(out) if isinstance(out, tuple | list) else (out,)
+    outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     options = Options(layout, out_layout, rotary_dim, start, seq_dim)
     results = kernel_of(xs[0]).rotate(xs, cos, sin, positions, options, conjugate, outs)
-    if isinstance(x, tuple | list):
-        return results
-    return results[0]
+    return results if is_several else results[0]
 
 
 def apply(

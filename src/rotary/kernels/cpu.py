@@ -26,7 +26,7 @@ from .memory import SIZES, Block, contiguous, is_contiguous_last
 
 Array = npt.NDArray[Any]
 
-SERIAL_BYTES = 1 << 18  # below this, starting the threads costs more than they save
+SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
 _HUGE_PAGE = 1 << 21
 HUGE_BYTES = 1 << 22  # NumPy asks for huge pages from this size on
 _PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
@@ -36,8 +36,10 @@ class Call(NamedTuple):
     """All that is known of a rotation before the addresses are."""
 
     tag: Any
-    steps: tuple[Array, Array]  # of the one or two blocks, see vector.PLAN
-    offsets: tuple[tuple[tuple[int, int, int], ...], ...]  # of the axes beyond three, per block
+    steps: tuple[Array, ...]  # of each block, see vector.PLAN; of nothing, where a second would be
+    # where blocks run one after the other: of x, out and table, for every index of the axes beyond
+    # three; empty if one or two blocks can go in one parallel region
+    offsets: tuple[tuple[tuple[int, int, int], ...], ...]
     pairs: int
     mode: int
     sign: int
@@ -200,8 +202,8 @@ def prepare(
         steps.append(plan)
     return Call(
         vector.TAGS[xs[0].dtype],
-        (steps[0], steps[1] if len(steps) == 2 else np.zeros(vector.PLAN, np.int64)),
-        tuple(offsets),
+        tuple(steps) if len(steps) > 1 else (*steps, np.zeros(vector.PLAN, np.int64)),
+        tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
         geometry.pairs,
         vector.MODES[geometry.layout, geometry.out_layout],
         -1 if conjugate else 1,
@@ -211,23 +213,22 @@ def prepare(
 
 def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, rows: int) -> None:
     """Rotate the blocks at these addresses; what is there must outlive the call."""
-    tail = call.pairs, call.mode, call.sign
-    if call.offsets in (_ONCE, _TWICE):
-        blocks = (call.steps[0], xs[0], outs[0], call.steps[1], xs[-1], outs[-1])
-        _start(vector.rotate_serial, vector.rotate_parallel,
-               (call.tag, *blocks, cos, sin, rows, *tail), call.size)  # fmt: skip
+    if not call.offsets:
+        _start(
+            vector.rotate_serial, vector.rotate_parallel, call.size,
+            call.tag, call.steps[0], xs[0], outs[0], call.steps[1], xs[-1], outs[-1],
+            cos, sin, rows, call.pairs, call.mode, call.sign,
+        )  # fmt: skip
         return
     nothing = np.zeros(vector.PLAN, np.int64)
-    for x, out, steps, offsets in zip(xs, outs, call.steps, call.offsets, strict=False):
+    for x, out, steps, offsets in zip(xs, outs, call.steps[: len(xs)], call.offsets, strict=True):
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
-            blocks = (steps, x + source, out + target, nothing, 0, 0)
-            _start(vector.rotate_serial, vector.rotate_parallel,
-                   (call.tag, *blocks, *table, *tail), call.size // len(offsets))  # fmt: skip
-
-
-_ONCE = (((0, 0, 0),),)
-_TWICE = _ONCE * 2
+            _start(
+                vector.rotate_serial, vector.rotate_parallel, call.size // len(offsets),
+                call.tag, steps, x + source, out + target, nothing, 0, 0,
+                *table, call.pairs, call.mode, call.sign,
+            )  # fmt: skip
 
 
 def _walk(
@@ -285,13 +286,13 @@ def tables(
     both = empty((2, batch, seq, pairs), np.float32)
     cos, sin = both
     per_pair = np.array(axes, np.int64)
-    arguments = (
+    _start(
+        vector.table_serial, vector.table_parallel, both.nbytes,
         address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
         address(turns), turns.strides[0] if len(turns) > 1 else 0,
         address(scales), scales.strides[0] if len(scales) > 1 else 0,
         int(backwards), pairs, address(cos), address(sin),
     )  # fmt: skip
-    _start(vector.table_serial, vector.table_parallel, arguments, both.nbytes)
     return cos, sin
 
 
@@ -302,6 +303,9 @@ tables_float64 = law.tables_float64
 inspect = law.inspect
 row_lengths = law.row_lengths
 arange = law.arange
+stacked = law.stacked
+to_numpy = law.to_numpy
+from_numpy = law.from_numpy
 constant = law.constant
 is_cacheable = law.is_cacheable
 is_tracing = law.is_tracing
@@ -324,9 +328,8 @@ def threads() -> int:
     return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
 
 
-def _start(serial: Any, parallel: Any, arguments: tuple[Any, ...], size: int) -> None:
-    count = threads() if size >= SERIAL_BYTES and not _in_forked_child else 1
-    if count == 1:
+def _start(serial: Any, parallel: Any, size: int, *arguments: Any) -> None:
+    if size < SERIAL_BYTES or _in_forked_child or (count := threads()) == 1:
         serial(*arguments, 1)
         return
     with nullcontext() if _may_overlap() else _one_at_a_time:

@@ -157,6 +157,21 @@ def arange(like: Array, count: int) -> Array:
     return np.arange(count, dtype=np.int64)
 
 
+def stacked(positions: Array, rows: int) -> Array:
+    """The same positions for so many rows: (rows, seq)."""
+    return np.broadcast_to(positions, (rows, len(positions)))
+
+
+def to_numpy(positions: Array) -> Array:
+    """The positions themselves."""
+    return positions
+
+
+def from_numpy(table: Array) -> Array:
+    """The table itself."""
+    return table
+
+
 def constant(function: Callable[..., Array], *arguments: Any) -> Array:
     """`function(*arguments)`: what is worked out on the host, once."""
     return function(*arguments)

@@ -31,6 +31,7 @@ _FLOATS = {
 }
 _NAMES = {**_FLOATS, torch.int64: "int64"}
 _TENSORS = (Tensor, torch.nn.Parameter)
+_POSITIONS = (torch.int64, torch.int32, torch.float64, torch.float32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _HUGE_BYTES = 1 << 22
 
@@ -51,12 +52,12 @@ def rotate(
     if positions is None and not is_tracing() and not _is_transforming():
         tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
         call = _ready_call(
-            tuple([_signature(tensor) for tensor in tensors]),
+            tuple([(type(t), t.dtype, t.is_cpu, t.shape, t.stride()) for t in tensors]),
             None if out is None else _in_place(xs, out),
             options,
             conjugate,
         )
-        if call is not None and not _wants_grad(*tensors):
+        if call is not None and not (torch.is_grad_enabled() and _wants_grad(*tensors)):
             return _run(call, xs, cos, sin, out)
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, cos, xs[0])
@@ -87,10 +88,6 @@ def _rotate(
     return _launch(xs, cos, sin, rows, geometry, conjugate, None)
 
 
-def _signature(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.dtype, x.is_cpu, x.shape, x.stride()
-
-
 def _in_place(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, outs, strict=True)])
 
@@ -117,11 +114,15 @@ def _ready_call(
 def _run(
     call: Any, xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...]:
-    outs = tuple([_empty_like(x) for x in xs]) if out is None else tuple(out)
     if out is not None:
-        _check_writable(xs, outs)
-    addresses = [[x.data_ptr() for x in group] for group in (xs, outs)]
-    host().run(call, *addresses, cos.data_ptr(), sin.data_ptr(), 0)
+        _check_writable(xs, out)
+        outs = tuple(out)
+    elif call.size < _HUGE_BYTES:
+        outs = tuple([torch.empty_like(x) for x in xs])
+    else:
+        outs = tuple([_empty_like(x) for x in xs])
+    sources, targets = [x.data_ptr() for x in xs], [y.data_ptr() for y in outs]
+    host().run(call, sources, targets, cos.data_ptr(), sin.data_ptr(), 0)
     if out is not None:
         _mark_written(outs)
     return outs
@@ -382,9 +383,6 @@ def tables(
     positions: Tensor, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
-    if isinstance(turns, np.ndarray) and _has_memory(positions):
-        both = host().tables(positions.numpy(), turns, scales, axes, backwards)
-        return _from_numpy(both[0]), _from_numpy(both[1])
     turns, scales = _on_device(positions, turns, scales)
     angles = _per_pair(positions.long(), axes) * turns[:, None, :]  # wraps modulo one turn
     return _cos_sin(angles.double() * (2 * math.pi / 2**64), scales, backwards)
@@ -419,12 +417,25 @@ def _per_pair(positions: Tensor, axes: Sequence[int]) -> Tensor:
 
 def _on_device(positions: Tensor, *arrays: Any) -> list[Tensor]:
     return [
-        (_from_numpy(array) if isinstance(array, np.ndarray) else array).to(positions.device)
+        (from_numpy(array) if isinstance(array, np.ndarray) else array).to(positions.device)
         for array in arrays
     ]
 
 
-def _from_numpy(array: Any) -> Tensor:
+def stacked(positions: Tensor, rows: int) -> Tensor:
+    """The same positions for so many rows: (rows, seq)."""
+    return positions.expand(rows, -1)
+
+
+def to_numpy(positions: Tensor) -> Any:
+    """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
+    if is_tracing() or not _has_memory(positions) or positions.dtype not in _POSITIONS:
+        return None
+    return positions.detach().numpy()
+
+
+def from_numpy(array: Any) -> Tensor:
+    """A tensor that shares the memory of an array; a copy of one that must not be written."""
     if not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
@@ -449,7 +460,7 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
         )
     if is_tracing() or not _has_memory(positions):
         return kind, None, None
-    return law.inspect(positions.detach().numpy())
+    return kind, *law.inspect(positions.detach().numpy())[1:]
 
 
 def row_lengths(positions: Tensor) -> list[int]:

@@ -1,0 +1,36 @@
+"""The peers, each called as its users call it: tables ready beforehand, q and k per layer."""
+
+from typing import Any
+
+import torch
+from rotary_embedding_torch import RotaryEmbedding
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from rotary import Rotary, cos_sin
+from rotary.bench import Case
+
+def full_width_tables(spec: Rotary, seq: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Tables as transformers has them: (1, seq, head_dim), in the dtype of the model."""
+    halves = cos_sin(spec, torch.arange(seq))
+    cos, sin = (torch.cat((half, half), dim=-1)[None].to(dtype) for half in halves)
+    return cos, sin
+
+
+def transformers_cases(spec: Rotary, q: Any, k: Any) -> dict[str, Case]:
+    """Half layout: the function of modeling_llama, eager and under torch.compile."""
+    torch.compiler.reset()  # or the many shapes of a run use up its recompilations
+    compiled = torch.compile(apply_rotary_pos_emb)
+    cos, sin = full_width_tables(spec, q.shape[-2], q.dtype)
+    return {
+        "transformers eager": lambda: apply_rotary_pos_emb(q, k, cos, sin),
+        "transformers compiled": lambda: compiled(q, k, cos, sin),
+    }
+
+
+def lucidrains_cases(spec: Rotary, q: Any, k: Any) -> dict[str, Case]:
+    """Interleaved layout: rotary-embedding-torch, which keeps its tables after the first call."""
+    module = RotaryEmbedding(spec.head_dim, theta=spec.base)
+    turn = module.rotate_queries_or_keys
+    # it rounds positions to the dtype of its first input: a float32 call fills its tables rightly
+    turn(torch.zeros(1, 1, *q.shape[-2:]))
+    return {"rotary-embedding-torch": lambda: (turn(q), turn(k))}
