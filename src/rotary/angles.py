@@ -101,8 +101,8 @@ def cos_sin(
     kernel = library if local is None else host()
     given = positions if local is None else local
 
-    kind, low, high = kernel.inspect(given)
     _check_shape(spec, given.shape, max_bytes)
+    kind, low, high = kernel.inspect(given)
     _check_range(kind, low, high, allow_negative)
     *lead, seq = given.shape[:-1] if spec.num_axes > 1 else given.shape
     flat = given.reshape(math.prod(lead), *given.shape[len(lead) :])
@@ -264,7 +264,7 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
         raise ValueError(
             f"positions must be >= 0, got {low}; pass allow_negative=True to turn backwards"
         )
-    if kind == "int" and size >= 2**63:
+    if kind == "int" and high >= 2**63:
         raise ValueError(f"positions must fit in int64, got {high}")
     if kind != "int" and size > FRACTION_LIMIT:
         raise ValueError(

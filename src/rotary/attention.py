@@ -3,6 +3,7 @@
 Small and readable, in NumPy; q, k and v are (..., seq, head_dim).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ def softmax_attention(
 ) -> Array:
     """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
 
-    Positions default to 0 .. seq - 1; `causal` hides keys at larger positions.
+    Positions are (seq,) or (batch, seq), by default 0 .. seq - 1; `causal` hides the keys at larger
+    ones.
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16.
 
     >>> q = np.ones((1, 2))
@@ -55,10 +57,13 @@ def softmax_attention(
     k_positions = np.arange(k.shape[-2]) if k_positions is None else k_positions
     if spec is not None:
         q, k = apply(spec, q, positions=q_positions), apply(spec, k, positions=k_positions)
-    scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+    scores = q @ np.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1])
     if causal:
-        scores = np.where(k_positions <= q_positions[..., :, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        visible = k_positions[..., None, :] <= q_positions[..., :, None]
+        if visible.ndim == 3 and scores.ndim == 4:
+            visible = visible[:, None]  # the same for every head
+        scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=np.finfo(q.dtype).min))
     return weights / weights.sum(axis=-1, keepdims=True) @ v
 
 
@@ -95,7 +100,7 @@ def linear_attention(
     array([[7., 8.]])
     """
     q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
-    seen = np.tril(np.ones((q.shape[-2], k.shape[-2])))
+    seen = np.tril(np.ones((q.shape[-2], k.shape[-2]), q.dtype))
     weights = rotated_q @ np.swapaxes(rotated_k, -1, -2) * seen
     norm = (q @ np.swapaxes(k, -1, -2) * seen).sum(axis=-1, keepdims=True)
     return weights @ v / norm

@@ -1,6 +1,7 @@
 """The command `rotary`."""
 
 import json
+import math
 import os
 import sys
 from contextlib import contextmanager
@@ -30,13 +31,16 @@ LayerType = Annotated[
 
 def main() -> None:
     """Run the command; an error is one line on stderr and exit status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except BrokenPipeError:  # `rotary freqs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except (ValueError, OSError, MemoryError) as error:
+        typer.echo(f"error: {_printable(str(error))}", err=True)
         sys.exit(1)
 
 
@@ -70,7 +74,7 @@ def inspect(config: Config, layer_type: LayerType = None, as_json: Json = False)
 
     spec = _read(config, layer_type)
     frequencies, factor = inv_freq(spec)
-    turning = [6.283185307179586 / abs(value) for value in frequencies.tolist() if value]
+    turning = [math.tau / abs(value) for value in frequencies.tolist() if value]
     report = {
         "spec": spec.to_dict(),
         "attention_factor": factor,
@@ -112,7 +116,7 @@ def freqs(
             "pair": index,
             "axis": spec.axes[index] if spec.axes else 0,
             "inv_freq": value,
-            "wavelength": 6.283185307179586 / abs(value) if value else None,
+            "wavelength": math.tau / abs(value) if value else None,
         }
         for index, value in enumerate(frequencies.tolist())
     ]
@@ -194,7 +198,21 @@ def _read(config: str, layer_type: str | None) -> "Rotary":
 
 
 def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2))
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(document: Any) -> Any:
+    """The document with null for what JSON has no number for."""
+    if isinstance(document, dict):
+        return {name: _finite(value) for name, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_finite(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
+
+
+def _printable(text: str) -> str:
+    """Text with control characters and undecodable bytes shown as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> None:
@@ -202,11 +220,13 @@ def _print_table(title: str, header: tuple[str, ...], rows: "Sequence[tuple[str,
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", show_header=any(header), box=None)
+    table = Table(
+        title=Text(_printable(title)), title_justify="left", show_header=any(header), box=None
+    )
     for index, name in enumerate(header):
         table.add_column(name, overflow="fold", style="bold" if index == 0 else "")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(_printable(cell)) for cell in row))
     Console().print(table)
 
 

@@ -6,6 +6,8 @@ A key, a type or a model that is not known is an error that names it.
 
 import difflib
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,23 @@ from .spec import Rotary
 
 MAX_CONFIG_BYTES = 10 * 2**20
 
+
+def _llama3(base: float, factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
 # model_type -> what deviates from Llama: half layout, whole head rotated, base 10 000.
-# `base` and `head_dim` are what transformers 5.23 takes when the config is silent; `partial` is the
-# default of partial_rotary_factor, in models whose code rotates only a leading slice.
-MODELS: dict[str, dict[str, float]] = {
-    "apertus": {"base": 12_000_000.0},
+# What transformers 5.23 takes when the config is silent: `base`, `head_dim`, the trained length, a
+# whole `rope`. `partial` is the default of partial_rotary_factor, in models that rotate a slice.
+Model = Mapping[str, Any]
+MODELS: dict[str, Model] = {
+    "apertus": {"base": 12_000_000.0, "rope": _llama3(12_000_000.0, 8.0)},
     "arcee": {},
     "bitnet": {"base": 500_000.0},
-    "cwm": {"base": 1_000_000.0, "head_dim": 128},
+    "cwm": {"base": 1_000_000.0, "head_dim": 128, "rope": _llama3(1_000_000.0, 16.0)},
     "exaone4": {},
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
@@ -33,13 +44,13 @@ MODELS: dict[str, dict[str, float]] = {
     "olmoe": {},
     "persimmon": {"partial": 0.5},
     "phi": {"partial": 0.5},
-    "phi3": {"partial": 1.0},
+    "phi3": {"partial": 1.0, "original_max_position_embeddings": 4096},
     "qwen2": {},
     "qwen2_moe": {},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {},
     "seed_oss": {"head_dim": 128},
-    "smollm3": {},
+    "smollm3": {"base": 2_000_000.0},
     "stablelm": {"partial": 0.25},
     "starcoder2": {},
 }
@@ -64,7 +75,7 @@ def from_hf_config(config: Any, layer_type: str | None = None) -> Rotary | None:
     """
     data = _read(config)
     model = _model(data)
-    rope = _rope_of_layer(_rope_parameters(data), layer_type)
+    rope = _rope_of_layer(_rope_parameters(data, model), layer_type)
     if rope is None:
         return None
     head_dim = _head_dim(data, model)
@@ -84,7 +95,7 @@ def from_hf_config(config: Any, layer_type: str | None = None) -> Rotary | None:
         rotary_dim=_rotary_dim(head_dim, share),
         base=base,
         schedule=schedule,
-        params=_filled(schedule, params, data),
+        params=_filled(schedule, params, data, model),
     )
 
 
@@ -113,6 +124,11 @@ def to_hf_config(
             raise ValueError(
                 f"a plain config cannot say {field}={getattr(spec, field)!r}: it belongs to a model"
             )
+    if spec.schedule == "proportional" and spec.rotary_dim != spec.head_dim:
+        raise ValueError(
+            f"a config cannot say rotary_dim={spec.rotary_dim} beside the partial_rotary_factor of "
+            "proportional: both are that key"
+        )
     params = {name: _plain(value) for name, value in spec.params.items()}
     written: dict[str, Any] = {"head_dim": spec.head_dim}
     if spec.schedule == "dynamic":
@@ -126,7 +142,7 @@ def to_hf_config(
     if max_position_embeddings is not None:
         written["max_position_embeddings"] = max_position_embeddings
     if spec.rotary_dim != spec.head_dim:
-        params["partial_rotary_factor"] = spec.rotary_dim / spec.head_dim
+        params["partial_rotary_factor"] = _share(spec)
     if version == 5:
         rope = {"rope_type": spec.schedule, "rope_theta": spec.base, **params}
         return {**written, "rope_parameters": rope}
@@ -137,6 +153,12 @@ def to_hf_config(
     if spec.schedule != "default":
         written["rope_scaling"] = {"rope_type": spec.schedule, **params}
     return written
+
+
+def _share(spec: Rotary) -> float:
+    """The share that a reader, who truncates, turns back into rotary_dim."""
+    share = spec.rotary_dim / spec.head_dim
+    return share if int(spec.head_dim * share) == spec.rotary_dim else math.nextafter(share, 1)
 
 
 def _read(config: Any) -> Mapping[str, Any]:
@@ -165,8 +187,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data = dict(pairs)
         if len(data) < len(pairs):
-            twice = sorted({key for key, _ in pairs if sum(key == k for k, _ in pairs) > 1})
-            raise ValueError(f"{path}: key {twice[0]!r} appears twice")
+            keys = Counter(key for key, _ in pairs)
+            raise ValueError(f"{path}: key {keys.most_common(1)[0][0]!r} appears twice")
         return data
 
     try:
@@ -179,23 +201,24 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return data
 
 
-def _model(data: Mapping[str, Any]) -> Mapping[str, float]:
+def _model(data: Mapping[str, Any]) -> Model:
     name = data.get("model_type")
     if not name:  # a bare dict, or an empty PretrainedConfig
         return {"partial": 1.0}
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known{_nearest(name, MODELS)}")
     return MODELS[name]
 
 
-def _rope_parameters(data: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(data: Mapping[str, Any], model: Model) -> dict[str, Any]:
     new, old = data.get("rope_parameters"), data.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name} must be an object, got {value!r}")
-    if new and old and {**old, **new} != dict(new):
+    if new and old and new != old:
         raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
-    return dict(new or old or {})
+    is_silent = not new and not old and "rope_theta" not in data
+    return dict(model.get("rope", {}) if is_silent else new or old or {})
 
 
 def _rope_of_layer(rope: dict[str, Any], layer_type: str | None) -> dict[str, Any] | None:
@@ -218,11 +241,11 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     if new is not None and old is not None and new != old:
         raise ValueError(f"rope_type {new!r} and type {old!r} disagree; keep one")
     name = new or old or "default"
-    if name not in TYPES:
+    if not isinstance(name, str) or name not in TYPES:
         raise ValueError(
             f"rope_type {name!r} is not known{_nearest(name, TYPES)}; known: {', '.join(TYPES)}"
         )
-    return str(name)
+    return name
 
 
 def _check_keys(rope: Mapping[str, Any], schedule: str) -> None:
@@ -235,11 +258,10 @@ def _check_keys(rope: Mapping[str, Any], schedule: str) -> None:
             )
 
 
-def _head_dim(data: Mapping[str, Any], model: Mapping[str, float]) -> int:
-    if data.get("head_dim") is not None:
-        return data["head_dim"]  # Rotary refuses what is no number
-    if "head_dim" in model:
-        return int(model["head_dim"])
+def _head_dim(data: Mapping[str, Any], model: Model) -> int:
+    head_dim = _first(data, model, "head_dim", default=None)
+    if head_dim is not None:
+        return _whole_number("head_dim", head_dim)
     hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
@@ -250,7 +272,7 @@ def _head_dim(data: Mapping[str, Any], model: Mapping[str, float]) -> int:
     return hidden // heads
 
 
-def _check_share(share: Any, data: Mapping[str, Any], model: Mapping[str, float]) -> None:
+def _check_share(share: Any, data: Mapping[str, Any], model: Model) -> None:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share!r}")
     if share != 1 and "partial" not in model:
@@ -262,7 +284,7 @@ def _check_share(share: Any, data: Mapping[str, Any], model: Mapping[str, float]
 
 def _rotary_dim(head_dim: int, share: float) -> int:
     rotary_dim = int(head_dim * share)
-    if rotary_dim % 2:
+    if rotary_dim % 2 and rotary_dim < head_dim:
         raise ValueError(
             f"partial_rotary_factor {share} of head_dim {head_dim} is {rotary_dim} channels, an "
             f"odd number; transformers rounds up to {rotary_dim + 1}: build "
@@ -271,22 +293,35 @@ def _rotary_dim(head_dim: int, share: float) -> int:
     return rotary_dim
 
 
-def _filled(schedule: str, params: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(
+    schedule: str, params: dict[str, Any], data: Mapping[str, Any], model: Model
+) -> dict[str, Any]:
     """What transformers takes from beside the dict: trained length, and factor if it is missing."""
-    known = parameters(schedule)
     context = data.get("max_position_embeddings")
+    if context is not None:
+        context = _whole_number("max_position_embeddings", context)
     if schedule == "dynamic":
         if context is None:
             raise ValueError("dynamic needs max_position_embeddings, the length it scales from")
-        params["original_max_position_embeddings"] = context
-    elif "original_max_position_embeddings" in known:
-        outer = data.get("original_max_position_embeddings")  # Phi-3 has it here, and it wins
-        trained = outer or params.get("original_max_position_embeddings") or context
-        if trained is not None:
-            params["original_max_position_embeddings"] = trained
-        if "factor" in known and "factor" not in params and context and trained:
-            params["factor"] = context / trained
+        return {**params, "original_max_position_embeddings": context}
+    if "original_max_position_embeddings" not in parameters(schedule):
+        return params
+    name = "original_max_position_embeddings"
+    trained = _first(
+        data, model, params, name, default=context
+    )  # Phi-3 has it outside, and it wins
+    if trained is not None:
+        params = {**params, name: _whole_number(name, trained)}
+    is_needed = schedule == "yarn" or not params.keys() & {"attention_factor", "long_mscale"}
+    if schedule != "llama3" and is_needed and "factor" not in params and context and trained:
+        params["factor"] = context / trained
     return params
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return value
 
 
 def _first(*sources: Any, default: Any) -> Any:

@@ -50,11 +50,11 @@ def packed(cu_seqlens: npt.ArrayLike) -> Positions:
     [0, 1, 2, 0, 1]
     """
     bounds = _whole_numbers("cu_seqlens", cu_seqlens)
-    lengths = np.diff(bounds)
-    if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (lengths < 0).any():
+    if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"cu_seqlens must be 1-D, start with 0 and never fall, got {bounds.tolist()}"
         )
+    lengths = np.diff(bounds)
     return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
 
 
@@ -113,7 +113,8 @@ def mrope(segments: Iterable[Segment], *, offset: int = 0) -> Positions:
     start; what follows starts one after the largest position used. The next position of a
     generated token is therefore `mrope(...).max() + 1`, on all axes.
     Raises ValueError for an unknown kind or a wrong number of sizes.
-    Source: Qwen2-VL (arXiv 2409.12191), section 2.1; transformers 5.23, `get_rope_index`.
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
+    after a video with more frames than rows and columns: it goes on from the larger of those two.
 
     >>> mrope([("text", 2), ("image", 1, 1, 2), ("text", 1)]).tolist()
     [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]

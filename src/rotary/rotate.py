@@ -4,7 +4,7 @@ from typing import Any
 
 from .angles import Precision, cos_sin, sequence_cos_sin
 from .kernels import kernel_of
-from .kernels.geometry import Options
+from .kernels.geometry import Options, seq_axis
 from .spec import Rotary
 
 
@@ -50,8 +50,17 @@ def rotate(
     if not xs:
         raise ValueError("x must hold at least one array")
     outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if outs is not None and len(outs) != len(xs):
+        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
+    kernel = kernel_of(xs[0])
+    for array in (*xs[1:], cos, sin, *(outs or ())):
+        if not kernel.owns(array):
+            raise TypeError(
+                f"all arrays must be of one library: {type(xs[0]).__qualname__} and "
+                f"{type(array).__module__}.{type(array).__qualname__}"
+            )
     options = Options(layout, out_layout, rotary_dim, start, seq_dim)
-    results = kernel_of(xs[0]).rotate(xs, cos, sin, positions, options, conjugate, outs)
+    results = kernel.rotate(xs, cos, sin, positions, options, conjugate, outs)
     return results if is_several else results[0]
 
 
@@ -79,15 +88,17 @@ def apply(
     >>> bool((apply(Rotary(head_dim=4), q)[:, :, 0] == 1).all())  # position 0 changes nothing
     True
     """
+    kernel = kernel_of(q)
+    seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if q.shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, q has {q.shape[-1]}")
-    seq = q.shape[seq_dim] if q.ndim >= 2 else 0
     if positions is None:
         if spec.num_axes > 1:
             raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
-        _check_positions(spec, tuple(positions.shape), tuple(q.shape), seq_dim)
+        positions = kernel.taken_over(positions, q)
+        _check_positions(spec, tuple(positions.shape), tuple(q.shape))
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
     return rotate(
         q if k is None else (q, k),
@@ -103,14 +114,12 @@ def apply(
     )
 
 
-def _check_positions(
-    spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...], seq_dim: int
-) -> None:
+def _check_positions(spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
     """A table of as many axes as x is legal for `rotate`, but positions never have a head axis."""
     tokens = shape[:-1] if spec.num_axes > 1 else shape
     if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):
         axes = ", axes" if spec.num_axes > 1 else ""
-        hint = "; a 1-D spec has no axes" if spec.num_axes == 1 and shape[0] in (2, 3) else ""
+        hint = "; a 1-D spec has no axes" if spec.num_axes == 1 and len(tokens) == 3 else ""
         raise ValueError(
             f"positions must be (seq{axes}) or, for a 4-D q, (batch, seq{axes}); "
             f"got shape {shape} for q {x_shape}{hint}"

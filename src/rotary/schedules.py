@@ -25,23 +25,31 @@ Frequencies = tuple[npt.NDArray[np.floating], float]
 
 
 class Arithmetic(NamedTuple):
-    """The number type a schedule computes in, and how it raises a base to an array of exponents."""
+    """The number type a schedule computes in, and its powers: the one step libraries differ in.
+
+    `powers` raises a number to an array of exponents, `power` one number to another.
+    """
 
     dtype: type[np.floating]
-    power: Callable[[float, npt.NDArray[np.floating]], npt.NDArray[np.floating]]
+    powers: Callable[[float, npt.NDArray[np.floating]], npt.NDArray[np.floating]]
+    power: Callable[[float, float], float]
 
 
-def _power(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+def _powers(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
     # Python floats go through the C library: the same bits whatever vector unit the CPU has
     return np.array([base ** float(e) for e in exponents], dtype=np.float64)
 
 
-def _power_float32(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    return _power(float(np.float32(base)), exponents).astype(np.float32)
+def _powers_float32(base: float, exponents: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    return _powers(float(np.float32(base)), exponents).astype(np.float32)
 
 
-FLOAT64 = Arithmetic(np.float64, _power)
-FLOAT32 = Arithmetic(np.float32, _power_float32)
+def _power_float32(x: float, exponent: float) -> float:
+    return float(np.float32(float(np.float32(x)) ** float(np.float32(exponent))))
+
+
+FLOAT64 = Arithmetic(np.float64, _powers, pow)
+FLOAT32 = Arithmetic(np.float32, _powers_float32, _power_float32)
 
 
 def default(rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64) -> Frequencies:
@@ -84,8 +92,7 @@ def ntk(
     array([1.    , 0.0025])
     """
     _check_factor(factor)
-    growth = np.asarray(factor, dtype=arithmetic.dtype)
-    return default(rotary_dim, _grown_base(rotary_dim, base, growth, arithmetic), arithmetic)
+    return default(rotary_dim, _grown_base(rotary_dim, base, factor, arithmetic), arithmetic)
 
 
 def dynamic(
@@ -114,7 +121,7 @@ def dynamic(
     number = arithmetic.dtype
     length = max(seq_len or 0, trained)
     growth = number(factor * length) / number(trained) - number(factor - 1)
-    grown = _grown_base(rotary_dim, base, np.asarray(growth), arithmetic)
+    grown = _grown_base(rotary_dim, base, float(growth), arithmetic)
     return default(rotary_dim, grown if length > trained else base, arithmetic)
 
 
@@ -153,6 +160,9 @@ def yarn(
         raise ValueError(f"beta_fast must be >= beta_slow, got {beta_fast} < {beta_slow}")
     if base == 1:
         raise ValueError("base must be > 1 for schedule 'yarn', got 1: its ramp needs ln(base)")
+    for name, scale in (("mscale", mscale), ("mscale_all_dim", mscale_all_dim)):
+        if scale is not None and not (_is_number(scale) and 0 <= scale < math.inf):
+            raise ValueError(f"{name} must be finite and >= 0, got {scale!r}")
     if not isinstance(truncate, bool):
         raise ValueError(f"truncate must be true or false, got {truncate!r}")
 
@@ -211,6 +221,8 @@ def longrope(
     divisors = np.asarray(lists["long_factor" if is_long else "short_factor"], arithmetic.dtype)
     inv_freq = 1.0 / (divisors * _ladder(rotary_dim, base, arithmetic))
 
+    if factor is not None:
+        _check_factor(factor)
     if (short_mscale is None) != (long_mscale is None):
         raise ValueError("short_mscale and long_mscale must be given together")
     if short_mscale is not None and long_mscale is not None:
@@ -226,7 +238,6 @@ def longrope(
             "longrope needs factor, attention_factor, or short_mscale and long_mscale; "
             "transformers takes factor = max_position_embeddings / original_max_position_embeddings"
         )
-    _check_factor(factor)
     if factor <= 1.0:
         return inv_freq, 1.0
     return inv_freq, math.sqrt(1 + math.log(factor) / math.log(trained))
@@ -265,11 +276,12 @@ def llama3(
             f"got {high_freq_factor} < {low_freq_factor}"
         )
     inv_freq = default(rotary_dim, base, arithmetic)[0]
-    wavelength = 2 * math.pi / inv_freq
+    wavelength = 2 * math.pi * (1.0 / inv_freq)  # torch divides a number by a tensor so
     scaled = np.where(wavelength > trained / low_freq_factor, inv_freq / factor, inv_freq)
     if high_freq_factor == low_freq_factor:
         return scaled, 1.0
-    kept = (trained / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    turns = trained * (1.0 / wavelength)
+    kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blend = (1 - kept) * scaled / factor + kept * scaled
     is_between = ~(wavelength < trained / high_freq_factor) & ~(
         wavelength > trained / low_freq_factor
@@ -420,17 +432,14 @@ def depends_on_length(schedule: str) -> bool:
 
 def _ladder(rotary_dim: int, base: float, arithmetic: Arithmetic) -> npt.NDArray[np.floating]:
     number = arithmetic.dtype
-    return arithmetic.power(base, np.arange(0, rotary_dim, 2).astype(number) / number(rotary_dim))
+    return arithmetic.powers(base, np.arange(0, rotary_dim, 2).astype(number) / number(rotary_dim))
 
 
-def _grown_base(
-    rotary_dim: int, base: float, growth: npt.NDArray[np.floating], arithmetic: Arithmetic
-) -> float:
+def _grown_base(rotary_dim: int, base: float, growth: float, arithmetic: Arithmetic) -> float:
     if rotary_dim == 2:
         return base
-    number = arithmetic.dtype
-    exponent = np.array([number(rotary_dim) / number(rotary_dim - 2)])
-    return float(number(base) * arithmetic.power(float(growth), exponent)[0])
+    power = arithmetic.power(growth, rotary_dim / (rotary_dim - 2))
+    return float(arithmetic.dtype(base) * arithmetic.dtype(power))
 
 
 def _yarn_attention_factor(

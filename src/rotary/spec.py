@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Any
 from .schedules import SCHEDULES, depends_on_length, parameters
 
 _LAYOUTS = ("half", "interleaved")
+_LARGEST = sys.float_info.max
 _SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: anything less never turns
 
 
@@ -52,7 +54,7 @@ class Rotary:
     sign: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "rotary_dim", "start", "sign"):
+        for name in ("head_dim", "rotary_dim", "start", "base", "sign"):
             self._set(name, _unwrapped(getattr(self, name)))
         _check_slice(self)
         _check_base(self.base)
@@ -146,6 +148,8 @@ class Rotary:
 out_layout, schedule, params, axes, sign
         """
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a spec is written as an object, got {data!r}")
         for name in data:
             if name not in known:
                 raise ValueError(
@@ -189,7 +193,7 @@ def _check_slice(spec: Rotary) -> None:
 def _check_base(base: object) -> None:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise ValueError(f"base must be a number, got {base!r}")
-    if not math.isfinite(base) or base < 1:
+    if not 1 <= base < math.inf or base > _LARGEST:
         raise ValueError(f"base must be finite and >= 1, got {base!r}")
     if base == 1:
         warnings.warn("base 1 gives every pair the same frequency, 1 rad per token", stacklevel=4)
@@ -224,17 +228,21 @@ def _frozen_params(schedule: str, params: Mapping[str, Any]) -> Mapping[str, Any
     # a parameter at its default says nothing: dropping it makes equal specs compare equal
     kept = {name: _frozen(name, params[name]) for name in known if name in params}
     return MappingProxyType(
-        {name: value for name, value in kept.items() if value != known[name].default}
+        {name: value for name, value in kept.items() if not _is_default(value, known[name].default)}
     )
 
 
+def _is_default(value: Any, default: Any) -> bool:
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
+
+
 def _frozen(name: str, value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy and torch, arrays and scalars
+        value = value.tolist()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if hasattr(value, "tolist"):  # numpy and torch arrays
-        value = value.tolist()
     if isinstance(value, Sequence):
-        return tuple(value)
+        return tuple(_unwrapped(item) for item in value)
     raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {value!r}")
 
 
@@ -245,7 +253,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
-    checked = tuple(axes.tolist() if hasattr(axes, "tolist") else axes)
+    axes = axes.tolist() if hasattr(axes, "tolist") else axes
+    if not isinstance(axes, Sequence):
+        raise ValueError(f"axes must be a list of axis numbers, one per pair, got {axes!r}")
+    checked = tuple(axes)
     if not checked:
         return ()
     if len(checked) != pairs:

@@ -68,7 +68,7 @@ def rotate(
             if out is None:
                 out = tuple([empty(x.shape, x.dtype) for x in xs])
             else:
-                law.check_out(xs, out)
+                law.check_out((*xs, cos, sin), out)
             run(call, [address(x) for x in xs], [address(y) for y in out],
                 address(cos), address(sin), 0)  # fmt: skip
             return tuple(out)
@@ -76,10 +76,10 @@ def rotate(
     rows = None if positions is None else law.check_rows(positions, cos)
     if cos.dtype != np.float32:
         return law.rotate(xs, cos, sin, positions, options, conjugate, out)
-    if cos.strides != sin.strides or not _is_ready(cos):
-        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
     shapes = tuple(x.shape for x in xs)
     geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    if cos.strides != sin.strides or not _is_ready(cos):
+        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
     results = tuple(empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)
     is_mixed = geometry.layout != geometry.out_layout
     sources = [x if _is_ready(x) else np.ascontiguousarray(x) for x in xs]
@@ -303,6 +303,8 @@ tables_float64 = law.tables_float64
 inspect = law.inspect
 row_lengths = law.row_lengths
 arange = law.arange
+owns = law.owns
+taken_over = law.taken_over
 stacked = law.stacked
 to_numpy = law.to_numpy
 from_numpy = law.from_numpy

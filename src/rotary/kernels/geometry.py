@@ -52,7 +52,7 @@ def geometry_of(
     layouts.check(layout)
     layouts.check(out_layout, "out_layout")
     shape = shapes[0]
-    axis = _seq_axis(shape, seq_dim)
+    axis = seq_axis(shape, seq_dim)
     others = [index for index in range(len(shape) - 1) if index != axis]
     for other in shapes[1:]:
         fixed = [index for index in range(len(shape)) if index not in others[-1:]]
@@ -78,7 +78,37 @@ def geometry_of(
     return Geometry(start, pairs, layout, out_layout, dims)
 
 
-def _seq_axis(shape: tuple[int, ...], seq_dim: int) -> int:
+def check_fit(
+    geometry: Geometry,
+    shapes: Sequence[Sequence[int]],
+    table: Sequence[int],
+    rows: Sequence[int] | None,
+) -> None:
+    """Refuse arrays that a geometry was not made for, before memory is read by its numbers.
+
+    >>> check_fit(Geometry(0, 2, "half", "half", (0,)), [(3, 4)], (3, 2), None)
+    """
+    along = table[:-1] if rows is None else rows
+    stop = geometry.start + 2 * geometry.pairs
+    for shape in shapes:
+        sizes = zip(shape[:-1], geometry.dims, strict=False)
+        if (
+            len(shape) != len(geometry.dims) + 1
+            or table[-1] != geometry.pairs
+            or not 0 <= geometry.start <= stop <= shape[-1]
+            or any(dim is not None and along[dim] not in (1, size) for size, dim in sizes)
+        ):
+            raise ValueError(
+                f"x {tuple(shape)}, cos {tuple(table)} and positions {rows} do not fit {geometry}"
+            )
+
+
+def seq_axis(shape: tuple[int, ...], seq_dim: int) -> int:
+    """`seq_dim` counted from the front; ValueError if x has no such axis before its last.
+
+    >>> seq_axis((2, 8, 5, 64), -2)
+    2
+    """
     if len(shape) < 2:
         raise ValueError(f"x must be (..., seq, head_dim), with 2 axes or more, got shape {shape}")
     axis = seq_dim if seq_dim >= 0 else len(shape) + seq_dim
@@ -90,7 +120,9 @@ def _seq_axis(shape: tuple[int, ...], seq_dim: int) -> int:
 
 
 def _pairs(head_dim: int, table: tuple[int, ...], rotary_dim: int | None, start: int) -> int:
-    pairs = table[-1] if table else 0
+    if len(table) < 2:
+        raise ValueError(f"cos must be (seq, pairs) or have more axes, got shape {table}")
+    pairs = table[-1]
     if rotary_dim is not None and rotary_dim != 2 * pairs:
         raise ValueError(
             f"rotary_dim is {rotary_dim}, but cos has {pairs} columns, which make {2 * pairs}; "

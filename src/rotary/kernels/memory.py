@@ -56,15 +56,26 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
     strides are equal.
     """
     for index, out in enumerate(outs):
-        shape, strides, _ = out[1]
-        if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
-            raise ValueError("out has elements that share memory: an expanded array")
+        if not _is_injective(out[1]):
+            raise ValueError("out has elements that share memory, as an expanded array has")
         others = [x for other, x in enumerate(xs) if other != index or x != out]
         for other in (*others, *outs[:index]):
             if _share_bytes(out, other):
                 raise ValueError(
                     "out overlaps an input or another output; it may only be its own input"
                 )
+
+
+@lru_cache(maxsize=1024)
+def _is_injective(block: Block) -> bool:
+    """Whether no two elements share memory: each axis steps over all that smaller steps reach."""
+    reach = SIZES[block.dtype]
+    axes = zip(block.strides, block.shape, strict=True)
+    for step, size in sorted((abs(step), size) for step, size in axes if size > 1):
+        if step < reach:
+            return False
+        reach += step * (size - 1)
+    return True
 
 
 def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:

@@ -75,9 +75,6 @@ def check_operands(
     xs: Sequence[Array], cos: Array, sin: Array, out: Sequence[Array] | None
 ) -> None:
     """Refuse what cannot be rotated: dtypes, mixed libraries, unusable `out`."""
-    for array in (*xs, cos, sin, *(out or ())):
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"all arrays must be of one library: numpy and {type(array)}")
     for x in xs:
         if name_of(x.dtype) not in FLOATS:
             raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {name_of(x.dtype)}")
@@ -90,21 +87,22 @@ def check_operands(
     if cos.dtype not in (np.float32, np.float64):
         raise TypeError(f"tables must be float32, got {cos.dtype.name}: they were rounded before")
     if out is not None:
-        check_out(xs, out)
+        check_out((*xs, cos, sin), out)
 
 
-def check_out(xs: Sequence[Array], out: Sequence[Array]) -> None:
-    """Refuse outputs of another form than the input, read-only ones, and overlaps."""
-    if len(out) != len(xs):
-        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
-    for x, y in zip(xs, out, strict=True):
+def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
+    """Refuse outputs of another form than their input, read-only ones, and overlaps.
+
+    `inputs` are x for every output, in their order, then the two tables.
+    """
+    for x, y in zip(inputs, out, strict=False):
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(
                 f"out must be {x.dtype} {x.shape} like the input, got {y.dtype} {y.shape}"
             )
         if not y.flags.writeable:
             raise ValueError("out is read-only")
-    check_overlap(*[[(address(array), block(array)) for array in group] for group in (xs, out)])
+    check_overlap(*[[(address(array), block(array)) for array in group] for group in (inputs, out)])
 
 
 def block(array: Array) -> Block:
@@ -155,6 +153,16 @@ def row_lengths(positions: Array) -> list[int]:
 def arange(like: Array, count: int) -> Array:
     """Positions 0 .. count - 1."""
     return np.arange(count, dtype=np.int64)
+
+
+def owns(array: Any) -> bool:
+    """Whether this kernel is the one for an array."""
+    return isinstance(array, np.ndarray)
+
+
+def taken_over(positions: Any, like: Array) -> Array:
+    """Positions as an array of this library: those of another, or of lists, are taken over."""
+    return np.asarray(positions)
 
 
 def stacked(positions: Array, rows: int) -> Array:

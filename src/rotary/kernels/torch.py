@@ -20,7 +20,7 @@ from ..layouts import pair_slices
 from ..schedules import Arithmetic
 from . import host
 from . import numpy as law
-from .geometry import Geometry, Options, geometry_of
+from .geometry import Geometry, Options, check_fit, geometry_of
 from .memory import Block, check_overlap, is_contiguous
 
 _FLOATS = {
@@ -31,8 +31,8 @@ _FLOATS = {
 }
 _NAMES = {**_FLOATS, torch.int64: "int64"}
 _TENSORS = (Tensor, torch.nn.Parameter)
-_POSITIONS = (torch.int64, torch.int32, torch.float64, torch.float32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_POSITIONS = (*_INTEGERS, torch.float64, torch.float32)
 _HUGE_BYTES = 1 << 22
 
 
@@ -49,10 +49,11 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    if positions is None and not is_tracing() and not _is_transforming():
+    is_eager = positions is None and not is_tracing() and not _is_transforming()
+    if is_eager and (out is None or all(map(_has_memory, (*xs, *out)))):
         tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
         call = _ready_call(
-            tuple([(type(t), t.dtype, t.is_cpu, t.shape, t.stride()) for t in tensors]),
+            tuple([(type(t), t.dtype, _is_readable(t), t.shape, t.stride()) for t in tensors]),
             None if out is None else _in_place(xs, out),
             options,
             conjugate,
@@ -60,7 +61,7 @@ def rotate(
         if call is not None and not (torch.is_grad_enabled() and _wants_grad(*tensors)):
             return _run(call, xs, cos, sin, out)
     check_operands(xs, cos, sin, out)
-    rows = None if positions is None else check_rows(positions, cos, xs[0])
+    rows = None if positions is None else check_rows(positions, xs[0])
     shapes = tuple([tuple(x.shape) for x in xs])
     row_shape = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(shapes, tuple(cos.shape), row_shape, options)
@@ -103,7 +104,10 @@ def _ready_call(
     loops = host()
     if not hasattr(loops, "ready_call"):
         return None
-    if not all(kind in _TENSORS and is_cpu for kind, _, is_cpu, *_ in signature):
+    if not all(
+        kind in _TENSORS and is_readable and dtype in _FLOATS and shape
+        for kind, dtype, is_readable, shape, _ in signature
+    ):
         return None
     blocks = [_form(shape, stride, dtype) for _, dtype, _, shape, stride in signature]
     if is_in_place is None and not all(map(is_contiguous, blocks)):
@@ -115,7 +119,7 @@ def _run(
     call: Any, xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...]:
     if out is not None:
-        _check_writable(xs, out)
+        _check_writable((*xs, cos, sin), out)
         outs = tuple(out)
     elif call.size < _HUGE_BYTES:
         outs = tuple([torch.empty_like(x) for x in xs])
@@ -133,15 +137,16 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, geometry, conjugate, rows, cos, sin, *xs):
-        ctx.geometry, ctx.conjugate, ctx.rows = geometry, conjugate, rows
-        ctx.save_for_backward(cos, sin)
+        ctx.geometry, ctx.conjugate = geometry, conjugate
+        ctx.save_for_backward(cos, sin, rows)
         ctx.set_materialize_grads(False)
         return _launch(xs, cos, sin, rows, geometry, conjugate, None)
 
     @staticmethod
     def backward(ctx, *grads):
-        cos, sin = ctx.saved_tensors
-        return (None,) * 5 + _transposed(grads, cos, sin, ctx.rows, ctx.geometry, ctx.conjugate)
+        cos, sin, rows = ctx.saved_tensors
+        turned = _transposed(grads, cos, sin, rows, ctx.geometry, ctx.conjugate)
+        return None, None, None, None, None, *turned
 
 
 def _transposed(
@@ -170,7 +175,12 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     """The compiled loops on CPU tensors; the formula where there are none."""
     loops = host()
-    if not _is_on_cpu(xs[0]) or not hasattr(loops, "prepare") or cos.dtype != torch.float32:
+    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
+    if rows is not None and _has_memory(rows):
+        _check_row_range(rows, cos)
+    tensors = (*xs, cos, sin, *(out or ()))
+    has_loops = hasattr(loops, "prepare") and cos.dtype == torch.float32
+    if not has_loops or not all(map(_has_memory, tensors)):
         results = _formula(xs, cos, sin, rows, geometry, conjugate)
         for target, result in zip(out or (), results, strict=out is not None):
             target.copy_(result)
@@ -254,6 +264,7 @@ def _formula(
     stop = geometry.start + rotary_dim
     results = []
     for x in xs:
+        cos, sin = _distributed_as(x, cos), _distributed_as(x, sin)
         wide = x if x.dtype == torch.float64 else x.float()
         first, second = pair_slices(rotary_dim, geometry.layout, geometry.start)
         u, v = wide[..., first], wide[..., second]
@@ -267,6 +278,16 @@ def _formula(
             turned = torch.cat((x[..., : geometry.start], turned, x[..., stop:]), dim=-1)
         results.append(turned)
     return tuple(results)
+
+
+def _distributed_as(x: Tensor, table: Tensor) -> Tensor:
+    """A plain table for a distributed x: the whole of it on every rank."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None or hasattr(table, "device_mesh"):
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
@@ -293,20 +314,20 @@ def _rotate_into(
             list(xs), cos, sin, rows, *_flat(geometry), conjugate, list(out)
         )
         return tuple(out)
-    _check_writable(xs, out)
+    _check_writable((*xs, cos, sin), out)
     _launch(xs, cos, sin, rows, geometry, conjugate, out)
     _mark_written(out)
     return tuple(out)
 
 
-def _check_writable(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def _check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     for y in out:
         if y.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError("out is an inference tensor: write to it under inference_mode only")
-    if all(map(_has_memory, (*xs, *out))):
+    if all(map(_has_memory, (*inputs, *out))):
         check_overlap(
             *[[(x.data_ptr(), _form(x.shape, x.stride(), x.dtype)) for x in group]
-              for group in (xs, out)]
+              for group in (inputs, out)]
         )  # fmt: skip
 
 
@@ -356,15 +377,14 @@ def _fake(xs, *_):
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, ctx.rows, *rest, ctx.conjugate = inputs
+    _, cos, sin, rows, *rest, ctx.conjugate = inputs
     ctx.geometry = _geometry(*rest)
-    ctx.save_for_backward(cos, sin)
+    ctx.save_for_backward(cos, sin, rows)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    cos, sin = ctx.saved_tensors
     known = [grad for grad in grads if grad is not None]
-    arguments = (cos, sin, ctx.rows, *_flat(ctx.geometry.reversed()), not ctx.conjugate)
+    arguments = (*ctx.saved_tensors, *_flat(ctx.geometry.reversed()), not ctx.conjugate)
     rotated = iter(torch.ops.rotary.rotate(known, *arguments) if known else ())
     return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 
@@ -422,6 +442,16 @@ def _on_device(positions: Tensor, *arrays: Any) -> list[Tensor]:
     ]
 
 
+def owns(tensor: Any) -> bool:
+    """Whether this kernel is the one for an array."""
+    return isinstance(tensor, Tensor)
+
+
+def taken_over(positions: Any, like: Tensor) -> Tensor:
+    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over."""
+    return positions if owns(positions) else torch.as_tensor(positions, device=like.device)
+
+
 def stacked(positions: Tensor, rows: int) -> Tensor:
     """The same positions for so many rows: (rows, seq)."""
     return positions.expand(rows, -1)
@@ -441,11 +471,15 @@ def from_numpy(array: Any) -> Tensor:
     return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
 
 
-def _power(base: float, exponents: Any) -> Any:
+def _powers(base: float, exponents: Any) -> Any:
     return torch.pow(base, torch.from_numpy(exponents)).numpy()
 
 
-FLOAT32 = Arithmetic(np.float32, _power)
+def _power(x: float, exponent: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu") ** exponent)
+
+
+FLOAT32 = Arithmetic(np.float32, _powers, _power)
 
 
 def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
@@ -499,7 +533,8 @@ def constant(function: Callable[..., Any], spec: Any, *arguments: Any) -> Any:
     if not is_tracing():
         return function(spec, *arguments)
     kind, *rows = _traced(function, spec, *arguments).split(";")
-    bits = torch.tensor([[int(value) for value in row.split()] for row in rows])
+    numbers = [[int(value) for value in row.split()] for row in rows]
+    bits = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return bits.view(torch.float64) if kind == "float64" else bits
 
 
@@ -522,8 +557,6 @@ def check_operands(
     """Refuse what cannot be rotated: dtypes, mixed libraries or devices, unusable `out`."""
     x = xs[0]
     for tensor in (*xs, cos, sin, *(out or ())):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"all arrays must be of one library: torch and {type(tensor)}")
         if tensor.device != x.device:
             raise ValueError(f"all tensors must be on one device: {x.device} and {tensor.device}")
     if x.dtype not in _FLOATS:
@@ -543,8 +576,6 @@ def check_operands(
 
 
 def _check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    if len(out) != len(xs):
-        raise ValueError(f"out must hold one tensor for each of the {len(xs)} inputs")
     for x, y in zip(xs, out, strict=True):
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(
@@ -553,18 +584,22 @@ def _check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
             )
 
 
-def check_rows(positions: Any, table: Tensor, like: Tensor) -> Tensor:
-    """Row numbers as int64; ValueError if one is outside the table."""
+def check_rows(positions: Any, like: Tensor) -> Tensor:
+    """Row numbers as int64; whether they are inside the table is seen when they are read."""
     rows = torch.as_tensor(positions, device=like.device)
     if rows.dtype not in _INTEGERS:
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
-    if not is_tracing() and _is_plain(rows) and rows.numel():
-        low, high = (int(value) for value in torch.aminmax(rows))
-        if low < 0 or high >= table.shape[0]:
-            raise ValueError(
-                f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
-            )
     return rows.long()
+
+
+def _check_row_range(rows: Tensor, table: Tensor) -> None:
+    if not rows.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(rows))
+    if low < 0 or high >= table.shape[0]:
+        raise ValueError(
+            f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
+        )
 
 
 def _wants_grad(*tensors: Tensor) -> bool:
@@ -583,10 +618,16 @@ def _is_plain(x: Tensor) -> bool:
 def _has_memory(x: Tensor) -> bool:
     return (
         type(x) in _TENSORS
-        and x.device.type == "cpu"
+        and _is_readable(x)
         and x.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether the bytes of x are its values: on the CPU, and not to be negated when read."""
+    return x.is_cpu and not x.is_neg()
 
 
 def _is_transforming() -> bool:

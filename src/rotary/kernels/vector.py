@@ -237,9 +237,9 @@ def _compiled(**options: bool) -> Callable[[Callable[..., None]], Any]:
 
     def decorate(function: Callable[..., None]) -> Any:
         try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
+            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
         except RuntimeError:  # Numba found no folder for the cache
-            return numba.njit(nogil=True, **options)(function)
+            return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
     return decorate
 
@@ -294,10 +294,11 @@ def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs
     q_rows = q_plan[0] * q_plan[1] * q_plan[2]
     total = q_rows + k_plan[0] * k_plan[1] * k_plan[2]
     first, last = total * part // parts, total * (part + 1) // parts
-    if first < q_rows:
-        _rotate_range(tag, q_plan, q, q_out, cos, sin, rows, pairs, mode, sign, first, min(last, q_rows))  # fmt: skip
-    if last > q_rows:
-        _rotate_range(tag, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, max(first, q_rows) - q_rows, last - q_rows)  # fmt: skip
+    for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
+        plan, x, out, low, high = (q_plan, q, q_out, 0, q_rows) if side == 0 else (k_plan, k, k_out, q_rows, total)  # fmt: skip
+        start, stop = max(first, low) - low, min(last, high) - low
+        if start < stop:
+            _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, start, stop)
 
 
 @_compiled()
@@ -355,10 +356,12 @@ def _table(per_pair: bool) -> Any:
                 )
                 step = _load(b, _I64, 8, _address(b, turns, index, 8), lanes)
                 angle = b.mul(position, step)  # wraps modulo one turn: exact
-                angle = b.trunc(b.lshr(angle, _constant(_I64, lanes, 32)), _vector(_I32, lanes))
-                quadrant = b.lshr(b.add(angle, bits(2**29)), bits(30))
-                rest = b.sub(angle, b.shl(quadrant, bits(30)))  # in [-1/8, 1/8) turn
-                x = b.sitofp(rest, _vector(_F64, lanes))
+                upper = b.trunc(b.lshr(angle, _constant(_I64, lanes, 32)), _vector(_I32, lanes))
+                lower = b.trunc(angle, _vector(_I32, lanes))
+                quadrant = b.lshr(b.add(upper, bits(2**29)), bits(30))
+                rest = b.sub(upper, b.shl(quadrant, bits(30)))  # in [-1/8, 1/8) turn
+                x = b.fmul(b.uitofp(lower, _vector(_F64, lanes)), _constant(_F64, lanes, 2.0**-32))
+                x = b.fadd(b.sitofp(rest, _vector(_F64, lanes)), x)
                 x = b.fmul(x, _constant(_F64, lanes, _TURN))
                 square = b.fmul(x, x)
                 a = _splat(b, scale, lanes)

@@ -1,0 +1,488 @@
+"""The command, run as a user runs it, and in-process where that says the same."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary import bench, cli, demo, doctor, from_hf_config
+from rotary.demo import Law
+
+LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
+COMMANDS = ("demo", "inspect", "freqs", "bench", "doctor")
+ANSI = "\x1b"
+SETTINGS = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "PYTHONIOENCODING")
+START = "from rotary.cli import main; main()"
+
+
+class Done(NamedTuple):
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return {**kept, "PYTHONWARNINGS": "error::UserWarning", **changes}
+
+
+def run(*arguments: str, code: str = START, cwd: Any = None, **changes: str) -> Done:
+    """The command in a new process; `code` may prepare it."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, env=environment(**changes), cwd=cwd, timeout=120
+    )
+    out, err = (stream.decode("utf-8", "backslashreplace") for stream in (done.stdout, done.stderr))
+    return Done(done.returncode, out, err)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """The command in this process: faster, and its parts can be replaced."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["rotary", *arguments])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return Done(stop.code or 0, *capsys.readouterr())
+        return Done(0, *capsys.readouterr())
+
+    return call
+
+
+def document(done: Done) -> Any:
+    """The one JSON document on stdout, strictly read; nothing else was said."""
+    assert (done.code, done.err) == (0, "")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(done.out, parse_constant=refuse)
+
+
+def assert_refused(done: Done, *parts: str) -> None:
+    """Status 1, one line on stderr, nothing on stdout."""
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"error: [^\n]+\n", done.err), done.err
+    for part in parts:
+        assert part in done.err
+
+
+# --- usage ---
+
+
+def test_the_console_script_without_arguments_prints_help():
+    script = Path(sys.executable).parent / "rotary"
+    done = subprocess.run([script], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +\S", done.stdout, re.MULTILINE)
+    assert run("--help").out == run().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["inspct"], "inspect"),
+        (["frqs", LLAMA], "freqs"),
+        (["freqs", LLAMA, "--jsn"], "--json"),
+        (["inspect", LLAMA, "--layer-typ", "x"], "--layer-type"),
+    ],
+)
+def test_a_slip_of_the_finger_is_status_2_and_a_suggestion(main, arguments, suggestion):
+    done = main(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert re.search(rf"(?i)(did you mean|Possible options).*{suggestion}", done.err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["inspect"], ["freqs", LLAMA, "--seq-len", "x"], ["bench", "--seq", "0"],
+     ["bench", "--rounds", "-1"], ["freqs", LLAMA, "more"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_other_usage_errors_are_status_2(main, arguments):
+    done = main(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("Usage: ")
+    assert "Traceback" not in done.err
+
+
+PROBE = """
+import sys
+try:
+    from rotary.cli import main
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print([name for name in ("torch", "numba", "transformers", "rich.table", "numpy")
+       if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_imports_nothing_heavy(arguments):
+    done = run(*arguments, code=PROBE)
+    assert done.out.startswith("Usage: ")
+    loaded = done.err.splitlines()[-1]
+    assert "torch" not in loaded
+    assert "numba" not in loaded
+    assert "transformers" not in loaded
+
+
+def test_the_probe_sees_what_is_imported():
+    loaded = run("doctor", "--json", code=PROBE).err.splitlines()[-1]
+    assert "numba" in loaded
+    assert "torch" in run("--help", code="import torch\n" + PROBE).err.splitlines()[-1]
+
+
+# --- inspect and freqs ---
+
+
+def test_inspect_says_what_the_config_has(main):
+    done = main("inspect", LLAMA)
+    assert (done.code, done.err) == (0, "")
+    assert ANSI not in done.out
+    for row in (r"head_dim\s+128", r"rotary_dim\s+128", r"base\s+500000", r"layout\s+half",
+                r"schedule\s+llama3", r"factor\s+8\.0", r"original_max_position_embeddings\s+8192",
+                r"attention factor\s+1, on cos"):  # fmt: skip
+        assert re.search(row, done.out), row
+    report = document(main("inspect", LLAMA, "--json"))
+    assert rotary.Rotary.from_dict(report["spec"]) == from_hf_config(LLAMA)
+    assert report["shortest_wavelength"] == pytest.approx(2 * np.pi, rel=1e-15)
+    slowest = 500_000 ** (-126 / 128) / 8
+    assert report["longest_wavelength"] == pytest.approx(2 * np.pi / slowest, rel=1e-14)
+    assert (report["attention_factor"], report["pairs_that_stand_still"]) == (1.0, 0)
+    assert report["depends_on_length"] is False
+
+
+def test_freqs_prints_every_pair(main):
+    spec = from_hf_config(LLAMA)
+    wanted = rotary.inv_freq(spec)[0]
+    report = document(main("freqs", LLAMA, "--json"))
+    assert report["attention_factor"] == 1.0
+    assert [pair["pair"] for pair in report["pairs"]] == list(range(64))
+    assert [pair["inv_freq"] for pair in report["pairs"]] == wanted.tolist()
+    np.testing.assert_allclose([p["wavelength"] for p in report["pairs"]], 2 * np.pi / wanted)
+    done = main("freqs", LLAMA)
+    assert (done.code, done.err) == (0, "")
+    rows = re.findall(r"^ *(\d+) +(\S+) +(\S+) *$", done.out, re.MULTILINE)
+    assert [int(pair) for pair, *_ in rows] == list(range(64))
+    np.testing.assert_allclose([float(value) for _, value, _ in rows], wanted, rtol=1e-11)
+
+
+def test_pairs_that_stand_still_and_rows_that_grow(main, tmp_path):
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 16, "rope_parameters": rope}))
+    assert document(main("inspect", str(tmp_path), "--json"))["pairs_that_stand_still"] == 6
+    assert re.search(r"stand still\s+6 pairs", main("inspect", str(tmp_path)).out)
+    pairs = document(main("freqs", str(tmp_path), "--json"))["pairs"]
+    assert [pair["wavelength"] is None for pair in pairs] == [False] * 2 + [True] * 6
+    assert main("freqs", str(tmp_path)).out.count("stands still") == 6
+    path = tmp_path / "dynamic.json"
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    data = {"head_dim": 16, "max_position_embeddings": 64, "rope_scaling": rope}
+    path.write_text(json.dumps(data))
+    assert re.search(r"depends on\s+the length", main("inspect", str(path)).out)
+    for length in (64, 640):
+        pairs = document(main("freqs", str(path), "--seq-len", str(length), "--json"))["pairs"]
+        wanted = rotary.inv_freq(from_hf_config(path), length)[0]
+        assert [pair["inv_freq"] for pair in pairs] == wanted.tolist()
+
+
+def test_the_layer_type_is_passed_on(main, tmp_path):
+    path = tmp_path / "config.json"
+    nested = {"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}, "none": None}
+    path.write_text(json.dumps({"head_dim": 64, "rope_parameters": nested}))
+    assert document(main("inspect", str(path), "--layer-type", "full", "--json"))["spec"][
+        "base"] == 1e6  # fmt: skip
+    assert_refused(main("inspect", str(path), "--layer-type", "none"), "'none' has no rotation")
+    assert_refused(main("freqs", str(path)), "pass layer_type, one of full, sliding, none")
+
+
+BAD = {
+    "no.json": (None, "no.json"),
+    "text.json": ("head_dim: 64", "not a JSON file"),
+    "model.json": ('{"model_type": "lama"}', "did you mean 'llama'"),
+    "type.json": ('{"head_dim": 64, "rope_scaling": {"type": "yarm"}}', "did you mean 'yarn'"),
+    "head.json": ('{"head_dim": 63}', "63"),
+    "list.json": ('{"model_type": ["llama"]}', "model_type"),
+    "words.json": ('{"head_dim": "64"}', "head_dim"),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "freqs"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_config_is_one_line_and_status_1(main, command, name, tmp_path):
+    content, message = BAD[name]
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert_refused(main(command, str(tmp_path / name)), message)
+    assert_refused(main(command, str(tmp_path / name), "--json"), message)
+
+
+def test_a_bad_config_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text('{"head_dim": 64, "rope_theta": 0}')
+    assert_refused(run("inspect", str(tmp_path)), "base must be finite and >= 1, got 0")
+
+
+# --- the terminal ---
+
+
+def test_markup_in_a_path_is_printed_as_it_is(tmp_path):
+    name = "[red]x[/red].json"
+    (tmp_path / name).mkdir(parents=True)
+    data = '{"head_dim": 64, "model_type": "[bold]m[/bold]"}'
+    (tmp_path / name / "config.json").write_text('{"head_dim": 64}')
+    (tmp_path / "bad.json").write_text(data)
+    for command in ("inspect", "freqs"):
+        assert name in run(command, name, cwd=tmp_path).out
+    assert_refused(run("inspect", "bad.json", cwd=tmp_path), "'[bold]m[/bold]'")
+    assert_refused(run("inspect", "[/nothing].json", cwd=tmp_path), "[/nothing].json")
+
+
+def test_markup_in_what_is_found_is_printed_as_it_is(main, monkeypatch):
+    findings = [doctor.Finding("[b]cache[/b]", "/home/[red]x", "see [/nothing]")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    shown = main("doctor")
+    for part in findings[0]:
+        assert part in shown.out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names are bytes on Unix alone")
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("name", [b"\xff.json", "köpfe 64.json".encode(), b"a\x1b[31mb.json"])
+def test_any_file_name_works(tmp_path, name, encoding):
+    with open(os.fsencode(tmp_path) + b"/" + name, "w") as file:
+        file.write('{"head_dim": 64}')
+    shown = os.fsdecode(name)
+    done = run("inspect", shown, cwd=tmp_path, PYTHONIOENCODING=encoding)
+    assert (done.code, done.err) == (0, "")
+    assert ANSI not in done.out
+    assert ".json" in done.out
+    assert document(run("freqs", shown, "--json", cwd=tmp_path, PYTHONIOENCODING=encoding))
+
+
+@pytest.mark.parametrize("command", ["inspect", "freqs"])
+def test_a_narrow_terminal_loses_nothing(tmp_path, command):
+    path = tmp_path / "config.json"
+    path.write_text(Path(LLAMA).read_text())
+    wide = run(command, "config.json", cwd=tmp_path, COLUMNS="200").out
+    narrow = run(command, "config.json", cwd=tmp_path, COLUMNS="20").out
+    assert max(map(len, narrow.splitlines())) <= 20
+    assert sorted(narrow.replace("\n", "").replace(" ", "")) == sorted(
+        wide.replace("\n", "").replace(" ", "")
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({"TERM": "dumb"}, False), ({"TERM": "xterm-256color"}, True),
+     ({"TERM": "xterm-256color", "NO_COLOR": "1"}, None)],
+    ids=str,
+)  # fmt: skip
+def test_colours_only_where_they_are_wanted(changes, wanted):
+    import pty
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", START, "inspect", LLAMA]
+    done = subprocess.run(command, stdout=follower, env=environment(**changes), timeout=60)
+    os.close(follower)
+    shown = b""
+    try:
+        while chunk := os.read(leader, 2**16):
+            shown += chunk
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(leader)
+    assert done.returncode == 0
+    text = shown.decode()
+    assert "llama3" in text
+    if wanted is not None:
+        assert (ANSI in text) == wanted
+    else:
+        assert not re.search(r"\x1b\[[\d;]*(3|4|9|10)\d", text)  # bold is no colour
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes break in another way")
+@pytest.mark.parametrize("arguments", [["freqs", LLAMA], ["freqs", LLAMA, "--json"], ["--help"]])
+def test_a_reader_that_leaves_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", START, *arguments]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, env=environment(), timeout=60
+    )
+    os.close(writer)
+    assert done.stderr == b""
+    assert done.returncode in (0, 1, 141)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("arguments", [["freqs", LLAMA], ["inspect", LLAMA, "--json"]])
+def test_a_full_disk_is_said(arguments):
+    command = [sys.executable, "-c", START, *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*No space left.*\n", done.stderr), done.stderr
+
+
+# --- bench, doctor, demo ---
+
+WITHOUT_TORCH = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.split(".")[0] in ("torch", "transformers")
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+try:
+    import torch
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("torch is not hidden")
+import rotary.demo
+rotary.demo.SEQ = 16
+"""
+
+
+def test_bench_times_every_library(main):
+    arguments = ["bench", "--seq", "16", "--rounds", "1", "--layout", "interleaved"]
+    report = document(main(*arguments, "--json"))
+    assert report["seq"] == 16
+    assert "numpy" in report["versions"]
+    assert list(report["seconds"]) == [
+        "NumPy float32", "PyTorch float32", "PyTorch bfloat16", "PyTorch float16"]  # fmt: skip
+    for cases in report["seconds"].values():
+        assert list(cases) == ["copy", "formula", "rotary", "rotary out=", "rotary in place"]
+        for timing in cases.values():
+            assert 0 < timing["best"] <= timing["median"] < 60
+    shown = main(*arguments)
+    assert (shown.code, shown.err) == (0, "")
+    assert "q 32 x 16 x 128, k 8 x 16 x 128, interleaved" in shown.out
+    assert shown.out.count("rotary in place") == 4
+
+
+def test_bench_refuses_a_layout_there_is_not(main):
+    done = main("bench", "--layout", "interleafed")
+    assert done.code in (1, 2)
+    assert done.out == ""
+    assert "did you mean 'interleaved'" in done.err
+
+
+def test_bench_without_the_memory_is_one_line(main, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 1.49 TiB")
+
+    monkeypatch.setattr(bench, "numpy_cases", refuse)
+    assert_refused(main("bench", "--seq", "100000000"), "Unable to allocate 1.49 TiB")
+
+
+def test_bench_and_demo_and_doctor_without_torch():
+    code = WITHOUT_TORCH + START
+    report = document(run("bench", "--seq", "16", "--rounds", "1", "--json", code=code))
+    assert list(report["seconds"]) == ["NumPy float32"]
+    assert list(document(run("demo", "--json", code=code))["times_ms"]) == ["NumPy float32"]
+    findings = {each["what"]: each for each in document(run("doctor", "--json", code=code))}
+    assert findings["torch"]["found"] == "not installed"
+
+
+def test_doctor_reports_every_finding(main):
+    findings = document(main("doctor", "--json"))
+    assert all(set(finding) == {"what", "found", "advice"} for finding in findings)
+    by_name = {finding["what"]: finding for finding in findings}
+    assert by_name["kernel"]["found"] == "compiled loops, equal to the law"
+    assert by_name["numpy"]["found"] == np.__version__
+    shown = main("doctor")
+    assert (shown.code, shown.err) == (0, "")
+    for finding in findings:
+        assert finding["what"] in shown.out
+
+
+def assert_laws_hold(report: dict[str, Any]) -> None:
+    assert report["model"] == "Llama 3.1 8B"
+    assert rotary.Rotary.from_dict(report["spec"]) == from_hf_config(LLAMA)
+    assert len(report["laws"]) == 3
+    for law in report["laws"]:
+        assert 0 <= law["error"] <= law["limit"] <= 1e-6
+    assert report["exact_error"] <= 1e-6
+    assert report["float32_error"] > 100 * report["exact_error"]  # what exact angles are for
+    for cases in report["times_ms"].values():
+        assert all(milliseconds > 0 for milliseconds in cases.values())
+
+
+def test_demo_on_a_short_row(main, monkeypatch):
+    monkeypatch.setattr(demo, "SEQ", 64)
+    report = document(main("demo", "--json"))
+    assert_laws_hold(report)
+    assert (report["q"], report["k"]) == ([1, 32, 64, 128], [1, 8, 64, 128])
+    shown = main("demo")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.count(" holds") == 3
+    for part in ("Llama 3.1 8B", "1 x 32 x 64 x 128", "PyTorch bfloat16", "rotary out="):
+        assert part in shown.out
+
+
+@pytest.mark.slow
+def test_demo_as_it_is():
+    report = document(run("demo", "--json"))
+    assert_laws_hold(report)
+    assert report["q"] == [1, 32, 8192, 128]
+
+
+@pytest.mark.parametrize("error", [2e-6, float("inf"), float("nan")])
+def test_demo_fails_when_a_law_is_broken(main, monkeypatch, error):
+    monkeypatch.setattr(demo, "SEQ", 16)
+    monkeypatch.setattr(demo, "_times", lambda *_, **__: {"copy": 1.0})
+    laws = [Law("the norm is kept", error, 1e-6), Law("another", 0.0, 1e-6)]
+    monkeypatch.setattr(demo, "check_laws", lambda *_: laws)
+    shown = main("demo")
+    assert shown.code == 1
+    assert re.fullmatch(r"error: broken on this machine: the norm is kept; .*\n", shown.err)
+    assert re.search(r"the norm is kept +\S+ +BROKEN", shown.out)
+    assert re.search(r"another +\S+ +holds", shown.out)
+    told = main("demo", "--json")
+    assert (told.code, told.err) == (1, shown.err)
+    report = document(Done(0, told.out, ""))
+    assert [law["name"] for law in report["laws"]] == ["the norm is kept", "another"]
+
+
+@pytest.mark.parametrize("change", ["rotation", "tables"])
+def test_the_laws_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
+    monkeypatch.setattr(demo, "SEQ", 16)
+    spec = rotary.Rotary(head_dim=16)
+    assert all(law.error <= law.limit for law in demo.check_laws(spec, (2, 1)))
+    if change == "rotation":
+        wrong = lambda spec, q, k: (q * np.float32(1.00001), k)  # noqa: E731
+        monkeypatch.setattr(demo, "apply", wrong)
+        broken = ["position 0 changes nothing", "the norm is kept (relative)"]
+    else:
+        single = lambda spec, positions, _: rotary.cos_sin(spec, positions, "float32")  # noqa: E731
+        monkeypatch.setattr(demo, "cos_sin", single)
+        broken = ["a score depends on distance alone, to 1,000,000"]
+    laws = demo.check_laws(spec, (2, 1))
+    assert [law.name for law in laws if not law.error <= law.limit] == broken

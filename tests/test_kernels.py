@@ -1,0 +1,559 @@
+"""One suite for all kernels: the same cases, the same bits."""
+
+import itertools
+import mmap
+import sys
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import rotary
+from rotary.kernels import cpu
+from rotary.kernels import numpy as law
+from rotary.kernels import torch as torch_kernel
+from rotary.kernels.geometry import Geometry, Options, geometry_of
+from rotary.kernels.memory import Block
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+LAYOUTS = list(itertools.product(("half", "interleaved"), repeat=2))
+WAYS = [(*pair, conjugate) for pair in LAYOUTS for conjugate in (False, True)]
+
+
+# --- what every kernel is compared with: the formula of the paper, written out here ---
+
+
+def channels(layout, pairs, start):
+    index = np.arange(pairs)
+    if layout == "half":
+        return start + index, start + pairs + index
+    return start + 2 * index, start + 2 * index + 1
+
+
+def spread(table, x, seq_dim):
+    """A table with one axis for each axis of x."""
+    leading, axis = x.ndim - 1, seq_dim % x.ndim
+    if table.ndim == leading + 1:
+        return table
+    kept = [axis] if table.ndim == 2 else [min(i for i in range(leading) if i != axis), axis]
+    order = np.argsort(kept)
+    table = table.transpose(*order, table.ndim - 1)
+    return np.expand_dims(table, [i for i in range(leading) if i not in kept])
+
+
+def formula(x, cos, sin, options, conjugate, work=None):
+    """x cos - y sin and y cos + x sin in the type `work`, rounded once to the type of x."""
+    work = work or (np.float64 if x.dtype == np.float64 else np.float32)
+    read = channels(options.layout, cos.shape[-1], options.start)
+    write = channels(options.out_layout or options.layout, cos.shape[-1], options.start)
+    u, v = (x[..., index].astype(work) for index in read)
+    c, s = (spread(table, x, options.seq_dim).astype(work) for table in (cos, sin))
+    s = -s if conjugate else s
+    y = x.astype(work)
+    y[..., write[0]], y[..., write[1]] = u * c - v * s, v * c + u * s
+    return y
+
+
+def assert_bits(got, want):
+    """Equal shape, type and bits; a NaN equals any NaN."""
+    assert isinstance(got, np.ndarray)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    unsigned = f"u{want.dtype.itemsize}"
+    ours, theirs = (np.ascontiguousarray(a).view(unsigned) for a in (got, want))
+    wrong = np.argwhere((ours != theirs) & ~(np.isnan(got) & np.isnan(want)))
+    assert len(wrong) == 0, f"{len(wrong)} of {got.size} differ, first at {tuple(wrong[0])}"
+
+
+# --- the kernels: (xs, cos, sin, rows, options, conjugate, out) of NumPy arrays ---
+
+
+def to_torch(array):
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor):
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    return tensor.numpy()
+
+
+def _torch(xs, cos, sin, rows, options, conjugate, out=None):
+    xs, (cos, sin) = map(to_torch, xs), map(to_torch, (cos, sin))
+    out = None if out is None else tuple(map(to_torch, out))
+    results = torch_kernel.rotate(tuple(xs), cos, sin, rows, options, conjugate, out)
+    return tuple(map(to_numpy, results))
+
+
+def _torch_formula(xs, cos, sin, rows, options, conjugate):
+    cos, sin = (to_torch(table).requires_grad_() for table in (cos, sin))
+    results = torch_kernel.rotate(
+        tuple(map(to_torch, xs)), cos, sin, rows, options, conjugate, None
+    )
+    assert all(result.requires_grad for result in results)  # else another way was taken
+    return tuple(map(to_numpy, results))
+
+
+def _torch_operator(xs, cos, sin, rows, options, conjugate, out=None):
+    shape = None if rows is None else rows.shape
+    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    rows = None if rows is None else torch.from_numpy(rows)
+    tensors = [*map(to_torch, xs)], to_torch(cos), to_torch(sin), rows
+    rest = (*torch_kernel._flat(geometry), conjugate)
+    if out is None:
+        return tuple(map(to_numpy, torch.ops.rotary.rotate(*tensors, *rest)))
+    torch.ops.rotary.rotate_out(*tensors, *rest, [*map(to_torch, out)])
+    return tuple(out)
+
+
+IN_PLACE = {"law": law.rotate, "cpu": cpu.rotate, "torch": _torch, "operator": _torch_operator}
+KERNELS = {**IN_PLACE, "formula": _torch_formula}
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Memory that a kernel asks for comes full of NaN: what it forgets to write shows."""
+    empty = cpu.empty
+
+    def poisoned(shape, dtype):
+        array = empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)
+        return array
+
+    monkeypatch.setattr(cpu, "empty", poisoned)
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_new_memory_is_poisoned_in_these_tests(dtype):
+    tensor = to_torch(np.zeros((3, 4), DTYPES[dtype]))
+    assert np.isnan(cpu.empty((3, 4), DTYPES[dtype])).all()
+    assert torch.empty_like(tensor).isnan().all()
+    assert tensor.new_empty(2, 2).isnan().all()
+
+
+# --- shapes ---
+
+
+class Case(NamedTuple):
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    table: tuple[int, ...]  # without pairs
+    rotary_dim: int | None = None
+    start: int = 0
+    seq_dim: int = -2
+
+    def options(self, layout, out_layout):
+        return Options(layout, out_layout, self.rotary_dim, self.start, self.seq_dim)
+
+
+CASES = {
+    "one vector": Case((1, 2), (1, 2), (1,)),
+    "odd seq, GQA 4:2": Case((2, 4, 7, 64), (2, 2, 7, 64), (7,)),
+    "MQA 8:1": Case((1, 8, 5, 128), (1, 1, 5, 128), (5,)),
+    "fewer q than k heads": Case((1, 1, 5, 16), (1, 3, 5, 16), (5,)),
+    "head_dim 80": Case((2, 3, 5, 80), (2, 1, 5, 80), (5,)),
+    "head_dim 72": Case((1, 2, 3, 72), (1, 2, 3, 72), (3,)),
+    "head_dim 6": Case((2, 2, 9, 6), (2, 1, 9, 6), (9,)),
+    "head_dim 2": Case((2, 2, 9, 2), (2, 2, 9, 2), (9,)),
+    "odd head_dim, partial": Case((2, 2, 4, 7), (2, 1, 4, 7), (4,), 4),
+    "partial": Case((2, 2, 5, 80), (2, 1, 5, 80), (5,), 32),
+    "partial from a start": Case((1, 2, 5, 72), (1, 2, 5, 72), (5,), 40, 16),
+    "partial to the end": Case((1, 2, 5, 24), (1, 2, 5, 24), (5,), 8, 16),
+    "tables per batch": Case((3, 4, 5, 16), (3, 2, 5, 16), (3, 5)),
+    "tables of batch 1": Case((3, 4, 5, 16), (3, 2, 5, 16), (1, 5)),
+    "tables of the rank of x": Case((3, 4, 5, 16), (3, 4, 5, 16), (3, 4, 5)),
+    "tables of the rank of x, broadcast": Case((3, 4, 5, 16), (3, 2, 5, 16), (3, 1, 5)),
+    "rank 2": Case((5, 16), (5, 16), (5,)),
+    "rank 3": Case((3, 5, 16), (2, 5, 16), (5,)),
+    "rank 3, tables per head": Case((3, 5, 16), (3, 5, 16), (3, 5)),
+    "rank 5": Case((2, 3, 2, 5, 16), (2, 3, 1, 5, 16), (5,)),
+    "rank 5, tables of the rank of x": Case((2, 3, 2, 5, 16), (2, 3, 2, 5, 16), (2, 3, 2, 5)),
+    "seq_dim -3": Case((2, 7, 4, 16), (2, 7, 1, 16), (7,), seq_dim=-3),
+    "seq_dim -3, tables per batch": Case((2, 7, 4, 16), (2, 7, 2, 16), (2, 7), seq_dim=-3),
+    "seq_dim 0": Case((7, 3, 4, 16), (7, 3, 2, 16), (7,), seq_dim=0),
+    "seq_dim 0, rank 3": Case((7, 4, 16), (7, 2, 16), (7,), seq_dim=0),
+    "batch, heads and seq alike": Case((4, 4, 4, 8), (4, 4, 4, 8), (4, 4)),
+    "batch 0": Case((0, 2, 5, 16), (0, 1, 5, 16), (5,)),
+    "seq 0": Case((2, 2, 0, 16), (2, 1, 0, 16), (0,)),
+    "heads 0": Case((2, 2, 5, 16), (2, 0, 5, 16), (5,)),
+}
+
+
+def numbers(seed, shape, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def tables(shape, pairs, seed=2):
+    angles = np.random.default_rng(seed).uniform(-np.pi, np.pi, (*shape, pairs))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def operands(case, dtype):
+    q, k = (numbers(seed, shape, dtype) for seed, shape in enumerate((case.q, case.k)))
+    return (q, k), *tables(case.table, (case.rotary_dim or case.q[-1]) // 2)
+
+
+def _assert_close(got, x, cos, sin, options, conjugate):
+    """Two products and a sum, half a unit each, the sum at most twice the larger of the pair."""
+    exact = formula(x, cos, sin, options, conjugate, np.float64)
+    layout = options.out_layout or options.layout
+    sizes = np.zeros(x.shape, np.float32)
+    read = channels(options.layout, cos.shape[-1], options.start)
+    larger = np.maximum(abs(x[..., read[0]]), abs(x[..., read[1]]))
+    for index in channels(layout, cos.shape[-1], options.start):
+        sizes[..., index] = larger
+    assert (abs(got - exact) <= 2 * np.spacing(sizes)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_shape(kernel, case, dtype):
+    case = CASES[case]
+    xs, cos, sin = operands(case, DTYPES[dtype])
+    before = [x.copy() for x in xs]
+    for layout, out_layout, conjugate in WAYS:
+        options = case.options(layout, out_layout)
+        results = KERNELS[kernel](xs, cos, sin, None, options, conjugate, *_no_out(kernel))
+        for x, result in zip(xs, results, strict=True):
+            assert_bits(result, formula(x, cos, sin, options, conjugate).astype(x.dtype))
+            if dtype == "float32":
+                _assert_close(result, x, cos, sin, options, conjugate)
+    for x, was in zip(xs, before, strict=True):
+        assert_bits(x, was)
+
+
+def _no_out(kernel):
+    return () if kernel == "formula" else (None,)
+
+
+# --- memory: the same values in another order, and the way there ---
+
+
+def in_wider(x):
+    wide = np.full((*x.shape[:-1], x.shape[-1] + 5), 77, x.dtype)
+    wide[..., 3 : 3 + x.shape[-1]] = x
+    return wide[..., 3 : 3 + x.shape[-1]]
+
+
+def every_second(x):
+    wide = np.full((*x.shape[:-1], 2 * x.shape[-1]), 77, x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def misaligned(x):
+    memory = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    memory[...] = x
+    return memory
+
+
+def expanded(x, axis):
+    strides = tuple(0 if index == axis else step for index, step in enumerate(x.strides))
+    return np.lib.stride_tricks.as_strided(x, x.shape, strides)
+
+
+WRITABLE = {
+    "contiguous": np.copy,
+    "heads and seq swapped": lambda x: x.swapaxes(-2, -3).copy().swapaxes(-2, -3),
+    "column order": lambda x: x.T.copy().T,
+    "last axis slowest but one": lambda x: x.swapaxes(-1, -2).copy().swapaxes(-1, -2),
+    "part of a wider array": in_wider,
+    "every second channel": every_second,
+    "misaligned": misaligned,
+    "backward along seq": lambda x: x[..., ::-1, :].copy()[..., ::-1, :],
+    "backward along batch and heads": lambda x: x[::-1, ::-1].copy()[::-1, ::-1],
+    "backward channels": lambda x: x[..., ::-1].copy()[..., ::-1],
+}
+FORMS = {
+    **WRITABLE,
+    "one batch for all": lambda x: expanded(x, 0),
+    "one head for all": lambda x: expanded(x, 1),
+    "one position for all": lambda x: expanded(x, 2),
+    "one number for all channels": lambda x: expanded(x, 3),
+}
+
+
+def by_kernel(kernels, forms):
+    """Pairs of them; torch has no negative strides."""
+    return [
+        (kernel, form)
+        for kernel in kernels
+        for form in forms
+        if kernel in ("law", "cpu") or not form.startswith("backward")
+    ]
+
+
+MEMORY = Case((2, 3, 5, 40), (2, 2, 5, 40), (5,), 36, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "form"), by_kernel(KERNELS, FORMS))
+def test_any_memory_of_x(kernel, form, dtype):
+    xs, cos, sin = operands(MEMORY, DTYPES[dtype])
+    xs = tuple(map(FORMS[form], xs))
+    for layout, out_layout, conjugate in WAYS:
+        options = MEMORY.options(layout, out_layout)
+        results = KERNELS[kernel](xs, cos, sin, None, options, conjugate, *_no_out(kernel))
+        for x, result in zip(xs, results, strict=True):
+            assert_bits(result, formula(x, cos, sin, options, conjugate).astype(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "form"), by_kernel(IN_PLACE, WRITABLE))
+def test_any_memory_of_out_and_in_place(kernel, form, dtype):
+    xs, cos, sin = operands(MEMORY, DTYPES[dtype])
+    for layout, out_layout, conjugate in WAYS:
+        options = MEMORY.options(layout, out_layout)
+        arguments = cos, sin, None, options, conjugate
+        fresh = KERNELS[kernel](xs, *arguments, None)
+        outs = tuple(WRITABLE[form](np.full_like(x, np.nan)) for x in xs)
+        IN_PLACE[kernel](xs, *arguments, outs)
+        same = tuple(map(WRITABLE[form], xs))
+        IN_PLACE[kernel](same, *arguments, same)
+        for x, new, out, own in zip(xs, fresh, outs, same, strict=True):
+            assert_bits(new, formula(x, cos, sin, options, conjugate).astype(x.dtype))
+            assert_bits(out, new)
+            assert_bits(own, new)
+
+
+@pytest.mark.parametrize("kernel", IN_PLACE)
+def test_out_touches_nothing_beside_it(kernel):
+    (x, _), cos, sin = operands(MEMORY, DTYPES["float32"])
+    for make, rest in (
+        (in_wider, (..., [0, 1, 2, -2, -1])),
+        (every_second, (..., slice(1, None, 2))),
+    ):
+        view = make(x)
+        IN_PLACE[kernel]((view,), cos, sin, None, MEMORY.options("half", None), False, (view,))
+        assert (view.base[rest] == 77).all()
+
+
+@pytest.mark.parametrize("kernel", IN_PLACE)
+def test_q_and_k_inside_one_packed_projection_in_place(kernel):
+    packed = numbers(0, (2, 5, 3, 4, 16))  # (batch, seq, q k v, heads, head_dim)
+    want, (cos, sin) = packed.copy(), tables((5,), 8)
+    options = Options(seq_dim=1)
+    for part in (0, 1):
+        want[:, :, part] = formula(packed[:, :, part], cos, sin, options, False)
+    xs = packed[:, :, 0], packed[:, :, 1]
+    IN_PLACE[kernel](xs, cos, sin, None, options, False, xs)
+    assert_bits(packed, want)
+
+
+TABLE_FORMS = {
+    "column order": lambda t: (np.asfortranarray(t[0]), np.asfortranarray(t[1])),
+    "only sin in column order": lambda t: (t[0], np.asfortranarray(t[1])),
+    "cos and sin side by side": lambda t: np.split(np.concatenate(t, axis=-1), 2, axis=-1),
+    "every second column": lambda t: (every_second(t[0]), every_second(t[1])),
+    "misaligned": lambda t: (misaligned(t[0]), misaligned(t[1])),
+    "one row for all": lambda t: (expanded(t[0], 0), expanded(t[1], 0)),
+    "backward": lambda t: (t[0][::-1], t[1][::-1]),
+}
+
+
+@pytest.mark.parametrize(("kernel", "form"), by_kernel(KERNELS, TABLE_FORMS))
+def test_any_memory_of_the_tables(kernel, form):
+    xs, *both = operands(MEMORY, DTYPES["float32"])
+    cos, sin = TABLE_FORMS[form](both)
+    options = MEMORY.options("half", None)
+    results = KERNELS[kernel](xs, cos, sin, None, options, False, *_no_out(kernel))
+    for x, result in zip(xs, results, strict=True):
+        assert_bits(result, formula(x, cos, sin, options, False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float64_tables_compute_in_float64(kernel, dtype):
+    xs, *_ = operands(MEMORY, DTYPES[dtype])
+    angles = numbers(3, (5, 18), np.float64)
+    cos, sin = np.cos(angles), np.sin(angles)
+    options = MEMORY.options("interleaved", None)
+    results = KERNELS[kernel](xs, cos, sin, None, options, False, *_no_out(kernel))
+    for x, result in zip(xs, results, strict=True):
+        want = formula(x, cos, sin, options, False, np.float64).astype(x.dtype)
+        assert_bits(result, want)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_special_values_stay_in_their_pair(kernel, dtype):
+    kind = DTYPES[dtype]
+    finfo = ml_dtypes.finfo(kind)
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, finfo.max, -finfo.max, finfo.tiny / 2, 1.0]
+    pairs = np.array(list(itertools.product(special, repeat=2)), kind)  # (81, 2)
+    x = np.stack([pairs[:, 0], pairs[:, 1], np.ones(81, kind), np.ones(81, kind)], -1)
+    cos, sin = tables((81,), 2)
+    cos[::3], sin[::3] = 1, 0  # position 0: Inf * 0 is NaN, as in the plain formula
+    cos[1::27, :1] = np.uint32(0x7FFFFFFF).view(np.float32)  # a NaN that rounding up would end
+    options = Options("interleaved")
+    with np.errstate(all="ignore"):
+        (result,) = KERNELS[kernel]((x,), cos, sin, None, options, False, *_no_out(kernel))
+        want = formula(x, cos, sin, options, False).astype(kind)
+    assert_bits(result, want)
+    assert np.isfinite(result[:, 2:]).all()
+    assert np.isnan(result[:, :2]).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_halves_are_rounded_to_nearest_even(kernel, dtype):
+    kind = DTYPES[dtype]
+    step = float(ml_dtypes.finfo(kind).eps)
+    # 1 + n step at full amplitude, scaled by factors that land on and beside the middle
+    x = np.stack([1 + step * np.arange(32), np.zeros(32)], -1).astype(kind)
+    middle = (x[:, :1].astype(np.float32) + np.float32(step / 2)) / x[:, :1].astype(np.float32)
+    for cos in (middle, np.nextafter(middle, 0, dtype=np.float32), np.ones_like(middle)):
+        (y,) = KERNELS[kernel]((x,), cos, 0 * cos, None, Options(), False, *_no_out(kernel))
+        exact = x[:, :1].astype(np.float32) * cos
+        low = np.floor(exact / np.float32(step)) * np.float32(step)  # both neighbours are exact
+        rest, odd = exact - low, np.round(low / step) % 2 == 1
+        up = (rest > step / 2) | ((rest == step / 2) & odd)
+        assert_bits(y[:, :1].astype(np.float32), low + np.where(up, np.float32(step), 0))
+
+
+# --- one call or many ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_several_arrays_in_one_call_equal_one_call_each(kernel, count):
+    xs = tuple(numbers(seed, (2, seed + 1, 5, 16)) for seed in range(count))
+    cos, sin = tables((5,), 8)
+    results = KERNELS[kernel](xs, cos, sin, None, Options(), False, *_no_out(kernel))
+    assert len(results) == count
+    for x, result in zip(xs, results, strict=True):
+        assert_bits(result, formula(x, cos, sin, Options(), False))
+
+
+ROWS = {
+    "(seq)": np.array([7, 0, 3, 3, 10]),
+    "(batch, seq)": np.array([[7, 0, 3, 3, 10], [1, 2, 3, 4, 5]]),
+    "(1, seq)": np.array([[7, 0, 3, 3, 10]]),
+    "int32": np.array([7, 0, 3, 3, 10], np.int32),
+    "every second": np.arange(10)[::2],
+    "one for all": np.lib.stride_tricks.as_strided(np.array([9]), (2, 5), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_row_numbers_equal_gathered_tables(kernel, rows):
+    xs, *_ = operands(MEMORY, DTYPES["float32"])
+    cos, sin = tables((11,), 18)
+    rows = ROWS[rows].astype(np.int64) if kernel == "operator" else ROWS[rows]
+    for layout, out_layout, conjugate in WAYS:
+        options = MEMORY.options(layout, out_layout)
+        results = KERNELS[kernel](xs, cos, sin, rows, options, conjugate, *_no_out(kernel))
+        for x, result in zip(xs, results, strict=True):
+            assert_bits(result, formula(x, cos[rows], sin[rows], options, conjugate))
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_large_work_on_any_number_of_threads_equals_small(kernel, dtype, set_threads, monkeypatch):
+    # odd counts of rows, so that a thread's share ends inside an array and between the two
+    xs = numbers(0, (3, 7, 31, 144), DTYPES[dtype]), numbers(1, (3, 1, 31, 144), DTYPES[dtype])
+    monkeypatch.setattr(cpu, "SERIAL_BYTES", xs[1].nbytes + 1)
+    cos, sin = tables((3, 31), 72)
+    options, call = Options(), KERNELS[kernel]
+    tokens = [np.s_[b : b + 1, :, s : s + 1] for b in range(3) for s in range(31)]
+    rows = [
+        [
+            call((x[at],), cos[at[0], at[2]], sin[at[0], at[2]], None, options, False,
+                 *_no_out(kernel))[0]
+            for at in tokens
+        ]
+        for x in xs
+    ]  # fmt: skip
+    for threads in (1, 2):
+        set_threads(threads)
+        results = call(xs, cos, sin, None, options, False, *_no_out(kernel))
+        for result, wanted in zip(results, rows, strict=True):
+            for at, row in zip(tokens, wanted, strict=True):
+                assert_bits(result[at], row)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_shares_cover_every_row_once(threads, monkeypatch):
+    """In place, a row that two shares had would be turned twice."""
+    monkeypatch.setattr(cpu, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(cpu, "threads", lambda: threads)
+    for heads in (1, 2, 13):
+        xs = numbers(0, (2, heads, 5, 16)), numbers(1, (2, 1, 5, 16))
+        cos, sin = tables((5,), 8)
+        wanted = [formula(x, cos, sin, Options(), False) for x in xs]
+        cpu.rotate(xs, cos, sin, None, Options(), False, xs)
+        for x, want in zip(xs, wanted, strict=True):
+            assert_bits(x, want)
+
+
+def test_threads_follow_torch(set_threads):
+    set_threads(1)
+    assert cpu.threads() == 1
+
+
+# --- more than 2^31 elements ---
+
+
+def test_steps_of_a_huge_array_do_not_wrap():
+    shape, item = (2**12, 2**10, 2**14, 128), 4
+    strides = (2**10 * 2**14 * 128 * item, 2**14 * 128 * item * 3, 128 * item, item)
+    x = Block(shape, strides, "float32")
+    table = Block((2**14, 64), (64 * 4, 4), "float32")
+    geometry = Geometry(0, 64, "half", "half", (None, None, 0))
+    call = cpu.prepare((x,), (x,), (True,), table, None, geometry, False)
+    plan = call.steps[0]
+    assert plan.dtype == np.int64
+    reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
+    assert sum((int(plan[a]) - 1) * int(plan[3 + a]) for a in range(3)) == reach > 2**45
+    assert int(plan[0]) * int(plan[1]) * int(plan[2]) == 2**36
+    assert call.size == 2**45
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that costs nothing until used")
+@pytest.mark.parametrize("kernel", ["cpu", "torch", "operator"])
+def test_addresses_beyond_2_31_elements(kernel):
+    step = 2**31 + 64  # elements, between two positions
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, in Python from 3.13
+    memory = np.frombuffer(mmap.mmap(-1, 4 * (2 * step + 64), flags=flags), np.float32)
+    x = np.lib.stride_tricks.as_strided(memory, (3, 64), (4 * step, 4))
+    x[...] = numbers(0, (3, 64))
+    cos, sin = tables((3,), 32)
+    want = formula(x, cos, sin, Options(), False)
+    KERNELS[kernel]((x,), cos, sin, None, Options(), False, (x,))
+    assert_bits(x.copy(), want)
+
+
+def test_the_public_call_is_these_kernels():
+    xs, cos, sin = operands(MEMORY, DTYPES["float32"])
+    want = [formula(x, cos, sin, MEMORY.options("half", "interleaved"), True) for x in xs]
+    for convert, back in ((np.asarray, np.asarray), (to_torch, to_numpy)):
+        results = rotary.rotate(
+            list(map(convert, xs)), convert(cos), convert(sin), layout="half",
+            out_layout="interleaved", rotary_dim=36, start=2, conjugate=True,
+        )  # fmt: skip
+        for result, expected in zip(results, want, strict=True):
+            assert_bits(back(result), expected)

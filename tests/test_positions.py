@@ -1,0 +1,236 @@
+"""Builders of positions against loops, and against what transformers builds for its models."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotary import positions
+
+examples = settings(max_examples=50, deadline=None, derandomize=True)
+sizes = st.integers(0, 5)
+
+
+# --- text ---
+
+
+@pytest.mark.parametrize("offset", [0, 7, 2**40, np.int64(3), np.uint8(255), -2])
+def test_arange_counts_from_the_offset(offset):
+    ours = positions.arange(5, offset)
+    assert ours.dtype == np.int64
+    assert ours.tolist() == list(range(int(offset), int(offset) + 5))
+
+
+def test_arange_takes_an_offset_per_row():
+    offsets = np.array([[3, 0], [10, 2**33]])
+    ours = positions.arange(4, offsets)
+    assert ours.shape == (2, 2, 4)
+    for row in np.ndindex(2, 2):
+        assert ours[row].tolist() == [offsets[row] + step for step in range(4)]
+    assert positions.arange(0, [1, 2]).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1,), "seq_len must be >= 0, got -1"),
+        ((3, 0.5), "offset must hold whole numbers, got dtype float64"),
+        ((3, [True]), "offset must hold whole numbers, got dtype bool"),
+        ((10**12,), r"1 x 1000000000000 positions take 8,000,000,000,000 bytes, over max_bytes"),
+        ((2**30, [0, 1, 2]), r"3 x 1073741824 positions take 25,769,803,776 bytes"),
+    ],
+)
+def test_arange_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        positions.arange(*arguments)
+
+
+def test_arange_stops_at_the_limit_exactly():
+    assert positions.arange(4, max_bytes=32).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="32 bytes, over max_bytes = 31"):
+        positions.arange(4, max_bytes=31)
+
+
+@examples
+@given(st.lists(sizes, max_size=6))
+def test_packed_starts_every_sequence_again(lengths):
+    bounds = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+    wanted = [step for length in lengths for step in range(length)]
+    ours = positions.packed(bounds)
+    assert ours.dtype == np.int64
+    assert ours.tolist() == wanted
+    assert positions.packed(torch.tensor(bounds, dtype=torch.int32)).tolist() == wanted
+
+
+@pytest.mark.parametrize("bounds", [[], [1, 2], [0, 3, 2], [[0, 1]], 3])
+def test_packed_refuses_what_are_no_boundaries(bounds):
+    bounds = np.array(bounds, np.int64)
+    with pytest.raises(ValueError, match="cu_seqlens must be 1-D, start with 0 and never fall"):
+        positions.packed(bounds)
+
+
+def test_packed_refuses_fractions():
+    with pytest.raises(ValueError, match="cu_seqlens must hold whole numbers, got dtype float64"):
+        positions.packed([0.0, 2.0])
+
+
+@examples
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_left_padded_counts_as_generate_does(mask):
+    generation = pytest.importorskip("transformers.generation.utils")
+    tensor = torch.tensor(mask)
+    kwargs = {"attention_mask": tensor.long(), "input_ids": torch.zeros_like(tensor).long()}
+    build = generation.GenerationMixin._prepare_position_ids_for_generation
+    theirs = build(types.SimpleNamespace(), kwargs["input_ids"], kwargs)
+    np.testing.assert_array_equal(positions.left_padded(mask), theirs.numpy())
+    np.testing.assert_array_equal(positions.left_padded(tensor.int().numpy()), theirs.numpy())
+
+
+def test_left_padded_is_zero_at_the_first_token():
+    ours = positions.left_padded([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    assert ours.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
+    assert positions.left_padded([0, 1, 1]).tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("mask", [[[0, 2]], [[0.5, 1]], 1, [[-1, 0]], [[0.0, float("nan")]]])
+def test_left_padded_refuses_other_masks(mask):
+    with pytest.raises(ValueError, match="hold 0 for padding, 1 for tokens"):
+        positions.left_padded(mask)
+
+
+# --- grids ---
+
+
+@examples
+@given(st.lists(sizes, min_size=1, max_size=4))
+def test_grid_is_row_major(shape):
+    ours = positions.grid(*shape)
+    assert ours.shape == (np.prod(shape), len(shape))
+    assert ours.dtype == np.int64
+    assert ours.tolist() == [list(place) for place in np.ndindex(*shape)]
+
+
+def test_images_and_videos_are_grids():
+    wanted = [[t, h, w] for t in range(2) for h in range(3) for w in range(4)]
+    assert positions.video(2, 3, 4).tolist() == wanted
+    assert positions.grid_2d(3, 4).tolist() == [place[1:] for place in wanted[:12]]
+
+
+@pytest.mark.parametrize("shape", [(), (2, -1)])
+def test_grid_refuses(shape):
+    with pytest.raises(ValueError, match="grid needs one size >= 0 per axis"):
+        positions.grid(*shape)
+
+
+# --- text, images and video in one sequence ---
+
+MERGE = 2
+
+
+def get_rope_index(segments) -> np.ndarray:
+    """Positions of Qwen2-VL by transformers, (seq, 3); sizes are in merged patches."""
+    model = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl").Qwen2VLModel
+    vision = types.SimpleNamespace(spatial_merge_size=MERGE)
+    stub = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision))
+    stub.get_vision_position_ids = types.MethodType(model.get_vision_position_ids, stub)
+    kinds, grids = [], {"image": [], "video": []}
+    for kind, *size in segments:
+        kinds += [("text", "image", "video").index(kind)] * int(np.prod(size))
+        if kind != "text":
+            grids[kind].append([size[0], size[1] * MERGE, size[2] * MERGE])
+    ids = torch.tensor([kinds])
+    grids = {
+        f"{kind}_grid_thw": torch.tensor(grid) if grid else None for kind, grid in grids.items()
+    }
+    theirs, _ = model.get_rope_index(stub, torch.zeros_like(ids), ids, **grids)
+    return theirs[:, 0].T.numpy()
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [("text", 5)],
+        [("text", 3), ("image", 1, 4, 6), ("text", 2)],
+        [("image", 1, 3, 3), ("text", 1), ("image", 1, 1, 7)],
+        [("text", 3), ("video", 3, 2, 5), ("text", 4), ("image", 1, 6, 2), ("text", 1)],
+        [("text", 1), ("video", 4, 4, 4)],
+    ],
+)
+def test_mrope_is_that_of_transformers(segments):
+    ours = positions.mrope(segments)
+    assert ours.dtype == np.int64
+    np.testing.assert_array_equal(ours, get_rope_index(segments))
+    np.testing.assert_array_equal(positions.mrope(iter(segments), offset=9), ours + 9)
+
+
+def test_after_a_long_video_text_follows_the_last_frame():
+    segments = [("text", 2), ("video", 5, 1, 3), ("text", 2)]
+    ours, theirs = positions.mrope(segments), get_rope_index(segments)
+    # the paper: one after the largest position; transformers 5.23 counts height and width alone
+    assert ours[-2:].tolist() == [[7] * 3, [8] * 3]
+    assert theirs[-2:].tolist() == [[5] * 3, [6] * 3]
+    np.testing.assert_array_equal(ours[:-2], theirs[:-2])
+
+
+def test_a_generated_token_follows_the_largest_position():
+    segments = [("text", 2), ("image", 1, 2, 7), ("text", 3)]
+    longer = positions.mrope([*segments, ("text", 1)])
+    assert longer[-1].tolist() == [positions.mrope(segments).max() + 1] * 3
+
+
+def test_mrope_of_nothing():
+    assert positions.mrope([]).shape == (0, 3)
+    empty = positions.mrope([("text", 2), ("image", 1, 0, 3), ("text", 0), ("text", 1)])
+    assert empty.tolist() == [[0] * 3, [1] * 3, [2] * 3]
+
+
+@pytest.mark.parametrize("segment", [("audio", 3), ("text", 1, 2), ("image", 2, 2), ("video",)])
+def test_mrope_refuses_other_segments(segment):
+    with pytest.raises(ValueError, match=r"a segment is \('text', length\) or .*got \('"):
+        positions.mrope([("text", 1), segment])
+
+
+# --- which axis drives which pair ---
+
+
+def recomposed(cls, counts: tuple[int, ...]) -> list[int]:
+    """The axis transformers reads for every pair: what it picks from tables that hold the axis."""
+    tables = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 1, sum(counts)).clone()
+    stub = types.SimpleNamespace(mrope_section=list(counts))
+    full = cls.recomposition_frequencies(stub, tables)[0, 0]
+    return full[: sum(counts)].int().tolist()
+
+
+@pytest.mark.parametrize("counts", [(16, 24, 24), (1, 2, 3), (8, 12, 12), (4, 0, 4)])
+def test_sections_are_those_of_qwen2_vl(counts):
+    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    ours = positions.sections(*counts)
+    assert list(ours) == recomposed(modeling.Qwen2VLRotaryEmbedding, counts)
+
+
+@pytest.mark.parametrize("counts", [(24, 20, 20), (11, 11, 10), (3, 2, 1), (5, 0, 1), (2, 0, 0)])
+def test_interleaved_sections_are_those_of_qwen3_vl(counts):
+    modeling = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
+    ours = positions.interleaved_sections(*counts)
+    assert list(ours) == recomposed(modeling.Qwen3VLTextRotaryEmbedding, counts)
+
+
+def test_interleaved_sections_take_any_number_of_axes():
+    assert positions.interleaved_sections(3, 3) == (0, 1, 0, 1, 0, 1)
+    assert positions.interleaved_sections(2, 1, 1, 1) == (0, 1, 2, 3, 0)
+    assert positions.interleaved_sections(4) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("build", [positions.sections, positions.interleaved_sections])
+@pytest.mark.parametrize("counts", [(), (2, -1), (0, 0)])
+def test_sections_refuse(build, counts):
+    with pytest.raises(ValueError, match="sections need one count >= 0 per axis"):
+        build(*counts)
+
+
+def test_interleaved_sections_refuse_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"axis 1 has too many pairs .*\(1, 4, 1\)"):
+        positions.interleaved_sections(1, 4, 1)

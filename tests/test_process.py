@@ -1,0 +1,395 @@
+"""Threads, forks, caches and missing packages: the same bits wherever and however it runs."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+
+import rotary
+
+PACKAGE = Path(rotary.__file__).parent
+LIBRARIES = ["numpy", "torch"]
+SPEC = rotary.Rotary(head_dim=64, base=5e5)
+
+# Tables and a forward and, in torch, a backward pass, in one call above and one below the size from
+# which threads are used; the digest is that of every number that comes out.
+WORK = """
+import hashlib
+import sys
+import numpy as np
+import rotary
+
+SPEC = rotary.Rotary(head_dim=64, base=5e5)
+
+def work(library, learn=True):
+    digest = hashlib.sha256()
+    for seq in (9, 1000):
+        q, k = (np.sin(np.arange(n * seq * 64) % 1013.0).astype(np.float32).reshape(1, n, seq, 64)
+                for n in (8, 3))
+        positions = np.arange(seq) + 1_000_000
+        if library == "torch":
+            import torch
+            q, k = (torch.from_numpy(x).requires_grad_(learn) for x in (q, k))
+            positions = torch.from_numpy(positions)
+        for options in ({}, {"positions": positions}):
+            results = rotary.apply(SPEC, q, k, **options)
+            if library == "torch" and learn:
+                results += torch.autograd.grad([x.sum() for x in results], [q, k])
+            for x in results:
+                x = x.detach().numpy() if library == "torch" else x
+                digest.update(x.tobytes())
+    return digest.hexdigest()
+"""
+
+
+def work(library, learn=True):
+    names = {}
+    exec(WORK, names)
+    return names["work"](library, learn)
+
+
+def python(script, *arguments, timeout=60, **environment):
+    """What a fresh interpreter prints; a variable that is None is removed."""
+    merged = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={name: str(value) for name, value in merged.items() if value is not None},
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+def test_the_helper_notices_failure():
+    with pytest.raises(AssertionError, match="exit status 3"):
+        python("raise SystemExit(3)")
+    with pytest.raises(AssertionError, match="exit status -6"):
+        python("import os; os.abort()")
+
+
+# --- threads ---
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_eight_threads_at_once(library):
+    barrier = Barrier(8)
+
+    def together(_):
+        barrier.wait()
+        return [work(library) for _ in range(3)]
+
+    with ThreadPoolExecutor(8) as pool:
+        digests = {digest for each in pool.map(together, range(8)) for digest in each}
+    assert digests == {work(library)}
+
+
+def test_eight_threads_fill_the_cache_once_each_way():
+    """Tables that several threads build at the same time, of specs nobody has used."""
+    specs = [rotary.Rotary(head_dim=64, base=4321.0 + n) for n in range(4)] * 2
+    x, barrier = np.ones((1, 1, 700, 64), np.float32), Barrier(8)
+
+    def first_use(spec):
+        barrier.wait()
+        return hashlib.sha256(rotary.apply(spec, x)).hexdigest()
+
+    with ThreadPoolExecutor(8) as pool:
+        digests = list(pool.map(first_use, specs))
+    assert digests[:4] == digests[4:]
+    assert len(set(digests)) == 4
+    assert digests[0] == first_digest(specs[0], x)
+
+
+def first_digest(spec, x):
+    return hashlib.sha256(rotary.apply(spec, x)).hexdigest()
+
+
+def test_threads_that_start_with_a_pool_that_allows_one_only():
+    """Numba's own pool aborts the process when two threads enter it."""
+    script = (
+        WORK
+        + """
+import numba
+from concurrent.futures import ThreadPoolExecutor
+libraries = ["numpy", "torch"] * 4
+with ThreadPoolExecutor(8) as pool:
+    digests = list(pool.map(lambda library: [work(library) for _ in range(4)][0], libraries))
+assert numba.threading_layer() == "workqueue", numba.threading_layer()
+print(*digests)
+"""
+    )
+    got = python(script, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS=2)
+    assert got.split() == [work(library) for library in LIBRARIES] * 4
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    script = WORK + "print(work('numpy'), work('torch'))"
+    for n in (1, 2):
+        got = python(script, NUMBA_NUM_THREADS=n, OMP_NUM_THREADS=n)
+        assert got.split() == [work(library) for library in LIBRARIES]
+
+
+# --- fork ---
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("parent", LIBRARIES)
+def test_a_forked_child_answers(parent):
+    """A pool of OpenMP threads does not survive a fork: waiting for it would last for ever.
+
+    No backward pass in the child: the large operators of torch around it do hang there.
+    """
+    script = (
+        WORK
+        + """
+import os, signal, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: it is the point
+import torch
+big = np.ones((8, 16, 512, 64), np.float32)
+rotary.apply(SPEC, torch.from_numpy(big) if sys.argv[1] == "torch" else big)
+before = work(sys.argv[1])
+for library in ("numpy", "torch"):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)  # ends a child that hangs
+        print(work(library, learn=False), flush=True)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, f"child with {library} ended with status {status}"
+assert work(sys.argv[1]) == before  # the parent goes on as before
+"""
+    )
+    got = python(script, parent)
+    assert got.split() == [work(library, learn=False) for library in LIBRARIES]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_while_other_threads_work():
+    """The child may not inherit a lock that another thread held."""
+    script = (
+        WORK
+        + """
+import os, signal, threading, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+work("numpy")  # compiled: a fork in the middle of Numba's compiler is not ours to mend
+stop, count = threading.Event(), iter(range(10**9))
+
+def busy():
+    while not stop.is_set():
+        rotary.cos_sin(rotary.Rotary(head_dim=64, base=1000.0 + next(count)), np.arange(9))
+        work("numpy")
+
+threads = [threading.Thread(target=busy) for _ in range(4)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(5):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        rotary.apply(rotary.Rotary(head_dim=64, base=77.0), np.ones((1, 1, 9, 64), np.float32))
+        work("numpy")
+        os._exit(0)
+    codes.append(os.waitpid(pid, 0)[1])
+stop.set()
+for thread in threads:
+    thread.join()
+print(*codes)
+"""
+    )
+    assert python(script) == " ".join("0" * 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_while_another_thread_holds_the_cache():
+    script = (
+        WORK
+        + """
+import os, signal, threading, time, warnings
+from rotary.angles import _cache
+warnings.simplefilter("ignore", DeprecationWarning)
+held = threading.Event()
+
+def hold():
+    with _cache.lock:
+        held.set()
+        time.sleep(0.5)
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(5)
+    rotary.apply(SPEC, np.ones((1, 1, 9, 64), np.float32))
+    os._exit(0)
+thread.join()
+print(os.waitpid(pid, 0)[1])
+"""
+    )
+    assert python(script) == "0"
+
+
+# --- packages that are not there ---
+
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_without_numba_the_law_gives_the_same_numbers(library, tmp_path):
+    """The rotation bit for bit; tables to the 1.5e-7 that is promised of both."""
+    script = (
+        BLOCK.format(names={"numba", "llvmlite"})
+        + """
+import numpy as np, rotary
+from rotary.kernels import host
+assert host().__name__ == "rotary.kernels.numpy"
+library, path = sys.argv[1:]
+given = dict(np.load(path))
+if library == "torch":
+    import torch
+    given = {name: torch.from_numpy(array) for name, array in given.items()}
+    given["x"].requires_grad_()
+x = given["x"]
+y = rotary.rotate(x, given["cos"], given["sin"], layout="interleaved")
+cos, sin = rotary.cos_sin(rotary.Rotary(head_dim=64, base=5e5), given["positions"])
+extra = {}
+if library == "torch":
+    extra["grad"] = torch.autograd.grad(y.square().sum(), x)[0].numpy()
+    y = y.detach()
+    buffer = x.detach().clone()
+    out = rotary.rotate(buffer, given["cos"], given["sin"], layout="interleaved", out=buffer)
+    assert out is buffer and torch.equal(out, y)
+np.savez(path, y=y, cos=cos, sin=sin, **extra)
+"""
+    )
+    x = np.random.default_rng(0).standard_normal((2, 3, 50, 64)).astype(np.float32)
+    positions = np.arange(50) * 10_007
+    cos, sin = rotary.cos_sin(SPEC, positions)
+    want = rotary.rotate(x, cos, sin, layout="interleaved")
+    path = tmp_path / "arrays.npz"
+    np.savez(path, x=x, positions=positions, cos=cos, sin=sin)
+    python(script, library, str(path))
+    got = dict(np.load(path))
+    assert got["y"].tobytes() == want.tobytes()
+    for name, table in (("cos", cos), ("sin", sin)):
+        np.testing.assert_allclose(got[name], table, rtol=0, atol=1.5e-7)
+    if library == "torch":
+        leaf = torch.from_numpy(x).requires_grad_()
+        result = rotary.rotate(leaf, *map(torch.from_numpy, (cos, sin)), layout="interleaved")
+        (grad,) = torch.autograd.grad(result.square().sum(), leaf)
+        assert got["grad"].tobytes() == grad.numpy().tobytes()
+
+
+def test_numpy_alone_is_enough_for_numpy():
+    script = BLOCK.format(names={"torch", "numba", "llvmlite", "typer", "rich", "transformers"})
+    script += "import numpy, rotary; x = numpy.ones((1, 3, 8), numpy.float32)\n"
+    script += "print(rotary.apply(rotary.Rotary(head_dim=8), x).shape)"
+    assert python(script) == "(1, 3, 8)"
+
+
+# --- caches that cannot be written ---
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A copy of the package, so that no cache lies beside it."""
+    target = tmp_path / "site" / "rotary"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+COPY = """
+import sys
+sys.path.insert(0, {path!r})
+import rotary
+assert rotary.__file__.startswith({path!r}), rotary.__file__
+"""
+
+
+def in_copy(installed, script, **environment):
+    return python(COPY.format(path=str(installed.parent)) + script, **environment)
+
+
+NOWHERE = "/proc/none" if sys.platform == "linux" else "/dev/null/none"
+RUN = WORK + "print(work('numpy'))"
+PLACES = {
+    "a file": {"NUMBA_CACHE_DIR": __file__},
+    "no home": {"HOME": None, "XDG_CACHE_HOME": None, "NUMBA_CACHE_DIR": None},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cache_folder_that_cannot_be_written(place, installed):
+    assert in_copy(installed, RUN, **PLACES[place]) == work("numpy")
+
+
+def test_no_folder_for_a_cache_at_all(installed):
+    """As in an image that is mounted read-only: compiled anew, but working."""
+    (installed / "kernels" / "__pycache__").touch()  # a file: no folder can be made there
+    nowhere = {"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "NUMBA_CACHE_DIR": NOWHERE}
+    assert in_copy(installed, RUN, PYTHONDONTWRITEBYTECODE=1, **nowhere) == work("numpy")
+    assert (installed / "kernels" / "__pycache__").is_file()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of file size are a matter of Unix")
+def test_a_full_disk_does_not_stop_the_work(tmp_path, installed):
+    script = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write of a file fails, as when full
+"""
+    cache = {"NUMBA_CACHE_DIR": tmp_path / "cache", "PYTHONDONTWRITEBYTECODE": 1}
+    assert in_copy(installed, script + RUN, **cache) == work("numpy")
+
+
+@pytest.mark.slow
+def test_a_cache_cut_short_is_not_used(tmp_path, installed):
+    cache = {"NUMBA_CACHE_DIR": tmp_path / "cache"}
+    assert in_copy(installed, RUN, **cache) == work("numpy")
+    entries = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert entries
+    for path in entries:
+        path.write_bytes(path.read_bytes()[:10])
+    assert in_copy(installed, RUN, **cache) == work("numpy")
+
+
+# --- what an import loads ---
+
+HEAVY = ("torch", "jax", "numba", "llvmlite", "matplotlib", "typer", "rich", "transformers")
+PROBE = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+
+
+@pytest.mark.parametrize("use", ["", "rotary.Rotary(head_dim=8); rotary.layouts; rotary.positions"])
+def test_import_is_light(use):
+    loaded = set(python(f"import rotary; {use}\n{PROBE}").split())
+    assert "rotary" in loaded
+    assert not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize("name", ["numba", "rich"])
+def test_the_probe_would_notice(name):
+    assert name in python(f"import rotary, {name}\n{PROBE}").split()
+
+
+def test_numpy_work_does_not_load_torch():
+    script = WORK + "work('numpy')\n" + PROBE
+    assert not {"torch", "transformers", "typer"} & set(python(script).split())

@@ -1,0 +1,688 @@
+"""torch around the rotation: autograd, transforms, the compiler, export, modes and devices."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rotary
+from rotary import Rotary
+from rotary.kernels import torch as kernel
+from rotary.kernels.geometry import Options, geometry_of
+
+LAYOUTS = ["half", "interleaved", "half to interleaved", "interleaved to half"]
+DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 16}
+SPECS = {
+    "default": Rotary(head_dim=8),
+    "llama3": Rotary(
+        head_dim=8,
+        base=5e5,
+        schedule="llama3",
+        params={
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "longrope": Rotary(
+        head_dim=8,
+        schedule="longrope",
+        params={
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 16,
+            "factor": 4.0,
+        },
+    ),
+    "dynamic": Rotary(head_dim=8, schedule="dynamic", params=DYNAMIC),
+    "partial": Rotary(head_dim=8, rotary_dim=4, start=2, layout="interleaved", out_layout="half"),
+}
+
+
+def ways(layout):
+    read, _, write = layout.partition(" to ")
+    return {"layout": read, "out_layout": write or None}
+
+
+def randn(*shape, seed=0, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return made.to(dtype).requires_grad_(grad)
+
+
+def tables(*shape, dtype=torch.float32, grad=False):
+    angles = randn(*shape, seed=9, dtype=torch.float64)
+    return tuple(t.to(dtype).requires_grad_(grad) for t in (angles.cos(), angles.sin()))
+
+
+def formula(x, cos, sin, layout="half", out_layout=None, rotary_dim=None, start=0):
+    """The rotation of the paper in torch's own operators, seq_dim=-2, tables (..., seq, pairs)."""
+    pairs = cos.shape[-1]
+    steps = torch.arange(pairs)
+
+    def channels(name):
+        if name == "half":
+            return start + steps, start + pairs + steps
+        return start + 2 * steps, start + 2 * steps + 1
+
+    first, second = channels(layout)
+    u, v = x[..., first], x[..., second]
+    order = torch.argsort(
+        torch.cat(
+            (
+                *channels(out_layout or layout),
+                torch.arange(start),
+                torch.arange(start + 2 * pairs, x.shape[-1]),
+            )
+        )
+    )
+    rest = x[..., :start], x[..., start + 2 * pairs :]
+    return torch.cat((u * cos - v * sin, v * cos + u * sin, *rest), dim=-1)[..., order]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch._dynamo.reset()
+    # that cache on disk does not know of changes in our backward pass
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+# --- autograd ---
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_every_order(layout, conjugate):
+    q = randn(2, 2, 3, 8, dtype=torch.float64, grad=True)
+    k = randn(2, 1, 3, 8, seed=1, dtype=torch.float64, grad=True)
+    cos, sin = tables(3, 2)
+
+    def call(q, k):
+        way = ways(layout) | {"rotary_dim": 4, "start": 1, "conjugate": conjugate}
+        return rotary.rotate((q, k), cos, sin, **way)
+
+    assert torch.autograd.gradcheck(call, (q, k))
+    assert torch.autograd.gradgradcheck(call, (q, k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_those_of_the_formula(layout, dtype):
+    x, (cos, sin) = randn(2, 3, 5, 16, dtype=dtype, grad=True), tables(5, 6)
+    way = ways(layout) | {"rotary_dim": 12, "start": 2}
+    upstream = randn(2, 3, 5, 16, seed=3, dtype=dtype)
+    (ours,) = torch.autograd.grad(rotary.rotate(x, cos, sin, **way), x, upstream)
+    wide = x.detach().float().requires_grad_()
+    (theirs,) = torch.autograd.grad(formula(wide, cos, sin, **way), wide, upstream.float())
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, theirs.to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([3, 0, 0, 4, 1])])
+def test_gradients_of_strided_inputs_and_row_numbers(positions):
+    base = randn(2, 5, 3, 32, grad=True)
+    x = base.transpose(1, 2)[..., ::2]
+    cos, sin = tables(5, 8)
+    got = rotary.rotate(x, cos, sin, positions=positions)
+    upstream = randn(*got.shape, seed=1).expand_as(got)
+    (ours,) = torch.autograd.grad(got, base, upstream, retain_graph=True)
+    rows = slice(None) if positions is None else positions
+    (theirs,) = torch.autograd.grad(formula(x, cos[rows], sin[rows]), base, upstream)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    (ones,) = torch.autograd.grad(got.sum(), base)  # an expanded upstream gradient, stride 0
+    (theirs,) = torch.autograd.grad(formula(x, cos[rows], sin[rows]).sum(), base)
+    torch.testing.assert_close(ones, theirs, rtol=0, atol=0)
+
+
+def test_only_the_tables_are_kept_for_the_backward_pass():
+    q, k = randn(2, 4, 16, 8, grad=True), randn(2, 2, 16, 8, grad=True)
+    cos, sin = tables(16, 4)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
+    ):
+        results = rotary.rotate((q, k), cos, sin)
+    assert all(result.requires_grad for result in results)
+    assert sum(t.nbytes for t in kept.values()) == cos.nbytes + sin.nbytes
+    assert set(kept) == {cos.data_ptr(), sin.data_ptr()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_reach_the_tables(layout):
+    x = randn(2, 2, 3, 4, dtype=torch.float64, grad=True)
+    cos, sin = tables(3, 2, dtype=torch.float64, grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, cos, sin: rotary.rotate(x, cos, sin, **ways(layout)), (x, cos, sin)
+    )
+    rows = torch.tensor([2, 0, 2])
+    assert torch.autograd.gradcheck(
+        lambda cos, sin: rotary.rotate(x.detach(), cos, sin, positions=rows), (cos, sin)
+    )
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_results_may_be_unused(used):
+    xs, (cos, sin) = [randn(1, h, 3, 4, seed=h, grad=True) for h in (2, 1)], tables(3, 2)
+    rotary.rotate(xs, cos, sin)[used].sum().backward()
+    rest = xs[1 - used].grad
+    assert rest is None or not rest.any()
+    (alone,) = torch.autograd.grad(formula(xs[used], cos, sin).sum(), xs[used])
+    torch.testing.assert_close(xs[used].grad, alone, rtol=0, atol=0)
+
+
+def test_a_parameter_takes_part():
+    weight, (cos, sin) = torch.nn.Parameter(randn(3, 4)), tables(3, 2)
+    rotary.rotate(weight, cos, sin).sum().backward()
+    wide = weight.detach().clone().requires_grad_()
+    (want,) = torch.autograd.grad(formula(wide, cos, sin).sum(), wide)
+    torch.testing.assert_close(weight.grad, want, rtol=0, atol=0)
+    with torch.no_grad():
+        assert type(rotary.rotate(weight, cos, sin)) is torch.Tensor
+
+
+def test_row_numbers_changed_before_the_backward_pass_are_noticed():
+    """As torch does for every tensor it keeps; unnoticed, rows outside the tables would be read."""
+    x, rows, (cos, sin) = randn(3, 4, grad=True), torch.arange(3), tables(3, 2)
+    result = rotary.rotate(x, cos, sin, positions=rows)
+    rows += 1
+    got, message = None, ""
+    try:
+        (got,) = torch.autograd.grad(result.sum(), x)
+    except RuntimeError as error:
+        message = str(error)
+    if got is None:
+        assert "modified by an inplace operation" in message
+    else:
+        (want,) = torch.autograd.grad(formula(x, cos, sin).sum(), x)
+        torch.testing.assert_close(got, want)
+
+
+def test_many_gradients_in_one_backward_pass():
+    x, (cos, sin) = randn(3, 4, grad=True), tables(3, 2)
+    jacobian = torch.autograd.functional.jacobian(formula, (x, cos, sin))[0]
+    upstream = torch.eye(12).view(12, 3, 4)
+    (rows,) = torch.autograd.grad(rotary.rotate(x, cos, sin), x, upstream, is_grads_batched=True)
+    torch.testing.assert_close(rows.view(3, 4, 3, 4), jacobian, rtol=0, atol=0)
+    vectorized = torch.autograd.functional.jacobian(
+        lambda x: rotary.rotate(x, cos, sin), x, vectorize=True
+    )
+    torch.testing.assert_close(vectorized, jacobian, rtol=0, atol=0)
+
+
+# --- out= and autograd ---
+
+
+def test_out_and_gradients_exclude_each_other():
+    cos, sin = tables(3, 2)
+    for x, out in (
+        (randn(3, 4, grad=True), torch.zeros(3, 4)),
+        (randn(3, 4), torch.zeros(3, 4, requires_grad=True)),
+    ):
+        with pytest.raises(RuntimeError, match="out= does not take part in autograd"):
+            rotary.rotate(x, cos, sin, out=out)
+        assert not out.any()
+    leaf = randn(3, 4, grad=True)
+    with torch.no_grad():
+        rotary.rotate(leaf, cos, sin, out=leaf)  # as torch: allowed where nothing is recorded
+    torch.testing.assert_close(leaf, formula(randn(3, 4), cos, sin), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(3)])
+def test_out_is_seen_by_tensors_saved_for_backward(positions):
+    x, weight = randn(3, 4), randn(3, 4, grad=True)
+    product = (weight * x).sum()
+    rotary.rotate(x, *tables(3, 2), positions=positions, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(3)])
+def test_an_inference_tensor_is_not_written_outside_inference_mode(positions):
+    with torch.inference_mode():
+        out = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out)
+    assert not out.any()
+    with torch.inference_mode():
+        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out)
+    assert out.any()
+
+
+# --- the operators ---
+
+
+def operands(dtype=torch.float32, grad=False, order=None):
+    q, k = (randn(2, h, 5, 8, seed=h, dtype=dtype) for h in (4, 2))
+    if order is not None:
+        q, k = (x.permute(order).contiguous().permute(*_inverse(order)) for x in (q, k))
+    xs = [x.requires_grad_(grad) for x in (q, k)]
+    geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, Options("half", None, 6, 1))
+    return (xs, *tables(5, 3), None, *kernel._flat(geometry), False)
+
+
+def _inverse(order):
+    return tuple(order.index(axis) for axis in range(len(order)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("order", [None, (0, 2, 1, 3), (3, 2, 1, 0)])
+def test_opcheck(dtype, grad, order):
+    torch.library.opcheck(torch.ops.rotary.rotate.default, operands(dtype, grad, order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
+def test_opcheck_out(dtype, order):
+    arguments = operands(dtype, order=order)
+    out = [torch.empty_like(x) for x in arguments[0]]
+    torch.library.opcheck(torch.ops.rotary.rotate_out.default, (*arguments, out))
+
+
+def test_opcheck_with_row_numbers():
+    xs, cos, sin, _, *rest = operands()
+    rows = torch.tensor([4, 4, 0, 1, 2])
+    torch.library.opcheck(torch.ops.rotary.rotate.default, (xs, cos, sin, rows, *rest))
+
+
+def test_row_numbers_outside_the_tables_do_not_reach_memory():
+    """Compiled code cannot look at values while it is traced: the operator has to."""
+    xs, cos, sin, _, *rest = operands()
+    rows = torch.tensor([0, 1, 2, 3, 5])
+    with pytest.raises((ValueError, RuntimeError, IndexError), match="5"):
+        torch.ops.rotary.rotate(xs, cos, sin, rows, *rest)
+
+
+# --- transforms ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_functorch(layout):
+    x, tangent, (cos, sin) = randn(3, 2, 5, 8), randn(3, 2, 5, 8, seed=1), tables(5, 4)
+
+    def ours(x):
+        return rotary.rotate(x, cos, sin, **ways(layout))
+
+    def theirs(x):
+        return formula(x, cos, sin, **ways(layout))
+
+    def same(a, b):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    same(torch.vmap(ours)(x), theirs(x))
+    same(torch.vmap(ours, in_dims=1, out_dims=1)(x), theirs(x))
+    per_row = torch.vmap(torch.func.grad(lambda x: ours(x).square().sum()))
+    torch.testing.assert_close(per_row(x), 2 * x, rtol=0, atol=1e-6)  # the norm is kept
+    same(torch.func.jvp(ours, (x,), (tangent,)), (theirs(x), theirs(tangent)))
+    same(torch.func.jacrev(ours)(x[0, :1]), torch.func.jacfwd(theirs)(x[0, :1]))
+    with torch.autograd.forward_ad.dual_level():
+        dual = ours(torch.autograd.forward_ad.make_dual(x, tangent))
+        same(torch.autograd.forward_ad.unpack_dual(dual).tangent, theirs(tangent))
+    same(torch.vmap(lambda x, c, s: rotary.rotate(x, c, s, **ways(layout)))(
+        x, cos.expand(3, 5, 4), sin.expand(3, 5, 4)), theirs(x))  # fmt: skip
+
+
+class Attention(torch.nn.Module):
+    """A layer that calls `apply`, as models do."""
+
+    def __init__(self, spec, **options):
+        super().__init__()
+        self.spec, self.options = spec, options
+        self.project = torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, q, k):
+        return rotary.apply(self.spec, self.project(q), k, **self.options)
+
+
+def test_functional_call_and_deepcopy():
+    module, q, k = Attention(SPECS["default"]), randn(1, 2, 5, 8), randn(1, 1, 5, 8)
+    want = module(q, k)
+    copied = copy.deepcopy(module)
+    assert copied.spec == module.spec
+    weights = dict(module.named_parameters())
+    for got in (copied(q, k), torch.func.functional_call(module, weights, (q, k))):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    grads = torch.func.grad(
+        lambda w: torch.func.functional_call(module, w, (q, k))[0].square().sum()
+    )(weights)
+    (theirs,) = torch.autograd.grad(want[0].square().sum(), module.project.weight)
+    torch.testing.assert_close(grads["project.weight"], theirs)
+
+
+# --- the compiler ---
+
+# Inductor may fuse a product and a sum, and computes its own cosine: a few units of float32
+CLOSE = {"rtol": 0, "atol": 2e-6}
+
+
+def compiled(function):
+    counter = CompileCounterWithBackend("inductor")
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def assert_compiled_equals_eager(function, arguments, close=CLOSE):
+    fast, counter = compiled(function)
+    for xs in arguments:
+        results = [call(*xs) for call in (fast, function)]
+        torch.testing.assert_close(*results, **close)
+        wanted = [x for x in xs if x.requires_grad]
+        grads = [
+            torch.autograd.grad([r.square().sum() for r in result], wanted) if wanted else ()
+            for result in results
+        ]
+        # a gradient passes the rotation twice
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    return counter.frame_count
+
+
+def lengths(*sizes, grad=True):
+    return [(randn(2, 4, n, 8, grad=grad), randn(2, 2, n, 8, seed=1, grad=grad)) for n in sizes]
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved to half"])
+def test_compile_rotate_is_the_same_operator(layout):
+    cos, sin = tables(40, 3)
+    rows = torch.arange(39, -1, -1)
+
+    def call(q, k):
+        way = ways(layout) | {"rotary_dim": 6, "start": 1}
+        n = q.shape[-2]
+        turned = rotary.rotate((q, k), cos[:n], sin[:n], **way)
+        return (*turned, rotary.rotate(q, cos, sin, positions=rows[:n], **way))
+
+    count = assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 40), {"rtol": 0, "atol": 0})
+    assert count <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "exact") for name in SPECS), ("llama3", "float32")]
+)
+def test_compile_apply(name, precision):
+    spec = SPECS[name]
+    seq_len = 64 if spec.depends_on_length else None
+
+    def call(q, k):
+        return rotary.apply(spec, q, k, precision=precision, seq_len=seq_len)
+
+    assert assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 64)) <= 2
+
+
+def test_compile_apply_at_positions():
+    def call(q, k):
+        return rotary.apply(SPECS["llama3"], q, k, positions=torch.arange(q.shape[-2]) + 1_000_000)
+
+    assert assert_compiled_equals_eager(call, lengths(5, 9, 16)) <= 2
+
+
+def test_compile_out_writes_in_place():
+    cos, sin = tables(5, 4)
+
+    def call(q, k):
+        rotary.rotate((q, k), cos, sin, out=(q, k))
+        return q, k
+
+    (xs,) = lengths(5, grad=False)
+    want = [formula(x, cos, sin) for x in xs]
+    fast, _ = compiled(call)
+    fast(*xs)
+    torch.testing.assert_close(xs, tuple(want), rtol=0, atol=0)
+
+
+def test_compile_with_tables_that_learn():
+    x, (cos, sin) = randn(2, 3, 5, 8, grad=True), tables(5, 4, grad=True)
+    assert_compiled_equals_eager(lambda *a: (rotary.rotate(*a),), [(x, cos, sin)])
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_compile_asks_for_the_length_where_it_matters(name):
+    def call(q, positions):
+        return rotary.apply(SPECS[name], q, positions=positions)
+
+    fast, _ = compiled(call)
+    # Dynamo wraps the ValueError in an error of its own
+    with pytest.raises(Exception, match="needs seq_len as a whole number"):
+        fast(randn(1, 1, 5, 8), torch.arange(5))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["default", "llama3", "partial"])
+def test_export_keeps_operators_of_aten_only(name, strict):
+    module, (q, k) = Attention(SPECS[name]), lengths(5, grad=False)[0]
+    seq = torch.export.Dim("seq", min=2, max=64)
+    shapes = ({2: seq}, {2: seq})
+    program = torch.export.export(module, (q, k), dynamic_shapes=shapes, strict=strict)
+    calls = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    named = {call for call in calls if "." in call}
+    assert "aten.cos.default" in named
+    assert not {call for call in named if not call.startswith("aten.")}
+    for xs in lengths(5, 33, grad=False):
+        torch.testing.assert_close(program.module()(*xs), module(*xs), **CLOSE)
+
+
+# --- modes and global state ---
+
+
+def test_autocast_leaves_tables_in_float32():
+    cos, sin = rotary.cos_sin(SPECS["default"], torch.arange(5))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = rotary.cos_sin(SPECS["default"], torch.arange(5))
+        torch.testing.assert_close(inside, (cos, sin), rtol=0, atol=0)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = randn(2, 5, 8, dtype=dtype)
+            assert rotary.rotate(x, cos, sin).dtype == dtype
+            learning = rotary.rotate(x, cos.clone().requires_grad_(), sin)
+            assert learning.dtype == dtype
+            want = formula(x.float(), cos, sin).to(dtype)
+            torch.testing.assert_close(learning, want, rtol=0, atol=0)
+
+
+def test_tables_made_in_inference_mode_serve_training():
+    spec = Rotary(head_dim=8, base=12_345.0)  # not in the cache yet
+    x = randn(1, 2, 5, 8)
+    with torch.inference_mode():
+        inside = rotary.apply(spec, x)
+        assert inside.is_inference()
+    learning = x.clone().requires_grad_()
+    result = rotary.apply(spec, learning)
+    result.square().sum().backward()
+    torch.testing.assert_close(result, inside.clone(), rtol=0, atol=0)
+    torch.testing.assert_close(learning.grad, 2 * x, rtol=0, atol=1e-6)  # the norm is kept
+    with torch.inference_mode():
+        torch.testing.assert_close(rotary.apply(spec, x), inside, rtol=0, atol=0)
+
+
+@pytest.fixture
+def _other_defaults():
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_other_defaults")
+@pytest.mark.parametrize("precision", ["exact", "float32"])
+@pytest.mark.parametrize("name", SPECS)
+def test_global_default_device_and_dtype_change_nothing(name, precision):
+    spec = Rotary.from_dict(SPECS[name].to_dict() | {"base": 777.0})  # not in the cache yet
+    x = torch.ones(1, 2, 5, 8, dtype=torch.float32, device="cpu")
+    positions = torch.arange(5, device="cpu")
+    results = [
+        rotary.apply(spec, x, precision=precision),
+        rotary.apply(spec, x, positions=positions, precision=precision),
+        *rotary.cos_sin(spec, positions, precision),
+        *rotary.cos_sin(spec, positions.double() / 2),
+    ]
+    learning = x.clone().requires_grad_()
+    results += torch.autograd.grad(rotary.apply(spec, learning).sum(), learning)
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    for result in results:
+        assert (result.device.type, result.dtype) == ("cpu", torch.float32)
+        assert result.isfinite().all()
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], rotary.apply(spec, x, precision=precision))
+
+
+@pytest.mark.usefixtures("_other_defaults")
+def test_global_default_device_inside_compile():
+    x = torch.ones(1, 2, 5, 8, dtype=torch.float32, device="cpu")
+    fast, _ = compiled(lambda x: rotary.apply(SPECS["llama3"], x))
+    result = fast(x)
+    assert result.device.type == "cpu"
+    torch.set_default_device(None)
+    torch.testing.assert_close(result, rotary.apply(SPECS["llama3"], x), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "llama3", "partial"])
+def test_meta_and_fake_tensors_have_the_right_form(name, dtype):
+    spec = SPECS[name]
+    meta = torch.empty(2, 3, 5, 8, dtype=dtype, device="meta")
+    with FakeTensorMode():
+        fake = torch.empty(2, 3, 5, 8, dtype=dtype)
+        inside = rotary.apply(spec, fake), rotary.apply(spec, fake, positions=torch.arange(5))
+    for x, results in (
+        (fake, (*inside, rotary.rotate(fake, *fake_tables(fake, spec), **way(spec)))),
+        (meta, (rotary.apply(spec, meta), rotary.apply(spec, meta, out=meta))),
+    ):
+        for result in results:
+            assert (result.shape, result.dtype, result.device) == (x.shape, x.dtype, x.device)
+    cos, _ = rotary.cos_sin(spec, torch.empty(2, 5, dtype=torch.int64, device="meta"))
+    assert (cos.shape, cos.dtype, cos.device.type) == ((2, 5, spec.rotary_dim // 2),
+                                                       torch.float32, "meta")  # fmt: skip
+
+
+def way(spec):
+    return {name: getattr(spec, name) for name in ("layout", "out_layout", "rotary_dim", "start")}
+
+
+def fake_tables(fake, spec):
+    mode = fake.fake_mode
+    return tuple(map(mode.from_tensor, rotary.cos_sin(spec, torch.arange(5))))
+
+
+def test_a_tensor_without_elements_has_gradients():
+    for shape in ((0, 2, 5, 8), (2, 2, 0, 8), (2, 0, 5, 8)):
+        x = torch.empty(shape, requires_grad=True)
+        result = rotary.apply(SPECS["default"], x)
+        result.sum().backward()
+        assert result.shape == x.grad.shape == x.shape
+
+
+def test_devices_do_not_mix():
+    x, (cos, sin) = randn(3, 4), tables(3, 2)
+    for arguments in ((x.to("meta"), cos, sin), (x, cos.to("meta"), sin),
+                      (x, cos, sin.to("meta")), ((x, x.to("meta")), cos, sin)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"one device: (cpu|meta) and (cpu|meta)"):
+            rotary.rotate(*arguments)
+    with pytest.raises(ValueError, match="one device"):
+        rotary.rotate(x, cos, sin, out=x.to("meta"))
+
+
+def test_negated_views_are_read_as_what_they_say():
+    """torch negates the imaginary part of a conjugate lazily: memory holds the opposite."""
+    x, (cos, sin) = randn(3, 4), tables(3, 2)
+    lazy = torch._neg_view(x)
+    torch.testing.assert_close(rotary.rotate(lazy, cos, sin), formula(-x, cos, sin), rtol=0, atol=0)
+    back = rotary.rotate(x, cos, torch._neg_view(sin))
+    torch.testing.assert_close(back, formula(x, cos, -sin), rtol=0, atol=0)
+
+
+def test_calling_it_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q, k = rotary.apply(SPECS["default"], *lengths(5)[0])
+        torch.autograd.grad(q.sum() + k.sum(), q)
+
+
+# --- tensors whose memory is elsewhere ---
+
+
+@pytest.fixture
+def mesh():
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_dtensors(mesh, dim):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, plain = randn(2, 4, 5, 8, grad=True), tables(5, 4)
+    spread = distribute_tensor(x, mesh, [Shard(dim)])
+    both = [distribute_tensor(table, mesh, [Replicate()]) for table in plain]
+    result = rotary.rotate(spread, *both)
+    torch.testing.assert_close(result.full_tensor(), formula(x, *plain), rtol=0, atol=0)
+    (grad,) = torch.autograd.grad(result.full_tensor().square().sum(), spread)
+    torch.testing.assert_close(
+        grad.full_tensor(), 2 * x.detach(), rtol=0, atol=1e-5
+    )  # the norm is kept
+    got, message = None, ""
+    try:
+        got = rotary.rotate(spread, *plain)
+    except RuntimeError as error:
+        message = str(error)
+    if got is None:
+        assert "DTensor" in message
+    else:
+        torch.testing.assert_close(got.full_tensor(), formula(x, *plain), rtol=0, atol=0)
+
+
+IN_PLACE = {
+    "fake tensors outside their mode": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+x, cos, sin = map(FakeTensorMode().from_tensor, (x, cos, sin))
+""",
+    "fake tensors in their mode": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+mode = FakeTensorMode()
+x, cos, sin = map(mode.from_tensor, (x, cos, sin))
+mode.__enter__()
+""",
+    "DTensor": """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+x, cos, sin = (distribute_tensor(t, mesh, [Replicate()]) for t in (x, cos, sin))
+""",
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_out_of_a_tensor_without_memory_here(kind):
+    """The loops write to an address: without one there must be an error or another way."""
+    script = f"""
+import torch, rotary
+x, cos, sin = torch.randn(3, 4), torch.randn(3, 2), torch.randn(3, 2)
+want = rotary.rotate(x, cos, sin)
+{IN_PLACE[kind]}
+try:
+    got = rotary.rotate(x, cos, sin, out=x)
+except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+    print("refused", error)
+else:
+    assert got is x and got.shape == want.shape
+    if hasattr(got, "full_tensor"):
+        torch.testing.assert_close(got.full_tensor(), want)
+    print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"
+    assert done.stdout.startswith(("refused", "done"))
