@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from .spec import Rotary
 
+Layout = Literal["half", "interleaved"]
 app = typer.Typer(
     help="Rotary Position Embedding: what a model's RoPE is, and what it costs.",
     add_completion=False,
@@ -106,7 +107,7 @@ def freqs(
     seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Frequency, wavelength and share of a turn of every pair."""
+    """Frequency and wavelength of every pair."""
     from .angles import inv_freq
 
     spec = _read(config, layer_type)
@@ -137,7 +138,7 @@ def freqs(
 @app.command()
 def bench(
     seq: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
-    layout: Annotated[str, typer.Option(help="half or interleaved.")] = "half",
+    layout: Annotated[Layout, typer.Option(help="Which channels make a pair.")] = "half",
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 11,
     as_json: Json = False,
 ) -> None:

@@ -80,7 +80,7 @@ def from_hf_config(config: Any, layer_type: str | None = None) -> Rotary | None:
         return None
     head_dim = _head_dim(data, model)
     schedule = _rope_type(rope)
-    _check_keys(rope, schedule)
+    _check_keys(rope, schedule, data.get("model_type"))
     share = _first(rope, data, "partial_rotary_factor", default=model.get("partial", 1.0))
     base = _first(rope, data, "rope_theta", default=model.get("base", 10_000.0))
     params = {key: value for key, value in rope.items() if key not in _COMMON_KEYS}
@@ -217,8 +217,7 @@ def _rope_parameters(data: Mapping[str, Any], model: Model) -> dict[str, Any]:
             raise ValueError(f"{name} must be an object, got {value!r}")
     if new and old and new != old:
         raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
-    is_silent = not new and not old and "rope_theta" not in data
-    return dict(model.get("rope", {}) if is_silent else new or old or {})
+    return dict(new or old or model.get("rope", {}))
 
 
 def _rope_of_layer(rope: dict[str, Any], layer_type: str | None) -> dict[str, Any] | None:
@@ -248,8 +247,10 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return name
 
 
-def _check_keys(rope: Mapping[str, Any], schedule: str) -> None:
+def _check_keys(rope: Mapping[str, Any], schedule: str, model_type: str | None) -> None:
     known = {*_COMMON_KEYS, *parameters(schedule)}
+    if model_type:
+        known -= {"short_mscale", "long_mscale"}  # none of these models reads them
     for key in rope:
         if key not in known:
             raise ValueError(

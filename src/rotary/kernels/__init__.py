@@ -26,7 +26,7 @@ def kernel_of(array: Any) -> ModuleType:
         return host()
     torch = sys.modules.get("torch")  # a torch tensor cannot exist before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
-        return sys.modules.get(f"{__name__}.torch") or _load_torch_kernel()
+        return _torch_kernel or _load_torch_kernel(torch)
     kind = type(array)
     raise TypeError(
         f"cannot rotate a {kind.__module__}.{kind.__qualname__}; array libraries known: {KNOWN}"
@@ -49,10 +49,14 @@ def host() -> ModuleType:
     return _host
 
 
-def _load_torch_kernel() -> ModuleType:
+def _load_torch_kernel(torch: ModuleType) -> ModuleType:
+    global _torch_kernel
     from . import torch as module
 
+    if not torch.compiler.is_compiling():  # a traced call must have no side effect
+        _torch_kernel = module
     return module
 
 
 _host: ModuleType | None = None
+_torch_kernel: ModuleType | None = None

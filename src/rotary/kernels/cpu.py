@@ -8,6 +8,7 @@ torch's workers, that spin for a while after every operator.
 
 import math
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Sequence
@@ -332,10 +333,19 @@ def threads() -> int:
 
 def _start(serial: Any, parallel: Any, size: int, *arguments: Any) -> None:
     if size < SERIAL_BYTES or _in_forked_child or (count := threads()) == 1:
-        serial(*arguments, 1)
+        _call(serial, *arguments, 1)
         return
     with nullcontext() if _may_overlap() else _one_at_a_time:
-        parallel(*arguments, count * _PARTS_PER_THREAD)
+        _call(parallel, *arguments, count * _PARTS_PER_THREAD)
+
+
+def _call(compiled: Any, *arguments: Any) -> None:
+    try:
+        compiled(*arguments)
+    except (OSError, EOFError, pickle.UnpicklingError):
+        # the cache on disk is full or damaged, and nothing is computed yet: do without it
+        vector.forget_cache()
+        compiled(*arguments)
 
 
 # Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it

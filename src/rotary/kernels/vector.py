@@ -19,6 +19,8 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
 TAGS = {
@@ -242,6 +244,13 @@ def _compiled(**options: bool) -> Callable[[Callable[..., None]], Any]:
             return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
     return decorate
+
+
+def forget_cache() -> None:
+    """Compile anew from now on, and keep nothing on disk."""
+    for function in list(globals().values()):
+        if isinstance(function, Dispatcher):
+            function._cache = NullCache()
 
 
 # The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
