@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from rotary import Rotary, cos_sin
 from rotary.bench import Case
 
+
 def full_width_tables(spec: Rotary, seq: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Tables as transformers has them: (1, seq, head_dim), in the dtype of the model."""
     halves = cos_sin(spec, torch.arange(seq))

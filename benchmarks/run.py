@@ -20,6 +20,8 @@ from rich.table import Table
 
 from rotary import Rotary, apply, cos_sin, rotate
 from rotary import bench as timing
+from rotary.kernels.geometry import Options, geometry_of
+from rotary.kernels.torch import _formula as formula
 
 from . import peers, verify
 
@@ -69,6 +71,7 @@ def groups(quick: bool) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"{_short(dtype)} transposed view seq 4096", _transposed(dtype)
         yield f"{_short(dtype)} forward + backward seq 4096", _backward(dtype)
         yield f"{_short(dtype)} decode, loop of calls", _decode(dtype)
+        yield f"{_short(dtype)} under torch.compile seq 4096", _compiled(dtype)
     yield (
         "numpy float32 half seq 4096",
         _medians(timing.numpy_cases(Rotary(head_dim=128, base=BASE), timing.Shape(4096)), 11),
@@ -132,6 +135,23 @@ def _decode(dtype: torch.dtype) -> dict[str, float]:
     with torch.no_grad():
         medians = _medians({name: many(case) for name, case in cases.items()}, 9)
     return {name: spent / 1000 for name, spent in medians.items()}
+
+
+def _compiled(dtype: torch.dtype) -> dict[str, float]:
+    """What torch.compile should see: the operator, or the formula for Inductor to fuse."""
+    spec, shape = Rotary(head_dim=128, base=BASE), timing.Shape(4096)
+    q, k = (torch.randn(shape.of(n, 128)).to(dtype) for n in (32, 8))
+    cos, sin = cos_sin(spec, torch.arange(4096))
+    geometry = geometry_of((q.shape, k.shape), cos.shape, None, Options())
+    torch.compiler.reset()
+    cases = {
+        "operator": torch.compile(lambda: rotate((q, k), cos, sin), fullgraph=True),
+        "formula": torch.compile(
+            lambda: formula((q, k), cos, sin, None, geometry, False), fullgraph=True
+        ),
+    }
+    with torch.no_grad():
+        return _medians(cases, 15, timing.torch_matmul())
 
 
 def _start() -> dict[str, float]:
@@ -217,6 +237,9 @@ def bars(rows: Rows) -> Iterator[tuple[str, float, str, bool]]:
         long, short = rows[f"{dtype} half seq 32768"], rows[f"{dtype} half seq 4096"]
         ratio = long["rotary out="] / short["rotary out="]
         yield f"growth from 4096 to 32768, {dtype}", ratio, "<= 8.8", ratio <= 8.8
+    for dtype in ("float32", "bfloat16"):
+        row = rows[f"{dtype} under torch.compile seq 4096"]
+        yield _at_least(f"compiled formula / operator, {dtype}", row["formula"], row["operator"], 1)
     row = rows["start"]
     for name, measured, limit in (
         ("import rotary over numpy, s", row["import rotary"] - row["import numpy"], 0.15),
