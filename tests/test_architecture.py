@@ -27,9 +27,10 @@ ARROWS = {
     "kernels/memory": {"numpy"},
     "kernels/numpy": {"layouts", "schedules", "kernels/geometry", "kernels/memory", "numpy"},
     "kernels/vector": {"numpy", "numba", "llvmlite"},
+    "kernels/threads": {"kernels/vector", "numpy", "numba"},
     "kernels/cpu": {
         *("kernels/geometry", "kernels/memory", "kernels/numpy", "kernels/vector"),
-        *("numpy", "numba"),
+        *("kernels/threads", "numpy"),
     },
     "kernels/torch": {"layouts", "schedules", *KERNELS, "numpy", "torch"},
     "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "numpy"},
@@ -40,7 +41,7 @@ ARROWS = {
     "nn": {"rotate", "spec", "angles", "torch"},
     "": FLOOR_2,  # __init__.py: the public names
     "bench": {*FLOOR_2, *KERNELS, "numpy", "torch", "transformers"},
-    "doctor": {*FLOOR_2, *KERNELS, "kernels/cpu", "kernels/vector", "numpy", "numba", "torch"},
+    "doctor": {*FLOOR_2, *KERNELS, "kernels/threads", "kernels/vector", "numpy", "numba", "torch"},
     "demo": {*FLOOR_2, *KERNELS, "bench", "numpy", "torch", "transformers"},
     "cli": {*FLOOR_2, *KERNELS, "bench", "doctor", "demo", "typer", "rich", "numpy", "torch"},
 }

@@ -203,12 +203,12 @@ def test_the_doctor_sees_that_numba_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("layer", ["omp", "tbb", "workqueue"])
 def test_the_doctor_advises_on_threads(monkeypatch, layer):
-    import numba
+    from rotary.kernels import threads
 
-    monkeypatch.setattr(numba, "threading_layer", lambda: layer)
-    threads = found()["threads"]
-    assert f"layer {layer}" in threads.found
-    assert ("libgomp" in threads.advice) == (layer == "workqueue")
+    monkeypatch.setattr(threads, "pool", lambda: layer)
+    finding = found()["threads"]
+    assert finding.found.endswith(f", {layer}")
+    assert ("libgomp" in finding.advice) == (layer == "workqueue")
 
 
 def test_the_doctor_advises_on_the_cache(tmp_path):

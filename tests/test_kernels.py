@@ -13,6 +13,7 @@ import torch
 import rotary
 from rotary.kernels import cpu
 from rotary.kernels import numpy as law
+from rotary.kernels import threads as pool
 from rotary.kernels import torch as torch_kernel
 from rotary.kernels.geometry import Geometry, Options, geometry_of
 from rotary.kernels.memory import Block
@@ -476,7 +477,7 @@ def set_threads():
 def test_large_work_on_any_number_of_threads_equals_small(kernel, dtype, set_threads, monkeypatch):
     # odd counts of rows, so that a thread's share ends inside an array and between the two
     xs = numbers(0, (3, 7, 31, 144), DTYPES[dtype]), numbers(1, (3, 1, 31, 144), DTYPES[dtype])
-    monkeypatch.setattr(cpu, "SERIAL_BYTES", xs[1].nbytes + 1)
+    monkeypatch.setattr(pool, "SERIAL_BYTES", xs[1].nbytes + 1)
     cos, sin = tables((3, 31), 72)
     options, call = Options(), KERNELS[kernel]
     tokens = [np.s_[b : b + 1, :, s : s + 1] for b in range(3) for s in range(31)]
@@ -499,8 +500,8 @@ def test_large_work_on_any_number_of_threads_equals_small(kernel, dtype, set_thr
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_shares_cover_every_row_once(threads, monkeypatch):
     """In place, a row that two shares had would be turned twice."""
-    monkeypatch.setattr(cpu, "SERIAL_BYTES", 0)
-    monkeypatch.setattr(cpu, "threads", lambda: threads)
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(pool, "count", lambda: threads)
     for heads in (1, 2, 13):
         xs = numbers(0, (2, heads, 5, 16)), numbers(1, (2, 1, 5, 16))
         cos, sin = tables((5,), 8)
@@ -512,7 +513,7 @@ def test_shares_cover_every_row_once(threads, monkeypatch):
 
 def test_threads_follow_torch(set_threads):
     set_threads(1)
-    assert cpu.threads() == 1
+    assert pool.count() == 1
 
 
 # --- more than 2^31 elements ---
@@ -557,3 +558,28 @@ def test_the_public_call_is_these_kernels():
         )  # fmt: skip
         for result, expected in zip(results, want, strict=True):
             assert_bits(back(result), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
+    """What only large outputs get, on small ones: aligned rows, and rows that are not."""
+    spec = rotary.Rotary(head_dim=128, layout=layout)
+    x = numbers(3, (2, 5, 128), DTYPES[dtype])
+    cos, sin = rotary.cos_sin(spec, np.arange(5))
+    wanted = law.rotate((x,), cos, sin, None, Options(layout), False, None)[0]
+    monkeypatch.setattr(cpu, "STREAM_BYTES", 0)
+    prepared = []
+    real = cpu.prepare.__wrapped__
+    monkeypatch.setattr(
+        cpu, "prepare", lambda *given: prepared.append(real(*given)) or prepared[-1]
+    )
+    memory = np.zeros(4096 + x.nbytes, np.uint8)
+    aligned = -memory.ctypes.data % 64
+    for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned
+        cpu._ready_call.cache_clear()
+        out = memory[aligned + shift :][: x.nbytes].view(x.dtype).reshape(x.shape)
+        rotary.rotate(x, cos, sin, layout=layout, out=out)
+        assert prepared[-1].can_stream
+        assert out.tobytes() == wanted.tobytes()
+    cpu._ready_call.cache_clear()

@@ -118,8 +118,16 @@ def test_threads_that_start_with_a_pool_that_allows_one_only():
     script = (
         WORK
         + """
-import numba
+import ctypes, numba
 from concurrent.futures import ThreadPoolExecutor
+real = ctypes.CDLL
+
+def without_openmp(name, *arguments, **options):  # as on a machine that has no libgomp
+    if name == "libgomp.so.1":
+        raise OSError(name)
+    return real(name, *arguments, **options)
+
+ctypes.CDLL = without_openmp
 libraries = ["numpy", "torch"] * 4
 with ThreadPoolExecutor(8) as pool:
     digests = list(pool.map(lambda library: [work(library) for _ in range(4)][0], libraries))

@@ -47,7 +47,7 @@ def _kernel() -> list[Finding]:
     try:
         import numba
 
-        from .kernels import cpu, vector
+        from .kernels import threads, vector
     except ImportError as error:
         advice = "rotations run on the plain formula, right but slow: pip install 'numba>=0.60'"
         return [Finding("kernel", f"numba cannot be loaded: {error}", advice)]
@@ -65,24 +65,18 @@ def _kernel() -> list[Finding]:
             "compiled loops, equal to the law" if is_equal else "differs from the law",
             "" if is_equal else "report this: the compiled loops give wrong numbers here",
         ),
-        _threads(cpu.threads()),
+        _threads(threads.count(), threads.pool()),
         _cache(vector.rotate_serial),
     ]
 
 
-def _threads(count: int) -> Finding:
-    import numba
-
-    try:
-        layer = numba.threading_layer()
-    except ValueError:
-        return Finding("threads", f"{count}, none started: one thread serves small arrays")
+def _threads(count: int, pool: str) -> Finding:
     advice = (
         "parallel calls run one at a time; install libgomp (Debian: libgomp1)"
-        if layer == "workqueue"
+        if pool == "workqueue"
         else ""
     )
-    return Finding("threads", f"{count}, layer {layer}", advice)
+    return Finding("threads", f"{count}, {pool}", advice)
 
 
 def _cache(compiled: object) -> Finding:

@@ -1,42 +1,34 @@
 """The CPU kernel: hands memory to the compiled loops of `vector.py`, serially or on all threads.
 
-Works on `Memory`, an address with shape, strides and type, so that NumPy arrays and torch tensors
-take the same way and nothing is wrapped or copied. Serial for little work; for much of it, the
-OpenMP threads, which are torch's own when torch is loaded: a second pool would have to wait for
-torch's workers, that spin for a while after every operator.
+Works on addresses with shapes, strides and types, so that NumPy arrays and torch tensors take the
+same way and nothing is wrapped or copied.
 """
 
 import math
-import os
-import pickle
-import sys
-import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from . import numpy as law
-from . import vector
+from . import threads, vector
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last
 
 Array = npt.NDArray[Any]
 
-SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
+STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
+_LINE = 64
 _HUGE_PAGE = 1 << 21
 HUGE_BYTES = 1 << 22  # NumPy asks for huge pages from this size on
-_PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
 
 
 class Call(NamedTuple):
     """All that is known of a rotation before the addresses are."""
 
-    tag: Any
+    dtype: str
     steps: tuple[Array, ...]  # of each block, see vector.PLAN; of nothing, where a second would be
     # where blocks run one after the other: of x, out and table, for every index of the axes beyond
     # three; empty if one or two blocks can go in one parallel region
@@ -45,6 +37,8 @@ class Call(NamedTuple):
     mode: int
     sign: int
     size: int  # bytes of all blocks
+    plans: tuple[int, ...]  # the addresses of steps
+    can_stream: bool  # whether every store is aligned, once the addresses are
 
 
 def rotate(
@@ -201,34 +195,50 @@ def prepare(
         outer, plan = _walk(x, out, same, along, row_size, geometry)
         offsets.append(outer)
         steps.append(plan)
+    if len(steps) == 1:
+        steps.append(np.zeros(vector.PLAN, np.int64))
     return Call(
-        vector.TAGS[xs[0].dtype],
-        tuple(steps) if len(steps) > 1 else (*steps, np.zeros(vector.PLAN, np.int64)),
+        xs[0].dtype,
+        tuple(steps),
         tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
         geometry.pairs,
         vector.MODES[geometry.layout, geometry.out_layout],
         -1 if conjugate else 1,
         sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs),
+        tuple(map(address, steps)),
+        geometry.layout == geometry.out_layout
+        and not any(is_in_place)
+        and all(_is_aligned(out, geometry) for out in outs)
+        and sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs) >= STREAM_BYTES,
     )
+
+
+def _is_aligned(out: Block, geometry: Geometry) -> bool:
+    """Whether every vector that is stored starts on a cache line, if the block does."""
+    offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
+    steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
+    *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
+    return all(number % _LINE == 0 for number in (*offsets, *rows))
 
 
 def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, rows: int) -> None:
     """Rotate the blocks at these addresses; what is there must outlive the call."""
+    mode = call.mode
+    if call.can_stream and all([out % _LINE == 0 for out in outs]):
+        mode += vector.STREAMING
     if not call.offsets:
-        _start(
-            vector.rotate_serial, vector.rotate_parallel, call.size,
-            call.tag, call.steps[0], xs[0], outs[0], call.steps[1], xs[-1], outs[-1],
-            cos, sin, rows, call.pairs, call.mode, call.sign,
+        _rotate(
+            call.dtype, call.size, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
+            cos, sin, rows, call.pairs, mode, call.sign,
         )  # fmt: skip
         return
     nothing = np.zeros(vector.PLAN, np.int64)
-    for x, out, steps, offsets in zip(xs, outs, call.steps[: len(xs)], call.offsets, strict=True):
+    for x, out, plan, offsets in zip(xs, outs, call.plans[: len(xs)], call.offsets, strict=True):
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
-            _start(
-                vector.rotate_serial, vector.rotate_parallel, call.size // len(offsets),
-                call.tag, steps, x + source, out + target, nothing, 0, 0,
-                *table, call.pairs, call.mode, call.sign,
+            _rotate(
+                call.dtype, call.size // len(offsets), plan, x + source, out + target,
+                address(nothing), 0, 0, *table, call.pairs, mode, call.sign,
             )  # fmt: skip
 
 
@@ -287,8 +297,8 @@ def tables(
     both = empty((2, batch, seq, pairs), np.float32)
     cos, sin = both
     per_pair = np.array(axes, np.int64)
-    _start(
-        vector.table_serial, vector.table_parallel, both.nbytes,
+    threads.start(
+        vector.table_serial, vector.table_parallel, "table", both.nbytes, (),
         address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
         address(turns), turns.strides[0] if len(turns) > 1 else 0,
         address(scales), scales.strides[0] if len(scales) > 1 else 0,
@@ -320,54 +330,6 @@ def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(law.block(array))
 
 
-def threads() -> int:
-    """How many threads a large call uses: torch's number when torch is loaded, else Numba's.
-
-    >>> threads() >= 1
-    True
-    """
-    torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
-    wanted = torch_threads() if torch_threads else numba.get_num_threads()
-    return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
-
-
-def _start(serial: Any, parallel: Any, size: int, *arguments: Any) -> None:
-    if size < SERIAL_BYTES or _in_forked_child or (count := threads()) == 1:
-        _call(serial, *arguments, 1)
-        return
-    with nullcontext() if _may_overlap() else _one_at_a_time:
-        _call(parallel, *arguments, count * _PARTS_PER_THREAD)
-
-
-def _call(compiled: Any, *arguments: Any) -> None:
-    try:
-        compiled(*arguments)
-    except (OSError, EOFError, pickle.UnpicklingError):
-        # the cache on disk is full or damaged, and nothing is computed yet: do without it
-        vector.forget_cache()
-        compiled(*arguments)
-
-
-# Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it
-_one_at_a_time = threading.Lock()
-# an OpenMP pool does not survive a fork: the child computes serially
-_in_forked_child = False
-
-
-def _may_overlap() -> bool:
-    try:
-        return bool(numba.threading_layer() != "workqueue")
-    except ValueError:  # no parallel call has started the layer yet
-        return False
-
-
-def _after_fork() -> None:
-    global _in_forked_child, _one_at_a_time
-    _in_forked_child = True
-    _one_at_a_time = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-if numba.config.THREADING_LAYER_PRIORITY == ["tbb", "omp", "workqueue"]:  # nobody chose otherwise
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+def _rotate(dtype: str, size: int, *arguments: int) -> None:
+    tag = (vector.TAGS[dtype],)
+    threads.start(vector.rotate_serial, vector.rotate_parallel, dtype, size, tag, *arguments)

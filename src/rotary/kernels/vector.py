@@ -10,6 +10,8 @@ Tensors come in as addresses and strides in bytes. The element type is told by a
 scalar of the type that holds the bits: float32, float64, uint16 for bfloat16, int16 for float16.
 """
 
+import functools
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +37,8 @@ MODES = {
     ("half", "interleaved"): 2,
     ("interleaved", "half"): 3,
 }
+
+STREAMING = 4  # added to the modes 0 and 1: stores that go past the caches
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -86,8 +90,13 @@ def _load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) 
     return b.fpext(value, _vector(wide, lanes)) if tag is types.int16 else value
 
 
-def _store_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, value: ir.Value) -> None:
-    """Store, rounded to nearest even; a NaN stays a NaN."""
+def _store_wide(
+    b: ir.IRBuilder, tag: types.Type, address: ir.Value, value: ir.Value, streaming: bool = False
+) -> None:
+    """Store, rounded to nearest even; a NaN stays a NaN.
+
+    `streaming` goes past the caches, and needs an address that is a multiple of the vector's size.
+    """
     element, size, _, _ = _ELEMENTS[tag]
     lanes = value.type.count if isinstance(value.type, ir.VectorType) else 1
     if tag is types.uint16:
@@ -99,7 +108,12 @@ def _store_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, value: ir.V
         value = b.trunc(b.lshr(bits, _constant(_I32, lanes, 16)), _vector(element, lanes))
     elif tag is types.int16:
         value = b.fptrunc(value, _vector(element, lanes))
-    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=size)
+    pointer = b.inttoptr(address, value.type.as_pointer())
+    if not streaming or lanes == 1:
+        b.store(value, pointer, align=size)
+        return
+    hint = b.module.add_metadata([_constant(_I32, 1, 1)])
+    b.store(value, pointer, align=min(lanes * size, 64)).set_metadata("nontemporal", hint)
 
 
 @contextmanager
@@ -153,13 +167,13 @@ def _load_pairs(
 
 def _store_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
-    one: ir.Value, other: ir.Value, *, interleaved: bool,
+    one: ir.Value, other: ir.Value, *, interleaved: bool, streaming: bool,
 ) -> None:  # fmt: skip
     size = _ELEMENTS[tag][1]
     if not interleaved:
         first = _address(b, row, index, size)
-        _store_wide(b, tag, first, one)
-        _store_wide(b, tag, _address(b, first, pairs, size), other)
+        _store_wide(b, tag, first, one, streaming)
+        _store_wide(b, tag, _address(b, first, pairs, size), other, streaming)
         return
     both = _address(b, row, index, 2 * size)
     if lanes == 1:
@@ -167,10 +181,10 @@ def _store_pairs(
         _store_wide(b, tag, _address(b, both, _constant(_I64, 1, 1), size), other)
         return
     order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
-    _store_wide(b, tag, both, _pick(b, one, other, order))
+    _store_wide(b, tag, both, _pick(b, one, other, order), streaming)
 
 
-def _rotation(read_interleaved: bool, write_interleaved: bool) -> Any:
+def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool = False) -> Any:
     """The rotation of one row: (tag, x, out, cos, sin, pairs, sign) -> None, all addresses."""
 
     @intrinsic
@@ -190,7 +204,16 @@ def _rotation(read_interleaved: bool, write_interleaved: bool) -> Any:
                 one = b.fsub(b.fmul(u, c), b.fmul(v, s))
                 other = b.fadd(b.fmul(v, c), b.fmul(u, s))
                 _store_pairs(
-                    b, tag, out, index, pairs, lanes, one, other, interleaved=write_interleaved
+                    b,
+                    tag,
+                    out,
+                    index,
+                    pairs,
+                    lanes,
+                    one,
+                    other,
+                    interleaved=write_interleaved,
+                    streaming=streaming,
                 )
 
             _each(b, pairs, lanes, rotate)
@@ -202,6 +225,8 @@ def _rotation(read_interleaved: bool, write_interleaved: bool) -> Any:
 
 
 _row_half = _rotation(False, False)
+_row_half_streaming = _rotation(False, False, streaming=True)
+_row_interleaved_streaming = _rotation(True, True, streaming=True)
 _row_interleaved = _rotation(True, True)
 _row_half_to_interleaved = _rotation(False, True)
 _row_interleaved_to_half = _rotation(True, False)
@@ -219,9 +244,34 @@ def _copy(context, target, source, size):
 
 
 @intrinsic
-def _load_int(context, address):
+def _at(context, address, index):
+    """The int64 with this index behind an address."""
+
     def generate(context, b, signature, arguments):
-        return _load(b, _I64, 8, arguments[0], 1)
+        address, index = arguments
+        return _load(b, _I64, 8, _address(b, address, index, 8), 1)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _fence(context):
+    """Make streaming stores visible before anything that follows."""
+
+    def generate(context, b, signature, arguments):
+        b.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _take(context, address):
+    """The int64 at an address, which then is one more: atomic, so every thread takes another."""
+
+    def generate(context, b, signature, arguments):
+        pointer = b.inttoptr(arguments[0], _I64.as_pointer())
+        return b.atomic_rmw("add", pointer, _constant(_I64, 1, 1), "monotonic")
 
     return types.int64(types.int64), generate
 
@@ -262,11 +312,12 @@ PLAN = 17
 
 @_compiled()
 def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, last):
-    size_1, size_2 = plan[1], plan[2]
-    x_0, x_1, x_2 = plan[3], plan[4], plan[5]
-    out_0, out_1, out_2 = plan[6], plan[7], plan[8]
-    table_0, table_1, table_2 = plan[9], plan[10], plan[11]
-    row_size, start, head, tail, tail_size = plan[12], plan[13], plan[14], plan[15], plan[16]
+    size_1, size_2 = _at(plan, 1), _at(plan, 2)
+    x_0, x_1, x_2 = _at(plan, 3), _at(plan, 4), _at(plan, 5)
+    out_0, out_1, out_2 = _at(plan, 6), _at(plan, 7), _at(plan, 8)
+    table_0, table_1, table_2 = _at(plan, 9), _at(plan, 10), _at(plan, 11)
+    row_size, start, head = _at(plan, 12), _at(plan, 13), _at(plan, 14)
+    tail, tail_size = _at(plan, 15), _at(plan, 16)
     k = first % size_2
     j = first // size_2 % size_1
     i = first // (size_2 * size_1)
@@ -275,12 +326,16 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
         target = out + i * out_0 + j * out_1 + k * out_2
         offset = i * table_0 + j * table_1 + k * table_2
         if rows:
-            offset = _load_int(rows + offset) * row_size
+            offset = _at(rows + offset, 0) * row_size
         c, s = cos + offset, sin + offset
         if mode == 0:
             _row_half(tag, source + start, target + start, c, s, pairs, sign)
         elif mode == 1:
             _row_interleaved(tag, source + start, target + start, c, s, pairs, sign)
+        elif mode == STREAMING:
+            _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign)
+        elif mode == STREAMING + 1:
+            _row_interleaved_streaming(tag, source + start, target + start, c, s, pairs, sign)
         elif mode == 2:
             _row_half_to_interleaved(tag, source + start, target + start, c, s, pairs, sign)
         else:
@@ -296,12 +351,14 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
             if j == size_1:
                 j = 0
                 i += 1
+    if mode >= STREAMING:
+        _fence()
 
 
 @_compiled()
 def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts):  # fmt: skip
-    q_rows = q_plan[0] * q_plan[1] * q_plan[2]
-    total = q_rows + k_plan[0] * k_plan[1] * k_plan[2]
+    q_rows = _at(q_plan, 0) * _at(q_plan, 1) * _at(q_plan, 2)
+    total = q_rows + _at(k_plan, 0) * _at(k_plan, 1) * _at(k_plan, 2)
     first, last = total * part // parts, total * (part + 1) // parts
     for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
         plan, x, out, low, high = (q_plan, q, q_out, 0, q_rows) if side == 0 else (k_plan, k, k_out, q_rows, total)  # fmt: skip
@@ -323,6 +380,31 @@ def rotate_parallel(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pai
         _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts)  # fmt: skip
 
 
+@_compiled()
+def _rotate_parts(tag, job):
+    parts = _at(job, 1)
+    part = _take(job)
+    while part < parts:
+        _rotate_share(tag, _at(job, 2), _at(job, 3), _at(job, 4), _at(job, 5), _at(job, 6), _at(job, 7), _at(job, 8), _at(job, 9), _at(job, 10), _at(job, 11), _at(job, 12), _at(job, 13), part, parts)  # fmt: skip
+        part = _take(job)
+
+
+def _rotate_float32(job):
+    _rotate_parts(np.float32(0), job)
+
+
+def _rotate_float64(job):
+    _rotate_parts(np.float64(0), job)
+
+
+def _rotate_bfloat16(job):
+    _rotate_parts(np.uint16(0), job)
+
+
+def _rotate_float16(job):
+    _rotate_parts(np.int16(0), job)
+
+
 # sin(x)/x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; errors 3e-9, 5e-11
 SIN = (0.9999999969177036, -0.16666650673996775, 0.00833203578559731, -0.000195039042508408)
 COS = (
@@ -341,7 +423,7 @@ def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -
     return total
 
 
-def _table(per_pair: bool) -> Any:
+def _table_filler(per_pair: bool) -> Any:
     """One row of a table: (positions, turns, pairs, scale, backwards, cos, sin) -> None.
 
     `positions` is the one position of the row, or the address of one position per pair;
@@ -398,8 +480,8 @@ def _table(per_pair: bool) -> Any:
     return table_row
 
 
-_table_row = _table(per_pair=False)
-_table_row_axes = _table(per_pair=True)
+_table_row = _table_filler(per_pair=False)
+_table_row_axes = _table_filler(per_pair=True)
 
 
 @_compiled()
@@ -412,11 +494,11 @@ def _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, sc
         offset = row * pairs * 4
         if axes:
             for pair in range(pairs):
-                axis = _load_int(axes + pair * 8)
-                spread[pair] = _load_int(positions + (row * num_axes + axis) * 8)
+                axis = _at(axes, pair)
+                spread[pair] = _at(positions, row * num_axes + axis)
             _table_row_axes(spread.ctypes.data, step, pairs, scale, backwards, cos + offset, sin + offset)  # fmt: skip
         else:
-            position = _load_int(positions + row * 8)
+            position = _at(positions, row)
             _table_row(position, step, pairs, scale, backwards, cos + offset, sin + offset)
 
 
@@ -432,3 +514,47 @@ def table_parallel(positions, batch, seq, num_axes, axes, turns, turns_stride, s
     total = batch * seq
     for part in prange(parts):
         _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, total * part // parts, total * (part + 1) // parts)  # fmt: skip
+
+
+@_compiled()
+def _table_parts(job):
+    parts, total = _at(job, 1), _at(job, 3) * _at(job, 4)
+    part = _take(job)
+    while part < parts:
+        _table_share(_at(job, 2), _at(job, 4), _at(job, 5), _at(job, 6), _at(job, 7), _at(job, 8), _at(job, 9), _at(job, 10), _at(job, 11), _at(job, 12), _at(job, 13), _at(job, 14), total * part // parts, total * (part + 1) // parts)  # fmt: skip
+        part = _take(job)
+
+
+def _table(job):
+    _table_parts(job)
+
+
+_WORKERS = {
+    "float32": _rotate_float32,
+    "float64": _rotate_float64,
+    "bfloat16": _rotate_bfloat16,
+    "float16": _rotate_float16,
+    "table": _table,
+}
+
+
+@functools.cache
+def worker(name: str) -> int:
+    """Address of a C function `void (int64_t *job)` that does shares of a job until none is left.
+
+    A job is a counter, the number of shares, and the arguments of the serial function in their
+    order. Any number of threads may call the worker on one job; each share is done once.
+    """
+    signature = types.void(types.int64)
+    try:
+        compiled = numba.cfunc(signature, cache=True)(_WORKERS[name])
+    except (RuntimeError, *CACHE_ERRORS):
+        forget_cache()
+        compiled = numba.cfunc(signature)(_WORKERS[name])
+    _alive.append(compiled)
+    return int(compiled.address)
+
+
+# what Numba raises when its files on disk cannot be written, or were cut short
+CACHE_ERRORS = (OSError, EOFError, pickle.UnpicklingError)
+_alive: list[Any] = []

@@ -1,0 +1,115 @@
+"""Who does the work: the calling thread, or all threads of the OpenMP that torch uses, or Numba's.
+
+Torch's workers spin for a while after every operator. A second pool has to wait for the core they
+hold, so large jobs go to the same pool, through the C interface of GNU OpenMP.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from . import vector
+
+SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
+_PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
+
+
+def count() -> int:
+    """How many threads a large call uses: torch's number when torch is loaded, else Numba's.
+
+    >>> count() >= 1
+    True
+    """
+    torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    wanted = torch_threads() if torch_threads else numba.get_num_threads()
+    return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
+
+
+def start(
+    serial: Any, parallel: Any, worker: str, size: int, tag: tuple[Any, ...], *arguments: int
+) -> None:
+    """Do a job on this thread if it is small, or else on the threads of OpenMP, or of Numba."""
+    if size < SERIAL_BYTES or _in_forked_child or (wanted := count()) == 1:
+        _call(serial, *tag, *arguments, 1)
+        return
+    parts = wanted * _PARTS_PER_THREAD
+    if (openmp := _openmp()) is not None:
+        job = np.array((0, parts, *arguments), np.int64)
+        openmp.GOMP_parallel(vector.worker(worker), job.ctypes.data, wanted, 0)
+        return
+    with nullcontext() if _may_overlap() else _one_at_a_time:
+        _call(parallel, *tag, *arguments, parts)
+
+
+def _call(compiled: Any, *arguments: Any) -> None:
+    try:
+        compiled(*arguments)
+    except vector.CACHE_ERRORS:  # the cache is full or damaged, and nothing is computed yet
+        vector.forget_cache()
+        compiled(*arguments)
+
+
+@cache
+def _openmp() -> Any:
+    """GNU OpenMP: the copy torch has loaded, or will share when it is; None if there is none.
+
+    Numba's own OpenMP layer asks for another file name and would start a second pool, that waits
+    for the first while its workers spin.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        library = ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None
+    library.GOMP_parallel.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.c_uint,
+    )
+    library.GOMP_parallel.restype = None
+    return library
+
+
+def pool() -> str:
+    """What large calls run on, for `rotary doctor`.
+
+    >>> pool() in ("OpenMP", "omp", "tbb", "workqueue", "not started")
+    True
+    """
+    if _openmp() is not None:
+        return "OpenMP"
+    try:
+        return str(numba.threading_layer())
+    except ValueError:  # no parallel call has started the layer yet
+        return "not started"
+
+
+# Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it
+_one_at_a_time = threading.Lock()
+# an OpenMP pool does not survive a fork: the child computes serially
+_in_forked_child = False
+
+
+def _may_overlap() -> bool:
+    return pool() not in ("workqueue", "not started")
+
+
+def _after_fork() -> None:
+    global _in_forked_child, _one_at_a_time
+    _in_forked_child = True
+    _one_at_a_time = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+if numba.config.THREADING_LAYER_PRIORITY == ["tbb", "omp", "workqueue"]:  # nobody chose otherwise
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
