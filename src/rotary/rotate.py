@@ -53,10 +53,11 @@ def rotate(
     if outs is not None and len(outs) != len(xs):
         raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
     kernel = kernel_of(xs[0])
+    kind = type(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
-        if not kernel.owns(array):
+        if type(array) is not kind and not kernel.owns(array):
             raise TypeError(
-                f"all arrays must be of one library: {type(xs[0]).__qualname__} and "
+                f"all arrays must be of one library: {kind.__qualname__} and "
                 f"{type(array).__module__}.{type(array).__qualname__}"
             )
     options = Options(layout, out_layout, rotary_dim, start, seq_dim)

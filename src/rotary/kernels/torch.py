@@ -53,7 +53,7 @@ def rotate(
     if is_eager and (out is None or all(map(_has_memory, (*xs, *out)))):
         tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
         call = _ready_call(
-            tuple([(type(t), t.dtype, _is_readable(t), t.shape, t.stride()) for t in tensors]),
+            tuple([(type(t), t.dtype, t.is_cpu, t.is_neg(), t.shape, t.stride()) for t in tensors]),
             None if out is None else _in_place(xs, out),
             options,
             conjugate,
@@ -105,11 +105,11 @@ def _ready_call(
     if not hasattr(loops, "ready_call"):
         return None
     if not all(
-        kind in _TENSORS and is_readable and dtype in _FLOATS and shape
-        for kind, dtype, is_readable, shape, _ in signature
+        kind in _TENSORS and is_cpu and not is_neg and dtype in _FLOATS and shape
+        for kind, dtype, is_cpu, is_neg, shape, _ in signature
     ):
         return None
-    blocks = [_form(shape, stride, dtype) for _, dtype, _, shape, stride in signature]
+    blocks = [_form(shape, stride, dtype) for _, dtype, _, _, shape, stride in signature]
     if is_in_place is None and not all(map(is_contiguous, blocks)):
         return None  # new outputs keep the memory order of x
     return loops.ready_call(blocks, is_in_place, options, conjugate)
@@ -618,16 +618,12 @@ def _is_plain(x: Tensor) -> bool:
 def _has_memory(x: Tensor) -> bool:
     return (
         type(x) in _TENSORS
-        and _is_readable(x)
+        and x.is_cpu
+        and not x.is_neg()  # the bytes of a negated view are not its values
         and x.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
-
-
-def _is_readable(x: Tensor) -> bool:
-    """Whether the bytes of x are its values: on the CPU, and not to be negated when read."""
-    return x.is_cpu and not x.is_neg()
 
 
 def _is_transforming() -> bool:
