@@ -42,12 +42,13 @@ STREAMING = 4  # added to the modes 0 and 1: stores that go past the caches
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-# tag -> (type in memory, bytes, type of the arithmetic, lanes of one vector)
+# tag -> (type in memory, bytes, type of the arithmetic, lanes of the vectors): the widest fills a
+# cache line of 64 bytes with each store
 _ELEMENTS = {
-    types.float32: (_F32, 4, _F32, 16),
-    types.float64: (_F64, 8, _F64, 8),
-    types.uint16: (_I16, 2, _F32, 16),
-    types.int16: (_F16, 2, _F32, 16),
+    types.float32: (_F32, 4, _F32, (16,)),
+    types.float64: (_F64, 8, _F64, (8,)),
+    types.uint16: (_I16, 2, _F32, (32, 16)),
+    types.int16: (_F16, 2, _F32, (32, 16)),
 }
 
 
@@ -134,14 +135,15 @@ def _loop(b: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int) -> Iterat
 
 
 def _each(
-    b: ir.IRBuilder, count: ir.Value, lanes: int, body: Callable[[ir.Value, int], None]
+    b: ir.IRBuilder, count: ir.Value, widths: tuple[int, ...], body: Callable[[ir.Value, int], None]
 ) -> None:
-    """`body(index, lanes)` in whole vectors, then one by one."""
-    whole = b.and_(count, _constant(_I64, 1, -lanes))
-    with _loop(b, _constant(_I64, 1, 0), whole, lanes) as index:
-        body(index, lanes)
-    with _loop(b, whole, count, 1) as index:
-        body(index, 1)
+    """`body(index, lanes)` in the widest vectors that fit, then in narrower ones, then one by one."""
+    done: ir.Value = _constant(_I64, 1, 0)
+    for lanes in (*widths, 1):
+        whole = b.and_(count, _constant(_I64, 1, -lanes))
+        with _loop(b, done, whole, lanes) as index:
+            body(index, lanes)
+        done = whole
 
 
 def _load_pairs(
@@ -191,7 +193,7 @@ def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool =
     def rotate_row(context, tag, x, out, cos, sin, pairs, sign):
         def generate(context, b, signature, arguments):
             _, x, out, cos, sin, pairs, sign = arguments
-            _, _, wide, lanes = _ELEMENTS[tag]
+            _, _, wide, widths = _ELEMENTS[tag]
             sign = b.sitofp(sign, wide)
 
             def rotate(index: ir.Value, lanes: int) -> None:
@@ -216,7 +218,7 @@ def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool =
                     streaming=streaming,
                 )
 
-            _each(b, pairs, lanes, rotate)
+            _each(b, pairs, widths, rotate)
             return context.get_dummy_value()
 
         return types.void(tag, *(types.int64,) * 6), generate
@@ -471,7 +473,7 @@ def _table_filler(per_pair: bool) -> Any:
                     value = b.bitcast(b.xor(value, sign), _vector(_F32, lanes))
                     _store_wide(b, types.float32, _address(b, address, index, 4), value)
 
-            _each(b, pairs, 16, fill)
+            _each(b, pairs, (16,), fill)
             return context.get_dummy_value()
 
         integer, real = types.int64, types.float64
