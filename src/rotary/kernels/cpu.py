@@ -29,6 +29,7 @@ class Call(NamedTuple):
     """All that is known of a rotation before the addresses are."""
 
     dtype: str
+    tag: Any  # of the compiled loops, for this dtype
     steps: tuple[Array, ...]  # of each block, see vector.PLAN; of nothing, where a second would be
     # where blocks run one after the other: of x, out and table, for every index of the axes beyond
     # three; empty if one or two blocks can go in one parallel region
@@ -199,6 +200,7 @@ def prepare(
         steps.append(np.zeros(vector.PLAN, np.int64))
     return Call(
         xs[0].dtype,
+        vector.TAGS[xs[0].dtype],
         tuple(steps),
         tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
         geometry.pairs,
@@ -226,6 +228,15 @@ def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, 
     mode = call.mode
     if call.can_stream and all([out % _LINE == 0 for out in outs]):
         mode += vector.STREAMING
+    if not call.offsets and call.size < threads.SERIAL_BYTES:
+        try:  # one token: nothing stands between this call and the loop
+            vector.rotate_serial(
+                call.tag, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
+                cos, sin, rows, call.pairs, mode, call.sign, 1,
+            )  # fmt: skip
+            return
+        except vector.CACHE_ERRORS:
+            vector.forget_cache()
     if not call.offsets:
         _rotate(
             call.dtype, call.size, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
