@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rotary
-from rotary.kernels import cpu
+from rotary.kernels import blocks, cpu
 from rotary.kernels import numpy as law
 from rotary.kernels import threads as pool
 from rotary.kernels import torch as torch_kernel
@@ -123,7 +123,7 @@ KERNELS = {**IN_PLACE, "formula": _torch_formula}
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
     """Memory that a kernel asks for comes full of NaN: what it forgets to write shows."""
-    empty = cpu.empty
+    empty = blocks.empty
 
     def poisoned(shape, dtype):
         array = empty(shape, dtype)
@@ -131,6 +131,7 @@ def _poison(monkeypatch):
         return array
 
     monkeypatch.setattr(cpu, "empty", poisoned)
+    monkeypatch.setattr(blocks, "empty", poisoned)
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
     yield
     torch.use_deterministic_algorithms(False)

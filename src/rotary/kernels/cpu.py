@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from . import numpy as law
 from . import threads, vector
+from .blocks import empty
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last
 
@@ -21,8 +22,6 @@ Array = npt.NDArray[Any]
 
 STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
 _LINE = 64
-_HUGE_PAGE = 1 << 21
-HUGE_BYTES = 1 << 22  # NumPy asks for huge pages from this size on
 
 
 class Call(NamedTuple):
@@ -158,22 +157,6 @@ def ready_call(
     if geometry.layout != geometry.out_layout and any(is_in_place):
         return None
     return prepare(tuple(xs), tuple(outs), is_in_place, cos, None, geometry, conjugate)
-
-
-def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An uninitialised array; a large one on whole huge pages.
-
-    The first touch of ordinary 4 KiB pages costs several times what the rotation does: 64 MiB of
-    them take as long as four copies. NumPy asks for huge pages, but gets them only where the
-    array covers a whole one, so a large array starts and ends on such a boundary.
-    """
-    dtype = np.dtype(dtype)
-    size = math.prod(shape) * dtype.itemsize
-    if size < HUGE_BYTES:
-        return np.empty(shape, dtype)
-    block = np.empty(size + 2 * _HUGE_PAGE, np.uint8)
-    start = -address(block) % _HUGE_PAGE
-    return block[start : start + size].view(dtype).reshape(shape)
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layouts import pair_slices
 from ..schedules import Arithmetic
-from . import host
+from . import blocks, host
 from . import numpy as law
 from .geometry import Geometry, Options, check_fit, geometry_of
 from .memory import Block, check_overlap, is_contiguous
@@ -34,7 +34,6 @@ _NAMES = {**_FLOATS, torch.int64: "int64"}
 _TENSORS = (Tensor, torch.nn.Parameter)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _POSITIONS = (*_INTEGERS, torch.float64, torch.float32)
-_HUGE_BYTES = 1 << 22
 
 
 def rotate(
@@ -122,7 +121,7 @@ def _run(
     if out is not None:
         _check_writable((*xs, cos, sin), out)
         outs = tuple(out)
-    elif call.size < _HUGE_BYTES:
+    elif call.size < blocks.LARGE:
         outs = tuple([torch.empty_like(x) for x in xs])
     else:
         outs = tuple([_empty_like(x) for x in xs])
@@ -230,22 +229,22 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor in the memory order of x; a large one on huge pages, `cpu.empty`."""
-    if x.nbytes < _HUGE_BYTES or not hasattr(host(), "empty"):
+    """An uninitialised tensor in the memory order of x; a large one from `blocks.empty`."""
+    if x.nbytes < blocks.LARGE:
         return torch.empty_like(x)
     stride = torch.empty_like(x, device="meta").stride()
-    return _huge(x).as_strided(x.shape, stride)
+    return _large(x).as_strided(x.shape, stride)
 
 
 def _empty_contiguous(x: Tensor) -> Tensor:
     """The same without regard to the order of x, as a fake tensor of the operator promises."""
-    if x.nbytes < _HUGE_BYTES or not hasattr(host(), "empty"):
+    if x.nbytes < blocks.LARGE:
         return x.new_empty(x.shape)
-    return _huge(x).view(x.shape)
+    return _large(x).view(x.shape)
 
 
-def _huge(x: Tensor) -> Tensor:
-    return torch.from_numpy(host().empty((x.numel() * x.element_size(),), np.uint8)).view(x.dtype)
+def _large(x: Tensor) -> Tensor:
+    return torch.from_numpy(blocks.empty((x.nbytes,), np.uint8)).view(x.dtype)
 
 
 def _formula(
