@@ -42,6 +42,7 @@ STREAMING = 4  # added to the modes 0 and 1: stores that go past the caches
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_BYTES = {_I16: 2, _F16: 2, _I32: 4, _F32: 4, _F64: 8}
 # tag -> (type in memory, bytes, type of the arithmetic, lanes of the vectors): the widest fills a
 # cache line of 64 bytes with each store
 _ELEMENTS = {
@@ -101,20 +102,38 @@ def _store_wide(
     element, size, _, _ = _ELEMENTS[tag]
     lanes = value.type.count if isinstance(value.type, ir.VectorType) else 1
     if tag is types.uint16:
-        bits = b.bitcast(value, _vector(_I32, lanes))
-        odd = b.and_(b.lshr(bits, _constant(_I32, lanes, 16)), _constant(_I32, lanes, 1))
-        rounded = b.add(b.add(bits, _constant(_I32, lanes, 0x7FFF)), odd)
-        quiet = b.or_(bits, _constant(_I32, lanes, 0x400000))
-        bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
-        value = b.trunc(b.lshr(bits, _constant(_I32, lanes, 16)), _vector(element, lanes))
+        bits = _bfloat16_above(b, value, lanes)
+        if lanes == 1:
+            value = b.trunc(b.lshr(bits, _constant(_I32, 1, 16)), element)
+        else:  # one shuffle of two vectors takes the upper halves of both
+            halves = b.bitcast(bits, _vector(element, 2 * lanes))
+            value = _pick(b, halves, halves, list(range(1, 2 * lanes, 2)))
     elif tag is types.int16:
         value = b.fptrunc(value, _vector(element, lanes))
+    _store(b, value, size, address, streaming)
+
+
+def _store(b: ir.IRBuilder, value: ir.Value, size: int, address: ir.Value, streaming: bool) -> None:
     pointer = b.inttoptr(address, value.type.as_pointer())
-    if not streaming or lanes == 1:
+    if not streaming or not isinstance(value.type, ir.VectorType):
         b.store(value, pointer, align=size)
         return
     hint = b.module.add_metadata([_constant(_I32, 1, 1)])
-    b.store(value, pointer, align=min(lanes * size, 64)).set_metadata("nontemporal", hint)
+    whole = value.type.count * _BYTES[value.type.element]
+    b.store(value, pointer, align=min(whole, 64)).set_metadata("nontemporal", hint)
+
+
+def _bfloat16_above(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    """The bits of a float32, rounded so that the upper half is a bfloat16; the lower half is lost."""
+
+    def constant(number: int) -> ir.Constant:
+        return _constant(_I32, lanes, number)
+
+    bits = b.bitcast(value, _vector(_I32, lanes))
+    is_even = b.icmp_unsigned("==", b.and_(bits, constant(0x10000)), constant(0))
+    rounded = b.add(bits, b.select(is_even, constant(0x7FFF), constant(0x8000)))
+    quiet = b.or_(bits, constant(0x400000))
+    return b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
 
 
 @contextmanager
@@ -157,6 +176,10 @@ def _load_pairs(
             b, tag, _address(b, first, pairs, size), lanes
         )
     both = _address(b, row, index, 2 * size)
+    if tag is types.uint16:  # a pair is a word of 32 bits
+        words = _load(b, _I32, size, both, lanes)
+        lower, upper = b.shl(words, _constant(_I32, lanes, 16)), _upper(b, words, lanes)
+        return b.bitcast(lower, _vector(_F32, lanes)), b.bitcast(upper, _vector(_F32, lanes))
     if lanes == 1:
         second = _address(b, both, _constant(_I64, 1, 1), size)
         return _load_wide(b, tag, both, 1), _load_wide(b, tag, second, 1)
@@ -178,12 +201,21 @@ def _store_pairs(
         _store_wide(b, tag, _address(b, first, pairs, size), other, streaming)
         return
     both = _address(b, row, index, 2 * size)
+    if tag is types.uint16:
+        lower = b.lshr(_bfloat16_above(b, one, lanes), _constant(_I32, lanes, 16))
+        upper = _upper(b, _bfloat16_above(b, other, lanes), lanes)
+        _store(b, b.or_(lower, upper), size, both, streaming)
+        return
     if lanes == 1:
         _store_wide(b, tag, both, one)
         _store_wide(b, tag, _address(b, both, _constant(_I64, 1, 1), size), other)
         return
     order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
     _store_wide(b, tag, both, _pick(b, one, other, order), streaming)
+
+
+def _upper(b: ir.IRBuilder, words: ir.Value, lanes: int) -> ir.Value:
+    return b.and_(words, _constant(_I32, lanes, 0xFFFF0000))
 
 
 def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool = False) -> Any:
