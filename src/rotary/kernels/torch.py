@@ -24,6 +24,9 @@ from . import numpy as law
 from .geometry import Geometry, Options, check_fit, geometry_of
 from .memory import Block, check_overlap, is_contiguous
 
+# None in a torch that has no such check: it pays the signature
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
 _FLOATS = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -50,6 +53,11 @@ def rotate(
     Arguments and errors are those of `rotary.rotate`.
     """
     is_eager = positions is None and not is_tracing() and not _is_transforming()
+    key = len(xs), options, conjugate
+    if is_eager and out is None and not _wants_grad(*xs, cos, sin):
+        for guard, call in _recent.get(key, ()):
+            if guard.check(*xs, cos, sin):
+                return _run(call, xs, cos, sin, None)
     if is_eager and (out is None or all(map(_has_memory, (*xs, *out)))):
         tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
         call = _ready_call(
@@ -58,7 +66,9 @@ def rotate(
             options,
             conjugate,
         )
-        if call is not None and not (torch.is_grad_enabled() and _wants_grad(*tensors)):
+        if call is not None and not _wants_grad(*tensors):
+            if out is None and TensorGuards is not None:
+                _recent[key] = ((_guard(tensors), call), *_recent.get(key, ())[: _RECENT - 1])
             return _run(call, xs, cos, sin, out)
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
@@ -113,6 +123,19 @@ def _ready_call(
     if is_in_place is None and not all(map(is_contiguous, blocks)):
         return None  # new outputs keep the memory order of x
     return loops.ready_call(blocks, is_in_place, options, conjugate)
+
+
+# For one token the signature of four tensors costs as much as the rotation. torch.compile has a
+# check in C++ of type, dtype, device, shape, strides and all that the dispatcher would look at; it
+# guards the last few calls. Whether a gradient is wanted now it does not see.
+_RECENT = 4
+_recent: dict[tuple[Any, ...], tuple[tuple[Any, Any], ...]] = {}
+
+
+def _guard(tensors: Sequence[Tensor]) -> Any:
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _run(
