@@ -16,12 +16,13 @@ from . import numpy as law
 from . import threads, vector
 from .blocks import empty
 from .geometry import Geometry, Options, geometry_of
-from .memory import SIZES, Block, contiguous, is_contiguous_last
+from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
 
 Array = npt.NDArray[Any]
 
 STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
 _LINE = 64
+_AHEAD = 1 << 13  # bytes; 4 to 16 KiB are alike
 
 
 class Call(NamedTuple):
@@ -261,6 +262,7 @@ def _walk(
     if not (is_in_place and x.strides == out.strides):
         steps[14] = geometry.start * itemsize
         steps[15], steps[16] = stop * itemsize, (head_dim - stop) * itemsize
+    steps[17] = _AHEAD if is_gapless(x) else 0
     return offsets, steps
 
 

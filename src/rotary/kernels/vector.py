@@ -84,12 +84,15 @@ def _load(b: ir.IRBuilder, element: ir.Type, size: int, address: ir.Value, lanes
 
 def _load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) -> ir.Value:
     """`lanes` elements in the type of the arithmetic."""
-    element, size, wide, _ = _ELEMENTS[tag]
-    value = _load(b, element, size, address, lanes)
+    element, size, _, _ = _ELEMENTS[tag]
+    return _widened(b, tag, _load(b, element, size, address, lanes), lanes)
+
+
+def _widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
     if tag is types.uint16:  # bfloat16 is the upper half of a float32
         value = b.shl(b.zext(value, _vector(_I32, lanes)), _constant(_I32, lanes, 16))
-        return b.bitcast(value, _vector(wide, lanes))
-    return b.fpext(value, _vector(wide, lanes)) if tag is types.int16 else value
+        return b.bitcast(value, _vector(_F32, lanes))
+    return b.fpext(value, _vector(_F32, lanes)) if tag is types.int16 else value
 
 
 def _store_wide(
@@ -99,18 +102,22 @@ def _store_wide(
 
     `streaming` goes past the caches, and needs an address that is a multiple of the vector's size.
     """
-    element, size, _, _ = _ELEMENTS[tag]
     lanes = value.type.count if isinstance(value.type, ir.VectorType) else 1
-    if tag is types.uint16:
-        bits = _bfloat16_above(b, value, lanes)
-        if lanes == 1:
-            value = b.trunc(b.lshr(bits, _constant(_I32, 1, 16)), element)
-        else:  # one shuffle of two vectors takes the upper halves of both
-            halves = b.bitcast(bits, _vector(element, 2 * lanes))
-            value = _pick(b, halves, halves, list(range(1, 2 * lanes, 2)))
-    elif tag is types.int16:
-        value = b.fptrunc(value, _vector(element, lanes))
-    _store(b, value, size, address, streaming)
+    _store(b, _narrowed(b, tag, value, lanes), _ELEMENTS[tag][1], address, streaming)
+
+
+def _narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
+    element = _ELEMENTS[tag][0]
+    if tag is types.int16:
+        return b.fptrunc(value, _vector(element, lanes))
+    if tag is not types.uint16:
+        return value
+    bits = _bfloat16_above(b, value, lanes)
+    if lanes == 1:
+        return b.trunc(b.lshr(bits, _constant(_I32, 1, 16)), element)
+    # one shuffle of two vectors takes the upper halves of both
+    halves = b.bitcast(bits, _vector(element, 2 * lanes))
+    return _pick(b, halves, halves, list(range(1, 2 * lanes, 2)))
 
 
 def _store(b: ir.IRBuilder, value: ir.Value, size: int, address: ir.Value, streaming: bool) -> None:
@@ -165,17 +172,32 @@ def _each(
         done = whole
 
 
+def _prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, lanes: int) -> None:
+    """Ask for a cache line that is read a few rows later."""
+    if lanes == 1:
+        return
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    pointer = b.inttoptr(b.add(address, ahead), cgutils.voidptr_t)
+    for_reading, keep, data = (_constant(_I32, 1, number) for number in (0, 3, 1))
+    b.call(prefetch, [pointer, for_reading, keep, data])
+
+
 def _load_pairs(
-    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int, *,
-    interleaved: bool,
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
+    ahead: ir.Value, *, interleaved: bool,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     size = _ELEMENTS[tag][1]
     if not interleaved:
         first = _address(b, row, index, size)
+        _prefetch(b, first, ahead, lanes)
+        _prefetch(b, _address(b, first, pairs, size), ahead, lanes)
         return _load_wide(b, tag, first, lanes), _load_wide(
             b, tag, _address(b, first, pairs, size), lanes
         )
     both = _address(b, row, index, 2 * size)
+    _prefetch(b, both, ahead, lanes)
+    _prefetch(b, b.add(both, _constant(_I64, 1, 64)), ahead, lanes)
     if tag is types.uint16:  # a pair is a word of 32 bits
         words = _load(b, _I32, size, both, lanes)
         lower, upper = b.shl(words, _constant(_I32, lanes, 16)), _upper(b, words, lanes)
@@ -183,11 +205,12 @@ def _load_pairs(
     if lanes == 1:
         second = _address(b, both, _constant(_I64, 1, 1), size)
         return _load_wide(b, tag, both, 1), _load_wide(b, tag, second, 1)
-    block = _load_wide(b, tag, both, 2 * lanes)
-    return (
-        _pick(b, block, block, list(range(0, 2 * lanes, 2))),
-        _pick(b, block, block, list(range(1, 2 * lanes, 2))),
+    block = _load(b, _ELEMENTS[tag][0], size, both, 2 * lanes)
+    first, second = (
+        _widened(b, tag, _pick(b, block, block, list(range(side, 2 * lanes, 2))), lanes)
+        for side in (0, 1)
     )
+    return first, second
 
 
 def _store_pairs(
@@ -211,7 +234,8 @@ def _store_pairs(
         _store_wide(b, tag, _address(b, both, _constant(_I64, 1, 1), size), other)
         return
     order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
-    _store_wide(b, tag, both, _pick(b, one, other, order), streaming)
+    one, other = (_narrowed(b, tag, value, lanes) for value in (one, other))
+    _store(b, _pick(b, one, other, order), size, both, streaming)
 
 
 def _upper(b: ir.IRBuilder, words: ir.Value, lanes: int) -> ir.Value:
@@ -219,12 +243,15 @@ def _upper(b: ir.IRBuilder, words: ir.Value, lanes: int) -> ir.Value:
 
 
 def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool = False) -> Any:
-    """The rotation of one row: (tag, x, out, cos, sin, pairs, sign) -> None, all addresses."""
+    """The rotation of one row: (tag, x, out, cos, sin, pairs, sign, ahead) -> None.
+
+    The row so many bytes `ahead` is asked for from memory.
+    """
 
     @intrinsic
-    def rotate_row(context, tag, x, out, cos, sin, pairs, sign):
+    def rotate_row(context, tag, x, out, cos, sin, pairs, sign, ahead):
         def generate(context, b, signature, arguments):
-            _, x, out, cos, sin, pairs, sign = arguments
+            _, x, out, cos, sin, pairs, sign, ahead = arguments
             _, _, wide, widths = _ELEMENTS[tag]
             sign = b.sitofp(sign, wide)
 
@@ -234,7 +261,9 @@ def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool =
                 if wide is _F64:
                     c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
                 s = b.fmul(s, _splat(b, sign, lanes))
-                u, v = _load_pairs(b, tag, x, index, pairs, lanes, interleaved=read_interleaved)
+                u, v = _load_pairs(
+                    b, tag, x, index, pairs, lanes, ahead, interleaved=read_interleaved
+                )
                 one = b.fsub(b.fmul(u, c), b.fmul(v, s))
                 other = b.fadd(b.fmul(v, c), b.fmul(u, s))
                 _store_pairs(
@@ -253,7 +282,7 @@ def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool =
             _each(b, pairs, widths, rotate)
             return context.get_dummy_value()
 
-        return types.void(tag, *(types.int64,) * 6), generate
+        return types.void(tag, *(types.int64,) * 7), generate
 
     return rotate_row
 
@@ -340,8 +369,8 @@ def forget_cache() -> None:
 # The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
 # 0-2 sizes, 3-5 strides of x, 6-8 of out, 9-11 of the table or of the row numbers, 12 of a row
 # number's table row, 13 offset of the first rotated channel, 14 bytes copied before it,
-# 15 offset and 16 size of what is copied after the slice
-PLAN = 17
+# 15 offset and 16 size of what is copied after the slice, 17 how far ahead memory is asked for
+PLAN = 18
 
 
 @_compiled()
@@ -351,7 +380,7 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
     out_0, out_1, out_2 = _at(plan, 6), _at(plan, 7), _at(plan, 8)
     table_0, table_1, table_2 = _at(plan, 9), _at(plan, 10), _at(plan, 11)
     row_size, start, head = _at(plan, 12), _at(plan, 13), _at(plan, 14)
-    tail, tail_size = _at(plan, 15), _at(plan, 16)
+    tail, tail_size, ahead = _at(plan, 15), _at(plan, 16), _at(plan, 17)
     k = first % size_2
     j = first // size_2 % size_1
     i = first // (size_2 * size_1)
@@ -363,17 +392,19 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
             offset = _at(rows + offset, 0) * row_size
         c, s = cos + offset, sin + offset
         if mode == 0:
-            _row_half(tag, source + start, target + start, c, s, pairs, sign)
+            _row_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
         elif mode == 1:
-            _row_interleaved(tag, source + start, target + start, c, s, pairs, sign)
+            _row_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
         elif mode == STREAMING:
-            _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign)
+            _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign, ahead)
         elif mode == STREAMING + 1:
-            _row_interleaved_streaming(tag, source + start, target + start, c, s, pairs, sign)
+            _row_interleaved_streaming(
+                tag, source + start, target + start, c, s, pairs, sign, ahead
+            )
         elif mode == 2:
-            _row_half_to_interleaved(tag, source + start, target + start, c, s, pairs, sign)
+            _row_half_to_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
         else:
-            _row_interleaved_to_half(tag, source + start, target + start, c, s, pairs, sign)
+            _row_interleaved_to_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
         if head:
             _copy(target, source, head)
         if tail_size:
