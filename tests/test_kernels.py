@@ -584,3 +584,28 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
         assert prepared[-1].can_stream
         assert out.tobytes() == wanted.tobytes()
     cpu._ready_call.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(pool, "count", lambda: threads)
+    pairs, seq = 4, 11
+    monkeypatch.setattr(cpu, "_TILE_BYTES", rows * 2 * 4 * pairs)
+    rng = np.random.default_rng(0)
+    for shape, table in (
+        ((2, 3, seq, 8), (2, seq, pairs)),
+        ((2, 3, seq, 8), (seq, pairs)),
+        ((1, 1, seq, 8), (seq, pairs)),
+        ((2, 2, 3, seq, 8), (2, 1, 1, seq, pairs)),
+    ):
+        cpu.prepare.cache_clear()
+        cpu._ready_call.cache_clear()
+        xs = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
+        cos, sin = (rng.standard_normal(table, np.float32) for _ in range(2))
+        arguments = (xs, cos, sin, None, Options(), False, None)
+        for got, want in zip(cpu.rotate(*arguments), law.rotate(*arguments), strict=True):
+            assert_bits(got, want)
+    cpu.prepare.cache_clear()
+    cpu._ready_call.cache_clear()

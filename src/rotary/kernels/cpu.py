@@ -22,7 +22,9 @@ Array = npt.NDArray[Any]
 
 STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
 _LINE = 64
+_TILE_BYTES = 1 << 21  # of both tables; smaller tiles gain nothing and break the runs of rows
 _AHEAD = 1 << 13  # bytes; 4 to 16 KiB are alike
+_NOTHING = np.zeros(vector.PLAN, np.int64)  # the plan of no rows
 
 
 class Call(NamedTuple):
@@ -181,7 +183,7 @@ def prepare(
         offsets.append(outer)
         steps.append(plan)
     if len(steps) == 1:
-        steps.append(np.zeros(vector.PLAN, np.int64))
+        steps.append(_NOTHING)
     return Call(
         xs[0].dtype,
         vector.TAGS[xs[0].dtype],
@@ -227,13 +229,12 @@ def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, 
             cos, sin, rows, call.pairs, mode, call.sign,
         )  # fmt: skip
         return
-    nothing = np.zeros(vector.PLAN, np.int64)
     for x, out, plan, offsets in zip(xs, outs, call.plans[: len(xs)], call.offsets, strict=True):
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
             _rotate(
                 call.dtype, call.size // len(offsets), plan, x + source, out + target,
-                address(nothing), 0, 0, *table, call.pairs, mode, call.sign,
+                address(_NOTHING), 0, 0, *table, call.pairs, mode, call.sign,
             )  # fmt: skip
 
 
@@ -263,6 +264,7 @@ def _walk(
         steps[14] = geometry.start * itemsize
         steps[15], steps[16] = stop * itemsize, (head_dim - stop) * itemsize
     steps[17] = _AHEAD if is_gapless(x) else 0
+    steps[18] = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
     return offsets, steps
 
 

@@ -369,8 +369,10 @@ def forget_cache() -> None:
 # The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
 # 0-2 sizes, 3-5 strides of x, 6-8 of out, 9-11 of the table or of the row numbers, 12 of a row
 # number's table row, 13 offset of the first rotated channel, 14 bytes copied before it,
-# 15 offset and 16 size of what is copied after the slice, 17 how far ahead memory is asked for
-PLAN = 18
+# 15 offset and 16 size of what is copied after the slice, 17 how far ahead memory is asked for,
+# 18 how many indices of the last axis make a tile. Rows run through a tile for every index of the
+# other axes before the next tile, so that the table rows of one stay in a cache
+PLAN = 19
 
 
 @_compiled()
@@ -381,41 +383,46 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
     table_0, table_1, table_2 = _at(plan, 9), _at(plan, 10), _at(plan, 11)
     row_size, start, head = _at(plan, 12), _at(plan, 13), _at(plan, 14)
     tail, tail_size, ahead = _at(plan, 15), _at(plan, 16), _at(plan, 17)
-    k = first % size_2
-    j = first // size_2 % size_1
-    i = first // (size_2 * size_1)
-    for _ in range(first, last):
+    tile, outer = _at(plan, 18), _at(plan, 0) * size_1
+    at = first
+    while at < last:
+        number, inside = at // (outer * tile), at % (outer * tile)
+        height = min(tile, size_2 - number * tile)
+        i, j, k = inside // height // size_1, inside // height % size_1, inside % height
+        stop = min(last, at + height - k)
+        k += number * tile
         source = x + i * x_0 + j * x_1 + k * x_2
         target = out + i * out_0 + j * out_1 + k * out_2
-        offset = i * table_0 + j * table_1 + k * table_2
-        if rows:
-            offset = _at(rows + offset, 0) * row_size
-        c, s = cos + offset, sin + offset
-        if mode == 0:
-            _row_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
-        elif mode == 1:
-            _row_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
-        elif mode == STREAMING:
-            _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign, ahead)
-        elif mode == STREAMING + 1:
-            _row_interleaved_streaming(
-                tag, source + start, target + start, c, s, pairs, sign, ahead
-            )
-        elif mode == 2:
-            _row_half_to_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
-        else:
-            _row_interleaved_to_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
-        if head:
-            _copy(target, source, head)
-        if tail_size:
-            _copy(target + tail, source + tail, tail_size)
-        k += 1
-        if k == size_2:
-            k = 0
-            j += 1
-            if j == size_1:
-                j = 0
-                i += 1
+        step = i * table_0 + j * table_1 + k * table_2
+        while at < stop:
+            offset = _at(rows + step, 0) * row_size if rows else step
+            c, s = cos + offset, sin + offset
+            if mode == 0:
+                _row_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
+            elif mode == 1:
+                _row_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
+            elif mode == STREAMING:
+                _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign, ahead)
+            elif mode == STREAMING + 1:
+                _row_interleaved_streaming(
+                    tag, source + start, target + start, c, s, pairs, sign, ahead
+                )
+            elif mode == 2:
+                _row_half_to_interleaved(
+                    tag, source + start, target + start, c, s, pairs, sign, ahead
+                )
+            else:
+                _row_interleaved_to_half(
+                    tag, source + start, target + start, c, s, pairs, sign, ahead
+                )
+            if head:
+                _copy(target, source, head)
+            if tail_size:
+                _copy(target + tail, source + tail, tail_size)
+            source += x_2
+            target += out_2
+            step += table_2
+            at += 1
     if mode >= STREAMING:
         _fence()
 
