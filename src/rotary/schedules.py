@@ -344,17 +344,26 @@ def ntk_mixed(
 
 
 def axial(
-    rotary_dim: int, base: float, arithmetic: Arithmetic = FLOAT64, *, num_axes: int
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    num_axes: int,
+    ladder: str = "blocks",
 ) -> Frequencies:
-    """Axial RoPE: every axis of a grid has the same ladder, of rotary_dim / num_axes channels.
+    """Axial RoPE: the axes of a grid share the pairs; `Rotary.axes` says which axis drives which.
 
-    The ladders follow one another: axis 0 first. `Rotary.axes` says which position axis drives
-    which pair, for instance `positions.sections(*[rotary_dim // 2 // num_axes] * num_axes)`.
+    ladder "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after another;
+    "turns": the same ladders, each frequency for every axis in turn; "dealt": one ladder of the
+    full width, dealt out to the axes in turn.
     Raises ValueError if rotary_dim is not a multiple of 2 num_axes.
-    Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family.
+    Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family
+    ("blocks"), Kimi K2.5 ("turns"), Pixtral ("dealt").
 
     >>> axial(8, 1e4, num_axes=2)[0]
     array([1.  , 0.01, 1.  , 0.01])
+    >>> axial(8, 1e4, num_axes=2, ladder="dealt")[0]
+    array([1.   , 0.01 , 0.1  , 0.001])
     """
     if isinstance(num_axes, bool) or not isinstance(num_axes, int) or num_axes < 1:
         raise ValueError(f"num_axes must be a whole number >= 1, got {num_axes!r}")
@@ -362,7 +371,13 @@ def axial(
         raise ValueError(
             f"rotary_dim must be a multiple of 2 num_axes = {2 * num_axes}, got {rotary_dim}"
         )
-    return np.tile(default(rotary_dim // num_axes, base, arithmetic)[0], num_axes), 1.0
+    if ladder == "dealt":
+        whole = default(rotary_dim, base, arithmetic)[0]
+        return np.concatenate([whole[axis::num_axes] for axis in range(num_axes)]), 1.0
+    own = default(rotary_dim // num_axes, base, arithmetic)[0]
+    if ladder not in ("blocks", "turns"):
+        raise ValueError(f'ladder must be "blocks", "turns" or "dealt", got {ladder!r}')
+    return np.tile(own, num_axes) if ladder == "blocks" else np.repeat(own, num_axes), 1.0
 
 
 def custom(

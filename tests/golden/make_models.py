@@ -1,0 +1,329 @@
+"""Write `src/rotary/models.json`, the one table of model knowledge; run as a script.
+
+What a config takes where it is silent is asked from the config classes of transformers. What only a
+model's code says (layout, direction, slice, how position axes are dealt out) is in `CODE` below,
+read in the modelling files and proved by `tests/test_parity.py`, which compares every class.
+"""
+
+import importlib
+import inspect
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+TABLE = Path(__file__).parents[2] / "src" / "rotary" / "models.json"
+MODELING = Path(transformers.__file__).parent / "models"
+ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
+SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+SHARE, THETA = "partial_rotary_factor", "rope_theta"
+
+INTERLEAVED = {"layout": "interleaved"}
+DEEPSEEK = {"layout": "interleaved", "out_layout": "half", "layout_key": "rope_interleave"}
+TWO_AXES = {"axes": "blocks", "num_axes": 2}
+TRICK = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
+BERT = {
+    "sliding_attention": {THETA: "local_rope_theta"},
+    "full_attention": {THETA: "global_rope_theta"},
+}
+WIDER = {"head_dim": 256, "layer_names": {"full_attention": {"head_dim": "global_head_dim"}}}
+# model types of code that is not in transformers, and the one that computes the same
+SAME = {
+    "exaone4_5_text": "exaone4",
+    "internlm2": "llama",
+    "kimi_k2": "deepseek_v3",
+    "phi3_v": "phi3",
+}
+# what the code of a model says and its config does not
+CODE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
+         "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",
+         "glm_ocr_text", "openai_privacy_filter", "llama4_text", "deepseek_v2", "pe_audio_encoder",
+         "pe_audio_video_encoder", "pe_video_encoder", "gptj", "codegen", "roformer"),
+        INTERLEAVED,
+    ),
+    **dict.fromkeys(
+        ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+         "glm_moe_dsa", "longcat_flash", "mistral4", "youtu", "mistral_large4_text"),
+        DEEPSEEK,
+    ),
+    "deepseek_v4": {
+        "layout": "interleaved", "slice": "trailing",
+        "layer_names": {"compress": {THETA: "compress_rope_theta"}}, "scaled_layers": ["compress"],
+        "names": {"rotary_dim": "qk_rope_head_dim"},
+        "scaled_defaults": {"attention_factor": 1.0},
+    },
+    "mistral4": {
+        **DEEPSEEK, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
+    },
+    "nanochat": {"sign": -1},
+    **dict.fromkeys(
+        ("gemma3_text", "gemma3n_text", "t5gemma2_text", "t5gemma2_decoder"),
+        {"layer_names": TRICK, "scaled_layers": ["full_attention"]},
+    ),
+    **dict.fromkeys(
+        ("modernbert", "modernbert-decoder"),
+        {"layer_names": BERT, "scaled_layers": ["full_attention", "sliding_attention"]},
+    ),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text"),
+        WIDER,
+    ),
+    "gemma4_vision": {"not_one": "each half of the head is a rotation of its own, by one axis"},
+    "hunyuan_vl_text": {"not_one": "pair (j, j + head_dim / 2) mixes two axes, norms change"},
+    "olmo3": {"scaled_layers": ["full_attention"]},
+    **dict.fromkeys(
+        ("gpt_neox", "gpt_neox_japanese"),
+        {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
+    ),
+    "gptj": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    "codegen": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
+    **dict.fromkeys(
+        ("wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"),
+        {"names": {THETA: "rotary_embedding_base"}},
+    ),
+    **dict.fromkeys(("dinov3_vit", "eomt_dinov3", "sapiens2"), TWO_AXES),
+    "llama4_vision_model": {**TWO_AXES, "layout": "interleaved"},
+    "qwen2_vl_vision": {"names": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"}},
+    **dict.fromkeys(
+        ("sam2_video", "sam3_tracker_video", "edgetam_video"),
+        {
+            **TWO_AXES, "layout": "interleaved", "names": {THETA: "memory_attention_rope_theta"},
+            "head_dim_of": ["memory_attention_hidden_size", "memory_attention_downsample_rate",
+                            "memory_attention_num_attention_heads"],
+            "memory_attention_hidden_size": 256, "memory_attention_downsample_rate": 1,
+            "memory_attention_num_attention_heads": 1,
+        },
+    ),
+    "clvp_encoder": {"rotary_dim": 32},
+    "esm": {"only": ["default"]},
+    "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
+    "phimoe": {"mscales": True},
+    "recurrent_gemma": {"only": ["default"]},
+    "efficientloftr": {"not_one": "frequencies alternate in groups of four over a grid"},
+    "musicflamingo": {"not_one": "angles are products of two positions"},
+    "inkling2_vision": {**TWO_AXES, "axes": "blocks reversed", "layout": "interleaved"},
+    "kimi_k25_vision": {**TWO_AXES, "axes": "turns reversed"},
+    "step3p5_vision": {**TWO_AXES, "axes": "blocks reversed"},
+    "minimax_m3_vl_vision": {"axes": "blocks", "num_axes": 3},
+    "pixtral": {**TWO_AXES, "ladder": "dealt"},
+    "ernie4_5_vl_moe_text": {**INTERLEAVED, "mrope": "alternating", "mrope_section": [22, 22, 20]},
+    "cohere_compass_text": {"mrope": "interleaved"},
+    "neomme": {"axes": "turns of one ladder", "num_axes": 2},
+    "sam3_vit_model": {**TWO_AXES, "layout": "interleaved"},
+}  # fmt: skip
+
+
+def main() -> None:
+    """Ask every config class, add what the code says, write the table."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    table: dict[str, dict[str, Any]] = {}
+    for module, name in rotary_classes():
+        config = config_for(module, getattr(module, name))
+        if config is not None and config.model_type:
+            table.setdefault(config.model_type, entry(type(config)(), getattr(module, name)))
+    for name in (
+        "gptj",
+        "codegen",
+        "t5gemma2_decoder",
+        "roformer",
+        "wav2vec2-conformer",
+        "wav2vec2-bert",
+        "seamless_m4t",
+    ):
+        if name not in table:
+            table[name] = entry(transformers.AutoConfig.for_model(name), None)
+    for name, says in CODE.items():
+        names = {**table[name].get("names", {}), **says.get("names", {})}
+        table[name] = {**table[name], **says, **({"names": names} if names else {})}
+        if says == WIDER:
+            table[name]["layers"]["full_attention"]["head_dim"] = 512
+    for name, same in SAME.items():
+        table.setdefault(name, table[same])
+    for name in list(transformers.CONFIG_MAPPING):
+        parts = parts_of(name, table)
+        if parts:
+            table.setdefault(name, {})["parts"] = parts
+    lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{len(table)} model types in {TABLE.name}")
+
+
+# classes whose constructor does not say its config, and configs that run where the default does not
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SeamlessM4TConformerRotaryPositionalEmbedding": ("seamless_m4t", {}),
+    "Wav2Vec2BertRotaryPositionalEmbedding": ("wav2vec2-bert", {}),
+    "Wav2Vec2ConformerRotaryPositionalEmbedding": ("wav2vec2-conformer", {}),
+    "ClvpRotaryPositionalEmbedding": ("clvp_encoder", {}),
+    "CohereCompassRotaryEmbedding": (
+        "cohere_compass_text",
+        {
+            "rope_parameters": {
+                kind: {"rope_type": "default", THETA: theta, "mrope_section": [24, 20, 20]}
+                for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
+            },
+            "layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2,
+        },
+    ),
+    "Glm4MoeRotaryEmbedding": ("glm4_moe", {"head_dim": 128}),
+    "Glm4vMoeTextRotaryEmbedding": ("glm4v_moe_text", {"head_dim": 128}),
+    "Glm4vTextRotaryEmbedding": ("glm4v_text", {"partial_rotary_factor": 0.5}),
+    "GlmImageTextRotaryEmbedding": ("glm_image_text", {"partial_rotary_factor": 0.5}),
+    "Qwen3OmniMoeThinkerTextRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
+    "Qwen3OmniMoeRotaryEmbedding": ("qwen3_omni_moe_talker_code_predictor", {}),
+    "Qwen3OmniMoeTalkerRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
+    "Qwen4ExpTextRotaryEmbedding": ("qwen4_exp_text", {"partial_rotary_factor": 0.25}),
+}  # fmt: skip
+
+
+def rotary_classes() -> list[tuple[Any, str]]:
+    """(modelling module, class name) of every class of transformers that makes rotary tables."""
+    found = []
+    for path in sorted(MODELING.glob("*/modeling_*.py")):
+        names = re.findall(r"^class (\w+)\(", path.read_text(), flags=re.MULTILINE)
+        wanted = [name for name in names if ROTARY.search(name)]
+        if wanted:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            found += [(module, name) for name in wanted]
+    return found
+
+
+def config_for(module: Any, rotary: type) -> Any:
+    """The default config, or the first of its parts, that the class can be built from."""
+    if rotary.__name__ in CONFIGS:
+        name, values = CONFIGS[rotary.__name__]
+        return _config_class(module, name)(**values)
+    given = inspect.signature(rotary.__init__).parameters.get("config")
+    kind = None if given is None else given.annotation
+    kind = getattr(module, kind, None) if isinstance(kind, str) else kind
+    if not inspect.isclass(kind) or kind is inspect.Parameter.empty:
+        return None
+    whole = kind()
+    for config in (whole, *_parts(whole)):
+        if config.model_type == "llama" and "llama" not in module.__name__:
+            continue  # the language model beside the audio tower that is meant
+        try:
+            rotary(config)
+        except (AttributeError, KeyError, TypeError):
+            continue
+        return type(config)()  # as it is by itself: the whole may fill it in
+    return None
+
+
+def _config_class(module: Any, name: str) -> Any:
+    """The config class with a model_type: that of transformers, or one of the module alone."""
+    folder = module.__name__.rsplit(".", 1)[0]
+    own = importlib.import_module(f"{folder}.configuration_{folder.rsplit('.', 1)[1]}")
+    return next(each for each in vars(own).values() if getattr(each, "model_type", None) == name)
+
+
+def _parts(config: Any) -> list[Any]:
+    found = []
+    for key in config.sub_configs or {}:
+        part = getattr(config, key, None)
+        if hasattr(part, "model_type"):
+            found += [part, *_parts(part)]
+    return found
+
+
+def parts_of(name: str, table: dict[str, Any]) -> dict[str, str]:
+    """The parts of a config that hold a RoPE: key -> model_type."""
+    try:
+        config = transformers.AutoConfig.for_model(name)
+    except Exception:
+        return {}
+    parts = {key: getattr(config, key, None) for key in config.sub_configs or {}}
+    known = {key: getattr(part, "model_type", None) for key, part in parts.items()}
+    return {
+        key: model for key, model in known.items() if model in table or _has_parts(model, table)
+    }
+
+
+def _has_parts(name: str | None, table: dict[str, Any]) -> bool:
+    return bool(name) and name in transformers.CONFIG_MAPPING and bool(parts_of(name, table))
+
+
+def entry(config: Any, rotary: type | None) -> dict[str, Any]:
+    """What a silent config of this class takes, as far as it has a bearing on RoPE."""
+    says: dict[str, Any] = {}
+    names = {}
+    for ours, theirs in (config.attribute_map or {}).items():
+        if ours in (*SIZES, "head_dim"):
+            names[ours] = theirs
+    for size in SIZES:
+        if (value := _get(config, size)) is not None:
+            says[size] = value
+    head_dim = _get(config, "head_dim")
+    if head_dim is not None and not _follows(config, head_dim, "hidden_size"):
+        says["head_dim"] = head_dim
+        if _follows(config, head_dim, "qk_rope_head_dim"):
+            names["head_dim"] = "qk_rope_head_dim"
+    if names:
+        says["names"] = names
+    if (trained := _get(config, "original_max_position_embeddings")) is not None:
+        says["original_max_position_embeddings"] = trained
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if not rope and getattr(config, THETA, None) not in (None, 10_000.0):
+        says[THETA] = config.rope_theta
+    labels = (
+        getattr(config, "_rope_type_labels", None) or getattr(config, "layer_types", None) or ()
+    )
+    if rope and set(rope) & set(labels):
+        says["layers"] = {
+            key: value and _tidy(value) for key, value in sorted(rope.items()) if key in labels
+        }
+    elif rope:
+        if rope.get("rope_type", rope.get("type")) in ("default", "axial", None):
+            if rope.get(THETA) not in (None, 10_000.0):
+                says[THETA] = rope[THETA]
+            if SHARE in rope:
+                says[SHARE] = rope[SHARE]
+        else:
+            says["rope"] = _tidy(rope)
+            if type(config).default_theta != 10_000.0:
+                says[THETA] = type(config).default_theta
+    if rotary is not None:
+        source = inspect.getsource(rotary)
+        if SHARE in source and SHARE not in says:
+            says[SHARE] = 1.0
+        if rope.get("rope_type") == "axial":
+            says.setdefault("axes", "blocks")
+            says.setdefault("num_axes", 2)
+        try:
+            sections = getattr(rotary(config), "mrope_section", None)
+        except KeyError:  # the default of CohereCompass names no layer type
+            sections = None
+        if sections and "slice(offset, length, 3)" in source:
+            says["mrope"], says["mrope_section"] = "interleaved", sections
+        elif sections and "m[i % 3]" in source:
+            says["mrope"], says["mrope_section"] = "sections", sections
+    return says
+
+
+def _get(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # one value for each layer
+        return None
+
+
+def _follows(config: Any, head_dim: int, key: str) -> bool:
+    try:
+        wider = type(config)(**{key: 2 * getattr(config, key)})
+    except Exception:
+        return False
+    return _get(wider, "head_dim") != head_dim
+
+
+def _tidy(rope: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+if __name__ == "__main__":
+    main()
