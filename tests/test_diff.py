@@ -1,0 +1,707 @@
+"""One config as six programs read it: transformers' own numbers, and the formulas of the others."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rotary.diff import diff, readings
+from rotary.programs import PROGRAMS, SLICED
+
+transformers = pytest.importorskip("transformers")
+from huggingface_hub.errors import StrictDataclassClassValidationError  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+NAMES = ("transformers", "vLLM", "SGLang", "llama.cpp", "mlx-lm", "keras-hub")
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 1e4,
+         "max_position_embeddings": 4096}  # fmt: skip
+FLOAT32_RTOL = 32 * 2.0**-24  # float32 exponents, magnified by ln(base)
+LISTS = {"short_factor": np.linspace(1, 3, 64).tolist(),
+         "long_factor": np.geomspace(1, 40, 64).tolist()}  # fmt: skip
+ROPES = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 6.0, "original_max_position_embeddings": 1024},
+    "longrope": {**LISTS, "factor": 4.0, "original_max_position_embeddings": 1024},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 512},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def scaled(rope_type, /, *, model_type="llama", outer=None, **rope):
+    """A v4 config of Llama 2's shape, which every program reads."""
+    return {**LLAMA, **(outer or {}), "model_type": model_type,
+            "rope_scaling": {"rope_type": rope_type, **rope}}  # fmt: skip
+
+
+def read(config, **arguments):
+    return {each.framework: each for each in readings(config, **arguments)}
+
+
+def ladder(base=1e4, dim=128):
+    return np.array([base ** (-2 * i / dim) for i in range(dim // 2)])
+
+
+def ramp(low, high, pairs):
+    return np.clip((np.arange(pairs) - low) / (high - low), 0, 1)
+
+
+def yarn(base, dim, factor, low, high):
+    mixed = ramp(low, high, dim // 2)
+    return ladder(base, dim) / factor * mixed + ladder(base, dim) * (1 - mixed)
+
+
+def base_of(inv_freq, dim=128):
+    """The base of a plain ladder, from its last pair."""
+    return inv_freq[-1] ** (-dim / (dim - 2))
+
+
+def theirs(config):
+    data = copy.deepcopy(config)  # transformers writes into the dicts it is given
+    return transformers.AutoConfig.for_model(data.pop("model_type"), **data)
+
+
+def module_of(config):
+    loaded = theirs(config)
+    return modeling_llama.LlamaRotaryEmbedding(loaded)
+
+
+def assert_transformers(config, seq_len=None, module=None):
+    """Our reading is what the module of transformers has after a row of `seq_len` tokens."""
+    reading = readings(config, seq_len=seq_len)[0]
+    module = module or module_of(config)
+    if seq_len is not None:
+        module(torch.zeros(1), torch.arange(seq_len)[None])
+    np.testing.assert_allclose(reading.inv_freq, module.inv_freq.numpy(), rtol=FLOAT32_RTOL, atol=0)
+    assert reading.attention_factor == pytest.approx(module.attention_scaling, rel=1e-12)
+
+
+# inv_freq of pairs 30 and 40, and amplitude, as float32 classes of vLLM 0.33.0, SGLang 0.5.23,
+# mlx-lm 0.32.2 and keras-hub 0.32.0 gave them, each run alone on its own file; None: it raised
+YARN = {"factor": 6.0, "original_max_position_embeddings": 1024}
+LONGROPE = {**LISTS, "original_max_position_embeddings": 1024}
+RUN = [
+    ("linear", 4096, {"factor": 3.0},
+     [(0.00444507, 0.00105409, 1.0), (0.00444507, 0.00105409, 1.0),
+      (0.00444507, 0.00105409, 1.0), (0.00444507, 0.00105409, 1.0)]),
+    ("dynamic", 10, {"factor": 4.0},
+     [(0.0133352, 0.00316228, 1.0), (0.00393143, 0.000620489, 1.0), (0.0133352, 0.00316228, 1.0),
+      (0.00326125, 0.000773363, 1.0)]),
+    ("dynamic", 9000, {"factor": 4.0},
+     [(0.0133352, 0.00316228, 1.0), (0.00393143, 0.000620489, 1.0),
+      (0.00577901, 0.00103706, 1.0), (0.00326125, 0.000773363, 1.0)]),
+    ("dynamic", 4096, {"factor": 1.0, "alpha": 1000.0},
+     [(0.000497083, 3.93766e-05, 1.0), (0.000497083, 3.93766e-05, 1.0),
+      (0.0133352, 0.00316228, 1.0), (0.0133352, 0.00316228, 1.0)]),
+    ("dynamic", 4096, {"factor": 4.0, "max_trained_positions": 1024},
+     [(0.00393143, 0.000620489, 1.0), (0.00393143, 0.000620489, 1.0),
+      (0.0133352, 0.00316228, 1.0), (0.00326125, 0.000773363, 1.0)]),
+    ("yarn", 4096, YARN,
+     [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "attention_factor": 0.5},
+     [(0.00488958, 0.000527046, 0.5), (0.00488958, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "attn_factor": 0.9},
+     [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.06126),
+      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "mscale": 0.7},
+     [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.0},
+     [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.12542),
+      (0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "truncate": False, "beta_fast": 20, "beta_slow": 2},
+     [(0.00262359, 0.000527046, 1.17918), (0.00262359, 0.000527046, 1.17918),
+      (0.00287622, 0.000527046, 1.17918), (0.00262359, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "extrapolation_factor": 0.5},
+     [(0.00488958, 0.000527046, 1.17918), (0.00355606, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "mrope_section": [16, 24, 24]},
+     [(0.00906111, 0.00113518, 1.17918), (0.00488958, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "mrope_section": [16, 24, 24], "mscale": 1.0},
+     [(0.00906111, 0.00113518, 1.17918), None, (0.00488958, 0.000527046, 1.17918),
+      (0.00488958, 0.000527046, 1.17918)]),
+    ("deepseek_yarn", 4096, {**YARN, "mscale": 0.7},
+     [(0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.12542),
+      (0.00488958, 0.000527046, 1.12542), (0.0133352, 0.00316228, 1.0)]),
+    ("telechat3-yarn", 4096, YARN,
+     [(0.00488958, 0.000527046, 1.12542), None, (0.00488958, 0.000527046, 1.17918),
+      (0.0133352, 0.00316228, 1.0)]),
+    ("longrope", 1025, LONGROPE,
+     [(0.00230205, 0.000303962, 1.09545), (0.00683023, 0.00139317, 1.09545),
+      (0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545)]),
+    ("longrope", 9000, {**LONGROPE, "factor": 16.0},
+     [(0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545),
+      (0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545)]),
+    ("longrope", 10, {**LONGROPE, "short_mscale": 1.5, "long_mscale": 2.5},
+     [(0.00230205, 0.000303962, 2.5), (0.00683023, 0.00139317, 1.5),
+      (0.00230205, 0.000303962, 1.09545), (0.00683023, 0.00139317, 1.09545)]),
+    ("su", 4096, LONGROPE,
+     [(0.00230205, 0.000303962, 1.09545), None, None, (0.00230205, 0.000303962, 1.09545)]),
+    ("llama3", 4096, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 512},
+     [(0.00200393, 0.000395285, 1.0), (0.00200393, 0.000395285, 1.0),
+      (0.00200393, 0.000395285, 1.0), (0.00200393, 0.000395285, 1.0)]),
+    ("ntk", 4096, {"factor": 4.0},
+     [(0.00681361, 0.00130108, 1.0), None, None, (0.0133352, 0.00316228, 1.0)]),
+    ("ntk", 4096, {"factor": 4.0, "mixed_b": 0.6},
+     [(0.00543605, 0.00109422, 1.0), None, None, (0.0133352, 0.00316228, 1.0)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope_type", "seq_len", "rope", "theirs"), RUN, ids=str)
+def test_the_classes_of_four_programs_gave_the_same(rope_type, seq_len, rope, theirs):
+    found = read(scaled(rope_type, **rope), seq_len=seq_len)
+    for name, expected in zip(("vLLM", "SGLang", "mlx-lm", "keras-hub"), theirs, strict=True):
+        if expected is None:
+            assert found[name].refuses
+        else:
+            inv_freq = found[name].inv_freq
+            ours = (inv_freq[30], inv_freq[40], found[name].attention_factor)
+            np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+# --- transformers, as it computes ---
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_the_reading_of_transformers_is_what_it_computes(rope_type):
+    old = scaled(rope_type, **ROPES[rope_type])
+    rope = {"rope_type": rope_type, "rope_theta": 5e5, **ROPES[rope_type]}
+    new = {**LLAMA, "rope_parameters": rope}
+    del new["rope_theta"]
+    for config in (old, new):
+        if rope_type in ("dynamic", "longrope"):
+            for seq_len in (1, 1024, 1025, 4096, 4097, 9000):
+                assert_transformers(config, seq_len)
+        else:
+            assert_transformers(config)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"attention_factor": 0.5},
+        {"mscale": 0.7},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"mscale": 0.7, "mscale_all_dim": 0.0},
+        {"truncate": False, "beta_fast": 20, "beta_slow": 2},
+        {"factor": None},
+        {"factor": 0.5},
+    ],
+    ids=str,
+)
+def test_the_reading_of_transformers_for_every_key_of_yarn(extra):
+    assert_transformers(scaled("yarn", **{**ROPES["yarn"], **extra}))
+
+
+@pytest.mark.parametrize("extra", [{"attention_factor": 0.5}, {"factor": None}, {"factor": 0.5}])
+def test_the_reading_of_transformers_for_the_amplitude_of_longrope(extra):
+    assert_transformers(scaled("longrope", **{**ROPES["longrope"], **extra}), 2000)
+
+
+def test_a_trained_length_outside_the_dict_wins_in_transformers():
+    outer = {"original_max_position_embeddings": 2048}
+    config = scaled("yarn", outer=outer, **ROPES["yarn"])
+    assert_transformers(config)
+    assert "2048" in readings(config)[0].schedule
+
+
+def test_a_slice_is_ignored_by_the_default_type_of_llama_and_obeyed_by_the_others():
+    config = {**LLAMA, "head_dim": 64, "partial_rotary_factor": 0.5}
+    assert_transformers(config)
+    found = read(config)
+    assert {name: len(each.inv_freq) for name, each in found.items()} == {
+        "transformers": 32, "vLLM": 16, "SGLang": 32, "llama.cpp": 32, "mlx-lm": 32, "keras-hub": 32
+    }  # fmt: skip
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    assert_transformers(config)
+    assert [len(each.inv_freq) for each in readings(config)] == [16, 16, 32, 32, 32, 32]
+
+
+def test_the_slice_of_a_family_that_has_one_is_read_by_all():
+    config = {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.25}
+    for model_type in ("stablelm", "glm4v_text"):
+        config["model_type"] = model_type
+        assert diff(config).verdict == "All six agree."
+        assert [len(each.inv_freq) for each in readings(config)] == [16] * 6
+
+
+def test_the_families_that_slice_are_those_whose_code_says_so():
+    body = re.compile(r"def compute_default_rope_parameters\(.*?(?=\n    def |\nclass )", re.DOTALL)
+    found = {
+        path.parent.name
+        for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+        if any("partial_rotary_factor" in each for each in body.findall(path.read_text()))
+    }
+    assert found == SLICED
+
+
+@pytest.mark.parametrize("rope_type", ["su", "ntk", "mrope", "telechat3-yarn", "deepseek_yarn"])
+def test_the_types_that_transformers_refuses(rope_type):
+    config = scaled(rope_type, **LISTS, factor=4.0, mrope_section=[16, 24, 24],
+                    original_max_position_embeddings=1024)  # fmt: skip
+    with pytest.raises(KeyError, match=rope_type):
+        module_of(config)
+    refused = read(config)["transformers"]
+    assert refused.refuses == f"KeyError: '{rope_type}'"
+    assert refused.inv_freq is None
+    assert refused.attention_factor is None
+    assert not read(config)["vLLM"].refuses
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn", "longrope", "llama3"])
+def test_a_missing_key_is_refused_by_all_that_load_the_class_of_transformers(rope_type):
+    config = scaled(rope_type, original_max_position_embeddings=1024)
+    with pytest.raises(KeyError, match="Missing required keys"):
+        theirs(config)
+    found = read(config)
+    for name in ("transformers", "vLLM", "SGLang"):
+        assert found[name].refuses.startswith("KeyError: missing required keys"), name
+    if rope_type in ("linear", "yarn"):
+        assert found["llama.cpp"].advice.endswith(f"{rope_type} without a factor at all")
+
+
+def test_the_class_of_phi3_reads_su_and_yarn_as_longrope():
+    lists = {name: values[:48] for name, values in LISTS.items()}
+    outer = {"hidden_size": 3072, "original_max_position_embeddings": 1024}
+    config = scaled("su", model_type="phi3", outer=outer, **lists)
+    with pytest.raises(KeyError, match="original_max_position_embeddings"):
+        theirs(config)
+    assert "original_max_position_embeddings" in read(config)["transformers"].refuses
+    for rope_type, inside in (
+        ("su", {"original_max_position_embeddings": 9}),
+        ("yarn", {"factor": 4}),
+    ):
+        config = scaled(rope_type, model_type="phi3", outer=outer, **lists, **inside)
+        module = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(theirs(config))
+        for seq_len in (1024, 1025):
+            assert_transformers(config, seq_len, module)
+        assert not any(each.refuses for each in readings(config)[:4])
+    with pytest.raises(StrictDataclassClassValidationError, match="longrope"):
+        theirs({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    found = read({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert [bool(found[name].refuses) for name in NAMES] == [True, True, True, False, False, False]
+    found = read({**config, "rope_scaling": {"type": "longrope", **lists}}, seq_len=9)
+    assert found["mlx-lm"].attention_factor == pytest.approx(math.sqrt(1.2))  # ln 4 / ln 1024
+
+
+def test_transformers_keeps_the_short_list_of_phimoe():
+    rope = {**ROPES["longrope"], "short_mscale": 1.25, "long_mscale": 1.5}
+    config = scaled("longrope", model_type="phimoe", **rope)
+    module = transformers.models.phimoe.modeling_phimoe.PhimoeRotaryEmbedding(theirs(config))
+    for seq_len, amplitude in ((1024, 1.25), (2000, 1.5)):
+        found = read(config, seq_len=seq_len)
+        cos, _ = module(torch.zeros(1), torch.arange(seq_len)[None])
+        assert float(cos[0, 0, 0]) == amplitude == found["transformers"].attention_factor
+        turned = torch.arange(2.0)[1] * torch.tensor(found["transformers"].inv_freq)
+        expected = torch.cos(turned) * amplitude
+        torch.testing.assert_close(cos[0, 1, :64].double(), expected, rtol=1e-6, atol=1e-6)
+    assert found["vLLM"].attention_factor == 1.5
+    assert found["llama.cpp"].attention_factor == pytest.approx(math.sqrt(1.2))
+    np.testing.assert_allclose(found["vLLM"].inv_freq, ladder() / LISTS["long_factor"], rtol=1e-12)
+
+
+def test_truncate_is_ignored_by_transformers_in_a_nested_config():
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", **ROPES["yarn"], "truncate": False}
+    config = {"model_type": "olmo3", "hidden_size": 4096, "num_attention_heads": 32,
+              "max_position_embeddings": 4096, "num_hidden_layers": 2,
+              "layer_types": ["full_attention", "sliding_attention"],
+              "rope_parameters": {"full_attention": rope,
+                                  "sliding_attention": {**rope, "beta_fast": 9.0}}}  # fmt: skip
+    yarn_of_theirs = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    inv_freq, _ = yarn_of_theirs(theirs(config), layer_type="full_attention")
+    found = read(config, layer_type="full_attention")
+    np.testing.assert_allclose(found["transformers"].inv_freq, inv_freq, rtol=FLOAT32_RTOL)
+    assert diff(config, layer_type="full_attention").differences[0].inv_freq > 0.01
+    assert "not truncated" in found["vLLM"].schedule
+    found = read(config, layer_type="sliding_attention")
+    assert found["llama.cpp"].schedule.startswith("plain")
+    assert found["mlx-lm"].schedule.startswith("YaRN")
+
+
+# --- dynamic ---
+
+
+@pytest.mark.parametrize(
+    ("tokens", "transformers_base"), [(1, 1.0e4), (4096, 1.0e4), (8192, 5.1e4), (16384, 1.35e5)]
+)
+def test_dynamic_of_factor_4_has_three_bases(tokens, transformers_base):
+    found = read(scaled("dynamic", factor=4.0), seq_len=tokens)
+    bases = {name: base_of(found[name].inv_freq) for name in NAMES[:5]}
+    expected = [transformers_base, 1.0e4, 1.35e5, 1.0e4, transformers_base]
+    np.testing.assert_allclose(list(bases.values()), expected, rtol=0.01)
+    assert found["vLLM"].switch == found["SGLang"].switch == "never"
+    assert "batch" in found["transformers"].switch
+
+
+@pytest.mark.parametrize(("dim", "first"), [(64, 0.239), (128, 0.2446)])
+def test_keras_divides_even_the_fastest_frequency(dim, first):
+    found = read({**scaled("dynamic", factor=4.0), "head_dim": dim})["keras-hub"]
+    assert found.inv_freq[0] == pytest.approx(first, rel=1e-3)
+    np.testing.assert_allclose(found.inv_freq, ladder(dim=dim) / 4 ** (dim / (dim - 2)), rtol=1e-12)
+
+
+def test_vllm_scales_dynamic_once_it_knows_the_trained_length():
+    config = scaled("dynamic", factor=4.0, max_trained_positions=1024)
+    grown = 1e4 * (4 * 4096 / 1024 - 3) ** (128 / 126)
+    assert base_of(read(config)["vLLM"].inv_freq) == pytest.approx(grown)
+    advice = "vLLM does not scale this config at all: give max_trained_positions"
+    assert advice in diff(scaled("dynamic", factor=4.0)).verdict
+    assert advice not in diff(config).verdict
+
+
+def test_alpha_fixes_the_base_in_vllm_and_sglang_alone():
+    config = scaled("dynamic", factor=1.0, alpha=1000.0)
+    found = read(config)
+    for name, base in zip(NAMES, (1e4, 1e4 * 1000 ** (128 / 126)), strict=False):
+        assert base_of(found[name].inv_freq) == pytest.approx(base)
+    assert base_of(found["SGLang"].inv_freq) == pytest.approx(1e4 * 1000 ** (128 / 126))
+
+
+# --- YaRN ---
+
+
+def test_mscale_alone_is_read_by_mlx_and_the_deepseek_type():
+    rope = {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707}
+    found = read(scaled("yarn", **rope))
+    amplitudes = [round(found[name].attention_factor, 4) for name in NAMES]
+    assert amplitudes == [1.3689, 1.3689, 1.3689, 1.3689, 1.2608, 1.3689]
+    found = read(scaled("deepseek_yarn", **rope))
+    for name in ("vLLM", "SGLang", "mlx-lm"):
+        assert found[name].attention_factor == pytest.approx(1.2608, abs=1e-4)
+    assert found["llama.cpp"].attention_factor == 1.0
+    np.testing.assert_allclose(found["llama.cpp"].inv_freq, ladder(), rtol=1e-15)
+    assert "mscale_all_dim" in diff(scaled("yarn", **rope)).verdict
+
+
+def test_mscale_all_dim_of_zero_counts_in_sglang():
+    config = scaled("yarn", **ROPES["yarn"], mscale=0.7, mscale_all_dim=0.0)
+    found = read(config)
+    assert found["transformers"].attention_factor == pytest.approx(1 + 0.1 * math.log(6))
+    assert found["SGLang"].attention_factor == pytest.approx(1 + 0.07 * math.log(6))
+
+
+def test_attention_factor_and_attn_factor():
+    gain = 1 + 0.1 * math.log(6)
+    config = scaled("yarn", **ROPES["yarn"], attention_factor=0.5, attn_factor=0.9)
+    amplitudes = [each.attention_factor for each in readings(config)]
+    assert amplitudes == pytest.approx([0.5, 0.5, 0.9 * gain, gain, gain, gain])
+    found = read(scaled("deepseek_yarn", **ROPES["yarn"], attn_factor=0.9))
+    assert found["SGLang"].attention_factor == pytest.approx(0.9 * gain)
+    assert found["vLLM"].attention_factor == pytest.approx(gain)
+    below_1 = {**ROPES["yarn"], "factor": 0.5}
+    amplitudes = [each.attention_factor for each in readings(scaled("yarn", **below_1))]
+    assert amplitudes == pytest.approx([1, 1, 1, 1, 1, 1 + 0.1 * math.log(0.5)])
+
+
+def test_the_ramp_of_mrope_with_yarn_is_four_times_as_long_in_vllm():
+    rope = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    outer = {"rope_theta": 1e6, "max_position_embeddings": 131072}
+    config = scaled("yarn", outer=outer, **rope, mrope_section=[16, 24, 24])
+    found = read(config)
+    np.testing.assert_allclose(
+        found["transformers"].inv_freq, yarn(1e6, 128, 4, 23, 40), rtol=1e-12
+    )
+    np.testing.assert_allclose(found["vLLM"].inv_freq, yarn(1e6, 128, 4, 30, 47), rtol=1e-12)
+    (worst, *others) = diff(config).differences
+    assert worst.framework == "vLLM"
+    assert worst.inv_freq == pytest.approx(1.24, abs=0.01)
+    assert all(each.agrees for each in others)
+    assert diff(scaled("yarn", outer=outer, **rope)).verdict == "All six agree."
+
+
+def test_sglang_refuses_mscale_beside_mrope_section():
+    config = scaled("yarn", **ROPES["yarn"], mrope_section=[16, 24, 24], mscale=1.0)
+    assert read(config)["SGLang"].refuses.startswith("TypeError")
+
+
+def test_who_reads_truncate_and_the_betas():
+    config = scaled("yarn", **ROPES["yarn"], truncate=False, beta_fast=16.0)
+    place = [128 * math.log(1024 / (r * 2 * math.pi)) / (2 * math.log(1e4)) for r in (32, 16, 1)]
+    exact = yarn(1e4, 128, 6, place[1], place[2])
+    rounded = yarn(1e4, 128, 6, math.floor(place[1]), math.ceil(place[2]))
+    of_32 = yarn(1e4, 128, 6, math.floor(place[0]), math.ceil(place[2]))
+    expected = [exact, exact, exact, of_32, rounded, exact]
+    for reading, inv_freq in zip(readings(config), expected, strict=True):
+        np.testing.assert_allclose(reading.inv_freq, inv_freq, rtol=1e-12)
+    config["model_type"] = "ministral3"
+    np.testing.assert_allclose(read(config)["llama.cpp"].inv_freq, rounded, rtol=1e-12)
+
+
+def test_extrapolation_factor_is_read_by_sglang():
+    config = scaled("yarn", **ROPES["yarn"], extrapolation_factor=0.5)
+    found = read(config)
+    halfway = (found["vLLM"].inv_freq + ladder() / 6) / 2
+    np.testing.assert_allclose(found["SGLang"].inv_freq, halfway, rtol=1e-12)
+
+
+def test_telechat_has_its_own_amplitude_in_vllm():
+    found = read(scaled("telechat3-yarn", **ROPES["yarn"]))
+    assert found["vLLM"].attention_factor == pytest.approx(1 + 0.07 * math.log(6))
+    assert found["mlx-lm"].attention_factor == pytest.approx(1 + 0.1 * math.log(6))
+    assert found["SGLang"].refuses.startswith("ValueError")
+
+
+def test_a_trained_length_that_is_missing_is_another_one_in_mlx_and_keras():
+    found = read(scaled("yarn", factor=4.0, outer={"max_position_embeddings": 16384}))
+    lengths = {name: found[name].schedule.split()[-1] for name in NAMES}
+    assert set(lengths.values()) == {"16384", "4096"}
+    assert lengths["mlx-lm"] == lengths["keras-hub"] == "4096"
+
+
+# --- linear, llama3, NTK, proportional ---
+
+
+def test_a_whole_factor_is_a_type_error_in_vllm_and_sglang():
+    found = read(scaled("linear", factor=8))
+    for name in NAMES:
+        if name in ("vLLM", "SGLang"):
+            assert found[name].refuses.startswith("TypeError: 'int'")
+        else:
+            np.testing.assert_allclose(found[name].inv_freq, ladder() / 8, rtol=1e-15)
+    assert diff(scaled("linear", factor=8.0)).verdict == "All six agree."
+    assert "write factor with a decimal point" in diff(scaled("linear", factor=8)).verdict
+
+
+def test_a_wavelength_on_the_edge_of_llama3_is_kept_by_mlx_alone():
+    wavelength = 2 * math.pi / float(ladder(dim=4)[1])
+    length = next(n for n in range(2, 9999) if n / (n / wavelength) == wavelength)
+    rope = {"factor": 8.0, "low_freq_factor": length / wavelength, "high_freq_factor": 1e4,
+            "original_max_position_embeddings": length}  # fmt: skip
+    config = {**scaled("llama3", **rope), "head_dim": 4}
+    for name, reading in read(config).items():
+        expected = 0.01 if name == "mlx-lm" else 0.01 / 8
+        assert reading.inv_freq[1] == pytest.approx(expected, rel=1e-9), name
+    assert diff(scaled("llama3", **ROPES["llama3"])).verdict == "All six agree."
+
+
+def test_the_ntk_types_of_vllm():
+    found = read(scaled("ntk", factor=4.0))
+    order = np.arange(1, 65)
+    np.testing.assert_allclose(
+        found["vLLM"].inv_freq, ladder() * 4 ** (-2 * order / 128), rtol=1e-12
+    )
+    assert [name for name in NAMES if found[name].refuses] == ["transformers", "SGLang", "mlx-lm"]
+    mixed = read(scaled("ntk", factor=4.0, mixed_b=0.6))["vLLM"].inv_freq
+    expected = ladder() / np.exp(math.log(4) / 64**0.6 * order**0.6)
+    np.testing.assert_allclose(mixed, expected, rtol=1e-12)
+
+
+def test_the_factor_of_proportional_is_dropped_by_four():
+    config = scaled("proportional", **ROPES["proportional"])
+    expected = np.where(np.arange(64) < 16, ladder(), 0)
+    for name, reading in read(config).items():
+        factor = 2 if name in ("transformers", "mlx-lm") else 1
+        np.testing.assert_allclose(reading.inv_freq, expected / factor, rtol=1e-12)
+    config["rope_scaling"]["factor"] = 1.0
+    assert diff(config).verdict == "All six agree."
+
+
+# --- LongRoPE ---
+
+
+def test_six_rules_switch_the_list():
+    config = scaled("longrope", **ROPES["longrope"])
+    short, long = ladder() / LISTS["short_factor"], ladder() / LISTS["long_factor"]
+    for seq_len, is_long in (
+        (10, [0, 1, 0, 1, 1, 0]),
+        (1024, [0, 1, 0, 1, 1, 0]),
+        (1025, [1, 1, 0, 1, 1, 1]),  # SGLang asks for a position > L, not a length
+        (1026, [1, 1, 1, 1, 1, 1]),
+    ):
+        for reading, expected in zip(readings(config, seq_len=seq_len), is_long, strict=True):
+            list_in_use = long if expected else short
+            np.testing.assert_allclose(reading.inv_freq, list_in_use, rtol=1e-12)
+    assert len({reading.switch for reading in readings(config)}) == 6
+    config["max_position_embeddings"] = 1024
+    assert [each.framework for each in diff(config, seq_len=10).differences if not each.agrees] == [
+        "vLLM", "SGLang", "llama.cpp", "mlx-lm", "keras-hub"
+    ]  # fmt: skip
+    np.testing.assert_allclose(read(config, seq_len=10)["vLLM"].inv_freq, short, rtol=1e-12)
+
+
+def test_the_amplitude_of_longrope():
+    of_16, of_4 = (math.sqrt(1 + math.log(s) / math.log(1024)) for s in (16, 4))
+    rope = {**ROPES["longrope"], "factor": 16.0}
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
+    assert amplitudes == pytest.approx([of_16, of_4, of_4, of_4, of_4, of_4])
+    rope["attention_factor"] = 3.0
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
+    assert amplitudes == pytest.approx([3.0, of_4, of_4, of_4, of_4, of_4])
+    rope |= {"short_mscale": 1.5, "long_mscale": 2.5}
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
+    assert amplitudes == pytest.approx([3.0, 2.5, 2.5, of_4, of_4, of_4])
+
+
+def test_su_is_longrope_in_half_of_them():
+    rope = {**LISTS, "original_max_position_embeddings": 1024}
+    config = scaled("su", **rope)
+    found = read(config)
+    assert [name for name in NAMES if found[name].refuses] == ["transformers", "SGLang", "mlx-lm"]
+    assert diff(config).reference == "vLLM"
+    assert "write rope_type longrope" in diff(config).verdict
+
+
+# --- the file, and what it says beside the type ---
+
+
+def test_mlx_reads_no_rope_parameters_but_in_a_few_models():
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    config = {"model_type": "llama", "head_dim": 128, "rope_parameters": rope}
+    np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(), rtol=1e-15)
+    assert "top level" in diff(config).verdict
+    np.testing.assert_allclose(read(config)["vLLM"].inv_freq, ladder(5e5) / 2, rtol=1e-12)
+    config["model_type"] = "qwen3"
+    assert diff(config).verdict == "All six agree."
+    config["model_type"] = "lfm2"  # its file takes the base alone
+    np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(5e5), rtol=1e-12)
+
+
+def test_type_and_rope_type_that_disagree():
+    config = scaled("linear", type="dynamic", factor=2.0)
+    assert_transformers(config)
+    found = read(config)
+    assert found["vLLM"].refuses.startswith("ValueError: conflict")
+    assert found["mlx-lm"].schedule.startswith("dynamic")
+    assert not read(scaled("longrope", type="su", **ROPES["longrope"]))["vLLM"].refuses
+
+
+def test_a_legacy_mrope_needs_its_sections():
+    for name in ("vLLM", "mlx-lm"):
+        assert "mrope_section" in read(scaled("mrope"))[name].refuses
+    found = read(scaled("mrope", mrope_section=[16, 24, 24]))
+    np.testing.assert_allclose(found["vLLM"].inv_freq, ladder(), rtol=1e-15)
+    np.testing.assert_allclose(found["mlx-lm"].inv_freq, ladder(), rtol=1e-15)
+    assert "one axis" in found["mlx-lm"].notes[0]
+    assert not any(
+        each.refuses for each in readings(scaled("mrope", model_type="qwen2_vl", factor=1.0))[:3]
+    )
+
+
+def test_an_unknown_type_is_dropped_by_two_and_refused_by_four():
+    result = diff(scaled("nonsense", factor=2.0))
+    refusing = [each.framework for each in result.readings if each.refuses]
+    assert refusing == ["transformers", "vLLM", "SGLang", "mlx-lm"]
+    assert result.reference == "llama.cpp"
+    assert "llama.cpp does not scale rope_type nonsense at all" in result.verdict
+
+
+def test_a_plain_config_of_llama_is_read_alike_by_all():
+    result = diff(LLAMA)
+    assert result.verdict == "All six agree."
+    assert result.reference == "transformers"
+    assert result.lengths == (4096,)
+    assert [each.framework for each in result.readings] == list(NAMES)
+    for reading in result.readings:
+        np.testing.assert_allclose(reading.inv_freq, ladder(), rtol=1e-15)
+        assert (reading.attention_factor, reading.switch, reading.refuses) == (1.0, "never", "")
+    assert all(each.agrees for each in result.differences)
+
+
+def test_where_the_lengths_compared_come_from():
+    dynamic, longrope = scaled("dynamic", factor=4.0), scaled("longrope", **ROPES["longrope"])
+    assert diff(dynamic).lengths == (4096, 16384)
+    assert diff(longrope).lengths == (1024, 4096)
+    assert diff(longrope, seq_len=7).lengths == (7,)
+    worst = {each.framework: each for each in diff(dynamic).differences}
+    assert (worst["vLLM"].seq_len, worst["SGLang"].seq_len) == (16384, 4096)
+    np.testing.assert_array_equal(
+        diff(longrope).readings[0].inv_freq, readings(longrope)[0].inv_freq
+    )
+
+
+@pytest.mark.parametrize("rope_type", [*ROPES, "su", "ntk", "nonsense"])
+def test_the_diff_is_json(rope_type):
+    config = scaled(rope_type, **ROPES.get(rope_type, ROPES["longrope"]))
+    result = diff(config)
+    written = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert written == result.to_dict()
+    assert [each["framework"] for each in written["readings"]] == list(NAMES)
+    for reading, plain in zip(result.readings, written["readings"], strict=True):
+        assert (plain["inv_freq"] is None) == (reading.inv_freq is None) == bool(reading.refuses)
+        assert plain["inv_freq"] is None or plain["inv_freq"] == reading.inv_freq.tolist()
+
+
+def test_an_infinite_difference_is_null_in_json():
+    result = diff({**LLAMA, "head_dim": 64, "partial_rotary_factor": 0.5})
+    assert math.isinf(result.differences[0].inv_freq)
+    assert result.to_dict()["differences"][0]["inv_freq"] is None
+    assert "vLLM turns 16 pairs" in result.verdict
+    assert "Remove partial_rotary_factor" in result.verdict
+
+
+def test_every_rule_names_the_file_it_was_read_in():
+    for program in PROGRAMS:
+        for _, source in (*program.rules.values(), program.unknown):
+            assert ".py" in source or ".cpp" in source
+    assert [program.name for program in PROGRAMS] == list(NAMES)
+    assert all(program.version[-1].isdigit() for program in PROGRAMS)
+
+
+def test_a_path_a_folder_and_a_dict_are_the_same(tmp_path):
+    config = scaled("yarn", **ROPES["yarn"])
+    before = copy.deepcopy(config)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    expected = diff(config).to_dict()
+    assert config == before
+    for source in (file, str(file), tmp_path):
+        assert diff(source).to_dict() == expected
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as some editors on Windows save it
+    assert diff(file).to_dict() == expected
+
+
+def test_the_text_part_of_a_larger_config_is_read():
+    assert diff({"model_type": "llava", "text_config": LLAMA}).verdict == "All six agree."
+
+
+BAD = {
+    "no size": ({"rope_theta": 1e4}, "needs head_dim"),
+    "base": ({**LLAMA, "rope_theta": "big"}, "rope_theta must be a number"),
+    "share": ({**LLAMA, "partial_rotary_factor": 2}, r"must be in \(0, 1\]"),
+    "odd": ({**LLAMA, "head_dim": 7}, "odd number"),
+    "rope": ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
+    "two": ({**scaled("linear", factor=2.0), "rope_parameters": {"factor": 1}}, "keep one"),
+    "type": (scaled(7), "rope_type must be a name"),
+    "factor": (scaled("linear", factor="2"), "factor must be a number"),
+    "negative": (scaled("linear", factor=-2.0), "factor must be finite and > 0"),
+    "list": (scaled("longrope", **{**ROPES["longrope"], "long_factor": [1.0]}), "64 values"),
+    "context": ({"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs max"),
+    "length": ({**LLAMA, "max_position_embeddings": 0.5}, "whole number"),
+    "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "layer_type must be one of"),
+    "kind": (7, "config must be a path or a dict"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_config_is_one_clear_line(name):
+    config, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        diff(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seq_len", [0, -1, 2.0, True, "7"])
+def test_a_length_must_be_a_whole_number(seq_len):
+    with pytest.raises(ValueError, match="seq_len must be a whole number"):
+        readings(LLAMA, seq_len=seq_len)
+
+
+def test_a_file_that_is_not_there_or_not_json(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        diff(tmp_path / "absent.json")
+    for text in ("{", "[1]", "\udcff"):
+        file = tmp_path / "config.json"
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match=r"config\.json"):
+            diff(file)
