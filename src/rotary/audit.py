@@ -1,0 +1,181 @@
+"""What may be wrong with the RoPE of a config or of a loaded model, for `rotary doctor`."""
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .angles import inv_freq
+from .hf import MODELS, from_hf_config, layer_types, parts
+from .spec import Rotary
+
+# an angle that is off by this much is seen in float32 attention
+_TOLERANCE = 1e-2
+
+
+class Remark(NamedTuple):
+    """`where` in the config or the model, what was `found`, and `advice` if something is wrong."""
+
+    where: str
+    found: str
+    advice: str = ""
+
+
+def audit(subject: Any) -> list[Remark]:
+    """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
+
+    Configs: keys that no code reads or that this model's code ignores, a context longer than what
+    was trained times the factor, positions at which float32 angles are off by more than 1e-2 rad.
+    Models: the same of `model.config`, and buffers of frequencies that are in half precision, on
+    the meta device, not finite, or not what the config says.
+    Raises ValueError for a config that cannot be read at all.
+
+    >>> [each.where for each in audit({"model_type": "llama", "rope_thata": 1e4}) if each.advice]
+    ['config']
+    """
+    if hasattr(subject, "named_modules"):
+        remarks = list(_buffers(subject))
+        config = getattr(subject, "config", None)
+        return remarks if config is None else [*audit(config), *remarks]
+    remarks = []
+    names = parts(subject) or (None,)
+    for part in names:
+        try:
+            remarks += _config(subject, part)
+        except ValueError as error:
+            remarks.append(Remark(part or "config", "cannot be read", str(error)))
+    return remarks
+
+
+def _config(subject: Any, part: str | None) -> Iterator[Remark]:
+    for kind in layer_types(subject, part=part) or (None,):
+        where = " ".join(word for word in (part, kind) if word) or "config"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            spec = from_hf_config(subject, kind, part=part, strict=False)
+        for each in caught:
+            yield Remark(where, str(each.message), "nothing reads this key: mend or remove it")
+        if spec is None:
+            yield Remark(where, "no rotation")
+            continue
+        factor = inv_freq(spec)[1]
+        share = f", {spec.rotary_dim} of {spec.head_dim} channels from {spec.start}"
+        yield Remark(
+            where,
+            f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
+            f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
+        )
+        yield from _lengths(where, spec, _context(subject, part))
+
+
+def _context(subject: Any, part: str | None) -> int | None:
+    data = subject.to_dict() if hasattr(subject, "to_dict") else subject
+    if isinstance(data, str | Path):
+        path = Path(data)
+        data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    for inner in (data.get(part or "text_config"), data):
+        if isinstance(inner, Mapping) and isinstance(inner.get("max_position_embeddings"), int):
+            return int(inner["max_position_embeddings"])
+    known = MODELS.get(str(data.get("model_type")), {}).get("max_position_embeddings")
+    return known if isinstance(known, int) else None
+
+
+def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
+    trained = spec.params.get("original_max_position_embeddings")
+    factor = spec.params.get("factor", 1.0)
+    is_stretch = spec.schedule in ("linear", "yarn", "longrope")  # llama3 trained on more
+    if context and trained and is_stretch and context > 1.001 * trained * factor:
+        yield Remark(
+            where,
+            f"max_position_embeddings {context:,} is more than {trained:,} trained times "
+            f"{factor:g}",
+            f"positions beyond {trained * factor:,.0f} were never seen: raise factor or serve less",
+        )
+    safe = float32_length(spec)
+    if context and context > safe:
+        yield Remark(
+            where,
+            f"float32 angles are off by {_TOLERANCE:g} rad from position {safe:,}",
+            "compute angles exactly: rotary.apply, or rotary.patch(model, exact=True)",
+        )
+
+
+def float32_length(spec: Rotary) -> int:
+    """The first power of two at which a float32 product of position and frequency is off by 1e-2.
+
+    >>> float32_length(Rotary(head_dim=128))
+    262144
+    """
+    steps, _ = inv_freq(spec)
+    position = 1
+    while position < 2**40:
+        product = np.float32(position - 1) * steps.astype(np.float32)
+        exact = (position - 1) * steps
+        if np.abs(product.astype(np.float64) - exact).max() > _TOLERANCE:
+            return position
+        position *= 2
+    return position
+
+
+def _buffers(model: Any) -> Iterator[Remark]:
+    for where, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+                continue
+            place = f"{where}.{name}" if where else name
+            if buffer.device.type == "meta":
+                yield Remark(place, "on the meta device", "it has no values: load or build it anew")
+                continue
+            values = buffer.detach().double().cpu().numpy()
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            if not np.isfinite(values).all() or not (np.abs(values) <= 2 * math.pi).all():
+                yield Remark(
+                    place,
+                    "values that are no frequencies",
+                    "uninitialised memory, as after to_empty(): build the module anew",
+                )
+                continue
+            if dtype in ("bfloat16", "float16"):
+                yield Remark(
+                    place,
+                    f"in {dtype}",
+                    "angles are wrong after some hundred tokens: cast the model without it",
+                )
+                continue
+            yield from _against(place, name, module, values)
+
+
+def _against(place: str, name: str, module: Any, values: np.ndarray[Any, Any]) -> Iterator[Remark]:
+    """The frequencies of a module against those its config says."""
+    config = getattr(module, "config", None)
+    if config is None:
+        yield Remark(place, f"{len(values)} frequencies, float32 or better")
+        return
+    kind = name.removesuffix("inv_freq").rstrip("_") or None
+    try:
+        spec = from_hf_config(config, kind, strict=False)
+    except ValueError as error:
+        yield Remark(place, f"{len(values)} frequencies", f"not compared: {error}")
+        return
+    wanted = None if spec is None else inv_freq(spec)[0]
+    if wanted is None or wanted.shape != values.shape:
+        count = "no" if wanted is None else len(wanted)
+        yield Remark(
+            place,
+            f"{len(values)} frequencies, the config says {count}",
+            "the module was built from another config",
+        )
+        return
+    apart = float(np.max(np.abs(values - wanted) / np.maximum(np.abs(wanted), 1e-30)))
+    if apart > 1e-4:
+        yield Remark(
+            place,
+            f"frequencies differ from the config by {apart:.1e}",
+            "loaded from a checkpoint, or changed since: build the module anew",
+        )
+        return
+    yield Remark(place, f"{len(values)} frequencies, as the config says")

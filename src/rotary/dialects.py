@@ -1,0 +1,273 @@
+"""Other dialects than config.json: keys of GGUF files, arguments of Megatron, vLLM's overrides.
+
+Each is turned into, or made from, a dict that `from_hf_config` reads.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .hf import from_hf_config, to_hf_config
+from .spec import Rotary
+
+# GGUF: what follows "<architecture>." -> ours. Source: llama.cpp, gguf-py/gguf/constants.py
+_GGUF = {
+    "rope.dimension_count": "rotary_dim",
+    "rope.freq_base": "base",
+    "rope.scaling.type": "type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.finetuned": "",
+    "rope.dimension_sections": "mrope_section",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+}
+# GGUF architecture -> the pairs its RoPE turns. Source: llama.cpp, src/llama-model.cpp,
+# llama_model_rope_type. Weights of "interleaved" ones were permuted when they were converted.
+_LAYOUTS = {
+    **dict.fromkeys(
+        ("llama", "llama4", "deci", "baichuan", "starcoder", "internlm2", "minicpm", "xverse",
+         "command-r", "cohere2", "olmo", "arctic", "deepseek", "deepseek2", "plm", "chatglm",
+         "glm4", "granite", "granitemoe", "granitehybrid", "chameleon", "bailingmoe", "neo-bert",
+         "smollm3", "arcee", "ernie4_5", "ernie4_5-moe", "mistral3", "mistral4"),
+        "interleaved",
+    ),
+    **dict.fromkeys(
+        ("falcon", "falcon-h1", "grok", "dbrx", "nomic-bert", "modern-bert", "stablelm", "bitnet",
+         "qwen", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmo2", "olmoe", "phi2", "phi3",
+         "phimoe", "gemma", "gemma2", "gemma3", "starcoder2", "openelm", "gptneox", "codeshell",
+         "nemotron", "exaone", "minicpm3", "gpt-oss"),
+        "half",
+    ),
+}  # fmt: skip
+# Megatron: arguments of training and serving scripts -> ours. Source: Megatron-LM, arguments.py
+_MEGATRON = {
+    "kv_channels", "hidden_size", "num_attention_heads", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+    "rope_scaling_factor", "use_rotary_position_embeddings", "position_embedding_type",
+    "max_position_embeddings", "qk_pos_emb_head_dim", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rope_type",
+}  # fmt: skip
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> Rotary:
+    """The RoPE of a GGUF file, from its metadata: {"general.architecture": "llama", ...}.
+
+    Understands the keys under `<architecture>.rope.` and the sizes beside them; keys of other
+    subjects are passed over. The band of llama3 is not metadata but a tensor, `rope_freqs.weight`:
+    give its values as "rope_freqs.weight"; frequencies are divided by them.
+    Raises ValueError for a key under rope that is not known, or for sizes that are missing.
+    Source: llama.cpp, gguf-py/gguf/constants.py and src/llama-model.cpp (llama_model_rope_type).
+
+    >>> from_gguf({"general.architecture": "qwen2", "qwen2.rope.freq_base": 1e6,
+    ...            "qwen2.embedding_length": 896, "qwen2.attention.head_count": 14})
+    Rotary(head_dim=64, base=1000000.0)
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ValueError('GGUF metadata must have "general.architecture"')
+    found: dict[str, Any] = {}
+    for key, value in metadata.items():
+        inside = key.removeprefix(f"{name}.")
+        if inside in _GGUF:
+            found[_GGUF[inside]] = value
+        elif inside.startswith("rope."):
+            raise ValueError(f"GGUF key {key!r} is not known{_nearest(inside, _GGUF)}")
+    head_dim = found.get("head_dim")
+    if head_dim is None:
+        try:
+            head_dim = found["hidden_size"] // found["num_attention_heads"]
+        except KeyError:
+            raise ValueError(
+                f"GGUF metadata needs {name}.attention.key_length, or embedding_length and "
+                "attention.head_count"
+            ) from None
+    kind = found.get("type", "none")
+    schedules = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
+    if kind not in schedules:
+        raise ValueError(f"rope.scaling.type {kind!r} is not known{_nearest(kind, schedules)}")
+    schedule = schedules[kind]
+    params: dict[str, Any] = {}
+    if schedule == "longrope":
+        raise ValueError("longrope has its factors in tensors of the file: build the Rotary itself")
+    if schedule != "default":
+        params["factor"] = found.get("factor", 1.0)
+    if schedule == "yarn":
+        length = found.get("original_max_position_embeddings") or found["max_position_embeddings"]
+        params["original_max_position_embeddings"] = length
+        if "attention_factor" in found:
+            params["attention_factor"] = found["attention_factor"]
+    rotary_dim, base = found.get("rotary_dim", head_dim), found.get("base", 10_000.0)
+    divisors = metadata.get("rope_freqs.weight")
+    if divisors is not None:
+        if schedule != "default":
+            raise ValueError(f"rope_freqs.weight together with rope.scaling.type {kind!r}")
+        divisors = [float(value) for value in divisors]
+        plain = (base ** (-2 * i / rotary_dim) for i in range(len(divisors)))
+        steps = [  # a pair that stands still is written as one divided by 1e30
+            0.0 if value >= 1e30 else step / value
+            for step, value in zip(plain, divisors, strict=True)
+        ]
+        schedule, params = "custom", {"inv_freq": steps}
+    layout = _layout(name)
+    return Rotary(
+        head_dim=head_dim, rotary_dim=rotary_dim, base=base, layout=layout, schedule=schedule,
+        params=params,
+    )  # fmt: skip
+
+
+def to_gguf(
+    spec: Rotary, architecture: str, *, context_length: int | None = None
+) -> dict[str, Any]:
+    """The GGUF metadata that makes llama.cpp compute `spec`; `from_gguf` reads it back.
+
+    Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
+    "rope_freqs.weight", float32 divisors of base^(-2i / rotary_dim), with 1e30 for a pair that
+    stands still. Raises ValueError for what it cannot do: a layout that is not the one of the
+    architecture, several axes, a slice that does not start the head, another direction.
+
+    >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
+    1000000.0
+    """
+    layout = _layout(architecture)
+    if (spec.layout, spec.out_layout) != (layout, layout):
+        raise ValueError(
+            f"llama.cpp reads {architecture!r} in the {layout} layout, the spec has "
+            f"{spec.layout!r}; permute the rows of W_q and W_k with rotary.layouts.row_permutation"
+        )
+    if spec.start or spec.sign != 1 or spec.num_axes > 1:
+        raise ValueError("GGUF metadata cannot say start, sign or axes")
+    if spec.depends_on_length:
+        raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
+    written: dict[str, Any] = {
+        "general.architecture": architecture,
+        f"{architecture}.attention.key_length": spec.head_dim,
+        f"{architecture}.rope.dimension_count": spec.rotary_dim,
+        f"{architecture}.rope.freq_base": float(spec.base),
+    }
+    if context_length is not None:
+        written[f"{architecture}.context_length"] = context_length
+    scaling = f"{architecture}.rope.scaling"
+    if spec.schedule == "default":
+        return written
+    if spec.schedule == "linear":
+        return {**written, f"{scaling}.type": "linear", f"{scaling}.factor": spec.params["factor"]}
+    if spec.schedule == "yarn" and set(spec.params) <= {
+        "factor", "original_max_position_embeddings", "attention_factor",
+    }:  # fmt: skip
+        written |= {f"{scaling}.type": "yarn", f"{scaling}.factor": spec.params["factor"]}
+        length = spec.params["original_max_position_embeddings"]
+        written[f"{scaling}.original_context_length"] = length
+        if "attention_factor" in spec.params:
+            written[f"{scaling}.attn_factor"] = spec.params["attention_factor"]
+        return written
+    from .angles import inv_freq
+
+    steps, amplitude = inv_freq(spec)
+    if amplitude != 1.0:
+        raise ValueError(f"rope_freqs.weight has no amplitude, the spec has {amplitude:g}")
+    plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
+    divisors = [
+        own / step if step else 1e30 for own, step in zip(plain, steps.tolist(), strict=True)
+    ]
+    return {**written, "rope_freqs.weight": divisors}
+
+
+def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, Any]:
+    """The dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
+
+    Raises ValueError for what vLLM reads otherwise than transformers and so cannot say: dynamic,
+    whose static reading there is plain RoPE, and proportional with a factor, which it drops.
+    Source: vLLM 0.33, model_executor/layers/rotary_embedding/__init__.py.
+
+    >>> to_vllm(Rotary(head_dim=64, base=5e5))
+    {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0}}
+    """
+    if spec.schedule == "dynamic":
+        raise ValueError("vLLM computes dynamic as plain RoPE; use ntk with a fixed factor")
+    if spec.schedule == "proportional" and spec.params.get("factor", 1.0) != 1.0:
+        raise ValueError("vLLM drops the factor of proportional")
+    if spec.schedule == "ntk":
+        plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim, base=spec.base)
+        written = to_hf_config(plain, max_position_embeddings=max_position_embeddings)
+        width = spec.rotary_dim
+        theta = (
+            spec.base * spec.params["factor"] ** (width / (width - 2)) if width > 2 else spec.base
+        )
+        written["rope_parameters"]["rope_theta"] = theta
+    else:
+        written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
+    del written["head_dim"]
+    rope = written["rope_parameters"]
+    if isinstance(rope.get("factor"), int):  # an int raises TypeError in its linear scaling
+        rope["factor"] = float(rope["factor"])
+    return written
+
+
+def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
+    """The RoPE of Megatron-LM's arguments: {"kv_channels": 128, "rotary_base": 500000, ...}.
+
+    `use_rope_scaling` is the llama3 band with 1, 4 and 8192 built in; `rotary_percent` a leading
+    slice; `rope_type` "yarn" takes YaRN's own names, and rotates `qk_pos_emb_head_dim` channels.
+    Raises ValueError for an argument of RoPE that is not known.
+    Source: Megatron-LM, core/models/common/embeddings/rotary_pos_embedding.py.
+
+    >>> from_megatron({"kv_channels": 128, "rotary_base": 500000, "rotary_percent": 0.5}).rotary_dim
+    64
+    """
+    for name in arguments:
+        if name not in _MEGATRON and any(word in name for word in ("rope", "rotary", "pos_emb")):
+            raise ValueError(f"argument {name!r} is not known{_nearest(name, _MEGATRON)}")
+    width = arguments.get("qk_pos_emb_head_dim") or arguments.get("kv_channels")
+    if width is None and not {"hidden_size", "num_attention_heads"} <= arguments.keys():
+        raise ValueError("the arguments need kv_channels, or hidden_size and num_attention_heads")
+    width = width or arguments["hidden_size"] // arguments["num_attention_heads"]
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": arguments.get("rotary_base", 10_000),
+    }
+    stretch = arguments.get("rotary_seq_len_interpolation_factor")
+    if stretch is not None:
+        rope |= {"rope_type": "linear", "factor": stretch}
+    elif arguments.get("use_rope_scaling"):
+        rope |= {
+            "rope_type": "llama3", "factor": arguments.get("rope_scaling_factor", 8.0),
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+    elif arguments.get("rope_type") == "yarn":
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+        rope |= {"rope_type": "yarn", "factor": arguments.get("rope_scaling_factor", 1.0)}
+        rope |= {name: arguments[name] for name in names if name in arguments}
+        if rope["factor"] > 1 and ("mscale" in arguments or "mscale_all_dim" in arguments):
+            over, under = arguments.get("mscale", 1.0), arguments.get("mscale_all_dim", 0.0)
+            gain = [0.1 * each * math.log(rope["factor"]) + 1 for each in (over, under)]
+            rope["attention_factor"] = gain[0] / gain[1]
+            rope.pop("mscale", None)
+    share = arguments.get("rotary_percent", 1.0)
+    spec = from_hf_config(
+        {"head_dim": width, "partial_rotary_factor": share, "rope_parameters": rope}
+    )
+    assert spec is not None  # no layer type is asked for
+    if not arguments.get("rotary_interleaved"):
+        return spec
+    return Rotary.from_dict(
+        {**spec.to_dict(), "layout": "interleaved", "out_layout": "interleaved"}
+    )
+
+
+def _layout(architecture: str) -> str:
+    if architecture not in _LAYOUTS:
+        raise ValueError(
+            f"GGUF architecture {architecture!r} is not known{_nearest(architecture, _LAYOUTS)}"
+        )
+    return _LAYOUTS[architecture]
+
+
+def _nearest(value: object, known: Any) -> str:
+    close = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,88 @@
+"""`rotary doctor` finds faults that are planted, and nothing in models that have none."""
+
+import pytest
+import torch
+
+from rotary import Rotary, from_hf_config
+from rotary.audit import audit, float32_length
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def advice(subject):
+    return " | ".join(f"{each.where}: {each.found}" for each in audit(subject) if each.advice)
+
+
+@pytest.fixture
+def model():
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+        intermediate_size=64, vocab_size=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_a_sound_model_and_config_have_nothing_to_mend(model):
+    assert advice(model) == advice(model.config) == advice({"model_type": "qwen3"}) == ""
+    assert any("as the config says" in each.found for each in audit(model))
+
+
+def test_frequencies_in_half_precision(model):
+    assert "inv_freq: in bfloat16" in advice(model.bfloat16())
+
+
+def test_frequencies_of_uninitialised_memory(model):
+    model.model.rotary_emb.inv_freq.fill_(float("nan"))
+    assert "no frequencies" in advice(model)
+    model.model.rotary_emb.inv_freq.fill_(1e20)
+    assert "no frequencies" in advice(model)
+
+
+def test_frequencies_on_the_meta_device(model):
+    assert "meta" in advice(model.to("meta"))
+
+
+def test_frequencies_of_another_config(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert "differ from the config by 5.0e-01" in advice(model)
+    model.model.rotary_emb.inv_freq = torch.ones(3)
+    assert "3 frequencies, the config says 8" in advice(model)
+
+
+def test_keys_that_nothing_reads():
+    assert "rope_thata" in advice({"model_type": "llama", "rope_thata": 1e4})
+    rope = {**LLAMA3, "hihg_freq_factor": 4.0}
+    assert "hihg_freq_factor" in advice({"model_type": "llama", "rope_parameters": rope})
+
+
+def test_a_key_that_the_code_of_the_model_ignores():
+    found = audit({"model_type": "llama", "partial_rotary_factor": 0.5})
+    assert "ignores it" in found[0].advice
+
+
+def test_a_context_longer_than_trained():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    data = {"model_type": "llama", "rope_parameters": rope}
+    assert "trained" not in advice({**data, "max_position_embeddings": 32768})
+    assert "65,536 is more than 8,192" in advice({**data, "max_position_embeddings": 65536})
+
+
+def test_angles_in_float32_beyond_their_length():
+    assert "float32 angles" in advice({"model_type": "llama", "max_position_embeddings": 10**6})
+    spec = from_hf_config({"model_type": "llama"})
+    assert 2**15 <= float32_length(spec) <= 2**18
+    assert float32_length(Rotary(head_dim=2)) > 2**20  # frequency 1 is a float32
+
+
+def test_parts_and_layer_types_are_looked_at_one_by_one():
+    places = [each.where for each in audit({"model_type": "gemma3"})]
+    assert any("text_config sliding_attention" in place for place in places)
+
+
+def test_a_model_without_config_and_without_rope():
+    assert audit(torch.nn.Linear(2, 2)) == []
