@@ -1,0 +1,1 @@
+"""What `rotary.identify` is made of: probe calls, pairs measures, fit explains, examine tells."""

@@ -1,0 +1,340 @@
+"""From measured frequencies to the simplest schedule that explains them.
+
+Candidates are made from the measured values, numbers in them rounded to as few digits as possible,
+and each is computed by the schedule itself and compared with what was measured, at four levels:
+as precisely as the measurement, as precisely as float32 formulas, and as frequencies that were
+rounded to float16 or bfloat16. The first match wins; without one, the schedule is `custom`.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schedules import SCHEDULES
+
+Array = npt.NDArray[Any]
+
+# rope_theta of released models: what a base that is not round may have been made of
+BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
+FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
+LENGTHS = [2**n for n in range(8, 22)]  # trained lengths are powers of two, nearly always
+FLOAT32_RATIO = 3e-6  # base^x in float32, of transformers: 13 ln units times 2^-24, and a margin
+
+
+class Measured(NamedTuple):
+    """Frequencies (pairs,) in rad per token, how far off each may be, and the amplitude.
+
+    `is_float32` says that the frequencies may come from float32 formulas.
+    """
+
+    inv_freq: Array
+    noise: Array
+    rotary_dim: int
+    amplitude: float = 1.0
+    amplitude_noise: float = 1e-6
+    num_axes: int = 1
+    is_float32: bool = True
+
+
+class Fit(NamedTuple):
+    """A schedule: name, base, params, its exact frequencies, and how the measured were rounded."""
+
+    schedule: str
+    base: float
+    params: Mapping[str, Any]
+    inv_freq: Array
+    rounding: str
+
+
+Candidate = tuple[str, float, dict[str, Any]]
+
+
+def round_to(values: Array, dtype: str) -> Array:
+    """Values rounded to a float type, as float64; "" and "float64" change nothing.
+
+    >>> round_to(np.array([256.0, 257.0]), "bfloat16")
+    array([256., 256.])
+    """
+    if dtype in ("", "float64"):
+        return values
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(dtype).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)  # to nearest, ties to even
+    return kept.view(np.float32).astype(np.float64)
+
+
+def fit(measured: Measured) -> Fit:
+    """The simplest schedule that gives the measured frequencies and amplitude.
+
+    >>> found = fit(Measured(np.array([1.0, 0.01]), np.full(2, 1e-9), 4))
+    >>> found.schedule, found.base
+    ('default', 10000.0)
+    """
+    for level in ("", *(("float32",) if measured.is_float32 else ()), "float16", "bfloat16"):
+        for candidate in _candidates(measured, level):
+            computed = compute(candidate, measured.rotary_dim)
+            if computed and _matches(computed, measured, level):
+                rounding = level if level in ("float16", "bfloat16") else ""
+                return Fit(*candidate, computed[0], rounding)
+    if abs(measured.amplitude - 1) <= measured.amplitude_noise:
+        given = {"inv_freq": measured.inv_freq.tolist()}
+        return Fit("custom", 10_000.0, given, measured.inv_freq, "")
+    plain = fit(measured._replace(amplitude=1.0))  # a factor that no schedule has
+    params = {"inv_freq": plain.inv_freq.tolist(), "attention_factor": measured.amplitude}
+    return plain._replace(schedule="custom", base=10_000.0, params=params)
+
+
+def compute(candidate: Candidate, rotary_dim: int) -> tuple[Array, float] | None:
+    """Frequencies and attention factor of a candidate, or None if it makes no sense.
+
+    >>> compute(("linear", 1e4, {"factor": 2.0}), 2)
+    (array([0.5]), 1.0)
+    """
+    name, base, params = candidate
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a factor below 1 is odd, and may be what it is
+            inv_freq, factor = SCHEDULES[name](rotary_dim, base, **params)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return None
+    return np.asarray(inv_freq, np.float64), factor
+
+
+def off_ladder(measured: Measured) -> tuple[float, list[int]] | None:
+    """The base that most pairs follow, and the pairs that do not; None if there is no such base.
+
+    >>> ladder = np.array([1, 0.1, 0.01, 0.01])
+    >>> off_ladder(Measured(ladder, np.full(4, 1e-9), 8))
+    (10000.0, [3])
+    """
+    size = np.abs(measured.inv_freq)
+    index = np.arange(len(size))
+    turning = (size > measured.noise) & (index > 0)
+    if turning.sum() < 3:
+        return None
+    slopes = -np.log(size[turning]) / index[turning]
+    for base in _rounded(math.exp(min(700.0, float(np.median(slopes)) * len(size))), range(1, 5)):
+        wanted = base ** (-index / len(size))
+        wrong = np.abs(size - wanted) > measured.noise + FLOAT32_RATIO * wanted
+        if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
+            return base, np.flatnonzero(wrong).tolist()
+    return None
+
+
+def _tolerance(measured: Measured, level: str) -> Array:
+    """How far a frequency may be from the formula's, before rounding is taken into account."""
+    size = np.abs(measured.inv_freq)
+    if level == "bfloat16":
+        return measured.noise + size * 2.0**-8
+    if level == "float16":
+        return measured.noise + size * 2.0**-11 + 2.0**-25
+    return measured.noise + (size * FLOAT32_RATIO if level == "float32" else 0.0)
+
+
+def _matches(computed: tuple[Array, float], measured: Measured, level: str) -> bool:
+    inv_freq, factor = computed
+    if abs(factor - measured.amplitude) > measured.amplitude_noise:
+        return False
+    if not (np.abs(inv_freq - measured.inv_freq) <= _tolerance(measured, level)).all():
+        return False
+    if level not in ("float16", "bfloat16"):
+        return True
+    error = np.abs(round_to(inv_freq, level) - measured.inv_freq)
+    return bool((error <= _tolerance(measured, "float32")).mean() >= 0.9)  # near ties may differ
+
+
+def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
+    """Schedules with their parameters, the simplest first."""
+    size, tolerance = measured.inv_freq, _tolerance(measured, level)
+    if (size < 0).any() or not size.any():
+        return
+    few, many = range(1, 5), range(5, 16)
+    turning = int((size > 0).sum())
+    if turning == len(size):
+        ladder = _ladder(size, tolerance)
+        yield from _geometric(ladder, few)
+        yield from _ntk(ladder[0], measured.rotary_dim)
+        yield from _geometric(ladder, many)
+        yield from _bent(measured, tolerance)
+        yield from _axial(measured, tolerance)
+    elif not size[turning:].any():
+        share = turning / len(size)
+        base, scale = _ladder(size[:turning], tolerance[:turning], len(size))
+        yield from _geometric((base, scale), few)  # the rest may be too slow to be seen
+        for digits in (*few, *many):
+            for rounded in _rounded(base, [digits]):
+                yield "proportional", rounded, {"partial_rotary_factor": share}
+                for factor in _rounded(1 / scale, [digits]):
+                    params = {"partial_rotary_factor": share, "factor": factor}
+                    yield "proportional", rounded, params
+
+
+def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:
+    base, scale = ladder
+    for count in digits:
+        for rounded in _rounded(base, [count]):
+            yield "default", rounded, {}
+            for factor in _rounded(1 / scale, [count]):
+                yield "linear", rounded, {"factor": factor}
+
+
+def _ntk(grown: float, rotary_dim: int) -> Iterator[Candidate]:
+    for base in BASES if rotary_dim > 2 else ():
+        if grown > base:
+            factor = (grown / base) ** ((rotary_dim - 2) / rotary_dim)
+            for rounded in _rounded(factor, [1, 2, 3]):
+                yield "ntk", base, {"factor": rounded}
+
+
+def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
+    """llama3 and yarn: a ladder at first, `factor` times slower at the end, a blend between."""
+    size, d = measured.inv_freq, measured.rotary_dim
+    index = np.arange(len(size))
+    straight = _prefix(size, tolerance)
+    if straight < 2 or straight == len(size):
+        return
+    grown = _ladder(size[:straight], tolerance[:straight], len(size))[0]
+    for base in _rounded(grown, range(1, 16)):
+        plain = base ** (-index / len(size))
+        if (np.abs(plain - size) > tolerance)[:straight].any():
+            continue
+        ratio = size / plain
+        for factor in (*_rounded(1 / ratio[-1], range(1, 5)), *FACTORS):
+            if factor <= 1:
+                continue
+            kept = (ratio - 1 / factor) / (1 - 1 / factor)
+            margin = 1e-3 + 4 * float((tolerance / size).max())
+            between = (kept > margin) & (kept < 1 - margin)
+            yield from _llama3(base, factor, kept[between], plain[between])
+            ramp = kept[between], index[between], margin
+            yield from _yarn(base, factor, ramp, measured.amplitude, d)
+        return
+
+
+def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[Candidate]:
+    """The kept share is a straight line in the frequency; only ratios of its ends can be seen."""
+
+    def params(high: float, length: int) -> Candidate:
+        return "llama3", base, {
+            "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
+            "original_max_position_embeddings": length,
+        }  # fmt: skip
+
+    yield params(4.0, 8192)
+    if len(kept) < 2:
+        return
+    slope, intercept = np.polyfit(plain, kept, 1)
+    if slope > 0 > intercept:
+        for high in _rounded(1 - 1 / intercept, range(1, 8)):
+            yield params(high, max(2, round(slope * math.tau * (high - 1))))
+
+
+def _yarn(
+    base: float, factor: float, ramp: tuple[Array, Array, float], amplitude: float, d: int
+) -> Iterator[Candidate]:
+    """The kept share is a straight line in the index; many trained lengths give the same line."""
+    kept, index, margin = ramp
+    lengths, exact = list(LENGTHS), []
+    if len(kept) > 1:
+        slope, intercept = np.polyfit(index, kept, 1)
+        if slope >= 0 or np.abs(slope * index + intercept - kept).max() > margin + 1e-2:
+            return
+        low = (1 - intercept) / slope  # where the line reaches 1
+        near = 32 * math.tau * base ** (2 * low / d)  # 32: beta_fast
+        above = [near * base ** (step / 16 / d) for step in range(33)]  # low is a floor
+        lengths += [n for digits in range(1, 8) for n in _wholes(above, digits)]
+        exact = [round(near)]
+    scales: list[dict[str, Any]] = [{}]
+    scales += [{"attention_factor": value} for value in _rounded(amplitude, range(1, 9))]
+    for cut, choices in (({}, lengths), ({"truncate": False}, exact)):
+        for length in choices:
+            params = {"factor": factor, "original_max_position_embeddings": length, **cut}
+            computed = compute(("yarn", base, params), d)
+            if computed is None:
+                continue
+            wanted = base ** (-2 * index / d) * ((1 - kept) / factor + kept)
+            if (np.abs(computed[0][index] / wanted - 1) < margin + 1e-2).all():
+                yield from (("yarn", base, {**params, **scale}) for scale in scales)
+
+
+def _axial(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
+    if measured.num_axes > 1 and len(measured.inv_freq) % measured.num_axes == 0:
+        own = len(measured.inv_freq) // measured.num_axes
+        base = _ladder(measured.inv_freq[:own], tolerance[:own])[0]
+        for rounded in _rounded(base, range(1, 16)):
+            yield "axial", rounded, {"num_axes": measured.num_axes}
+
+
+def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[float, float]:
+    """(base, scale) of size_i = scale base^(-i / pairs): least squares where it is precise."""
+    pairs = pairs or len(size)
+    index = np.arange(len(size))
+    if len(size) == 1:
+        return 10_000.0, float(size[0])
+    weights = size / np.maximum(tolerance, 1e-16)
+    starts_at_one = abs(size[0] - 1) <= tolerance[0]
+    logs = np.log(size)
+    if starts_at_one:
+        slope = (weights**2 * index * logs).sum() / (weights**2 * index**2).sum()
+        level = 0.0
+    else:
+        slope, level = np.polyfit(index, logs, 1, w=weights)
+    return math.exp(min(700.0, max(0.0, -slope * pairs))), math.exp(level)
+
+
+def _prefix(size: Array, tolerance: Array) -> int:
+    """How many of the first pairs lie on one ladder that starts at 1."""
+    if abs(size[0] - 1) > tolerance[0]:
+        return 0
+    count = len(size)
+    for end in range(2, count + 1):
+        base, _ = _ladder(size[:end], tolerance[:end], count)
+        wanted = base ** (-np.arange(end) / count)
+        if (np.abs(wanted - size[:end]) > 2 * tolerance[:end]).any():
+            return end - 1
+    return count
+
+
+def _wholes(values: list[float], digits: int) -> list[int]:
+    """The values, rounded to so many digits, as whole numbers."""
+    rounded = [round(v) for value in values for v in _rounded(value, [digits])]
+    return list(dict.fromkeys(rounded))
+
+
+def _rounded(value: float, digits: Any) -> list[float]:
+    """The value rounded to each number of digits, without repetition; none if not finite."""
+    if not 0 < value < math.inf:
+        return []
+    return list(dict.fromkeys(float(f"{value:.{count - 1}e}") for count in digits))
+
+
+def dynamic(
+    base: float, rotary_dim: int, one: tuple[int, float], two: tuple[int, float]
+) -> Fit | None:
+    """Dynamic NTK from two (length, growth): by how much the slowest pair is slower in long rows.
+
+    growth = factor n / L - (factor - 1), a straight line in the length n.
+
+    >>> dynamic(1e4, 4, (4096, 5.0), (8192, 13.0)).params
+    {'factor': 4.0, 'original_max_position_embeddings': 2048}
+    """
+    if rotary_dim == 2 or not 1 < one[1] < two[1]:
+        return None
+    (near, first), (far, second) = one, two
+    slope = (second - first) / (far - near)
+    for digits in range(1, 6):
+        for factor in _rounded(1 + slope * near - first, [digits]):
+            trained = factor / slope
+            for length in [n for n in LENGTHS if abs(n / trained - 1) < 1e-3] or [round(trained)]:
+                line = [factor * n / length - (factor - 1) for n in (near, far)]
+                if abs(line[0] / first - 1) < 1e-4 and abs(line[1] / second - 1) < 1e-4:
+                    params = {"factor": factor, "original_max_position_embeddings": length}
+                    computed = compute(("dynamic", base, params), rotary_dim)
+                    return computed and Fit("dynamic", base, params, computed[0], "")
+    return None

@@ -1,0 +1,223 @@
+"""From what a box does to each channel to pairs, angles, and the arithmetic behind the angles."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layouts import pair_indices
+from .fit import round_to
+
+Array = npt.NDArray[Any]
+
+FLOATS = ("float32", "float16", "bfloat16")
+LOST = 0.3  # rad: a position that is this far from the expected angle no longer says which turn
+RESTING = 1e-6  # rad: a pair that has turned less stands still; small angles are held precisely
+FAST = 1e5  # rad: float32 angles beyond this depend on how exactly inv_freq was rounded
+
+
+class Pairs(NamedTuple):
+    """Where the pairs are: rotary_dim channels from `start`, read in one layout, written in one.
+
+    `blocks` is what happens to each pair: (..., pairs, 2, 2), rows are written channels.
+    """
+
+    layout: str
+    out_layout: str
+    start: int
+    rotary_dim: int
+    blocks: Array
+
+    @property
+    def cos(self) -> Array:
+        """(..., pairs), times the amplitude."""
+        return (self.blocks[..., 0, 0] + self.blocks[..., 1, 1]) / 2
+
+    @property
+    def sin(self) -> Array:
+        """(..., pairs), times the amplitude; positive where the first member goes to the second."""
+        return (self.blocks[..., 1, 0] - self.blocks[..., 0, 1]) / 2
+
+    @property
+    def skew(self) -> float:
+        """How far the blocks are from a rotation times a number, as a share of that number."""
+        b = self.blocks
+        skews = np.abs([b[..., 0, 0] - b[..., 1, 1], b[..., 0, 1] + b[..., 1, 0]])
+        size = np.abs(b).max(axis=(-1, -2))
+        return float((skews / np.where(size, size, 1)).max())
+
+    @property
+    def angles(self) -> Array:
+        """(..., pairs) in [-pi, pi]."""
+        return np.arctan2(self.sin, self.cos)
+
+    def of(self, matrices: Array) -> "Pairs":
+        """The same pairs of other matrices (..., head_dim, head_dim)."""
+        read = pair_indices(self.rotary_dim, self.layout, self.start)
+        written = pair_indices(self.rotary_dim, self.out_layout, self.start)
+        blocks = matrices[..., written[:, :, None], read[:, None, :]]
+        return self._replace(blocks=blocks.astype(np.float64))
+
+
+def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
+    """The pairs of matrices (runs, tokens, head_dim, head_dim); None if they mix other channels.
+
+    Raises ValueError if every matrix is the identity.
+
+    >>> quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]])
+    >>> find_pairs(quarter[None, None], 0.0)[:4]
+    ('half', 'half', 0, 2)
+    """
+    head_dim = matrices.shape[-1]
+    reach = np.abs(matrices).max(axis=(0, 1)) > tolerance
+    moved = np.abs(matrices - np.eye(head_dim)).max(axis=(0, 1)) > tolerance
+    channels = np.flatnonzero(moved.any(axis=0) | moved.any(axis=1))
+    if not len(channels):
+        raise ValueError("it changes nothing at any position")
+    start, size = int(channels[0]), int(channels[-1] - channels[0]) + 1
+    size += size % 2  # the second member of a mixed layout's last pair may hardly move
+    gaps = {abs(int(i - j)) for i, j in zip(*np.nonzero(reach), strict=True) if i != j}
+    guesses = [("half", "half", 2 * gap) for gap in sorted(gaps, reverse=True)[:1]]
+    guesses += [("half", "half", size), ("interleaved", "interleaved", size)]
+    guesses += [("interleaved", "half", size), ("half", "interleaved", size)]
+    for layout, out_layout, rotary_dim in guesses:
+        if start + rotary_dim > head_dim:
+            continue
+        read = pair_indices(rotary_dim, layout, start)
+        written = pair_indices(rotary_dim, out_layout, start)
+        allowed = np.eye(head_dim, dtype=bool)
+        allowed[start : start + rotary_dim, start : start + rotary_dim] = False
+        allowed[written[:, :, None], read[:, None, :]] = True
+        if not (reach & ~allowed).any():
+            return Pairs(layout, out_layout, start, rotary_dim, matrices).of(matrices)
+    return None
+
+
+def passes_through(matrices: Array, pairs: Pairs, tolerance: float) -> bool:
+    """Whether the channels outside the slice are copied as they are.
+
+    >>> quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 3]])
+    >>> passes_through(quarter[None, None], find_pairs(quarter[None, None], 0.0), 0.0)
+    False
+    """
+    outside = np.ones(matrices.shape[-1], bool)
+    outside[pairs.start : pairs.start + pairs.rotary_dim] = False
+    return not (np.abs(matrices[..., outside, outside] - 1) > tolerance).any()
+
+
+def tables_in_other_layout(pairs: Pairs) -> bool:
+    """Whether every written channel has its own angle, ordered as in the layout not used.
+
+    The commonest copy error: cat(f, f) where pairs are adjacent, or repeat_interleave(f, 2) where
+    they are half a head apart.
+
+    >>> angles = np.array([1, 0.1])  # of channels 0, 2 and of channels 1, 3, tiled
+    >>> c, s = np.cos(angles), np.sin(angles)
+    >>> block = np.array([[c[0], -s[0]], [s[1], c[1]]])
+    >>> tables_in_other_layout(Pairs("interleaved", "interleaved", 0, 4, np.stack([block, block])))
+    True
+    """
+    b = pairs.blocks
+    first, second = np.arctan2(-b[..., 0, 1], b[..., 0, 0]), np.arctan2(b[..., 1, 0], b[..., 1, 1])
+    channels = np.empty((*first.shape[:-1], pairs.rotary_dim))
+    written = pair_indices(pairs.rotary_dim, pairs.out_layout)
+    channels[..., written[:, 0]], channels[..., written[:, 1]] = first, second
+    half = pairs.rotary_dim // 2
+    if pairs.out_layout == "interleaved":
+        one, two = channels[..., :half], channels[..., half:]
+    else:
+        one, two = channels[..., 0::2], channels[..., 1::2]
+    return bool(np.abs(wrapped(one - two)).max() < 0.02)  # 0.02: bfloat16 tables
+
+
+def shift_error(pairs: Pairs) -> float:
+    """How far R_p^T R_{p+1} is from being the same at all small positions, of runs (runs, 3).
+
+    >>> turn = np.array([[0.0, -1.0], [1.0, 0.0]])  # a quarter turn at every position but the last
+    >>> blocks = np.stack([np.eye(2), turn, -np.eye(2)])[None, :, None]
+    >>> shift_error(Pairs("half", "half", 0, 2, blocks))
+    0.0
+    """
+    near = pairs.blocks[:7]  # positions up to 64
+    steps = near[:, :-1].swapaxes(-1, -2) @ near[:, 1:]
+    return float(np.abs(steps - steps[0, 0]).max())
+
+
+def wrapped(angles: Array) -> Array:
+    """Angles brought to [-pi, pi).
+
+    >>> wrapped(np.array([6.283185307179586 + 0.5]))
+    array([0.5])
+    """
+    return (angles + math.pi) % math.tau - math.pi
+
+
+def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
+    """Frequencies of angles (runs, pairs) at `numbers` (runs,), which are 1, 2, 4, ...
+
+    Each run tells the frequency twice as precisely and the turn of the next. Returns them, in
+    (-pi, pi] rad per position, and the last number at which the angles still went on evenly.
+
+    >>> w = np.array([1.0, 0.01])
+    >>> numbers = 2 ** np.arange(21)
+    >>> found, last = unwrapped_frequencies(wrapped(numbers[:, None] * w), numbers)
+    >>> bool(np.abs(found - w).max() < 1e-14), last
+    (True, 1048576)
+    """
+    frequencies, last = wrapped(angles[0]), int(numbers[0])
+    for measured, number in zip(angles[1:], numbers[1:], strict=True):
+        correction = wrapped(measured - number * frequencies)
+        if np.abs(correction).max() > LOST:
+            break
+        frequencies = frequencies + correction / number
+        last = int(number)
+    return np.where(np.abs(frequencies) * last > RESTING, frequencies, 0.0), last
+
+
+def table_type(blocks: Array) -> str:
+    """The coarsest float type that holds every cos and sin.
+
+    >>> table_type(np.array([0.5, 0.1]))
+    'float32'
+    """
+    for name in ("bfloat16", "float16"):
+        if np.array_equal(round_to(blocks, name), blocks):
+            return name
+    return "float32"
+
+
+def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> tuple[str, ...]:
+    """Which roundings explain the measured angles: ("exact",), ("float32 angles",), ...
+
+    numbers, angles  (tokens, pairs): the position that drives a pair, and the angle measured there
+    inv_freq         (pairs,) of the schedule, before any rounding
+    unit             how far off an angle may be because of the tables and of x
+    Returns () if no combination of rounded positions, frequencies and angles explains them.
+
+    >>> numbers = np.array([[255.0], [256.0], [257.0]])
+    >>> arithmetic(numbers, np.array([[255.0], [256.0], [256.0]]) * 0.3, np.array([0.3]), 1e-5)
+    ('bfloat16 positions',)
+    """
+    exact = numbers * inv_freq
+    if (np.abs(wrapped(angles - exact)) <= unit).all():
+        return ("exact",)
+    tells = (numbers > 0) & (inv_freq != 0) & (np.abs(exact) < FAST)
+    if not tells.any():
+        return ()
+    limit = (unit + 1e-6 * np.abs(exact))[tells]  # 1e-6: base^x of float32 formulas
+    # fewest roundings first; of two that explain it, positions are the likelier cause
+    choices = sorted(itertools.product(FLOATS, repeat=3), key=lambda c: 3 - c.count("float32"))
+    for angle_type, frequency_type, position_type in choices:
+        rates = round_to(round_to(inv_freq, "float32"), frequency_type)
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = round_to(numbers, position_type).astype(np.float32) * rates.astype(np.float32)
+            guess = round_to(product.astype(np.float64), angle_type)
+            error = np.abs(wrapped(angles - guess))[tells]
+        if (error <= limit).mean() >= 0.97:  # values near a tie may round the other way
+            kinds = zip((position_type, frequency_type, angle_type),
+                        ("positions", "frequencies", "angles"), strict=True)  # fmt: skip
+            named = tuple(f"{kind} {name}" for kind, name in kinds if kind != "float32")
+            return named or ("float32 angles",)
+    return ()

@@ -1,0 +1,325 @@
+"""Calls a black box: finds out how it wants its arguments, and what it does to one vector.
+
+Everything a box is asked is asked through `Box`, which takes and returns float64 NumPy arrays and
+turns whatever goes wrong into a ValueError of one line.
+"""
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+LIBRARIES = ("numpy", "torch")
+UNITS = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of x
+LONG_ROWS = (1024, 4096, 16384)  # tokens: enough to pass the usual trained lengths
+TABLES = ("tile", "repeat", "half")  # cat(c, c), repeat_interleave(c, 2), c alone
+MAX_INDEXED = 256  # positions that are token numbers cost memory: head_dim^2 for each of them
+
+
+class Finding(NamedTuple):
+    """Something worth knowing: a stable `code`, and what it means in plain words.
+
+    >>> Finding("clockwise", "pairs turn the other way").code
+    'clockwise'
+    """
+
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A callable together with how it wants its arguments.
+
+    `invoke` takes x in the callable's own library and positions, and returns the rotated x.
+    With `by_index` positions are token numbers: the run is placed at the end of a row from 0.
+    """
+
+    invoke: Callable[[Any, Array], Any]
+    convert: Callable[[Array], Any]
+    head_dim: int
+    seq_dim: int
+    num_axes: int
+    dtype: str
+    by_index: bool = False
+
+    def __call__(self, x: Array, positions: Array) -> Array:
+        """x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
+        return self.call(x, positions)[0]
+
+    def call(self, x: Array, positions: Array) -> tuple[Array, bool]:
+        """The rotated x, and whether the callable wrote over the x it was given."""
+        given = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
+        before = to_numpy(given)
+        wanted = tuple(given.shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a box may complain about far positions
+            try:
+                result = self.invoke(given, positions)
+                shape, values = tuple(np.shape(result)), to_numpy(result)
+            except Exception as error:  # whatever a stranger's code raises
+                raise ValueError(f"the callable raised {one_line(error)}") from error
+        if shape != wanted:
+            raise ValueError(f"the callable returned shape {shape} for x of shape {wanted}")
+        if not np.isfinite(values).all():
+            raise ValueError("the callable returned numbers that are not finite")
+        values = values if self.seq_dim == -2 else values.swapaxes(1, 2)
+        return values, not np.array_equal(before, to_numpy(given))
+
+    def positions(self, numbers: Any, axis: int | None = None) -> Array:
+        """Positions (seq,) or (seq, axes): on one axis, the others 0, or the same on all."""
+        numbers = np.asarray(numbers, np.int64)
+        if self.num_axes == 1:
+            return numbers
+        columns = np.zeros((len(numbers), self.num_axes), np.int64)
+        columns.T[slice(None) if axis is None else axis] = numbers
+        return columns
+
+    def matrices(self, numbers: Sequence[int], axis: int | None = None) -> Array:
+        """What the box does to channels at each of these positions: (numbers, out, in).
+
+        With `by_index` the numbers must be consecutive.
+        """
+        lead = numbers[0] if self.by_index else 0
+        wanted = np.concatenate([np.arange(lead), numbers])
+        eye = np.eye(self.head_dim)  # head h carries the h-th basis vector, at every token
+        x = np.broadcast_to(eye[None, :, None], (1, self.head_dim, len(wanted), self.head_dim))
+        rotated = self(x, self.positions(wanted, axis))[0, :, lead:]
+        return rotated.transpose(1, 2, 0).astype(np.float32 if self.dtype != "float64" else None)
+
+
+def to_numpy(array: Any) -> Array:
+    """A float64 NumPy copy of an array of any library.
+
+    >>> to_numpy([1, 2])
+    array([1., 2.])
+    """
+    if hasattr(array, "detach"):  # torch has no NumPy dtype for bfloat16
+        array = array.detach().cpu().double().numpy()
+    return np.array(array, np.float64)
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says.
+
+    >>> one_line(KeyError("a"))
+    "KeyError: 'a'"
+    """
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__
+
+
+def converter(library: str, dtype: str) -> Callable[[Array], Any]:
+    """What turns a float64 NumPy array into an array of a library; integers stay integers.
+
+    >>> converter("numpy", "float32")(np.ones(1)).dtype
+    dtype('float32')
+    """
+    if library == "torch":
+        import torch
+
+        kind = getattr(torch, dtype)
+        return lambda a: torch.tensor(a.copy(), dtype=kind if a.dtype.kind == "f" else torch.int64)
+    return lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
+
+
+def form_of(fn: Callable[..., Any]) -> str:
+    """The form of a callable, from its signature: "positions" or "tables"; else ValueError.
+
+    >>> form_of(lambda x, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+    ('positions', 'tables')
+    """
+    say = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the callable has no signature to read{say}") from error
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in plain if p.default is p.empty]
+    names = [p.name for p in plain[:4]]
+    if len(required) == 4 and "cos" in names[2] and "sin" in names[3]:
+        return "tables"
+    if len(required) == 2 and not {"cos", "sin", "k", "key", "keys"} & set(required):
+        return "positions"
+    shown = ", ".join(p.name for p in parameters) or "nothing"
+    raise ValueError(f"the callable takes ({shown}), which is neither form{say}")
+
+
+def boxes_with_positions(
+    fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, axes: int
+) -> Iterator[tuple[str, Box]]:
+    """Ways to call f(x, positions): by library, and positions without and with a batch axis."""
+    for name, convert in _libraries(library, dtype):
+        for lead in (0, 1):
+
+            def invoke(x: Any, p: Array, convert: Any = convert, lead: int = lead) -> Any:
+                return fn(x, convert(p.reshape((1,) * lead + p.shape)))
+
+            shape = "(1, seq" if lead else "(seq"
+            yield (
+                f"{name}, positions {shape})",
+                Box(invoke, convert, head_dim, seq_dim, axes, dtype),
+            )
+
+
+def boxes_with_tables(
+    fn: Callable[..., Any],
+    head_dim: int,
+    seq_dim: int,
+    library: str | None,
+    dtype: str,
+    inv_freq: Array,
+    order: str,
+) -> Iterator[tuple[str, tuple[Box, Box]]]:
+    """Ways to call f(q, k, cos, sin), with cos and sin in one `order`: boxes of q and of k."""
+    for name, convert in _libraries(library, dtype):
+        for lead in ((1,), (), (1, 1)):
+
+            def invoke(
+                which: int, x: Any, p: Array, convert: Any = convert, lead: Any = lead
+            ) -> Any:
+                angles = p[:, None] * inv_freq
+                tables = [_ordered(table, order) for table in (np.cos(angles), np.sin(angles))]
+                cos, sin = (convert(t.reshape(lead + t.shape)) for t in tables)
+                other = x * 1  # rotated as well, and of no interest
+                results = fn(x, other, cos, sin) if which == 0 else fn(other, x, cos, sin)
+                if not isinstance(results, tuple | list) or len(results) != 2:
+                    raise ValueError(f"it must return (q, k), got {type(results).__name__}")
+                return results[which]
+
+            q, k = (
+                Box(partial(invoke, which), convert, head_dim, seq_dim, 1, dtype)
+                for which in (0, 1)
+            )
+            yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
+
+
+def _ordered(table: Array, order: str) -> Array:
+    if order == "half":
+        return table
+    return np.repeat(table, 2, -1) if order == "repeat" else np.concatenate([table, table], -1)
+
+
+def _libraries(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
+    for name in LIBRARIES if library is None else (library,):
+        if name == "numpy" and dtype == "bfloat16":
+            continue
+        try:
+            yield name, converter(name, dtype)
+        except ImportError:
+            if library is not None:
+                raise ValueError(f"{name} is not installed") from None
+
+
+def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
+    """The first way to call that returns finite numbers of the right shape; ValueError if none."""
+    refusals: dict[str, str] = {}
+    for name, way in ways:
+        try:
+            for box in way if isinstance(way, tuple) else (way,):
+                # 2 heads, 5 tokens: a wrong broadcast cannot pass as a right one
+                box(_sample(box, 1, 2, 5), box.positions(np.arange(5)))
+        except ValueError as error:
+            refusals.setdefault(str(error), name)
+        else:
+            return way
+    shown = [f"{name}: {error}" for error, name in refusals.items()]
+    raise ValueError(f"no way to call it works: {'; '.join(shown[:3]) or 'no array library'}")
+
+
+def _sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
+    shape = (batch, heads, seq, box.head_dim)
+    return np.random.default_rng(seed).integers(-8, 9, shape) / 4  # exact in every float type
+
+
+def check(box: Box) -> list[Finding]:
+    """What a rotation of each token by itself would not do, seen from a few small calls."""
+    numbers = np.arange(3, 8)
+    x, other, positions = _sample(box, 1, 3, 5), _sample(box, 1, 3, 5, 1), box.positions(numbers)
+    y, wrote = box.call(x, positions)
+    found = [Finding("overwrites_input", "writes over the x it is given")] if wrote else []
+
+    def differ(one: Array, two: Array) -> bool:
+        size = float(np.abs(y).max()) or 1.0
+        return bool(np.abs(one - two).max() > (2e-5 + 8 * UNITS[box.dtype]) * size)
+
+    def tell(is_true: bool, code: str, text: str) -> None:
+        if is_true:
+            found.append(Finding(code, text))
+
+    if differ(box(x, positions), y):
+        return [*found, Finding("not_repeatable", "the same call gives another result")]
+    mixed = box(2 * x - 3 * other, positions)
+    if differ(mixed, 2 * y - 3 * box(other, positions)):
+        return [*found, Finding("not_linear", "not linear in x: it normalises, adds or clips")]
+
+    others = [1, 2]
+    lone = x.copy()
+    lone[:, others] = 0
+    tell(differ(box(lone, positions)[:, others], lone[:, others]),
+         "mixes_heads", "the result of one head depends on another head")  # fmt: skip
+    order = [1, 2, 0]  # not its own inverse, which a box that swaps heads might be as well
+    tell(differ(box(x[:, order], positions), y[:, order]),
+         "heads_differ", "heads are not all treated alike")  # fmt: skip
+    others = [0, 2, 3, 4]
+    lone = x.copy()
+    lone[:, :, others] = 0
+    tell(differ(box(lone, positions)[:, :, others], lone[:, :, others]),
+         "mixes_tokens", "the result of one token depends on another token")  # fmt: skip
+    try:
+        both = box(np.concatenate([other, x]), positions)
+    except ValueError as error:
+        tell(True, "refuses_batch", f"refuses a batch of two: {error}")
+    else:
+        tell(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")
+    if not differ(box(x, box.positions(numbers + 7)), y):
+        tell(True, "positions_ignored", "the positions it is given change nothing")
+    else:
+        jumps = box.positions([3, 11, 4, 20, 9])
+        tell(differ(box(x, jumps)[:, :, 1], box(x, box.positions(numbers + 7))[:, :, 1]),
+             "positions_consecutive", "reads only where the positions begin: they must be "
+             "consecutive, so packing and padding go wrong")  # fmt: skip
+    return found
+
+
+def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, list[Finding]]:
+    """Whether a token depends on how long its row is; and the last position that is still safe.
+
+    `jumps`: the box takes positions that are not consecutive, so a far one makes a row long.
+    """
+    x = _sample(box, 1, 2, 3)
+    near = box.positions([17, 18, 19])
+    before = box(x, near)
+    found, safe = [], None
+
+    def differs(row: Array, positions: Any) -> bool | None:
+        try:
+            after = box(row, box.positions(positions))[:, :, :1]
+        except ValueError:
+            return None
+        return bool(np.abs(after - before[:, :, :1]).max() > 2e-5 + 16 * UNITS[box.dtype])
+
+    far = 32
+    while jumps and far <= limit and (changed := differs(x, [17, 18, far])) is not None:
+        if changed:
+            safe = far // 2
+            found = [Finding("depends_on_length", f"frequencies change when the row reaches a "
+                             f"length between {safe + 2} and {far + 1}")]  # fmt: skip
+            break
+        far *= 2
+    for seq in [seq for seq in LONG_ROWS if seq <= limit and not found]:
+        row = np.concatenate([x, np.zeros((1, 2, seq - 3, box.head_dim))], axis=2)
+        if differs(row, np.arange(17, 17 + seq)):
+            safe = seq // 4
+            found = [Finding("depends_on_length", f"rows of {seq} tokens have other frequencies")]
+            break
+    if np.abs(box(x, near) - before).max() > 2e-5 + 16 * UNITS[box.dtype]:
+        found.append(Finding("remembers_length", "after a long row a short one changes"))
+    return safe, found

@@ -1,0 +1,393 @@
+"""Planted bugs: what people get wrong in RoPE, each found and called by its name."""
+
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rotary import Rotary
+from rotary.identify import identify
+
+D = 64
+LADDER = 10_000.0 ** (-np.arange(0, D, 2) / D)
+
+
+def half(x):
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([-second, first], axis=-1)
+
+
+def adjacent(x):
+    return np.stack([-x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
+
+
+def same(values):
+    return values
+
+
+def held_as(dtype):
+    return lambda values: np.asarray(values).astype(dtype).astype(np.float64)
+
+
+BF16, F16, F32 = held_as(ml_dtypes.bfloat16), held_as(np.float16), held_as(np.float32)
+
+
+def rope(x, positions, *, inv_freq=LADDER, turn=half, tiled=True, at=same, rates=same, angles=same,
+         tables=same, cos=np.cos, sin=np.sin, sign=1):  # fmt: skip
+    """The textbook formula, with a place for every mistake."""
+    angle = angles(at(positions.astype(np.float64))[:, None] * rates(inv_freq))
+    angle = np.concatenate([angle, angle], -1) if tiled else np.repeat(angle, 2, -1)
+    return (x * tables(cos(angle)) + sign * turn(x) * tables(sin(angle))).astype(x.dtype)
+
+
+def test_the_formula_without_a_mistake_is_found_without_a_finding():
+    assert identify(rope, D, form="positions").findings == ()
+    found = identify(partial(rope, turn=adjacent, tiled=False), D, form="positions")
+    assert (found.findings, found.spec) == ((), Rotary(head_dim=D, layout="interleaved"))
+
+
+# mistake: what it does, the code it must be given, the last position that is still right
+ROUNDED = {
+    "bfloat16 tables": ({"tables": BF16}, "bfloat16_tables", 0),
+    "float16 tables": ({"tables": F16}, "float16_tables", 2**20),
+    "bfloat16 positions": ({"at": BF16}, "bfloat16_positions", 128),
+    "float16 positions": ({"at": F16}, "float16_positions", 1024),
+    "bfloat16 frequencies": ({"rates": BF16}, "bfloat16_frequencies", 1),
+    "float16 frequencies": ({"rates": F16}, "float16_frequencies", 4),
+    "bfloat16 angles": ({"angles": BF16}, "bfloat16_angles", 1),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_is_rounded_is_named(name):
+    mistake, code, right_up_to = ROUNDED[name]
+    found = identify(partial(rope, **mistake), D, form="positions")
+    assert found.spec == Rotary(head_dim=D)
+    assert set(found.codes) - {"far_refused"} == {code}
+    assert found.arithmetic == name
+    assert found.right_up_to == right_up_to
+
+
+def test_float32_angles_go_wrong_far_out_and_float64_angles_do_not():
+    far = identify(partial(rope, angles=F32, rates=F32), D, form="positions")
+    assert far.codes == ("float32_angles",)
+    assert 2**13 <= far.right_up_to <= 2**17
+    assert identify(rope, D, form="positions").right_up_to == 2**20
+
+
+def test_pairs_too_slow_for_a_short_bfloat16_table_are_not_taken_for_resting_ones():
+    slow = 1e8 ** (-np.arange(0, D, 2) / D)
+    found = identify(partial(rope, inv_freq=slow, tables=BF16), D, form="positions",
+                     max_position=1024)  # fmt: skip
+    assert found.spec == Rotary(head_dim=D, base=1e8)
+
+
+def test_two_roundings_are_both_named():
+    found = identify(partial(rope, rates=BF16, tables=BF16), D, form="positions")
+    assert found.codes == ("bfloat16_frequencies", "bfloat16_tables")
+    assert found.spec == Rotary(head_dim=D)
+
+
+@pytest.mark.parametrize("by", [1, 3, 100, -2])
+def test_positions_that_do_not_start_at_0(by):
+    found = identify(partial(rope, at=lambda positions: positions + by), D, form="positions")
+    assert found.codes == ("offset",)
+    assert f"position {by}" in found.findings[0].text
+    assert found.spec == Rotary(head_dim=D)
+    assert found.right_up_to == 2**20
+
+
+def test_a_wrong_sign_of_sin():
+    found = identify(partial(rope, sign=-1), D, form="positions")
+    assert found.codes == ("clockwise",)
+    assert found.spec == Rotary(head_dim=D, sign=-1)
+
+
+def test_q_and_k_with_opposite_signs():
+    found = identify((rope, partial(rope, sign=-1)), D, form="positions")
+    assert found.codes == ("clockwise", "q_k_differ")
+    assert "sign 1 and -1" in str(found)
+    assert not found.is_rotation
+    alike = identify((rope, rope), D, form="positions")
+    assert alike.is_rotation
+    assert alike.findings == ()
+
+
+def test_q_and_k_in_different_layouts():
+    other = partial(rope, turn=adjacent, tiled=False)
+    found = identify((rope, other), D, form="positions")
+    assert found.codes == ("q_k_differ",)
+    assert "layout half and interleaved" in found.findings[0].text
+
+
+def test_the_exponent_divided_by_the_whole_head():
+    wrong = 10_000.0 ** (-np.arange(0, 32, 2) / D)
+
+    def partly(x, positions):
+        rotated = rope(x[..., :32], positions, inv_freq=wrong)
+        return np.concatenate([rotated, x[..., 32:]], axis=-1)
+
+    found = identify(partly, D)
+    assert found.codes == ("denominator",)
+    assert "base 10000 with head_dim 64" in found.findings[0].text
+    assert found.spec == Rotary(head_dim=D, rotary_dim=32, base=100.0)
+
+
+def test_cos_and_sin_swapped():
+    found = identify(partial(rope, cos=np.sin, sin=np.cos), D, form="positions")
+    assert found.codes == ("cos_sin_swapped",)
+
+
+def test_a_doubled_angle():
+    found = identify(partial(rope, inv_freq=2 * LADDER), D, form="positions")
+    assert found.codes == ("frequencies_multiplied",)
+    assert "2 times that of base 10000" in found.findings[0].text
+    np.testing.assert_allclose(found.inv_freq, 2 * LADDER, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("turn", "tiled", "needed"),
+    [(adjacent, True, "needs repeat_interleave"), (half, False, "needs cat")],
+)
+def test_tables_laid_out_for_the_other_layout(turn, tiled, needed):
+    found = identify(partial(rope, turn=turn, tiled=tiled), D, form="positions")
+    assert found.codes == ("tables_in_other_layout", "not_shift_invariant")
+    assert needed in found.findings[0].text
+    assert (found.spec, found.is_rotation) == (None, False)
+
+
+def test_a_reflection_is_not_a_rotation():
+    def reflected(x, positions):
+        angle = positions[:, None] * LADDER
+        first, second = np.split(x, 2, axis=-1)
+        c, s = np.cos(angle), np.sin(angle)
+        return np.concatenate([first * c + second * s, first * s + second * c], -1).astype(x.dtype)
+
+    found = identify(reflected, D)
+    assert found.codes == ("not_a_rotation", "not_shift_invariant")
+    assert not found.is_rotation
+
+
+def test_an_amplitude_is_measured_and_the_frequencies_still_named():
+    found = identify(lambda x, positions: rope(x, positions) * np.float32(1.25), D)
+    assert found.codes == ("amplitude",)
+    assert found.amplitude == pytest.approx(1.25, abs=1e-6)
+    assert found.is_rotation
+    np.testing.assert_allclose(found.spec.params["inv_freq"], LADDER, rtol=1e-15)
+    assert found.spec.params["attention_factor"] == found.amplitude
+
+
+def test_pairs_of_different_length():
+    scale = np.linspace(1, 2, D // 2).astype(np.float32)
+    found = identify(lambda x, positions: rope(x, positions) * np.tile(scale, 2), D)
+    assert found.codes == ("pair_scale",)
+    assert (found.is_rotation, found.amplitude) == (False, None)
+    assert found.spec == Rotary(head_dim=D)
+
+
+def test_a_scale_that_grows_with_the_position_as_in_xpos():
+    zeta = np.tile((np.arange(0, D, 2) + 0.4 * D) / (1.4 * D), 2)
+
+    def xpos(x, positions):
+        return (rope(x, positions) * zeta ** (positions[:, None] / 512)).astype(x.dtype)
+
+    found = identify(xpos, D)
+    assert found.codes == ("position_scale",)
+    assert not found.is_rotation
+    np.testing.assert_allclose(found.inv_freq, LADDER, rtol=1e-6)
+
+
+def test_the_frequency_of_one_pair_twice():
+    twice = LADDER.copy()
+    twice[5] = twice[4]
+    found = identify(partial(rope, inv_freq=twice), D, form="positions")
+    assert found.codes == ("duplicate_frequency", "off_ladder")
+    assert "4 and 5" in found.findings[0].text
+    assert "all pairs but [5] follow base 10000" in found.findings[1].text
+    np.testing.assert_allclose(found.inv_freq, twice, rtol=1e-9)
+
+
+def test_some_pairs_that_turn_backwards():
+    mixed = LADDER * np.where(np.arange(D // 2) % 2, -1, 1)
+    found = identify(partial(rope, inv_freq=mixed), D, form="positions")
+    assert "mixed_directions" in found.codes
+    np.testing.assert_allclose(found.spec.params["inv_freq"], mixed, rtol=1e-9)
+
+
+def test_channels_outside_the_slice_that_are_changed():
+    def careless(x, positions):
+        ladder = 10_000.0 ** (-np.arange(0, 32, 2) / 32)
+        rotated = rope(x[..., :32], positions, inv_freq=ladder)
+        return np.concatenate([rotated, 2 * x[..., 32:]], axis=-1)
+
+    found = identify(careless, D)
+    assert found.codes == ("scales_the_rest",)
+    assert found.spec == Rotary(head_dim=D, rotary_dim=32)
+
+
+def test_channels_that_are_mixed():
+    matrix = np.linalg.qr(np.random.default_rng(0).standard_normal((D, D)))[0].astype(np.float32)
+    found = identify(lambda x, positions: rope(x @ matrix, positions), D)
+    assert found.codes == ("mixes_channels",)
+
+
+def overwrite(x, positions):
+    x[...] = rope(x, positions)
+    return x
+
+
+def one_head(x, positions):
+    rotated = x.copy()
+    rotated[:, :1] = rope(x[:, :1], positions)
+    return rotated
+
+
+def shuffled_batch(x, positions):
+    return rope(x if len(x) == 1 else x[::-1].copy(), positions)
+
+
+def one_row(x, positions):
+    if len(x) > 1:
+        raise IndexError("only one row")
+    return rope(x, positions)
+
+
+def in_order(x, positions):
+    return rope(x, positions[0] + np.arange(x.shape[-2]))
+
+
+noise = np.random.default_rng(0)
+HABITS = {  # what it does beside rotating: code, and whether a spec can still be given
+    "overwrites_input": (overwrite, True),
+    "mixes_heads": (lambda x, p: rope(x, p) + x.mean(1, keepdims=True) / 8, False),
+    "heads_differ": (one_head, False),
+    "mixes_tokens": (lambda x, p: rope(x, p) + x.mean(2, keepdims=True) / 8, False),
+    "mixes_batch": (shuffled_batch, True),
+    "refuses_batch": (one_row, True),
+    "not_linear": (
+        lambda x, p: rope(x / (1 + np.linalg.norm(x, axis=-1, keepdims=True)), p),
+        False,
+    ),
+    "not_repeatable": (lambda x, p: x + noise.random(x.shape, np.float32), False),
+    "positions_ignored": (lambda x, p: rope(x, np.arange(x.shape[-2])), True),
+    "positions_consecutive": (in_order, True),
+}
+
+
+@pytest.mark.parametrize("code", HABITS)
+def test_what_a_callable_does_beside_rotating(code):
+    fn, has_spec = HABITS[code]
+    found = identify(fn, D)
+    assert found.codes == (code,)
+    assert found.spec == (Rotary(head_dim=D) if has_spec else None)
+    assert found.is_rotation is has_spec
+
+
+def test_heads_or_tokens_in_reverse_are_mixed():
+    reverse_heads = identify(lambda x, p: rope(x[:, ::-1].copy(), p), D)
+    assert "mixes_heads" in reverse_heads.codes
+    reverse_tokens = identify(lambda x, p: rope(x[:, :, ::-1].copy(), p), D)
+    assert "mixes_tokens" in reverse_tokens.codes
+
+
+def test_adding_to_x_is_not_linear():
+    assert identify(lambda x, positions: rope(x, positions) + 1, D).codes == ("not_linear",)
+
+
+def test_doing_nothing():
+    found = identify(lambda x, positions: x.copy(), D)
+    assert found.codes == ("positions_ignored", "no_rotation")
+    assert found.spec is None
+
+
+def test_a_table_that_ends():
+    table = np.arange(4096)
+    found = identify(lambda x, positions: rope(x, table[positions]), D)
+    assert found.codes == ("far_refused",)
+    assert "position 4,096" in found.findings[0].text
+    assert "IndexError" in found.findings[0].text
+    assert (found.spec, found.right_up_to) == (Rotary(head_dim=D), 2048)
+
+
+@pytest.mark.parametrize("beyond", [lambda p: np.minimum(p, 4095), lambda p: p % 4096])
+def test_a_table_that_clamps_or_starts_again(beyond):
+    found = identify(partial(rope, at=beyond), D, form="positions")
+    assert found.codes == ("uneven",)
+    assert "2,048" in found.findings[0].text
+    assert (found.spec, found.right_up_to) == (Rotary(head_dim=D), 2048)
+
+
+def test_a_state_that_a_long_row_leaves_behind():
+    longest = [0]
+
+    def grows(x, positions):
+        longest[0] = max(longest[0], int(positions.max()))
+        base = 10_000.0 if longest[0] < 2048 else 40_000.0
+        return rope(x, positions, inv_freq=base ** (-np.arange(0, D, 2) / D))
+
+    found = identify(grows, D)
+    assert {"depends_on_length", "remembers_length"} <= set(found.codes)
+
+
+def test_frequencies_that_depend_on_the_number_of_tokens():
+    def scaled(x, positions):
+        base = 10_000.0 if x.shape[-2] < 3000 else 40_000.0
+        return rope(x, positions, inv_freq=base ** (-np.arange(0, D, 2) / D))
+
+    found = identify(scaled, D)
+    assert found.codes == ("depends_on_length",)
+    assert "4096 tokens" in found.findings[0].text
+
+
+TABLE_BUGS = {  # f(q, k, cos, sin): what it does, code
+    "clockwise": lambda x, c, s: x * c - half(x) * s,
+    "cos_sin_swapped": lambda x, c, s: x * s + half(x) * c,
+    "amplitude": lambda x, c, s: 2 * (x * c + half(x) * s),
+    "not_linear": lambda x, c, s: np.tanh(x) * c + half(x) * s,
+    "mixes_heads": lambda x, c, s: x * c + half(x[:, ::-1]) * s,
+}
+
+
+@pytest.mark.parametrize("code", TABLE_BUGS)
+def test_bugs_of_a_function_that_is_given_tables(code):
+    def apply(q, k, cos, sin):
+        return TABLE_BUGS[code](q, cos, sin), TABLE_BUGS[code](k, cos, sin)
+
+    assert code in identify(apply, D).codes
+
+
+def test_a_function_with_tables_that_treats_q_and_k_differently():
+    def apply(q, k, cos, sin):
+        return q * cos + half(q) * sin, k * cos - half(k) * sin
+
+    found = identify(apply, D)
+    assert found.codes == ("clockwise", "q_k_differ")
+    assert not found.is_rotation
+
+
+def test_one_wrong_sign_does_not_hide_the_order_of_the_tables():
+    def apply(q, k, cos, sin):
+        return q * cos + adjacent(q) * sin, k * cos - adjacent(k) * sin
+
+    found = identify(apply, D)
+    assert (found.spec, found.tables) == (Rotary(head_dim=D, layout="interleaved"), "repeat")
+    assert found.codes == ("clockwise", "q_k_differ")
+
+
+def test_given_tables_that_are_cast_to_bfloat16():
+    def apply(q, k, cos, sin):
+        cos, sin = (BF16(table).astype(q.dtype) for table in (cos, sin))
+        return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+    assert identify(apply, D).codes == ("bfloat16_tables",)
+
+
+def test_a_function_with_tables_whose_table_order_fits_no_layout():
+    def apply(q, k, cos, sin):  # tiles what it is given, and pairs neighbours
+        cos, sin = (np.concatenate([t, t], -1)[..., : q.shape[-1]] for t in (cos, sin))
+        return q * cos + adjacent(q) * sin, k * cos + adjacent(k) * sin
+
+    found = identify(apply, D)
+    assert found.is_rotation
+    assert found.tables == "repeat"
