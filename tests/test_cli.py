@@ -17,7 +17,7 @@ from rotary import bench, cli, demo, doctor, from_hf_config
 from rotary.demo import Law
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
-COMMANDS = ("demo", "inspect", "freqs", "bench", "doctor")
+COMMANDS = ("demo", "inspect", "freqs", "bench", "doctor", "identify", "diff")
 ANSI = "\x1b"
 SETTINGS = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "PYTHONIOENCODING")
 START = "from rotary.cli import main; main()"
@@ -486,3 +486,57 @@ def test_the_laws_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
         broken = ["a score depends on distance alone, to 1,000,000"]
     laws = demo.check_laws(spec, (2, 1))
     assert [law.name for law in laws if not law.error <= law.limit] == broken
+
+
+# --- several layer types, and the commands that compare ---
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def test_inspect_shows_every_layer_type(main):
+    text = main("inspect", str(CONFIGS / "gemma-3-4b.json")).out
+    assert "sliding_attention" in text
+    assert "full_attention" in text
+    reports = json.loads(main("inspect", str(CONFIGS / "gemma-3-4b.json"), "--json").out)
+    assert set(reports) == {"sliding_attention", "full_attention"}
+    assert reports["full_attention"]["spec"]["schedule"] == "linear"
+
+
+def test_inspect_names_the_other_parts_of_a_model(main):
+    shown = main("inspect", str(CONFIGS / "qwen3-vl-8b.json"))
+    assert "24 by axis 0" in shown.out
+    assert "vision_config" in shown.err
+    vision = main("inspect", str(CONFIGS / "qwen3-vl-8b.json"), "--part", "vision_config", "--json")
+    assert json.loads(vision.out)["spec"]["schedule"] == "axial"
+
+
+def test_diff_gives_a_verdict(main, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **sizes, "rope_scaling": rope}))
+    assert "does not scale" in main("diff", str(path)).out
+    found = json.loads(main("diff", str(path), "--json").out)
+    assert len(found["readings"]) == 6
+
+
+def test_doctor_looks_at_a_config(main, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "rope_thata": 1e4}))
+    assert "rope_thata" in main("doctor", str(path)).out
+    found = json.loads(main("doctor", str(path), "--json").out)
+    assert found[0]["advice"]
+
+
+def test_identify_reads_a_function_from_a_file(main, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\nimport rotary\n\n"
+        "def turn(x, positions):\n"
+        "    return rotary.apply(rotary.Rotary(head_dim=16, base=500.0), x, positions=positions)\n"
+    )
+    text = main("identify", f"{path}:turn", "--head-dim", "16").out
+    assert "500" in text
+    found = json.loads(main("identify", f"{path}:turn", "--head-dim", "16", "--json").out)
+    assert found["spec"]["base"] == pytest.approx(500.0)
+    assert_refused(main("identify", f"{path}:nothing", "--head-dim", "16"), "nothing")

@@ -1,5 +1,7 @@
 """Rotary Position Embedding: exact at every position, for every model, at the speed of a copy."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import layouts as layouts
 from . import positions as positions
 from .angles import cos_sin as cos_sin
@@ -11,6 +13,10 @@ from .rotate import apply as apply
 from .rotate import rotate as rotate
 from .spec import Rotary as Rotary
 
+if TYPE_CHECKING:
+    from .integrations.transformers import patch as patch
+    from .integrations.transformers import unpatch as unpatch
+
 __version__ = "0.1.0"
 __all__ = [
     "Rotary",
@@ -19,8 +25,19 @@ __all__ = [
     "from_hf_config",
     "inv_freq",
     "layouts",
+    "patch",
     "positions",
     "rotate",
     "to_hf_config",
     "turns",
+    "unpatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names that need torch, imported when they are asked for."""
+    if name in ("patch", "unpatch"):
+        from .integrations import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module 'rotary' has no attribute {name!r}")

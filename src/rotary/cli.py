@@ -30,6 +30,9 @@ LayerType = Annotated[
 ]
 
 
+Part = Annotated[str | None, typer.Option(help="Which part of a model of several, by its key.")]
+
+
 def main() -> None:
     """Run the command; an error is one line on stderr and exit status 1."""
     for stream in (sys.stdout, sys.stderr):
@@ -69,14 +72,42 @@ def demo(as_json: Json = False) -> None:
 
 
 @app.command()
-def inspect(config: Config, layer_type: LayerType = None, as_json: Json = False) -> None:
-    """What RoPE a config has: schedule, slice, layout, wavelengths."""
-    from .angles import inv_freq
+def inspect(
+    config: Config, layer_type: LayerType = None, part: Part = None, as_json: Json = False
+) -> None:
+    """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
+    from .hf import layer_types, parts
 
-    spec = _read(config, layer_type)
+    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
+    reports = {kind: _inspected(config, kind, part) for kind in kinds}
+    if layer_type and reports[layer_type] is None:
+        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
+    asked = (part,) if part else ("text_config", "thinker_config", "llm_config")
+    others = [name for name in parts(config) if name not in asked]
+    if as_json:
+        one = reports.get(layer_type) if len(reports) == 1 else None
+        _print_json(one if one else {str(kind): report for kind, report in reports.items()})
+        return
+    for kind, report in reports.items():
+        title = " ".join(word for word in (config, part, kind) if word)
+        if report is None:
+            _print_table(title, ("", ""), [("rotation", "none: these layers see no position")])
+        else:
+            _print_table(title, ("", ""), _inspection_rows(report))
+    if others:
+        typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
+
+
+def _inspected(config: str, layer_type: str | None, part: str | None) -> dict[str, Any] | None:
+    from .angles import inv_freq
+    from .hf import from_hf_config
+
+    spec = from_hf_config(config, layer_type, part=part)
+    if spec is None:
+        return None
     frequencies, factor = inv_freq(spec)
     turning = [math.tau / abs(value) for value in frequencies.tolist() if value]
-    report = {
+    return {
         "spec": spec.to_dict(),
         "attention_factor": factor,
         "shortest_wavelength": min(turning, default=None),
@@ -84,20 +115,25 @@ def inspect(config: Config, layer_type: LayerType = None, as_json: Json = False)
         "pairs_that_stand_still": len(frequencies) - len(turning),
         "depends_on_length": spec.depends_on_length,
     }
-    if as_json:
-        _print_json(report)
-        return
-    rows = [(name, str(value)) for name, value in spec.to_dict().items() if value not in ([], {})]
-    rows += [(f"  {name}", _short(value)) for name, value in spec.params.items()]
-    rows = [row for row in rows if row[0] != "params"]
-    rows.append(("attention factor", f"{factor:.6g}, on cos and sin"))
-    if turning:
-        rows.append(("wavelengths", f"{min(turning):.4g} to {max(turning):,.0f} tokens"))
-    if len(turning) < len(frequencies):
-        rows.append(("stand still", f"{len(frequencies) - len(turning)} pairs"))
-    if spec.depends_on_length:
+
+
+def _inspection_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    spec = dict(report["spec"])
+    params, axes = spec.pop("params"), spec.pop("axes")
+    rows = [(name, str(value)) for name, value in spec.items()]
+    rows += [(f"  {name}", _short(value)) for name, value in params.items()]
+    if axes:
+        counts = ", ".join(f"{axes.count(axis)} by axis {axis}" for axis in sorted(set(axes)))
+        rows.append(("pairs", counts))
+    rows.append(("attention factor", f"{report['attention_factor']:.6g}, on cos and sin"))
+    if report["shortest_wavelength"]:
+        shortest, longest = report["shortest_wavelength"], report["longest_wavelength"]
+        rows.append(("wavelengths", f"{shortest:.4g} to {longest:,.0f} tokens"))
+    if report["pairs_that_stand_still"]:
+        rows.append(("stand still", f"{report['pairs_that_stand_still']} pairs"))
+    if report["depends_on_length"]:
         rows.append(("depends on", "the length of each row"))
-    _print_table(f"{config}", ("", ""), rows)
+    return rows
 
 
 @app.command()
@@ -177,16 +213,87 @@ def bench(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """What this machine offers, and what is in the way of speed."""
-    from .doctor import examine
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="A config.json, a model folder, or module:object; default this machine."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is in the way: of speed on this machine, or of exact RoPE in a config or a model."""
+    if target is None:
+        from .doctor import examine
 
-    findings = examine()
+        findings: list[tuple[str, ...]] = [tuple(each) for each in examine()]
+        names = ("what", "found", "advice")
+    else:
+        from .audit import audit
+        from .identify import load
+
+        subject: Any = target
+        if ":" in target and not os.path.exists(target):
+            subject = load(target)
+            subject = (
+                subject() if callable(subject) and not hasattr(subject, "modules") else subject
+            )
+        findings = [tuple(each) for each in audit(subject)]
+        names = ("where", "found", "advice")
     if as_json:
-        _print_json([finding._asdict() for finding in findings])
+        _print_json([dict(zip(names, each, strict=True)) for each in findings])
         return
-    rows = [(each.what, each.found, each.advice) for each in findings]
-    _print_table("rotary doctor", ("", "found", "advice"), rows)
+    _print_table(f"rotary doctor {target or ''}".strip(), ("", *names[1:]), findings)
+
+
+@app.command()
+def identify(
+    target: Annotated[str, typer.Argument(help="module:function or path/to/file.py:function.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")],
+    num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Which RoPE a function computes: f(x, positions) or f(q, k, cos, sin)."""
+    from .identify import identify as examine
+    from .identify import load
+
+    found = examine(load(target), head_dim, num_axes=num_axes)
+    if as_json:
+        _print_json(found.to_dict())
+        return
+    typer.echo(str(found))
+
+
+@app.command()
+def diff(
+    config: Config,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    layer_type: LayerType = None,
+    as_json: Json = False,
+) -> None:
+    """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
+    from .diff import diff as compare
+
+    found = compare(config, seq_len=seq_len, layer_type=layer_type)
+    if as_json:
+        _print_json(found.to_dict())
+        return
+    apart = {each.framework: each for each in found.differences}
+    rows = []
+    for each in found.readings:
+        gap = apart.get(each.framework)
+        rows.append(
+            (
+                f"{each.framework} {each.version}",
+                "refuses" if each.refuses else each.schedule,
+                "" if each.attention_factor is None else f"{each.attention_factor:.6g}",
+                "" if gap is None else f"{gap.inv_freq:.2g}",
+                each.refuses or each.switch,
+            )
+        )
+    header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")
+    _print_table(config, header, rows)
+    typer.echo(found.verdict)
 
 
 def _read(config: str, layer_type: str | None) -> "Rotary":

@@ -1,0 +1,1 @@
+"""Doors to other libraries: each file serves one, and is loaded only when it is asked for."""

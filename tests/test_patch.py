@@ -1,0 +1,403 @@
+"""How `patch` gets into one model and out again, and what it must leave as it is."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from rotary.integrations import rotations
+from rotary.integrations.transformers import patch, unpatch
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LOCAL = {
+    "head_dim": 16,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def new_model(family="llama", **more):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**TINY, **more}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def tokens(batch=2, seq=12):
+    return torch.randint(3, 128, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, ids=None):
+    return model(tokens() if ids is None else ids).logits
+
+
+def distance(one, other):
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What our kernel was called with, but for the tries of `way_of`."""
+    counted, is_trying = [], []
+
+    def counting(xs, *args, **kwargs):
+        if not is_trying:
+            counted.append(xs)
+        return rotate(xs, *args, **kwargs)
+
+    def trying(*args):
+        is_trying.append(True)
+        try:
+            return agrees(*args)
+        finally:
+            is_trying.pop()
+
+    rotate, agrees = rotations.rotate, rotations._agrees
+    monkeypatch.setattr(rotations, "rotate", counting)
+    monkeypatch.setattr(rotations, "_agrees", trying)
+    return counted
+
+
+# --- one instance, and back ---
+
+
+def test_another_model_of_the_family_is_not_touched(calls):
+    code, function = (
+        modeling_llama.LlamaAttention.forward,
+        modeling_llama.apply_rotary_pos_emb,
+    )
+    model, sibling = new_model(), new_model()
+    before = logits(sibling)
+    with patch(model):
+        assert torch.equal(logits(sibling), before)
+        assert calls == []
+        logits(model)
+        assert len(calls) == 2
+        for attention in (layer.self_attn for layer in sibling.model.layers):
+            assert "forward" not in vars(attention)
+            assert attention.forward.__func__ is code
+        later = new_model()
+        logits(later)
+        assert len(calls) == 2
+    assert modeling_llama.LlamaAttention.forward is code
+    assert modeling_llama.apply_rotary_pos_emb is function
+
+
+def test_unpatch_restores_the_very_functions(calls):
+    model = new_model()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    patched = patch(model, exact=True)
+    assert "forward" in vars(model.model.layers[0].self_attn)
+    assert "forward" in vars(model.model.rotary_emb)
+    patched.unpatch()
+    patched.unpatch()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    forward = model.model.layers[0].self_attn.forward
+    assert forward.__func__ is modeling_llama.LlamaAttention.forward
+    logits(model)
+    assert calls == []
+
+
+def test_an_error_inside_the_context_unpatches():
+    model = new_model()
+
+    def fail():
+        with patch(model):
+            assert "forward" in vars(model.model.layers[0].self_attn)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "forward" not in vars(model.model.layers[0].self_attn)
+
+
+def test_what_cannot_be_patched_is_an_error_of_one_line():
+    model = new_model()
+    patch(model.model.layers[0]).unpatch()
+    with patch(model):
+        with pytest.raises(ValueError, match="patched already; call unpatch first"):
+            patch(model)
+        with pytest.raises(ValueError, match="patched already"):
+            patch(model.model)
+    with pytest.raises(ValueError, match="this model is not patched"):
+        unpatch(model)
+    with pytest.raises(ValueError, match="Linear has no module that calls a rotation"):
+        patch(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be a torch module, got dict"):
+        patch({})
+
+
+def test_the_report_is_short_and_counts_layers():
+    with patch(new_model(), exact=True) as patched:
+        assert str(patched).splitlines() == [
+            "patched  model.layers.*.self_attn (2): half",
+            "patched  model.rotary_emb (1): exact tables",
+        ]
+        assert patched.patched[0] == ("model.layers.0.self_attn", "half")
+
+
+def test_a_part_without_its_tables_is_skipped_with_the_reason(calls):
+    layer = new_model().model.layers[0]
+    with patch(layer) as patched:
+        assert patched.patched == []
+        ((name, reason),) = patched.skipped
+        assert name == "self_attn"
+        assert "tables from a module that is not known" in reason
+        assert "skipped  self_attn (1): apply_rotary_pos_emb gets" in str(patched)
+
+
+def test_a_deep_copy_of_a_patched_model_is_patched_for_itself(calls):
+    model = new_model()
+    before = logits(model)
+    patch(model, exact=True)
+    other = copy.deepcopy(model)
+    assert other.model.layers[0].self_attn.forward.__self__ is other.model.layers[0].self_attn
+    unpatch(model)
+    assert calls == []
+    assert distance(logits(other), before) < 1e-5
+    assert len(calls) == 2
+    unpatch(other)
+    assert torch.equal(logits(other), before)
+
+
+def test_a_pickled_model_comes_back_unpatched_and_can_be_patched(calls):
+    model = new_model()
+    before = logits(model)
+    with patch(model):
+        file = io.BytesIO()
+        torch.save(model, file)
+        again = [
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file.seek(0) or file, weights_only=False),
+        ]
+    for other in again:
+        assert torch.equal(logits(other), before)
+        assert calls == []
+        with patch(other):
+            assert distance(logits(other), before) < 1e-5
+        assert len(calls) == 2
+        calls.clear()
+        assert torch.equal(logits(other), before)
+
+
+def test_state_dict_does_not_change():
+    model = new_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with patch(model, exact=True):
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_later_change_of_the_model_file_is_seen(monkeypatch):
+    seen = []
+
+    def attention(module, query, key, value, *args, **kwargs):
+        seen.append(module)
+        return original(module, query, key, value, *args, **kwargs)
+
+    original = modeling_llama.eager_attention_forward
+    model = new_model(attn_implementation="eager")
+    with patch(model):
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+        logits(model)
+    assert len(seen) == 2
+
+
+# --- what people do with models ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_generate_gives_the_same_tokens(family, exact, calls):
+    more = {
+        "gemma3_text": LOCAL,
+        "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    }
+    model = new_model(family, **more.get(family, {}))
+    arguments = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]),
+    }
+    before = model.generate(tokens(), **arguments)
+    assert calls == []
+    with patch(model, exact=exact):
+        after = model.generate(tokens(), **arguments)
+    assert torch.equal(before, after)
+    assert len(calls) >= 2 * 6
+    seq = -3 if family == "gptj" else -2
+    assert {x.shape[seq] for xs in calls for x in (xs if isinstance(xs, tuple) else [xs])} == {
+        12,
+        1,
+    }
+
+
+def gradients(model):
+    model.zero_grad()
+    model(tokens()).logits.square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_gradients_are_those_of_the_model(family, checkpointing, calls):
+    model = new_model(family).train()
+    before = gradients(model)
+    if checkpointing is not None:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing})
+    with patch(model):
+        after = gradients(model)
+    assert len(calls) == (2 if checkpointing is None else 4)
+    for name, grad in before.items():
+        assert distance(after[name], grad) < 2e-5, name
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_torch_compile_sees_one_graph_with_our_operator(family, exact):
+    operators = []
+
+    def backend(graph, inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model = new_model(family, **(LOCAL if family == "gemma3_text" else {}), use_cache=False)
+    ids = tokens()
+    before = logits(model)
+    torch.compiler.reset()
+    with patch(model, exact=exact):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            after = compiled(ids, use_cache=False).logits
+    assert distance(after, before) < 1e-5
+    assert sum("rotary.rotate" in name for name in operators) == 2
+
+
+def test_a_compiled_model_that_is_patched_later_uses_the_patch():
+    names = []
+
+    def backend(graph, inputs):
+        names.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    model = new_model(use_cache=False)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        before = compiled(tokens(), use_cache=False).logits
+        assert not any("rotary.rotate" in name for name in set.union(*names))
+        with patch(model):
+            after = compiled(tokens(), use_cache=False).logits
+        assert any("rotary.rotate" in name for name in set.union(*names))
+    assert distance(after, before) < 1e-5
+
+
+def test_all_layers_share_one_function_so_that_layers_compile_once():
+    model = new_model(num_hidden_layers=3, use_cache=False)
+    before = logits(model)
+    torch.compiler.reset()
+    with patch(model):
+        forwards = {layer.self_attn.forward.__func__ for layer in model.model.layers}
+        assert len(forwards) == 1
+        compiled = []
+
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph.forward
+
+        for layer in model.model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        assert distance(logits(model), before) < 1e-5
+        assert len(compiled) == 1
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same():
+    model = new_model(use_cache=False)
+    before = logits(model)
+    torch.compiler.reset()
+    with patch(model), torch.no_grad():
+        assert distance(torch.compile(model)(tokens(), use_cache=False).logits, before) < 1e-5
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", ["llama", "cohere", "olmo2", "gpt_neox"])
+def test_bfloat16_is_at_least_as_good_as_before(family, exact, calls):
+    model = new_model(family, num_hidden_layers=1)
+    wanted = logits(model)
+    model = model.to(torch.bfloat16)
+    for name, module in model.named_modules():  # as from_pretrained(dtype=...) leaves it
+        if name.endswith("rotary_emb"):
+            module.inv_freq = new_model(family).get_submodule(name).inv_freq
+    before = logits(model)
+    with patch(model, exact=exact):
+        after = logits(model)
+    assert after.dtype == before.dtype == torch.bfloat16
+    assert {xs[0].dtype for xs in calls} == {torch.bfloat16}
+    assert (after - wanted).float().norm() <= 1.1 * (before - wanted).float().norm()
+
+
+def test_exact_tables_heal_frequencies_that_were_cast_to_bfloat16():
+    model = new_model()
+    ids = torch.tensor([[100_000]])
+    model.model.rotary_emb.to(torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    with patch(model, exact=True):
+        cos, sin = model.model.rotary_emb(torch.zeros(1), ids)
+    for pair in range(8):
+        angle = 100_000 * 10_000.0 ** (-pair / 8)
+        assert abs(float(cos[0, 0, pair]) - math.cos(angle)) < 2e-7
+        assert abs(float(sin[0, 0, pair + 8]) - math.sin(angle)) < 2e-7
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_tables_that_depend_on_the_length_stay_as_they_are(kind, calls):
+    params = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        params.update(factors, original_max_position_embeddings=8)
+    model = new_model(rope_parameters=params)
+    before = logits(model)
+    with patch(model, exact=True) as patched:
+        assert distance(logits(model), before) < 1e-5
+        ((name, reason),) = patched.skipped
+        assert name == "model.rotary_emb"
+        assert "depend on the length" in reason
+    assert len(calls) == 2
+    assert patched.patched[-1] == ("model.layers.1.self_attn", "half")
+
+
+def test_tables_that_are_no_rotation_are_skipped():
+    """HunYuan-VL splits four axes over the doubled width, so the two channels of a pair differ."""
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+    config = AutoConfig.for_model("hunyuan_vl_text", **TINY, head_dim=16, rope_parameters=sections)
+    model = AutoModel.from_config(config).eval()
+    with patch(model, exact=True) as patched:
+        assert patched.patched == []
+        assert {reason for _, reason in patched.skipped} == {
+            "apply_rotary_pos_emb gets tables that may turn the two channels of a pair differently"
+        }

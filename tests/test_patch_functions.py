@@ -1,0 +1,357 @@
+"""What `patch` concludes about a rotation function, and how it reaches the code that calls it."""
+
+import functools
+import inspect
+import weakref
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as cohere
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as deepseek,
+)
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb as trailing
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as gpt_neox
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb as llama4
+from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb as nanochat
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
+
+from rotary.integrations import rotations
+from rotary.integrations.rotations import replacement_of, way_of
+from rotary.integrations.transformers import patch, unpatch
+
+# function -> style, layout, out_layout, clockwise, where a narrower table turns, insert, promotes
+WAYS = {
+    cohere: ("repeat", "interleaved", "interleaved", False, None, "unsqueeze_dim", False),
+    deepseek: ("first", "interleaved", "half", False, None, "unsqueeze_dim", True),
+    glm: ("first", "interleaved", "interleaved", False, "leading", "unsqueeze_dim", True),
+    gpt_neox: ("halves", "half", "half", False, "leading", "unsqueeze_dim", True),
+    gpt_oss: ("half", "half", "half", False, None, "unsqueeze_dim", True),
+    gptj: ("half", "interleaved", "interleaved", False, None, -2, True),
+    llama: ("halves", "half", "half", False, None, "unsqueeze_dim", True),
+    llama4: ("complex", "interleaved", "interleaved", False, None, -2, False),
+    nanochat: ("halves", "half", "half", True, None, "unsqueeze_dim", True),
+    olmo2: ("halves", "half", "half", False, None, "unsqueeze_dim", False),
+    trailing: ("half", "interleaved", "interleaved", False, "trailing", "unsqueeze_dim", False),
+    vision: ("halves", "half", "half", False, None, -2, False),
+}
+
+
+def name_of(function):
+    return function.__module__.rpartition("_")[2] if callable(function) else str(function)
+
+
+@pytest.mark.parametrize("function", WAYS, ids=name_of)
+def test_the_way_of_a_function_of_transformers(function):
+    way = way_of(function)
+    found = way.style, way.layout, way.out_layout, way.clockwise, way.start, way.insert
+    assert (*found, way.promotes) == WAYS[function]
+
+
+def refuses(*args, **kwargs):
+    raise AssertionError("our kernel should have been used")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seq", [1, 7])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_call_of_llama_is_the_same_to_the_rounding_of_its_dtype(dtype, seq, rows):
+    ours = replacement_of(llama, way_of(llama))
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(2, seq, 4, 16, generator=random).to(dtype)
+    k = torch.randn(2, seq, 2, 16, generator=random).to(dtype)
+    angles = torch.randn(rows, seq, 8, generator=random).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for views in ((q.transpose(1, 2), k.transpose(1, 2), cos, sin), (q, k, cos, sin, 2)):
+        wanted = llama(*[x.double() if torch.is_tensor(x) else x for x in views])
+        for x, exact in zip(ours(*views), wanted, strict=True):
+            assert x.dtype == dtype
+            assert (x - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+
+
+WAY = way_of(llama)._replace(
+    parameters=("q", "k", "cos", "sin", "unsqueeze_dim", "position_ids"),
+    defaults={"unsqueeze_dim": 1, "position_ids": None},
+)
+
+
+@pytest.mark.parametrize(
+    "case", ["float64", "queries shorter", "odd width", "keyword", "ranks", "batches"]
+)
+def test_a_call_that_does_not_fit_goes_to_the_function_itself(case, monkeypatch):
+    monkeypatch.setattr(rotations, "rotate", refuses)
+    seen = []
+
+    def function(q, k, cos, sin, unsqueeze_dim=1, position_ids=None):
+        seen.append((q, k, cos, sin, unsqueeze_dim, position_ids))
+        return "its own result"
+
+    ours = replacement_of(
+        function, WAY._replace(defaults={"unsqueeze_dim": 1, "position_ids": None})
+    )
+    q, k, cos = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16), torch.ones(1, 3, 16)
+    extra = {}
+    if case == "float64":
+        q, k = q.double(), k.double()
+    elif case == "queries shorter":
+        q = q[:, :, -1:]
+    elif case == "odd width":
+        cos = cos[..., :15]
+    elif case == "keyword":
+        extra["position_ids"] = torch.arange(3)
+    elif case == "ranks":
+        q = q[0]
+    elif case == "batches":
+        q = q.repeat(2, 1, 1, 1)
+    assert ours(q, k, cos, sin=cos, **extra) == "its own result"
+    ((*_, seen_cos, unsqueeze_dim, positions),) = seen
+    assert seen_cos is cos
+    assert (unsqueeze_dim, positions) == (1, extra.get("position_ids"))
+
+
+def test_wrong_arguments_raise_what_the_function_raises():
+    ours = replacement_of(llama, way_of(llama))
+    x = torch.ones(1, 1, 1, 4)
+    for args, kwargs in (((x, x), {}), ((x,) * 6, {}), ((x, x, x, x), {"q": x}), ((), {"y": x})):
+        with pytest.raises(TypeError) as theirs:
+            llama(*args, **kwargs)
+        with pytest.raises(TypeError) as mine:
+            ours(*args, **kwargs)
+        assert str(mine.value) == str(theirs.value)
+
+
+def test_wider_tables_promote_as_they_did_unless_they_are_ours():
+    q, k, cos = (
+        torch.ones(1, 4, 3, 16).bfloat16(),
+        torch.ones(1, 2, 3, 16).bfloat16(),
+        torch.ones(1, 3, 16),
+    )
+    assert llama(q, k, cos, cos)[0].dtype == torch.float32
+    assert replacement_of(llama, way_of(llama))(q, k, cos, cos)[0].dtype == torch.float32
+    exact = replacement_of(llama, way_of(llama), keeps_dtype=True)
+    assert exact(q, k, cos, cos)[0].dtype == torch.bfloat16
+    short = exact(q[:, :, :1], k, cos[:, :1].expand(1, 3, 16), sin=cos)  # goes to llama, narrowed
+    assert {x.dtype for x in short} == {torch.bfloat16}
+
+
+def test_tables_written_in_place_are_read_again():
+    ours = replacement_of(llama, way_of(llama))
+    q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    cos, sin = torch.ones(1, 3, 16), torch.zeros(1, 3, 16)
+    assert torch.equal(ours(q, k, cos, sin)[0], q)
+    cos.mul_(2)
+    assert torch.equal(ours(q, k, cos, sin)[0], 2 * q)
+    cos = 3 * cos  # another tensor, perhaps at the address of the last one
+    assert torch.equal(ours(q, k, cos, sin)[0], 6 * q)
+
+
+def test_prepared_tables_die_with_the_tables_of_the_model():
+    ours = replacement_of(llama, way_of(llama))
+    q, k, cos = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.ones(1, 3, 16)
+    ours(q, k, cos, sin=cos.clone())
+    ((_, _, (prepared, _)),) = vars(cos)["_rotary_prepared"].values()
+    gone = weakref.ref(prepared)
+    del prepared, cos
+    assert gone() is None
+
+
+def test_gradients_flow_into_tables():
+    ours = replacement_of(llama, way_of(llama))
+    q, k, angles = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 3, 8)
+    grads = []
+    for function in (llama, ours):
+        leaf = angles.clone().requires_grad_()
+        wide = leaf.repeat(1, 1, 2)
+        sum(x.square().sum() + x.sum() for x in function(q, k, wide.cos(), wide.sin())).backward()
+        grads.append(leaf.grad)
+    assert torch.allclose(*grads, atol=1e-4)
+
+
+def shears(q, k, cos, sin):
+    return q * cos + k * sin, k * cos
+
+
+def scales(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(1.0001 * x for x in llama(q, k, cos, sin, unsqueeze_dim))
+
+
+def ignores_axis(q, k, cos, sin, unsqueeze_dim=1):
+    return llama(q, k, cos, sin, 1)
+
+
+def forgets_key(q, k, cos, sin):
+    return llama(q, k, cos, sin)[0]
+
+
+@pytest.mark.parametrize("function", [shears, scales, ignores_axis, forgets_key])
+def test_what_is_almost_a_rotation_is_refused(function):
+    with pytest.raises(ValueError, match=r"no rotation|not known"):
+        way_of(function)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x, lambda q, k, v, cos, sin: q, lambda q, k, cos, sin, position_ids: q]
+)
+def test_other_signatures_are_refused_by_name(function):
+    with pytest.raises(ValueError, match=r"takes \(.*\), not x or q, k and then cos, sin"):
+        way_of(function)
+
+
+# --- the code that calls it ---
+
+
+def apply_rotary(q, k, cos, sin, unsqueeze_dim=1):
+    return gpt_oss(q, k, cos, sin, unsqueeze_dim)
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        calls_seen.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+calls_seen = []
+
+
+class Plain(nn.Module):
+    def forward(self, q, k, cos, sin, *, twice=False):
+        """Rotates, twice if asked."""
+        for _ in range(1 + twice):
+            q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class Wrapped(Plain):
+    @logged
+    @torch.no_grad()
+    def forward(self, q, k, cos, sin, *, twice=False):
+        return apply_rotary(q, k, cos, sin)
+
+
+class Helper(Plain):
+    def turn(self, *args):
+        return apply_rotary(*args)
+
+    def forward(self, *args):
+        return self.turn(*args)
+
+
+class Inner(Plain):
+    def forward(self, q, k, cos, sin):
+        return next(apply_rotary(q, k, c, s) for c, s in [(cos, sin)])
+
+
+class Inherits(Plain):
+    def forward(self, *args):
+        assert super().forward is not None
+        return apply_rotary(*args)
+
+
+class Shared(Plain):
+    def apply_rotary(self):
+        return None
+
+    def forward(self, *args):
+        self.apply_rotary()
+        return apply_rotary(*args)
+
+
+def operands():
+    random = torch.Generator().manual_seed(0)
+    angles = torch.randn(1, 3, 8, generator=random)
+    q, k = (torch.randn(1, h, 3, 16, generator=random) for h in (4, 2))
+    return q, k, angles.cos(), angles.sin()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    calls = []
+
+    def counting(xs, *args, **kwargs):
+        calls.append(xs)
+        return rotate(xs, *args, **kwargs)
+
+    rotate = rotations.rotate
+    way_of(apply_rotary)
+    monkeypatch.setattr(rotations, "rotate", counting)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [Plain, Wrapped, Helper, Inner, Inherits])
+def test_the_call_is_reached_wherever_the_class_makes_it(kind, counted):
+    module, sibling = kind(), kind()
+    before = module(*operands())
+    with patch(module) as patched:
+        assert patched.patched == [("", "half")]
+        after = module(*operands())
+        assert len(counted) == 1
+        sibling(*operands())
+        assert len(counted) == 1
+        assert inspect.signature(module.forward) == inspect.signature(sibling.forward)
+        assert module.forward.__doc__ == sibling.forward.__doc__
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after, before, strict=True))
+    assert vars(module).keys() == vars(sibling).keys()
+    module(*operands())
+    assert len(counted) == 1
+
+
+def test_keyword_defaults_are_kept(counted):
+    module = Plain()
+    with patch(module):
+        module(*operands(), twice=True)
+        module(*operands())
+    assert len(counted) == 3
+
+
+def test_decorators_still_run(counted):
+    module = Wrapped()
+    with patch(module):
+        calls_seen.clear()
+        q, k, cos, sin = operands()
+        assert not module(q.requires_grad_(), k, cos, sin)[0].requires_grad
+    assert calls_seen == ["forward"]
+
+
+def test_a_name_that_is_an_attribute_as_well_is_skipped(counted):
+    with patch(Shared()) as patched:
+        assert patched.patched == []
+        ((_, reason),) = patched.skipped
+        assert reason == "apply_rotary is also the name of an attribute in the code that calls it"
+
+
+def test_a_forward_that_somebody_replaced_is_left_alone(counted):
+    module = Plain()
+    module.forward = MethodType(lambda self, *args: None, module)
+    mine = module.forward
+    with patch(module) as patched:
+        ((_, reason),) = patched.skipped
+        assert reason == "apply_rotary is called by a forward that was replaced before"
+    assert module.forward is mine
+
+
+def test_a_forward_under_the_hooks_of_accelerate_is_patched_beneath_them(counted):
+    """accelerate keeps the method in `_old_forward` and calls it from a forward of its own."""
+    module = Plain()
+    module._old_forward = module.forward
+    hooked = module.forward = functools.partial(
+        lambda self, *args: self._old_forward(*args), module
+    )
+    with patch(module):
+        module(*operands())
+        assert len(counted) == 1
+    assert module.forward is hooked
+    assert module._old_forward == MethodType(Plain.forward, module)
+    module(*operands())
+    assert len(counted) == 1
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch(module)
