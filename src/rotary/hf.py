@@ -491,7 +491,7 @@ def _head_dim(found: _Config) -> int:
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
-    if hidden % heads and not found.data.get("model_type"):
+    if hidden % heads:
         raise ValueError(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; give head_dim"
         )

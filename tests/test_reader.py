@@ -1,0 +1,150 @@
+"""The dialects of a config: names of other programs, parts, layer types, keys that nobody reads."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary import Rotary, from_hf_config
+from rotary.hf import MODELS, layer_types, parts
+
+SIZES = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 4096}
+YARN = {"factor": 40.0, "original_max_position_embeddings": 4096}
+
+
+def read(rope, **more):
+    return from_hf_config({**SIZES, **more, "rope_scaling": rope})
+
+
+def test_su_is_longrope():
+    lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+    rope = {"type": "su", **lists, "original_max_position_embeddings": 1024}
+    assert read(rope).schedule == "longrope"
+    assert read(rope) == read({**rope, "type": "longrope"})
+
+
+def test_mrope_is_default_with_three_axes():
+    spec = read({"type": "mrope", "mrope_section": [16, 24, 24]})
+    assert spec.schedule == "default"
+    assert spec.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+    turned = read({"type": "mrope", "mrope_section": [24, 20, 20], "mrope_interleaved": True})
+    assert turned.axes[:6] == (0, 1, 2, 0, 1, 2)
+
+
+def test_sections_must_sum_to_the_pairs():
+    with pytest.raises(ValueError, match=r"mrope_section \[16, 24\] must sum to the 64 pairs"):
+        read({"type": "mrope", "mrope_section": [16, 24]})
+
+
+def test_hunyuan_says_dynamic_and_means_a_fixed_base():
+    spec = read({"type": "dynamic", "alpha": 1000.0, "factor": 1.0})
+    assert not spec.depends_on_length
+    base = 10_000 * 1000 ** (128 / 126)
+    np.testing.assert_allclose(rotary.inv_freq(spec)[0], base ** (-np.arange(64) / 64), rtol=1e-12)
+
+
+def test_ntk_and_ntk_mixed_of_vllm():
+    assert read({"type": "ntk", "factor": 4.0}).schedule == "ntk"
+    mixed = read({"type": "ntk", "factor": 4.0, "mixed_b": 0.5})
+    assert (mixed.schedule, mixed.params["b"]) == ("ntk_mixed", 0.5)
+
+
+def test_yarn_of_deepseek_takes_a_missing_mscale_all_dim_as_zero():
+    spec = read({"type": "deepseek_yarn", **YARN, "mscale": 0.707})
+    assert rotary.inv_freq(spec)[1] == pytest.approx(0.1 * 0.707 * math.log(40) + 1)
+    plain = read({"type": "yarn", **YARN, "mscale": 0.707})
+    assert rotary.inv_freq(plain)[1] == pytest.approx(0.1 * math.log(40) + 1)
+
+
+def test_yarn_of_telechat():
+    spec = read({"type": "telechat3-yarn", **YARN})
+    assert rotary.inv_freq(spec)[1] == pytest.approx(0.07 * math.log(40) + 1)
+
+
+def test_layouts_and_direction_belong_to_the_model():
+    deepseek = from_hf_config({"model_type": "deepseek_v3"})
+    assert (deepseek.head_dim, deepseek.layout, deepseek.out_layout) == (64, "interleaved", "half")
+    plain = from_hf_config({"model_type": "deepseek_v3", "rope_interleave": False})
+    assert (plain.layout, plain.out_layout) == ("half", "half")
+    assert from_hf_config({"model_type": "nanochat"}).sign == -1
+    assert from_hf_config({"model_type": "glm4"}).layout == "interleaved"
+    assert from_hf_config({"model_type": "glm4_moe", "head_dim": 128}).layout == "half"
+    assert from_hf_config({**SIZES, "rope_traditional": True}).layout == "interleaved"
+
+
+def test_a_slice_may_be_the_last_channels():
+    spec = from_hf_config({"model_type": "deepseek_v4"}, "compress")
+    assert (spec.head_dim, spec.rotary_dim, spec.start, spec.base) == (512, 64, 448, 160_000.0)
+
+
+def test_layer_types_have_frequencies_of_their_own():
+    data = {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert layer_types(data) == ("full_attention", "sliding_attention")
+    full, sliding = (from_hf_config(data, kind) for kind in layer_types(data))
+    assert (full.schedule, full.base) == ("linear", 1e6)
+    assert (sliding.schedule, sliding.base) == ("default", 1e4)
+    local = from_hf_config({**data, "rope_local_base_freq": 5e3}, "sliding_attention")
+    assert local.base == 5e3
+    with pytest.raises(ValueError, match="did you mean 'full_attention'"):
+        from_hf_config(data, "ful_attention")
+
+
+def test_a_layer_type_without_rotation_is_none():
+    assert from_hf_config({"model_type": "beam"}, "full_attention") is None
+
+
+def test_a_base_for_each_layer():
+    data = {"model_type": "granite_swa", "layer_rope_theta": [1e4, 5e5, 0]}
+    assert layer_types(data) == ("rope_theta=10000", "rope_theta=500000", "rope_theta=0")
+    bases = [from_hf_config(data, kind) for kind in layer_types(data)]
+    assert [spec and spec.base for spec in bases] == [1e4, 5e5, None]
+
+
+def test_parts_of_a_model_are_read_by_their_key():
+    data = {"model_type": "qwen2_vl", "vision_config": {"embed_dim": 1280, "num_heads": 16}}
+    assert parts(data) == ("vision_config", "text_config")
+    assert from_hf_config(data).num_axes == 3
+    vision = from_hf_config(data, part="vision_config")
+    assert (vision.schedule, vision.head_dim, vision.num_axes) == ("axial", 80, 2)
+    with pytest.raises(ValueError, match="did you mean 'vision_config'"):
+        from_hf_config(data, part="vison_config")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {**SIZES, "rope_thata": 1e5},
+        {**SIZES, "rotary_percent": 0.5},
+        {**SIZES, "rope_scaling": {"type": "linear", "factor": 2.0, "faktor": 2.0}},
+    ],
+)
+def test_a_key_that_nobody_reads_is_an_error_or_a_warning(data):
+    name = next(key for key in (*data, *data.get("rope_scaling", {}))
+                if key in ("rope_thata", "rotary_percent", "faktor"))  # fmt: skip
+    with pytest.raises(ValueError, match=name):
+        from_hf_config(data)
+    with pytest.warns(UserWarning, match=name):
+        spec = from_hf_config(data, strict=False)
+    sound = {key: value for key, value in data.items() if key in (*SIZES, "rope_scaling")}
+    if "rope_scaling" in sound:
+        sound["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert spec == from_hf_config(sound)
+
+
+def test_heads_that_do_not_divide_the_width_need_head_dim():
+    with pytest.raises(ValueError, match="not a multiple"):
+        from_hf_config({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3})
+
+
+def test_what_is_not_a_rotation_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="mixes two axes"):
+        from_hf_config({"model_type": "hunyuan_vl_text"})
+
+
+def test_models_of_other_code_that_compute_the_same():
+    assert MODELS["kimi_k2"] == MODELS["deepseek_v3"]
+    assert from_hf_config({"model_type": "internlm2"}) == Rotary(head_dim=128)
