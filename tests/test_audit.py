@@ -54,6 +54,22 @@ def test_frequencies_of_another_config(model):
     assert "3 frequencies, the config says 8" in advice(model)
 
 
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_weights_in_the_other_layout(layout):
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
+        intermediate_size=64, vocab_size=32,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    assert "rows look" not in advice(model)  # random weights have no layout
+    # as training leaves them: slow pairs larger, partners alike up to some noise
+    pairs = torch.linspace(0.5, 2.0, 32) * (1 + 0.02 * torch.randn(2, 32))
+    scale = torch.cat((pairs, pairs), 1) if layout == "half" else pairs.repeat_interleave(2, 1)
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(scale.reshape(-1, 1))
+    found = advice(model)
+    assert ("rows look interleaved, the code reads half" in found) == (layout == "interleaved")
+
+
 def test_keys_that_nothing_reads():
     assert "rope_thata" in advice({"model_type": "llama", "rope_thata": 1e4})
     rope = {**LLAMA3, "hihg_freq_factor": 4.0}

@@ -1,5 +1,6 @@
 """Published configs of real models: read, and compared with the class of transformers."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -26,12 +27,15 @@ def read(name):
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def rotary_class_of(model_type):
+@functools.cache
+def rotary_classes():
+    """model_type -> the class that makes its tables."""
+    found = {}
     for module, name in CLASSES:
         config = None if name in DIFFERENT else config_of(module, name)
-        if config is not None and config.model_type == model_type:
-            return module, name
-    return None
+        if config is not None:
+            found.setdefault(config.model_type, (module, name))
+    return found
 
 
 def test_there_are_more_than_25():
@@ -59,7 +63,7 @@ def test_a_published_config_computes_what_transformers_does(name, record_propert
     values = {key: value for key, value in data.items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(data["model_type"], **values)
     text = config.get_text_config()
-    found = rotary_class_of(text.model_type)
+    found = rotary_classes().get(text.model_type)
     if found is None:  # gptj, codegen, roformer: functions and no class, in test_parity.py
         assert text.model_type in ("gptj", "codegen", "roformer", "llama", "mistral")
         return

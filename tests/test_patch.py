@@ -83,10 +83,7 @@ def calls(monkeypatch):
 
 
 def test_another_model_of_the_family_is_not_touched(calls):
-    code, function = (
-        modeling_llama.LlamaAttention.forward,
-        modeling_llama.apply_rotary_pos_emb,
-    )
+    code, function = modeling_llama.LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb
     model, sibling = new_model(), new_model()
     before = logits(sibling)
     with patch(model):
@@ -266,9 +263,7 @@ def test_gradients_are_those_of_the_model(family, checkpointing, calls):
     model = new_model(family).train()
     before = gradients(model)
     if checkpointing is not None:
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        enable = enable or model.gradient_checkpointing_enable
-        enable({"use_reentrant": checkpointing})
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
     with patch(model):
         after = gradients(model)
     assert len(calls) == (2 if checkpointing is None else 4)

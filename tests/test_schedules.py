@@ -114,6 +114,8 @@ CASES = [
     Case("ntk_mixed", {"factor": 16.0, "b": 1.0}),
     Case("axial", {"num_axes": 2}, 100.0, is_falling=False),
     Case("axial", {"num_axes": 1}),
+    Case("axial", {"num_axes": 2, "ladder": "turns"}, 100.0, is_falling=False),
+    Case("axial", {"num_axes": 2, "ladder": "dealt"}, 100.0, is_falling=False),
     Case("custom", {"inv_freq": [0.5] + 31 * [-1e-3], "attention_factor": 1.5}, is_falling=False),
 ]
 TRANSFORMERS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -351,6 +353,7 @@ FAULTS = [
     ("ntk_mixed", {"factor": 2.0, "b": 1.5}, r"b must be in \[0, 1\], got 1.5"),
     ("ntk_mixed", {"factor": 2.0, "b": NAN}, r"b must be in \[0, 1\], got nan"),
     ("axial", {"num_axes": 3}, r"rotary_dim must be a multiple of 2 num_axes = 6, got 64"),
+    ("axial", {"num_axes": 2, "ladder": "steps"}, r'ladder must be "blocks", "turns" or "dealt"'),
     ("axial", {"num_axes": 0}, r"num_axes must be a whole number >= 1, got 0"),
     ("axial", {"num_axes": 2.0}, r"num_axes must be a whole number >= 1, got 2.0"),
     ("custom", {"inv_freq": [1.0]}, r"inv_freq must have rotary_dim / 2 = 32 values, got 1"),

@@ -30,8 +30,9 @@ def audit(subject: Any) -> list[Remark]:
 
     Configs: keys that no code reads or that this model's code ignores, a context longer than what
     was trained times the factor, positions at which float32 angles are off by more than 1e-2 rad.
-    Models: the same of `model.config`, and buffers of frequencies that are in half precision, on
-    the meta device, not finite, or not what the config says.
+    Models: the same of `model.config`; buffers of frequencies that are in half precision, on the
+    meta device, not finite, or not what the config says; projections whose rows look as if they
+    were trained for the other layout (the two channels of a pair have rows of like norm).
     Raises ValueError for a config that cannot be read at all.
 
     >>> [each.where for each in audit({"model_type": "llama", "rope_thata": 1e4}) if each.advice]
@@ -40,7 +41,7 @@ def audit(subject: Any) -> list[Remark]:
     if hasattr(subject, "named_modules"):
         remarks = list(_buffers(subject))
         config = getattr(subject, "config", None)
-        return remarks if config is None else [*audit(config), *remarks]
+        return remarks if config is None else [*audit(config), *remarks, *_weights(subject, config)]
     remarks = []
     names = parts(subject) or (None,)
     for part in names:
@@ -179,3 +180,47 @@ def _against(place: str, name: str, module: Any, values: np.ndarray[Any, Any]) -
         )
         return
     yield Remark(place, f"{len(values)} frequencies, as the config says")
+
+
+def _weights(model: Any, config: Any) -> Iterator[Remark]:
+    """Whether the rows of W_k lie in the layout that the code reads, where that can be told."""
+    try:
+        kinds = layer_types(config) or (None,)
+        spec = from_hf_config(config, kinds[0], strict=False)
+    except ValueError:
+        return
+    if spec is None or spec.rotary_dim < max(spec.head_dim, 16) or spec.num_axes > 1:
+        return
+    for where, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not where.endswith("k_proj") or weight is None or weight.device.type == "meta":
+            continue
+        if weight.ndim != 2 or weight.shape[0] % spec.head_dim:
+            continue
+        rows = weight.detach().double().norm(dim=1).cpu().numpy().reshape(-1, spec.head_dim)
+        looks = layout_of_rows(rows)
+        if looks is not None and looks != spec.layout:
+            yield Remark(
+                f"{where}.weight",
+                f"rows look {looks}, the code reads {spec.layout}",
+                "converted twice or not at all: permute with rotary.layouts.row_permutation",
+            )
+
+
+def layout_of_rows(norms: np.ndarray[Any, Any]) -> str | None:
+    """The layout in which partners have like norms; None where that cannot be told.
+
+    norms  (heads, head_dim), of the rows of W_q or W_k, or of channels of q or k. Training moves
+           the two channels of a pair together; random weights show no layout.
+
+    >>> layout_of_rows(np.repeat(np.linspace(1, 2, 32), 2)[None])
+    'interleaved'
+    """
+    logs = np.log(np.maximum(norms, 1e-30))
+    half = logs.shape[1] // 2
+    apart = {
+        "half": np.abs(logs[:, :half] - logs[:, half:]).mean(),
+        "interleaved": np.abs(logs[:, 0::2] - logs[:, 1::2]).mean(),
+    }
+    near, far = sorted(apart, key=lambda name: apart[name])
+    return near if apart[near] < 0.5 * apart[far] else None

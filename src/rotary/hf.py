@@ -157,7 +157,7 @@ def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
     """The layer types that have entries of their own; empty where all layers are alike.
 
     >>> layer_types({"model_type": "gemma3_text"})
-    ('sliding_attention', 'full_attention')
+    ('full_attention', 'sliding_attention')
     """
     data, model = _part(_read(config), part)
     rope = _rope_parameters(data, model)

@@ -299,17 +299,16 @@ def _agrees(function: Callable[..., Any], way: Way, probe: _Probe, rotary_dim: i
             ours = replacement_of(_refuse, way)(**arguments)
         except _REFUSALS:
             return False
-    pairs = [(theirs, ours)] if way.operands == 1 else None
-    if pairs is None:
-        if not isinstance(theirs, (tuple, list)) or len(theirs) != way.operands:
-            return False
-        pairs = list(zip(theirs, ours, strict=True))
+    if way.operands == 1:
+        theirs, ours = (theirs,), (ours,)
+    if not isinstance(theirs, (tuple, list)) or len(theirs) != way.operands:
+        return False
     return all(
         isinstance(one, Tensor)
         and one.shape == other.shape
         and one.dtype == other.dtype
         and torch.allclose(one, other, rtol=0, atol=TOLERANCE)
-        for one, other in pairs
+        for one, other in zip(theirs, ours, strict=True)
     )
 
 
