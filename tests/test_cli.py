@@ -540,3 +540,8 @@ def test_identify_reads_a_function_from_a_file(main, tmp_path):
     found = json.loads(main("identify", f"{path}:turn", "--head-dim", "16", "--json").out)
     assert found["spec"]["base"] == pytest.approx(500.0)
     assert_refused(main("identify", f"{path}:nothing", "--head-dim", "16"), "nothing")
+
+
+def test_long_lists_are_cut_short(main):
+    text = " ".join(main("inspect", str(CONFIGS / "phi-4-mini.json")).out.split())
+    assert re.search(r"long_factor 1, 1\.1\d+, .*\.\.\. \(48 values\)", text)

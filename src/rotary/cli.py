@@ -368,7 +368,7 @@ def _print_demo(report: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) > 6:
+    if isinstance(value, tuple | list) and len(value) > 6:
         return f"{', '.join(f'{item:g}' for item in value[:6])}, ... ({len(value)} values)"
     return str(value)
 
