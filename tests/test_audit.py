@@ -102,3 +102,8 @@ def test_parts_and_layer_types_are_looked_at_one_by_one():
 
 def test_a_model_without_config_and_without_rope():
     assert audit(torch.nn.Linear(2, 2)) == []
+
+
+def test_layers_without_rotation_are_counted():
+    data = {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9}
+    assert any("9 of 36 layers take no rotation" in each.found for each in audit(data))

@@ -135,6 +135,21 @@ def test_a_key_that_nobody_reads_is_an_error_or_a_warning(data):
         assert spec == from_hf_config(sound)
 
 
+def test_keys_of_vllm_and_others_that_change_what_is_computed():
+    spec = read({"type": "dynamic", "factor": 4.0, "max_trained_positions": 1024})
+    assert spec.params["original_max_position_embeddings"] == 1024
+    assert read({"type": "yarn", **YARN, "extrapolation_factor": 1.0}) == read(
+        {"type": "yarn", **YARN}
+    )
+    with pytest.raises(ValueError, match="extrapolation_factor"):
+        read({"type": "yarn", **YARN, "extrapolation_factor": 0.5})
+    assert from_hf_config({**SIZES, "rope_dim": 64}).rotary_dim == 64
+    with pytest.raises(ValueError, match="FoPE"):
+        read({"type": "default", "use_fope": True})
+    pangu = {"type": "openpangu", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    assert read(pangu).num_axes == 3
+
+
 def test_heads_that_do_not_divide_the_width_need_head_dim():
     with pytest.raises(ValueError, match="not a multiple"):
         from_hf_config({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3})

@@ -71,13 +71,32 @@ def _config(subject: Any, part: str | None) -> Iterator[Remark]:
             f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
         )
         yield from _lengths(where, spec, _context(subject, part))
+        yield from _layers_without(where, _data(subject), part)
 
 
-def _context(subject: Any, part: str | None) -> int | None:
+def _data(subject: Any) -> Mapping[str, Any]:
     data = subject.to_dict() if hasattr(subject, "to_dict") else subject
     if isinstance(data, str | Path):
         path = Path(data)
-        data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        path = path / "config.json" if path.is_dir() else path
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    return dict(data)
+
+
+def _layers_without(where: str, data: Mapping[str, Any], part: str | None) -> Iterator[Remark]:
+    """Llama 4 and SmolLM 3 leave out the rotation of the layers marked 0."""
+    inner = data.get(part or "text_config")
+    marks = (inner if isinstance(inner, Mapping) else data).get("no_rope_layers")
+    if marks and not all(marks):
+        yield Remark(
+            where,
+            f"{len(marks) - sum(map(bool, marks))} of {len(marks)} layers take no "
+            "rotation: no_rope_layers",
+        )
+
+
+def _context(subject: Any, part: str | None) -> int | None:
+    data = _data(subject)
     for inner in (data.get(part or "text_config"), data):
         if isinstance(inner, Mapping) and isinstance(inner.get("max_position_embeddings"), int):
             return int(inner["max_position_embeddings"])

@@ -44,7 +44,8 @@ TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proporti
 # names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
 ALIASES = {
     "su": "longrope", "mrope": "default", "mllama4": "llama3", "deepseek_yarn": "yarn",
-    "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default", "ntk": "ntk",
+    "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
+    "openpangu": "default", "ntk": "ntk",
 }  # fmt: skip
 _COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # keys beside a schedule's own that do not change cos and sin, or are read elsewhere
@@ -57,7 +58,8 @@ _TOP_KEYS = {
     "indexer_rope_interleave", "rope_traditional", "no_rope_layers", "no_rope_layer_interval",
     "qk_rope_head_dim", "rotary_dim", "rope_type", "nope_layer_interval", "use_rope",
     "original_max_position_embeddings", "per_layer_config", "mrope_section", "rotary_value",
-    "layer_rope_theta", "rope_scaling_layers", "use_mem_rope", "memory_attention_rope_feat_sizes",
+    "rope_dim", "layer_rope_theta", "rope_scaling_layers", "use_mem_rope",
+    "memory_attention_rope_feat_sizes",
     "memory_attention_rope_k_sizes", "memory_attention_rope_dropout", "swa_rope_theta",
     "use_rotary_embedding", "rotary_embedding_base",
 }  # fmt: skip
@@ -452,6 +454,12 @@ def _check_keys(
         known |= {"mixed_b", "factor"}
     if name in ("deepseek_yarn", "telechat3-yarn"):
         known |= {"extrapolation_factor", "attn_factor"}
+    if schedule == "dynamic":
+        known.add("max_trained_positions")
+    if rope.get("extrapolation_factor") == 1:
+        known.add("extrapolation_factor")
+    if rope.get("use_fope"):
+        raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
     for key in rope:
         if key not in known:
             complain(
@@ -500,6 +508,8 @@ def _head_dim(found: _Config) -> int:
 
 def _slice(found: _Config, head_dim: int, schedule: str) -> tuple[int, dict[str, Any]]:
     """rotary_dim, and the share as a parameter where the schedule has it."""
+    if found.data.get("rope_dim") is not None:  # another name of the width, whatever the model
+        return _whole_number("rope_dim", found.data["rope_dim"]), {}
     has_width = "rotary_dim" in {**found.model, **found.model.get("names", {})}
     rotary_dim = found.get("rotary_dim") if has_width else None
     if rotary_dim is not None and found.rope.get("partial_rotary_factor") is None:
@@ -583,8 +593,10 @@ def _filled(schedule: str, params: dict[str, Any], found: _Config) -> dict[str, 
     if context is not None:
         context = _whole_number("max_position_embeddings", context)
     if schedule == "dynamic":
+        context = found.rope.get("max_trained_positions", context)  # vLLM's name, which wins there
         if context is None:
             raise ValueError("dynamic needs max_position_embeddings, the length it scales from")
+        context = _whole_number("max_trained_positions", context)
         return {**params, name: context}
     if name not in parameters(schedule):
         return params
