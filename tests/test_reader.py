@@ -95,6 +95,17 @@ def test_a_layer_type_without_rotation_is_none():
     assert from_hf_config({"model_type": "beam"}, "full_attention") is None
 
 
+def test_layers_that_are_not_scaled():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    data = {"model_type": "molmo2_text", "rope_parameters": rope, "num_hidden_layers": 4}
+    assert from_hf_config({**data, "rope_scaling_layers": [0, 1, 2, 3]}).schedule == "linear"
+    some = {**data, "rope_scaling_layers": [1, 3]}
+    kinds = [from_hf_config(some, kind) for kind in ("scaled", "unscaled")]
+    assert [(spec.schedule, spec.base) for spec in kinds] == [("linear", 5e5), ("default", 5e5)]
+    with pytest.raises(ValueError, match="scaled or unscaled"):
+        from_hf_config(some)
+
+
 def test_a_base_for_each_layer():
     data = {"model_type": "granite_swa", "layer_rope_theta": [1e4, 5e5, 0]}
     assert layer_types(data) == ("rope_theta=10000", "rope_theta=500000", "rope_theta=0")

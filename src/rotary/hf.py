@@ -371,6 +371,15 @@ def _rope_of_layer(
         return _rope_of_theta(rope, thetas, layer_type)
     if thetas:
         return {**rope, "rope_theta": thetas[0]}
+    scaled = data.get("rope_scaling_layers")
+    if scaled is not None and len(scaled) < data.get("num_hidden_layers", len(scaled)):
+        if layer_type not in ("scaled", "unscaled"):  # Molmo 2
+            raise ValueError(
+                "rope_scaling_layers names some of the layers; pass layer_type, scaled or "
+                f"unscaled; got {layer_type!r}"
+            )
+        plain = {key: rope[key] for key in rope if key == "rope_theta"}
+        return rope if layer_type == "scaled" else plain
     if _is_nested(rope, data, model):
         known = {
             key: value for key, value in rope.items() if value is None or hasattr(value, "keys")
