@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rotary import Rotary, from_hf_config, inv_freq
-from rotary.hf import layer_types
+from rotary.configs import layer_types
 
 ROOT = Path(__file__).parent
 CONFIGS = ROOT.parent / "tests" / "configs"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rotary import Rotary, cos_sin, from_hf_config, rotate
-from rotary.hf import layer_types
+from rotary.configs import layer_types
 
 SEQ, HEADS = 19, 2
 # torch.polar rounds its cosine otherwise than torch.cos: one unit in the last place
@@ -44,6 +44,9 @@ def compare(case: Case, firsts: tuple[int, ...] = (0, 5000)) -> None:
     if takes == "pixel_values":
         compare_coordinates(case, spec)
         return
+    if hasattr(case.config, "q_aggregation_stride"):
+        compare_feature_map(case, spec)
+        return
     for first in firsts if takes == "x" else (0,):  # others count their tokens themselves
         ids = position_ids(spec, first)
         if takes == "hidden_states" and spec.num_axes == 2:
@@ -67,6 +70,21 @@ def compare_coordinates(case: Case, spec: Rotary) -> None:
     q, k = torch.randn(1, 4, rows * columns, spec.head_dim), torch.randn(1, 2, 35, spec.head_dim)
     cos, sin = (half_width(table, half) for table, half in zip(theirs, ours, strict=True))
     mine = rotate((q, k), cos, sin, layout=spec.layout)
+    for got, want in zip(mine, case.module.apply_rotary_pos_emb(q, k, *theirs), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def compare_feature_map(case: Case, spec: Rotary) -> None:
+    """EfficientLoFTR: row and column of a feature map, from 1, turn the whole hidden size."""
+    rows, columns, stride = 5, 7, case.config.q_aggregation_stride
+    theirs = case.rotary(case.config)(torch.empty(1, 3, rows * stride, columns * stride))
+    theirs = [table.flatten(1, 2) for table in theirs]
+    ids = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))[None] + 1
+    ours = cos_sin(spec, ids, "float32")
+    for wide, half in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(half_width(wide, half), half, rtol=0, atol=0)
+    q, k = torch.randn(2, 1, 1, rows * columns, spec.head_dim)
+    mine = rotate((q, k), *ours, layout=spec.layout)
     for got, want in zip(mine, case.module.apply_rotary_pos_emb(q, k, *theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 

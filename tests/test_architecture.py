@@ -16,7 +16,7 @@ ROOT = Path(rotary.__file__).parent
 # their path, packages of others by their name. An import inside a function counts as well.
 FLOOR_0 = {"schedules", "layouts", "positions"}
 FLOOR_1 = FLOOR_0 | {"spec"}
-FLOOR_2 = FLOOR_1 | {"angles", "rotate", "hf", "attention"}
+FLOOR_2 = FLOOR_1 | {"angles", "rotate", "configs", "hf", "attention"}
 KERNELS = {"kernels", "kernels/geometry", "kernels/memory", "kernels/numpy"}
 ARROWS = {
     "schedules": {"numpy"},
@@ -37,7 +37,8 @@ ARROWS = {
     "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "numpy"},
     "angles": {"kernels", "schedules", "spec", "numpy"},
     "rotate": {"angles", "kernels", "kernels/geometry", "spec"},
-    "hf": {"spec", "schedules", "positions"},
+    "configs": {"spec"},
+    "hf": {"configs", "spec", "schedules", "positions"},
     "attention": {"rotate", "angles", "spec", "numpy"},
     "nn": {"rotate", "spec", "angles", "torch"},
     "integrations": set(),
@@ -48,7 +49,7 @@ ARROWS = {
     },
     "peers": {"schedules", "numpy"},
     "programs": {"peers"},
-    "diff": {"peers", "programs", "numpy"},
+    "diff": {"configs", "peers", "programs", "numpy"},
     "blackbox": set(),
     "blackbox/probe": {"numpy", "torch"},
     "blackbox/fit": {"schedules", "numpy"},
@@ -60,7 +61,7 @@ ARROWS = {
     # __init__.py: the public names; those of torch are loaded when they are asked for
     "": FLOOR_2 | {"integrations/transformers"},
     "dialects": {"angles", "hf", "spec"},
-    "audit": {"angles", "hf", "spec", "numpy"},
+    "audit": {"angles", "configs", "hf", "spec", "numpy"},
     "bench": {*FLOOR_2, *KERNELS, "numpy", "torch", "transformers"},
     "doctor": {*FLOOR_2, *KERNELS, "kernels/threads", "kernels/vector", "numpy", "numba", "torch"},
     "demo": {*FLOOR_2, *KERNELS, "bench", "numpy", "torch", "transformers"},
@@ -83,7 +84,6 @@ ARROWS = {
 LIGHT = {"numpy"}
 MAX_LINES = 400
 LONGER = {
-    "hf": "one reader for every dialect: the order of its rules is what has to be read",
     "schedules": "one function for each published schedule, with its source",
     "kernels/torch": "one library: its loops, operator, tables and checks share the routing",
     "kernels/vector": "vector code is written out, and read from top to bottom",

@@ -9,7 +9,7 @@ import pytest
 from test_parity import CLASSES, DIFFERENT, config_of
 
 import rotary
-from rotary.hf import layer_types
+from rotary.configs import layer_types
 
 transformers = pytest.importorskip("transformers")
 

@@ -679,7 +679,7 @@ BAD = {
     "context": ({"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs max"),
     "length": ({**LLAMA, "max_position_embeddings": 0.5}, "whole number"),
     "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "layer_type must be one of"),
-    "kind": (7, "config must be a path or a dict"),
+    "kind": (7, "config must be a path, a dict"),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 
 import rotary
 from rotary import Rotary, from_hf_config
-from rotary.hf import MODELS
+from rotary.configs import MODELS
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
@@ -21,7 +21,6 @@ import make_models  # noqa: E402  # beside the golden values, not in the package
 
 # class -> why it does not equal ours; each with its demonstration in golden/DIFFERENCES.md
 DIFFERENT = {
-    "EfficientLoFTRRotaryEmbedding": "not one rotation",
     "EsmFold2RotaryEmbedding": "no model_type of its own",
     "Gemma4VisionRotaryEmbedding": "not one rotation",
     "HunYuanVLRotaryEmbedding": "not one rotation",
@@ -124,6 +123,11 @@ def test_a_class_with_another_rope_type(module, name, rope_type, record_property
         if case.layer_type and "rope_theta" in case.layer_type:
             continue
         spec = from_hf_config(case.config, case.layer_type)
+        if rope_type not in MODELS.get(case.config.model_type, {}).get("only", TYPES):
+            with pytest.raises(ValueError, match="alone is read"):
+                from_hf_config({"model_type": case.config.model_type, "rope_parameters": scaled(
+                    rope_type, spec.rotary_dim // 2, spec.base)})  # fmt: skip
+            continue
         made = variant(config, case.rotary, rope_type, spec, case.layer_type)
         if isinstance(made, str):
             counts["refused"] += 1

@@ -8,7 +8,7 @@ import pytest
 
 import rotary
 from rotary import Rotary, from_hf_config
-from rotary.hf import MODELS, layer_types, parts
+from rotary.configs import MODELS, layer_types, parts
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 4096}
 YARN = {"factor": 40.0, "original_max_position_embeddings": 4096}
@@ -102,7 +102,7 @@ def test_layers_that_are_not_scaled():
     some = {**data, "rope_scaling_layers": [1, 3]}
     kinds = [from_hf_config(some, kind) for kind in ("scaled", "unscaled")]
     assert [(spec.schedule, spec.base) for spec in kinds] == [("linear", 5e5), ("default", 5e5)]
-    with pytest.raises(ValueError, match="scaled or unscaled"):
+    with pytest.raises(ValueError, match="one of scaled, unscaled"):
         from_hf_config(some)
 
 

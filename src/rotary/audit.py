@@ -1,16 +1,15 @@
 """What may be wrong with the RoPE of a config or of a loaded model, for `rotary doctor`."""
 
-import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .angles import inv_freq
-from .hf import MODELS, from_hf_config, layer_types, parts
+from .configs import Config, choose, layer_types, parts
+from .hf import from_hf_config
 from .spec import Rotary
 
 # an angle that is off by this much is seen in float32 attention
@@ -70,38 +69,17 @@ def _config(subject: Any, part: str | None) -> Iterator[Remark]:
             f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
             f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
         )
-        yield from _lengths(where, spec, _context(subject, part))
-        yield from _layers_without(where, _data(subject), part)
+        found = choose(subject, kind, part)
+        yield from _lengths(where, spec, found.get("max_position_embeddings"))
+        yield from _layers_without(where, found)
 
 
-def _data(subject: Any) -> Mapping[str, Any]:
-    data = subject.to_dict() if hasattr(subject, "to_dict") else subject
-    if isinstance(data, str | Path):
-        path = Path(data)
-        path = path / "config.json" if path.is_dir() else path
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    return dict(data)
-
-
-def _layers_without(where: str, data: Mapping[str, Any], part: str | None) -> Iterator[Remark]:
+def _layers_without(where: str, found: Config) -> Iterator[Remark]:
     """Llama 4 and SmolLM 3 leave out the rotation of the layers marked 0."""
-    inner = data.get(part or "text_config")
-    marks = (inner if isinstance(inner, Mapping) else data).get("no_rope_layers")
+    marks = found.data.get("no_rope_layers")
     if marks and not all(marks):
-        yield Remark(
-            where,
-            f"{len(marks) - sum(map(bool, marks))} of {len(marks)} layers take no "
-            "rotation: no_rope_layers",
-        )
-
-
-def _context(subject: Any, part: str | None) -> int | None:
-    data = _data(subject)
-    for inner in (data.get(part or "text_config"), data):
-        if isinstance(inner, Mapping) and isinstance(inner.get("max_position_embeddings"), int):
-            return int(inner["max_position_embeddings"])
-    known = MODELS.get(str(data.get("model_type")), {}).get("max_position_embeddings")
-    return known if isinstance(known, int) else None
+        count = len(marks) - sum(map(bool, marks))
+        yield Remark(where, f"{count} of {len(marks)} layers take no rotation: no_rope_layers")
 
 
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:

@@ -76,7 +76,7 @@ def inspect(
     config: Config, layer_type: LayerType = None, part: Part = None, as_json: Json = False
 ) -> None:
     """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
-    from .hf import layer_types, parts
+    from .configs import layer_types, parts
 
     kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
     reports = {kind: _inspected(config, kind, part) for kind in kinds}

@@ -3,13 +3,12 @@
 Each is turned into, or made from, a dict that `from_hf_config` reads.
 """
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from .hf import from_hf_config, to_hf_config
-from .spec import Rotary
+from .spec import Rotary, nearest
 
 # GGUF: what follows "<architecture>." -> ours. Source: llama.cpp, gguf-py/gguf/constants.py
 _GGUF = {
@@ -76,7 +75,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Rotary:
         if inside in _GGUF:
             found[_GGUF[inside]] = value
         elif inside.startswith("rope."):
-            raise ValueError(f"GGUF key {key!r} is not known{_nearest(inside, _GGUF)}")
+            raise ValueError(f"GGUF key {key!r} is not known{nearest(inside, _GGUF)}")
     head_dim = found.get("head_dim")
     if head_dim is None:
         try:
@@ -89,7 +88,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Rotary:
     kind = found.get("type", "none")
     schedules = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
     if kind not in schedules:
-        raise ValueError(f"rope.scaling.type {kind!r} is not known{_nearest(kind, schedules)}")
+        raise ValueError(f"rope.scaling.type {kind!r} is not known{nearest(kind, schedules)}")
     schedule = schedules[kind]
     params: dict[str, Any] = {}
     if schedule == "longrope":
@@ -221,7 +220,7 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
     """
     for name in arguments:
         if name not in _MEGATRON and any(word in name for word in ("rope", "rotary", "pos_emb")):
-            raise ValueError(f"argument {name!r} is not known{_nearest(name, _MEGATRON)}")
+            raise ValueError(f"argument {name!r} is not known{nearest(name, _MEGATRON)}")
     width = arguments.get("qk_pos_emb_head_dim") or arguments.get("kv_channels")
     if width is None and not {"hidden_size", "num_attention_heads"} <= arguments.keys():
         raise ValueError("the arguments need kv_channels, or hidden_size and num_attention_heads")
@@ -263,11 +262,6 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
 def _layout(architecture: str) -> str:
     if architecture not in _LAYOUTS:
         raise ValueError(
-            f"GGUF architecture {architecture!r} is not known{_nearest(architecture, _LAYOUTS)}"
+            f"GGUF architecture {architecture!r} is not known{nearest(architecture, _LAYOUTS)}"
         )
     return _LAYOUTS[architecture]
-
-
-def _nearest(value: object, known: Any) -> str:
-    close = difflib.get_close_matches(str(value), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

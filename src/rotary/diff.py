@@ -7,21 +7,19 @@ is that of the program's Llama file, and of Phi-3's for `longrope`; where a file
 base, Llama's 10 000 is taken. llama.cpp reads the GGUF file that its converter writes.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from . import peers
+from .configs import load, rope_parameters
 from .programs import PROGRAMS, Program
 
 Array = npt.NDArray[np.floating]
 TOLERANCE = 1e-9  # two formulas in float64; programs compute in float32, and differ by 1e-6 anyway
-MAX_CONFIG_BYTES = 10 * 2**20
 
 TRAINED = "original_max_position_embeddings"
 NUMBERS = frozenset({
@@ -144,7 +142,7 @@ def readings(
     vLLM         1.15e-04 never
     SGLang       8.88e-06 never
     """
-    data, rope = _text_model(_load(config), layer_type)
+    data, rope = _text_model(load(config), layer_type)
     return _read_all(_case(data, rope, layer_type, seq_len))
 
 
@@ -161,7 +159,7 @@ def diff(config: Any, *, seq_len: int | None = None, layer_type: str | None = No
     Refused by vLLM, SGLang; all others agree. To be read by all, write factor with a decimal \
 point, as 8.0.
     """
-    data, rope = _text_model(_load(config), layer_type)
+    data, rope = _text_model(load(config), layer_type)
     longest = _case(data, rope, layer_type, seq_len)
     lengths = {longest.seq_len}
     trained = longest.context if longest.rope_type == "dynamic" else longest.trained
@@ -271,39 +269,13 @@ def _advice(rows: Mapping[int, tuple[Reading, ...]], apart: list[Difference]) ->
 # --- the file ---
 
 
-def _load(config: Any) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    if not isinstance(config, str | Path):
-        raise ValueError(f"config must be a path or a dict, got {type(config).__name__}")
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; give a config.json or the folder it is in")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path}: larger than {MAX_CONFIG_BYTES:,} bytes; is this a config.json?")
-    try:
-        data = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file in UTF-8: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{path}: must hold an object, got {type(data).__name__}")
-    return data
-
-
 def _text_model(
     data: Mapping[str, Any], layer_type: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The part of the file that describes the text model, and its rope parameters of one layer."""
     if isinstance(data.get("text_config"), Mapping):
         data = {**data, **data["text_config"]}
-    new, old = data.get("rope_parameters"), data.get("rope_scaling")
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be an object, got {value!r}")
-    if new and old and new != old:
-        raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
-    rope = dict(new or old or {})
+    rope = rope_parameters(data)
     is_nested = bool(rope) and all(isinstance(value, Mapping | None) for value in rope.values())
     if not is_nested:
         return data, rope

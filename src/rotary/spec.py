@@ -153,7 +153,7 @@ out_layout, schedule, params, axes, sign
         for name in data:
             if name not in known:
                 raise ValueError(
-                    f"unknown field {name!r}{_nearest(name, known)}; known: {', '.join(known)}"
+                    f"unknown field {name!r}{nearest(name, known)}; known: {', '.join(known)}"
                 )
         if "head_dim" not in data:
             raise ValueError("field 'head_dim' is missing")
@@ -202,11 +202,16 @@ def _check_base(base: object) -> None:
 def _one_of(name: str, value: object, known: Iterable[str]) -> None:
     if value not in list(known):
         raise ValueError(
-            f"{name} must be one of {', '.join(known)}; got {value!r}{_nearest(value, known)}"
+            f"{name} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
         )
 
 
-def _nearest(value: object, known: Iterable[str]) -> str:
+def nearest(value: object, known: Iterable[str]) -> str:
+    """What to say after a name that is not known: the known one that is most like it, or nothing.
+
+    >>> nearest("lama", ["llama", "gemma"])
+    "; did you mean 'llama'?"
+    """
     close = difflib.get_close_matches(str(value), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -219,7 +224,7 @@ def _frozen_params(schedule: str, params: Mapping[str, Any]) -> Mapping[str, Any
         if name not in known:
             listed = ", ".join(known) or "none"
             raise ValueError(
-                f"schedule {schedule!r} has no parameter {name!r}{_nearest(name, known)}; "
+                f"schedule {schedule!r} has no parameter {name!r}{nearest(name, known)}; "
                 f"its parameters: {listed}"
             )
     for name, parameter in known.items():

@@ -20,16 +20,22 @@ MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
 SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 SHARE, THETA = "partial_rotary_factor", "rope_theta"
+READ = {"rope_parameters", "rope_scaling", THETA, SHARE, "layer_rope_theta", "rope_scaling_layers"}
+SWITCHES = ("use_mem_rope", "use_rotary_embedding")  # False: this model does without RoPE
 
 INTERLEAVED = {"layout": "interleaved"}
 DEEPSEEK = {"layout": "interleaved", "out_layout": "half", "layout_key": "rope_interleave"}
 TWO_AXES = {"axes": "blocks", "num_axes": 2}
-TRICK = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
+GEMMA = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
 BERT = {
     "sliding_attention": {THETA: "local_rope_theta"},
     "full_attention": {THETA: "global_rope_theta"},
 }
-WIDER = {"head_dim": 256, "layer_names": {"full_attention": {"head_dim": "global_head_dim"}}}
+WIDER = {
+    "head_dim": 256,
+    "layer_names": {"full_attention": {"head_dim": "global_head_dim"}},
+    "layers": {"full_attention": {"head_dim": 512}},
+}
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
     "exaone4_5_text": "exaone4",
@@ -48,7 +54,7 @@ CODE: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(
         ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
-         "glm_moe_dsa", "longcat_flash", "mistral4", "youtu", "mistral_large4_text"),
+         "longcat_flash", "mistral4", "youtu", "mistral_large4_text"),
         DEEPSEEK,
     ),
     "deepseek_v4": {
@@ -63,7 +69,7 @@ CODE: dict[str, dict[str, Any]] = {
     "nanochat": {"sign": -1},
     **dict.fromkeys(
         ("gemma3_text", "gemma3n_text", "t5gemma2_text", "t5gemma2_decoder"),
-        {"layer_names": TRICK, "scaled_layers": ["full_attention"]},
+        {"layer_names": GEMMA, "scaled_layers": ["full_attention"]},
     ),
     **dict.fromkeys(
         ("modernbert", "modernbert-decoder"),
@@ -101,11 +107,16 @@ CODE: dict[str, dict[str, Any]] = {
         },
     ),
     "clvp_encoder": {"rotary_dim": 32},
+    "glm_moe_dsa": {**DEEPSEEK, "other": ["indexer_rope_interleave"]},  # of its indexer alone
     "esm": {"only": ["default"]},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
     "phimoe": {"mscales": True},
     "recurrent_gemma": {"only": ["default"]},
-    "efficientloftr": {"not_one": "frequencies alternate in groups of four over a grid"},
+    "efficientloftr": {  # turns the whole width before it is cut into heads
+        **INTERLEAVED, "axes": "turns", "num_axes": 2, "names": {"head_dim": "hidden_size"},
+        SHARE: None, "only": ["default"],
+    },
+    "dots3_note_text": {"layer_names": {"sliding_attention": {THETA: "swa_rope_theta"}}},
     "musicflamingo": {"not_one": "angles are products of two positions"},
     "inkling2_vision": {**TWO_AXES, "axes": "blocks reversed", "layout": "interleaved"},
     "kimi_k25_vision": {**TWO_AXES, "axes": "turns reversed"},
@@ -140,10 +151,11 @@ def main() -> None:
         if name not in table:
             table[name] = entry(transformers.AutoConfig.for_model(name), None)
     for name, says in CODE.items():
-        names = {**table[name].get("names", {}), **says.get("names", {})}
-        table[name] = {**table[name], **says, **({"names": names} if names else {})}
-        if says == WIDER:
-            table[name]["layers"]["full_attention"]["head_dim"] = 512
+        table[name] = merged(table[name], says)
+    for says in table.values():
+        says["other"] = [key for key in says.pop("other") if key not in read_keys(says)]
+        if not says["other"]:
+            del says["other"]
     for name, same in SAME.items():
         table.setdefault(name, table[same])
     for name in list(transformers.CONFIG_MAPPING):
@@ -178,8 +190,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3OmniMoeThinkerTextRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
     "Qwen3OmniMoeRotaryEmbedding": ("qwen3_omni_moe_talker_code_predictor", {}),
     "Qwen3OmniMoeTalkerRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
+    "Zamba2RotaryEmbedding": ("zamba2", {"use_mem_rope": True}),
     "Qwen4ExpTextRotaryEmbedding": ("qwen4_exp_text", {"partial_rotary_factor": 0.25}),
 }  # fmt: skip
+
+
+def read_keys(says: dict[str, Any]) -> set[str]:
+    """The keys of a config that `hf.py` reads for such a model."""
+    names = [says.get("names", {}), *says.get("layer_names", {}).values()]
+    return {
+        *READ,
+        says.get("layout_key"),
+        says.get("switch"),
+        *(key for each in names for key in each.values()),
+    }
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`one` with what `other` says, dicts inside dicts too."""
+    both = {key: merged(one[key], other[key]) for key in one.keys() & other.keys()
+            if isinstance(one[key], dict) and isinstance(other[key], dict)}  # fmt: skip
+    return {**one, **other, **both}
 
 
 def rotary_classes() -> list[tuple[Any, str]]:
@@ -266,6 +297,10 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
             names["head_dim"] = "qk_rope_head_dim"
     if names:
         says["names"] = names
+    own = config.to_dict()
+    for key in set(SWITCHES) & own.keys():
+        says["switch"], says[key] = key, own[key]
+    says["other"] = sorted(key for key in own if re.search("rope|rotary", key))
     if (trained := _get(config, "original_max_position_embeddings")) is not None:
         says["original_max_position_embeddings"] = trained
     rope = dict(getattr(config, "rope_parameters", None) or {})

@@ -1,0 +1,251 @@
+"""Which config is meant: the file, the part of a model, the model, the entry of a layer type.
+
+Only data is read: nothing in a model folder is ever executed, and transformers is not imported.
+What the chosen keys mean for a RoPE is worked out in `hf.py`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .spec import nearest
+
+MAX_CONFIG_BYTES = 10 * 2**20
+# model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
+# Written by tests/golden/make_models.py; keys:
+#   hidden_size, num_attention_heads, head_dim, max_position_embeddings, rope_theta,
+#   rotary_dim, rope              what transformers takes where the config is silent
+#   partial_rotary_factor         the same; where it is missing the code ignores the key
+#   names                         our name -> the name the key has in this config
+#   parts                         key of a sub-config -> its model_type
+#   layers, layer_names           the same for each layer type, where rope_parameters is nested
+#   scaled_layers                 the layer types that a flat rope_scaling is meant for
+#   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
+#   mrope, mrope_section          how three axes are dealt out, and the default counts
+#   axes, num_axes, ladder        vision towers: order of the axes, and whose frequencies they have
+#   head_dim_of                   a size and what it is divided by
+#   switch                        key that turns RoPE off where it is false
+#   other                         keys of this config that look like RoPE and have no bearing
+#   mscales                       the code reads short_mscale and long_mscale
+#   scaled_defaults               what such a rope_scaling has beside its own keys
+#   only                          the rope types that the code reads, where not all are right
+#   not_one                       why it is not one rotation
+Model = Mapping[str, Any]
+MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
+# where the text of a model of several parts is, if no part is asked for
+TEXT_PARTS = (
+    "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
+)  # fmt: skip
+Rope = dict[str, Any]
+
+
+class Config(NamedTuple):
+    """What a value is looked up in, the first that has it: rope, data, then the silent defaults.
+
+    rope  the rope parameters of the layer type
+    data  the keys around them;  model  what `MODELS` knows
+    """
+
+    rope: Rope
+    data: Mapping[str, Any]
+    model: Model
+    layer_type: str | None
+    is_layer_rotated: bool
+
+    @property
+    def rotates(self) -> bool:
+        """False for a layer type without rotation, and where a key of the model turns it off."""
+        return self.is_layer_rotated and self.get(self.model.get("switch", ""), True) is not False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value under our name, whatever this config calls it; `default` if all are silent."""
+        layer = self.model.get("layers", {}).get(self.layer_type) or {}
+        if name not in ("rope_theta", "head_dim"):
+            layer = {}  # the rest of a default is taken whole, by `ropes`, or not at all
+        alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
+        names = (alias,) if alias else (self.model.get("names", {}).get(name, name), name)
+        sources = (self.rope.get(name), *(self.data.get(each) for each in names))
+        for value in (*sources, layer.get(name), self.model.get(name)):
+            if value is not None:
+                return value
+        return default
+
+
+def choose(config: Any, layer_type: str | None = None, part: str | None = None) -> Config:
+    """The config of one part and layer type; arguments and errors as in `from_hf_config`.
+
+    >>> choose({"model_type": "gemma3_text"}, "sliding_attention").get("rope_theta")
+    10000.0
+    """
+    data, model = _part(load(config), part)
+    found = ropes(data, model)
+    if None not in found and layer_type not in found:
+        known = [str(kind) for kind in found]
+        raise ValueError(
+            f"rope_parameters is nested by layer type; pass layer_type, one of "
+            f"{', '.join(known)}; got {layer_type!r}{nearest(layer_type, known)}"
+        )
+    rope = found[None if None in found else layer_type]  # None: all layers are alike
+    return Config(rope or {}, data, model, layer_type, rope is not None)
+
+
+def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
+    """The layer types that have entries of their own; empty where all layers are alike.
+
+    >>> layer_types({"model_type": "gemma3_text"})
+    ('full_attention', 'sliding_attention')
+    """
+    return tuple(kind for kind in ropes(*_part(load(config), part)) if kind is not None)
+
+
+def parts(config: Any) -> tuple[str, ...]:
+    """The parts of a model of several, whose RoPE can be asked for; empty for a model of one.
+
+    >>> parts({"model_type": "qwen2_vl"})
+    ('vision_config', 'text_config')
+    """
+    return tuple(MODELS.get(str(load(config).get("model_type")), {}).get("parts", ()))
+
+
+def ropes(data: Mapping[str, Any], model: Model) -> dict[str | None, Rope | None]:
+    """Layer type -> rope parameters, None for layers that do not rotate; {None: ...} for all alike.
+
+    >>> ropes({"rope_theta": 5e5}, {})
+    {None: {}}
+    """
+    rope = rope_parameters(data) or dict(model.get("rope", {}))
+    if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
+        if len(set(thetas)) > 1 or not thetas[0]:
+            return {
+                f"rope_theta={theta or 0:g}": {**rope, "rope_theta": theta} if theta else None
+                for theta in thetas
+            }
+        rope["rope_theta"] = thetas[0]
+    scaled = data.get("rope_scaling_layers")
+    if scaled is not None and len(scaled) < data.get("num_hidden_layers", len(scaled)):  # Molmo 2
+        return {"scaled": rope, "unscaled": {key: rope[key] for key in rope if key == "rope_theta"}}
+    own = model.get("layers", {})
+    if _is_nested(rope, data, own):
+        given = {key: value for key, value in rope.items() if _is_entry(value)}
+        return {key: value and dict(value) for key, value in {**own, **given}.items()}
+    if not own:
+        return {None: rope}
+    # an older config with one rope_scaling, meant for some of the layers
+    meant = model.get("scaled_layers", own) if rope else ()
+    scaling = {**model.get("scaled_defaults", {}), **rope}
+    silent = {
+        kind: value and {key: value[key] for key in value if key != "rope_theta"}
+        for kind, value in own.items()
+    }
+    return {kind: scaling if value and kind in meant else value for kind, value in silent.items()}
+
+
+def rope_parameters(data: Mapping[str, Any]) -> Rope:
+    """What a config says under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
+
+    >>> rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})
+    {'type': 'linear', 'factor': 2.0}
+    """
+    new, old = data.get("rope_parameters"), data.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be an object, got {value!r}")
+    if new and old and new != old:
+        raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
+    return dict(new or old or {})
+
+
+def _is_nested(rope: Rope, data: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    labels = {*own, *(data.get("layer_types") or ())}
+    return bool(rope) and (
+        any(key in labels for key in rope) or all(_is_entry(value) for value in rope.values())
+    )
+
+
+def _is_entry(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any], Model]:
+    """The sub-config that is meant, and what is known of its model."""
+    name = data.get("model_type")
+    if not name:  # a bare dict, or an empty PretrainedConfig
+        if part is not None:
+            raise ValueError(f"part {part!r} of a config without model_type")
+        return data, {"partial_rotary_factor": 1.0, "mscales": True}
+    if not isinstance(name, str) or name not in MODELS:
+        raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}")
+    model = MODELS[name]
+    known = model.get("parts", {})
+    if part is None and set(model) - {"parts"}:
+        return data, model
+    if not known:
+        if part is not None:
+            raise ValueError(f"model_type {name!r} has no part {part!r}: it is one model")
+        return data, model
+    key = part or next((key for key in TEXT_PARTS if key in known), None)
+    if key is None or key not in known:
+        raise ValueError(
+            f"model_type {name!r} has several parts; pass part, one of {', '.join(known)}; "
+            f"got {part!r}{nearest(part, known)}"
+        )
+    inner = data.get(key)
+    if inner is None:  # an older config.json that is flat
+        inner = {} if part else {k: v for k, v in data.items() if k not in known}
+        inner = {**inner, "model_type": known[key]}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{key} must be an object, got {inner!r}")
+    inner = {**inner, "model_type": inner.get("model_type") or known[key]}
+    if inner["model_type"] == name:  # the part bears the name of the whole
+        inner["model_type"] = known[key]
+    return _part(inner, None)
+
+
+def load(config: Any) -> Mapping[str, Any]:
+    """The keys of a config: path of a file or its folder, a dict, or a PretrainedConfig.
+
+    Raises FileNotFoundError for a path that is not there; ValueError for what is not JSON in UTF-8,
+    has a key twice, or is larger than 10 MiB.
+
+    >>> load({"head_dim": 64})
+    {'head_dim': 64}
+    """
+    if isinstance(config, str | Path):
+        return _read_file(Path(config))
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            "config must be a path, a dict or a PretrainedConfig, "
+            f"got {type(config).__module__}.{type(config).__qualname__}"
+        )
+    return config
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; give a config.json or the folder it is in")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_CONFIG_BYTES:,} bytes; is this a config.json?")
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{path}: {constant} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(pairs)
+        if len(data) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            raise ValueError(f"{path}: key {keys.most_common(1)[0][0]!r} appears twice")
+        return data
+
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        data = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a JSON file in UTF-8: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path}: must hold an object, got {type(data).__name__}")
+    return data
