@@ -62,23 +62,19 @@ ARROWS = {
     "": FLOOR_2 | {"integrations/transformers"},
     "dialects": {"angles", "hf", "spec"},
     "audit": {"angles", "configs", "hf", "spec", "numpy"},
+    "analysis": set(),
+    "analysis/spectrum": {"angles", "spec", "numpy"},
     "bench": {*FLOOR_2, *KERNELS, "numpy", "torch", "transformers"},
     "doctor": {*FLOOR_2, *KERNELS, "kernels/threads", "kernels/vector", "numpy", "numba", "torch"},
     "demo": {*FLOOR_2, *KERNELS, "bench", "numpy", "torch", "transformers"},
-    "cli": {
-        *FLOOR_2,
-        *KERNELS,
-        "bench",
-        "doctor",
-        "demo",
-        "audit",
-        "diff",
-        "identify",
-        "typer",
-        "rich",
-        "numpy",
-        "torch",
+    "cli/terminal": {"typer", "rich"},
+    "cli/app": {"cli/terminal", "hf", "spec", "typer"},
+    "cli/machine": {"cli/app", "cli/terminal", "bench", "demo", "spec", "torch", "typer"},
+    "cli/configs": {
+        *("cli/app", "cli/terminal", "angles", "audit", "configs", "diff", "doctor", "hf"),
+        *("identify", "typer"),
     },
+    "cli": {"cli/app", "cli/machine", "cli/configs"},
 }
 # What may be imported at the top of any file that `import rotary` loads
 LIGHT = {"numpy"}

@@ -1,0 +1,5 @@
+"""The command `rotary`."""
+
+from . import configs as configs
+from . import machine as machine
+from .app import main as main

@@ -1,0 +1,194 @@
+"""Commands on a config, a model or a function: what RoPE it has, and what may be wrong."""
+
+import math
+import os
+from typing import Annotated, Any
+
+import typer
+
+from .app import Config, Json, LayerType, Part, app, read_spec
+from .terminal import print_json, print_table, short
+
+
+@app.command()
+def inspect(
+    config: Config, layer_type: LayerType = None, part: Part = None, as_json: Json = False
+) -> None:
+    """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
+    from ..configs import layer_types, parts
+
+    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
+    reports = {kind: _inspected(config, kind, part) for kind in kinds}
+    if layer_type and reports[layer_type] is None:
+        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
+    asked = (part,) if part else ("text_config", "thinker_config", "llm_config")
+    others = [name for name in parts(config) if name not in asked]
+    if as_json:
+        one = reports.get(layer_type) if len(reports) == 1 else None
+        print_json(one if one else {str(kind): report for kind, report in reports.items()})
+        return
+    for kind, report in reports.items():
+        title = " ".join(word for word in (config, part, kind) if word)
+        if report is None:
+            print_table(title, ("", ""), [("rotation", "none: these layers see no position")])
+        else:
+            print_table(title, ("", ""), _inspection_rows(report))
+    if others:
+        typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
+
+
+def _inspected(config: str, layer_type: str | None, part: str | None) -> dict[str, Any] | None:
+    from ..angles import inv_freq
+    from ..hf import from_hf_config
+
+    spec = from_hf_config(config, layer_type, part=part)
+    if spec is None:
+        return None
+    frequencies, factor = inv_freq(spec)
+    turning = [math.tau / abs(value) for value in frequencies.tolist() if value]
+    return {
+        "spec": spec.to_dict(),
+        "attention_factor": factor,
+        "shortest_wavelength": min(turning, default=None),
+        "longest_wavelength": max(turning, default=None),
+        "pairs_that_stand_still": len(frequencies) - len(turning),
+        "depends_on_length": spec.depends_on_length,
+    }
+
+
+def _inspection_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    spec = dict(report["spec"])
+    params, axes = spec.pop("params"), spec.pop("axes")
+    rows = [(name, str(value)) for name, value in spec.items()]
+    rows += [(f"  {name}", short(value)) for name, value in params.items()]
+    if axes:
+        counts = ", ".join(f"{axes.count(axis)} by axis {axis}" for axis in sorted(set(axes)))
+        rows.append(("pairs", counts))
+    rows.append(("attention factor", f"{report['attention_factor']:.6g}, on cos and sin"))
+    if report["shortest_wavelength"]:
+        shortest, longest = report["shortest_wavelength"], report["longest_wavelength"]
+        rows.append(("wavelengths", f"{shortest:.4g} to {longest:,.0f} tokens"))
+    if report["pairs_that_stand_still"]:
+        rows.append(("stand still", f"{report['pairs_that_stand_still']} pairs"))
+    if report["depends_on_length"]:
+        rows.append(("depends on", "the length of each row"))
+    return rows
+
+
+@app.command()
+def freqs(
+    config: Config,
+    layer_type: LayerType = None,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Frequency and wavelength of every pair."""
+    from ..angles import inv_freq
+
+    spec = read_spec(config, layer_type)
+    frequencies, factor = inv_freq(spec, seq_len)
+    pairs = [
+        {
+            "pair": index,
+            "axis": spec.axes[index] if spec.axes else 0,
+            "inv_freq": value,
+            "wavelength": math.tau / abs(value) if value else None,
+        }
+        for index, value in enumerate(frequencies.tolist())
+    ]
+    if as_json:
+        print_json({"attention_factor": factor, "pairs": pairs})
+        return
+    rows = [
+        (
+            str(pair["pair"]),
+            f"{pair['inv_freq']:.12g}",
+            f"{pair['wavelength']:,.6g}" if pair["wavelength"] else "stands still",
+        )
+        for pair in pairs
+    ]
+    print_table(f"{config}", ("pair", "rad per token", "wavelength, tokens"), rows)
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="A config.json, a model folder, or module:object; default this machine."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is in the way: of speed on this machine, or of exact RoPE in a config or a model."""
+    if target is None:
+        from ..doctor import examine
+
+        findings: list[tuple[str, ...]] = [tuple(each) for each in examine()]
+        names = ("what", "found", "advice")
+    else:
+        from ..audit import audit
+        from ..identify import load
+
+        subject: Any = target
+        if ":" in target and not os.path.exists(target):
+            subject = load(target)
+            subject = (
+                subject() if callable(subject) and not hasattr(subject, "modules") else subject
+            )
+        findings = [tuple(each) for each in audit(subject)]
+        names = ("where", "found", "advice")
+    if as_json:
+        print_json([dict(zip(names, each, strict=True)) for each in findings])
+        return
+    print_table(f"rotary doctor {target or ''}".strip(), ("", *names[1:]), findings)
+
+
+@app.command()
+def identify(
+    target: Annotated[str, typer.Argument(help="module:function or path/to/file.py:function.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")],
+    num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Which RoPE a function computes: f(x, positions) or f(q, k, cos, sin)."""
+    from ..identify import identify as examine
+    from ..identify import load
+
+    found = examine(load(target), head_dim, num_axes=num_axes)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    typer.echo(str(found))
+
+
+@app.command()
+def diff(
+    config: Config,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    layer_type: LayerType = None,
+    as_json: Json = False,
+) -> None:
+    """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
+    from ..diff import diff as compare
+
+    found = compare(config, seq_len=seq_len, layer_type=layer_type)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    apart = {each.framework: each for each in found.differences}
+    rows = []
+    for each in found.readings:
+        gap = apart.get(each.framework)
+        rows.append(
+            (
+                f"{each.framework} {each.version}",
+                "refuses" if each.refuses else each.schedule,
+                "" if each.attention_factor is None else f"{each.attention_factor:.6g}",
+                "" if gap is None else f"{gap.inv_freq:.2g}",
+                each.refuses or each.switch,
+            )
+        )
+    header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")
+    print_table(config, header, rows)
+    typer.echo(found.verdict)
