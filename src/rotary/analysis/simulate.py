@@ -1,0 +1,153 @@
+"""What distance does to a similar key among random ones, by drawing queries and keys."""
+
+from collections.abc import Iterator
+from statistics import NormalDist
+
+import numpy as np
+
+from ..angles import inv_freq
+from ..spec import Rotary
+from .decay import Array, Axes, Like, angles_at
+from .spectrum import MAX_LENGTH, number, still_pairs, whole_number
+
+MAX_DRAWS = 2**18
+MAX_SIZES = 2**27  # trials x pairs: 1 GiB of float64
+MAX_SCORES = 2**30  # distances x trials: some minutes
+_BLOCK = 2**20  # numbers at a time
+
+
+def theorem_1(
+    spec: Rotary,
+    distances: Like,
+    *,
+    mean: float = 0.0,
+    sigma: float = 1.0,
+    noise: float = 0.5,
+    other_mean: float | None = None,
+    samples: int = 20_000,
+    seed: int = 0,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> Array:
+    """(len,) float64: (E[q^T R_m k*] - E[q^T R_m k]) / (2 sigma^2), as the mean of so many draws.
+
+    Every channel of q is normal with `mean` and `sigma`; k* = q + noise eps is a similar key, eps
+    standard normal and independent of q; k is another one, drawn like q. The theorem says this is
+    B_m = sum_i cos(m theta_i), plus one half for every channel that is not rotated.
+    It holds only where q and k have one mean. `other_mean`, the mean of k, shows what comes
+    otherwise: with sigma 1 and a mean of 1 for q, 2 B_m for 0, and nothing at all for 2.
+    R is the rotation alone, without the attention factor, as in B_m.
+
+    distances, seq_len, axes as in `rotary.analysis.decay.angles_at`, distances (len,). The same
+    draws serve all distances, so neighbours err alike: at head_dim 128 and the defaults by 0.07 at
+    distance 0 and 0.06 far away, one standard error. The same seed gives the same result.
+    Raises ValueError for numbers that are not finite, for sigma <= 0, noise < 0, samples > 2^18.
+    Source: Men et al. (arXiv 2405.14591), theorem 1.
+
+    >>> theorem_1(Rotary(head_dim=128), [0, 10, 1000]).round(1)
+    array([64. , 42.8, 10.2])
+    """
+    mean, sigma, noise = number("mean", mean), number("sigma", sigma), _noise(noise)
+    other_mean = mean if other_mean is None else number("other_mean", other_mean)
+    if sigma <= 0:
+        raise ValueError(f"sigma must be > 0, the theorem divides by its square; got {sigma}")
+    count, random = whole_number("samples", samples, 1, MAX_DRAWS), _generator(seed)
+    blocks = _angle_blocks(spec, distances, seq_len, axes, 1)
+
+    # a score is linear in q_i conj(k_i): their means are all that the distances need
+    products, still = np.zeros(spec.rotary_dim // 2, np.complex128), 0.0
+    for rows in _blocks(count, spec.head_dim):
+        shape = (rows.stop - rows.start, spec.head_dim)
+        q = mean + sigma * random.standard_normal(shape)
+        similar = q + noise * random.standard_normal(shape)
+        difference = similar - other_mean - sigma * random.standard_normal(shape)
+        # the channels are alike, so it does not matter which two make a pair
+        turned, kept = np.split(np.stack((q, difference)), [spec.rotary_dim], axis=-1)
+        of_q, of_k = turned[..., 0::2] + 1j * turned[..., 1::2]
+        products += np.einsum("np,np->p", of_q, of_k.conj())
+        still += float(np.vdot(*kept))
+
+    sums = [(np.exp(1j * angles) @ products).real + still for angles in blocks]
+    return np.concatenate(sums) / (2 * sigma**2 * count)
+
+
+def retrieval(
+    spec: Rotary,
+    distances: Like,
+    *,
+    noise: float = 0.5,
+    rivals: int = 1000,
+    trials: int = 4000,
+    seed: int = 0,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> Array:
+    """(len,) float64 in 0 .. 1: how often a similar key scores higher than every random one.
+
+    In every trial the channels of q are standard normal, the similar key is q + noise eps at the
+    distance, and `rivals` keys are standard normal too. It does not matter where the rivals are: a
+    random key scores alike at every distance. No weights are trained; this is what the frequencies
+    alone leave of a match, and it follows the sign and size of B_m.
+
+    Given q, a rival scores normally with variance s^2 = a^4 |rotated q|^2 + |rest of q|^2, a the
+    attention factor, and the similar key scores a^2 sum_i |q_i|^2 cos(m theta_i) + |rest of q|^2
+    plus noise s times a normal number. So |q_i|^2, that number and the best of the rivals are drawn
+    from their exact distributions, and no key is ever made.
+
+    distances, seq_len, axes as in `rotary.analysis.decay.angles_at`, distances (len,). The standard
+    error is at most 0.5 / sqrt(trials); the same draws serve all distances. The same seed gives the
+    same result. Raises ValueError for noise < 0, rivals > 2^24, trials > 2^18, and for
+    more than 2^30 distances x trials.
+    Source: what theorem 1 of Men et al. (arXiv 2405.14591) is an average of, as a count.
+
+    >>> retrieval(Rotary(head_dim=128), [100, 500, 1700]).round(1)
+    array([1. , 0.5, 0. ])
+    """
+    noise, rivals = _noise(noise), whole_number("rivals", rivals)
+    pairs, amplitude = spec.rotary_dim // 2, inv_freq(spec, seq_len)[1] ** 2
+    count = whole_number("trials", trials, 1, min(MAX_DRAWS, MAX_SIZES // pairs))
+    random = _generator(seed)
+    blocks = _angle_blocks(spec, distances, seq_len, axes, count)
+
+    sizes = random.exponential(2.0, (count, pairs))  # |q_i|^2 of two standard normal channels
+    rest = random.gamma(still_pairs(spec), 2.0, count)  # a sum of squares, half as many as channels
+    spread = np.sqrt(amplitude**2 * sizes.sum(axis=1) + rest)
+    # the best of N has the distribution Phi^N; its upper tail is 1 - u^(1/N)
+    tail = -np.expm1(-random.exponential(size=count) / rivals)
+    best = [-NormalDist().inv_cdf(share) for share in np.clip(tail, 1e-300, 1 - 1e-16)]
+    needed = (np.array(best) - noise * random.standard_normal(count)) * spread - rest
+    return np.concatenate(
+        [(amplitude * np.cos(angles) @ sizes.T > needed).mean(axis=1) for angles in blocks]
+    )
+
+
+def _angle_blocks(
+    spec: Rotary, distances: Like, seq_len: int | None, axes: Axes, draws: int
+) -> Iterator[Array]:
+    """Angles (rows, pairs) of some distances at a time, for tables of (rows, draws)."""
+    row = np.asarray(distances)
+    if row.ndim != 1 or len(row) > MAX_LENGTH:
+        raise ValueError(f"distances must be (len,), at most 2^24 of them, got {row.shape}")
+    if len(row) * draws > MAX_SCORES:
+        raise ValueError(
+            f"{len(row):,} distances x {draws:,} trials are more than 2^30; ask for fewer"
+        )
+    for rows in _blocks(len(row), max(spec.rotary_dim // 2, draws)):
+        yield angles_at(spec, row[rows], seq_len=seq_len, axes=axes)
+
+
+def _blocks(count: int, each: int) -> Iterator[slice]:
+    """Slices of `count` rows of `each` numbers that fit in a block each; one for no rows."""
+    rows = max(_BLOCK // each, 1)
+    for begin in range(0, max(count, 1), rows):
+        yield slice(begin, min(begin + rows, count))
+
+
+def _noise(value: float) -> float:
+    if number("noise", value) < 0:
+        raise ValueError(f"noise must be >= 0, got {value}")
+    return float(value)
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng(whole_number("seed", seed, 0, 2**63 - 1))

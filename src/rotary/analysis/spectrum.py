@@ -1,0 +1,254 @@
+"""Which frequencies a RoPE has, and how far each of them turns."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ..angles import inv_freq
+from ..spec import Rotary
+
+Array = npt.NDArray[np.float64]
+MAX_LENGTH = 2**24  # tokens; what one array of float64 holds in 128 MiB
+MAX_ANGLES = 2**27  # in one answer that has a value for every position and pair: 1 GiB
+
+
+def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGTH) -> int:
+    """`value`, if it is a whole number in `least` .. `most`; else ValueError.
+
+    >>> whole_number("length", 4096)
+    4096
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be in {least:,} .. {most:,}, got {value:,}")
+    return int(value)
+
+
+def frequencies(
+    spec: Rotary, seq_len: int | None = None, *, axes: tuple[int, ...] | None = None
+) -> Array:
+    """(pairs,) float64: |inv_freq| in rad per token; 0 where no axis of `axes` moves the pair.
+
+    seq_len  length of the row, for the schedules that depend on it
+    axes     which axes of the position move; None: all of them, as in text
+
+    >>> frequencies(Rotary(head_dim=4, base=100.0))
+    array([1. , 0.1])
+    >>> frequencies(Rotary(head_dim=4, base=100.0, axes=(0, 1)), axes=(1,))
+    array([0. , 0.1])
+    """
+    found = np.abs(inv_freq(spec, seq_len)[0])
+    if axes is None:
+        return found
+    if not isinstance(axes, tuple | list):
+        raise ValueError(f"axes must be a tuple of axis numbers, got {axes!r}")
+    for axis in axes:
+        whole_number("axes", axis, 0, spec.num_axes - 1)
+    driven = np.array(spec.axes or (0,) * len(found))
+    return np.where(np.isin(driven, axes), found, 0.0)
+
+
+def still_pairs(spec: Rotary) -> float:
+    """How many pairs the channels make that are not rotated.
+
+    >>> still_pairs(Rotary(head_dim=128, rotary_dim=32))
+    48.0
+    """
+    return (spec.head_dim - spec.rotary_dim) / 2
+
+
+def whole_numbers(
+    name: str, values: object, least: int = 0, most: int = MAX_LENGTH
+) -> npt.NDArray[np.int64]:
+    """`values` as (len,) int64, if all are whole numbers in `least` .. `most`; else ValueError.
+
+    >>> whole_numbers("positions", [0, 4096])
+    array([   0, 4096])
+    """
+    found = np.asarray(values)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a list of whole numbers, got {found.dtype} of shape {found.shape}"
+        )
+    if found.size and not (least <= found.min() and found.max() <= most):
+        raise ValueError(
+            f"{name} must be in {least:,} .. {most:,}, got {found.min():,} .. {found.max():,}"
+        )
+    return found.astype(np.int64)
+
+
+def check_size(name: str, length: int, spec: Rotary) -> None:
+    """Nothing, if an answer of `length` times all pairs may be made; else ValueError.
+
+    >>> check_size("positions", 4096, Rotary(head_dim=128))
+    """
+    pairs = spec.rotary_dim // 2
+    if length * pairs > MAX_ANGLES:
+        raise ValueError(
+            f"{length:,} {name} times {pairs} pairs are over {MAX_ANGLES:,} values; "
+            "ask for fewer at a time"
+        )
+
+
+def number(name: str, value: object) -> float:
+    """`value` as a float, if it is a finite number; else ValueError.
+
+    >>> number("turns", 32)
+    32.0
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return float(value)
+
+
+def wavelengths(spec: Rotary, seq_len: int | None = None) -> Array:
+    """(pairs,) float64: tokens that each pair takes for one turn; inf for a pair that stands still.
+
+    lambda_i = 2 pi / inv_freq_i; Peng et al., YaRN (arXiv 2309.00071), equation 14.
+
+    >>> wavelengths(Rotary(head_dim=4, base=100.0)).round(2)
+    array([ 6.28, 62.83])
+    """
+    found = frequencies(spec, seq_len)
+    with np.errstate(divide="ignore"):
+        return 2 * math.pi / found
+
+
+def turns_completed(spec: Rotary, length: int, seq_len: int | None = None) -> Array:
+    """(pairs,) float64: turns that each pair makes in `length` tokens, length / wavelength.
+
+    Peng et al., YaRN (arXiv 2309.00071), equation 17, where it is r(d). Raises ValueError for a
+    length that is not a whole number in 1 .. 2^24.
+
+    >>> turns_completed(Rotary(head_dim=4, base=100.0), 100).round(2)
+    array([15.92,  1.59])
+    """
+    return whole_number("length", length) * frequencies(spec, seq_len) / (2 * math.pi)
+
+
+def never_turning(spec: Rotary, length: int, seq_len: int | None = None) -> npt.NDArray[np.bool_]:
+    """(pairs,) bool: True for pairs that make less than one whole turn in `length` tokens.
+
+    Training at `length` has shown only part of the circle of such a pair. Raises as
+    `turns_completed`.
+
+    >>> never_turning(Rotary(head_dim=4), 100)
+    array([False,  True])
+    """
+    return turns_completed(spec, length, seq_len) < 1
+
+
+def critical_dimension(spec: Rotary, trained: int, seq_len: int | None = None) -> int:
+    """Channels whose pairs make more than one turn in `trained` tokens; the others extrapolate ill.
+
+    For the geometric ladder of base b it is 2 ceil(d/2 log_b(trained / 2 pi)), the form in which
+    Liu et al. (arXiv 2310.05209) define it; here pairs are counted, so any spec has one.
+    Raises as `turns_completed`.
+
+    >>> critical_dimension(Rotary(head_dim=128), 4096)  # Llama 2
+    92
+    """
+    trained = whole_number("trained", trained)
+    return 2 * int(np.count_nonzero(turns_completed(spec, trained, seq_len) > 1))
+
+
+def extrapolation_length(base: float, critical_dim: int, head_dim: int) -> float:
+    """Tokens to which a model tuned with `base` extrapolates: 2 pi base^(critical_dim / head_dim).
+
+    critical_dim  of the model before tuning, from `critical_dimension`
+    The wavelength of the first pair that is not trained on whole turns. Source: Liu et al. (arXiv
+    2310.05209), where it is T_extra. Raises ValueError for a base that is not finite and >= 1, and
+    for a critical_dim beyond head_dim.
+
+    >>> round(extrapolation_length(1e6, 92, 128))
+    129027
+    """
+    head_dim = whole_number("head_dim", head_dim)
+    critical_dim = whole_number("critical_dim", critical_dim, 0, head_dim)
+    return 2 * math.pi * _base(base) ** (critical_dim / head_dim)
+
+
+def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None = None) -> float:
+    """Index of the pair that makes `turns` turns in `length` tokens, with a fraction.
+
+    Between two pairs, and before the first and beyond the last one, the logarithm of the frequency
+    is a straight line, as it is all along the ladder of the paper. Pairs at the end that stand
+    still are left out. Source: Peng et al., YaRN (arXiv 2309.00071), section 3.2; with d ladder
+    channels it is d ln(length / (2 pi turns)) / (2 ln base).
+    Raises ValueError for frequencies that do not fall from pair to pair, and for a single pair.
+
+    >>> spec = Rotary(head_dim=128)
+    >>> round(pair_with_turns(spec, 4096, 32), 1), round(pair_with_turns(spec, 4096, 1), 1)
+    (20.9, 45.0)
+    """
+    length = whole_number("length", length)
+    turns = number("turns", turns)
+    if not turns > 0:
+        raise ValueError(f"turns must be > 0, got {turns}")
+    found = frequencies(spec, seq_len)
+    moving = found[: np.count_nonzero(found)]
+    if len(moving) < 2 or not (moving > 0).all() or not (np.diff(moving) < 0).all():
+        raise ValueError(
+            "frequencies must fall from pair to pair to say where one lies; "
+            f"those of schedule {spec.schedule!r} do not: look at turns_completed instead"
+        )
+    heights = -np.log(moving)
+    wanted = -math.log(2 * math.pi * turns / length)
+    left = int(np.clip(np.searchsorted(heights, wanted) - 1, 0, len(heights) - 2))
+    return float(left + (wanted - heights[left]) / (heights[left + 1] - heights[left]))
+
+
+def yarn_band(
+    spec: Rotary,
+    trained: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    seq_len: int | None = None,
+) -> tuple[float, float]:
+    """(first, last): pairs before the first YaRN keeps, those after the last it interpolates.
+
+    `first` makes beta_fast turns in `trained` tokens, `last` beta_slow; neither is rounded or
+    clipped to the pairs there are. `spec` is the one that was trained, before any scaling.
+    Source: Peng et al., YaRN (arXiv 2309.00071), section 3.2. Raises as `pair_with_turns`, and
+    ValueError if beta_fast < beta_slow.
+
+    >>> [round(pair, 1) for pair in yarn_band(Rotary(head_dim=128, base=5e5), 8192)]  # Llama 3
+    [18.1, 35.0]
+    """
+    if number("beta_fast", beta_fast) < number("beta_slow", beta_slow):
+        raise ValueError(f"beta_fast must be >= beta_slow, got {beta_fast} < {beta_slow}")
+    whole_number("trained", trained)
+    first = pair_with_turns(spec, trained, beta_fast, seq_len)
+    return first, pair_with_turns(spec, trained, beta_slow, seq_len)
+
+
+def digits(position: int, base: float, head_dim: int) -> Array:
+    """(head_dim / 2,) float64: the digits of `position` in base beta = base^(2 / head_dim).
+
+    Digit i is floor(position / beta^i) mod beta, the lowest first. Beta is rarely whole, and then
+    a digit is a fraction below beta. RoPE shows pair i the phase position / beta^i: the same
+    number, with a circle in place of floor and mod. Source: Su, kexue.fm 9675.
+    Raises ValueError for an odd head_dim, a base that is not finite and >= 1, a position outside of
+    0 .. 2^24.
+
+    >>> digits(2024, 1e4, 8)
+    array([4., 2., 0., 2.])
+    """
+    position = whole_number("position", position, 0)
+    if whole_number("head_dim", head_dim) % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    beta = _base(base) ** (2 / head_dim)
+    if abs(beta - round(beta)) < 1e-9:  # a whole beta must not lose a digit to rounding
+        beta = float(round(beta))
+    return np.floor(position / beta ** np.arange(head_dim // 2)) % beta
+
+
+def _base(value: object) -> float:
+    base = number("base", value)
+    if base < 1:
+        raise ValueError(f"base must be >= 1, got {value!r}")
+    return base
