@@ -1,0 +1,199 @@
+"""At which distances a RoPE can tell a similar token from a random one: B_m of Men et al.
+
+B_m = sum_i cos(m theta_i) is, but for a factor, how much higher a key that is like the query scores
+than a random key, at distance m (arXiv 2405.14591, Theorem 1). Where it is negative the similar key
+scores lower. Channels without rotation count as pairs of frequency 0, in `still`. Distances are
+taken in rows of `_ROW`: cos((m0 + j) theta) over a row is a product of a fixed table with e^{i m0
+theta}, so all rows are one matrix product, right to 1e-11 at 2**24.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..spec import Rotary
+from .spectrum import MAX_LENGTH, frequencies, still_pairs, whole_number, whole_numbers
+
+Array = npt.NDArray[np.float64]
+Axes = tuple[int, ...] | None
+
+_ROW = 512  # distances that share one start
+_BLOCK = 2**16  # distances that are held at once
+
+
+def similarity(
+    spec: Rotary,
+    distances: npt.ArrayLike,
+    *,
+    weights: npt.ArrayLike | None = None,
+    still: float | None = None,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> Array:
+    """(len,) float64: B_m = Re sum_i w_i e^{i m theta_i} + still, of every distance m.
+
+    distances  (len,) whole numbers in -2**24 .. 2**24
+    weights    (pairs,) w_i, real or complex, for measured q and k: E[q_i conj(k_i)] of similar
+               tokens less that of random ones; default 1
+    still      what the channels that do not turn add; default their number of pairs
+    seq_len    length of the row, for the schedules that depend on it
+    axes       which axes of the position move, for several; None: all, as in text
+    Raises ValueError for other distances, and weights that are not finite or not one per pair.
+    Source: Men et al., arXiv 2405.14591, Eq. 9 and 10, where w_i = 1 and still = 0.
+
+    >>> similarity(Rotary(head_dim=128), [0, 1, 1707]).round(3)
+    array([64.   , 62.094, -0.499])
+    """
+    wanted = whole_numbers("distances", distances, -MAX_LENGTH)
+    theta, weight, constant = _terms(spec, weights, still, seq_len, axes)
+    found = np.empty(len(wanted))
+    within = _phases(theta, np.arange(_ROW)) * weight
+    size = max(2**19 // len(theta), _ROW)
+    for first in range(0, len(wanted), size):
+        part = wanted[first : first + size]
+        starts, row = np.unique(part // _ROW, return_inverse=True)
+        rows, inside = _phases(theta, starts * _ROW), part % _ROW
+        if len(starts) * _ROW <= 2 * len(part):  # close together: whole rows at once
+            found[first : first + size] = _product(within, rows)[row, inside]
+        else:
+            terms = np.einsum("np,np->n", rows[row], within[inside])
+            found[first : first + size] = terms.real
+    return found + constant
+
+
+def first_failure(
+    spec: Rotary,
+    limit: int = 2**20,
+    *,
+    weights: npt.ArrayLike | None = None,
+    still: float | None = None,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> int | None:
+    """The first distance m in 1 .. limit with B_m < 0, F of the spec; None if there is none.
+
+    The options are those of `similarity`; limit <= 2**24. Raises ValueError for another limit.
+    It is a diagnostic and no limit of a model: Llama 2 works at 4096 tokens.
+    Source: Men et al., arXiv 2405.14591, Eq. 11.
+
+    >>> first_failure(Rotary(head_dim=128))
+    1707
+    >>> first_failure(Rotary(head_dim=128, rotary_dim=32)) is None
+    True
+    """
+    limit = whole_number("limit", limit)
+    terms = _terms(spec, weights, still, seq_len, axes)
+    for first, values in _blocks(*terms, limit):
+        failing = values < 0
+        if failing.any():
+            return first + int(failing.argmax())
+    return None
+
+
+def failures(
+    spec: Rotary,
+    length: int,
+    *,
+    weights: npt.ArrayLike | None = None,
+    still: float | None = None,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> npt.NDArray[np.int64]:
+    """All distances m in 1 .. length with B_m < 0, int64, rising.
+
+    The options are those of `similarity`; length <= 2**24. Raises ValueError for another length.
+    Source: Men et al., arXiv 2405.14591, Table 4.
+
+    >>> failures(Rotary(head_dim=128), 1970)
+    array([1707, 1969, 1970])
+    """
+    length = whole_number("length", length)
+    terms = _terms(spec, weights, still, seq_len, axes)
+    return np.concatenate(
+        [first + np.flatnonzero(values < 0) for first, values in _blocks(*terms, length)]
+    ).astype(np.int64)
+
+
+def lowest(
+    spec: Rotary,
+    length: int,
+    *,
+    weights: npt.ArrayLike | None = None,
+    still: float | None = None,
+    seq_len: int | None = None,
+    axes: Axes = None,
+) -> tuple[int, float]:
+    """(m, B_m / n): the distance in 1 .. length of the least similarity, and its share of the most.
+
+    n = sum |w_i| + |still| is the largest that B can be: head_dim / 2 without weights. Of equal
+    values the first. The options are those of `similarity`; length <= 2**24. Raises ValueError for
+    another length, and where all weights and `still` are 0.
+
+    >>> m, share = lowest(Rotary(head_dim=128), 4096)
+    >>> m, round(share, 4)
+    (4060, -0.1307)
+    """
+    length = whole_number("length", length)
+    theta, weight, constant = _terms(spec, weights, still, seq_len, axes)
+    most = float(np.abs(weight).sum()) + abs(constant)
+    if most == 0:
+        raise ValueError("weights and still are all 0, so there is no similarity to compare")
+    best = (math.inf, 0)
+    for first, values in _blocks(theta, weight, constant, length):
+        at = int(values.argmin())
+        best = min(best, (float(values[at]), first + at))
+    return best[1], best[0] / most
+
+
+def _blocks(theta: Array, weight: Any, constant: float, length: int) -> Iterator[tuple[int, Array]]:
+    """(m, B_m and those that follow), of 1 .. length; blocks grow, as most failures are early."""
+    within = _phases(theta, np.arange(_ROW)) * weight
+    first, size = 1, 8 * _ROW
+    while first <= length:
+        count = min(size, length + 1 - first)
+        starts = first + _ROW * np.arange(-(-count // _ROW))
+        yield first, _product(within, _phases(theta, starts)).ravel()[:count] + constant
+        first, size = first + count, min(2 * size, _BLOCK)
+
+
+def _product(within: Any, rows: Any) -> Array:
+    """Re sum_i rows_i within_i of every row and place in it, (rows, _ROW)."""
+    real = np.concatenate([rows.real, -rows.imag], axis=1)
+    return real @ np.concatenate([within.real, within.imag], axis=1).T
+
+
+def _phases(theta: Array, distances: npt.NDArray[np.int64]) -> Any:
+    """e^{i m theta}, (distances, pairs) complex128, right to 1e-15 for m < 2**25."""
+    scale = 2.0 ** (27 - np.frexp(theta)[1])
+    upper = np.rint(theta * scale) / scale  # 28 bits, so that the product is exact
+    column = distances[:, None].astype(np.float64)
+    return np.exp(1j * (column * upper)) * np.exp(1j * (column * (theta - upper)))
+
+
+def _terms(
+    spec: Rotary,
+    weights: npt.ArrayLike | None,
+    still: float | None,
+    seq_len: int | None,
+    axes: Axes,
+) -> tuple[Array, Any, float]:
+    """Frequencies, weights and what the channels that do not turn add."""
+    theta = frequencies(spec, seq_len, axes=axes)
+    if still is None:
+        still = still_pairs(spec)
+    if isinstance(still, bool) or not isinstance(still, int | float) or not math.isfinite(still):
+        raise ValueError(f"still must be a finite number, got {still!r}")
+    if weights is None:
+        return theta, np.ones(len(theta)), float(still)
+    weight = np.asarray(weights)
+    if weight.shape != theta.shape or weight.dtype.kind not in "iufc":
+        raise ValueError(
+            f"weights must be ({len(theta)},) numbers, one per pair, got {weight.dtype} "
+            f"of shape {weight.shape}"
+        )
+    if not np.isfinite(weight).all():
+        raise ValueError("weights must be finite")
+    return theta, weight, float(still)

@@ -1,0 +1,327 @@
+"""Compiled loops of `search.py`: B_m of many distances at one base, and of one over many bases.
+
+With x = ln b and u_i = m theta_i(x), each derivative of B_m by x is a sum over pairs of (2i/d)^p
+times a function of u_i, and u_i only falls as x grows. So the Taylor polynomial at x, with a bound
+of the third derivative that is taken at x, is above B_m everywhere to the right: as long as it is
+negative every base there fails at m, and the search steps to its root.
+"""
+
+# mypy: ignore-errors
+# compiled by Numba, from types mypy does not know
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
+
+GAP = 5e-10  # of ln b: steps shorter than this are counted as undecided
+_BLOCK = 128  # distances of one product
+_POOL = 128  # distances that are tried again at the next bases
+
+
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    def compile_(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+        except RuntimeError:  # Numba found no folder for the cache
+            return numba.njit(nogil=True, error_model="numpy", **options)(function)
+
+    return compile_
+
+
+# --- B_m of many distances at one base, float32: only says where to look ---
+
+
+@_compiled()
+def _fill(theta, cos, sin):
+    """cos and sin of j theta_i, (pairs, _BLOCK) float32."""
+    for i in range(theta.size):
+        step_cos, step_sin = math.cos(theta[i]), math.sin(theta[i])
+        c, s = 1.0, 0.0
+        for j in range(_BLOCK):
+            cos[i, j], sin[i, j] = c, s
+            c, s = c * step_cos - s * step_sin, s * step_cos + c * step_sin
+
+
+@_compiled(fastmath={"contract"})
+def _add(cos, sin, c0, s0, c1, s1, i, total0, total1):
+    """Add four pairs to the similarities of two blocks."""
+    a0, a1, a2, a3 = c0[i], c0[i + 1], c0[i + 2], c0[i + 3]
+    b0, b1, b2, b3 = s0[i], s0[i + 1], s0[i + 2], s0[i + 3]
+    e0, e1, e2, e3 = c1[i], c1[i + 1], c1[i + 2], c1[i + 3]
+    f0, f1, f2, f3 = s1[i], s1[i + 1], s1[i + 2], s1[i + 3]
+    p0, p1, p2, p3 = cos[i], cos[i + 1], cos[i + 2], cos[i + 3]
+    q0, q1, q2, q3 = sin[i], sin[i + 1], sin[i + 2], sin[i + 3]
+    for j in range(_BLOCK):
+        first, other = total0[j], total1[j]
+        first += a0 * p0[j] - b0 * q0[j]
+        first += a1 * p1[j] - b1 * q1[j]
+        first += a2 * p2[j] - b2 * q2[j]
+        first += a3 * p3[j] - b3 * q3[j]
+        other += e0 * p0[j] - f0 * q0[j]
+        other += e1 * p1[j] - f1 * q1[j]
+        other += e2 * p2[j] - f2 * q2[j]
+        other += e3 * p3[j] - f3 * q3[j]
+        total0[j], total1[j] = first, other
+
+
+@_compiled()
+def _phases(theta, distance, c, s):
+    for i in range(theta.size):
+        c[i], s[i] = math.cos(distance * theta[i]), math.sin(distance * theta[i])
+
+
+@_compiled()
+def _scan(theta, cos, sin, still, first, last, threshold, found):
+    """Distances of first .. last whose similarity is below `threshold`, into `found`.
+
+    Returns (count, next): stops when `found` is full; `next` is the first distance not looked at.
+    """
+    padded = cos.shape[0]
+    turn_c, turn_s = np.empty(theta.size), np.empty(theta.size)
+    _phases(theta, 2.0 * _BLOCK, turn_c, turn_s)
+    c, s = np.zeros((2, theta.size)), np.zeros((2, theta.size))
+    _phases(theta, float(first), c[0], s[0])
+    _phases(theta, float(first + _BLOCK), c[1], s[1])
+    short_c, short_s = np.zeros((2, padded), np.float32), np.zeros((2, padded), np.float32)
+    total = np.empty((2, _BLOCK), np.float32)
+    limit = np.float32(threshold)
+    count = 0
+    for start in range(first, last + 1, 2 * _BLOCK):
+        for half in range(2):
+            for i in range(theta.size):
+                short_c[half, i], short_s[half, i] = c[half, i], s[half, i]
+                c[half, i], s[half, i] = (
+                    c[half, i] * turn_c[i] - s[half, i] * turn_s[i],
+                    s[half, i] * turn_c[i] + c[half, i] * turn_s[i],
+                )
+        total[:] = np.float32(still)
+        for i in range(0, padded, 4):
+            _add(cos, sin, short_c[0], short_s[0], short_c[1], short_s[1], i, total[0], total[1])
+        for half in range(2):
+            row = total[half]
+            hits = 0
+            for j in range(_BLOCK):
+                hits += row[j] < limit
+            if hits == 0:
+                continue
+            for j in range(_BLOCK):
+                m = start + half * _BLOCK + j
+                if row[j] < limit and m <= last:
+                    found[count] = m
+                    count += 1
+                    if count == found.size:
+                        return count, m + 1
+    return count, last + 1
+
+
+# --- B_m of one distance and its derivatives by ln b, float64 ---
+
+_ROUND = 1.5 * 2.0**52  # adding and subtracting it rounds to a whole number
+_PI = (3.1415926516056061, 1.9841871472187342e-09, 1.0314115104446872e-18)  # 29 + 29 + 53 bits
+_S = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(10))
+_C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(11))
+
+
+@_compiled(fastmath={"contract"})
+def _turned(m, theta, u, cos, sin):
+    """u = m theta and its cos and sin, to 1e-15, in loops that become vector instructions."""
+    for i in range(theta.size):
+        angle = m * theta[i]
+        half_turns = (angle * (1 / math.pi) + _ROUND) - _ROUND
+        odd = half_turns * 0.5 - ((half_turns * 0.5 + _ROUND) - _ROUND)
+        sign = 1.0 - 4.0 * abs(odd)
+        r = ((angle - half_turns * _PI[0]) - half_turns * _PI[1]) - half_turns * _PI[2]
+        z = r * r
+        a = _S[9]
+        a = a * z + _S[8]
+        a = a * z + _S[7]
+        a = a * z + _S[6]
+        a = a * z + _S[5]
+        a = a * z + _S[4]
+        a = a * z + _S[3]
+        a = a * z + _S[2]
+        a = a * z + _S[1]
+        a = a * z + _S[0]
+        b = _C[10]
+        b = b * z + _C[9]
+        b = b * z + _C[8]
+        b = b * z + _C[7]
+        b = b * z + _C[6]
+        b = b * z + _C[5]
+        b = b * z + _C[4]
+        b = b * z + _C[3]
+        b = b * z + _C[2]
+        b = b * z + _C[1]
+        b = b * z + _C[0]
+        u[i], cos[i], sin[i] = angle, sign * b, sign * r * a
+
+
+@_compiled(fastmath=True)
+def _sums(k, u, cos, sin):
+    """B_m, its first two derivatives by ln b, and a bound of the third for all larger bases.
+
+    With ' = d/dx and u' = -k u: cos(u)' = k u sin u, cos(u)'' = -k^2 u (sin u + u cos u), and
+    |cos(u)'''| = k^3 u |(1 - u^2) sin u + 3 u cos u| <= k^3 u min(u^2 + 3.5, u^3 + 4 u).
+    """
+    value = slope = curve = bound = 0.0
+    for i in range(k.size):
+        ku = k[i] * u[i]
+        value += cos[i]
+        slope += ku * sin[i]
+        curve -= k[i] * ku * (sin[i] + u[i] * cos[i])
+        square = u[i] * u[i]
+        bound += k[i] * k[i] * ku * min(square + 3.5, u[i] * (square + 4.0))
+    return value, slope, curve, bound
+
+
+@_compiled()
+def _step(value, slope, curve, bound):
+    """A length s such that value + slope t + curve t^2/2 + bound t^3/6 < 0 for all t in [0, s]."""
+    # with a rising slope the polynomial may turn twice; without the falling term it is convex
+    half = 0.5 * curve if curve > 0.0 or slope <= 0.0 else 0.0
+    sixth = bound / 6.0
+    s = 1e-12
+    while s < 64.0 and value + s * (slope + s * (half + s * sixth)) < 0.0:
+        s *= 4.0
+    for _ in range(60):  # Newton from the right of the only root, where the curve is convex
+        excess = value + s * (slope + s * (half + s * sixth))
+        rise = slope + s * (2.0 * half + s * 3.0 * sixth)
+        if excess <= 0.0 or rise <= 0.0:
+            break
+        shorter = s - excess / rise
+        if shorter >= s * (1.0 - 1e-9):
+            break
+        s = shorter
+    s *= 1.0 - 1e-6
+    is_sound = value + s * (slope + s * (half + s * sixth)) < 0.0
+    return s if s > 0.0 and is_sound else 0.0
+
+
+@_compiled()
+def _reach(m, k, theta, still, noise, u, cos, sin):
+    """How far to the right of this base every base fails at m; 0 if this one may pass at m."""
+    _turned(float(m), theta, u, cos, sin)
+    value, slope, curve, bound = _sums(k, u, cos, sin)
+    value += still + noise * m + 1e-14 + 3e-16 * k.size * (k.size + still)
+    return _step(value, slope, curve, bound) if value < 0.0 else 0.0
+
+
+@_compiled()
+def search(low, high, k, still, context, stop):
+    """Exclude bases from x = low on; (x, last distance, undecided, largest distance).
+
+    x >= high: all of the chunk is excluded; else x is the first base found that passes. The
+    distances are those that excluded an interval: the last one, and the largest of all.
+    """
+    theta, u, c, s, cos, sin = _workspace(k.size)
+    pool, size = np.empty(_POOL, np.int64), 0
+    # distances that are only small here may fail soon
+    threshold = max(0.25 * math.sqrt(k.size), _unsure(k.size, still))
+    x, usual, undecided, binding, largest, jumped = low, 0.0, 0, 0, 0, False
+    while x < high and stop[0] == 0:
+        noise = 0.0
+        for i in range(k.size):
+            theta[i] = math.exp(-k[i] * x)
+            noise += theta[i] * (3.0 + k[i] * x)
+        noise *= 4e-15  # above the rounding of theta and of m theta
+        best, winner = 0.0, binding
+        if binding:
+            best = _reach(binding, k, theta, still, noise, u, c, s)
+        if best < 0.5 * usual:
+            for n in range(size):
+                reach = _reach(pool[n], k, theta, still, noise, u, c, s)
+                if reach > best:
+                    best, winner = reach, pool[n]
+        if best < 0.25 * usual or best < GAP:
+            _fill(theta, cos, sin)
+            begin = 1
+            while begin <= context and (best < 0.25 * usual or best < GAP):
+                size, begin = _scan(theta, cos, sin, still, begin, context, threshold, pool)
+                for n in range(size):
+                    reach = _reach(pool[n], k, theta, still, noise, u, c, s)
+                    if reach > best:
+                        best, winner = reach, pool[n]
+        if best == 0.0:
+            return x, binding, undecided - jumped, largest
+        jumped = best < GAP
+        undecided += jumped
+        binding = winner
+        largest = max(largest, binding)
+        usual = 0.9 * usual + 0.1 * best if usual > 0.0 else best
+        x += max(best, GAP)
+    return x, binding, undecided, largest
+
+
+@_compiled()
+def passing(logs, k, still, context, stop, passes):
+    """Whether B_m >= 0 at every distance of the context, of bases e^x, x = `logs`, which rise.
+
+    |dB_m/dx| <= m sum_i k_i theta_i, which falls with x. So after a look at every distance, only
+    those with B_m below `margin` can become negative before B has had the way to fall that far.
+    """
+    theta, u, c, s, cos, sin = _workspace(k.size)
+    pool, size, failing = np.empty(8 * _POOL, np.int64), 0, 0
+    unsure = _unsure(k.size, still)
+    known_to, margin = -1.0, 1.0 + unsure
+    for n in range(logs.size):
+        if stop[0]:
+            return
+        slope = 0.0
+        for i in range(k.size):
+            theta[i] = math.exp(-k[i] * logs[n])
+            slope += k[i] * theta[i]
+        failing = _negative(pool, size, failing, k, theta, still, u, c, s)
+        if failing == size and logs[n] > known_to:
+            _fill(theta, cos, sin)
+            begin, looks = 1, 0
+            while failing == size and begin <= context:
+                size, begin = _scan(theta, cos, sin, still, begin, context, margin, pool)
+                failing = _negative(pool, size, 0, k, theta, still, u, c, s)
+                looks += 1
+            known_to = -1.0  # unless one look has put all that matters in the pool
+            if looks == 1 and begin > context:
+                known_to = logs[n] + (margin - unsure) / (context * slope + 1e-9)
+            margin = max(unsure, margin * (1.5 if looks == 1 and size < _POOL else 0.7))
+        passes[n] = failing == size
+
+
+@_compiled()
+def _unsure(pairs, still):
+    """Above the error of a float32 similarity of `_scan`: 2 pairs additions, each rounded."""
+    return 1e-4 + 2e-7 * pairs * (pairs + still)
+
+
+@_compiled()
+def _negative(pool, size, first, k, theta, still, u, cos, sin):
+    """Index of a distance of the pool with B_m < 0, looking from `first` on; `size` if none."""
+    for n in range(size):
+        at = n + first if n + first < size else n + first - size
+        _turned(float(pool[at]), theta, u, cos, sin)
+        if _sums(k, u, cos, sin)[0] + still < 0.0:
+            return at
+    return size
+
+
+@_compiled()
+def _workspace(pairs):
+    padded = (pairs + 3) // 4 * 4  # `_add` takes four pairs at a time
+    rows = np.empty((4, pairs))
+    tables = np.zeros((2, padded, _BLOCK), np.float32)
+    return rows[0], rows[1], rows[2], rows[3], tables[0], tables[1]
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a compiled function returns, also where Numba's files on disk are full or cut short."""
+    try:
+        return function(*arguments)
+    except (OSError, EOFError, pickle.UnpicklingError):
+        for each in list(globals().values()):
+            if isinstance(each, Dispatcher):
+                each._cache = NullCache()
+        return function(*arguments)

@@ -1,0 +1,279 @@
+"""Which base a context needs: a certified search, and the comb of bases that pass and fail.
+
+Men et al. (arXiv 2405.14591, Eq. 11) ask for B_m(b) = sum_i cos(m b^(-2i/d)) >= 0 at every distance
+m of the context. `loops.py` excludes bases interval by interval; here the line of ln b is dealt out
+to threads in chunks, and their results are taken in order, so nothing depends on the threads.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from ..spec import Rotary
+from . import loops
+from .bounds import first_failure, similarity
+from .spectrum import MAX_LENGTH, still_pairs, whole_number
+
+Array = npt.NDArray[np.float64]
+Progress = Callable[[float], None] | None
+
+MAX_CONTEXT = 2**22
+MAX_HEAD_DIM = 2**14
+MAX_LOG_BASE = math.log(1e37)  # a larger base has frequencies that 64-bit turns cannot hold
+_CHUNK = 1 / 32  # of ln b: what one thread searches before it takes the next
+
+
+class MinBase(NamedTuple):
+    """The smallest base that passes; see `min_base`."""
+
+    base: float
+    binding: int | None
+    next_failing: int | None
+    undecided: int
+
+
+class SafeBase(NamedTuple):
+    """A base above every failing one that was found; see `safe_base`."""
+
+    base: float
+    largest_failing: float
+    passing_share: float
+    searched_to: float
+    step: float
+
+
+def min_base(
+    context: int,
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    progress: Progress = None,
+) -> MinBase:
+    """The smallest base whose similarity B_m is negative nowhere in 1 .. context, certified.
+
+    base          inf {b > 1 : B_m(b) >= 0 for m = 1 .. context}, from above, to 1e-9
+    binding       the distance that fails just below it; None if no base fails
+    next_failing  the first distance above the context that fails at it; None if none up to 2**24
+    undecided     how many intervals below, of relative width 5e-10, are not proved to fail
+    Some larger bases fail: see `comb` and `safe_base`. Where no more than half of the head turns,
+    nothing ever fails and the base is 1. context <= 2**22, head_dim even and <= 2**14; `progress`
+    is called with a share that grows from 0 to 1. Uses Numba's number of threads; the result does
+    not depend on it. Raises ValueError for another size, and if no base up to 1e37 passes.
+    Source: Men et al., arXiv 2405.14591, Eq. 11 and Table 2, with the whole head rotated.
+
+    >>> found = min_base(1024)
+    >>> round(found.base, 4), found.binding, found.next_failing
+    (4293.4376, 1009, 1077)
+    """
+    context = whole_number("context", context, 1, MAX_CONTEXT)
+    k, still = _geometry(head_dim, rotary_dim)
+    if still >= len(k):
+        return MinBase(1.0, None, None, 0)
+    x, binding, undecided = _first_passing(context, k, still, _within(progress, 0.0, 1.0))
+    if binding:
+        x, binding, hidden = _refined(x, binding, k, still, context)
+        undecided += hidden
+    later = first_failure(_spec(x, k), MAX_LENGTH, still=still)
+    return MinBase(math.exp(x), binding or None, later, undecided)
+
+
+def safe_base(
+    context: int,
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    start: float | None = None,
+    progress: Progress = None,
+) -> SafeBase:
+    """A base above every failing one of a grid from the smallest passing base b* to 12 b* or more.
+
+    base             the first of the grid above `largest_failing`
+    largest_failing  the largest base of the grid with B_m < 0 in 1 .. context; b* if there is none
+    passing_share    the share of the grid that passes, even in ln b
+    searched_to      the end of the grid: 12 b*, and on while its last tenth has a failing base
+    step             of the grid, in ln b: 1e-5 up to 8192 tokens, 2e-4 at 131,072
+    Not certified: a base between two points of the grid, or above it, may fail. `start` is b* where
+    it is known. Limits and errors are those of `min_base`.
+
+    >>> found = safe_base(1024)
+    >>> round(found.largest_failing), round(found.passing_share, 2)
+    (6018, 0.87)
+    """
+    context = whole_number("context", context, 1, MAX_CONTEXT)
+    k, still = _geometry(head_dim, rotary_dim)
+    begun = 0.0
+    if start is None:
+        begun = 0.5
+        start = min_base(
+            context, head_dim, rotary_dim=rotary_dim, progress=_within(progress, 0.0, begun)
+        ).base
+    low = float(_logs([start])[0])
+    step = 1e-5 * max(1.0, context / 8192) ** (math.log(20) / math.log(16))
+    count = int(math.log(12) / step) + 1
+    passes = _comb(context, low + step * np.arange(count), k, still, _within(progress, begun, 1.0))
+    while not passes[-(count // 10) :].all():
+        more = low + step * (len(passes) + np.arange(count // 10))
+        if more[-1] > MAX_LOG_BASE:
+            raise ValueError(f"bases up to 1e37 fail at {context:,} distances: none is safe")
+        passes = np.append(passes, _comb(context, more, k, still, _within(None, 0.0, 1.0)))
+    failing = np.flatnonzero(~passes)
+    last, above = (failing[-1], failing[-1] + 1) if len(failing) else (0, 0)
+    return SafeBase(
+        base=math.exp(low + step * above),
+        largest_failing=math.exp(low + step * last),
+        passing_share=float(passes.mean()),
+        searched_to=math.exp(low + step * (len(passes) - 1)),
+        step=step,
+    )
+
+
+def comb(
+    context: int, bases: npt.ArrayLike, head_dim: int = 128, *, rotary_dim: int | None = None
+) -> npt.NDArray[np.bool_]:
+    """Whether each base passes: B_m >= 0 at every m in 1 .. context; bool, of the shape of `bases`.
+
+    Limits and errors are those of `min_base`; ValueError also for a base that is not in 1 .. 1e37.
+
+    >>> comb(1024, [4293.0, 4294.0, 6018.0, 6100.0])
+    array([False,  True, False,  True])
+    """
+    context = whole_number("context", context, 1, MAX_CONTEXT)
+    k, still = _geometry(head_dim, rotary_dim)
+    logs = _logs(bases)
+    rising, places = np.unique(logs, return_inverse=True)
+    return _comb(context, rising, k, still, _within(None, 0.0, 1.0))[places].reshape(logs.shape)
+
+
+def _geometry(head_dim: int, rotary_dim: int | None) -> tuple[Array, float]:
+    """2i/d of every pair, and how many pairs the channels make that do not turn."""
+    head_dim = whole_number("head_dim", head_dim, 2, MAX_HEAD_DIM)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    spec = Rotary(head_dim=head_dim, rotary_dim=rotary_dim)  # type: ignore[arg-type]
+    pairs = spec.rotary_dim // 2
+    return np.arange(pairs) / pairs, still_pairs(spec)
+
+
+def _spec(x: float, k: Array) -> Rotary:
+    """The RoPE of the base e^x, also where that is 1 or too large for a schedule."""
+    params = {"inv_freq": np.exp(-k * x)}
+    return Rotary(head_dim=2 * len(k), schedule="custom", params=params)
+
+
+def _logs(bases: npt.ArrayLike) -> Array:
+    given = np.asarray(bases)
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"bases must be numbers, got {given.dtype}")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(given.astype(np.float64))
+    wrong = ~((logs >= 0) & (logs <= MAX_LOG_BASE))
+    if wrong.any():
+        raise ValueError(f"a base must be in 1 .. 1e37, got {given[wrong].flat[0]}")
+    return logs
+
+
+def _first_passing(
+    context: int, k: Array, still: float, progress: Callable[[float], None]
+) -> tuple[float, int, int]:
+    """(ln b, binding distance, undecided) of the first base that passes."""
+    undecided, share, before = 0, 0.0, 0
+    jobs = (
+        lambda stop, n=n: loops.call(
+            loops.search, n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop
+        )
+        for n in range(int(MAX_LOG_BASE / _CHUNK))
+    )
+    progress(0.0)
+    for n, (x, binding, gaps, largest) in enumerate(_in_order(jobs)):
+        undecided += gaps
+        if x < (n + 1) * _CHUNK:
+            progress(1.0)
+            return x, binding or before, undecided
+        before = binding
+        # the work of a chunk goes with the square of the distances that fail in it
+        share = max(share, min(0.99, (largest / context) ** 2))
+        progress(share)
+    raise ValueError(
+        f"no base up to 1e37 passes at all of {context:,} distances with {len(k)} pairs"
+    )
+
+
+def _refined(
+    x: float, binding: int, k: Array, still: float, context: int
+) -> tuple[float, int, int]:
+    """(ln of the base where B of the binding distance turns positive, that distance, undecided).
+
+    Where rounding hid a sign from the search, other distances bind above x; each counts.
+    """
+
+    def value(at: float) -> float:
+        return float(similarity(_spec(at, k), [binding], still=still)[0])
+
+    for hidden in range(64):
+        low, width = x - 2 * loops.GAP, loops.GAP
+        while value(x + width) < 0 and width < 1:
+            width *= 2
+        high = x + width
+        while high - low > 1e-13 * max(1.0, x):
+            middle = (low + high) / 2
+            low, high = (low, middle) if value(middle) >= 0 else (middle, high)
+        for margin in (1e-12, 1e-11, 1e-10):  # of ln b, until rounding cannot make it fail
+            x = high + margin
+            failing = first_failure(_spec(x, k), context, still=still)
+            if failing is None:
+                return x, binding, hidden + (width > loops.GAP)
+        binding = failing or binding
+    raise ValueError(f"float64 does not tell which base passes at {context:,} distances")
+
+
+def _comb(
+    context: int, logs: Array, k: Array, still: float, progress: Callable[[float], None]
+) -> npt.NDArray[np.bool_]:
+    if still >= len(k):
+        return np.ones(len(logs), np.bool_)
+    passes = np.zeros(len(logs), np.bool_)
+    edges = np.linspace(0, len(logs), min(len(logs), 64) + 1).astype(int)
+    ranges = [slice(*edge) for edge in pairwise(edges)]
+    jobs = (
+        lambda stop, r=r: loops.call(loops.passing, logs[r], k, still, context, stop, passes[r])
+        for r in ranges
+    )
+    for n, _ in enumerate(_in_order(jobs)):
+        progress((n + 1) / len(ranges))
+    return passes
+
+
+def _within(progress: Progress, low: float, high: float) -> Callable[[float], None]:
+    """Tell `progress`, if there is one, of a part that is `low` .. `high` of the whole."""
+
+    def tell(share: float) -> None:
+        if progress is not None:
+            progress(low + (high - low) * share)
+
+    return tell
+
+
+def _in_order(jobs: Iterator[Callable[[Any], Any]]) -> Iterator[Any]:
+    """Results of jobs in their order, done by Numba's number of threads; they end when left."""
+    stop = np.zeros(1, np.int64)
+    threads = numba.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[Any]] = deque()
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(job, stop))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            stop[0] = 1
+            for each in waiting:
+                each.cancel()
