@@ -1,0 +1,193 @@
+"""What a longer context asks of a model that was trained on a shorter one, method by method."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..angles import inv_freq
+from ..spec import Rotary
+from .bounds import failures, lowest
+from .spectrum import (
+    Array,
+    check_size,
+    frequencies,
+    never_turning,
+    turns_completed,
+    whole_number,
+    whole_numbers,
+)
+
+
+class Row(NamedTuple):
+    """What one method makes of a target length; see `compare`."""
+
+    method: str
+    spec: Rotary
+    first_failure: int | None
+    failures: int
+    unseen: float
+    lowest: float
+    fastest_ratio: float
+    slowest_ratio: float
+    attention_factor: float
+
+
+def coverage(spec: Rotary, trained: int, seq_len: int | None = None) -> Array:
+    """(pairs,) float64 in 0..1: the share of the circle that each pair has shown in training.
+
+    min(1, turns in `trained` tokens); 0 for a pair that stands still. Source: Peng et al., YaRN
+    (arXiv 2309.00071), section 3.2. Raises ValueError for a length that is not a whole number in
+    1 .. 2^24.
+
+    >>> coverage(Rotary(head_dim=4), 100).round(2)
+    array([1.  , 0.16])
+    """
+    return np.minimum(1.0, turns_completed(spec, whole_number("trained", trained), seq_len))
+
+
+def unseen(
+    original: Rotary,
+    trained: int,
+    spec: Rotary,
+    positions: npt.ArrayLike,
+    seq_len: int | None = None,
+) -> Array:
+    """(len, pairs) float64 in 0..1: how much of its angles a pair has never shown in training.
+
+    original   what the model was trained with, at rows of up to `trained` tokens
+    spec       what it is to run with, of as many pairs; `seq_len` is the length of its row
+    positions  (len,) whole numbers in 0 .. 2^24: from there back, every distance 0 .. position
+    A pair that makes a whole turn in `trained` tokens has seen every angle: 0. Any other has seen
+    the arc 0 .. trained * inv_freq; counted is the share of the arc 0 .. position * inv_freq that
+    lies outside of it, the angles taken as a continuum and turn by turn.
+    The measure is ours; that low frequencies meet angles never seen is Peng et al., YaRN (arXiv
+    2309.00071), section 3.2. Raises ValueError for lengths and positions that are not such
+    numbers, for more than 2^27 of them times pairs, and for specs of different rotary_dim.
+
+    >>> spec = Rotary(head_dim=4)
+    >>> unseen(spec, 100, spec, [99, 200])
+    array([[0. , 0. ],
+           [0. , 0.5]])
+    """
+    places = whole_numbers("positions", positions)
+    check_size("positions", len(places), spec)
+    if original.rotary_dim != spec.rotary_dim:
+        raise ValueError(
+            f"original and spec must have the same rotary_dim, got {original.rotary_dim} and "
+            f"{spec.rotary_dim}"
+        )
+    open_pairs = never_turning(original, whole_number("trained", trained))
+    seen = trained * frequencies(original)
+    found = np.zeros((len(places), len(seen)))
+    arcs = places[:, None] * frequencies(spec, seq_len)[open_pairs]
+    whole, rest = np.divmod(arcs, 2 * math.pi)
+    known = whole * seen[open_pairs] + np.minimum(rest, seen[open_pairs])
+    share = np.divide(arcs - known, arcs, out=np.zeros_like(arcs), where=arcs > 0)
+    found[:, open_pairs] = np.clip(share, 0.0, 1.0)
+    return found
+
+
+def unseen_share(
+    original: Rotary, trained: int, spec: Rotary, position: int, seq_len: int | None = None
+) -> float:
+    """The mean of `unseen` over the pairs, at one position. Raises as `unseen`.
+
+    >>> spec = Rotary(head_dim=4)
+    >>> unseen_share(spec, 100, spec, 200)
+    0.25
+    """
+    place = whole_number("position", position, 0)
+    return float(unseen(original, trained, spec, [place], seq_len).mean())
+
+
+def methods(spec: Rotary, trained: int, target: int) -> dict[str, Rotary]:
+    """Name -> `spec` stretched from `trained` to `target` tokens, by each published method.
+
+    "none" is `spec` itself; "linear", "ntk", "ntk_mixed", "yarn", "llama3" and "longrope" are the
+    schedules of `rotary.schedules`, which name their sources, with factor = target / trained and
+    the parameters their authors publish: YaRN 32 and 1 turns, llama3 1 and 4 turns, ntk_mixed
+    b = 0.625. LongRoPE has no formula: its authors search a factor for each pair. Here it is the
+    critical dimension instead (Liu et al., arXiv 2310.05209): 1 for the pairs that make more than
+    one turn in `trained` tokens, target / trained for the others. It takes effect in rows longer
+    than `trained`: give `seq_len=target`.
+    Slice, layout and sign stay. transformers has all types but ntk and ntk_mixed.
+    Raises ValueError for a spec with a schedule of its own or several axes, for base 1, and for
+    lengths that are not whole numbers, 2 <= trained <= target <= 2^24.
+
+    >>> methods(Rotary(head_dim=128), 4096, 32768)["linear"]
+    Rotary(head_dim=128, schedule='linear', params={'factor': 8.0})
+    """
+    trained = whole_number("trained", trained, 2)
+    factor = whole_number("target", target, trained) / trained
+    if spec.schedule != "default" or spec.num_axes > 1:
+        own = f"schedule {spec.schedule!r}" if spec.num_axes == 1 else f"{spec.num_axes} axes"
+        raise ValueError(
+            f"methods stretch the spec that was trained, with schedule 'default' and one axis; "
+            f"got {own}"
+        )
+    if spec.base == 1:
+        raise ValueError("methods stretch a ladder of frequencies; base 1 has a single one")
+    length = {"original_max_position_embeddings": trained}
+    ones = [1.0] * (spec.rotary_dim // 2)
+    by_turns = np.where(turns_completed(spec, trained) > 1, 1.0, factor).tolist()
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    lists = {"short_factor": ones, "long_factor": by_turns}
+    stretched = {
+        "linear": {"factor": factor},
+        "ntk": {"factor": factor},
+        "ntk_mixed": {"factor": factor},
+        "yarn": {"factor": factor, **length},
+        "llama3": {"factor": factor, **bounds, **length},
+        "longrope": {"factor": factor, **lists, **length},
+    }
+    made = {
+        name: dataclasses.replace(spec, schedule=name, params=params)
+        for name, params in stretched.items()
+    }
+    return {"none": spec, **made}
+
+
+def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
+    """One `Row` for each of `methods`, at rows of `target` tokens.
+
+    first_failure     first distance in 1 .. target where B_m < 0 (Men et al., arXiv 2405.14591);
+                      None: there is none
+    failures          how many of those distances there are
+    unseen            share of angles never seen in training at the last position (`unseen_share`);
+                      0 is what tuning-free use wants
+    lowest            smallest B_m over the number of pairs, in -1..1
+    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbours are squeezed
+    slowest_ratio     the same of the slowest pair: trained / target keeps it inside its arc
+    attention_factor  what multiplies cos and sin
+    Raises as `methods`.
+
+    >>> for row in compare(Rotary(head_dim=128), 4096, 32768)[:3]:
+    ...     print(row.method, row.first_failure, row.failures, round(row.unseen, 3))
+    none 1707 18517 0.177
+    linear 13649 3370 0.0
+    ntk 5732 4210 0.056
+    """
+    made = methods(spec, trained, target)
+    old = frequencies(spec)
+    rows = []
+    for name, stretched in made.items():
+        failing = failures(stretched, target, seq_len=target)
+        new = frequencies(stretched, target)
+        ratios = new / old
+        rows.append(
+            Row(
+                method=name,
+                spec=stretched,
+                first_failure=int(failing[0]) if len(failing) else None,
+                failures=len(failing),
+                unseen=unseen_share(spec, trained, stretched, target - 1, target),
+                lowest=lowest(stretched, target, seq_len=target)[1],
+                fastest_ratio=float(ratios[0]),
+                slowest_ratio=float(ratios[-1]),
+                attention_factor=inv_freq(stretched, target)[1],
+            )
+        )
+    return rows

@@ -1,0 +1,323 @@
+"""How far angles and tables are off in the number types that programs compute them in.
+
+An angle is position * inv_freq. An arithmetic rounds some of three things, the frequency, the
+position and their product, and then stores cos and sin in some type. The error is followed through
+these steps one by one, without loss, against the float64 `inv_freq` of the spec times the position
+as real numbers. So it is right where float64 angles themselves are not.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..angles import inv_freq, turns
+from ..schedules import FLOAT32, SCHEDULES
+from ..spec import Rotary
+from .spectrum import Array, check_size, frequencies, number, whole_numbers
+
+MAX_POSITION = 2**40  # where 64-bit turns are off by 2e-7 rad
+_BLOCK = 2**16  # angles at work at a time
+_TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021")
+_SPLITTER = 2.0**27 + 1  # cuts the 53 bits of a float64 into two halves
+
+
+class Type(NamedTuple):
+    """A number type: how many significant `bits` it has, and what each float64 is `rounded` to."""
+
+    bits: int
+    rounded: Callable[[Array], Array]
+
+
+class Arithmetic(NamedTuple):
+    """What a position, the product, cos and sin are rounded to; product None: not at all.
+
+    rates  (inv_freq as it is held, how far that is off), of a spec and a length of the row
+    """
+
+    position: Type
+    rates: Callable[[Rotary, int | None], tuple[Array, Array]]
+    product: Type | None
+    table: Type
+
+
+def bfloat16(values: npt.ArrayLike) -> Array:
+    """The nearest bfloat16 of every value, ties to even: float64 of the same shape.
+
+    >>> bfloat16([257.0, 259.0])
+    array([256., 260.])
+    """
+    return _shortened(values, 16)
+
+
+def tf32(values: npt.ArrayLike) -> Array:
+    """The nearest TF32 of every value, 10 bits after the point, ties to even: float64, same shape.
+
+    >>> tf32([2049.0, 2051.0])
+    array([2048., 2052.])
+    """
+    return _shortened(values, 13)
+
+
+def _shortened(values: npt.ArrayLike, dropped: int) -> Array:
+    """float32 less its last bits: half a step is added, or just under it where the rest is even."""
+    single = _single(np.asarray(values, np.float64)).astype(np.float32)
+    bits = single.view(np.uint32).astype(np.uint64)
+    is_odd = (bits >> np.uint64(dropped)) & np.uint64(1)
+    bits = (bits + np.uint64(2 ** (dropped - 1) - 1) + is_odd) >> np.uint64(dropped)
+    rounded = (bits << np.uint64(dropped)).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(single), single, rounded).astype(np.float64)
+
+
+def _same(values: Array) -> Array:
+    return values
+
+
+def _single(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).astype(np.float64)
+
+
+def _half(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).astype(np.float16).astype(np.float64)
+
+
+_FLOAT64, _FLOAT32, _FLOAT16 = Type(53, _same), Type(24, _single), Type(11, _half)
+_BFLOAT16, _TF32 = Type(8, bfloat16), Type(11, tf32)
+
+
+def _float32_rates(kept: Type) -> Callable[[Rotary, int | None], tuple[Array, Array]]:
+    """float32 inv_freq as models compute it, kept in another type, and how far it is off."""
+
+    def rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
+        true = frequencies(spec, seq_len)
+        extra = {"seq_len": seq_len and int(seq_len)} if spec.depends_on_length else {}
+        with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
+            warnings.simplefilter("ignore")  # said when the spec was made
+            schedule = SCHEDULES[spec.schedule]
+            single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
+            found = kept.rounded(np.abs(single).astype(np.float64))
+            return found, found - true
+
+    return rates
+
+
+def _float64_rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
+    true = frequencies(spec, seq_len)
+    return true, np.zeros_like(true)
+
+
+def _turn_rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
+    """inv_freq, and how far its 64-bit turns are off; whole turns between them do not matter."""
+    true = inv_freq(spec, seq_len)[0]
+    off = []
+    for value, turn in zip(true.tolist(), turns(spec, seq_len).tolist(), strict=True):
+        apart = Fraction(turn, 2**64) - Fraction(value) / _TWO_PI
+        off.append(float((apart - round(apart)) * _TWO_PI))
+    return np.abs(true), np.array(off) * np.sign(true)
+
+
+_ARITHMETICS = {
+    "float32": Arithmetic(_FLOAT32, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
+    "bfloat16": Arithmetic(_BFLOAT16, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
+    "tf32": Arithmetic(_TF32, _float32_rates(_TF32), _FLOAT32, _FLOAT32),
+    "float16": Arithmetic(_FLOAT16, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
+    "inv_freq_bfloat16": Arithmetic(_FLOAT32, _float32_rates(_BFLOAT16), _FLOAT32, _FLOAT32),
+    "inv_freq_float16": Arithmetic(_FLOAT32, _float32_rates(_FLOAT16), _FLOAT32, _FLOAT32),
+    "bfloat16_table": Arithmetic(_FLOAT64, _turn_rates, None, _BFLOAT16),
+    "float16_table": Arithmetic(_FLOAT64, _turn_rates, None, _FLOAT16),
+    "float64": Arithmetic(_FLOAT64, _float64_rates, _FLOAT64, _FLOAT64),
+    "exact": Arithmetic(_FLOAT64, _turn_rates, None, _FLOAT32),
+}
+ARITHMETICS = tuple(_ARITHMETICS)
+_TABLES = ("bfloat16_table", "float16_table")  # whose angles go wrong only as cos and sin are kept
+
+
+def angle_error(
+    spec: Rotary, positions: npt.ArrayLike, arithmetic: str = "float32", seq_len: int | None = None
+) -> Array:
+    """(len, pairs) float64, rad: how far the angle position * inv_freq is off, in size.
+
+    positions   (len,) whole numbers in 0 .. 2^40; with several axes, all of them are there
+    arithmetic  "float32": inv_freq, position and product in float32, as every model has it
+                "bfloat16", "float16": the position in that type first, the rest in float32
+                "tf32": position and inv_freq in TF32, as in a matrix product that allows it
+                "inv_freq_bfloat16", "inv_freq_float16": the buffer cast with the model
+                "bfloat16_table", "float16_table": exact angles; cos and sin in that type, and the
+                angle is the one that the two point at
+                "float64": all in float64; "exact": this package's 64-bit turns
+    Types round to nearest, ties to even, those of 16 bits and TF32 from float32. The error is not
+    taken modulo one turn; it is inf where a position does not fit (float16 beyond 65,504). The true
+    angle is that of the float64 `inv_freq` of `spec`, with the position as a real number.
+    Raises ValueError for positions that are not such numbers, an unknown arithmetic, and answers of
+    over 2^27 angles.
+
+    >>> spec = Rotary(head_dim=128)
+    >>> bool(angle_error(spec, [131071]).max() < 8e-3)
+    True
+    >>> angle_error(spec, [257], "bfloat16")[0, 0]
+    np.float64(1.0)
+    """
+    rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
+    check_size("positions", len(places), spec)
+    true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
+    error = np.empty((len(places), len(true)))
+    for part in _blocks(len(places), len(true)):
+        found = _angle_errors(rule, places[part], rate, off)
+        error[part] = _pointing(rule, places[part], true) if arithmetic in _TABLES else found
+    return np.abs(error)
+
+
+def table_error(
+    spec: Rotary, positions: npt.ArrayLike, arithmetic: str = "float32", seq_len: int | None = None
+) -> Array:
+    """(len,) float64: how far cos or sin is off at each position, whichever pair is worst.
+
+    cos and sin are the nearest float32 to those of the angle that `arithmetic` has; float64 for
+    "float64", 16-bit for the two tables. Before the attention factor, which scales them all. Never
+    more than 2, or inf where there is no angle. Arguments and errors as in `angle_error`, for any
+    number of positions.
+
+    >>> bool(table_error(Rotary(head_dim=128), [2**20], "exact")[0] < 1e-7)
+    True
+    """
+    rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
+    true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
+    worst = np.empty(len(places))
+    for part in _blocks(len(places), len(true)):
+        found = _angle_errors(rule, places[part], rate, off)
+        cos, sin = _cos_sin(places[part], true)
+        with np.errstate(invalid="ignore"):  # no angle, no table
+            turned = _turned(cos, sin, found)
+        apart = np.maximum(
+            np.abs(rule.table.rounded(turned[0]) - cos), np.abs(rule.table.rounded(turned[1]) - sin)
+        )
+        worst[part] = _infinite_if_none(apart).max(axis=1)
+    return worst
+
+
+def longest_safe_position(
+    spec: Rotary, tolerance: float, arithmetic: str = "float32", seq_len: int | None = None
+) -> int:
+    """The last position up to which every angle is surely right to `tolerance` rad; at most 2^40.
+
+    At every position up to it `angle_error` is within the tolerance, by a bound on each of the
+    three roundings (half a step of the type, and the position times the error of inv_freq), found
+    by bisection. The first position that is really off is less than a tenth further for a ladder
+    of frequencies, less than twice as far for a few odd ones. Tables of 16 bits are safe everywhere
+    (2^40) or nowhere (0).
+    Raises ValueError for a tolerance that is not finite and > 0, and an unknown arithmetic.
+
+    >>> longest_safe_position(Rotary(head_dim=128), 0.01)
+    151359
+    >>> longest_safe_position(Rotary(head_dim=128), 0.01, "bfloat16")
+    256
+    """
+    rule = _rule(arithmetic)
+    if not number("tolerance", tolerance) > 0:
+        raise ValueError(f"tolerance must be > 0 rad, got {tolerance}")
+    rate, off = rule.rates(spec, seq_len)
+    if arithmetic in _TABLES:
+        return MAX_POSITION if _pointing_bound(rule.table) <= tolerance else 0
+    safe, unsafe = 0, MAX_POSITION + 1
+    while unsafe - safe > 1:
+        middle = (safe + unsafe) // 2
+        is_safe = _bound(rule, middle, rate, np.abs(off)) <= tolerance
+        safe, unsafe = (middle, unsafe) if is_safe else (safe, middle)
+    return safe
+
+
+def _rule(arithmetic: str) -> Arithmetic:
+    if arithmetic not in _ARITHMETICS:
+        raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {arithmetic!r}")
+    return _ARITHMETICS[arithmetic]
+
+
+def _blocks(length: int, pairs: int) -> Iterator[slice]:
+    rows = max(1, _BLOCK // pairs)
+    return (slice(start, start + rows) for start in range(0, length, rows))
+
+
+def _angle_errors(
+    rule: Arithmetic, positions: npt.NDArray[np.int64], rate: Array, off: Array
+) -> Array:
+    """(len, pairs) signed: rounding of the product, of the position, and of the frequency."""
+    true = positions[:, None].astype(np.float64)
+    held = rule.position.rounded(true)
+    with np.errstate(over="ignore", invalid="ignore"):  # a position that does not fit
+        error = (held - true) * rate + true * off
+        if rule.product is not None:
+            high, low = _product(held, rate)
+            error += rule.product.rounded(high) - high - low
+    return _infinite_if_none(error)
+
+
+def _infinite_if_none(error: Array) -> Array:
+    return np.where(np.isnan(error), math.inf, error)
+
+
+def _product(x: Array, y: Array) -> tuple[Array, Array]:
+    """The rounded product and what it lacks: x y = high + low exactly (Dekker 1971, Mul12)."""
+    (x1, x2), (y1, y2) = _halves(x), _halves(y)
+    high = x * y
+    return high, x2 * y2 - (high - x1 * y1 - x2 * y1 - x1 * y2)
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    upper = _SPLITTER * x
+    upper = upper - (upper - x)
+    return upper, x - upper
+
+
+def _cos_sin(positions: npt.NDArray[np.int64], rate: Array) -> tuple[Array, Array]:
+    """(len, pairs) each, right to 1e-15: `low` is under 1e-4, so its second order is enough."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        high, low = _product(positions[:, None].astype(np.float64), rate)
+        return _turned(np.cos(high), np.sin(high), low)
+
+
+def _turned(cos: Array, sin: Array, angle: Array) -> tuple[Array, Array]:
+    c, s = np.cos(angle), np.sin(angle)
+    return cos * c - sin * s, sin * c + cos * s
+
+
+def _pointing(rule: Arithmetic, positions: npt.NDArray[np.int64], rate: Array) -> Array:
+    """(len, pairs) signed: from the exact angle to the one that the stored cos and sin point at."""
+    cos, sin = _cos_sin(positions, rate)
+    x, y = rule.table.rounded(cos), rule.table.rounded(sin)
+    return np.arctan2(y * cos - x * sin, x * cos + y * sin)
+
+
+def _pointing_bound(table: Type) -> float:
+    """Both off by a share u turn a pair by u / (1 - u) at most; 2^-24: subnormals of float16."""
+    share = 2.0**-table.bits
+    return (share + 2.0**-24) / (1 - share)
+
+
+def _bound(rule: Arithmetic, position: int, rate: Array, off: Array) -> float:
+    """What no error at a position up to this one exceeds; it grows with the position."""
+    held = rule.position.rounded(np.array([float(position)]))
+    if not (np.isfinite(held).all() and np.isfinite(rate).all()):
+        return math.inf
+    bits = max(position - 1, 0).bit_length()  # the last position with more is no power of two
+    # bfloat16, float16 and TF32 are reached through float32
+    kinds = {rule.position.bits, max(rule.position.bits, _FLOAT32.bits)}
+    moved = sum(2.0 ** (bits - kind - 1) for kind in kinds if bits > kind)
+    error = moved * rate + position * off
+    if rule.product is not None:
+        steps = np.ldexp(1.0, np.frexp((position + moved) * rate)[1] - rule.product.bits - 1)
+        is_exact = min(bits, rule.position.bits) + _widths(rate) <= rule.product.bits
+        error += np.where(is_exact, 0.0, steps)
+    return float(error.max()) * (1 + 1e-12)  # 1e-12: the bound itself is computed in float64
+
+
+def _widths(values: Array) -> npt.NDArray[np.intp]:
+    """How many bits each value has from its first to its last that is set; 0 for 0."""
+    whole = (np.frexp(values)[0] * 2.0**53).astype(np.int64)
+    last = np.frexp((whole & -whole).astype(np.float64))[1]
+    return np.where(whole == 0, 0, 54 - last)
