@@ -7,30 +7,42 @@ from rotary.configs import layer_types
 
 ROOT = Path(__file__).parent
 CONFIGS = ROOT.parent / "tests" / "configs"
+HEAD = """\
+# The RoPE of published models
+
+Read by `rotary.from_hf_config` from the configs in [tests/configs](../tests/configs);
+[SOURCES.md](../tests/configs/SOURCES.md) says where they come from. Of {count} configs {read} are
+read; {refused} are refused, because their models run on code that nothing here describes.
+
+`tests/test_configs.py` compares what is read with the classes of transformers 5.23, bit for bit but
+for the roundings in [DIFFERENCES.md](../tests/golden/DIFFERENCES.md). Not compared are internlm2,
+kimi_k2 and phi3_v, whose code lies beside their weights. Of gptj, codegen and roformer
+`tests/test_parity.py` compares the functions.
+
+Written by `python docs/make_model_table.py`.
+
+| model | layers | channels | layout | base | schedule | amplitude |
+|---|---|---|---|---|---|---|
+"""
 
 
 def main() -> None:
     """Read every config, write one table."""
-    lines = [
-        "# The RoPE of published models",
-        "",
-        "Read by `rotary.from_hf_config` from the configs in [tests/configs](../tests/configs);",
-        "[SOURCES.md](../tests/configs/SOURCES.md) says where they come from.",
-        "`tests/test_configs.py` compares each one with transformers 5.23, bit for bit.",
-        "Written by `python docs/make_model_table.py`.",
-        "",
-        "| model | layers | channels | layout | base | schedule | amplitude |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for path in sorted(CONFIGS.glob("*.json")):
-        try:
-            kinds = layer_types(path) or (None,)
-            specs = [(kind, from_hf_config(path, kind)) for kind in kinds]
-        except ValueError as error:
-            lines.append(f"| {path.stem} | refused: {error} | | | | | |")
-            continue
-        lines += [f"| {path.stem} | {kind or ''} | {row(spec)} |" for kind, spec in specs]
-    (ROOT / "models.md").write_text("\n".join(lines) + "\n")
+    paths = sorted(CONFIGS.glob("*.json"))
+    rows = [line for path in paths for line in rows_of(path)]
+    refused = sum("| refused: " in line for line in rows)
+    head = HEAD.format(count=len(paths), read=len(paths) - refused, refused=refused)
+    (ROOT / "models.md").write_text(head + "\n".join(rows) + "\n")
+
+
+def rows_of(path: Path) -> list[str]:
+    """The rows of one config, one for each layer type."""
+    try:
+        kinds = layer_types(path) or (None,)
+        specs = [(kind, from_hf_config(path, kind)) for kind in kinds]
+    except ValueError as error:
+        return [f"| {path.stem} | refused: {error} | | | | | |"]
+    return [f"| {path.stem} | {kind or ''} | {row(spec)} |" for kind, spec in specs]
 
 
 def row(spec: Rotary | None) -> str:

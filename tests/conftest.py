@@ -1,20 +1,20 @@
 """Counts of the comparison with transformers, at the end of a run."""
 
+from collections import Counter
+
 
 def pytest_terminal_summary(terminalreporter):
-    equal = different = more = refused = 0
+    counts = Counter()
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
-            words = str(value).split()
-            if name == "parity" and words[0] == "equal":
-                equal += int(words[1])
-            elif name == "parity":
-                different += 1
-            elif name == "variants":
-                more, refused = more + int(words[1]), refused + int(words[3])
-    if equal:
+            if name in ("parity", "variants"):
+                kind, number = str(value).split()
+                counts[name, kind] += int(number)
+    if counts["parity", "equal"]:
         terminalreporter.write_line(
-            f"parity with transformers: {equal} classes and layer types equal, "
-            f"{different} listed in tests/golden/DIFFERENCES.md; "
-            f"{more} more with another rope type, {refused} that the config class refuses"
+            f"parity with transformers: {counts['parity', 'equal']} classes and layer types equal, "
+            f"{counts['parity', 'different']} listed in tests/golden/DIFFERENCES.md; "
+            f"{counts['variants', 'equal']} more with another rope type, "
+            f"{counts['variants', 'refused']} that the config class refuses, "
+            f"{counts['variants', 'ours']} that only we refuse"
         )

@@ -23,6 +23,8 @@ from rotary.kernels.torch import FLOAT32
 from rotary.schedules import SCHEDULES
 
 transformers = pytest.importorskip("transformers")
+from huggingface_hub.errors import StrictDataclassClassValidationError  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 # models whose config says it all; every other one is in test_parity.py
 PLAIN = (
@@ -105,11 +107,28 @@ def test_a_model_whose_config_is_silent(model):
     assert_computes(from_hf_config(silent), config_of(silent))
 
 
-@pytest.mark.parametrize("rope_type", [name for name in TYPES if name != "proportional"])
-@pytest.mark.parametrize("model", PLAIN)
+STRICT = StrictDataclassClassValidationError
+# yarn is an older name of longrope there, so that the two lists are missing
+PHI3_REFUSES = {"linear": STRICT, "dynamic": STRICT, "yarn": KeyError, "llama3": STRICT}
+
+
+@pytest.mark.parametrize("rope_type", PHI3_REFUSES)
+def test_transformers_refuses_phi3_with_what_is_not_longrope(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": BASE, **parameters_of(rope_type, D // 2)}
+    with pytest.raises(PHI3_REFUSES[rope_type], match="longrope"):
+        config_of({"model_type": "phi3", **SIZES, **TRAINED_ONLY, "rope_parameters": rope})
+
+
+MODELS_AND_TYPES = [
+    (model, rope_type)
+    for model in PLAIN
+    for rope_type in TYPES
+    if rope_type != "proportional" and not (model == "phi3" and rope_type in PHI3_REFUSES)
+]
+
+
+@pytest.mark.parametrize(("model", "rope_type"), MODELS_AND_TYPES)
 def test_a_model_with_every_type(model, rope_type):
-    if model == "phi3" and rope_type not in ("default", "longrope"):
-        pytest.skip("Phi3Config refuses every other type")
     pairs = int(D * MODELS[model].get("partial_rotary_factor", 1.0)) // 2
     rope = {"rope_type": rope_type, "rope_theta": BASE, **parameters_of(rope_type, pairs)}
     outer = TRAINED_ONLY if model == "phi3" else {}
@@ -123,8 +142,6 @@ def test_a_model_with_every_type(model, rope_type):
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_proportional_against_the_function_of_transformers(share):
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share}
     spec = from_hf_config({**SIZES, "rope_parameters": dict(rope)})
     config = transformers.LlamaConfig(**SIZES, rope_parameters=dict(rope))
@@ -239,15 +256,26 @@ def test_every_slice_of_every_head_comes_back():
 
 
 @pytest.mark.parametrize("version", [4, 5])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if spec.schedule != "proportional"], ids=str
+)
 def test_transformers_reads_what_is_written(spec, version):
-    if spec.schedule == "proportional":
-        pytest.skip("the module of Llama has no test with proportional frequencies")
     context = None if spec.schedule == "dynamic" else 4 * TRAINED
     written = to_hf_config(spec, version=version, max_position_embeddings=context)
     whole = spec.rotary_dim == spec.head_dim
     reader = transformers.LlamaConfig if whole else transformers.PhiConfig
     assert_computes(spec, reader(**{**SIZES, **copy.deepcopy(written)}))
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_transformers_reads_what_is_written_of_proportional(version):
+    spec = Rotary(head_dim=64, schedule="proportional", params={"partial_rotary_factor": 0.25})
+    assert spec in SPECS
+    config = transformers.LlamaConfig(**{**SIZES, **to_hf_config(spec, version=version)})
+    wanted, factor = ROPE_INIT_FUNCTIONS["proportional"](config)
+    ours, amplitude = SCHEDULES["proportional"](64, spec.base, FLOAT32, **spec.params)
+    np.testing.assert_array_equal(ours, wanted.numpy())
+    assert amplitude == factor
 
 
 UNWRITABLE = [

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from families import GPTJ, LOCAL, TINY, distance, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -14,33 +15,9 @@ from transformers.models.llama import modeling_llama
 from rotary.integrations import rotations
 from rotary.integrations.transformers import patch, unpatch
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LOCAL = {
-    "head_dim": 16,
-    "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-
 
 def new_model(family="llama", **more):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**TINY, **more}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15)
-    return model.eval()
+    return tiny_model(AutoModelForCausalLM, family, **more)
 
 
 def tokens(batch=2, seq=12):
@@ -50,10 +27,6 @@ def tokens(batch=2, seq=12):
 @torch.no_grad()
 def logits(model, ids=None):
     return model(tokens() if ids is None else ids).logits
-
-
-def distance(one, other):
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
 
 
 @pytest.fixture
@@ -228,10 +201,7 @@ def test_a_later_change_of_the_model_file_is_seen(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_generate_gives_the_same_tokens(family, exact, calls):
-    more = {
-        "gemma3_text": LOCAL,
-        "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
-    }
+    more = {"gemma3_text": LOCAL, "gptj": GPTJ}
     model = new_model(family, **more.get(family, {}))
     arguments = {
         "max_new_tokens": 6,

@@ -126,7 +126,11 @@ def ropes(data: Mapping[str, Any], model: Model) -> dict[str | None, Rope | None
     scaled = data.get("rope_scaling_layers")
     if scaled is not None and len(scaled) < data.get("num_hidden_layers", len(scaled)):  # Molmo 2
         return {"scaled": rope, "unscaled": {key: rope[key] for key in rope if key == "rope_theta"}}
-    own = model.get("layers", {})
+    own = {
+        kind: value
+        and {key: value[key] for key in value if key != "head_dim"}  # `Config.get` has it
+        for kind, value in model.get("layers", {}).items()
+    }
     if _is_nested(rope, data, own):
         given = {key: value for key, value in rope.items() if _is_entry(value)}
         return {key: value and dict(value) for key, value in {**own, **given}.items()}
