@@ -1,14 +1,23 @@
-"""Draw the pictures of the README: `python docs/make_pictures.py` (needs the extra `plots`)."""
+"""Draw the pictures of the README and of docs/pictures: `python docs/make_pictures.py [NAME ...]`.
 
+Needs the extra `plots`. Without names all are drawn, in half a minute.
+"""
+
+import json
+import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
-from rotary import Rotary, cos_sin
+from rotary import Rotary, cos_sin, from_hf_config, plots
+from rotary.analysis import extension, search
 
 FOLDER = Path(__file__).parent / "pictures"
+CONFIGS = FOLDER.parent.parent / "tests" / "configs"
+RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 EXACT, FLOAT32 = "#0072b2", "#d55e00"  # told apart by people who do not see colours alike
+PLAIN = Rotary(head_dim=128)
 
 
 def relative_errors(spec: Rotary, precision: str, offsets: np.ndarray) -> np.ndarray:
@@ -41,11 +50,12 @@ def bfloat16_error(spec: Rotary) -> float:
     return float(np.abs(rounded[0] @ rounded[1].T - q @ k.T).max() / np.sqrt(spec.head_dim))
 
 
-def precision_picture() -> None:
+def precision_picture() -> Figure:
     """Error of a score against position: exact angles and float32 angles."""
     spec = Rotary(head_dim=128, base=500_000.0)
     offsets = np.unique(np.logspace(2, 39 * np.log10(2), 73).astype(np.int64))
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4), layout="tight")
+    axes = figure.subplots()
     for precision, color in (("float32", FLOAT32), ("exact", EXACT)):
         axes.loglog(offsets, relative_errors(spec, precision, offsets), color=color)
     rounding = bfloat16_error(spec)
@@ -59,10 +69,111 @@ def precision_picture() -> None:
     axes.set_title("A score depends on distance alone (head_dim 128, base 500 000)")
     axes.set_ylim(1e-8, 20)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    return figure
+
+
+def model(name: str, layer_type: str | None = None) -> Rotary:
+    """The spec of a published config in tests/configs."""
+    return from_hf_config(CONFIGS / f"{name}.json", layer_type)
+
+
+def published() -> dict[str, Rotary]:
+    """Four models that show a base raised, then a spectrum stretched."""
+    return {
+        "Llama 2 7B": model("llama-2-7b"),
+        "Llama 3 8B": model("llama-3-8b"),
+        "Llama 3.1 8B": model("llama-3.1-8b"),
+        "Qwen2.5 7B": model("qwen2.5-7b"),
+    }
+
+
+def stretched() -> dict[str, Rotary]:
+    """Llama 2's spectrum, trained on 4096 tokens, stretched to 32 768 by every method."""
+    return extension.methods(PLAIN, 4096, 32_768)
+
+
+def gallery_picture() -> Figure:
+    """Models side by side."""
+    plain = ("llama-2-7b", "llama-3-8b", "llama-3.1-8b", "qwen2.5-7b", "qwen2.5-7b-yarn")
+    others = ("qwen2-vl-7b", "mistral-nemo", "deepseek-v3", "gpt-oss-20b", "phi-3-mini-128k")
+    older = ("gpt-neox-20b", "gpt-j-6b", "stablelm-2-zephyr-1.6b", "glm-4-9b-0414")
+    specs = {name: model(name) for name in (*plain, *others, *older)}
+    for kind in ("sliding_attention", "full_attention"):
+        specs[f"gemma-3-27b, {kind.removesuffix('_attention')}"] = model("gemma-3-27b", kind)
+    return plots.gallery(specs)
+
+
+def base_bound_picture() -> Figure:
+    """Certified smallest bases of three head sizes, and published models."""
+    contexts = [2**power for power in range(8, 15)]
+    table = {
+        head_dim: {context: search.min_base(context, head_dim).base for context in contexts}
+        for head_dim in (64, 128, 256)
+    }
+    made_for = dict(zip(published(), (4096, 8192, 131_072, 131_072), strict=True))
+    return plots.base_bound(table, specs=published(), contexts=made_for)
+
+
+def comb_picture() -> Figure:
+    """Which bases pass at 8192 tokens, from below the smallest to above the largest failing one."""
+    found = search.min_base(8192)
+    marks = {"smallest base": found.base, "safe base": search.safe_base(8192).base}
+    return plots.comb(8192, np.geomspace(5e4, 8e5, 4000), marks=marks)
+
+
+def roofline_picture() -> Figure:
+    """The newest measured table: q of 32 and k of 8 heads, read once and written once."""
+    results = json.loads(max(RESULTS.glob("*.json")).read_text())["milliseconds"]
+    cases = ("copy", "rotary out=", "transformers eager", "transformers compiled")
+    measured: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
+    for group, times in results.items():
+        words = group.split()
+        if words[:3] == ["float32", "half", "seq"] and len(words) == 4:
+            moved = 2 * 40 * int(words[3]) * 128 * 4
+            for case in set(cases) & set(times):
+                measured[case].append((moved, times[case] / 1e3))
+    return plots.roofline({case: found for case, found in measured.items() if found})
+
+
+PICTURES = {
+    "precision": precision_picture,
+    "similarity": lambda: plots.similarity(published(), 131_072),
+    "frequency-ratio": lambda: plots.frequency_ratio(stretched(), trained=4096, seq_len=32_768),
+    "wavelengths": lambda: plots.wavelengths(
+        {name: published()[name] for name in ("Llama 3 8B", "Llama 3.1 8B")},
+        trained=8192, target=131_072,
+    ),
+    "decay": lambda: plots.decay(
+        {f"base {base:,}": Rotary(head_dim=128, base=base) for base in (100, 10_000, 500_000)},
+        16_384,
+    ),
+    "scores": lambda: plots.scores(model("llama-3-8b"), 16_384),
+    "walk": lambda: plots.walk(PLAIN),
+    "terms": lambda: plots.terms(PLAIN, *np.random.default_rng(0).standard_normal((2, 128)), 10),
+    "angle-coverage": lambda: plots.angle_coverage(
+        {name: stretched()[name] for name in ("none", "ntk", "yarn", "longrope")},
+        trained=4096, target=32_768,
+    ),
+    "cosine-map": lambda: plots.cosine_map(PLAIN),
+    "unit-circle": lambda: plots.unit_circle(PLAIN, 1000, 8),
+    "angle-error": lambda: plots.precision(PLAIN),
+    "layout": lambda: plots.layout(Rotary(head_dim=16, rotary_dim=8, layout="interleaved")),
+    "grid": lambda: plots.grid(model("qwen2-vl-7b")),
+    "base-bound": base_bound_picture,
+    "comb": comb_picture,
+    "gallery": gallery_picture,
+    "roofline": roofline_picture,
+}  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    """Draw the named pictures, or all."""
     FOLDER.mkdir(exist_ok=True)
-    figure.savefig(FOLDER / "precision.png", dpi=150)
+    if unknown := set(names) - set(PICTURES):
+        raise SystemExit(f"no picture {sorted(unknown)[0]!r}; there are {', '.join(PICTURES)}")
+    for name in names or PICTURES:
+        plots.save(PICTURES[name](), FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":
-    precision_picture()
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""The numbers of `rotary.analysis` as matplotlib figures, each a function of a spec or several.
+
+Figures are plain `matplotlib.figure.Figure`, free of pyplot and of any global state; `save` writes
+them. A curve has at most 4096 points. Which ones is said where a curve may be longer.
+"""
+
+try:
+    import matplotlib as _matplotlib  # noqa: F401
+except ImportError as error:
+    raise ValueError('pictures need matplotlib: pip install "rotary[plots]"') from error
+
+from .distance import decay as decay
+from .distance import scores as scores
+from .distance import terms as terms
+from .distance import walk as walk
+from .files import rendered as rendered
+from .files import save as save
+from .geometry import grid as grid
+from .geometry import layout as layout
+from .geometry import unit_circle as unit_circle
+from .models import gallery as gallery
+from .models import roofline as roofline
+from .reach import base_bound as base_bound
+from .reach import comb as comb
+from .reach import similarity as similarity
+from .rounding import precision as precision
+from .spectrum import angle_coverage as angle_coverage
+from .spectrum import cosine_map as cosine_map
+from .spectrum import frequency_ratio as frequency_ratio
+from .spectrum import wavelengths as wavelengths
+
+__all__ = [
+    "angle_coverage",
+    "base_bound",
+    "comb",
+    "cosine_map",
+    "decay",
+    "frequency_ratio",
+    "gallery",
+    "grid",
+    "layout",
+    "precision",
+    "rendered",
+    "roofline",
+    "save",
+    "scores",
+    "similarity",
+    "terms",
+    "unit_circle",
+    "walk",
+    "wavelengths",
+]

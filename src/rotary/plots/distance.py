@@ -1,0 +1,193 @@
+"""Pictures of long-term decay: the curve of the paper, real scores, their terms, the walk."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..analysis import decay as numbers
+from ..analysis.spectrum import whole_number, whole_numbers
+from ..angles import inv_freq
+from ..spec import Rotary
+from .points import extremes, log_bins, means, spaced
+from .style import BLUE, GREEN, GREY, VERMILLION, Entry, Specs, curve, label, legend, named, panels
+
+DRAWS = 32  # random queries and keys
+SAMPLES = 256  # distances for which scores are computed
+DISTANCE = "distance, tokens"
+
+
+def decay(
+    specs: Specs,
+    length: int = 4096,
+    *,
+    seq_len: int | None = None,
+    axes: tuple[int, ...] | None = None,
+) -> Figure:
+    """Mean |S_j| against distance, log scale: the factor of the bound that decays with distance.
+
+    Figure 2 of RoFormer (arXiv 2104.09864). Every distance to `length` is computed. Up to 400 each
+    is drawn; beyond, 400 log-wide bins: the line is their mean, the band from lowest to highest.
+    seq_len and axes as in `rotary.analysis.decay.decay_curve`.
+
+    >>> decay(Rotary(head_dim=128)).axes[0].lines[0].get_ydata()[0].round(3)
+    np.float64(31.538)
+    """
+    length = whole_number("length", length)
+    starts = log_bins(length)
+    figure, (panel,) = panels()
+    entries: list[Entry] = []
+    for index, (name, spec) in enumerate(named(specs).items()):
+        values = numbers.decay_curve(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
+        low, high = (values[at] for at in extremes(values, starts))
+        style = curve(index)
+        panel.fill_between(starts, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        line = panel.plot(starts, means(values, starts), linewidth=1.3, **style)[0]
+        entries.append((name, line))
+    panel.set_xscale("log")
+    panel.set_ylim(bottom=0)
+    label(panel, DISTANCE, "mean |S_j|, pairs", "Long-term decay of the bound")
+    legend(figure, entries)
+    return figure
+
+
+def scores(
+    spec: Rotary,
+    length: int = 4096,
+    *,
+    seed: int = 0,
+    seq_len: int | None = None,
+    axes: tuple[int, ...] | None = None,
+) -> Figure:
+    """Scores of random queries and keys against distance, beside their bound; both log scales.
+
+    Left: the bound of equation 37 of RoFormer, and the root mean square of the scores of 32
+    independent normal pairs: the bound decays, they do not. Right: the mean score of a query with
+    itself as the key, which falls and wiggles. Scores are divided by sqrt(head_dim) and carry the
+    square of the attention factor. 256 distances: every one at first, then log-spaced.
+
+    >>> len(scores(Rotary(head_dim=8), length=64).axes)
+    2
+    """
+    (spec,) = named(spec, 1).values()
+    at = spaced(whole_number("length", length), SAMPLES)
+    q, k = np.random.default_rng(whole_number("seed", seed, 0)).standard_normal(
+        (2, DRAWS, 1, spec.head_dim)
+    )
+    scale = math.sqrt(spec.head_dim)
+    options: dict[str, Any] = {"seq_len": seq_len, "axes": axes}
+    random = numbers.score(spec, q, k, at, **options) / scale
+    bound = numbers.score_bound(spec, q, k, at, **options) / scale
+    same = numbers.score(spec, q, q, at, **options) / scale
+    figure, (left, right) = panels(1, 2, width=9.5)
+    size = left.plot(at, np.sqrt((random**2).mean(axis=0)), color=BLUE)[0]
+    above = left.plot(at, bound.mean(axis=0), color=VERMILLION)[0]
+    alike = right.plot(at, same.mean(axis=0), color=GREEN)[0]
+    right.axhline(0, color=GREY, linewidth=0.8)
+    left.set_xscale("log")
+    right.set_xscale("log")
+    left.set_yscale("log")
+    factor = inv_freq(spec, seq_len)[1]
+    amplitude = "" if factor == 1 else f", attention factor {factor:.4g}"
+    label(left, DISTANCE, "score / sqrt(head_dim)", f"Independent query and key{amplitude}")
+    label(right, DISTANCE, "score / sqrt(head_dim)", "Key equal to the query")
+    legend(
+        figure,
+        [
+            ("left: mean bound, equation 37", above),
+            ("left: root mean square", size),
+            ("right: mean over queries", alike),
+        ],
+    )
+    return figure
+
+
+def walk(
+    spec: Rotary,
+    distances: Sequence[int] = (1, 10, 100, 1000),
+    *,
+    seq_len: int | None = None,
+    axes: tuple[int, ...] | None = None,
+) -> Figure:
+    """S_j as a walk in the plane, one step of length 1 for each pair, for up to 7 distances.
+
+    Every walk starts at 0, marked by a ring; a dot marks its end, which is far off where the pairs
+    agree. The slow pairs at the end of a walk go straight on. Su, kexue.fm 8265.
+
+    >>> len(walk(Rotary(head_dim=128), [1, 100]).axes[0].lines)
+    5
+    """
+    (spec,) = named(spec, 1).values()
+    at = whole_numbers("distances", distances, 0)
+    if not 0 < len(at) <= 7:
+        raise ValueError(f"distances must be 1 to 7 whole numbers, got {len(at)}")
+    sums = numbers.partial_sums(spec, at, seq_len=seq_len, axes=axes)
+    figure, (panel,) = panels(height=5)
+    entries: list[Entry] = []
+    for index, (distance, path) in enumerate(zip(at.tolist(), sums, strict=True)):
+        line = panel.plot(
+            path.real, path.imag, marker=".", markersize=3, linewidth=1, **curve(index)
+        )[0]
+        panel.plot(path.real[-1:], path.imag[-1:], "o", markersize=6, color=line.get_color())
+        entries.append((f"distance {distance:,}: |S| = {abs(path[-1]):.1f}", line))
+    panel.plot([0], [0], "o", markersize=9, markerfacecolor="none", color=GREY)
+    panel.set_aspect("equal", adjustable="datalim")
+    label(panel, "real part, pairs", "imaginary part, pairs", "Partial sums as a walk")
+    legend(figure, entries)
+    return figure
+
+
+def terms(
+    spec: Rotary,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    distance: int,
+    *,
+    seq_len: int | None = None,
+) -> Figure:
+    """What each pair adds to the score of a query and a key, and how the sum grows over the pairs.
+
+    q, k are (head_dim,), channels in `spec.layout`. The last point of the sum is the score; the
+    channels that are not rotated are a bar of their own behind the last pair.
+
+    >>> terms(Rotary(head_dim=4), [1, 0, 1, 0], [1, 0, 1, 0], 5).axes[1].get_xlabel()
+    'pair'
+    """
+    (spec,) = named(spec, 1).values()
+    distance = whole_number("distance", distance, 0)
+    for name, x in (("q", q), ("k", k)):
+        if np.shape(x) != (spec.head_dim,):
+            raise ValueError(f"{name} must be (head_dim,) = ({spec.head_dim},), got {np.shape(x)}")
+    each = numbers.pair_terms(spec, q, k, distance, seq_len=seq_len)
+    still = float(numbers.still_term(spec, q, k))
+    pairs = np.arange(each.size)
+    figure, (top, bottom) = panels(2, 1, height=5.5, sharex=True)
+    up, down = (np.where(sign * each > 0, each, 0.0) for sign in (1, -1))
+    entries: list[Entry] = [
+        ("pairs that add", top.bar(pairs, up, width=0.85, color=BLUE)[0]),
+        ("pairs that take away", top.bar(pairs, down, width=0.85, color=VERMILLION)[0]),
+    ]
+    total = np.cumsum(each)
+    if spec.rotary_dim < spec.head_dim:
+        place = each.size + 1
+        pairs, total = np.append(pairs, place), np.append(total, total[-1] + still)
+        bar = top.bar([place], [still], width=0.85, color=GREEN)
+        entries.append(("channels that are not rotated", bar[0]))
+        _ticks(bottom, each.size, place)
+    bottom.plot(pairs, total, marker=".", linewidth=1, color="black")
+    for panel in (top, bottom):
+        panel.axhline(0, color=GREY, linewidth=0.8)
+    label(top, "", "term of the score", f"Terms of a score {distance:,} tokens apart")
+    label(bottom, "pair", "sum of the terms", f"The sum ends at the score, {total[-1]:.4g}")
+    legend(figure, entries)
+    return figure
+
+
+def _ticks(panel: Axes, pairs: int, rest: int) -> None:
+    step = -(-pairs // 8)
+    shown = [pair for pair in range(0, pairs, step) if rest - pair > step / 2]
+    panel.set_xticks([*shown, rest], [*map(str, shown), "rest"])

@@ -1,0 +1,74 @@
+"""A figure as a file: whole or not at all, and the same bytes every time."""
+
+import contextlib
+import io
+import os
+import secrets
+import threading
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+# No dates and no versions: the same figure gives the same bytes
+METADATA = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": "rotary"},
+    ".pdf": {"CreationDate": None, "Creator": "rotary", "Producer": None},
+}
+DPI = 150
+_settings = threading.Lock()  # matplotlib has one salt of SVG names for the whole process
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to `path` as PNG, SVG or PDF, by its suffix.
+
+    The old file stays until the new one is complete. Folders are not made.
+    Raises ValueError for another suffix and where the folder does not exist; OSError where it
+    cannot be written.
+
+    >>> save(Figure(), "picture.jpg")
+    Traceback (most recent call last):
+    ValueError: pictures are written as .png, .svg or .pdf; got 'picture.jpg'
+    """
+    if not isinstance(figure, Figure):
+        raise ValueError(f"save writes a matplotlib Figure, got {type(figure).__name__}")
+    target = Path(os.path.realpath(path))  # a link stays a link
+    _check_suffix(target.suffix.lower(), os.fspath(path))
+    if not target.parent.is_dir():
+        raise ValueError(f"no folder {str(target.parent)!r} to write {target.name!r} in; make it")
+    if target.is_dir():
+        raise ValueError(f"{os.fspath(path)!r} is a folder; give the name of a file")
+    _replace(target, rendered(figure, target.suffix.lower()))
+
+
+def rendered(figure: Figure, suffix: str) -> bytes:
+    """The bytes of a figure as ".png", ".svg" or ".pdf". Raises ValueError for another suffix.
+
+    >>> rendered(Figure(), ".png")[1:4]
+    b'PNG'
+    """
+    _check_suffix(suffix, suffix)
+    stream = io.BytesIO()
+    with _settings, mpl.rc_context({"svg.hashsalt": "rotary", "svg.fonttype": "path"}):
+        figure.savefig(stream, format=suffix[1:], dpi=DPI, metadata=METADATA[suffix])
+    return stream.getvalue()
+
+
+def _check_suffix(suffix: str, given: object) -> None:
+    if suffix not in METADATA:
+        raise ValueError(f"pictures are written as .png, .svg or .pdf; got {given!r}")
+
+
+def _replace(target: Path, content: bytes) -> None:
+    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,138 @@
+"""Pictures that compare: models side by side, and measured times beside the memory's speed."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..analysis import bounds, spectrum
+from ..analysis.spectrum import whole_number
+from ..spec import Rotary
+from .style import GREY, Entry, Specs, curve, label, legend, named, panels, plain, write
+
+MAX_ROWS = 40
+MAX_MEASURED = 4096
+SPEEDS = 10.0 ** np.arange(6, 14)  # bytes per second
+# heading, and where the column begins, as a share of the width
+COLUMNS = (
+    ("model", 0.0), ("rotated", 0.155), ("layout", 0.23), ("base", 0.345), ("schedule", 0.42),
+    ("longest wavelength", 0.555), ("first failure", 0.685),
+)  # fmt: skip
+STRIP = (0.79, 1.0)
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("B", 1.0))
+
+
+def gallery(specs: Specs, length: int = 131_072) -> Figure:
+    """Models side by side, one row each: what their RoPE is, and the wavelengths of their pairs.
+
+    The first failure is searched for up to `length`. Cells that differ from the first row are
+    black, the others grey. The strip is the wavelength of every pair, from the first to the last,
+    on one log scale for all rows; pairs that stand still are white. Up to 40 specs.
+
+    >>> figure = gallery({"Llama 2": Rotary(head_dim=128)}, length=4096)
+    >>> "1,707" in [text.get_text() for text in figure.axes[0].texts]
+    True
+    """
+    length = whole_number("length", length)
+    models = named(specs, MAX_ROWS)
+    rows = [_cells(name, spec, length) for name, spec in models.items()]
+    figure, (panel,) = panels(width=12, height=1.6 + 0.27 * len(rows))
+    panel.set_axis_off()
+    waves = [np.log10(spectrum.wavelengths(spec)) for spec in models.values()]
+    moving = np.concatenate([wave[np.isfinite(wave)] for wave in waves])
+    low, high = (moving.min(), moving.max()) if moving.size else (0.0, 1.0)
+    for heading, x in (*COLUMNS, ("wavelength of every pair", STRIP[0])):
+        write(panel, x, -1, heading, va="center", color="black", fontsize=9, weight="bold")
+    for row, (cells, wave) in enumerate(zip(rows, waves, strict=True)):
+        for (_, x), cell, first in zip(COLUMNS, cells, rows[0], strict=True):
+            differs = row == 0 or cell != first
+            write(panel, x, row, cell, va="center", color="black" if differs else GREY)
+        image = panel.imshow(
+            np.ma.masked_invalid(wave[None]), aspect="auto", cmap="cividis", vmin=low, vmax=high,
+            interpolation="nearest", extent=(*STRIP, row + 0.4, row - 0.4),
+        )  # fmt: skip
+    write(panel, 0, -2, "Models side by side; lengths in tokens", fontsize=11, color="black")
+    panel.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -2.6))
+    bar = figure.colorbar(image, ax=panel, location="bottom", shrink=0.4, aspect=40, anchor=(1, 1))
+    bar.set_label("wavelength, log10 of tokens", fontsize=9)
+    return figure
+
+
+def _cells(name: str, spec: Rotary, length: int) -> tuple[str, ...]:
+    width = f"{spec.rotary_dim}"
+    width += f" of {spec.head_dim}" if spec.rotary_dim < spec.head_dim else ""
+    pairs = spec.layout + ("" if spec.out_layout == spec.layout else f" to {spec.out_layout}")
+    factor = spec.params.get("factor")
+    scale = f" x {factor:g}" if isinstance(factor, int | float) else ""
+    scale += f", {spec.num_axes} axes" if spec.num_axes > 1 else ""
+    waves = spectrum.wavelengths(spec)
+    longest = waves[np.isfinite(waves)].max(initial=0.0)
+    failing = bounds.first_failure(spec, length)
+    return (
+        plain(name, 24),
+        width,
+        pairs,
+        "any" if spec.schedule == "custom" else f"{spec.base:,.7g}",
+        spec.schedule + scale,
+        f"{longest:,.0f}" if longest else "none",
+        f"none to {length:,}" if failing is None else f"{failing:,}",
+    )
+
+
+def roofline(
+    measured: Mapping[str, Sequence[tuple[float, float]]], *, bandwidth: float | None = None
+) -> Figure:
+    """Time against bytes moved, both log scales, a curve for each kernel, and lines of equal speed.
+
+    measured   {name: [(bytes read and written, seconds), ...]}, as benchmarks give them
+    bandwidth  of the memory, bytes per second: the roof, which nothing that leaves the caches beats
+    Rotation does few operations for each byte, so its roof is the memory's speed. Raises ValueError
+    for numbers that are not finite and above 0.
+
+    >>> roofline({"copy": [(1e6, 1e-4), (1e8, 1e-2)]}).axes[0].get_ylabel()
+    'time, s'
+    """
+    if not isinstance(measured, Mapping) or not measured:
+        raise ValueError("measured must map at least one name to its (bytes, seconds)")
+    figure, (panel,) = panels()
+    entries: list[Entry] = []
+    for index, (name, pairs) in enumerate(measured.items()):
+        points = np.array(sorted(_point(name, pair) for pair in pairs))
+        if not 0 < len(points) <= MAX_MEASURED:
+            raise ValueError(f"{plain(name)!r} must have 1 to {MAX_MEASURED} points")
+        line = panel.plot(points[:, 0], points[:, 1], marker="o", markersize=4, **curve(index))[0]
+        entries.append((plain(name), line))
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.margins(0.08)
+    low, high = panel.get_xlim()
+    bottom, top = panel.get_ylim()
+    ends = np.array([low, high])
+    speeds = ends[0] / top, ends[1] / bottom
+    for speed in SPEEDS[(speeds[0] < SPEEDS) & (speeds[1] > SPEEDS)]:
+        panel.plot(ends, ends / speed, color="0.85", linewidth=0.8, zorder=0)
+        x = min(high, top * speed)
+        write(panel, x, x / speed, _speed(speed), ha="right", va="top", fontsize=8)
+    if bandwidth is not None:
+        _point("bandwidth", (bandwidth, 1.0))
+        roof = panel.plot(ends, ends / bandwidth, color="black", linewidth=2, zorder=0)[0]
+        entries.append((f"roof, {_speed(bandwidth)}", roof))
+    panel.set(xlim=(low, high), ylim=(bottom, top))
+    label(panel, "bytes read and written", "time, s", "Time against bytes moved")
+    legend(figure, entries)
+    return figure
+
+
+def _speed(speed: float) -> str:
+    unit, size = next((u, s) for u, s in UNITS if speed >= s or u == "B")
+    return f"{speed / size:,.3g} {unit}/s"
+
+
+def _point(name: object, pair: tuple[float, float]) -> tuple[float, float]:
+    try:
+        moved, seconds = (float(value) for value in pair)
+    except (TypeError, ValueError):
+        raise ValueError(f"{plain(name)!r} must hold (bytes, seconds), got {pair!r:.60}") from None
+    if not (0 < moved < np.inf and 0 < seconds < np.inf):
+        raise ValueError(f"{plain(name)!r} must hold finite numbers above 0, got {pair!r:.60}")
+    return moved, seconds

@@ -1,0 +1,173 @@
+"""Pictures of the reach: similarity and its first failure, the smallest base for a context."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from ..analysis import bounds, search
+from ..analysis.spectrum import whole_number
+from ..spec import Rotary
+from .points import MAX_POINTS, extremes, log_bins
+from .style import BLUE, GREY, VERMILLION, Entry, Specs, curve, label, legend, named, panels, plain
+
+
+def similarity(
+    specs: Specs,
+    length: int = 131_072,
+    *,
+    seq_len: int | None = None,
+    axes: tuple[int, ...] | None = None,
+) -> Figure:
+    """Similarity B_m over its value at distance 0, against distance, with the first failure marked.
+
+    Men et al. (arXiv 2405.14591): below 0 a random key beats one like the query, in the mean over
+    independent queries and keys. A diagnostic, not a limit: many good models violate it. Every
+    distance to `length` is computed. Drawn is a line through the lowest of each of 400 log-wide
+    bins, with a band up to the highest, and a dot at the first failure: no failure is hidden.
+
+    >>> figure = similarity(Rotary(head_dim=128), length=4096)
+    >>> figure.legends[0].get_texts()[0].get_text()
+    'base 10,000, head_dim 128: first failure 1,707'
+    """
+    length = whole_number("length", length)
+    starts = log_bins(length)
+    figure, (panel,) = panels()
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    entries: list[Entry] = []
+    for index, (name, spec) in enumerate(named(specs).items()):
+        values = _similarity(spec, length, seq_len, axes)
+        failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
+        low, high = extremes(values, starts)
+        style = curve(index)
+        panel.fill_between(
+            low, values[low], values[high], color=style["color"], alpha=0.2, linewidth=0
+        )
+        line = panel.plot(low, values[low], linewidth=1.1, **style)[0]
+        if failing is None:
+            entries.append((f"{name}: none to {length:,}", line))
+            continue
+        panel.plot(
+            [failing], [values[failing]], "o", markersize=7, markeredgecolor="white",
+            color=style["color"], zorder=3,
+        )  # fmt: skip
+        panel.axvline(failing, color=style["color"], linewidth=0.8, linestyle=":")
+        entries.append((f"{name}: first failure {failing:,}", line))
+    panel.set_xscale("log")
+    label(panel, "distance, tokens", "B_m / B_0", "Similarity by distance, and its first failure")
+    legend(figure, entries)
+    return figure
+
+
+def _similarity(
+    spec: Rotary, length: int, seq_len: int | None, axes: tuple[int, ...] | None
+) -> npt.NDArray[np.float64]:
+    distances = np.arange(length + 1)
+    values = bounds.similarity(spec, distances, seq_len=seq_len, axes=axes)
+    return values / (spec.head_dim / 2)
+
+
+def base_bound(
+    smallest: Mapping[int, Mapping[int, float]],
+    *,
+    specs: Specs | None = None,
+    contexts: Mapping[str, int] | None = None,
+) -> Figure:
+    """Smallest base that keeps B_m >= 0 up to a context, both log scales, and where specs stand.
+
+    smallest  {head_dim: {context: base}}, from `rotary.analysis.search.min_base(...).base`
+    specs     each is a dot at its base and its first failure, searched for up to 2^20
+    contexts  {name in specs: context it is made for}: a line from the first failure to there
+    Men et al. (arXiv 2405.14591). A diagnostic, not a limit. Raises ValueError for an empty table.
+
+    >>> figure = base_bound({128: {1024: 4293.44, 8192: 83763.84}})
+    >>> figure.axes[0].get_xscale(), figure.axes[0].get_yscale()
+    ('log', 'log')
+    """
+    if not smallest or not all(smallest.values()):
+        raise ValueError("smallest must hold at least one context for each head_dim")
+    figure, (panel,) = panels()
+    entries: list[Entry] = []
+    for index, (head_dim, table) in enumerate(sorted(smallest.items())):
+        at = sorted(whole_number("context", context) for context in table)
+        values = [_base(table[context]) for context in at]
+        line = panel.plot(at, values, marker=".", **curve(index))[0]
+        entries.append((f"smallest base, head_dim {head_dim}", line))
+    models = named(specs) if specs is not None else {}
+    made_for = {plain(name): whole_number("contexts", n) for name, n in (contexts or {}).items()}
+    if unknown := set(made_for) - set(models):
+        raise ValueError(f"contexts names {sorted(unknown)[0]!r}, which is not among the specs")
+    limit = 2**20
+    for index, (name, spec) in enumerate(models.items(), start=len(smallest)):
+        failing = bounds.first_failure(spec, limit)
+        style = curve(index)
+        reach = limit if failing is None else failing
+        mark = "o" if failing is not None else ">"
+        dot = panel.plot([reach], [spec.base], mark, markersize=7, color=style["color"])[0]
+        if name in made_for:
+            ends = [reach, made_for[name]]
+            panel.plot(ends, [spec.base] * 2, linewidth=0.9, **{**style, "linestyle": ":"})
+            panel.plot(ends[1:], [spec.base], "|", markersize=10, color=style["color"])
+        said = f"none to {limit:,}" if failing is None else f"{failing:,}"
+        entries.append((f"{name}: first failure {said}", dot))
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    label(panel, "context or first failure, tokens", "base", "Smallest base for a context")
+    legend(figure, entries)
+    return figure
+
+
+def _base(value: float) -> float:
+    if isinstance(value, bool) or not 1 <= value < np.inf:
+        raise ValueError(f"a base must be finite and >= 1, got {value!r}")
+    return float(value)
+
+
+def comb(
+    context: int,
+    bases: Sequence[float] | npt.NDArray[np.float64],
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    marks: Mapping[str, float] | None = None,
+) -> Figure:
+    """Which bases keep B_m >= 0 up to a context: a comb, because a larger base may fail again.
+
+    bases  up to 4096, rising, log scale; each is drawn up to half way to its neighbours
+    marks  {name: base} drawn as lines, for example of `min_base` and `safe_base`
+    Raises ValueError for bases that do not rise.
+
+    >>> comb(64, [10.0, 100.0, 1000.0]).axes[0].get_xscale()
+    'log'
+    """
+    values = np.asarray(bases, np.float64)
+    if values.ndim != 1 or not 2 <= values.size <= MAX_POINTS or not (np.diff(values) > 0).all():
+        raise ValueError(f"bases must be 2 to {MAX_POINTS} rising numbers, got {values.size}")
+    passing = search.comb(context, values, head_dim, rotary_dim=rotary_dim)
+    middle = np.sqrt(values[1:] * values[:-1])
+    edges = np.concatenate(([values[0] ** 2 / middle[0]], middle, [values[-1] ** 2 / middle[-1]]))
+    figure, (panel,) = panels(height=2.6)
+    panel.set_xscale("log")
+    panel.pcolormesh(
+        edges, [0.0, 1.0], passing[None].astype(float), vmin=0, vmax=1,
+        cmap=ListedColormap([VERMILLION, BLUE]),
+    )  # fmt: skip
+    panel.set_yticks([])
+    panel.spines["left"].set_visible(False)
+    colours = [
+        (f"passes: {int(passing.sum()):,} of {passing.size:,}", BLUE),
+        ("fails", VERMILLION),
+    ]
+    entries: list[Entry] = [
+        (name, panel.plot([], [], "s", color=colour)[0]) for name, colour in colours
+    ]
+    for index, (name, base) in enumerate((marks or {}).items()):
+        line = panel.axvline(
+            _base(base), color="black", linewidth=2, linestyle=("-", ":")[index % 2]
+        )
+        entries.append((f"{plain(name)} {base:,.6g}", line))
+    label(panel, "base", "", f"Bases for a context of {context:,} tokens, head_dim {head_dim}")
+    legend(figure, entries)
+    return figure

@@ -1,0 +1,235 @@
+"""Pictures of the frequencies: wavelengths, what an extension does to them, what was trained."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ..analysis import extension, spectrum
+from ..analysis.decay import angles_at
+from ..analysis.spectrum import whole_number
+from ..angles import inv_freq
+from ..spec import Rotary
+from .points import Indices
+from .style import GREY, SHADE, Entry, Specs, curve, described, label, legend, named, panels, write
+
+PAIR = "pair"
+MAX_COLUMNS, MAX_ROWS = 1024, 256  # of a heat map: more cannot be seen
+
+
+def wavelengths(
+    specs: Specs,
+    *,
+    trained: int | None = None,
+    target: int | None = None,
+    seq_len: int | None = None,
+) -> Figure:
+    """Wavelength of every pair in tokens, log scale: which pairs turn inside a length.
+
+    trained  length trained on; pairs above its line never complete a turn in training, and the
+             legend gives the critical dimension (Liu et al., arXiv 2310.05209)
+    target   length wanted
+    Pairs that stand still have no wavelength: triangles at the top. Points are not joined where
+    several axes share the pairs. Raises ValueError for no spec or for a length that is none.
+
+    >>> wavelengths(Rotary(head_dim=128), trained=4096).axes[0].get_yscale()
+    'log'
+    """
+    for name, length in (("trained", trained), ("target", target)):
+        if length is not None:
+            whole_number(name, length)
+    figure, (panel,) = panels()
+    entries: list[Entry] = []
+    for index, (name, spec) in enumerate(named(specs).items()):
+        values = spectrum.wavelengths(spec, seq_len)
+        pairs = np.arange(values.size)
+        style = _joined(spec, curve(index))
+        entries.append((name, panel.plot(pairs, values, **{"marker": ".", **style})[0]))
+        still = pairs[~np.isfinite(values)]
+        if still.size:
+            entries[-1] = (f"{name}: {still.size} pairs stand still", entries[-1][1])
+            panel.plot(
+                still, np.full(still.size, 0.985), "^", markersize=4, clip_on=False,
+                color=style["color"], transform=panel.get_xaxis_transform(),
+            )  # fmt: skip
+        if trained is not None:
+            critical = spectrum.critical_dimension(spec, trained)
+            entries[-1] = (f"{entries[-1][0]}, critical dimension {critical}", entries[-1][1])
+    panel.set_yscale("log")
+    panel.margins(y=0.08)
+    label(panel, PAIR, "wavelength, tokens", "Wavelength of every pair")
+    _lengths(panel, trained, target)
+    if trained is not None:
+        entries.append(("less than one turn in training", Patch(color=SHADE)))
+    legend(figure, entries)
+    return figure
+
+
+def _joined(spec: Rotary, style: dict[str, Any]) -> dict[str, Any]:
+    return style if spec.num_axes == 1 else {**style, "linestyle": "none", "marker": "."}
+
+
+def _lengths(panel: Axes, trained: int | None, target: int | None) -> None:
+    low, high = panel.get_ylim()
+    high = max(high, 3 * max(trained or 0, target or 0))
+    panel.set_ylim(low, high)
+    if trained is not None:
+        panel.axhspan(trained, high, color=SHADE, zorder=0)
+    known = [(n, what) for n, what in ((trained, "trained"), (target, "target")) if n is not None]
+    for length, what in known:
+        panel.axhline(length, color=GREY, linewidth=0.8, linestyle=":")
+        # the lower of the two hangs below its line, so that they cannot meet
+        below = len(known) == 2 and (length, what) == min(known)
+        write(
+            panel, 1.01, length, f"{what} {length:,}", va="top" if below else "bottom",
+            transform=panel.get_yaxis_transform(),
+        )  # fmt: skip
+
+
+def frequency_ratio(
+    specs: Specs,
+    *,
+    original: Rotary | None = None,
+    trained: int | None = None,
+    seq_len: int | None = None,
+) -> Figure:
+    """Frequency of every pair over what it was before the extension: 1 is kept, 1/8 stretched by 8.
+
+    original  what to divide by; default: the same base and width without any scaling
+    trained   length trained on: shades the band in which YaRN goes from kept to interpolated,
+              pairs of 32 turns to pairs of 1 (Peng et al., arXiv 2309.00071, equation 17)
+    `rotary.analysis.extension.methods` gives all the methods for one target length; LongRoPE and
+    dynamic NTK take effect at `seq_len`, the length of the row.
+    Raises ValueError where widths differ.
+
+    >>> spec = Rotary(head_dim=8, schedule="linear", params={"factor": 4.0})
+    >>> frequency_ratio(spec).axes[0].lines[0].get_ydata()
+    array([0.25, 0.25, 0.25, 0.25])
+    """
+    figure, (panel,) = panels()
+    models = named(specs)
+    entries: list[Entry] = []
+    for index, (name, spec) in enumerate(models.items()):
+        ratio = _ratio(spec, original, seq_len)
+        style = _joined(spec, curve(index))
+        width = 1.2 + 0.35 * (len(models) - 1 - index)  # curves that coincide show all the same
+        line = panel.plot(np.arange(ratio.size), ratio, linewidth=width, **style)[0]
+        factor = inv_freq(spec, seq_len)[1]
+        amplitude = "" if factor == 1 else f", attention factor {factor:.4g}"
+        entries.append((name + amplitude, line))
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter(lambda value, _: _fraction(value))
+    panel.margins(y=0.08)
+    if trained is not None:
+        plain_spec = original or _unscaled(next(iter(models.values())))
+        first, last = spectrum.yarn_band(plain_spec, trained)
+        panel.axvspan(first, last, color=SHADE, zorder=0)
+        entries.append((f"32 turns to 1 turn in {trained:,} tokens", Patch(color=SHADE)))
+    label(panel, PAIR, "frequency / original frequency", "What the extension does to each pair")
+    legend(figure, entries)
+    return figure
+
+
+def _unscaled(spec: Rotary) -> Rotary:
+    return dataclasses.replace(spec, schedule="default", params={})
+
+
+def _ratio(spec: Rotary, original: Rotary | None, seq_len: int | None) -> spectrum.Array:
+    before = original or _unscaled(spec)
+    if before.rotary_dim != spec.rotary_dim:
+        raise ValueError(
+            f"original must have the same rotary_dim, {spec.rotary_dim}, got {before.rotary_dim}"
+        )
+    old, new = spectrum.frequencies(before, seq_len), spectrum.frequencies(spec, seq_len)
+    # what stands still before or after has no ratio on a log scale
+    known = (old > 0) & (new > 0)
+    return np.where(known, new / np.where(known, old, 1.0), np.nan)
+
+
+def _fraction(value: float) -> str:
+    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
+
+
+def angle_coverage(
+    specs: Specs,
+    *,
+    trained: int,
+    target: int,
+    original: Rotary | None = None,
+    seq_len: int | None = None,
+) -> Figure:
+    """Share of the circle each pair saw in training, and which angles are new beyond it.
+
+    Above, for the spec that was trained (`original`; default: each spec without its scaling), the
+    share of all angles that lengths up to `trained` show. Below, for each spec, the share of a
+    pair's angles at a position up to `target` that training never showed: dark is unknown ground.
+    seq_len is the length of the row; default: `target`.
+    Raises ValueError for a target below the trained length.
+
+    >>> figure = angle_coverage(Rotary(head_dim=128), trained=4096, target=16384)
+    >>> len(figure.axes)  # two panels and a colour bar
+    3
+    """
+    trained = whole_number("trained", trained)
+    target = whole_number("target", target, trained)
+    models = named(specs, 6)
+    row = target if seq_len is None else seq_len
+    rows = len(models) + 1
+    figure, (top, *strips) = panels(rows, 1, height=2.2 + 1.7 * len(models), sharex=True)
+    positions = _rows(target)
+    seen: dict[str, Artist] = {}
+    for panel, (name, spec) in zip(strips, models.items(), strict=True):
+        before = original or _unscaled(spec)
+        if described(before) not in seen:
+            share = extension.coverage(before, trained)
+            style = curve(len(seen))
+            line = top.step(np.arange(share.size), share, where="mid", **style)[0]
+            seen[described(before)] = line
+        new = extension.unseen(before, trained, spec, positions, row)
+        image = panel.imshow(
+            new, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1,
+            interpolation="nearest", extent=(-0.5, new.shape[1] - 0.5, 0, target),
+        )  # fmt: skip
+        limit = panel.axhline(trained, color="black", linewidth=0.9, linestyle=":")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        label(panel, "", "position, tokens", name)
+    top.set_ylim(0, 1.05)
+    label(top, "", "share of circle", f"Angles seen in training on {trained:,} tokens")
+    strips[-1].set_xlabel(PAIR)
+    figure.colorbar(image, ax=strips, label="share of angles never seen", shrink=0.9)
+    legend(figure, [*seen.items(), (f"trained length, {trained:,}", limit)])
+    return figure
+
+
+def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -> Figure:
+    """cos(position x inv_freq) for every position below `length` and every pair.
+
+    More than 1024 positions are thinned to every k-th one, and the axis says so: fast pairs then
+    show patterns that are not there. All axes of a grid move together, as in text; the attention
+    factor is not in it.
+
+    >>> cosine_map(Rotary(head_dim=8), length=64).axes[0].images[0].get_array().shape
+    (4, 64)
+    """
+    (spec,) = named(spec, 1).values()
+    length = whole_number("length", length)
+    step = -(-length // MAX_COLUMNS)
+    positions = np.arange(0, length, step)
+    cosines = np.cos(angles_at(spec, positions, seq_len=seq_len)).T
+    figure, (panel,) = panels()
+    image = panel.imshow(
+        cosines, aspect="auto", cmap="PuOr", vmin=-1, vmax=1, interpolation="nearest",
+        extent=(-0.5 * step, positions[-1] + 0.5 * step, len(cosines) - 0.5, -0.5),
+    )  # fmt: skip
+    every = "" if step == 1 else f", every {step}th drawn"
+    label(panel, f"position, tokens{every}", PAIR, "cos(position x frequency)")
+    figure.colorbar(image, ax=panel, label="cosine")
+    return figure
+
+
+def _rows(length: int) -> Indices:
+    return np.linspace(0, length, min(length + 1, MAX_ROWS)).round().astype(np.int64)

@@ -1,0 +1,165 @@
+"""What all pictures share: colours, names of curves, empty panels, the legend."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..spec import Rotary
+from .points import MAX_POINTS
+
+Specs = Rotary | Mapping[str, Rotary] | Sequence[Rotary]
+Entry = tuple[str, Artist]  # of a legend: what is said, and of what
+
+# Okabe and Ito, Color Universal Design (2008), without its yellow, which white paper swallows
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+BLUE, VERMILLION, GREEN = PALETTE[:3]
+DASHES = ("-", "--")
+GREY, SHADE = "0.45", "0.92"
+MAX_CURVES = len(PALETTE) * len(DASHES)
+MAX_NAME = 44
+MAX_HEAD_DIM = 2 * MAX_POINTS
+CHARACTERS_PER_INCH = 13  # of the legend's 9 point letters
+
+
+def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
+    """The specs to draw by the name to show: their own, or what they are.
+
+    Raises ValueError for none, for more than `most`, and for what is no `Rotary`.
+
+    >>> list(named(Rotary(head_dim=128)))
+    ['base 10,000, head_dim 128']
+    """
+    if isinstance(specs, Mapping):
+        found = list(specs.items())
+    elif isinstance(specs, Rotary):
+        found = [(described(specs), specs)]
+    elif isinstance(specs, list | tuple):
+        found = [(described(spec), spec) for spec in specs]
+    else:
+        raise ValueError(f"specs must be a Rotary, a list or a dict of them, got {specs!r:.80}")
+    if not 0 < len(found) <= most:
+        raise ValueError(f"this picture takes 1 to {most} specs, got {len(found)}")
+    shown: dict[str, Rotary] = {}
+    for name, spec in found:
+        if not isinstance(spec, Rotary):
+            raise ValueError(f"specs must hold Rotary, got {spec!r:.80} for {plain(name)!r}")
+        if spec.head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"pictures show heads of up to {MAX_HEAD_DIM} channels, got {spec.head_dim}"
+            )
+        label, again = plain(name), 2
+        while label in shown:
+            label, again = f"{plain(name)} ({again})", again + 1
+        shown[label] = spec
+    return shown
+
+
+def described(spec: Rotary) -> str:
+    """A spec in a few words, for a legend.
+
+    >>> described(Rotary(head_dim=8, rotary_dim=4, schedule="linear", params={"factor": 2.0}))
+    'base 10,000, linear x 2, 4 of 8 channels'
+    """
+    if not isinstance(spec, Rotary):
+        raise ValueError(f"specs must hold Rotary, got {spec!r:.80}")
+    partial = spec.rotary_dim < spec.head_dim
+    width = f"{spec.rotary_dim} of {spec.head_dim} channels" if partial else ""
+    words = [
+        "" if spec.schedule == "custom" else f"base {spec.base:,.10g}",
+        "" if spec.schedule == "default" else _schedule(spec),
+        width or f"head_dim {spec.head_dim}",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _schedule(spec: Rotary) -> str:
+    factor = spec.params.get("factor")
+    return spec.schedule + (f" x {factor:g}" if isinstance(factor, int | float) else "")
+
+
+def plain(name: object, most: int = MAX_NAME) -> str:
+    """A name as one short line: control characters escaped, a long middle left out.
+
+    >>> plain("a\\nb"), plain("x" * 50, 9)
+    ('a\\\\nb', 'xxxxx…xxx')
+    """
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
+    if len(text) > most:
+        text = text[: most - most // 3 - 1] + "…" + text[len(text) - most // 3 :]
+    return text
+
+
+def curve(index: int) -> dict[str, Any]:
+    """Colour and dashes of the curve `index`.
+
+    >>> curve(8)
+    {'color': '#d55e00', 'linestyle': '--'}
+    """
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+    }
+
+
+def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 4.5,
+           **options: Any) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    """A new figure and its panels, row by row; `width` and `height` of the whole in inches.
+
+    >>> len(panels(2, 3)[1])
+    6
+    """
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
+    grid = figure.subplots(rows, columns, squeeze=False, **options)
+    found = [panel for row in grid for panel in row]
+    for panel in found:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=9)
+    return figure, found
+
+
+def label(panel: Axes, x: str, y: str, title: str = "") -> None:
+    """Write what the axes hold, with units, and a short title, as plain text.
+
+    >>> label(panels()[1][0], "distance, tokens", "similarity")
+    """
+    panel.set_xlabel(x, parse_math=False)
+    panel.set_ylabel(y, parse_math=False)
+    if title:
+        panel.set_title(title, parse_math=False, loc="left", fontsize=11)
+
+
+def write(panel: Axes, x: float, y: float, text: str, **options: Any) -> None:
+    """Write plain text into a panel, at a place in its data unless `transform` says otherwise.
+
+    >>> write(panels()[1][0], 0, 0, "costs $1, or _less_")
+    """
+    panel.text(x, y, text, **{"parse_math": False, "fontsize": 9, "color": GREY, **options})
+
+
+def legend(figure: Figure, entries: Sequence[Entry]) -> None:
+    """Name the curves under the panels, where no data is. Names are not read as markup.
+
+    >>> figure, (panel,) = panels()
+    >>> legend(figure, [("_costs_ $1", panel.plot([1, 2])[0])])
+    """
+    if not entries:
+        return
+    names = [name for name, _ in entries]
+    room = figure.get_figwidth() * CHARACTERS_PER_INCH
+    columns = math.floor(room / (max(map(len, names)) + 7))
+    box = figure.legend(
+        [artist for _, artist in entries],
+        ["curve"]
+        * len(names),  # matplotlib 3.8 drops a name that begins with "_", so it comes later
+        loc="outside lower left",
+        ncols=min(max(columns, 1), len(names)),
+        frameon=False,
+        fontsize=9,
+    )
+    for text, name in zip(box.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
