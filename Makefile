@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
 
-test: .venv/dev.stamp
+test: .venv/dev.stamp .venv/browser.stamp
 	$(BIN)/python -m pytest -n 2
 
 quick: .venv/dev.stamp
@@ -32,6 +32,12 @@ bench: .venv/dev.stamp
 .venv/dev.stamp: .venv/core.stamp
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[dev]"
+	touch $@
+
+# Debian's Chromium, for the tests of the page; without it, and without root, they say so and skip
+.venv/browser.stamp: .venv/dev.stamp
+	command -v chromium >/dev/null || test "$$(id -u)" != 0 || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 	touch $@
 
 clean:

@@ -61,12 +61,79 @@ ARROWS = {
     # __init__.py: the public names; those of torch are loaded when they are asked for
     "": FLOOR_2 | {"integrations/transformers"},
     "dialects": {"angles", "hf", "spec"},
-    "audit": {"angles", "configs", "hf", "spec", "numpy"},
+    "audit": {"analysis/precision", "angles", "configs", "hf", "spec", "numpy"},
     "analysis": set(),
     "analysis/spectrum": {"angles", "spec", "numpy"},
+    "analysis/bounds": {"analysis/spectrum", "spec", "numpy"},
+    "analysis/loops": {"numpy", "numba"},
+    "analysis/search": {
+        *("analysis/bounds", "analysis/loops", "analysis/spectrum", "spec", "numpy", "numba"),
+    },
+    "analysis/extension": {"analysis/bounds", "analysis/spectrum", "angles", "spec", "numpy"},
+    "analysis/precision": {"analysis/spectrum", "angles", "schedules", "spec", "numpy"},
+    "analysis/decay": {"analysis/spectrum", "angles", "layouts", "rotate", "spec", "numpy"},
+    "analysis/simulate": {"analysis/decay", "analysis/spectrum", "angles", "spec", "numpy"},
+    "plots/style": {"plots/points", "spec", "matplotlib"},
+    "plots/files": {"matplotlib"},
+    "plots/points": {"numpy"},
+    "plots/spectrum": {
+        *("analysis/decay", "analysis/extension", "analysis/spectrum", "angles", "spec"),
+        *("plots/points", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots/distance": {
+        *("analysis/decay", "analysis/spectrum", "angles", "spec"),
+        *("plots/points", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots/reach": {
+        *("analysis/bounds", "analysis/search", "analysis/spectrum", "spec"),
+        *("plots/points", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots/rounding": {
+        *("analysis/precision", "analysis/spectrum"),
+        *("plots/points", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots/geometry": {
+        *("analysis/decay", "analysis/spectrum", "layouts", "positions", "spec"),
+        *("plots/points", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots/models": {
+        *("analysis/bounds", "analysis/spectrum", "spec", "plots/style", "numpy", "matplotlib"),
+    },
+    "plots": {
+        *("plots/distance", "plots/files", "plots/geometry", "plots/models", "plots/reach"),
+        *("plots/rounding", "plots/spectrum", "matplotlib"),
+    },
+    "explorer/models": {"configs", "hf", "spec"},
+    "explorer/state": {"explorer/models", "spec"},
+    "explorer/controls": {"explorer/models", "explorer/state"},
+    "explorer/numbers": {
+        *("analysis/bounds", "analysis/decay", "analysis/extension", "analysis/precision"),
+        *("analysis/search", "analysis/spectrum", "angles", "explorer/state", "layouts"),
+        *("spec", "numpy"),
+    },
+    "explorer/figures": {"explorer/numbers", "numpy", "plotly"},
+    "explorer/guard": {
+        *("explorer/figures", "explorer/numbers", "explorer/state", "hf", "gradio"),
+    },
+    "explorer/page": {
+        *("explorer/controls", "explorer/figures", "explorer/models", "explorer/numbers"),
+        *("explorer/state", "gradio", "plotly"),
+    },
+    "explorer/server": {
+        *("explorer/guard", "explorer/page", "fastapi", "gradio", "starlette", "uvicorn"),
+    },
+    "explorer": {"explorer/page", "explorer/server"},
     "bench": {*FLOOR_2, *KERNELS, "numpy", "torch", "transformers"},
     "doctor": {*FLOOR_2, *KERNELS, "kernels/threads", "kernels/vector", "numpy", "numba", "torch"},
     "demo": {*FLOOR_2, *KERNELS, "bench", "numpy", "torch", "transformers"},
+    "reach": {
+        *("analysis/bounds", "analysis/extension", "analysis/precision", "analysis/spectrum"),
+        *("configs", "hf", "spec", "numpy"),
+    },
+    "plan": {
+        *("analysis/bounds", "analysis/extension", "analysis/search", "analysis/spectrum"),
+        *("configs", "hf", "reach", "spec"),
+    },
     "cli/terminal": {"typer", "rich"},
     "cli/app": {"cli/terminal", "hf", "spec", "typer"},
     "cli/machine": {"cli/app", "cli/terminal", "bench", "demo", "spec", "torch", "typer"},
@@ -74,7 +141,11 @@ ARROWS = {
         *("cli/app", "cli/terminal", "angles", "audit", "configs", "diff", "doctor", "hf"),
         *("identify", "typer"),
     },
-    "cli": {"cli/app", "cli/machine", "cli/configs"},
+    "cli/context": {
+        *("cli/app", "cli/terminal", "analysis/bounds", "analysis/decay", "configs", "plan"),
+        *("explorer", "plots", "reach", "spec", "typer"),
+    },
+    "cli": {"cli/app", "cli/machine", "cli/configs", "cli/context"},
 }
 # What may be imported at the top of any file that `import rotary` loads
 LIGHT = {"numpy"}

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rotary import Rotary, from_hf_config
-from rotary.audit import audit, float32_length
+from rotary import from_hf_config
+from rotary.analysis.precision import longest_safe_position
+from rotary.audit import audit
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,10 +90,12 @@ def test_a_context_longer_than_trained():
 
 
 def test_angles_in_float32_beyond_their_length():
-    assert "float32 angles" in advice({"model_type": "llama", "max_position_embeddings": 10**6})
-    spec = from_hf_config({"model_type": "llama"})
-    assert 2**15 <= float32_length(spec) <= 2**18
-    assert float32_length(Rotary(head_dim=2)) > 2**20  # frequency 1 is a float32
+    data = {"model_type": "llama", "head_dim": 128}
+    safe = longest_safe_position(from_hf_config(data), 1e-2)
+    assert 2**16 < safe < 2**18
+    beyond = advice({**data, "max_position_embeddings": safe + 2})
+    assert f"more than 0.01 rad beyond position {safe:,}" in beyond
+    assert "float32 angles" not in advice({**data, "max_position_embeddings": safe + 1})
 
 
 def test_parts_and_layer_types_are_looked_at_one_by_one():

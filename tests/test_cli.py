@@ -7,78 +7,27 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from command import START, Done, assert_refused, document, environment, in_process, run
 
 import rotary
-from rotary import bench, cli, demo, doctor, from_hf_config
+from rotary import bench, demo, doctor, from_hf_config
 from rotary.demo import Law
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
-COMMANDS = ("demo", "inspect", "freqs", "bench", "doctor", "identify", "diff")
+COMMANDS = (
+    *("demo", "inspect", "freqs", "bench", "doctor", "identify", "diff"),
+    *("decay", "reach", "plan", "explore"),
+)
 ANSI = "\x1b"
-SETTINGS = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "PYTHONIOENCODING")
-START = "from rotary.cli import main; main()"
-
-
-class Done(NamedTuple):
-    """What a command left."""
-
-    code: int
-    out: str
-    err: str
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    return {**kept, "PYTHONWARNINGS": "error::UserWarning", **changes}
-
-
-def run(*arguments: str, code: str = START, cwd: Any = None, **changes: str) -> Done:
-    """The command in a new process; `code` may prepare it."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, env=environment(**changes), cwd=cwd, timeout=120
-    )
-    out, err = (stream.decode("utf-8", "backslashreplace") for stream in (done.stdout, done.stderr))
-    return Done(done.returncode, out, err)
 
 
 @pytest.fixture
 def main(monkeypatch, capsys):
-    """The command in this process: faster, and its parts can be replaced."""
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["rotary", *arguments])
-        try:
-            cli.main()
-        except SystemExit as stop:
-            return Done(stop.code or 0, *capsys.readouterr())
-        return Done(0, *capsys.readouterr())
-
-    return call
-
-
-def document(done: Done) -> Any:
-    """The one JSON document on stdout, strictly read; nothing else was said."""
-    assert (done.code, done.err) == (0, "")
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(done.out, parse_constant=refuse)
-
-
-def assert_refused(done: Done, *parts: str) -> None:
-    """Status 1, one line on stderr, nothing on stdout."""
-    assert (done.code, done.out) == (1, "")
-    assert re.fullmatch(r"error: [^\n]+\n", done.err), done.err
-    for part in parts:
-        assert part in done.err
+    return in_process(monkeypatch, capsys)
 
 
 # --- usage ---

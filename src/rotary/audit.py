@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .analysis.precision import longest_safe_position
 from .angles import inv_freq
 from .configs import Config, choose, layer_types, parts
 from .hf import from_hf_config
@@ -93,30 +94,13 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
             f"{factor:g}",
             f"positions beyond {trained * factor:,.0f} were never seen: raise factor or serve less",
         )
-    safe = float32_length(spec)
-    if context and context > safe:
+    safe = longest_safe_position(spec, _TOLERANCE)
+    if context and context > safe + 1:
         yield Remark(
             where,
-            f"float32 angles are off by {_TOLERANCE:g} rad from position {safe:,}",
+            f"float32 angles may be off by more than {_TOLERANCE:g} rad beyond position {safe:,}",
             "compute angles exactly: rotary.apply, or rotary.patch(model, exact=True)",
         )
-
-
-def float32_length(spec: Rotary) -> int:
-    """The first power of two at which a float32 product of position and frequency is off by 1e-2.
-
-    >>> float32_length(Rotary(head_dim=128))
-    262144
-    """
-    steps, _ = inv_freq(spec)
-    position = 1
-    while position < 2**40:
-        product = np.float32(position - 1) * steps.astype(np.float32)
-        exact = (position - 1) * steps
-        if np.abs(product.astype(np.float64) - exact).max() > _TOLERANCE:
-            return position
-        position *= 2
-    return position
 
 
 def _buffers(model: Any) -> Iterator[Remark]:

@@ -123,7 +123,7 @@ def _scan(theta, cos, sin, still, first, last, threshold, found):
 # --- B_m of one distance and its derivatives by ln b, float64 ---
 
 _ROUND = 1.5 * 2.0**52  # adding and subtracting it rounds to a whole number
-_PI = (3.1415926516056061, 1.9841871472187342e-09, 1.0314115104446872e-18)  # 29 + 29 + 53 bits
+_PI = (3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18)  # 29 + 29 + 53 bits
 _S = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(10))
 _C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(11))
 

@@ -233,7 +233,7 @@ def longest_safe_position(
 
 
 def _rule(arithmetic: str) -> Arithmetic:
-    if arithmetic not in _ARITHMETICS:
+    if arithmetic not in ARITHMETICS:  # a tuple, so that anything may be asked for
         raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {arithmetic!r}")
     return _ARITHMETICS[arithmetic]
 

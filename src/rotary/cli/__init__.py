@@ -1,5 +1,6 @@
 """The command `rotary`."""
 
 from . import configs as configs
+from . import context as context
 from . import machine as machine
 from .app import main as main

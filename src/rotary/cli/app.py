@@ -49,10 +49,10 @@ def start(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def read_spec(config: str, layer_type: str | None) -> "Rotary":
+def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
     from ..hf import from_hf_config
 
-    spec = from_hf_config(config, layer_type)
+    spec = from_hf_config(config, layer_type, part=part)
     if spec is None:
         raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
     return spec

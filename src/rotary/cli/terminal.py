@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,14 +32,16 @@ def print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, .
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(printable(title)), title_justify="left", show_header=any(header), box=None
-    )
+    table = Table(show_header=any(header), box=None)
     for index, name in enumerate(header):
         table.add_column(name, overflow="fold", style="bold" if index == 0 else "")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
+    console = Console()
+    console.print(
+        Text(printable(title), style="italic")
+    )  # a title of the table is cut to its width
+    console.print(table)
 
 
 def print_times(title: str, times: dict[str, dict[str, float]]) -> None:
@@ -68,3 +70,18 @@ def status() -> Iterator[Any]:
         return
     with console.status("starting") as status:
         yield status.update
+
+
+@contextmanager
+def bar(text: str) -> Iterator[Callable[[float], None] | None]:
+    """A progress bar on stderr, for a share of 0 .. 1; None where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(text, total=1.0)
+        yield lambda share: progress.update(task, completed=share)

@@ -1,0 +1,215 @@
+"""Commands about lengths: how a score decays, how far a model reaches, how to reach farther."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .app import Config, Json, LayerType, Part, app, read_spec
+from .terminal import bar, print_json, print_table
+
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw it into FILE: .png, .svg or .pdf.", metavar="FILE")
+]
+Length = Annotated[
+    int | None,
+    typer.Option(help="Tokens; default the max_position_embeddings of the config."),
+]
+
+
+@app.command()
+def decay(
+    config: Config,
+    length: Length = None,
+    layer_type: LayerType = None,
+    part: Part = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """How a score decays with distance: mean |S_j| of RoFormer, and B_m of the base bound."""
+    from ..analysis.bounds import similarity
+    from ..analysis.decay import decay_curve
+    from ..reach import distances_to
+
+    spec, length = _spec_and_length(config, layer_type, part, length)
+    distances = distances_to(length)
+    curve = decay_curve(spec, distances, seq_len=length)
+    alike = similarity(spec, distances, seq_len=length)
+    if plot is not None:
+        from .. import plots
+
+        plots.save(plots.decay({config: spec}, length, seq_len=length), plot)
+    if as_json:
+        columns = {"distance": distances, "mean_partial_sum": curve, "similarity": alike}
+        print_json({name: column.tolist() for name, column in columns.items()})
+        return
+    rows = [
+        (f"{distance:,}", f"{mean:.3f}", f"{value:.3f}")
+        for distance, mean, value in zip(distances, curve, alike, strict=True)
+    ]
+    print_table(f"{config}, {length:,} tokens", ("distance", "mean |S_j|", "B_m"), rows)
+
+
+@app.command()
+def reach(
+    config: Config,
+    length: Length = None,
+    layer_type: LayerType = None,
+    part: Part = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """How far the RoPE of a model reaches: base bound, turns in training, precision."""
+    from ..reach import reaches
+
+    found = reaches(config, layer_type, part=part, length=length)
+    if plot is not None:
+        from .. import plots
+
+        specs = {" ".join(filter(None, (config, kind))): each.spec
+                 for kind, each in found.items() if each}  # fmt: skip
+        longest = max(each.length for each in found.values() if each)
+        plots.save(plots.similarity(specs, longest, seq_len=longest), plot)
+    if as_json:
+        documents = {str(kind): each and each.to_dict() for kind, each in found.items()}
+        print_json(documents if len(found) > 1 else next(iter(documents.values())))
+        return
+    for kind, each in found.items():
+        title = " ".join(filter(None, (config, kind)))
+        if each is None:
+            print_table(title, ("", ""), [("rotation", "none: these layers see no position")])
+            continue
+        print_table(title, ("", ""), _reach_rows(each))
+        typer.echo(f"\n{each.verdict}\n")
+
+
+def _reach_rows(found: Any) -> list[tuple[str, str]]:
+    first = found.first_failure
+    return [
+        ("length", f"{found.length:,} tokens; trained at {found.trained:,}"),
+        ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
+        ("all B_m < 0", f"{found.failures:,} of {found.length:,} distances"),
+        ("lowest B_m / n", f"{found.lowest:.4f} at distance {found.lowest_distance:,}"),
+        ("critical dimension", f"{found.critical_dimension} of {2 * found.pairs} channels"),
+        ("less than one turn", f"{found.never_turning} of {found.pairs} pairs, in training"),
+        ("angles not seen then", f"{found.unseen:.1%} up to {found.length:,} tokens"),
+        ("longest wavelength", f"{found.longest_wavelength:,.0f} tokens"),
+        ("float32 angles", f"within 1e-2 rad up to position {found.float32_positions:,}"),
+    ]
+
+
+@app.command()
+def plan(
+    context: Annotated[int, typer.Option(help="The context to reach, in tokens.")],
+    config: Annotated[
+        str | None, typer.Option("--from", metavar="CONFIG", help="The config of a trained model.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Without --from: channels of a head.")
+    ] = None,
+    base: Annotated[float | None, typer.Option(help="Without --from: rope_theta as it is.")] = None,
+    trained: Annotated[
+        int | None, typer.Option(help="Without --from: tokens the weights were trained at, if any.")
+    ] = None,
+    layer_type: LayerType = None,
+    part: Part = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Which base or scaling reaches a context, and why; prints rope_parameters for transformers."""
+    from ..plan import plan as make_plan
+    from ..plan import plan_model
+    from ..spec import Rotary
+
+    given = {"--head-dim": head_dim, "--base": base, "--trained": trained}
+    if config is not None and (
+        names := [name for name, value in given.items() if value is not None]
+    ):
+        raise ValueError(f"{', '.join(names)} cannot be given beside --from: the config says it")
+    if config is None and (layer_type or part):
+        raise ValueError("--layer-type and --part choose inside a config; give --from as well")
+    with bar("searching the bases") as progress:
+        if config is not None:
+            found = plan_model(config, context, layer_type, part=part, progress=progress)
+        else:
+            spec = Rotary(
+                head_dim=128 if head_dim is None else head_dim,
+                base=10_000.0 if base is None else base,
+            )
+            found = make_plan(context, spec, trained, progress=progress)
+    if plot is not None:
+        from .. import plots
+
+        both = {"as it is": found.spec, "recommended": found.recommended}
+        plots.save(plots.similarity(both, context, seq_len=context), plot)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", ("", ""), _plan_rows(found))
+    if found.options:
+        header = ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x")
+        typer.echo()
+        print_table("Every method for this length", header, _option_rows(found.options))
+    typer.echo(f"\n{found.reason}\n")
+    typer.echo(json.dumps(found.rope_parameters, indent=2))
+
+
+def _plan_rows(found: Any) -> list[tuple[str, str]]:
+    first, least, safe = found.first_failure, found.min_base, found.safe_base
+    made = found.recommended
+    params = ", ".join(f"{name} {value:g}" for name, value in made.params.items()
+                       if isinstance(value, int | float))  # fmt: skip
+    return [
+        (
+            "recommended",
+            f"{found.action}: {made.schedule}, base {made.base:,.0f} {params}".rstrip(),
+        ),
+        ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
+        ("smallest base", f"{least.base:,.6g}, certified for head_dim {found.spec.head_dim}"),
+        ("safe base", f"{safe.base:,.6g}; {safe.passing_share:.0%} of the bases between pass"),
+    ]
+
+
+def _option_rows(options: Any) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.method,
+            "none" if row.first_failure is None else f"{row.first_failure:,}",
+            f"{row.failures:,}",
+            f"{row.unseen:.1%}",
+            f"{row.fastest_ratio:.3g}",
+            f"{row.slowest_ratio:.3g}",
+        )
+        for row in options
+    ]
+
+
+def _spec_and_length(
+    config: str, layer_type: str | None, part: str | None, length: int | None
+) -> tuple[Any, int]:
+    from ..configs import choose
+    from ..reach import lengths
+
+    spec = read_spec(config, layer_type, part)
+    if length is None:
+        length = lengths(spec, choose(config, layer_type, part))[1]
+    if length is None:
+        raise ValueError(f"{config} says no max_position_embeddings; give --length")
+    return spec, length
+
+
+@app.command()
+def explore(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(help="Default: the first free one from 7860 on.")
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """A page to look at all this: choose models, drag base and factor, compare two."""
+    try:
+        from ..explorer import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f'the page needs {error.name}: pip install "rotary[explorer]"') from error
+    serve(host, port, browser, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))

@@ -1,0 +1,284 @@
+"""What to do so that a model reaches a context: which base to train, or which scaling to add."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .analysis.bounds import failures, first_failure
+from .analysis.extension import Row, compare
+from .analysis.search import MinBase, SafeBase, min_base, safe_base
+from .analysis.spectrum import whole_number
+from .configs import choose
+from .hf import from_hf_config, to_hf_config
+from .reach import lengths
+from .spec import Rotary
+
+MAX_CONTEXT = 2**20  # the certified search beyond takes many minutes
+_FIRST = 0.2  # share of the time that the smallest base takes; the rest goes to the safe one
+UNSEEN = 0.01  # a larger share of angles outside of the training is worth a word
+
+
+class Plan(NamedTuple):
+    """What `plan` recommends; lengths and distances are in tokens.
+
+    action         "keep", "base" (train with another base) or "scaling" (of trained weights)
+    spec           the RoPE as it is;  recommended  as it should be
+    trained        the length it was trained at, None before any training
+    first_failure  of `spec`: the first distance up to `context` with B_m < 0;  failures  how many
+    min_base       the smallest base with B_m >= 0 up to `context`;  safe_base  all above pass
+    options        every method of `analysis.extension`, compared
+    rope_parameters  the keys of config.json that give `recommended` in transformers
+    reason         why, in sentences
+    """
+
+    context: int
+    trained: int | None
+    spec: Rotary
+    action: str
+    recommended: Rotary
+    first_failure: int | None
+    failures: int
+    min_base: MinBase
+    safe_base: SafeBase
+    options: tuple[Row, ...]
+    rope_parameters: dict[str, Any]
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-ready data; the two bases as numbers.
+
+        >>> found = plan(1024, Rotary(head_dim=64)).to_dict()
+        >>> round(found["min_base"], 1), found["recommended"]["base"] >= found["safe_base"]
+        (7753.0, True)
+        """
+        options = [{**row._asdict(), "spec": row.spec.to_dict()} for row in self.options]
+        return {
+            **self._asdict(),
+            "spec": self.spec.to_dict(),
+            "recommended": self.recommended.to_dict(),
+            "min_base": self.min_base.base,
+            "min_base_certificate": self.min_base._asdict(),
+            "safe_base": self.safe_base.base,
+            "safe_base_search": self.safe_base._asdict(),
+            "options": options,
+        }
+
+
+def plan(
+    context: int,
+    spec: Rotary,
+    trained: int | None = None,
+    *,
+    advertised: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Plan:
+    """What to do so that `spec` reaches `context` tokens.
+
+    trained     the length of the training that made the weights; None before any training
+    advertised  the length the model reaches as it is; default `trained`
+    progress    called with the share of the search that is done, 0 .. 1
+    Without weights a base is chosen: the smallest of two digits above `safe_base`. Trained weights
+    get a scaling: the method they have, with a larger factor, or else the first of yarn, llama3 and
+    linear that keeps neighbours apart and shows the fewest unseen angles.
+    The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
+    Raises ValueError for a context outside 2 .. 2^20, or a spec of an image (schedule axial).
+
+    >>> found = plan(32768, Rotary(head_dim=128), trained=4096)  # Llama 2
+    >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
+    ('scaling', 'yarn', 8.0)
+    """
+    whole_number("context", context, 2, MAX_CONTEXT)
+    if trained is not None:
+        whole_number("trained", trained)
+    if spec.schedule in ("axial", "custom"):
+        raise ValueError(
+            f"a plan is for the published schedules of text, and this spec has {spec.schedule!r}; "
+            "see `rotary reach` for its numbers"
+        )
+    advertised = trained if advertised is None else whole_number("advertised", advertised)
+    tell = progress or (lambda share: None)
+    size = {"head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim}
+    least = min_base(context, **size, progress=lambda share: tell(_FIRST * share))
+    safe = safe_base(
+        context,
+        **size,
+        start=least.base,
+        progress=lambda share: tell(_FIRST + (1 - _FIRST) * share),
+    )
+    is_longer = trained is not None and context > (advertised or trained)
+    options: tuple[Row, ...] = ()
+    if trained is None:
+        recommended = _with_base(context, spec, safe.base)
+    elif is_longer:
+        options = _options(spec, trained, context)
+        recommended = _scaled(spec, context, context / (advertised or trained), options)
+    else:
+        recommended = spec
+    action = "keep" if recommended == spec else "base" if trained is None else "scaling"
+    found = Plan(
+        context=context,
+        trained=trained,
+        spec=spec,
+        action=action,
+        recommended=recommended,
+        first_failure=first_failure(spec, context, seq_len=context),
+        failures=len(failures(spec, context, seq_len=context)),
+        min_base=least,
+        safe_base=safe,
+        options=options,
+        rope_parameters=_written(recommended, context),
+        reason="",
+    )
+    return found._replace(reason=" ".join(_sentences(found)))
+
+
+def plan_model(
+    config: Any,
+    context: int,
+    layer_type: str | None = None,
+    *,
+    part: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Plan:
+    """The plan for a trained model, from its config; arguments as in `from_hf_config`.
+
+    Keys of `rope_parameters` that say how axes are dealt out are kept in what is written.
+
+    >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
+    >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
+    8192
+    """
+    found = choose(config, layer_type, part)
+    spec = from_hf_config(config, layer_type, part=part)
+    if spec is None:
+        raise ValueError(f"layer type {layer_type!r} has no rotation")
+    trained, advertised = lengths(spec, found)
+    if trained is None:
+        raise ValueError("the config says no max_position_embeddings, the length of its training")
+    made = plan(context, spec, trained, advertised=advertised, progress=progress)
+    kept = {key: found.rope[key] for key in _KEPT if key in found.rope}
+    rope = {**kept, **made.rope_parameters["rope_parameters"]}
+    return made._replace(rope_parameters={**made.rope_parameters, "rope_parameters": rope})
+
+
+_KEPT = ("mrope_section", "mrope_interleaved")  # what a config for several axes has beside
+
+
+def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
+    """The spec itself if it passes with room, or with the first base of two digits that does."""
+    if spec.schedule == "default" and spec.base >= safe and _passes(spec, context):
+        return spec
+    step = 10.0 ** (math.floor(math.log10(safe)) - 1)
+    digits = math.ceil(safe / step)
+    while not _passes(made := _plain(spec, digits * step), context):
+        digits += 1
+    return made
+
+
+def _passes(spec: Rotary, context: int) -> bool:
+    return first_failure(spec, context, seq_len=context) is None
+
+
+def _plain(spec: Rotary, base: float) -> Rotary:
+    return dataclasses.replace(spec, schedule="default", params={}, base=base)
+
+
+def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
+    if spec.schedule == "proportional":  # its share of pairs is no slice: no other method fits
+        return ()
+    return tuple(compare(dataclasses.replace(_plain(spec, spec.base), axes=()), trained, context))
+
+
+def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
+    """The method the weights know, stretched further; for plain weights the best of the options."""
+    if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
+        factor = spec.params["factor"] * growth
+        return dataclasses.replace(spec, params={**spec.params, "factor": factor})
+    if spec.schedule == "proportional":
+        return dataclasses.replace(spec, params={**spec.params, "factor": growth})
+    known = {row.method: row for row in options}
+    best = min((known[name] for name in ("yarn", "llama3", "linear")), key=_faults)
+    return dataclasses.replace(best.spec, axes=spec.axes)
+
+
+def _faults(row: Row) -> tuple[bool, bool]:
+    """What speaks against a method: unseen angles, then neighbours pressed together."""
+    return row.unseen > UNSEEN, row.fastest_ratio < 0.99
+
+
+def _written(spec: Rotary, context: int) -> dict[str, Any]:
+    """The keys for transformers; what a plain config cannot say belongs to the model's code."""
+    plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
+    spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
+    own = None if spec.schedule == "dynamic" else context
+    return to_hf_config(spec, max_position_embeddings=own)
+
+
+def _sentences(found: Plan) -> Iterator[str]:
+    spec, context = found.spec, found.context
+    if found.first_failure is None:
+        yield (
+            f"As it is (base {spec.base:,.0f}, {spec.schedule}) a similar key is favoured over a "
+            f"random one at every distance up to {context:,} tokens (B_m >= 0)."
+        )
+    else:
+        yield (
+            f"As it is (base {spec.base:,.0f}, {spec.schedule}) a similar key is first no longer "
+            f"favoured over a random one at a distance of {found.first_failure:,} of {context:,} "
+            f"tokens (B_m < 0), and so at {found.failures:,} distances."
+        )
+    yield {"keep": _keep, "base": _base, "scaling": _scaling}[found.action](found)
+    if found.first_failure is not None or found.action != "keep":
+        yield (
+            "The bound is a mean over independent channels and no hard limit: many good models "
+            "are below it, and a base above it promises nothing by itself. Measure retrieval at "
+            "the length you need, not perplexity."
+        )
+
+
+def _keep(found: Plan) -> str:
+    if found.trained is None:
+        return f"Keep the base: it is above the safe one, {found.safe_base.base:,.0f}."
+    return "The model reaches this context as it was trained: keep its RoPE."
+
+
+def _base(found: Plan) -> str:
+    return (
+        f"No base below {found.min_base.base:,.0f} does that for head_dim {found.spec.head_dim}"
+        f"{_share(found.spec)} (certified), and some above it fail again; none was found to fail "
+        f"above {found.safe_base.largest_failing:,.0f}. Train with rope_theta "
+        f"{found.recommended.base:,.0f}, which passes at every distance."
+    )
+
+
+def _share(spec: Rotary) -> str:
+    return "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
+
+
+def _scaling(found: Plan) -> str:
+    spec, made = found.spec, found.recommended
+    rows = {row.method: row for row in found.options}
+    words = [
+        f"The weights were trained at {found.trained:,} tokens"
+        + (f" and scaled by {spec.schedule}" if spec.schedule != "default" else "")
+        + "."
+    ]
+    if "none" in rows:
+        words.append(
+            f"Without scaling {rows['none'].unseen:.0%} of the angles at {found.context:,} would "
+            "be ones they have never seen"
+            + (f", with {made.schedule} {rows[made.schedule].unseen:.0%}." if made.schedule in rows
+               else ".")
+        )  # fmt: skip
+    words.append(
+        f"Use {made.schedule} with factor {made.params['factor']:g}, and tune on long documents "
+        "if you can; a few hundred steps are common, and without any expect some loss."
+    )
+    if made.params["factor"] > 40:
+        words.append("Factors above 40 are hardly published: consider steps, with tuning between.")
+    words.append(
+        "Who can train for long on long documents may raise the base instead: rope_theta of at "
+        f"least {found.min_base.base:,.0f} passes, from {found.safe_base.base:,.0f} on safely."
+    )
+    return " ".join(words)

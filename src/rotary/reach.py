@@ -1,0 +1,215 @@
+"""How far the RoPE of a model reaches: the numbers of `rotary.analysis`, and what they mean."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .analysis.bounds import failures, first_failure, lowest
+from .analysis.extension import unseen_share
+from .analysis.precision import longest_safe_position
+from .analysis.spectrum import (
+    critical_dimension,
+    never_turning,
+    still_pairs,
+    wavelengths,
+    whole_number,
+)
+from .configs import Config, choose, layer_types
+from .hf import from_hf_config
+from .spec import Rotary
+
+TOLERANCE = 1e-2  # rad; an angle that is off by more is seen in a score of float32
+
+
+class Reach(NamedTuple):
+    """What `reach` found; lengths, distances and positions are in tokens.
+
+    length              how far apart two tokens of this layer can be
+    trained             the length that the frequencies were trained at, before any scaling
+    first_failure       the first distance with B_m < 0, None if there is none up to `length`
+    failures            how many of the distances 1 .. length have B_m < 0
+    lowest_distance     where B_m is smallest
+    lowest              B_m / n there; 1 at distance 0
+    critical_dimension  channels whose pairs turned more than once in `trained` tokens
+    pairs, still_pairs  how many pairs are rotated, and how many are not
+    never_turning       rotated pairs that made less than one turn in `trained` tokens
+    unseen              share of the angles up to `length` that the training has not shown
+    longest_wavelength  of the slowest pair that turns
+    float32_positions   the last position up to which float32 angles are within 1e-2 rad
+    verdict             all that in sentences
+    """
+
+    spec: Rotary
+    length: int
+    trained: int
+    first_failure: int | None
+    failures: int
+    lowest_distance: int
+    lowest: float
+    critical_dimension: int
+    pairs: int
+    still_pairs: float
+    never_turning: int
+    unseen: float
+    longest_wavelength: float
+    float32_positions: int
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-ready data.
+
+        >>> reach(Rotary(head_dim=128), 4096).to_dict()["first_failure"]
+        1707
+        """
+        return {**self._asdict(), "spec": self.spec.to_dict()}
+
+
+def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
+    """How far a RoPE reaches within `length` tokens.
+
+    trained  the length of the training the frequencies come from; default `length`
+    Source of B_m: Men et al. (arXiv 2405.14591); of the critical dimension: Liu et al. (arXiv
+    2310.05209). Raises ValueError for a length outside 1 .. 2^24.
+
+    >>> found = reach(Rotary(head_dim=128), 4096)  # Llama 2
+    >>> found.first_failure, found.critical_dimension, found.never_turning
+    (1707, 92, 18)
+    """
+    whole_number("length", length)
+    trained = length if trained is None else whole_number("trained", trained)
+    original = before_scaling(spec)
+    periods = wavelengths(spec, length)
+    where, least = lowest(spec, length, seq_len=length)
+    found = Reach(
+        spec=spec,
+        length=length,
+        trained=trained,
+        first_failure=first_failure(spec, length, seq_len=length),
+        failures=len(failures(spec, length, seq_len=length)),
+        lowest_distance=where,
+        lowest=least,
+        critical_dimension=critical_dimension(original, trained),
+        pairs=spec.rotary_dim // 2,
+        still_pairs=still_pairs(spec),
+        never_turning=int(never_turning(original, trained).sum()),
+        unseen=unseen_share(original, trained, spec, length - 1, length),
+        longest_wavelength=float(periods[periods < float("inf")].max(initial=0.0)),
+        float32_positions=longest_safe_position(spec, TOLERANCE),
+        verdict="",
+    )
+    return found._replace(verdict=" ".join(_sentences(found)))
+
+
+def before_scaling(spec: Rotary) -> Rotary:
+    """The RoPE that the training before any scaling had; the spec itself where it was not scaled.
+
+    >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
+    >>> before_scaling(Rotary(head_dim=8, schedule="yarn", params=params))
+    Rotary(head_dim=8)
+    """
+    if "original_max_position_embeddings" not in spec.params:
+        return spec
+    return dataclasses.replace(spec, schedule="default", params={})
+
+
+def reaches(
+    config: Any,
+    layer_type: str | None = None,
+    *,
+    part: str | None = None,
+    length: int | None = None,
+) -> dict[str | None, Reach | None]:
+    """Layer type -> its reach, None where a layer does not rotate; {None: ...} if all are alike.
+
+    `length` replaces the config's max_position_embeddings. A layer with a sliding window sees no
+    farther than the window. Arguments and errors are those of `from_hf_config`.
+
+    >>> {kind: found.length for kind, found in reaches({"model_type": "gpt_oss"}).items()}
+    {None: 131072}
+    """
+    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
+    return {kind: _of_layer(config, kind, part, length) for kind in kinds}
+
+
+def _of_layer(config: Any, kind: str | None, part: str | None, length: int | None) -> Reach | None:
+    spec = from_hf_config(config, kind, part=part)
+    if spec is None:
+        return None
+    trained, advertised = lengths(spec, choose(config, kind, part))
+    length = advertised if length is None else whole_number("length", length)
+    if length is None:
+        raise ValueError("the config says no max_position_embeddings; give the length, in tokens")
+    found = choose(config, kind, part)
+    return reach(spec, _seen(length, kind, found), trained and _seen(trained, kind, found))
+
+
+def distances_to(length: int) -> npt.NDArray[np.int64]:
+    """1, 2, 5, 10, ... up to `length`, and `length` itself.
+
+    >>> distances_to(30).tolist()
+    [1, 2, 5, 10, 20, 30]
+    """
+    whole_number("length", length)
+    steps = [digit * 10**power for power in range(8) for digit in (1, 2, 5)]
+    return np.array([*(step for step in steps if step < length), length])
+
+
+def lengths(spec: Rotary, found: Config) -> tuple[int | None, int | None]:
+    """(trained, advertised): the length before any scaling, and max_position_embeddings.
+
+    >>> scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    >>> config = {"head_dim": 8, "max_position_embeddings": 16384, "rope_parameters": scaling}
+    >>> lengths(from_hf_config(config), choose(config))
+    (4096, 16384)
+    """
+    advertised = found.get("max_position_embeddings")
+    original = spec.params.get("original_max_position_embeddings")
+    return (original or advertised), advertised
+
+
+def _seen(length: int, kind: str | None, found: Config) -> int:
+    window = found.data.get("sliding_window")
+    if kind is None or "sliding" not in kind or not isinstance(window, int) or window < 1:
+        return length
+    return min(length, window)
+
+
+def _sentences(found: Reach) -> Iterator[str]:
+    """The numbers in words: what they say, and what they do not say."""
+    if found.first_failure is None:
+        yield (
+            f"Up to {found.length:,} tokens a similar key is favoured over a random one at every "
+            f"distance (B_m >= 0); by least at {found.lowest_distance:,}, with "
+            f"{found.lowest:.3f} of what it has at distance 0."
+        )
+    else:
+        yield (
+            f"At a distance of {found.first_failure:,} of {found.length:,} tokens a similar key is "
+            f"no longer favoured over a random one (B_m < 0), and so at {found.failures:,} "
+            f"distances in all. That is a mean over independent channels, not a limit: many good "
+            "models are trained past it, and learn what RoPE alone does not give them. Look there "
+            "first if retrieval over such distances is weak."
+        )
+    if found.still_pairs:
+        yield f"{found.still_pairs:g} pairs of channels are not rotated and see no distance."
+    if not found.never_turning:
+        yield f"Every pair made a whole turn in the {found.trained:,} tokens of training."
+    else:
+        outside = (
+            f"{found.unseen:.0%} of the angles lie" if found.unseen > 0.005 else "no angle lies"
+        )
+        yield (
+            f"{found.never_turning} of {found.pairs} pairs made less than one turn in the "
+            f"{found.trained:,} tokens of training (critical dimension {found.critical_dimension})"
+            f"; up to {found.length:,} tokens {outside} outside of what those tokens show."
+        )
+        if found.unseen > 0.005:
+            yield "Such angles are learned by tuning at that length, if at all."
+    if found.float32_positions < found.length:
+        yield (
+            f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "
+            f"{found.float32_positions:,}; exact angles cost nothing."
+        )

@@ -1,0 +1,145 @@
+"""The commands about lengths: `rotary decay`, `rotary reach`, `rotary plan`."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from command import assert_refused, document, in_process, run
+
+from rotary import Rotary, from_hf_config
+from rotary.analysis.bounds import similarity
+from rotary.analysis.decay import decay_curve
+
+LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
+CONFIGS = Path(__file__).parent / "configs"
+LLAMA_2, GEMMA = str(CONFIGS / "llama-2-7b.json"), str(CONFIGS / "gemma-3-1b.json")
+MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    return in_process(monkeypatch, capsys)
+
+
+def test_decay_prints_what_the_analysis_computes(main):
+    found = document(main("decay", LLAMA_2, "--json"))
+    assert found["distance"] == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 4096]
+    spec = Rotary(head_dim=128)
+    assert found["mean_partial_sum"] == decay_curve(spec, found["distance"]).tolist()
+    assert found["similarity"] == similarity(spec, found["distance"]).tolist()
+    shown = main("decay", LLAMA_2, "--length", "1000")
+    assert "10.227" in shown.out
+    assert shown.out.splitlines()[-1].split() == ["1,000", "4.471", "10.178"]
+
+
+def test_reach_tells_numbers_and_a_verdict(main):
+    found = document(main("reach", LLAMA_2, "--json"))
+    assert (found["first_failure"], found["critical_dimension"]) == (1707, 92)
+    shown = " ".join(main("reach", LLAMA_2).out.split())
+    assert "first B_m < 0 distance 1,707" in shown
+    assert found["verdict"] in shown
+
+
+def test_reach_tells_of_every_layer_type(main):
+    found = document(main("reach", GEMMA, "--json"))
+    assert {kind: each["length"] for kind, each in found.items()} == {
+        "full_attention": 32768, "sliding_attention": 512,
+    }  # fmt: skip
+    only = document(main("reach", GEMMA, "--layer-type", "sliding_attention", "--json"))
+    assert only == found["sliding_attention"]
+
+
+def test_a_plan_for_training_has_the_bases_and_json_for_transformers(main):
+    arguments = ("plan", "--context", "1024", "--head-dim", "64")
+    found = document(main(*arguments, "--json"))
+    assert found["min_base"] == pytest.approx(7.7530e3, rel=1e-4)
+    assert found["min_base"] < found["safe_base"] <= found["recommended"]["base"]
+    assert found["first_failure"] < 1024
+    shown = main(*arguments).out
+    written = json.loads(shown[shown.index("{") :])
+    assert written == found["rope_parameters"]
+    assert from_hf_config(written) == Rotary.from_dict(found["recommended"])
+    assert " ".join(found["reason"].split()) in " ".join(shown.split())
+
+
+def test_a_plan_for_weights_compares_the_methods(main):
+    shown = main("plan", "--context", "2048", "--head-dim", "64", "--trained", "512").out
+    for method in ("none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "longrope"):
+        assert f" {method} " in shown
+    assert "factor 4" in shown
+
+
+def test_a_plan_from_a_config_reads_its_training(main, tmp_path):
+    data = {**json.loads(Path(LLAMA_2).read_text()), "max_position_embeddings": 512}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    found = document(main("plan", "--context", "1024", "--from", str(path), "--json"))
+    assert (found["trained"], found["action"]) == (512, "scaling")
+    assert found["recommended"]["params"]["factor"] == 2.0
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+@pytest.mark.parametrize(
+    "arguments",
+    [("decay", LLAMA_2), ("reach", GEMMA), ("plan", "--context", "512", "--head-dim", "64")],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_plot_is_written(main, tmp_path, arguments, suffix):
+    target = tmp_path / f"picture.{suffix}"
+    assert main(*arguments, "--plot", str(target)).code == 0
+    assert target.read_bytes().startswith(MAGIC[suffix])
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.gif", "nowhere/picture.png"])
+def test_a_plot_that_cannot_be_written_is_one_line(main, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    done = main("decay", LLAMA_2, "--plot", name)
+    assert_refused(done, name.rsplit("/", 1)[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("decay", LLAMA_2, "--length", "0"), "must be in 1"),
+        (("decay", LLAMA_2, "--length", "-7"), "must be in 1"),
+        (("reach", LLAMA_2, "--length", "1000000000000000"), "must be in 1"),
+        (("decay", GEMMA), "pass layer_type, one of full_attention, sliding_attention"),
+        (("plan", "--context", "1"), "context must be in 2"),
+        (("plan", "--context", "1000000000000000"), "context must be in 2"),
+        (("plan", "--context", "512", "--head-dim", "63"), "rotary_dim must be even"),
+        (("plan", "--context", "512", "--base", "nan"), "base must be"),
+        (("plan", "--context", "512", "--base", "-1"), "base must be"),
+        (("plan", "--context", "512", "--trained", "0"), "trained must be in 1"),
+        (("plan", "--context", "512", "--from", LLAMA, "--base", "7"), "--base cannot be given"),
+        (("plan", "--context", "512", "--layer-type", "x"), "give --from as well"),
+        (("plan", "--context", "512", "--from", "nowhere"), "nowhere"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else "",
+)
+def test_nonsense_is_one_line(main, arguments, part):
+    assert_refused(main(*arguments), part)
+
+
+@pytest.mark.parametrize("arguments", [("plan",), ("plan", "--context", "1e15"), ("reach",)])
+def test_wrong_usage_is_status_2(main, arguments):
+    done = main(*arguments)
+    assert (done.code, done.out) == (2, "")
+
+
+def test_a_model_name_cannot_steer_the_terminal(main, tmp_path):
+    path = tmp_path / "\x1b[31m[bold]<b>.json"
+    path.write_text(Path(LLAMA_2).read_text())
+    for command in ("decay", "reach"):
+        done = main(command, str(path))
+        assert done.code == 0
+        assert "\x1b" not in done.out
+        assert "[bold]<b>.json" in "".join(done.out.split("\n"))
+
+
+def test_a_command_as_a_process_of_its_own():
+    done = run("reach", LLAMA_2)
+    assert (done.code, done.err) == (0, "")
+    assert "1,707" in done.out

@@ -1,0 +1,153 @@
+"""What is recommended so that a model reaches a context, and that it is what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rotary import Rotary, from_hf_config
+from rotary.analysis.bounds import first_failure
+from rotary.plan import plan, plan_model
+
+CONFIGS = Path(__file__).parent / "configs"
+LLAMA_2 = Rotary(head_dim=128)
+
+
+def shorter(name):
+    """A published config that is trained at 64 tokens, if it is scaled, and says 256."""
+    data = json.loads((CONFIGS / f"{name}.json").read_text())
+    text = data.get("text_config", data)
+    text["max_position_embeddings"] = 256
+    if "original_max_position_embeddings" in (scaling := text.get("rope_scaling") or {}):
+        scaling["original_max_position_embeddings"] = 64
+    return data
+
+
+@pytest.mark.parametrize(
+    ("context", "head_dim"),
+    [*((context, 64) for context in range(46, 60)), (512, 128), (2048, 96), (512, 256)],
+)
+def test_a_base_for_training_passes_and_is_of_two_digits(context, head_dim):
+    found = plan(context, Rotary(head_dim=head_dim, base=100.0))
+    assert found.action == "base"
+    base = found.recommended.base
+    assert base >= found.safe_base.base >= found.min_base.base
+    assert first_failure(Rotary(head_dim=head_dim, base=base), context) is None
+    assert float(f"{base:.1e}") == pytest.approx(base, rel=1e-12)
+    below = Rotary(head_dim=head_dim, base=found.min_base.base * (1 - 1e-7))
+    assert first_failure(below, context) == found.min_base.binding
+
+
+def test_a_base_that_is_large_enough_is_kept():
+    found = plan(4096, Rotary(head_dim=128, base=5e6))
+    assert (found.action, found.recommended, found.first_failure) == ("keep", found.spec, None)
+
+
+def test_a_slice_of_half_the_head_needs_no_other_base():
+    found = plan(8192, Rotary(head_dim=128, rotary_dim=64))
+    assert (found.action, found.min_base.base, found.failures) == ("keep", 1.0, 0)
+
+
+def test_weights_get_a_scaling_by_the_method_they_do_not_have_yet():
+    found = plan(32768, LLAMA_2, 4096)
+    assert (found.action, found.recommended.schedule) == ("scaling", "yarn")
+    assert found.recommended.params["factor"] == 8.0
+    rows = {row.method: row for row in found.options}
+    assert rows["yarn"].first_failure == 8886 or rows["yarn"].first_failure == 8887
+    assert rows["linear"].first_failure == 13649
+    assert f"{rows['none'].unseen:.0%} of the angles at 32,768" in found.reason
+
+
+def test_weights_that_reach_it_already_are_left_alone():
+    found = plan(4096, LLAMA_2, 4096)
+    assert (found.action, found.recommended, found.options) == ("keep", LLAMA_2, ())
+    assert found.first_failure == 1707  # and is said, as a diagnostic
+    assert "no hard limit" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "factor"),
+    [
+        ("llama-3.1-8b", "llama3", 16.0),
+        ("qwen2.5-7b-yarn", "yarn", 8.0),
+        ("gemma-4-31b", None, 2.0),
+    ],
+)
+def test_a_method_that_weights_know_is_stretched_further(name, schedule, factor):
+    data = shorter(name)
+    kind = "full_attention" if schedule is None else None
+    found = plan_model(data, 512, kind)
+    assert found.recommended.schedule == schedule or found.spec.schedule == "proportional"
+    assert found.recommended.params["factor"] == factor
+
+
+def test_what_is_written_gives_the_recommendation_back():
+    data = shorter("qwen2.5-7b")
+    found = plan_model(data, 1024)
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        data.pop(key, None)
+    assert from_hf_config({**data, **found.rope_parameters}) == found.recommended
+
+
+def test_sections_of_several_axes_are_kept_in_what_is_written():
+    data = shorter("qwen2-vl-7b")
+    before = from_hf_config(data).axes
+    found = plan_model(data, 1024)
+    assert found.rope_parameters["rope_parameters"]["mrope_section"] == [16, 24, 24]
+    for key in ("rope_theta", "rope_scaling"):
+        data.pop(key)
+    again = from_hf_config({**data, **found.rope_parameters})
+    assert again == found.recommended
+    assert again.axes == before
+
+
+def test_a_layout_belongs_to_the_model_and_is_kept():
+    glm = {"model_type": "glm", "max_position_embeddings": 256}
+    found = plan_model(glm, 1024)
+    assert found.recommended.layout == "interleaved"
+    assert from_hf_config({**glm, **found.rope_parameters}) == found.recommended
+
+
+def test_failures_are_counted_up_to_the_context_itself():
+    found = plan(1707, LLAMA_2, 4096)  # B_m is first negative there
+    assert (found.first_failure, found.failures) == (1707, 1)
+    found = plan(1706, LLAMA_2, 4096)
+    assert (found.first_failure, found.failures) == (None, 0)
+
+
+def test_a_scaled_model_within_its_advertised_length_is_left_alone():
+    data = shorter("llama-3.1-8b")  # trained at 64, says 256
+    found = plan_model(data, 200)
+    assert (found.trained, found.action, found.recommended) == (64, "keep", found.spec)
+
+
+def test_a_plan_is_one_json_document():
+    found = plan(2048, LLAMA_2, 1024)
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert {"min_base", "safe_base", "first_failure", "recommended"} <= set(document)
+    assert document["first_failure"] == 1707
+    assert document["min_base"] < document["safe_base"]
+    assert Rotary.from_dict(document["recommended"]) == found.recommended
+
+
+def test_progress_goes_from_nothing_to_all():
+    told = []
+    plan(4096, Rotary(head_dim=64), progress=told.append)
+    assert told == sorted(told)
+    assert 0 <= told[0] <= told[-1] == 1
+
+
+@pytest.mark.parametrize("context", [0, 1, -5, 10**15, 1.5, True, float("nan")])
+def test_a_context_is_a_whole_number_within_the_limit(context):
+    with pytest.raises(ValueError, match="context must be"):
+        plan(context, LLAMA_2)
+
+
+def test_what_is_no_text_is_refused():
+    image = Rotary(head_dim=8, schedule="axial", params={"num_axes": 2}, axes=(0, 0, 1, 1))
+    with pytest.raises(ValueError, match="this spec has 'axial'"):
+        plan(1024, image)
+    with pytest.raises(ValueError, match="max_position_embeddings, the length of its training"):
+        plan_model({"head_dim": 64}, 1024)
+    with pytest.raises(ValueError, match="trained must be in 1"):
+        plan(1024, LLAMA_2, -1)

@@ -1,0 +1,154 @@
+"""How far the RoPE of a model reaches, and the words that are said about it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rotary import Rotary, inv_freq
+from rotary.analysis.extension import unseen_share
+from rotary.reach import Reach, distances_to, reach, reaches
+
+CONFIGS = Path(__file__).parent / "configs"
+LLAMA_2 = Rotary(head_dim=128)
+
+
+def test_llama_2_has_the_published_numbers():
+    found = reach(LLAMA_2, 4096)
+    assert (found.first_failure, found.critical_dimension) == (1707, 92)
+    assert (found.pairs, found.never_turning, found.still_pairs) == (64, 18, 0.0)
+    assert found.longest_wavelength == pytest.approx(2 * np.pi * 1e4 ** (126 / 128))
+    distances = np.arange(1, 4097)
+    alike = np.cos(distances[:, None] * 1e4 ** (-np.arange(64) / 64)).sum(1)
+    assert found.failures == (alike < 0).sum()
+    assert found.lowest_distance == distances[alike.argmin()]
+    assert found.lowest == pytest.approx(alike.min() / 64)
+
+
+def test_a_failure_is_told_as_a_diagnostic_and_not_as_a_limit():
+    verdict = reach(LLAMA_2, 4096).verdict
+    assert "1,707 of 4,096" in verdict
+    assert "not a limit" in verdict
+    assert "18 of 64 pairs" in verdict
+    for word in ("cannot", "must not", "fails", "broken"):
+        assert word not in verdict
+
+
+def test_what_never_fails_is_said():
+    found = reach(Rotary(head_dim=128, rotary_dim=32), 65536)
+    assert (found.first_failure, found.failures, found.still_pairs) == (None, 0, 48.0)
+    assert found.lowest >= 0
+    assert "at every distance" in found.verdict
+    assert "48 pairs of channels are not rotated" in found.verdict
+
+
+def test_a_pair_that_stands_still_has_no_wavelength():
+    spec = Rotary(head_dim=8, schedule="custom", params={"inv_freq": [1.0, 0.0, 0.0, 0.0]})
+    found = reach(spec, 100)
+    assert found.longest_wavelength == pytest.approx(2 * np.pi)
+    assert found.never_turning == 3
+
+
+def test_float32_is_spoken_of_only_where_it_matters():
+    short, long = reach(LLAMA_2, 4096), reach(LLAMA_2, 2**20)
+    assert short.float32_positions == long.float32_positions
+    assert 4096 < long.float32_positions < 2**20
+    assert "float32" not in short.verdict
+    assert f"{long.float32_positions:,}" in long.verdict
+
+
+def test_the_length_of_training_is_that_before_scaling():
+    found = reaches(CONFIGS / "llama-3.1-8b.json")[None]
+    assert (found.trained, found.length, found.first_failure) == (8192, 131072, 85133)
+    assert (found.critical_dimension, found.never_turning) == (70, 29)  # as Llama 3 before it
+    assert found.unseen == pytest.approx(
+        unseen_share(Rotary(head_dim=128, base=5e5), 8192, found.spec, 131071)
+    )
+    assert 0.1 < found.unseen < 0.3
+    assert f"{found.unseen:.0%} of the angles" in found.verdict
+
+
+def test_a_scaling_that_covers_the_length_shows_no_new_angle():
+    params = {"factor": 4.0, "original_max_position_embeddings": 4096}
+    found = reach(Rotary(head_dim=128, schedule="yarn", params=params), 16384, 4096)
+    assert found.unseen < 0.005
+    assert "no angle lies outside" in found.verdict
+    assert reach(LLAMA_2, 16384, 4096).unseen > 0.1
+
+
+def test_a_layer_sees_no_farther_than_its_window():
+    found = reaches(CONFIGS / "gemma-3-1b.json")
+    assert found["sliding_attention"].length == 512
+    assert found["full_attention"].length == 32768
+    assert found["sliding_attention"].trained == 512
+    only = reaches(CONFIGS / "gemma-3-1b.json", "sliding_attention")
+    assert only == {"sliding_attention": found["sliding_attention"]}
+
+
+def test_a_length_of_ones_own_replaces_that_of_the_config():
+    found = reaches({"head_dim": 128, "max_position_embeddings": 4096}, length=1000)[None]
+    assert (found.length, found.trained) == (1000, 4096)
+    found = reaches({"head_dim": 128}, length=1000)[None]
+    assert (found.length, found.trained) == (1000, 1000)
+
+
+def test_layers_without_rotation_have_no_reach():
+    layers = {"layer_rope_theta": [1e4, 0, 1e4, 0]}
+    found = reaches({"head_dim": 64, "max_position_embeddings": 4096, **layers})
+    assert isinstance(found["rope_theta=10000"], Reach)
+    assert found["rope_theta=0"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"head_dim": 64},), "no max_position_embeddings; give the length"),
+        (({"head_dim": 64, "max_position_embeddings": 0},), "length must be in 1"),
+        (({"head_dim": 63, "max_position_embeddings": 8},), "rotary_dim must be even"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        reaches(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, -1, 1.5, True, 2**24 + 1, float("nan")])
+def test_a_length_is_a_whole_number_within_the_limit(length):
+    with pytest.raises(ValueError, match="length must be"):
+        reach(LLAMA_2, length)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LLAMA_2,
+        Rotary(head_dim=64, rotary_dim=32, start=32, layout="interleaved", sign=-1),
+        Rotary(head_dim=12, axes=(0, 1, 2, 0, 1, 2)),
+        Rotary(head_dim=8, schedule="axial", params={"num_axes": 2}, axes=(0, 0, 1, 1)),
+        Rotary(head_dim=8, schedule="dynamic",
+               params={"factor": 2.0, "original_max_position_embeddings": 64}),
+    ],
+    ids=lambda spec: spec.schedule,
+)  # fmt: skip
+def test_every_kind_of_spec_has_a_reach_that_is_json(spec):
+    document = json.loads(json.dumps(reach(spec, 256).to_dict(), allow_nan=False))
+    assert Rotary.from_dict(document["spec"]) == spec
+    assert document["length"] == 256
+
+
+def test_a_schedule_that_depends_on_the_length_is_taken_at_the_length():
+    grown = {"factor": 2.0, "original_max_position_embeddings": 512}
+    dynamic = Rotary(head_dim=64, base=100.0, schedule="dynamic", params=grown)
+    inside = inv_freq(dynamic, 4096)[0].tolist()
+    same = Rotary(head_dim=64, schedule="custom", params={"inv_freq": inside})
+    for field in ("first_failure", "failures", "lowest", "lowest_distance", "longest_wavelength"):
+        assert getattr(reach(dynamic, 4096, 512), field) == getattr(reach(same, 4096, 512), field)
+    assert reach(dynamic, 4096, 512).first_failure != reach(dynamic, 512).first_failure
+
+
+def test_distances_go_in_ones_twos_and_fives():
+    assert distances_to(1).tolist() == [1]
+    assert distances_to(20).tolist() == [1, 2, 5, 10, 20]
+    assert distances_to(4096).tolist()[-3:] == [1000, 2000, 4096]
