@@ -82,6 +82,7 @@ def test_a_layer_sees_no_farther_than_its_window():
     assert found["sliding_attention"].length == 512
     assert found["full_attention"].length == 32768
     assert found["sliding_attention"].trained == 512
+    assert reaches(CONFIGS / "modernbert-base.json")["sliding_attention"].length == 128
     only = reaches(CONFIGS / "gemma-3-1b.json", "sliding_attention")
     assert only == {"sliding_attention": found["sliding_attention"]}
 

@@ -171,8 +171,10 @@ def lengths(spec: Rotary, found: Config) -> tuple[int | None, int | None]:
 
 
 def _seen(length: int, kind: str | None, found: Config) -> int:
-    window = found.data.get("sliding_window")
-    if kind is None or "sliding" not in kind or not isinstance(window, int) or window < 1:
+    """`length`, or the window of a layer that sees no farther."""
+    windows = (found.data.get("sliding_window"), found.data.get("local_attention"))
+    window = next((each for each in windows if isinstance(each, int) and each > 0), None)
+    if kind is None or "sliding" not in kind or window is None:
         return length
     return min(length, window)
 
