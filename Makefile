@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test quick lint types bench clean
+.PHONY: demo test browser quick lint types bench clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
 
-test: .venv/dev.stamp .venv/browser.stamp
+test: .venv/dev.stamp browser
 	$(BIN)/python -m pytest -n 2
 
 quick: .venv/dev.stamp
@@ -35,10 +35,9 @@ bench: .venv/dev.stamp
 	touch $@
 
 # Debian's Chromium, for the tests of the page; without it, and without root, they say so and skip
-.venv/browser.stamp: .venv/dev.stamp
-	command -v chromium >/dev/null || test "$$(id -u)" != 0 || \
-		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
-	touch $@
+browser:
+	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || { apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null; }
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

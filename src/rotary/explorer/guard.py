@@ -1,0 +1,204 @@
+"""What stands between the browser and Gradio: the files to download, and rules against leaks.
+
+A download is a link that holds the whole state, so nothing is written to disk and nothing is kept.
+"""
+
+import ipaddress
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import gradio
+
+from ..hf import to_hf_config
+from .figures import CONFIG, FIGURES
+from .numbers import NUMBERS, csv, look
+from .state import from_query
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+HERE = Path(__file__).parent
+ASSETS = Path(gradio.__file__).parent / "templates" / "frontend" / "assets"
+# Scripts run only with the nonce of this answer or from this server; none is made from a string.
+# Gradio and plotly write styles into elements, and draw from data: and blob: addresses.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; "
+    "base-uri 'self'; form-action 'self'"
+)
+# What the page asks for. Gradio serves more, such as uploads, and files and hosts by their name
+ASKED = re.compile(
+    r"|(assets|static/js|static/fonts/\w+)/[\w.-]+|theme\.css|favicon\.ico|manifest\.json|config"
+    r"|gradio_api/(queue/join|queue/data|heartbeat/\w+|cancel|reset)"
+)
+KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+OUTSIDE = re.compile(r'<meta\b[^>]*"https?://[^>]*>')
+# It says "here", and makes plotly name its clips and gradients by an address, which then changes
+BASE = re.compile(r"<base\b[^>]*>")
+
+
+class Guard:
+    """An ASGI app around Gradio's: adds downloads and the policy, lets through what the page asks.
+
+    >>> Guard(None).app is None
+    True
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer what is ours, pass on the rest."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        name = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/")
+        if not name or _is_near(scope):  # to rewrite a page, and to save the time on one machine
+            plain = [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]
+            scope = {**scope, "headers": plain}
+        if name == "explore.js":
+            script = (HERE / "explore.js").read_bytes()
+            await _answer(send, 200, "text/javascript", script)
+        elif name in DOWNLOADS:
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+            kind, write = DOWNLOADS[name]
+            try:
+                body = write(query).encode()
+            except ValueError as error:
+                await _answer(send, 422, "text/plain; charset=utf-8", f"{error}\n".encode())
+                return
+            await _answer(send, 200, kind, body, name.rpartition("/")[2])
+        elif name.startswith("assets/") and _is_near(scope) and (path := _asset(name)):
+            await _answer(send, 200, KINDS.get(path.suffix, "application/octet-stream"),
+                          path.read_bytes(), keep=True)  # fmt: skip
+        elif ASKED.fullmatch(name):
+            await self.app(scope, receive, _guarded(send))
+        else:
+            await _answer(send, 404, "text/plain; charset=utf-8", b"no such page\n")
+
+
+def _guarded(send: Send) -> Send:
+    """`send`, with the policy on every answer; a page is held back until it is whole."""
+    nonce = secrets.token_urlsafe(16)
+    held: list[Message] = []
+
+    async def guarded(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message["headers"], *_headers(nonce)]
+            if b"text/html" in dict(headers).get(b"content-type", b""):
+                held.append({**message, "headers": headers})
+                held.append({"type": "http.response.body", "body": b""})
+                return
+            message = {**message, "headers": headers}
+        elif held:
+            held[1]["body"] += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            page = rewritten(held[1]["body"].decode(), nonce).encode()
+            start, body = held
+            length = (b"content-length", str(len(page)).encode())
+            rest = [pair for pair in start["headers"] if pair[0] != length[0]]
+            await send({**start, "headers": [*rest, length]})
+            message = {**body, "body": page}
+        await send(message)
+
+    return guarded
+
+
+def rewritten(page: str, nonce: str) -> str:
+    """Gradio's page with our script, the nonce on every script, and no tag that names another host.
+
+    >>> page = '<meta content="https://x.org/a.jpg" /><script>1</script></head>'
+    >>> rewritten(page, "N").splitlines()[0]
+    '<script nonce="N">1</script>'
+    """
+    ours = "".join(f"\n{tag}" for tag in (*_early(), '<script src="./explore.js" defer></script>'))
+    page = BASE.sub("", OUTSIDE.sub("", page)).replace("</head>", f"{ours}</head>", 1)
+    return re.sub(r"<script\b", f'<script nonce="{nonce}"', page)
+
+
+@cache
+def _early() -> list[str]:
+    """Tags that make the browser load the part of Gradio that draws, 4 MB, beside all the rest."""
+    names = sorted(path.name for path in ASSETS.glob("PlotlyPlot-*.js"))
+    return [f'<link rel="modulepreload" crossorigin href="./assets/{name}">' for name in names]
+
+
+def _headers(nonce: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"content-security-policy", POLICY.format(nonce=nonce).encode()),
+        (b"referrer-policy", b"no-referrer"),
+        (b"x-content-type-options", b"nosniff"),
+    ]
+
+
+def _is_near(scope: Message) -> bool:
+    client = scope.get("client")
+    return client is not None and is_loopback(client[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name is this machine's own.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+    (True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _asset(name: str) -> Path | None:
+    """A part of Gradio's page, which then need not pass through all of Gradio: sixty are asked."""
+    path = ASSETS / name.removeprefix("assets/")
+    return path if ASKED.fullmatch(name) and path.is_file() else None
+
+
+async def _answer(
+    send: Send, status: int, kind: str, body: bytes, file: str = "", keep: bool = False
+) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    headers += _headers(secrets.token_urlsafe(16))
+    if keep:  # its name has a hash of what is in it
+        headers.append((b"cache-control", b"max-age=31536000, immutable"))
+    if file:
+        headers.append((b"content-disposition", f'attachment; filename="{file}"'.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _numbers(query: dict[str, str]) -> str:
+    state = from_query(query)
+    side = state.b if query.get("side") == "b" else state.a
+    return csv(NUMBERS[state.view](look(side, state.context)))
+
+
+def _figure(query: dict[str, str]) -> str:
+    state = from_query(query)
+    seen = look(state.b if query.get("side") == "b" else state.a, state.context)
+    figure = FIGURES[state.view](seen, NUMBERS[state.view](seen))
+    written: str = figure.to_html(config=CONFIG, include_plotlyjs=True)
+    return written
+
+
+def _rope(query: dict[str, str]) -> str:
+    state = from_query(query)
+    seen = look(state.b if query.get("side") == "b" else state.a, state.context)
+    return (
+        json.dumps(to_hf_config(seen.spec, max_position_embeddings=state.context), indent=2) + "\n"
+    )
+
+
+DOWNLOADS: dict[str, tuple[str, Callable[[dict[str, str]], str]]] = {
+    "download/numbers.csv": ("text/csv; charset=utf-8", _numbers),
+    "download/figure.html": ("text/html; charset=utf-8", _figure),
+    "download/config.json": ("application/json", _rope),
+}

@@ -1,0 +1,172 @@
+"""The RoPE that is looked at: of a published model, or of a config.json that somebody pasted."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..configs import choose, layer_types
+from ..hf import from_hf_config
+from ..spec import Rotary
+
+MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
+MAX_HEAD_DIM = 1024
+PASTED = "a config.json, pasted below"
+
+
+class Model(NamedTuple):
+    """A RoPE as its authors made it.
+
+    trained  tokens it was trained on before any extension; context  tokens it is sold for
+    layers   the layer types that have a RoPE of their own, where they differ
+    layer    the layer type this is, of those
+    name     what its config calls it: a stranger's text
+    """
+
+    spec: Rotary
+    trained: int
+    context: int
+    layers: tuple[str, ...] = ()
+    layer: str | None = None
+    name: str = ""
+
+
+@cache
+def presets() -> dict[str, Any]:
+    """Name of a published model -> its layer type and the keys of its config that make its RoPE.
+
+    >>> presets()["llama-3-8b"]["config"]["rope_theta"]
+    500000.0
+    """
+    text = Path(__file__).with_name("presets.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@cache
+def published(name: str) -> Model:
+    """The RoPE of a published model; ValueError for a name that is not in `presets`.
+
+    >>> published("llama-3.1-8b").trained, published("llama-3.1-8b").context
+    (8192, 131072)
+    """
+    if name not in presets():
+        raise ValueError(f"model {name[:80]!r} is not one of the {len(presets())} published ones")
+    preset = presets()[name]
+    return read(preset["config"], preset["layer_type"])
+
+
+@lru_cache(maxsize=8)
+def pasted(text: str, layer_type: str | None = None) -> Model:
+    """The RoPE of a pasted config.json. The text is parsed as JSON and as nothing else.
+
+    Where layer types differ and none is asked for, the first one that rotates is taken.
+    Raises ValueError of one line for what is too long, is not JSON, or is no RoPE.
+
+    >>> pasted('{"hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500}').spec
+    Rotary(head_dim=64, base=500.0)
+    """
+    if len(text.encode("utf-8", "replace")) > MAX_PASTED:
+        raise ValueError(f"the config is over {MAX_PASTED:,} bytes; paste a config.json alone")
+    try:
+        config = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the config is not JSON: {error.msg}, line {error.lineno}, column {error.colno}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError("the config is not a config.json: it is nested too deep") from error
+    if not isinstance(config, dict):
+        raise ValueError("the config must be a JSON object in braces")
+    layers = layer_types(config)
+    name = config.get("_name_or_path") or config.get("model_type") or "no name"
+    return read(config, _layer(config, layers, layer_type))._replace(name=str(name)[:80])
+
+
+def read(config: Mapping[str, Any], layer_type: str | None) -> Model:
+    """The RoPE of a config that is a dict; errors as of `from_hf_config`, and for no rotation.
+
+    >>> read({"head_dim": 64, "max_position_embeddings": 2048}, None).trained
+    2048
+    """
+    spec = from_hf_config(config, layer_type)
+    if spec is None:
+        raise ValueError("these layers have no rotation; choose another layer type")
+    if spec.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {spec.head_dim}")
+    length = choose(config, layer_type).get("max_position_embeddings")
+    context = length if isinstance(length, int) and length > 0 else 4096
+    trained = spec.params.get("original_max_position_embeddings") or context
+    return Model(spec, int(trained), context, layer_types(config), layer_type)
+
+
+@lru_cache(maxsize=8)
+def shortened(text: str, layer_type: str | None = None) -> str:
+    """A pasted config without the parts that have no bearing; as it is if it gives no RoPE.
+
+    >>> shortened('{"head_dim": 64, "id2label": {"0": "no"}}')
+    '{"head_dim":64}'
+    """
+    try:
+        pasted(text, layer_type)
+    except ValueError:
+        return text
+    return json.dumps(cut(json.loads(text), layer_type), separators=(",", ":"))
+
+
+def cut(config: dict[str, Any], layer_type: str | None, tries: int = 400) -> dict[str, Any]:
+    """A copy without the keys, at any depth and the longest first, that change nothing.
+
+    >>> cut({"rope_theta": 5e5, "head_dim": 64, "id2label": {"0": "no"}}, None)
+    {'rope_theta': 500000.0, 'head_dim': 64}
+    """
+    wanted, kept, left = _model(config, layer_type), json.loads(json.dumps(config)), tries
+
+    def look_in(part: dict[str, Any]) -> None:
+        nonlocal left
+        for key in sorted(part, key=lambda key: -len(json.dumps(part[key]))):
+            left -= 1
+            if left < 0 or (part is kept and key == "model_type"):
+                continue
+            order, value = list(part), part.pop(key)
+            if _model(kept, layer_type) == wanted:
+                continue
+            rest = {**part, key: value}
+            part.clear()
+            part.update({name: rest[name] for name in order})
+            if isinstance(value, dict):
+                look_in(value)
+
+    look_in(kept)
+    return kept
+
+
+def _model(config: dict[str, Any], layer_type: str | None) -> Model | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a config that lacks what it needs
+            return read(config, _layer(config, layer_types(config), layer_type))
+    except ValueError:
+        return None
+
+
+def _layer(config: dict[str, Any], layers: tuple[str, ...], asked: str | None) -> str | None:
+    """The layer type that is meant: the one asked for, or the first one that rotates."""
+    if not layers or asked in layers:
+        return asked if layers else None
+    return next((kind for kind in layers if from_hf_config(config, kind)), layers[0])
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"the config is not JSON: {constant}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"the config has the key {key!r} twice")
+        data[key] = value
+    return data
