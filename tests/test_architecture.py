@@ -62,7 +62,10 @@ ARROWS = {
     "": FLOOR_2 | {"integrations/transformers"},
     "dialects": {"angles", "hf", "spec"},
     "audit": {"analysis/precision", "angles", "configs", "hf", "spec", "numpy"},
-    "analysis": set(),
+    "analysis": {
+        *("analysis/bounds", "analysis/decay", "analysis/extension", "analysis/precision"),
+        *("analysis/search", "analysis/simulate", "analysis/spectrum"),
+    },
     "analysis/spectrum": {"angles", "spec", "numpy"},
     "analysis/bounds": {"analysis/spectrum", "spec", "numpy"},
     "analysis/loops": {"numpy", "numba"},

@@ -1,5 +1,7 @@
 """The certified search: against published values, plain sums on both sides, and fine grids."""
 
+import importlib
+import inspect
 import math
 import os
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotary import Rotary
+from rotary import Rotary, analysis
 from rotary.analysis import loops
 from rotary.analysis.bounds import first_failure
 from rotary.analysis.search import MinBase, comb, min_base, safe_base
@@ -326,3 +328,22 @@ def test_small_heads_whose_sign_rounding_hides_still_pass():
     assert found.binding == 355
     assert plain(found.base, 1000, 4).min() >= 0
     assert found.base == pytest.approx(355**2 / (2 * (1 + math.cos(355))), rel=1e-3)
+
+
+def test_every_public_function_is_a_name_of_the_package():
+    files = ("bounds", "decay", "extension", "precision", "search", "simulate", "spectrum")
+    among_themselves = {"angles_at", "bfloat16", "check_size", "number", "tf32"}
+    among_themselves |= {"whole_number", "whole_numbers"}
+    for file in files:
+        module = importlib.import_module(f"rotary.analysis.{file}")
+        for name, value in vars(module).items():
+            is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+            if is_own and not name.startswith("_") and name not in among_themselves:
+                assert getattr(analysis, name) is value
+    with pytest.raises(AttributeError, match="has no attribute 'minbase'"):
+        analysis.minbase  # noqa: B018  # it is asked for
+
+
+def test_the_package_does_not_load_numba_before_a_search():
+    code = "import sys, rotary.analysis; assert 'numba' not in sys.modules; rotary.analysis.comb"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,55 @@
 """What a RoPE's numbers say: how far it reaches, and what an extension does to it.
 
-Numbers only, in float64, of any `Rotary`; `rotary.plots` draws them.
+Numbers only, in float64, of any `Rotary`; `rotary.plots` draws them. `spectrum` is about single
+frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et al.,
+`extension` about longer contexts, `precision` about rounding, `simulate` draws queries and keys.
 """
+
+from typing import TYPE_CHECKING, Any
+
+from .bounds import failures as failures
+from .bounds import first_failure as first_failure
+from .bounds import lowest as lowest
+from .bounds import similarity as similarity
+from .decay import abel_terms as abel_terms
+from .decay import attention_terms as attention_terms
+from .decay import decay_curve as decay_curve
+from .decay import pair_terms as pair_terms
+from .decay import partial_sums as partial_sums
+from .decay import score as score
+from .decay import score_bound as score_bound
+from .decay import still_term as still_term
+from .extension import compare as compare
+from .extension import coverage as coverage
+from .extension import methods as methods
+from .extension import unseen as unseen
+from .extension import unseen_share as unseen_share
+from .precision import angle_error as angle_error
+from .precision import longest_safe_position as longest_safe_position
+from .precision import table_error as table_error
+from .simulate import retrieval as retrieval
+from .simulate import theorem_1 as theorem_1
+from .spectrum import critical_dimension as critical_dimension
+from .spectrum import digits as digits
+from .spectrum import extrapolation_length as extrapolation_length
+from .spectrum import frequencies as frequencies
+from .spectrum import never_turning as never_turning
+from .spectrum import pair_with_turns as pair_with_turns
+from .spectrum import still_pairs as still_pairs
+from .spectrum import turns_completed as turns_completed
+from .spectrum import wavelengths as wavelengths
+from .spectrum import yarn_band as yarn_band
+
+if TYPE_CHECKING:
+    from .search import comb as comb
+    from .search import min_base as min_base
+    from .search import safe_base as safe_base
+
+
+def __getattr__(name: str) -> Any:
+    """The searches, which load Numba, imported when they are asked for."""
+    if name in ("comb", "min_base", "safe_base"):
+        from . import search
+
+        return getattr(search, name)
+    raise AttributeError(f"module 'rotary.analysis' has no attribute {name!r}")
