@@ -168,7 +168,7 @@ before = work(sys.argv[1])
 for library in ("numpy", "torch"):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(5)  # ends a child that hangs
+        signal.alarm(30)  # ends a child that hangs
         print(work(library, learn=False), flush=True)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
@@ -203,7 +203,7 @@ codes = []
 for _ in range(5):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(5)
+        signal.alarm(30)
         rotary.apply(rotary.Rotary(head_dim=64, base=77.0), np.ones((1, 1, 9, 64), np.float32))
         work("numpy")
         os._exit(0)
@@ -237,7 +237,7 @@ thread.start()
 held.wait()
 pid = os.fork()
 if pid == 0:
-    signal.alarm(5)
+    signal.alarm(30)
     rotary.apply(SPEC, np.ones((1, 1, 9, 64), np.float32))
     os._exit(0)
 thread.join()
