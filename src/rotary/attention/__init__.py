@@ -1,0 +1,28 @@
+"""The systems of the papers, small and readable: attention with RoPE and what grew out of it.
+
+Written over the array library of the input, NumPy or torch; on torch gradients flow. q, k and v are
+(..., seq, head_dim), k and v with fewer heads where several queries share one.
+
+Two systems need no function here, for they are specs: partial rotation is `Rotary(head_dim,
+rotary_dim)`, and p-RoPE (Barbero et al., arXiv 2410.06205), which keeps the int(p d / 2) fastest
+pairs on the grid of the full width and lets the rest stand still, is the schedule "proportional"
+with partial_rotary_factor = p.
+"""
+
+from .distances import DistanceMap as DistanceMap
+from .distances import distance_attention as distance_attention
+from .distances import leaky_rerope as leaky_rerope
+from .distances import rerope as rerope
+from .distances import self_extend as self_extend
+from .encodings import mixed_cos_sin as mixed_cos_sin
+from .encodings import mixed_directions as mixed_directions
+from .encodings import sinusoidal as sinusoidal
+from .encodings import xpos as xpos
+from .linear import LinearState as LinearState
+from .linear import chunked_linear_attention as chunked_linear_attention
+from .linear import elu_plus_one as elu_plus_one
+from .linear import linear_attention as linear_attention
+from .linear import recurrent_linear_attention as recurrent_linear_attention
+from .softmax import scale_by_log_n as scale_by_log_n
+from .softmax import softmax_attention as softmax_attention
+from .softmax import vo_rope_attention as vo_rope_attention

@@ -1,0 +1,163 @@
+"""Attention over mapped distances: ReRoPE, leaky ReRoPE and self-extend.
+
+A model that was trained on short rows has never seen large distances. These maps keep the distances
+inside a window and make those beyond it smaller, without any training. What is beyond the window is
+again a rotation, by other angles, so two score matrices hold all of it.
+"""
+
+import dataclasses
+import math
+
+from ..angles import inv_freq
+from ..rotate import apply
+from ..spec import Rotary
+from .arrays import (
+    Array,
+    at_least_float32,
+    is_visible,
+    namespace,
+    per_head,
+    per_query_head,
+    positions_of,
+)
+from .softmax import weighted
+
+
+@dataclasses.dataclass(frozen=True)
+class DistanceMap:
+    """How far apart a query at m and a key at n are for the rotation.
+
+        m - n < window:  m - n
+        beyond it:       slope (m // group - n // group) + window - slope (window // group)
+
+    The maps of the literature are made by `rerope`, `leaky_rerope` and `self_extend`. With group 1
+    the result depends on m - n alone; with a larger one also on where the groups begin, so it stays
+    the same only if both move by a multiple of `group`.
+    Raises ValueError for a window or group below 1 and for a slope outside [0, 1].
+
+    >>> import numpy as np
+    >>> DistanceMap(window=2, slope=0.5)(np.arange(6), 0).tolist()
+    [0.0, 1.0, 2.0, 2.5, 3.0, 3.5]
+    """
+
+    window: int
+    slope: float = 1.0
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("window", "group"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of tokens >= 1, got {value!r}")
+        if not 0 <= self.slope <= 1:
+            raise ValueError(f"slope must be in [0, 1], got {self.slope!r}")
+
+    def __call__(self, q_positions: Array, k_positions: Array) -> Array:
+        """The mapped distance of every query position and key position, broadcast together."""
+        distance = q_positions - k_positions
+        blocks = q_positions // self.group - k_positions // self.group
+        far = self.slope * blocks + self.shift
+        return namespace(distance).where(distance < self.window, distance, far)
+
+    @property
+    def shift(self) -> float:
+        """The distance that is added beyond the window, so that both parts meet at its end.
+
+        >>> DistanceMap(window=7, group=2).shift
+        4.0
+        """
+        return self.window - self.slope * (self.window // self.group)
+
+
+def rerope(window: int) -> DistanceMap:
+    """ReRoPE: no distance is larger than the window, min(m - n, window).
+
+    Source: Su, kexue.fm 9708; a window of a quarter to a half of the trained length did best.
+
+    >>> import numpy as np
+    >>> rerope(3)(np.arange(6), 0).tolist()
+    [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    """
+    return DistanceMap(window, slope=0.0)
+
+
+def leaky_rerope(window: int, factor: float) -> DistanceMap:
+    """Leaky ReRoPE: beyond the window every token counts 1 / factor.
+
+    There the distance is window + (m - n - window) / factor. ReRoPE is its limit for a large
+    factor; factor 1 changes nothing.
+    Raises ValueError if factor < 1.
+    Source: Su, kexue.fm 9708 and 9728.
+
+    >>> import numpy as np
+    >>> leaky_rerope(2, factor=4)(np.arange(6), 0).tolist()
+    [0.0, 1.0, 2.0, 2.25, 2.5, 2.75]
+    """
+    if not factor >= 1:
+        raise ValueError(f"factor must be >= 1, got {factor!r}")
+    return DistanceMap(window, slope=1 / factor)
+
+
+def self_extend(window: int, group: int) -> DistanceMap:
+    """Self-extend: beyond the window positions count in groups, all whole numbers.
+
+        m // group - n // group + window - window // group
+
+    Source: Jin et al. (arXiv 2401.01325), section 3. The authors' code divides window by group
+    without rounding, and drops the shift for rows shorter than the window; here it is the paper's.
+
+    >>> import numpy as np
+    >>> self_extend(window=4, group=2)(np.arange(8), 0).tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 5.0]
+    """
+    return DistanceMap(window, group=group)
+
+
+def distance_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary,
+    distances: DistanceMap,
+    *,
+    q_positions: Array | None = None,
+    k_positions: Array | None = None,
+) -> Array:
+    """Causal softmax attention in which q and k are rotated by mapped distances, exactly.
+
+    Two score matrices: one of RoPE as it is, for the pairs inside the window, and one beyond it, of
+    positions m // group whose frequencies are `slope` times those of the spec, q turned by the
+    shift besides. Angles are 64-bit turns in both, so any offset gives the same. Cache k as it
+    comes, not rotated. Positions and heads as in `softmax_attention`.
+    Raises ValueError for a spec of several axes or one that depends on the length.
+
+    >>> import numpy as np
+    >>> x, spec = np.eye(4), Rotary(head_dim=4)
+    >>> distance_attention(x, x, x, spec, rerope(2)).shape
+    (4, 4)
+    """
+    if spec.num_axes > 1 or spec.depends_on_length:
+        raise ValueError(
+            "distances need one position axis and frequencies that do not depend on the length, "
+            f"got {spec.num_axes} axes and schedule {spec.schedule!r}"
+        )
+    xp = namespace(q)
+    m, n = positions_of(q_positions, q), positions_of(k_positions, k)
+    k, v = per_query_head(q, k), per_query_head(q, v)
+    q, k = at_least_float32(q), at_least_float32(k)
+    frequencies, factor = inv_freq(spec)
+    slow = _with_frequencies(spec, distances.slope * frequencies, float(factor))
+    ahead = _with_frequencies(spec, distances.shift * frequencies, 1.0)
+    ahead = dataclasses.replace(ahead, layout=spec.out_layout)
+    far_q = apply(slow, q, positions=m // distances.group)
+    far_q = apply(ahead, far_q, positions=0 * m + 1)
+    far_k = apply(slow, k, positions=n // distances.group)
+    near_q, near_k = apply(spec, q, positions=m), apply(spec, k, positions=n)
+    is_near = per_head(m[..., :, None] - n[..., None, :] < distances.window, q.ndim)
+    scores = xp.where(is_near, near_q @ near_k.swapaxes(-1, -2), far_q @ far_k.swapaxes(-1, -2))
+    return weighted(scores / math.sqrt(q.shape[-1]), is_visible(m, n, q.ndim), v)
+
+
+def _with_frequencies(spec: Rotary, frequencies: Array, factor: float) -> Rotary:
+    params = {"inv_freq": frequencies, "attention_factor": factor}
+    return dataclasses.replace(spec, schedule="custom", params=params)

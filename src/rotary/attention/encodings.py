@@ -1,0 +1,172 @@
+"""Encodings beside plain RoPE: the sinusoidal one it replaces, xPos, and learned 2-D directions."""
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..angles import cos_sin, turns
+from ..kernels import kernel_of
+from ..rotate import rotate
+from ..spec import Rotary
+from .arrays import Array, cast, namespace, positions_of
+
+
+def sinusoidal(
+    positions: npt.NDArray[Any], dim: int, base: float = 10_000.0
+) -> npt.NDArray[np.float64]:
+    """The additive embedding that RoPE replaces: (..., dim) float64, a NumPy array.
+
+    p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same. It is added to the token
+    embeddings, before W_q, W_k and W_v. Its inner product depends on distance alone:
+    p_m . p_n = sum_t cos((m - n) base^(-2t/dim)).
+    Source: Vaswani et al. (arXiv 1706.03762), section 3.5.
+
+    >>> sinusoidal(np.array([0, 1]), 2).round(4)
+    array([[0.    , 1.    ],
+           [0.8415, 0.5403]])
+    """
+    steps = turns(Rotary(head_dim=dim, base=base)).astype(np.int64)
+    angles = np.asarray(positions, np.int64)[..., None] * steps * (2 * np.pi / 2**64)
+    return np.stack((np.sin(angles), np.cos(angles)), axis=-1).reshape(*angles.shape[:-1], dim)
+
+
+def xpos(
+    spec: Rotary,
+    q: Array,
+    k: Array,
+    *,
+    positions: Array | None = None,
+    origin: int = 0,
+    scale_base: float = 512.0,
+    gamma: float = 0.4,
+) -> tuple[Array, Array]:
+    """q and k rotated as `spec` says, q times zeta^m and k times zeta^-n: scores decay.
+
+    Pair i of d/2 has zeta_i = ((i / (d/2) + gamma) / (1 + gamma))^(1 / scale_base), m and n count
+    from `origin`, so that the score of pair i has the factor zeta_i^(m - n) and a causal score
+    decays. The origin cancels, as long as it is the same for q and for every key: keys in a cache
+    stay right for as many tokens as follow. An origin in the middle of the row at hand, as in the
+    authors' code, moves while decoding.
+    Raises ValueError for several axes, and for a position so far from the origin that a factor is
+    beyond 2^64: 18,000 tokens, for gamma 0.4 and scale_base 512. For float16 that is 2^8, for
+    float64 2^512.
+    Source: Sun et al. (arXiv 2212.10554), algorithm 1.
+
+    >>> q, k = xpos(Rotary(head_dim=2), np.ones((3, 2)), np.ones((3, 2)), scale_base=1, gamma=1)
+    >>> (q[2] @ k[1] / (2 * np.cos(1))).round(6).item()
+    0.5
+    """
+    if spec.num_axes > 1:
+        raise ValueError(f"xPos needs one position axis, the spec has {spec.num_axes}")
+    if not (scale_base > 0 and gamma > 0):
+        raise ValueError(f"scale_base and gamma must be > 0, got {scale_base!r} and {gamma!r}")
+    xp, kernel = namespace(q), kernel_of(q)
+    positions = positions_of(positions, q)
+    pairs = np.arange(spec.rotary_dim // 2) / (spec.rotary_dim // 2)
+    rates = np.log((pairs + gamma) / (1 + gamma)) / scale_base
+    _check_distance(positions - origin, -rates[0], q.dtype)
+    exponents = cast(positions - origin, xp.float64)[..., None] * kernel.taken_over(rates, q)
+    cos, sin = cos_sin(spec, positions)
+    width = xp.promote_types(q.dtype, xp.float32)
+    up, down = cast(xp.exp(exponents), width), cast(xp.exp(-exponents), width)
+    turned = partial(
+        rotate,
+        layout=spec.layout,
+        out_layout=spec.out_layout,
+        rotary_dim=spec.rotary_dim,
+        start=spec.start,
+    )
+    return turned(q, cos * up, sin * up), turned(k, cos * down, sin * down)
+
+
+_BITS = {"float16": 8, "float64": 512}  # half of the exponents of a type; 64 for the others
+
+
+def _check_distance(from_origin: Array, rate: float, dtype: Any) -> None:
+    if not math.prod(from_origin.shape):
+        return
+    bits = _BITS.get(str(dtype).rpartition(".")[2], 64)
+    farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)
+    if farthest > limit:
+        raise ValueError(
+            f"a position is {farthest} tokens from the origin, the factors of xPos hold for {limit}"
+            ": pass an origin near the row, the same for all its q and k, or a larger scale_base"
+        )
+
+
+def mixed_directions(
+    head_dim: int, phases: npt.ArrayLike, base: float = 10.0
+) -> npt.NDArray[np.float64]:
+    """Where the directions of RoPE-mixed start: (2, heads, head_dim / 2) float64, rad per patch.
+
+    Each head has two orthogonal bundles of head_dim / 4 frequencies base^(-4t/head_dim), turned by
+    its phase: at `phases[h]` and at a quarter turn more. phases (heads,) in rad are drawn evenly
+    from a full turn, for each layer anew; 0 is axial RoPE. Then they are learned.
+    Raises ValueError unless head_dim is a multiple of 4 and phases is 1-D.
+    Source: Heo et al. (arXiv 2403.13298), section 3.2, and the authors' `init_random_2d_freqs`.
+
+    >>> mixed_directions(4, [0.0]).round(6).tolist()
+    [[[1.0, 0.0]], [[0.0, 1.0]]]
+    """
+    turned = np.asarray(phases, np.float64)
+    if head_dim < 4 or head_dim % 4 or turned.ndim != 1:
+        raise ValueError(
+            f"head_dim must be a multiple of 4 and phases (heads,), got {head_dim} and shape "
+            f"{turned.shape}"
+        )
+    sizes = base ** (-np.arange(0, head_dim, 4) / head_dim)
+    both = np.stack((turned, turned + np.pi / 2), axis=-1)[..., None]
+    along = np.stack((np.cos(both), np.sin(both))) * sizes
+    return along.reshape(2, len(turned), head_dim // 2)
+
+
+def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
+    """cos and sin of RoPE-mixed, where pair t of head h turns by x theta_x + y theta_y.
+
+    directions  (axes, heads, pairs), float32 or float64, in rad per patch: theta_x, theta_y of each
+                head of one layer; on torch a parameter, which gets its gradient
+    positions   (seq, axes) or (batch, seq, axes). Whole numbers are exact turns: any offset gives
+                the same scores. Fractions are a float64 product.
+    Returns tables for a 4-D q and k, (1 or batch, heads, seq, pairs) in the type of directions:
+    `rotate((q, k), cos, sin)`.
+    Raises ValueError for shapes that do not fit.
+    Source: Heo et al. (arXiv 2403.13298), section 3.2, mixed learnable frequencies.
+
+    >>> cos, sin = mixed_cos_sin(mixed_directions(4, [0.0]), np.array([[0, 0], [0, 1]]))
+    >>> cos.round(4).tolist()
+    [[[[1.0, 1.0], [1.0, 0.5403]]]]
+    """
+    xp = namespace(directions)
+    positions = positions_of(positions, directions)
+    axes = directions.shape[0]
+    if directions.ndim != 3 or positions.ndim not in (2, 3) or positions.shape[-1] != axes:
+        raise ValueError(
+            "directions must be (axes, heads, pairs) and positions (seq, axes) or (batch, seq, "
+            f"axes), got {tuple(directions.shape)} and {tuple(positions.shape)}"
+        )
+    positions = positions if positions.ndim == 3 else positions[None]
+    steps = cast(directions, xp.float64)
+    angles = _summed(cast(positions, xp.float64), steps)
+    if "int" in str(positions.dtype):
+        # turns wrap without rounding; the product beside them only carries the gradient
+        angles = _exact(xp, positions, _constant(steps)) + (angles - _constant(angles))
+    return cast(xp.cos(angles), directions.dtype), cast(xp.sin(angles), directions.dtype)
+
+
+def _exact(xp: Any, positions: Array, steps: Array) -> Array:
+    turned = steps / (2 * math.pi)
+    whole = cast(xp.round((turned - xp.round(turned)) * 2.0**62), xp.int64)
+    return cast(_summed(cast(positions, xp.int64), whole), xp.float64) * (2 * math.pi / 2**62)
+
+
+def _summed(positions: Array, steps: Array) -> Array:
+    """Sum over the axes of position times step: (batch, heads, seq, pairs)."""
+    parts = [positions[:, None, :, axis, None] * steps[axis, :, None] for axis in range(len(steps))]
+    return sum(parts[1:], start=parts[0])
+
+
+def _constant(x: Array) -> Array:
+    return x.detach() if hasattr(x, "detach") else x

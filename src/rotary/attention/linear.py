@@ -1,0 +1,182 @@
+"""Causal linear attention with RoPE: by all pairs, token by token, and in chunks with a state.
+
+    o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n  /  sum_{n <= m} phi(q_m)^T phi(k_n)
+
+Rotated after the feature map; the denominator is not rotated, so it stays positive. The weights may
+be negative and need not sum to one. Without a spec nothing is rotated, and they do.
+Source: Su et al., RoFormer (arXiv 2104.09864), equation 19; Katharopoulos et al. (arXiv
+2006.16236), equations 16 to 20, for the recurrent form.
+"""
+
+from typing import NamedTuple
+
+from ..kernels import kernel_of
+from ..rotate import apply
+from ..spec import Rotary
+from .arrays import Array, at_least_float32, cast, namespace
+
+
+def elu_plus_one(x: Array) -> Array:
+    """The feature map of linear attention: x + 1 for x > 0, exp(x) below; always positive.
+
+    Source: Katharopoulos et al. (arXiv 2006.16236), equation 7.
+
+    >>> import numpy as np
+    >>> elu_plus_one(np.array([-1.0, 0.0, 2.0])).round(4)
+    array([0.3679, 1.    , 3.    ])
+    """
+    xp = namespace(x)
+    return xp.where(x > 0, x + 1, xp.exp(xp.clip(x, None, 0)))
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    positions: Array | None = None,
+    allow_negative: bool = False,
+) -> Array:
+    """Causal linear attention with RoPE, by all pairs of tokens: the definition.
+
+    q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
+    are those of `rotary.apply`; a token sees those before it in the sequence.
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2))
+    >>> linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
+    array([[7., 8.]])
+    """
+    out_type = v.dtype
+    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
+    seen = _lower_triangle(k)
+    weights = rotated_q @ rotated_k.swapaxes(-1, -2) * seen
+    norm = (q @ k.swapaxes(-1, -2) * seen).sum(axis=-1, keepdims=True)
+    return cast(weights @ at_least_float32(v) / norm, out_type)
+
+
+def recurrent_linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    positions: Array | None = None,
+    allow_negative: bool = False,
+) -> Array:
+    """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
+
+    >>> import numpy as np
+    >>> x = np.ones((1, 2))
+    >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
+    array([[7., 8.]])
+    """
+    out_type, v = v.dtype, at_least_float32(v)
+    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
+    s, z = 0.0, 0.0
+    outputs = []
+    for n in range(k.shape[-2]):
+        s = s + rotated_k[..., n, :, None] * v[..., n, None, :]
+        z = z + k[..., n, :]
+        total = (rotated_q[..., n, None, :] @ s)[..., 0, :]
+        outputs.append(total / (q[..., n, :] * z).sum(axis=-1, keepdims=True))
+    return cast(namespace(q).stack(outputs, axis=-2) if outputs else v, out_type)
+
+
+class LinearState(NamedTuple):
+    """All that linear attention keeps of the tokens it has seen.
+
+    s         (..., head_dim, value_dim), sum of (R_n phi(k_n)) v_n^T; at least float32
+    z         (..., head_dim), sum of phi(k_n)
+    position  of the next token: a number, or (batch,) where rows differ
+
+    >>> import numpy as np
+    >>> LinearState(np.zeros((4, 4)), np.zeros(4), 7).position
+    7
+    """
+
+    s: Array
+    z: Array
+    position: Array
+
+
+def chunked_linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    state: LinearState | None = None,
+    positions: Array | None = None,
+    chunk_size: int = 64,
+    allow_negative: bool = False,
+) -> tuple[Array, LinearState]:
+    """The same in chunks, all pairs inside a chunk and the state S, z between: (output, state).
+
+    Goes on behind `state`, so pieces of any length, fed one after another, give what the whole
+    gives. Without `positions` the tokens stand at state.position and after, from 0 at first.
+    Raises ValueError if chunk_size < 1, and for a spec of several axes or one that depends on the
+    length: what the state holds cannot be turned again.
+    Source: the chunkwise form of Hua et al. (arXiv 2202.10447), section 3.2, with equation 19.
+
+    >>> import numpy as np
+    >>> x, spec = np.ones((3, 2)), Rotary(head_dim=2)
+    >>> first, state = chunked_linear_attention(x[:2], x[:2], x[:2], spec)
+    >>> last, state = chunked_linear_attention(x[2:], x[2:], x[2:], spec, state=state)
+    >>> bool(np.allclose([*first, *last], linear_attention(x, x, x, spec)))
+    True
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+    if spec is not None and (spec.num_axes > 1 or spec.depends_on_length):
+        raise ValueError(
+            "a state needs one position axis and frequencies that do not depend on the length, got "
+            f"{spec.num_axes} axes and schedule {spec.schedule!r}; use linear_attention"
+        )
+    xp, seq = namespace(q), q.shape[-2]
+    positions, position = _next_positions(q, state, positions)
+    out_type, v = v.dtype, at_least_float32(v)
+    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
+    if state is None:
+        s, z = rotated_k[..., :0, :].swapaxes(-1, -2) @ v[..., :0, :], k[..., :0, :].sum(axis=-2)
+    else:
+        s, z, _ = state
+    outputs = []
+    for start in range(0, seq, chunk_size):
+        chunk = (..., slice(start, start + chunk_size), slice(None))
+        pairs = rotated_q[chunk] @ rotated_k[chunk].swapaxes(-1, -2) * _lower_triangle(k[chunk])
+        total = rotated_q[chunk] @ s + pairs @ v[chunk]
+        norms = z[..., None, :] + xp.cumsum(k[chunk], axis=-2)
+        outputs.append(total / (q[chunk] * norms).sum(axis=-1, keepdims=True))
+        s = s + rotated_k[chunk].swapaxes(-1, -2) @ v[chunk]
+        z = z + k[chunk].sum(axis=-2)
+    output = xp.concatenate(outputs, axis=-2) if outputs else v
+    return cast(output, out_type), LinearState(s, z, position)
+
+
+def _features(
+    q: Array, k: Array, spec: Rotary | None, positions: Array | None, allow_negative: bool
+) -> tuple[Array, Array, Array, Array]:
+    q, k = elu_plus_one(at_least_float32(q)), elu_plus_one(at_least_float32(k))
+    if spec is None:
+        return q, k, q, k
+    return q, k, *apply(spec, q, k, positions=positions, allow_negative=allow_negative)
+
+
+def _lower_triangle(k: Array) -> Array:
+    order = kernel_of(k).arange(k, k.shape[-2])
+    return cast(order[:, None] >= order, k.dtype)
+
+
+def _next_positions(
+    q: Array, state: LinearState | None, positions: Array | None
+) -> tuple[Array, Array]:
+    """Positions of these tokens, and of the one that follows them."""
+    first: Array = 0 if state is None else state.position
+    if positions is None:
+        seq = q.shape[-2]
+        start = first[:, None] if getattr(first, "ndim", 0) else first
+        return start + kernel_of(q).arange(q, seq), first + seq
+    positions = kernel_of(q).taken_over(positions, q)
+    return positions, positions[..., -1] + 1 if q.shape[-2] else first

@@ -1,0 +1,165 @@
+"""Softmax attention with rotary q and k, with rotary v, and the scaling of q by log n."""
+
+import dataclasses
+import math
+from typing import Any
+
+from ..angles import inv_freq
+from ..rotate import apply
+from ..spec import Rotary
+from .arrays import (
+    Array,
+    at_least_float32,
+    cast,
+    has_shared_heads,
+    is_visible,
+    namespace,
+    per_query_head,
+    positions_of,
+)
+
+
+def softmax_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    q_positions: Array | None = None,
+    k_positions: Array | None = None,
+    causal: bool = True,
+) -> Array:
+    """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
+
+    Positions are (seq,) or (batch, seq), by default 0 .. seq - 1; `causal` hides the keys at larger
+    ones, and a query that sees no key gives zeros. k and v may have fewer heads (axis -3) than q.
+    A spec that depends on the length is scaled for the largest position of the keys.
+    On torch this is `scaled_dot_product_attention`, on NumPy the formula.
+    Raises ValueError for heads that cannot be shared out, and for causal=True with several axes.
+    Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16.
+
+    >>> import numpy as np
+    >>> q = np.ones((1, 2))
+    >>> softmax_attention(q, q, np.array([[7.0, 8.0]]))
+    array([[7., 8.]])
+    """
+    if causal and spec is not None and spec.num_axes > 1:
+        raise ValueError(
+            f"causal=True needs one position axis, the spec has {spec.num_axes}: rotate q and k "
+            "with rotary.apply, and pass them with the order of the tokens as positions"
+        )
+    if spec is not None:
+        seq_len = row_length(spec, k, k_positions)
+        q = apply(spec, q, positions=q_positions, seq_len=seq_len)
+        k = apply(spec, k, positions=k_positions, seq_len=seq_len)
+    is_torch = namespace(q).__name__ == "torch"
+    is_counted = q_positions is None and k_positions is None
+    visible = None
+    if causal and not (is_torch and is_counted):
+        visible = is_visible(positions_of(q_positions, q), positions_of(k_positions, k), q.ndim)
+    if is_torch:
+        return namespace(q).nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=visible,
+            is_causal=causal and visible is None,
+            enable_gqa=has_shared_heads(q, k),
+        )
+    k, v = per_query_head(q, k), per_query_head(q, v)
+    scores = at_least_float32(q) @ at_least_float32(k).swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    return weighted(scores, visible, v)
+
+
+def weighted(scores: Array, visible: Array | None, v: Array) -> Array:
+    """softmax(scores) v over the visible keys, in the type of v; zeros where there are none.
+
+    >>> import numpy as np
+    >>> weighted(np.zeros((1, 2)), None, np.array([[1.0], [3.0]]))
+    array([[2.]])
+    """
+    xp = namespace(scores)
+    if not scores.shape[-1]:
+        return cast(scores, v.dtype) @ v
+    if visible is not None:
+        scores = xp.where(visible, scores, -math.inf)
+    highest = xp.amax(scores, axis=-1, keepdims=True)
+    weights = xp.exp(scores - xp.where(highest == -math.inf, 0.0, highest))
+    total = weights.sum(axis=-1, keepdims=True)
+    return cast(weights / xp.where(total == 0, 1.0, total) @ cast(v, weights.dtype), v.dtype)
+
+
+def vo_rope_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    value_spec: Rotary,
+    spec: Rotary | None = None,
+    *,
+    q_positions: Array | None = None,
+    k_positions: Array | None = None,
+    causal: bool = True,
+) -> Array:
+    """Softmax attention whose values are rotated, and whose output is rotated back: VO-RoPE.
+
+        o_m = R_m^T sum_n a_mn R_n v_n = sum_n a_mn R_{n-m} v_n
+
+    `value_spec` is of the width of v; its attention factor has no effect. With `spec` q and k are
+    rotated as well. Other arguments as in `softmax_attention`.
+    Source: Su, kexue.fm 10862, the second kind of rotary embedding.
+
+    >>> import numpy as np
+    >>> x = np.eye(2)
+    >>> bool(np.allclose(vo_rope_attention(x, x, x, Rotary(head_dim=2))[0], x[0]))
+    True
+    """
+    seq_len = row_length(value_spec, k, k_positions)
+    attended = softmax_attention(
+        q,
+        k,
+        apply(value_spec, v, positions=k_positions, seq_len=seq_len),
+        spec,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        causal=causal,
+    )
+    back = dataclasses.replace(
+        value_spec, layout=value_spec.out_layout, out_layout=value_spec.layout
+    )
+    output = apply(back, attended, positions=q_positions, seq_len=seq_len, conjugate=True)
+    return output / float(inv_freq(value_spec)[1]) ** 2
+
+
+def scale_by_log_n(q: Array, counts: Array, trained_length: int) -> Array:
+    """q times max(1, ln n / ln trained_length), for queries that see n keys each.
+
+    Keeps the entropy of the weights from growing with the number of keys. `counts` is (seq,) or
+    (batch, seq): position + 1 in a row that starts at 0. It scales before or after the rotation.
+    Raises ValueError if trained_length < 2.
+    Source: Su, kexue.fm 8823 (log n) and 9708 (never below 1, for a model trained without it).
+
+    >>> import numpy as np
+    >>> scale_by_log_n(np.ones((3, 1)), np.array([10, 100, 10_000]), 100).ravel()
+    array([1., 1., 2.])
+    """
+    if trained_length < 2:
+        raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
+    xp = namespace(q)
+    counts = cast(positions_of(counts, q), xp.float64)
+    factors = xp.clip(xp.log(xp.clip(counts, 1, None)) / math.log(trained_length), 1, None)[
+        ..., None
+    ]
+    if factors.ndim == 3 and q.ndim == 4:
+        factors = factors[:, None]  # the same for every head
+    return q * cast(factors, q.dtype)
+
+
+def row_length(spec: Rotary, k: Array, k_positions: Any) -> Any:
+    """The length that a spec which depends on it is scaled for: that of the keys; else None.
+
+    >>> import numpy as np
+    >>> row_length(Rotary(head_dim=4), np.ones((3, 4)), None)
+    """
+    if not (spec.depends_on_length and k.shape[-2]):
+        return None
+    return namespace(k).amax(positions_of(k_positions, k), axis=-1) + 1

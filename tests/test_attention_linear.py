@@ -1,0 +1,203 @@
+"""Linear attention by all pairs, token by token, in chunks and in a stream is one function."""
+
+import numpy as np
+import pytest
+import torch
+
+from rotary import Rotary
+from rotary.attention import (
+    LinearState,
+    chunked_linear_attention,
+    linear_attention,
+    recurrent_linear_attention,
+)
+
+FAR = 2**40
+SHIFT = 1e-6
+BAR = 1e-5
+LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
+
+
+def draw(*shape, key=0, dtype=np.float64):
+    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
+
+
+def qkv(*shape, dtype=np.float64, width=None):
+    v = (*shape[:-1], width or shape[-1])
+    return draw(*shape, dtype=dtype), draw(*shape, key=1, dtype=dtype), draw(*v, key=2, dtype=dtype)
+
+
+def chunked(*arrays, **options):
+    return chunked_linear_attention(*arrays, **options)[0]
+
+
+FORMS = pytest.mark.parametrize(
+    "attend",
+    [linear_attention, recurrent_linear_attention, chunked],
+    ids=lambda form: form.__name__,
+)
+
+
+def by_pairs(q, k, v, angles):
+    """Equation 19 with complex pairs, half layout, float64; angles (seq, pairs)."""
+
+    def complex_pairs(x):
+        features = np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+        half = x.shape[-1] // 2
+        return features[..., :half] + 1j * features[..., half:]
+
+    a, b = complex_pairs(q), complex_pairs(k)
+    turned_a, turned_b = a * np.exp(1j * angles), b * np.exp(1j * angles)
+    weights = np.tril(np.einsum("...mi,...ni->...mn", turned_a, turned_b.conj()).real)
+    norms = np.tril(np.einsum("...mi,...ni->...mn", a, b.conj()).real).sum(-1, keepdims=True)
+    return weights @ v / norms
+
+
+@LIBRARIES
+@FORMS
+@pytest.mark.parametrize(("seq", "head_dim"), [(1, 2), (63, 16), (257, 32)])
+def test_every_form_is_equation_19_in_float32(library, attend, seq, head_dim):
+    arrays = qkv(2, 3, seq, head_dim, dtype=np.float32, width=5)
+    frequencies = 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    wanted = by_pairs(
+        *[x.astype(np.float64) for x in arrays], np.outer(np.arange(seq), frequencies)
+    )
+    ours = attend(*map(library, arrays), Rotary(head_dim=head_dim))
+    assert np.asarray(ours).dtype == np.float32
+    np.testing.assert_allclose(np.asarray(ours), wanted, rtol=0, atol=BAR)
+
+
+@LIBRARIES
+@pytest.mark.parametrize("seq", [1, 7, 64, 129, 517])
+def test_three_forms_agree_in_float32(library, seq):
+    arrays = list(map(library, qkv(2, seq, 64, dtype=np.float32)))
+    spec = Rotary(head_dim=64)
+    quadratic = np.asarray(linear_attention(*arrays, spec))
+    recurrent = np.asarray(recurrent_linear_attention(*arrays, spec))
+    np.testing.assert_allclose(recurrent, quadratic, rtol=0, atol=BAR)
+    for chunk_size in (3, 64, 100, 5000):
+        in_chunks = np.asarray(chunked(*arrays, spec, chunk_size=chunk_size))
+        np.testing.assert_allclose(in_chunks, quadratic, rtol=0, atol=BAR)
+        np.testing.assert_allclose(in_chunks, recurrent, rtol=0, atol=BAR)
+
+
+@LIBRARIES
+@FORMS
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_linear_attention_is_the_same_at_any_offset(library, attend, dtype):
+    arrays = list(map(library, qkv(2, 3, 70, 64, dtype=dtype)))
+    spec, positions = Rotary(head_dim=64), np.arange(70)
+    near = np.asarray(attend(*arrays, spec))
+    moved = np.asarray(attend(*arrays, spec, positions=positions + FAR))
+    np.testing.assert_allclose(moved, near, rtol=0, atol=SHIFT)
+    assert np.abs(np.asarray(attend(*arrays, spec, positions=2 * positions)) - near).max() > 0.01
+
+
+@LIBRARIES
+@FORMS
+def test_without_a_spec_the_weights_are_an_average(library, attend):
+    q, k, _ = qkv(30, 8)
+    weights = np.asarray(attend(*map(library, (q, k, np.eye(30)))))
+    assert weights[np.tril_indices(30)].min() > 0
+    np.testing.assert_allclose(weights.sum(axis=1), np.ones(30), rtol=1e-12)
+
+
+# --- the state ---
+
+
+def feed(arrays, spec, cuts, **options):
+    """The outputs of the pieces between the cuts, one after another, and the last state."""
+    outputs, state = [], None
+    for start, stop in zip([0, *cuts], [*cuts, arrays[0].shape[-2]], strict=True):
+        piece = [x[..., start:stop, :] for x in arrays]
+        output, state = chunked_linear_attention(*piece, spec, state=state, **options)
+        outputs.append(np.asarray(output))
+    return np.concatenate(outputs, axis=-2), state
+
+
+@LIBRARIES
+@pytest.mark.parametrize("cuts", [[], [1], [17], [1, 2, 3], [5, 5, 40], [36], list(range(1, 37))])
+@pytest.mark.parametrize("chunk_size", [1, 8, 64])
+def test_pieces_give_what_the_whole_gives(library, cuts, chunk_size):
+    arrays = list(map(library, qkv(2, 3, 37, 16, width=6)))
+    spec = Rotary(head_dim=16)
+    wanted = np.asarray(linear_attention(*arrays, spec))
+    ours, state = feed(arrays, spec, cuts, chunk_size=chunk_size)
+    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-12)
+    _, whole = chunked_linear_attention(*arrays, spec)
+    assert state.position == whole.position == 37
+    assert state.s.shape == (2, 3, 16, 6)
+    assert state.z.shape == (2, 3, 16)
+    np.testing.assert_allclose(np.asarray(state.s), np.asarray(whole.s), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.asarray(state.z), np.asarray(whole.z), rtol=0, atol=1e-12)
+
+
+@LIBRARIES
+def test_a_state_goes_on_at_the_positions_of_each_row(library):
+    arrays = list(map(library, qkv(2, 3, 9, 8)))
+    spec = Rotary(head_dim=8)
+    starts = np.array([[0], [FAR]])
+    first = [x[..., :4, :] for x in arrays]
+    _, state = chunked_linear_attention(*first, spec, positions=library(starts + np.arange(4)))
+    assert np.asarray(state.position).tolist() == [4, FAR + 4]
+    rest = [x[..., 4:, :] for x in arrays]
+    ours, state = chunked_linear_attention(*rest, spec, state=state)
+    assert np.asarray(state.position).tolist() == [9, FAR + 9]
+    wanted = linear_attention(*arrays, spec, positions=library(starts + np.arange(9)))
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted)[..., 4:, :], rtol=0, atol=1e-12)
+
+
+@LIBRARIES
+def test_an_empty_piece_changes_nothing(library):
+    arrays = list(map(library, qkv(2, 5, 8)))
+    _, state = chunked_linear_attention(*arrays, Rotary(head_dim=8))
+    nothing = [x[..., :0, :] for x in arrays]
+    output, after = chunked_linear_attention(*nothing, Rotary(head_dim=8), state=state)
+    assert output.shape == (2, 0, 8)
+    assert after.position == 5
+    np.testing.assert_array_equal(np.asarray(after.s), np.asarray(state.s))
+    np.testing.assert_array_equal(np.asarray(after.z), np.asarray(state.z))
+
+
+def test_the_state_of_16_bit_tokens_is_float32():
+    arrays = [torch.from_numpy(x).bfloat16() for x in qkv(2, 300, 16)]
+    output, state = chunked_linear_attention(*arrays, Rotary(head_dim=16))
+    assert (output.dtype, state.s.dtype, state.z.dtype) == (
+        torch.bfloat16, torch.float32, torch.float32,
+    )  # fmt: skip
+    exact = linear_attention(*[x.double() for x in arrays], Rotary(head_dim=16))
+    torch.testing.assert_close(output.double(), exact, rtol=2.0**-8, atol=1e-5)
+
+
+def test_what_a_state_cannot_hold_is_refused():
+    q, k, v = qkv(4, 8)
+    params = {"factor": 2.0, "original_max_position_embeddings": 4}
+    for spec in (
+        Rotary(head_dim=8, axes=(0, 1, 0, 1)),
+        Rotary(head_dim=8, schedule="dynamic", params=params),
+    ):
+        with pytest.raises(ValueError, match="a state needs one position axis and frequencies"):
+            chunked_linear_attention(q, k, v, spec)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"chunk_size must be >= 1 token, got {size}"):
+            chunked_linear_attention(q, k, v, chunk_size=size)
+
+
+# --- gradients ---
+
+
+@FORMS
+def test_gradients_are_those_of_differences(attend):
+    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(2, 5, 4)]
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, Rotary(head_dim=4)), arrays)
+
+
+def test_gradients_flow_through_the_state():
+    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(6, 4)]
+    spec = Rotary(head_dim=4)
+    whole = torch.autograd.grad(linear_attention(*arrays, spec)[3:].sum(), arrays)
+    _, state = chunked_linear_attention(*[x[:3] for x in arrays], spec)
+    assert isinstance(state, LinearState)
+    output, _ = chunked_linear_attention(*[x[3:] for x in arrays], spec, state=state)
+    pieces = torch.autograd.grad(output.sum(), arrays)
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-13)

@@ -1,0 +1,314 @@
+"""Softmax attention on NumPy and torch alike: shared heads, masks, log n, rotary values, p-RoPE."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rotary import Rotary, apply, inv_freq
+from rotary.attention import scale_by_log_n, softmax_attention, vo_rope_attention
+
+FAR = 2**40
+SHIFT = 1e-6  # in units of the values, of which every output is an average
+LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
+
+
+def draw(*shape, key=0, dtype=np.float64):
+    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
+
+
+def qkv(*shape, dtype=np.float64, kv_heads=None):
+    kv = shape if kv_heads is None else (*shape[:-3], kv_heads, *shape[-2:])
+    return draw(*shape, dtype=dtype), draw(*kv, key=1, dtype=dtype), draw(*kv, key=2, dtype=dtype)
+
+
+def rotations(positions, frequencies):
+    """One rotation matrix per position, half layout, from its cosines and sines: (seq, d, d)."""
+    pairs = len(frequencies)
+    turned = np.zeros((len(positions), 2 * pairs, 2 * pairs))
+    for row, m in enumerate(positions):
+        for i, frequency in enumerate(frequencies):
+            c, s = math.cos(m * frequency), math.sin(m * frequency)
+            turned[row, i, i] = turned[row, i + pairs, i + pairs] = c
+            turned[row, i, i + pairs], turned[row, i + pairs, i] = -s, s
+    return turned
+
+
+def weights_by_sums(q, k, visible):
+    """softmax(q k^T / sqrt d) for each query by a loop, zeros where nothing is visible."""
+    weights = np.zeros((len(q), len(k)))
+    for m in range(len(q)):
+        exponents = [
+            math.exp(q[m] @ k[n] / math.sqrt(len(q[m]))) for n in np.flatnonzero(visible[m])
+        ]
+        weights[m, visible[m]] = np.array(exponents) / sum(exponents)
+    return weights
+
+
+# --- one result on both libraries ---
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_numpy_and_torch_agree_for_every_number_of_key_heads(dtype, causal, kv_heads, lead, given):
+    arrays = qkv(*lead, 6, 7, 16, dtype=dtype, kv_heads=kv_heads)
+    positions = np.arange(7) + 5 if given else None
+    options = {"q_positions": positions, "k_positions": positions, "causal": causal}
+    ours = softmax_attention(*arrays, Rotary(head_dim=16), **options)
+    theirs = softmax_attention(*map(torch.from_numpy, arrays), Rotary(head_dim=16), **options)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=16 * np.finfo(dtype).eps)
+
+
+@LIBRARIES
+def test_query_heads_in_a_row_share_a_key_head(library):
+    q, k, v = qkv(2, 6, 5, 8, kv_heads=2)
+    spec = Rotary(head_dim=8)
+    ours = softmax_attention(*map(library, (q, k, v)), spec)
+    for head in range(6):
+        alone = softmax_attention(q[:, head], k[:, head // 3], v[:, head // 3], spec)
+        np.testing.assert_allclose(np.asarray(ours[:, head]), alone, rtol=0, atol=1e-14)
+
+
+@LIBRARIES
+def test_heads_that_cannot_be_shared_out_are_refused(library):
+    arrays = qkv(2, 6, 5, 8, kv_heads=4)
+    with pytest.raises(ValueError, match="q has 6 heads and k has 4: make the first a multiple"):
+        softmax_attention(*map(library, arrays))
+
+
+@LIBRARIES
+def test_the_weights_are_those_of_a_loop_over_tokens(library):
+    q, k, v = qkv(9, 8)
+    moved = np.arange(9) * 3
+    turned = rotations(moved, inv_freq(Rotary(head_dim=8))[0])
+    turned_q, turned_k = (np.einsum("nij,nj->ni", turned, x) for x in (q, k))
+    wanted = weights_by_sums(turned_q, turned_k, moved[None] <= moved[:, None]) @ v
+    positions = {"q_positions": moved, "k_positions": moved}
+    ours = softmax_attention(*map(library, (q, k, v)), Rotary(head_dim=8), **positions)
+    np.testing.assert_allclose(np.asarray(ours), wanted, rtol=0, atol=1e-6)
+
+
+@LIBRARIES
+def test_a_query_that_sees_no_key_gives_zeros(library):
+    arrays = map(library, qkv(3, 8))
+    positions = {"q_positions": np.array([0, 5, 6]), "k_positions": np.array([3, 4, 5])}
+    ours = np.asarray(softmax_attention(*arrays, **positions))
+    np.testing.assert_array_equal(ours[0], np.zeros(8))
+    assert np.abs(ours[1:]).min() > 0
+
+
+@LIBRARIES
+def test_attention_to_no_keys_gives_zeros(library):
+    q, (_, k, v) = draw(2, 3, 8), qkv(2, 0, 8)
+    ours = softmax_attention(*map(library, (q, k, v)), causal=False)
+    np.testing.assert_array_equal(np.asarray(ours), np.zeros((2, 3, 8)))
+
+
+@LIBRARIES
+@LAYOUTS
+@DTYPES
+def test_softmax_attention_is_the_same_at_any_offset(library, layout, dtype):
+    arrays = list(map(library, qkv(2, 4, 24, 64, dtype=dtype, kv_heads=2)))
+    spec, positions = Rotary(head_dim=64, layout=layout), np.arange(24)
+    near = softmax_attention(*arrays, spec)
+    far = {"q_positions": positions + FAR, "k_positions": positions + FAR}
+    moved = softmax_attention(*arrays, spec, **far)
+    unit = np.abs(np.asarray(arrays[2])).max()
+    np.testing.assert_allclose(np.asarray(moved), np.asarray(near), rtol=0, atol=SHIFT * unit)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_keep_their_type(dtype):
+    arrays = [torch.from_numpy(x).to(dtype) for x in qkv(2, 2, 7, 16)]
+    ours = softmax_attention(*arrays, Rotary(head_dim=16))
+    assert ours.dtype == dtype
+    exact = softmax_attention(*[x.double() for x in arrays], Rotary(head_dim=16))
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    if dtype == torch.float16:
+        plain = softmax_attention(*[x.numpy() for x in arrays], Rotary(head_dim=16))
+        assert plain.dtype == np.float16
+        np.testing.assert_allclose(plain, exact.numpy(), rtol=0, atol=8 * 2.0**-10)
+
+
+@LIBRARIES
+def test_scores_beyond_float16_do_not_overflow(library):
+    q, k, v = (np.full((2, 16), size, np.float16) for size in (200, 200, 3))
+    k[1] = -200  # scores of 640,000 and their negative, over the square root of 16
+    ours = softmax_attention(*map(library, (q, k, v)), causal=False)
+    np.testing.assert_array_equal(np.asarray(ours), v)
+
+
+@pytest.mark.parametrize("length", [8, 40])
+@LIBRARIES
+def test_a_spec_that_depends_on_the_length_takes_that_of_the_keys(library, length):
+    params = {"factor": 4.0, "original_max_position_embeddings": 16}
+    spec = Rotary(head_dim=16, schedule="dynamic", params=params)
+    arrays = list(map(library, qkv(2, 2, length, 16)))
+    whole = softmax_attention(*arrays, spec)
+    half = np.arange(length // 2, length)
+    last = softmax_attention(arrays[0][..., half, :], *arrays[1:], spec, q_positions=half)
+    first = softmax_attention(
+        arrays[0][..., : length // 2, :], *arrays[1:], spec, q_positions=np.arange(length // 2)
+    )
+    both = np.concatenate((np.asarray(first), np.asarray(last)), axis=-2)
+    np.testing.assert_allclose(both, np.asarray(whole), rtol=0, atol=1e-14)
+    default = np.asarray(softmax_attention(*arrays, Rotary(head_dim=16)))
+    assert (np.abs(default - both).max() > 0.01) == (length > 16)
+
+
+def test_causal_attention_over_several_axes_is_refused():
+    q, k, v = qkv(2, 4, 8)
+    spec = Rotary(head_dim=8, axes=(0, 0, 1, 1))
+    with pytest.raises(ValueError, match="causal=True needs one position axis, the spec has 2"):
+        softmax_attention(q, k, v, spec)
+
+
+def test_gradients_reach_q_k_and_v():
+    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 2, 3, 4, kv_heads=1)]
+    spec, positions = Rotary(head_dim=4), torch.arange(3) + 2
+
+    def attend(q, k, v):
+        return softmax_attention(q, k, v, spec, q_positions=positions, k_positions=positions)
+
+    assert torch.autograd.gradcheck(attend, arrays)
+
+
+def test_attention_on_numpy_does_not_load_torch():
+    code = (
+        "import sys, numpy as np\n"
+        "from rotary import Rotary, attention as a\n"
+        "x, s = np.ones((3, 4)), Rotary(head_dim=4)\n"
+        "a.softmax_attention(x, x, x, s), a.linear_attention(x, x, x, s)\n"
+        "a.chunked_linear_attention(x, x, x, s), a.distance_attention(x, x, x, s, a.rerope(2))\n"
+        "a.xpos(s, x, x), a.vo_rope_attention(x, x, x, s)\n"
+        "a.mixed_cos_sin(a.mixed_directions(4, [0.0]), np.zeros((3, 2), np.int64))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_library_is_named():
+    with pytest.raises(TypeError, match=r"builtins\.list; array libraries known: numpy, torch"):
+        softmax_attention([[1.0]], [[1.0]], [[1.0]])
+
+
+# --- log n ---
+
+
+@LIBRARIES
+def test_log_n_grows_from_the_trained_length_on(library):
+    counts = [1, 2, 511, 512, 1024, 2**18]
+    q = library(np.ones((2, 6, 4), np.float32))
+    ours = np.asarray(scale_by_log_n(q, np.array(counts), 512))
+    wanted = [max(1.0, math.log(n) / math.log(512)) for n in counts]
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, np.tile(np.array(wanted)[:, None], (2, 1, 4)), rtol=1e-7)
+    assert ours[0, 5, 0] == 2
+
+
+@LIBRARIES
+def test_log_n_takes_one_count_for_each_row(library):
+    counts = np.array([[4, 16], [16, 64]])
+    ours = np.asarray(scale_by_log_n(library(np.ones((2, 3, 2, 4))), counts, 4))
+    np.testing.assert_allclose(ours[:, 1, :, 0], [[1, 2], [2, 3]])
+    with pytest.raises(ValueError, match="trained_length must be >= 2 tokens, got 1"):
+        scale_by_log_n(library(np.ones((1, 4))), np.array([3]), 1)
+
+
+def test_log_n_before_or_after_the_rotation_is_the_same():
+    q, k, v = qkv(2, 40, 8)
+    spec, counts = Rotary(head_dim=8), np.arange(40) + 1
+    before = softmax_attention(scale_by_log_n(q, counts, 8), k, v, spec)
+    after = softmax_attention(scale_by_log_n(apply(spec, q), counts, 8), apply(spec, k), v)
+    np.testing.assert_allclose(before, after, rtol=0, atol=1e-14)
+    assert np.abs(before - softmax_attention(q, k, v, spec)).max() > 0.01
+
+
+# --- rotary values ---
+
+YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+VALUES = {
+    "default": Rotary(head_dim=12),
+    "amplitude": Rotary(head_dim=12, schedule="yarn", params=YARN),
+}
+
+
+@LIBRARIES
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("turned", [False, True], ids=["alone", "with q and k"])
+def test_rotary_values_are_turned_by_the_distance(library, name, turned):
+    q, k, _ = qkv(7, 8)
+    v, spec = draw(7, 12, key=3), Rotary(head_dim=8) if turned else None
+    positions = np.array([0, 1, 2, 5, 9, 40, 41])
+    where = {"q_positions": positions, "k_positions": positions}
+    weights = softmax_attention(q, k, np.eye(7), spec, **where)
+    frequencies = inv_freq(VALUES[name])[0]
+    wanted = np.zeros((7, 12))
+    for m in range(7):
+        for n, matrix in enumerate(rotations(positions - positions[m], frequencies)):
+            wanted[m] += weights[m, n] * (matrix @ v[n])
+    ours = vo_rope_attention(*map(library, (q, k, v)), VALUES[name], spec, **where)
+    np.testing.assert_allclose(np.asarray(ours), wanted, rtol=0, atol=2e-6)
+
+
+@LIBRARIES
+@DTYPES
+@pytest.mark.parametrize("out_layout", ["half", "interleaved"])
+def test_rotary_values_are_the_same_at_any_offset(library, dtype, out_layout):
+    arrays = list(map(library, qkv(2, 4, 20, 16, dtype=dtype, kv_heads=2)))
+    spec = Rotary(head_dim=16, out_layout=out_layout)
+    near = vo_rope_attention(*arrays, spec, spec)
+    far = np.arange(20) + FAR
+    moved = vo_rope_attention(*arrays, spec, spec, q_positions=far, k_positions=far)
+    assert near.dtype == arrays[2].dtype
+    unit = np.abs(np.asarray(arrays[2])).max()
+    np.testing.assert_allclose(np.asarray(moved), np.asarray(near), rtol=0, atol=SHIFT * unit)
+    first = np.asarray(near)[..., 0, :]  # the first token sees itself, at distance 0
+    np.testing.assert_allclose(
+        first, np.repeat(np.asarray(arrays[2])[..., 0, :], 2, axis=1), rtol=0, atol=SHIFT
+    )
+
+
+def test_gradients_reach_rotary_values():
+    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 2, 4, 4)]
+    spec = Rotary(head_dim=4)
+    # the tables are float32: every entry is the same number in all calls, so gradients are exact
+    assert torch.autograd.gradcheck(lambda *x: vo_rope_attention(*x, spec, spec), arrays)
+
+
+# --- p-RoPE ---
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.75, 1.0])
+def test_p_rope_keeps_the_fastest_pairs_on_the_grid_of_the_full_width(p):
+    params = {"partial_rotary_factor": p}
+    spec = Rotary(head_dim=32, schedule="proportional", params=params)
+    kept = int(p * 32 / 2)
+    grid = [10_000 ** (-2 * i / 32) if i < kept else 0.0 for i in range(16)]
+    np.testing.assert_allclose(inv_freq(spec)[0], grid, rtol=1e-15)
+    given = Rotary(head_dim=32, schedule="custom", params={"inv_freq": inv_freq(spec)[0]})
+    q, k, v = qkv(2, 20, 32)
+    ours = softmax_attention(q, k, v, spec)
+    np.testing.assert_array_equal(ours, softmax_attention(q, k, v, given))
+    still = np.arange(kept, 16)
+    np.testing.assert_array_equal(apply(spec, q)[..., still], q[..., still])
+    # a partial rotation of the first 2 p d / 2 channels is another grid
+    partial = softmax_attention(q, k, v, Rotary(head_dim=32, rotary_dim=2 * kept))
+    assert (np.abs(ours - partial).max() > 0.01) == (p < 1)
+
+
+def test_p_rope_scores_of_still_pairs_do_not_depend_on_the_distance():
+    params = {"partial_rotary_factor": 0.5}
+    spec = Rotary(head_dim=8, schedule="proportional", params=params)
+    content = np.array([0, 0, 1.0, 1.0, 0, 0, 1.0, 1.0])  # channels of pairs 2 and 3 alone
+    turned = apply(spec, np.tile(content, (50, 1)))
+    np.testing.assert_array_equal(turned @ turned.T, np.full((50, 50), 4.0))
