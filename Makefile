@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test browser quick lint types bench clean
+.PHONY: demo test docs browser quick lint types bench clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -20,6 +20,9 @@ lint: .venv/dev.stamp
 
 types: .venv/dev.stamp
 	$(BIN)/mypy
+
+docs: .venv/dev.stamp
+	$(BIN)/python -m sphinx -W -n -q --keep-going -b html -d build/doctrees docs build/docs
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.run

@@ -1,0 +1,171 @@
+"""The pages: every link leads somewhere, every test they name exists, and Sphinx builds them."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import rotary
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+]
+VERDICTS = {
+    *("holds", "holds on average", "bound only", "a choice", "incomplete"),
+    *("typo corrected", "wrong", "reported"),
+}
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)[^)]*\)")
+FENCE = re.compile(r"^(`{3,}).*?^\1`*\s*?$", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| ([A-Z])(\d+)\. (.*?) \| \*\*([a-z ]+)\*\*: (.*?) \|(.*)\|$", re.MULTILINE)
+
+
+def prose(path: Path) -> str:
+    """The text of a page without its code."""
+    return re.sub(r"``?[^`\n]+``?", "code", FENCE.sub("", path.read_text(encoding="utf-8")))
+
+
+def anchors(path: Path) -> set[str]:
+    """What the headings of a page are called in links: lower case, words joined by hyphens."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8")).replace("`", "")
+    seen: Counter[str] = Counter()
+    found = set()
+    for title in re.findall(r"^#{1,6} +(.*?) *$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def broken_links(path: Path) -> list[str]:
+    """The relative links of a page that lead to no file, or to no heading of it."""
+    broken = []
+    for target in LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    return broken
+
+
+def test_the_pages_have_links():
+    assert sum(len(LINK.findall(prose(path))) for path in PAGES) > 50
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path):
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
+    other.write_text("# One `big` title\n\n```\n# no title\n```\n## Again\n## Again\n")
+    page.write_text(
+        "[a](other.md) [b](other.md#one-big-title) [c](other.md#again-1) [d](https://x.org/none)\n"
+        "[e](none.md) ![f](none.png) [g](other.md#no-title) [h](#gone) `[i](none)`\n"
+        "```\n[j](none)\n```\n[k\nover lines](gone/)\n"
+    )
+    assert broken_links(page) == ["none.md", "none.png", "other.md#no-title", "#gone", "gone/"]
+
+
+# --- the papers, line by line ---
+
+
+def names_of_tests(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def claims() -> list[tuple[str, int, str, str]]:
+    """(letter, number, verdict, tests) of every row of the page."""
+    text = (DOCS / "paper.md").read_text(encoding="utf-8")
+    return [(row[0], int(row[1]), row[3], row[5]) for row in ROW.findall(text)]
+
+
+def test_every_row_of_a_table_of_claims_is_read():
+    text = (DOCS / "paper.md").read_text(encoding="utf-8")
+    assert len(claims()) == len(re.findall(r"^\| [A-Z]\d", text, re.MULTILINE)) > 60
+    for letter in "DBGNL":
+        numbers = [number for first, number, _, _ in claims() if first == letter]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_every_verdict_is_one_that_is_explained():
+    assert {verdict for _, _, verdict, _ in claims()} == VERDICTS
+    text = (DOCS / "paper.md").read_text(encoding="utf-8")
+    explained = text.split("| verdict | meaning |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| ([a-z ]+) \|", explained, re.MULTILINE)) == VERDICTS
+
+
+@pytest.mark.parametrize("claim", claims(), ids=lambda claim: f"{claim[0]}{claim[1]}")
+def test_every_claim_names_tests_that_exist(claim):
+    _, _, verdict, cell = claim
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", cell)
+    assert len(named) == cell.count("`") // 2
+    assert bool(named) == (verdict != "reported")
+    for file, test in named:
+        assert test in names_of_tests(ROOT / "tests" / file), f"{file} has no {test}"
+
+
+def test_years_are_those_of_the_arxiv_numbers():
+    """A number such as 2104.09864 says its year and month: 2021, April."""
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    dated = re.findall(r"\b(20\d\d),?\s[(\[]*arXiv\s(\d\d)\d\d\.\d{5}", "\n".join(texts))
+    assert len(dated) >= 5
+    assert [year for year, _ in dated] == [f"20{number}" for _, number in dated]
+
+
+# --- the built pages ---
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of the pages, built as on a machine without a network, and what was said."""
+    out = tmp_path_factory.mktemp("html")
+    command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", "-b", "html"]
+    cache = tmp_path_factory.mktemp("doctrees")
+    run = subprocess.run(
+        [*command, "-d", cache, DOCS, out], capture_output=True, text=True, timeout=300
+    )
+    return out, run
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(built):
+    _, run = built
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rotary.__all__)
+def test_every_public_name_is_in_the_reference(built, name):
+    pages = "".join(path.read_text(encoding="utf-8") for path in (built[0] / "api").glob("*.html"))
+    assert f'id="rotary.{name}"' in pages or f'id="module-rotary.{name}"' in pages
+
+
+@pytest.mark.slow
+def test_a_built_page_loads_nothing_from_elsewhere(built):
+    pages = list(built[0].rglob("*.html"))
+    assert len(pages) > 20
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert not re.findall(
+            r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//", text
+        )
+
+
+@pytest.mark.slow
+def test_an_argument_table_becomes_a_list(built):
+    text = (built[0] / "api" / "core.html").read_text(encoding="utf-8")
+    rotate = text.split('id="rotary.rotate"')[1].split('id="rotary.cos_sin"')[0]
+    terms = re.findall(r"<dt><code[^>]*><span class=\"pre\">([^<]*)", rotate)
+    assert terms == ["x", "cos,", "positions", "rotary_dim", "conjugate", "out"]
