@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .kernels import host, kernel_of
+from .kernels import host, is_traced, kernel_of
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
@@ -128,17 +128,15 @@ def sequence_cos_sin(
     if spec.depends_on_length and hasattr(seq_len, "__len__") and np.ndim(seq_len):
         positions = kernel.arange(like, seq)
         return cos_sin(spec, kernel.stacked(positions, len(seq_len)), precision, seq_len)
-    if spec.depends_on_length:
-        length, rows = _known_length(spec, seq if seq_len is None else seq_len), seq
-    else:
-        length, rows = None, 1 << max(seq - 1, 255).bit_length()  # a few sizes serve every length
+    length = _known_length(spec, seq if seq_len is None else seq_len)
+    if not kernel.is_cacheable(like):
+        return cos_sin(spec, kernel.arange(like, seq), precision, length)
+    # a few sizes serve every length
+    rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
 
     def build() -> tuple[Any, Any]:
         return cos_sin(spec, kernel.arange(like, rows), precision, length)
 
-    if not kernel.is_cacheable(like):
-        rows = seq
-        return build()
     key = ("tables", spec, length, rows, precision, kernel.place(like))
     cos, sin = _cache.get(key, build)
     return cos[:seq], sin[:seq]
@@ -209,10 +207,18 @@ def _read_only(array: Array) -> Array:
 def _known_length(spec: Rotary, seq_len: Any) -> int | None:
     if seq_len is None or not spec.depends_on_length:
         return None
+    _check_known(seq_len)
     length = seq_len.item() if hasattr(seq_len, "item") else seq_len
     if isinstance(length, bool) or not isinstance(length, int) or length < 0:
         raise ValueError(f"seq_len must be a whole number >= 0, got {seq_len!r}")
     return length
+
+
+def _check_known(seq_len: Any) -> None:
+    if is_traced(seq_len):
+        raise ValueError(
+            "seq_len must be known when the call is traced: make it a static argument of jax.jit"
+        )
 
 
 def _row_lengths(
@@ -224,6 +230,7 @@ def _row_lengths(
     if seq_len is None:
         lengths = kernel.row_lengths(positions)
     else:
+        _check_known(seq_len)
         given = np.asarray(seq_len.tolist() if hasattr(seq_len, "tolist") else seq_len)
         if given.ndim and given.shape != lead:
             raise ValueError(

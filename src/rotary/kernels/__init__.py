@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-KNOWN = "numpy, torch"
+KNOWN = "numpy, torch, jax"
 
 
 def kernel_of(array: Any) -> ModuleType:
@@ -27,6 +27,11 @@ def kernel_of(array: Any) -> ModuleType:
     torch = sys.modules.get("torch")  # a torch tensor cannot exist before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
         return _torch_kernel or _load_torch_kernel(torch)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.Array):
+        from . import jax as module
+
+        return module
     kind = type(array)
     raise TypeError(
         f"cannot rotate a {kind.__module__}.{kind.__qualname__}; array libraries known: {KNOWN}"
@@ -47,6 +52,16 @@ def host() -> ModuleType:
             from . import numpy as module  # type: ignore[no-redef]
         _host = module
     return _host
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer of JAX: its numbers are known only when the compiled call runs.
+
+    >>> is_traced(3)
+    False
+    """
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
 
 
 def _load_torch_kernel(torch: ModuleType) -> ModuleType:

@@ -1,0 +1,119 @@
+"""JAX under jit: `python -m benchmarks.jax`, medians side by side and the ratio to the formula.
+
+The formula is what code bases write today: x * cos + turned(x) * sin with float32 tables of full
+width. The gate first: nothing is timed that does not give the right numbers. Exits with status 1 if
+the half layout, that of Llama, is slower than the formula; the interleaved formula is one loop too,
+so there both wait for memory.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rotary import Rotary, apply, cos_sin, rotate
+from rotary import bench as timing
+
+SHAPE = timing.Shape(4096)
+ROUNDS = 31
+DTYPES = ("float32", "bfloat16")
+LIMITS = {"float32": 2.0**-21, "bfloat16": 2.0**-7}
+Function = Callable[..., Any]
+
+
+def main() -> None:
+    """Verify, measure, print."""
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {timing.versions()['cpu']}\n")
+    print("| group | case | ms | x copy | formula / it |\n|---|---|---|---|---|")
+    slower = []
+    for dtype in DTYPES:
+        for layout in ("half", "interleaved"):
+            for group, functions, arguments in groups(layout, dtype):
+                name = f"{dtype} {layout} {group}"
+                medians = measured(functions, arguments)
+                for case, spent in medians.items():
+                    ratio = medians["formula"] / spent
+                    print(f"| {name} | {case} | {spent:.3g} | {spent / medians['copy']:.2f} "
+                          f"| {ratio:.2f} |")  # fmt: skip
+                    if case.startswith("rotary") and layout == "half" and ratio < 1:
+                        slower.append(f"{name}, {case}")
+    if slower:
+        sys.exit("slower than the formula: " + "; ".join(slower))
+
+
+def groups(layout: str, dtype: str) -> list[tuple[str, dict[str, Function], tuple[Any, ...]]]:
+    """(name, functions to compile, their arguments) of the rotation and of its gradient."""
+    spec = Rotary(head_dim=128, base=500_000.0, layout=layout)
+    keys = jax.random.split(jax.random.key(0), 2)
+    q, k = (
+        jax.random.normal(key, SHAPE.of(heads, 128)).astype(dtype)
+        for key, heads in zip(keys, (SHAPE.q_heads, SHAPE.k_heads), strict=True)
+    )
+    tables = cos_sin(spec, jnp.arange(SHAPE.seq))
+
+    def formula(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = (_full_width(table, layout) for table in (cos, sin))
+        return tuple((x * cos + _turned(x, layout) * sin).astype(x.dtype) for x in (q, k))
+
+    forward = {
+        "copy": lambda q, k, cos, sin: (jnp.copy(q), jnp.copy(k)),
+        "formula": formula,
+        "rotary": lambda q, k, cos, sin: rotate((q, k), cos, sin, layout=layout),
+        "rotary, tables inside": lambda q, k, cos, sin: apply(spec, q, k),
+    }
+    check(forward, spec, dtype, (q, k, *tables))
+
+    def gradient(function: Function) -> Function:
+        def back(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+            return jax.vjp(lambda *x: function(*x, cos, sin), q, k)[1]((q, k))
+
+        return back
+
+    backward = {"copy": forward["copy"]}
+    backward |= {name: gradient(forward[name]) for name in ("formula", "rotary")}
+    return [("forward", forward, (q, k, *tables)), ("gradient", backward, (q, k, *tables))]
+
+
+def check(functions: dict[str, Function], spec: Rotary, dtype: str, arguments: Any) -> None:
+    """The gate: every case against NumPy's float64, one head of it."""
+    x = np.asarray(arguments[0][:, :1]).astype(np.float64)
+    wanted = apply(spec, x)
+    for name, function in functions.items():
+        if name != "copy":
+            got = np.asarray(jax.jit(function)(*arguments)[0][:, :1]).astype(np.float64)
+            error = np.abs(got - wanted).max() / np.abs(wanted).max()
+            if not error <= LIMITS[dtype]:
+                sys.exit(f"gate is red, no time is measured: {name} {dtype} is off by {error:.1e}")
+
+
+def measured(functions: dict[str, Function], arguments: tuple[Any, ...]) -> dict[str, float]:
+    """Median milliseconds of each compiled function."""
+
+    def case(function: Function) -> timing.Case:
+        compiled = jax.jit(function)
+        return lambda: jax.block_until_ready(compiled(*arguments))
+
+    cases = {name: case(function) for name, function in functions.items()}
+    medians = timing.measure(cases, rounds=ROUNDS)
+    return {name: each.median * 1e3 for name, each in medians.items()}
+
+
+def _full_width(table: Any, layout: str) -> Any:
+    if layout == "half":
+        return jnp.concatenate((table, table), axis=-1)
+    return jnp.repeat(table, 2, axis=-1)
+
+
+def _turned(x: Any, layout: str) -> Any:
+    """x with the members of each pair swapped and one negated: what the sine multiplies."""
+    if layout == "half":
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate((-second, first), axis=-1)
+    return jnp.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,697 @@
+"""JAX arrays: traced, differentiated, mapped, sharded, and one loop when compiled."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import ml_dtypes
+import mpmath
+import numpy as np
+import pytest
+import torch
+from jax.test_util import check_grads
+
+import rotary
+from rotary import angles
+
+SPEC = rotary.Rotary(head_dim=64, base=5e5)
+PARTIAL = rotary.Rotary(head_dim=80, rotary_dim=32, start=16, layout="interleaved")
+SPECS = {
+    "half": SPEC,
+    "interleaved": rotary.Rotary(head_dim=64, layout="interleaved"),
+    "interleaved in, half out": rotary.Rotary(
+        head_dim=64, layout="interleaved", out_layout="half"
+    ),
+    "half in, interleaved out": rotary.Rotary(
+        head_dim=64, layout="half", out_layout="interleaved"
+    ),
+    "a slice": PARTIAL,
+    "backwards": rotary.Rotary(head_dim=64, sign=-1),
+    "amplitude": rotary.Rotary(
+        head_dim=64, schedule="yarn",
+        params={"factor": 8.0, "original_max_position_embeddings": 4096},
+    ),
+    "three axes": rotary.Rotary(head_dim=64, axes=rotary.positions.sections(16, 8, 8)),
+}  # fmt: skip
+DYNAMIC = rotary.Rotary(
+    head_dim=64, schedule="dynamic",
+    params={"factor": 2.0, "original_max_position_embeddings": 16},
+)  # fmt: skip
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def numbers(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def ids(spec, *shape, high=100_000):
+    axes = (spec.num_axes,) if spec.num_axes > 1 else ()
+    return np.random.default_rng(3).integers(0, high, (*shape, *axes)).astype(np.int32)
+
+
+def pair(spec, dtype=np.float32):
+    return (numbers(0, 2, 4, 7, spec.head_dim, dtype=dtype),
+            numbers(1, 2, 2, 7, spec.head_dim, dtype=dtype))  # fmt: skip
+
+
+def assert_near(got, want, units=2):
+    """Within so many units in the last place of the larger number of a pair, which is below 8."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    step = 8 * float(ml_dtypes.finfo(want.dtype).eps)
+    assert abs(got.astype(np.float64) - want.astype(np.float64)).max(initial=0) <= units * step
+
+
+def exact(spec, positions):
+    """cos and sin of position x inv_freq in 60 digits, for positions of one axis."""
+    frequencies, factor = rotary.inv_freq(spec)
+    with mpmath.workdps(60):
+        products = [
+            [mpmath.mpf(float(p)) * mpmath.mpf(float(f)) for f in frequencies] for p in positions
+        ]
+        return tuple(
+            np.array([[float(f(x) * factor) for x in row] for row in products])
+            for f in (mpmath.cos, mpmath.sin)
+        )
+
+
+# --- angles ---
+
+INT32 = [0, 1, 2, 65_535, 65_536, 1_000_003, 2**24 + 1, 2**30 - 1, 2**31 - 1, -1, -65_536, -(2**31)]
+INT64 = [*INT32, 2**32, 2**38 + 12_345, 2**39, -(2**39) + 1]
+
+
+def traced_tables(spec, positions, **options):
+    options = {"allow_negative": True, **options}
+    return jax.jit(lambda p: rotary.cos_sin(spec, p, **options))(positions)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_traced_angles_are_exact_at_any_position(x64):
+    positions = [*(INT64 if x64 else INT32), *ids(SPEC, 200, high=2**31 - 1).tolist()]
+    with jax.enable_x64(x64):
+        tables = traced_tables(SPEC, jnp.array(positions))
+    for got, want in zip(tables, exact(SPEC, positions), strict=True):
+        assert got.dtype == np.float32
+        assert abs(np.asarray(got) - want).max() <= 1.5e-7
+
+
+def test_64_bit_types_change_no_bit_of_traced_tables():
+    positions = np.concatenate([INT32, ids(SPEC, 20_000, high=2**31 - 1)])
+    narrow = traced_tables(SPEC, jnp.array(positions, np.int32))
+    with jax.enable_x64(True):
+        for dtype in (np.int32, np.int64):
+            wide = traced_tables(SPEC, jnp.array(positions, dtype))
+            for a, b in zip(narrow, wide, strict=True):
+                assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
+def test_every_integer_type_of_positions(dtype):
+    info = np.iinfo(dtype)
+    positions = sorted({max(info.min, -(2**39)), 0, 1, 100, min(info.max, 2**39)})
+    with jax.enable_x64(dtype.endswith("64")):
+        tables = traced_tables(SPEC, jnp.array(positions, dtype))
+    for got, want in zip(tables, exact(SPEC, positions), strict=True):
+        assert abs(np.asarray(got) - want).max() <= 1.5e-7
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tables_equal_those_of_numpy(name):
+    spec = SPECS[name]
+    positions = ids(spec, 2, 7)
+    want = rotary.cos_sin(spec, positions)
+    factor = rotary.inv_freq(spec)[1]
+    for got, traced, table in zip(
+        rotary.cos_sin(spec, jnp.array(positions)), traced_tables(spec, positions), want,
+        strict=True,
+    ):  # fmt: skip
+        assert isinstance(got, jax.Array)
+        assert np.array_equal(got, table)
+        assert abs(np.asarray(traced) - table).max() <= 2e-7 * factor
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("inv_freq", [[1.0, 0.01, 1e-4], [1000.0, 100.0, 7.0], [0.0, -1.5, 2.0]])
+def test_fractional_positions_are_exact_without_float64(inv_freq, dtype):
+    spec = rotary.Rotary(head_dim=6, schedule="custom", params={"inv_freq": inv_freq})
+    rng = np.random.default_rng(0)
+    positions = np.concatenate([[0.5, -0.5, 2.0**-30, -(2.0**-30), 1e-30, 0.0, 123_456.75],
+                                rng.uniform(-1, 1, 50), rng.uniform(-3e4, 3e4, 50)])  # fmt: skip
+    positions = positions.astype(dtype)
+    with jax.enable_x64(dtype == "float64"):
+        tables = traced_tables(spec, jnp.array(positions))
+        assert all(table.dtype == np.float32 for table in tables)
+    for got, want in zip(tables, exact(spec, positions), strict=True):
+        assert abs(np.asarray(got) - want).max() <= 2e-7
+
+
+def test_known_fractional_positions_go_the_way_of_numpy():
+    positions = np.arange(9) / 4
+    want = rotary.cos_sin(SPEC, positions)
+    given = jnp.array(positions, np.float32)  # quarters are exact in it
+    for got, table in zip(rotary.cos_sin(SPEC, given), want, strict=True):
+        assert np.array_equal(got, table)
+    with pytest.warns(UserWarning, match="float32 cannot hold every position"):
+        rotary.cos_sin(SPEC, jnp.array([2.0**25]))
+
+
+def test_fractional_positions_that_cannot_be_turned_give_nan():
+    positions = jnp.array([0.5, 2.0**28, 2.0**28 + 32, -jnp.inf, jnp.nan, 7.0])
+    for table in traced_tables(SPEC, positions):
+        assert np.isnan(table).all(axis=1).tolist() == [False, False, True, True, True, False]
+    with pytest.raises(ValueError, match=r"fractional positions must be <= 2\^28"):
+        rotary.cos_sin(SPEC, positions[:3])
+    with pytest.raises(ValueError, match="positions must be finite"):
+        rotary.cos_sin(SPEC, positions)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_tables_can_be_differentiated_by_fractional_positions(sign):
+    spec = rotary.Rotary(head_dim=8, base=100.0, sign=sign)
+    frequencies = rotary.inv_freq(spec)[0]
+    at = jnp.array([0.25, 3.5])
+    cos, sin = jax.jacfwd(lambda p: rotary.cos_sin(spec, p))(at)
+    back = jax.jacrev(lambda p: rotary.cos_sin(spec, p))(at)
+    radians = np.asarray(at)[:, None] * frequencies
+    for index in range(2):
+        assert np.allclose(cos[index, :, index], -np.sin(radians[index]) * frequencies, atol=1e-6)
+        assert np.allclose(sin[index, :, index], np.cos(radians[index]) * frequencies * sign,
+                           atol=1e-6)  # fmt: skip
+        assert not cos[index, :, 1 - index].any()
+    assert np.allclose(back[0], cos, atol=1e-6)
+    assert np.allclose(back[1], sin, atol=1e-6)
+    second = jax.hessian(lambda p: rotary.cos_sin(spec, p)[0].sum())(at)
+    assert np.allclose(np.diag(second), -(np.cos(radians) * frequencies**2).sum(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["half", "amplitude", "backwards"])
+def test_float32_precision_is_the_float32_arithmetic(name):
+    spec = SPECS[name]
+    positions = np.concatenate([np.arange(2000), ids(spec, 2000, high=2**24)])
+    want = rotary.cos_sin(spec, positions, "float32")
+    factor = max(1, rotary.inv_freq(spec)[1])
+    for tables in (
+        rotary.cos_sin(spec, jnp.array(positions), "float32"),
+        traced_tables(spec, positions, precision="float32"),
+    ):
+        for got, table in zip(tables, want, strict=True):
+            assert abs(np.asarray(got) - table).max() <= 1.2e-7 * factor
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "bool", "complex64"])
+def test_other_types_of_positions_are_refused(dtype):
+    positions = jnp.ones(3, dtype)
+    with pytest.raises(TypeError, match="positions must be whole numbers"):
+        rotary.cos_sin(SPEC, positions)
+    with pytest.raises(TypeError, match="positions must be whole numbers"):
+        traced_tables(SPEC, positions)
+
+
+def test_known_positions_are_checked_and_traced_ones_are_turned():
+    with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
+        rotary.cos_sin(SPEC, jnp.array([-1, 4]))
+    tables = jax.jit(lambda p: rotary.cos_sin(SPEC, p))(jnp.array([-1, 4]))
+    for got, want in zip(tables, exact(SPEC, [-1, 4]), strict=True):
+        assert abs(np.asarray(got) - want).max() <= 1.5e-7
+
+
+def test_long_numpy_positions_lose_nothing_without_64_bit_types():
+    q = jnp.array(numbers(0, 1, 2, 3, 64))
+    far = np.array([2**33, 2**33 + 1, 2**35])
+    want = rotary.apply(SPEC, np.asarray(q), positions=far)
+    assert_near(rotary.apply(SPEC, q, positions=far), want)
+    assert_near(jax.jit(lambda q: rotary.apply(SPEC, q, positions=far))(q), want)
+    assert_near(rotary.apply(SPEC, q, positions=[5, 6, 7]),
+                rotary.apply(SPEC, np.asarray(q), positions=[5, 6, 7]))  # fmt: skip
+
+
+# --- the rotation ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_apply_equals_that_of_numpy(name, dtype):
+    spec = SPECS[name]
+    q, k = pair(spec, DTYPES[dtype])
+    positions = ids(spec, 2, 7)
+    with jax.enable_x64(dtype == "float64"):
+        for conjugate in (False, True):
+            want = rotary.apply(spec, q, k, positions=positions, conjugate=conjugate)
+
+            def call(q, k, p, conjugate=conjugate):
+                return rotary.apply(spec, q, k, positions=p, conjugate=conjugate)
+
+            arrays = jnp.array(q), jnp.array(k), jnp.array(positions)
+            for function in (call, jax.jit(call)):
+                for got, expected in zip(function(*arrays), want, strict=True):
+                    assert isinstance(got, jax.Array)
+                    # float64 is rotated by float32 tables, which differ by 2e-7 when traced
+                    if dtype == "float64":
+                        assert abs(np.asarray(got) - expected).max() <= 4e-6
+                    else:
+                        assert_near(got, expected)
+
+
+@pytest.mark.parametrize("seq_dim", [-2, -3, 1])
+def test_any_axis_of_the_sequence_and_default_positions(seq_dim):
+    q, k = numbers(0, 2, 9, 5, 64), numbers(1, 2, 9, 5, 64)
+    want = rotary.apply(SPEC, q, k, seq_dim=seq_dim)
+
+    def call(q, k):
+        return rotary.apply(SPEC, q, k, seq_dim=seq_dim)
+
+    for function in (call, jax.jit(call)):
+        for got, expected in zip(function(jnp.array(q), jnp.array(k)), want, strict=True):
+            assert_near(got, expected)
+
+
+def test_numpy_tables_are_constants_and_tensors_are_refused():
+    q, _ = pair(SPEC)
+    cos, sin = rotary.cos_sin(SPEC, np.arange(7))
+    want = rotary.rotate(q, cos, sin)
+    assert_near(rotary.rotate(jnp.array(q), cos, sin), want)
+    assert_near(jax.jit(lambda q: rotary.rotate(q, cos, sin))(q), want)
+    with pytest.raises(TypeError, match="all arrays must be of one library"):
+        rotary.rotate(jnp.array(q), torch.from_numpy(cos), torch.from_numpy(sin))
+    with pytest.raises(TypeError, match="all arrays must be of one library"):
+        rotary.rotate(torch.from_numpy(q), jnp.array(cos), jnp.array(sin))
+    with pytest.raises(TypeError, match="float64 tables need jax"):
+        rotary.rotate(jnp.array(q), cos.astype(np.float64), sin.astype(np.float64))
+
+
+def test_out_is_refused():
+    q, k = map(jnp.array, pair(SPEC))
+    cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
+    for call in (
+        lambda: rotary.rotate(q, cos, sin, out=q),
+        lambda: rotary.rotate((q, k), cos, sin, out=(q, k)),
+        lambda: rotary.apply(SPEC, q, k, out=(q, k)),
+    ):
+        with pytest.raises(TypeError, match=r"out= cannot be used with JAX arrays, .*immutable"):
+            call()
+
+
+def test_what_does_not_fit_is_refused_traced_or_not():
+    q = jnp.ones((1, 2, 7, 64))
+    cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
+    wrong = [
+        (ValueError, "does not fit", lambda q: rotary.rotate(q, cos[:5], sin[:5])),
+        (ValueError, "cos and sin must be alike", lambda q: rotary.rotate(q, cos, sin[:5])),
+        (ValueError, "the spec has head_dim", lambda q: rotary.apply(SPEC, q[..., :32])),
+        (TypeError, "x must be one of", lambda q: rotary.rotate(q.astype(int), cos, sin)),
+        (TypeError, "q and k must have one dtype",
+         lambda q: rotary.rotate((q, q.astype(jnp.float16)), cos, sin)),
+        (TypeError, "tables must be float32",
+         lambda q: rotary.rotate(q, cos.astype(jnp.bfloat16), sin.astype(jnp.bfloat16))),
+        (TypeError, "positions must be whole numbers",
+         lambda q: rotary.rotate(q, cos, sin, positions=jnp.ones(7))),
+    ]  # fmt: skip
+    for error, match, call in wrong:
+        with pytest.raises(error, match=match):
+            call(q)
+        with pytest.raises(error, match=match):
+            jax.jit(call)(q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_compiled_rotation_differs_by_one_fused_rounding_at_most(layout, dtype):
+    """That of a product, which may move the sum by one unit; 16-bit results rarely."""
+    kind = DTYPES[dtype]
+    x = numbers(0, 4, 500, 64, dtype=kind)
+    cos, sin = rotary.cos_sin(SPEC, np.arange(500))
+    want = rotary.rotate(x, cos, sin, layout=layout)
+    with jax.enable_x64(dtype == "float64"):
+        got = np.asarray(rotary.rotate(jnp.array(x), cos, sin, layout=layout))
+    work = np.float64 if dtype == "float64" else np.float32
+    first, second = rotary.layouts.pair_slices(64, layout)
+    larger = np.empty(x.shape, work)
+    larger[..., first] = larger[..., second] = np.maximum(abs(x[..., first]), abs(x[..., second]))
+    wide_got, wide_want = got.astype(work), want.astype(work)
+    if x.itemsize == 2:
+        unit = np.spacing(abs(want))
+        assert (abs(wide_got - wide_want) <= unit.astype(work)).all()
+        assert (got != want).mean() < 1e-3
+    else:
+        assert (abs(wide_got - wide_want) <= 2 * np.spacing(larger)).all()
+
+
+# --- row numbers into tables ---
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
+def test_rows_outside_a_table_are_an_error_or_nan_and_never_another_row(dtype):
+    info = np.iinfo(dtype)
+    rows = np.array([0, 10, 11, info.max, info.min if info.min else 12, 3], dtype)
+    inside = np.array([True, True, False, False, False, True])
+    q = numbers(0, 1, 2, 6, 64)
+    cos, sin = rotary.cos_sin(SPEC, np.arange(11))
+    want = rotary.rotate(q[:, :, inside], cos, sin, positions=rows[inside])
+    with jax.enable_x64(dtype == "int64"):
+        tables = jnp.array(cos), jnp.array(sin)
+
+        def call(q, rows):
+            return rotary.rotate(q, *tables, positions=rows)
+
+        got = np.asarray(jax.jit(call)(q, rows))
+        assert np.isnan(got[:, :, ~inside]).all()
+        assert_near(got[:, :, inside], want)
+        for known in (rows, rows.tolist(), jnp.array(rows)):
+            with pytest.raises(ValueError, match="the tables have 11 rows"):
+                call(jnp.array(q), known)
+        assert_near(call(jnp.array(q[:, :, inside]), jnp.array(rows[inside])), want)
+
+
+# --- derivatives ---
+
+
+def torch_gradients(spec, q, k, cos, sin, weights):
+    tensors = [torch.from_numpy(np.array(a)).requires_grad_() for a in (q, k, cos, sin)]
+    results = rotary.rotate(
+        tensors[:2], *tensors[2:], layout=spec.layout, out_layout=spec.out_layout,
+        rotary_dim=spec.rotary_dim, start=spec.start,
+    )  # fmt: skip
+    total = sum((y * torch.from_numpy(w)).sum() for y, w in zip(results, weights, strict=True))
+    return [gradient.numpy() for gradient in torch.autograd.grad(total, tensors)]
+
+
+@pytest.mark.parametrize("name", ["half", "interleaved", "interleaved in, half out", "a slice"])
+def test_compiled_gradients_equal_those_of_torch(name):
+    spec = SPECS[name]
+    q, k = pair(spec)
+    weights = numbers(5, *q.shape), numbers(6, *k.shape)
+    cos, sin = rotary.cos_sin(spec, np.arange(7))
+    want = torch_gradients(spec, q, k, cos, sin, weights)
+
+    def loss(q, k, cos, sin):
+        results = rotary.rotate(
+            (q, k), cos, sin, layout=spec.layout, out_layout=spec.out_layout,
+            rotary_dim=spec.rotary_dim, start=spec.start,
+        )  # fmt: skip
+        return sum((y * w).sum() for y, w in zip(results, weights, strict=True))
+
+    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, cos, sin)
+    for ours, theirs in zip(got[:2], want[:2], strict=True):
+        assert_near(ours, theirs)
+    for ours, theirs in zip(got[2:], want[2:], strict=True):  # sums over batch and heads
+        assert np.allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["half", "half in, interleaved out", "a slice"])
+def test_derivatives_of_both_modes_and_orders(name):
+    spec = SPECS[name]
+    with jax.enable_x64(True):
+        q = jnp.array(numbers(0, 1, 2, 3, spec.head_dim, dtype=np.float64))
+        cos, sin = (t.astype(jnp.float64) for t in rotary.cos_sin(spec, jnp.arange(3)))
+
+        def call(q, cos, sin):
+            y = rotary.rotate(q, cos, sin, layout=spec.layout, out_layout=spec.out_layout,
+                              rotary_dim=spec.rotary_dim, start=spec.start)  # fmt: skip
+            return (y**3).sum()
+
+        check_grads(call, (q, cos, sin), order=2, modes=("fwd", "rev"), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_is_the_conjugate_and_keeps_only_the_tables(dtype):
+    q, k = (jnp.array(x, DTYPES[dtype]) for x in pair(SPEC))
+    cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
+    (y, _), back = jax.vjp(lambda q, k: rotary.rotate((q, k), cos, sin), q, k)
+    kept = sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(back))
+    assert cos.nbytes + sin.nbytes <= kept <= 2 * (cos.nbytes + sin.nbytes)
+    want = rotary.rotate((q, k), cos, sin, conjugate=True)
+    for got, expected in zip(back((q, k)), want, strict=True):
+        assert_near(got, expected)
+    tangent = jax.jvp(lambda q: rotary.rotate(q, cos, sin), (k,), (q[:, :2],))[1]
+    assert_near(tangent, y[:, :2])
+
+
+# --- transforms ---
+
+
+def test_vmap_and_scan_equal_a_loop():
+    q, k = numbers(0, 3, 2, 4, 7, 64), numbers(1, 3, 2, 2, 7, 64)
+    positions = ids(SPEC, 3, 2, 7)
+
+    def call(q, k, p):
+        return rotary.apply(SPEC, q, k, positions=p)
+
+    want = [call(*arrays) for arrays in zip(q, k, positions, strict=True)]
+    mapped = jax.vmap(call)(q, k, positions)
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, call(*x)), None, (q, k, positions))
+    inner = jax.vmap(jax.vmap(call, in_axes=(1, 1, None)), in_axes=(0, 0, 0))(
+        q[..., None, :, :].swapaxes(2, 3), k[..., None, :, :].swapaxes(2, 3), positions[:, 0]
+    )
+    assert inner[0].shape[-3:] == (4, 7, 64)
+    for index, expected in enumerate(want):
+        for part in range(2):
+            assert_near(mapped[part][index], expected[part])
+            assert_near(scanned[part][index], expected[part])
+    default = jax.vmap(lambda q: rotary.apply(SPEC, q))(q)
+    assert_near(default, rotary.apply(SPEC, q.reshape(6, 4, 7, 64)).reshape(q.shape))
+
+
+def test_no_tracer_is_kept():
+    """Tables made while a call is traced must not be found by the next one."""
+    angles._cache._entries.clear()
+    angles._cache.bytes = 0
+    q = jnp.array(numbers(0, 1, 2, 300, 64))
+    want = rotary.apply(SPEC, np.asarray(q))
+    assert_near(jax.jit(lambda: rotary.apply(SPEC, q))(), want)
+    assert_near(jax.jit(lambda q: rotary.apply(SPEC, q))(q), want)
+    assert_near(jax.vmap(lambda q: rotary.apply(SPEC, q))(q[None])[0], want)
+    assert not any("jax" in str(key[-1]) for key in angles._cache._entries)
+    assert_near(rotary.apply(SPEC, q), want)
+    kept = [entry for key, (entry, _) in angles._cache._entries.items() if key[0] == "tables"
+            and "jax" in key[-1]]  # fmt: skip
+    assert len(kept) == 1
+    assert not any(isinstance(table, jax.core.Tracer) for entry in kept for table in entry)
+    assert_near(rotary.apply(SPEC, q), want)
+
+
+@pytest.mark.parametrize("name", ["half", "a slice"])
+def test_the_strict_settings_of_jax_are_kept(name):
+    spec = SPECS[name]
+    q, k = pair(spec, DTYPES["bfloat16"])
+    positions = ids(spec, 2, 7)
+    with (
+        jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True), jax.transfer_guard("log"),
+    ):  # fmt: skip
+        call = jax.jit(lambda q, k, p: rotary.apply(spec, q, k, positions=p))
+        want = rotary.apply(spec, q, k, positions=positions)
+        for got, expected in zip(call(q, k, positions), want, strict=True):
+            assert_near(got, expected)
+        jax.jit(lambda p: rotary.cos_sin(spec, p))(positions.astype(np.float32))
+        jax.jit(lambda p: rotary.cos_sin(spec, p, "float32"))(positions)
+        rotary.rotate(jnp.array(q), *rotary.cos_sin(spec, jnp.arange(9)), positions=[1] * 7,
+                      rotary_dim=spec.rotary_dim, start=spec.start)  # fmt: skip
+
+
+def test_an_exported_call_takes_any_batch_and_sequence():
+    batch, seq = jax.export.symbolic_shape("batch, seq")
+    q = jax.ShapeDtypeStruct((batch, 4, seq, 80), np.float32)
+    p = jax.ShapeDtypeStruct((batch, seq), np.int32)
+    plain = jax.export.export(jax.jit(lambda q: rotary.apply(PARTIAL, q)))(q)
+    at = jax.export.export(jax.jit(lambda q, p: rotary.apply(PARTIAL, q, positions=p)))(q, p)
+    x, positions = numbers(0, 3, 4, 11, 80), ids(PARTIAL, 3, 11)
+    assert_near(plain.call(x), rotary.apply(PARTIAL, x))
+    assert_near(at.call(x, positions), rotary.apply(PARTIAL, x, positions=positions))
+
+
+# --- schedules that depend on the length ---
+
+
+def test_a_length_that_is_known_gives_the_scaled_tables_under_jit():
+    q = numbers(0, 2, 2, 40, 64)
+    positions = np.arange(40, dtype=np.int32)
+    for options in ({}, {"seq_len": 64}, {"seq_len": np.int64(64)}, {"seq_len": [20, 64]}):
+        want = rotary.apply(DYNAMIC, q, **options)
+        assert_near(jax.jit(lambda q, o=options: rotary.apply(DYNAMIC, q, **o))(q), want)
+        assert_near(rotary.apply(DYNAMIC, jnp.array(q), **options), want)
+    call = jax.jit(lambda q, p: rotary.apply(DYNAMIC, q, positions=p, seq_len=40))
+    assert_near(call(q, positions), rotary.apply(DYNAMIC, q))
+    rows = jnp.array([np.arange(40), np.arange(40) + 50])
+    assert_near(rotary.apply(DYNAMIC, jnp.array(q), positions=rows),
+                rotary.apply(DYNAMIC, q, positions=np.asarray(rows)))  # fmt: skip
+    static = jax.jit(lambda q, n: rotary.apply(DYNAMIC, q, seq_len=n), static_argnums=1)
+    assert_near(static(q, 64), rotary.apply(DYNAMIC, q, seq_len=64))
+
+
+def test_a_length_that_is_traced_is_refused():
+    q, positions = jnp.ones((2, 2, 40, 64)), jnp.arange(40)
+    with pytest.raises(ValueError, match=r"under jax.jit .* needs seq_len"):
+        jax.jit(lambda p: rotary.cos_sin(DYNAMIC, p))(positions)
+    for length in (64, jnp.array([20, 64])):
+        for call in (
+            lambda n: rotary.apply(DYNAMIC, q, seq_len=n),
+            lambda n: rotary.cos_sin(DYNAMIC, jnp.stack([positions] * 2), seq_len=n),
+        ):
+            with pytest.raises(ValueError, match="make it a static argument"):
+                jax.jit(call)(length)
+    jax.jit(lambda n: rotary.apply(SPEC, q, seq_len=n))(64)  # no matter to the other schedules
+
+
+# --- the compiled program ---
+
+
+def program(function, *arguments):
+    """The text of the optimised program."""
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def operations_of(text):
+    """(operations of the entry, all operations) of a program."""
+    entry = text[text.index("\nENTRY") :]
+    found = [re.findall(r"= (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", part) for part in (entry, text)]
+    return [name for name in found[0] if name not in ("parameter", "tuple")], set(found[1])
+
+
+WAYS = [
+    (layout, out_layout, rotary_dim, start)
+    for layout, out_layout in itertools.product(("half", "interleaved"), repeat=2)
+    for rotary_dim, start in ((128, 0), (64, 0), (32, 64))
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "out_layout", "rotary_dim", "start"), WAYS)
+def test_a_rotation_is_one_loop(layout, out_layout, rotary_dim, start, dtype):
+    x = jax.ShapeDtypeStruct((1, 8, 512, 128), DTYPES[dtype])
+    table = jax.ShapeDtypeStruct((512, rotary_dim // 2), np.float32)
+
+    def rotate(x, cos, sin):
+        return rotary.rotate(x, cos, sin, layout=layout, out_layout=out_layout,
+                             rotary_dim=rotary_dim, start=start)  # fmt: skip
+
+    def gradient(x, cos, sin):
+        return jax.vjp(lambda y: rotate(y, cos, sin), x)[1](x)[0]
+
+    for function in (rotate, gradient):
+        steps, operations = operations_of(program(function, x, table, table))
+        assert steps == ["fusion"]
+        assert not operations & {"gather", "scatter", "dot", "while", "sort", "custom-call"}
+        assert ("convert" in operations) == (dtype == "bfloat16")
+        if layout == out_layout:
+            assert "transpose" not in operations
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "start", "block"), [(128, 0, 64), (64, 0, 32), (32, 64, 16)]
+)
+def test_halves_are_joined_in_blocks_as_wide_as_they_allow(rotary_dim, start, block):
+    """Joined channel by channel it would be one loop as well, several times slower."""
+    x = jax.ShapeDtypeStruct((1, 8, 512, 128), np.float32)
+    table = jax.ShapeDtypeStruct((512, rotary_dim // 2), np.float32)
+    text = program(
+        lambda x, c, s: rotary.rotate(x, c, s, rotary_dim=rotary_dim, start=start), x, table, table
+    )
+    (joined,) = re.findall(r"= f32\[([\d,]+)\]\S* concatenate\(", text)
+    assert joined.split(",")[-2:] == [str(128 // block), str(block)]
+
+
+def test_the_reader_of_programs_sees_more_than_one_loop():
+    x = jax.ShapeDtypeStruct((1, 8, 512, 128), np.float32)
+    text = program(lambda x: jnp.sort(x, axis=-1)[..., ::2] @ jnp.ones((64, 8)), x)
+    steps, operations = operations_of(text)
+    assert len(steps) > 1
+    assert {"sort", "dot"} <= operations
+
+
+def test_tables_of_a_traced_call_need_no_64_bit_type():
+    text = jax.jit(lambda p: rotary.cos_sin(SPEC, p)).lower(jnp.arange(9)).as_text()
+    assert not re.search(r"[iuf]64>", text)
+
+
+# --- several devices ---
+
+DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, rotary
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+assert len(jax.devices()) == 4
+spec = rotary.Rotary(head_dim=64, base=5e5)
+rng = np.random.default_rng(0)
+q, k = (rng.standard_normal((4, n, 8, 64)).astype(np.float32) for n in (8, 4))
+p = rng.integers(0, 100_000, (4, 8)).astype(np.int32)
+wanted = rotary.apply(spec, q, k, positions=p), rotary.apply(spec, q, k)
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("batch", "heads"))
+rows, heads = P("batch", "heads"), P("batch")
+
+def at(q, k, p):
+    return rotary.apply(spec, q, k, positions=p)
+
+def near(got, want, limit=4e-6):
+    for a, b in zip(got, want, strict=True):
+        assert np.abs(np.asarray(a) - b).max() <= limit
+
+sharded = jax.shard_map(at, mesh=mesh, in_specs=(rows, rows, heads), out_specs=(rows, rows))
+near(sharded(q, k, p), wanted[0])
+near(jax.jit(sharded)(q, k, p), wanted[0])
+plain = jax.shard_map(lambda q, k: rotary.apply(spec, q, k), mesh=mesh, in_specs=(rows, rows),
+                      out_specs=(rows, rows))
+near(jax.jit(plain)(q, k), wanted[1])
+
+def loss(q, k, p):
+    return sum((y * y * y).sum() for y in at(q, k, p))
+
+def mapped(q, k, p):
+    return sum((y * y * y).sum() for y in sharded(q, k, p))
+
+gradients = jax.grad(loss, (0, 1))(jnp.array(q), jnp.array(k), jnp.array(p))
+near(jax.jit(jax.grad(mapped, (0, 1)))(q, k, p), gradients, 1e-4)
+fractional = jax.shard_map(lambda p: rotary.cos_sin(spec, p)[0], mesh=mesh, in_specs=heads,
+                           out_specs=heads)
+near((jax.jit(fractional)(p / 8.0),), rotary.cos_sin(spec, p / 8.0)[:1], 2e-7)
+
+each = jax.pmap(lambda q, k, p: at(q[None], k[None], p[None]))(q, k, p)
+near((y[:, 0] for y in each), wanted[0])
+
+put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+arguments = put(q, rows), put(k, rows), put(p, heads)
+for call in (at, jax.jit(at)):
+    got = call(*arguments)
+    near(got, wanted[0])
+    assert all(y.sharding.is_equivalent_to(NamedSharding(mesh, rows), 4) for y in got)
+text = jax.jit(at).lower(*arguments).compile().as_text()
+assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "permute"))
+near(rotary.apply(spec, *arguments[:2]), wanted[1])
+ring = put(q, P(None, None, ("batch", "heads")))
+near((jax.jit(lambda q: rotary.apply(spec, q))(ring),), wanted[1][:1])
+one = jax.device_put(q, jax.devices()[3])
+y = rotary.apply(spec, one)
+assert y.devices() == {jax.devices()[3]}
+near((y,), wanted[1][:1])
+print("ok")
+"""
+
+
+def test_four_devices_by_shard_map_pmap_and_sharded_arrays():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True,
+                          timeout=300, env=environment)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ok\n"
+
+
+def test_numpy_and_torch_calls_do_not_load_the_jax_kernel():
+    script = (
+        "import sys, numpy, torch, rotary; spec = rotary.Rotary(head_dim=4)\n"
+        "rotary.apply(spec, numpy.ones((2, 4), 'f4')); rotary.apply(spec, torch.ones(2, 4))\n"
+        "print('jax' in sys.modules, 'rotary.kernels.jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "False False\n", done.stderr
