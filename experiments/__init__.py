@@ -1,0 +1,1 @@
+"""What the RoFormer paper claims, tried on real text: one folder for each experiment."""

@@ -1,0 +1,1 @@
+"""Does RoPE learn faster than sinusoidal, learned and no positions?"""

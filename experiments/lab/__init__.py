@@ -1,0 +1,1 @@
+"""What every experiment shares: text, model, trainer, results."""

@@ -1,0 +1,97 @@
+"""Results: one line of JSON for each finished run, and tables made of them."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+
+
+def append(path: Path, row: Row) -> None:
+    """Add one run to a file, with the versions it ran under; a line is whole or not there.
+
+    A line that a kill cut short before is dropped.
+    """
+    line = json.dumps({**row, "versions": versions()}, sort_keys=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        file.seek(0)
+        whole = file.read().rpartition(b"\n")
+        file.truncate(len(whole[0]) + len(whole[1]))
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rows(path: Path) -> list[Row]:
+    """All finished runs of a file, the oldest first; none if there is no file.
+
+    >>> rows(Path("no such file"))
+    []
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def is_done(found: Iterable[Row], run: Row) -> bool:
+    """Whether a run with these very settings is among the rows.
+
+    >>> is_done([{"run": {"seed": 0}, "loss": 2.0}], {"seed": 0})
+    True
+    """
+    wanted = json.loads(json.dumps(run))
+    return any(row["run"] == wanted for row in found)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on: Python, the packages, the processor."""
+    packages = {name: importlib.metadata.version(name) for name in ("rotary", "torch", "numpy")}
+    return {"python": platform.python_version(), **packages, "machine": platform.machine()}
+
+
+def mean_spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Mean and standard deviation of a few runs, as they are written in a table.
+
+    >>> mean_spread([1.0, 2.0, 3.0], ".1f")
+    '2.0 ± 1.0'
+    """
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return f"{float(np.mean(values)):{form}} ± {spread:{form.lstrip('+')}}"
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table.
+
+    >>> print(table(["a"], [[1]]))
+    | a |
+    |---|
+    | 1 |
+    """
+    shown = [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
+    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *shown])
+
+
+BEGIN, END = "<!-- result -->", "<!-- end of result -->"
+
+
+def put(readme: Path, text: str) -> None:
+    """Write a result between the two marks of a README. Raises ValueError without them."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{readme.name} needs the marks {BEGIN} and {END}")
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def shown(readme: Path) -> str:
+    """What stands between the marks of a README."""
+    return readme.read_text().partition(BEGIN)[2].partition(END)[0].strip("\n")

@@ -1,0 +1,52 @@
+"""The fair rule of every comparison: the same learning rates, the same seeds, for every method."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .results import Row
+
+
+class Run(NamedTuple):
+    """One training of a method."""
+
+    method: str
+    rate: float
+    seed: int
+
+
+def runs(
+    methods: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    best: Callable[[str], float],
+) -> Iterator[Run]:
+    """Every rate on the first seed; then every other seed at the rate that is `best` by then.
+
+    >>> [run.rate for run in runs(["a"], [1.0, 2.0], [0, 1], lambda method: 2.0)]
+    [1.0, 2.0, 2.0]
+    """
+    for method in methods:
+        for rate in rates:
+            yield Run(method, rate, seeds[0])
+    for seed in seeds[1:]:
+        for method in methods:
+            yield Run(method, best(method), seed)
+
+
+def best_rate(rows: Sequence[Row], method: str, seed: int) -> float:
+    """The learning rate with the fewest bits on held-out data at the end, on the first seed."""
+    swept = [row for row in rows if row["run"]["method"] == method]
+    swept = [row for row in swept if row["run"]["recipe"]["seed"] == seed]
+    best = min(swept, key=lambda row: row["looks"][-1]["bits"])
+    return float(best["run"]["recipe"]["learning_rate"])
+
+
+def chosen(rows: Sequence[Row], method: str, seeds: Sequence[int]) -> dict[int, Row]:
+    """The row of every seed at the best rate of a method."""
+    rate = best_rate(rows, method, seeds[0])
+    found = {}
+    for row in rows:
+        recipe = row["run"]["recipe"]
+        if row["run"]["method"] == method and recipe["learning_rate"] == rate:
+            found[recipe["seed"]] = row
+    return {seed: found[seed] for seed in seeds}

@@ -1,0 +1,485 @@
+"""The experiments: text and batches that repeat, models that keep their laws, runs that survive."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from experiments.e1_convergence import run as convergence
+from experiments.e4_base import recall
+from experiments.e4_base import run as base
+from experiments.e6_shift import run as shift
+from experiments.lab import command, data, results
+from experiments.lab.model import Config, build, linear_attention, softmax_attention
+from experiments.lab.train import Recipe, processes, train
+
+import rotary
+from rotary import attention
+
+ROOT = Path(__file__).parent.parent
+EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("e*/run.py"))
+STEPS = 12
+
+# Trains a model with dropout, so that the random state counts; argument 2 is when it kills itself.
+CHILD = f"""
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from experiments.lab.data import Batch
+from experiments.lab.train import Recipe, processes, train
+
+folder, when = Path(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def batches(step):
+    if when == str(step):
+        die()
+    chance = torch.Generator().manual_seed(step)
+    tokens = torch.randint(8, (4, 6), generator=chance)
+    return Batch(tokens, (tokens + 1) % 8)
+
+writes, fsync = [], os.fsync
+def fsync_or_die(file):
+    writes.append(file)
+    if when == f"write {{len(writes)}}":
+        if len(writes) % 2:
+            os.ftruncate(file, 100)  # the checkpoint is half there; the even ones are its folder
+        die()
+    fsync(file)
+os.fsync = fsync_or_die
+
+recipe = Recipe(steps={STEPS}, rows=4, learning_rate=0.1, seed=3, warmup=2, save_every=3, look_every=5)
+with processes() as these:
+    found = train(model, batches, recipe, folder / "run.pt", lambda model: {{"w": model[2].weight.sum().item()}}, these)
+print([loss.hex() for loss in found.losses], found.looks)
+"""  # noqa: E501
+
+# Trains the same small model with as many processes as torchrun starts, in float32.
+SHARED = """
+import json, sys
+from pathlib import Path
+import torch
+from experiments.lab import data
+from experiments.lab.model import Config, build
+from experiments.lab.train import Recipe, processes, train
+
+torch.set_num_threads(1)
+recipe = Recipe(steps=20, rows=8, learning_rate=1e-2, seed=0, warmup=2)
+content = torch.arange(5000) % 4
+
+def batches(step):
+    return data.masked(data.windows(content, 24, 8, 0, step), data.TRAINING, 0, step)
+
+with processes() as these:
+    model = build(Config(layers=2, width=32, causal=False), seed=0)
+    found = train(model, batches, recipe, Path(sys.argv[1]) / "run.pt", lambda model: {}, these)
+    if these.rank == 0:
+        Path(sys.argv[1], "losses.json").write_text(json.dumps([these.size, found.losses]))
+"""
+
+
+def python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, **options
+    )
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_batch_follows_from_seed_and_step_alone():
+    content = torch.arange(1000)
+    first = data.windows(content, 16, 8, seed=1, step=7)
+    for step in range(7):
+        data.windows(content, 16, 8, seed=1, step=step)
+    torch.rand(3), np.random.default_rng().random()
+    assert torch.equal(data.windows(content, 16, 8, seed=1, step=7), first)
+    assert not torch.equal(data.windows(content, 16, 8, seed=1, step=8), first)
+    assert not torch.equal(data.windows(content, 16, 8, seed=2, step=7), first)
+
+
+def test_pieces_are_runs_of_the_text_from_its_first_byte_to_its_last():
+    content = torch.arange(20)
+    pieces = torch.cat([data.windows(content, 4, 64, seed=0, step=step) for step in range(4)])
+    assert (pieces.diff(dim=1) == 1).all()
+    assert pieces.min() == 0
+    assert pieces.max() == 19
+    with pytest.raises(ValueError, match="a piece of 21 bytes does not fit in a text of 20"):
+        data.windows(content, 21, 1, seed=0, step=0)
+
+
+def test_the_last_twentieth_is_held_out():
+    text = data.text("python")
+    whole = data.SOURCES["python"]()
+    assert bytes(text.training.numpy()) + bytes(text.held_out.numpy()) == whole
+    assert abs(len(text.held_out) / len(whole) - 0.05) < 1e-5
+    assert b"def " in whole
+    assert len(whole) > 2_000_000
+
+
+def test_the_bible_is_taken_from_debian_without_its_labels(tmp_path, monkeypatch):
+    program = tmp_path / "bible"
+    program.write_text('#!/bin/sh\necho "Ge1:1 In the beginning"\necho "Ge1:2 And"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert data.SOURCES["kjv"]() == b"In the beginning\nAnd\n"
+
+
+def test_without_the_bible_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="apt-get install bible-kjv bible-kjv-text"):
+        data.SOURCES["kjv"]()
+
+
+def test_only_hidden_bytes_are_asked_for_and_the_others_stay():
+    pieces = torch.randint(0, 256, (100, 100), generator=torch.Generator().manual_seed(0))
+    batch = data.masked(pieces, data.TRAINING, seed=0, step=0)
+    hidden = batch.tokens == data.MASK
+    assert torch.equal(batch.tokens[~hidden], pieces[~hidden])
+    assert torch.equal(batch.targets[hidden], pieces[hidden])
+    assert (batch.targets[~hidden] == data.IGNORED).all()
+    assert 0.14 < hidden.double().mean() < 0.16
+    other = data.masked(pieces, data.LOOKING, seed=0, step=0)
+    assert not torch.equal(other.tokens, batch.tokens)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+@pytest.mark.parametrize("encoding", ["rope", "sinusoidal", "learned", "none"])
+def test_a_causal_model_does_not_see_what_comes(encoding, kind):
+    tokens = torch.arange(12)[None] % 5
+    changed = tokens.clone()
+    changed[0, 8] = 100
+    for causal in (True, False):
+        model = build(Config(encoding, causal, kind, layers=2, width=32), seed=0)
+        with torch.no_grad():
+            same = (model(tokens) == model(changed))[0].all(-1)
+        assert bool(same[:8].all()) is causal
+        assert not same[8:].any()
+
+
+def test_only_without_positions_is_an_order_not_seen():
+    tokens = torch.arange(10)[None]
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    for encoding in ("none", "learned", "sinusoidal", "rope"):
+        model = build(Config(encoding, causal=False, layers=2, width=32), seed=0).double()
+        if encoding == "rope":
+            model.float()  # the rotation is computed in float32
+        with torch.no_grad():
+            apart = (model(tokens)[:, order] - model(tokens[:, order])).abs().max()
+        assert (apart < 1e-9) == (encoding == "none"), f"{encoding}: {apart}"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rope", [True, False])
+def test_softmax_attention_is_that_of_the_library(rope, causal):
+    q, k, v = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    spec = rotary.Rotary(head_dim=8, base=100.0)
+    cos, sin = rotary.cos_sin(spec, torch.arange(9))
+    turn = (lambda q, k: rotary.rotate((q, k), cos, sin)) if rope else (lambda q, k: (q, k))
+    wanted = attention.softmax_attention(
+        q.numpy(), k.numpy(), v.numpy(), spec if rope else None, causal=causal
+    )
+    torch.testing.assert_close(
+        softmax_attention(q, k, v, turn, causal), torch.from_numpy(wanted), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_linear_attention_is_the_recurrence_of_the_library():
+    q, k, v = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    spec = rotary.Rotary(head_dim=8, base=100.0)
+    cos, sin = rotary.cos_sin(spec, torch.arange(9))
+    found = linear_attention(q, k, v, lambda q, k: rotary.rotate((q, k), cos, sin), causal=True)
+    wanted = attention.recurrent_linear_attention(q.numpy(), k.numpy(), v.numpy(), spec)
+    torch.testing.assert_close(found, torch.from_numpy(wanted), atol=1e-5, rtol=1e-4)
+
+
+def test_what_two_models_share_starts_equal():
+    models = {
+        encoding: dict(build(Config(encoding, layers=2, width=32), seed=5).named_parameters())
+        for encoding in ("rope", "sinusoidal", "learned", "none")
+    }
+    for encoding, weights in models.items():
+        assert set(weights) - set(models["none"]) == (
+            {"places.weight"} if encoding == "learned" else set()
+        )
+        for name, weight in models["none"].items():
+            assert torch.equal(weights[name], weight), f"{encoding} {name}"
+    first, second = (models["none"][f"blocks.{index}.qkv.weight"] for index in range(2))
+    assert not torch.equal(first, second)
+    other = build(Config("none", layers=2, width=32), seed=6)
+    assert not torch.equal(other.head.weight, models["none"]["head.weight"])
+
+
+def test_training_is_adamw_on_the_mean_over_what_is_asked(tmp_path, one_thread):
+    recipe = Recipe(steps=4, rows=4, learning_rate=0.01, seed=0, warmup=2, clip=0.5)
+    content = torch.arange(500) * 7 % 251
+
+    def batches(step):
+        return data.masked(data.windows(content, 12, 4, 0, step), data.TRAINING, 0, step)
+
+    config = Config(layers=1, width=16, causal=False)
+    ours, plain = build(config, seed=0), build(config, seed=0)
+    with processes() as these:
+        found = train(ours, batches, recipe, tmp_path / "run.pt", lambda model: {}, these)
+
+    moments = {name: (0.0, 0.0) for name, _ in plain.named_parameters()}
+    for step, rate in enumerate((0.005, 0.01, 0.01, 0.005)):
+        tokens, targets = batches(step)
+        asked = targets != data.IGNORED
+        loss = -plain(tokens).log_softmax(-1)[asked].gather(1, targets[asked][:, None]).mean()
+        assert abs(loss.item() - found.losses[step]) < 1e-5
+        plain.zero_grad()
+        loss.backward()
+        norm = sum(w.grad.square().sum() for w in plain.parameters()) ** 0.5
+        with torch.no_grad():
+            for name, w in plain.named_parameters():
+                g = w.grad * min(1.0, 0.5 / float(norm))
+                m, s = moments[name]
+                m, s = 0.9 * m + 0.1 * g, 0.98 * s + 0.02 * g * g
+                moments[name] = m, s
+                if w.dim() == 2:
+                    w -= rate * 0.01 * w
+                w -= (
+                    rate
+                    * (m / (1 - 0.9 ** (step + 1)))
+                    / ((s / (1 - 0.98 ** (step + 1))).sqrt() + 1e-8)
+                )
+    for (name, w), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine, w, atol=2e-4, rtol=1e-3, msg=lambda text, n=name: n + text)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    done = python("-c", CHILD, tmp_path_factory.mktemp("undisturbed"), "never")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["a random step", "write 3", "write 4"])
+def test_a_run_that_was_killed_ends_with_the_same_bits(when, undisturbed, tmp_path):
+    if when == "a random step":
+        when = str(random.randrange(4, STEPS))  # behind the first checkpoint, at 3
+    killed = python("-c", CHILD, tmp_path, when)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.stdout == ""
+    resumed = python("-c", CHILD, tmp_path, "never")
+    assert resumed.stdout == undisturbed, f"killed at {when}: {resumed.stderr}"
+    again = python("-c", CHILD, tmp_path, "0")
+    assert again.stdout == undisturbed, "a finished run trains no further"
+
+
+def test_a_run_that_diverged_is_resumed_where_it_was(tmp_path, one_thread):
+    recipe = Recipe(steps=6, rows=2, learning_rate=1e-3, seed=0, save_every=1)
+    seen = []
+
+    def batches(step):
+        seen.append(step)
+        if seen == [0, 1, 2, 3]:
+            raise KeyboardInterrupt
+        tokens = torch.zeros(2, 4, dtype=torch.int64)
+        nothing = torch.full_like(tokens, data.IGNORED)  # a mean over nothing is no number
+        return data.Batch(tokens, nothing if step == 1 else tokens)
+
+    with processes() as these:
+        for expected in (pytest.raises(KeyboardInterrupt), contextlib.nullcontext()):
+            model = build(Config(layers=1, width=16), seed=0)
+            with expected:
+                train(model, batches, recipe, tmp_path / "run.pt", lambda model: {}, these)
+    assert seen == [0, 1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    """Apart by the order of sums alone: one float32 rounding of the loss after 20 steps."""
+    losses = {}
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        script = tmp_path / "shared.py"
+        script.write_text(SHARED)
+        done = python(*launch, script, folder, env={**os.environ, "PYTHONPATH": str(ROOT),
+                                                    "OMP_NUM_THREADS": "1"})  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        started, losses[count] = json.loads((folder / "losses.json").read_text())
+        assert started == count
+    np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6, atol=0)
+    assert losses[1][-1] < losses[1][0] - 1, "what is compared must have learned"
+
+
+def test_the_checkpoint_of_another_run_is_refused(tmp_path):
+    recipe = Recipe(steps=2, rows=2, learning_rate=0.01, seed=0)
+    content = torch.arange(100)
+    with processes() as these:
+        for width in (16, 32):
+            model = build(Config(layers=1, width=width), seed=0)
+            arguments = (
+                model, lambda step: data.causal(data.windows(content, 9, 2, 0, step)), recipe,
+                tmp_path / "run.pt", lambda model: {}, these,
+            )  # fmt: skip
+            if width == 16:
+                train(*arguments)
+            else:
+                with pytest.raises(ValueError, match="is the checkpoint of another run"):
+                    train(*arguments)
+        with pytest.raises(ValueError, match="2 rows cannot be shared by 3 processes"):
+            train(*arguments[:-1], these._replace(size=3))
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path):
+    path = tmp_path / "results.jsonl"
+    results.append(path, {"run": {"seed": 0}, "loss": 1.0})
+    with path.open("a") as file:
+        file.write('{"run": {"seed": 1}, "lo')
+    assert [row["run"]["seed"] for row in results.rows(path)] == [0]
+    results.append(path, {"run": {"seed": 2}, "loss": 2.0})
+    found = results.rows(path)
+    assert [row["run"]["seed"] for row in found] == [0, 2]
+    assert found[0]["versions"]["torch"] == torch.__version__
+    assert results.is_done(found, {"seed": 2})
+    assert not results.is_done(found, {"seed": 1})
+
+
+def test_a_result_is_put_between_its_marks(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
+    results.put(readme, "| new |")
+    assert readme.read_text() == f"before\n{results.BEGIN}\n| new |\n{results.END}\nafter\n"
+    assert results.shown(readme) == "| new |"
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="needs the marks"):
+        results.put(readme, "| new |")
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
+def test_every_experiment_says_what_it_asks_and_how_to_run_it(folder):
+    readme = (folder / "README.md").read_text()
+    for part in ("## Question", "## Command", "## Result", "## What failed"):
+        assert part in readme, f"{folder.name}/README.md has no {part}"
+    assert f"python -m experiments.{folder.name}.run" in readme
+
+
+def smoke(module, folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(folder)])
+    module.main()
+    return results.rows(folder / "results.jsonl")
+
+
+def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypatch, one_thread):
+    rows = smoke(shift, tmp_path, monkeypatch)
+    assert [row["run"]["recipe"]["seed"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        largest = {name: scheme["largest"] for name, scheme in row["schemes"].items()}
+        assert row["offsets"] == [2**12, 2**18, 2**24, 2**39]
+        assert max(largest["exact angles"]) < 1e-5
+        assert largest["float32 angles"][2] > 100 * max(largest["exact angles"])
+        assert min(largest["bfloat16 positions"]) > 100 * max(largest["exact angles"])
+    assert (tmp_path / "shift.png").stat().st_size > 10_000
+    before = (tmp_path / "results.jsonl").read_bytes()
+    smoke(shift, tmp_path, monkeypatch)
+    assert (tmp_path / "results.jsonl").read_bytes() == before, "what is done is not done again"
+
+
+@pytest.mark.slow
+def test_every_encoding_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one_thread):
+    rows = smoke(convergence, tmp_path, monkeypatch)
+    seen = {}
+    for row in rows:
+        recipe, model = row["run"]["recipe"], row["run"]["model"]
+        task = "causal" if model["causal"] else "masked"
+        assert row["run"]["method"] == f"{task} {model['encoding']}"
+        entry = seen.setdefault(row["run"]["method"], {})
+        entry[recipe["seed"], recipe["learning_rate"]] = row["looks"][-1]["bits"]
+    assert len(seen) == 8
+    for entry in seen.values():
+        best = min((1e-3, 3e-3), key=lambda rate: entry[0, rate])
+        assert sorted(entry) == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
+    assert (tmp_path / "convergence.png").stat().st_size > 10_000
+    assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
+
+
+def test_a_value_is_asked_for_where_its_key_comes_again():
+    content = (torch.arange(2000) % 251).to(torch.uint8)
+    made = recall.recall(content, 60, 8, 20, np.random.default_rng(0))
+    for tokens, targets, distances in zip(*made.batch, made.distances, strict=True):
+        row = torch.cat([tokens, targets[-1:]]).tolist()  # the last token is text or a value
+        where, asked = {}, 0
+        text = [token for token in row if 0 <= token < recall.FIRST_KEY]
+        assert all((b - a) % 251 == 1 for a, b in itertools.pairwise(text))
+        for place in range(60):
+            token, target = tokens[place].item(), targets[place].item()
+            if not recall.FIRST_KEY <= token < recall.FIRST_VALUE:
+                assert target < recall.FIRST_KEY
+                assert distances[place] == 0
+            elif token in where:
+                first = where[token]
+                assert target == row[first + 1]
+                assert target >= recall.FIRST_VALUE
+                assert distances[place] == place - first
+                asked += 1
+            else:
+                where[token] = place
+                assert target == data.IGNORED
+                assert row[place + 1] >= recall.FIRST_VALUE
+        assert asked + (targets[-1] == data.IGNORED) >= 7
+        assert len(where) == 8
+
+
+@pytest.mark.slow
+def test_every_base_gets_the_same_sweep_and_is_asked_the_same(tmp_path, monkeypatch, one_thread):
+    rows = smoke(base, tmp_path, monkeypatch)
+    assert len(rows) == len(base.BASES) * 4
+    for row in rows:
+        assert row["run"]["model"]["base"] == float(row["run"]["method"])
+        end = row["looks"][-1]
+        assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
+        assert 0 <= end["recall"] <= 1
+        assert {name for name in end if name.startswith("recall ")} >= {"recall 1", "recall 32"}
+    assert (tmp_path / "base.png").stat().st_size > 10_000
+
+
+def test_steps_to_a_level_are_read_between_looks():
+    curve = np.array([[10, 4.0], [20, 3.0], [30, 3.5], [40, 2.0]])
+    assert convergence.steps_to(curve, 3.25) == 17.5
+    assert convergence.steps_to(curve, 2.75) == 35.0
+    assert convergence.steps_to(curve, 5.0) == 10.0
+    assert convergence.steps_to(curve, 1.9) == np.inf
+
+
+@pytest.mark.parametrize(
+    "module", [convergence, base, shift], ids=lambda module: module.__name__.split(".")[1]
+)
+def test_the_table_of_a_readme_is_that_of_its_results(module):
+    rows = results.rows(module.FOLDER / "results.jsonl")
+    if rows:
+        assert results.shown(module.FOLDER / "README.md") == module.table(rows)
+    else:
+        assert "not run yet" in (module.FOLDER / "README.md").read_text()
+
+
+def test_a_smoke_run_takes_the_text_that_is_always_there():
+    with command.options(None, Path("elsewhere"), ["--smoke"]) as found:
+        assert (found.text, found.device) == ("python", "cpu")
+        assert found.out.is_dir()
+    assert not found.out.exists()
+    with command.options(None, Path("here"), []) as found:
+        assert (found.text, found.out) == ("kjv", Path("here"))
