@@ -35,7 +35,10 @@ autodoc_mock_imports = ["fastapi", "gradio", "plotly", "starlette", "uvicorn"]
 nitpicky = True
 nitpick_ignore_regex = [
     # types of other libraries, and of the standard one: links to other sites are not checked here
-    (r"py:.*", r"(collections|fastapi|gradio|inspect|matplotlib|np|numpy|os|torch|typing)\..*"),
+    (
+        r"py:.*",
+        r"(collections|fastapi|gradio|inspect|matplotlib|np|numpy|os|pathlib|torch|typing)\..*",
+    ),
 ]
 
 _ARRAY = re.compile(r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~[\w.]+\]\]")

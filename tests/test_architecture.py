@@ -35,6 +35,8 @@ ARROWS = {
     },
     "kernels/torch": {"layouts", "schedules", *KERNELS, "kernels/blocks", "numpy", "torch"},
     "kernels/jax": {"schedules", *KERNELS, "jax", "numpy"},
+    "kernels/launch": {"kernels/geometry"},
+    "kernels/triton": {"kernels/geometry", "kernels/launch", "torch", "triton"},
     "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "kernels/jax", "numpy"},
     "angles": {"kernels", "schedules", "spec", "numpy"},
     "rotate": {"angles", "kernels", "kernels/geometry", "spec"},
@@ -51,6 +53,7 @@ ARROWS = {
     "nn": {"rotate", "spec", "angles", "torch"},
     "integrations": set(),
     "integrations/rotations": {"rotate", "torch"},
+    "integrations/onnx": {"kernels", "kernels/geometry", "kernels/torch", "onnx", "torch"},
     "integrations/tables": {"angles", "hf", "spec", "torch"},
     "integrations/transformers": {
         *("integrations", "integrations/rotations", "integrations/tables", "torch"),

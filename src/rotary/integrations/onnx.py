@@ -1,0 +1,212 @@
+"""`export`: a torch module that rotates, as an ONNX model with the operator `RotaryEmbedding`.
+
+ONNX has the operator from opset 23 on. It rotates the first channels of a head, in one layout, by
+one row of cos and sin per token. What it cannot say (a slice that starts later, interleaved in and
+half out, tables per head, float64) is written in plain operators, as is all below opset 23.
+
+The tables are computed in the model from its positions, by 64-bit turns as everywhere here. So
+there is no longest position, nothing is clamped, and no table is shipped; a negative position, an
+error in torch, turns backwards. It takes float64 and an int64 product that wraps, which onnxruntime
+and the evaluator of onnx have, and which ONNX does not promise. For an engine without them let the
+module call `rotate(x, cos, sin, positions=ids)` on tables of its own: these become `cos_cache` and
+`sin_cache`, and the ids `position_ids`. onnxruntime refuses an id outside the table; the evaluator
+of onnx counts a negative one from the end.
+
+float16 and bfloat16 are rotated in float32 and rounded once, with a Cast on either side.
+"""
+
+import importlib.util
+import math
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import kernels
+from ..kernels import torch as kernel
+from ..kernels.geometry import Geometry, Options, geometry_of
+
+OPERATOR_OPSET = 23  # the first with RotaryEmbedding
+FIRST_OPSET = 18  # the lowest that torch's exporter writes
+_NEEDED = ("onnx", "onnxscript")
+
+
+def export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    path: str | Path,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    opset_version: int = OPERATOR_OPSET,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> None:
+    """Write `module`, as it runs on `args` and `kwargs`, to the file `path`.
+
+    Every `rotary.rotate`, `rotary.apply` and `rotary.nn.RotaryEmbedding` in it becomes one operator
+    `RotaryEmbedding` per array, or plain operators where that operator cannot say it.
+
+    dynamic_shapes  as in `torch.export.export`: {0: torch.export.Dim("batch")} for each input
+    options         more arguments of `torch.onnx.export`, such as input_names
+
+    The model is checked by `onnx.checker` with shape inference; one that fails is not written.
+    Raises ValueError for an opset that cannot be written, and for `out=` in the module, because
+    ONNX has no writing in place; ImportError without onnx and onnxscript.
+    Source: the operator RotaryEmbedding of https://onnx.ai/onnx/operators, since version 23.
+
+    >>> export(nn.Identity(), (torch.ones(2),), "model.onnx", opset_version=16)
+    Traceback (most recent call last):
+    ValueError: opset_version must be >= 18, the lowest that torch writes, got 16
+    """
+    if opset_version < FIRST_OPSET:
+        raise ValueError(
+            f"opset_version must be >= {FIRST_OPSET}, the lowest that torch writes, "
+            f"got {opset_version}"
+        )
+    for name in _NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f'export needs {name}: pip install "rotary[onnx]"')
+    with _recording(has_operator=opset_version >= OPERATOR_OPSET):
+        traced = torch.export.export(
+            module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+    program: Any = torch.onnx.export(
+        traced, dynamo=True, opset_version=opset_version, verbose=False, **options
+    )
+    written = program.model.opset_imports[""]
+    if written != opset_version:
+        raise ValueError(
+            f"torch {torch.__version__} cannot write opset {opset_version} for this module, it "
+            f"came to {written}: ask for another opset_version, such as {OPERATOR_OPSET}"
+        )
+    _save_checked(program, Path(path))
+
+
+def _save_checked(program: Any, path: Path) -> None:
+    """Check where the files are written, then move them: a model over 2 GB has several."""
+    import onnx
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        draft = Path(folder) / path.name
+        program.save(draft)
+        onnx.checker.check_model(str(draft), full_check=True)
+        for part in sorted(Path(folder).iterdir(), key=lambda part: part == draft):
+            part.replace(path.parent / part.name)
+
+
+@contextmanager
+def _recording(has_operator: bool) -> Iterator[None]:
+    """While a module is traced, its tensors are served by a kernel that ONNX can express."""
+    recorder = ModuleType(f"{__name__}.recorder")
+    rotate = partial(_rotate, threading.get_ident(), has_operator)
+    vars(recorder).update(vars(kernel), constant=_constant, tables=_tables, rotate=rotate)
+    kernels._torch_kernel = recorder
+    try:
+        yield
+    finally:
+        kernels._torch_kernel = kernel
+
+
+def _constant(function: Any, spec: Any, *arguments: Any) -> Any:
+    # the kernel's own reinterprets int64 as float64, which torch's exporter has no operator for
+    with _disable_current_modes():  # float32 frequencies are made by torch: now, not in the model
+        return function(spec, *arguments)
+
+
+def _tables(
+    positions: Tensor, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """The same as `kernels.torch.tables`, in steps that the exporter does not round."""
+    device = positions.device
+    # a plain number would be rounded to float32
+    radian = torch.tensor(2 * math.pi / 2**64, dtype=torch.float64, device=device)
+    factors = kernel.from_numpy(scales).to(device)[:, None, None]
+    per_pair = positions[..., list(axes)] if axes else positions[..., None]
+    angles = per_pair.long() * kernel.from_numpy(turns).to(device)[:, None, :]
+    cos, sin = [f(angles.double() * radian) * factors for f in (torch.cos, torch.sin)]
+    return cos.float(), (-sin if backwards else sin).float()
+
+
+def _rotate(
+    thread: int,
+    has_operator: bool,
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Any,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
+    if threading.get_ident() != thread:  # a model that runs during the export of another
+        return kernel.rotate(xs, cos, sin, positions, options, conjugate, out)
+    kernel.check_operands(xs, cos, sin, out)
+    if out is not None:
+        raise ValueError("out= cannot be exported, ONNX has no writing in place: leave it out")
+    rows = None if positions is None else kernel.check_rows(positions, xs[0])
+    shapes = tuple([tuple(x.shape) for x in xs])
+    along = None if rows is None else tuple(rows.shape)
+    geometry = geometry_of(shapes, tuple(cos.shape), along, options)
+    operands = [_operand(x, geometry.dims) for x in xs]
+    if not (has_operator and _is_operator(xs[0], cos, geometry)) or None in operands:
+        return kernel.rotate(xs, cos, sin, positions, options, conjugate, None)
+    sin = -sin if conjugate else sin
+    turned = [_operator(*each, cos, sin, rows, geometry) for each in operands if each is not None]
+    return tuple([y.reshape(x.shape) for x, y in zip(xs, turned, strict=True)])
+
+
+def _is_operator(x: Tensor, cos: Tensor, geometry: Geometry) -> bool:
+    """Whether RotaryEmbedding has the channels and the dtypes of this rotation."""
+    return (
+        geometry.start == 0
+        and geometry.layout == geometry.out_layout
+        and x.shape[-1] % 2 == 0
+        and x.dtype != torch.float64
+        and cos.dtype == torch.float32
+    )
+
+
+def _operand(x: Tensor, dims: tuple[int | None, ...]) -> tuple[Tensor, int, int] | None:
+    """x as RotaryEmbedding takes it, its num_heads and head_dim; None where it has no such form."""
+    if dims in ((0,), (0, None), (None, 0)):  # no axis of the batch
+        x, dims = x[None], (None, *dims)
+    if dims in ((None, None, 0), (0, None, 1)):  # (batch, heads, seq, head_dim)
+        return x, 0, x.shape[-1]
+    heads = x.shape[2] if x.ndim == 4 else 1
+    if dims in ((None, 0), (0, 1), (None, 0, None), (0, 1, None)) and isinstance(heads, int):
+        return x.flatten(2), heads, x.shape[-1]  # (batch, seq, heads * head_dim)
+    return None
+
+
+def _operator(
+    x: Tensor,
+    num_heads: int,
+    head_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+) -> Tensor:
+    tokens = x.shape[0], x.shape[-2]
+    if rows is None and tuple(cos.shape[:-1]) != tokens:
+        cos, sin = cos.expand(*tokens, -1), sin.expand(*tokens, -1)
+    rotary_dim = 2 * geometry.pairs
+    turned = torch.onnx.ops.rotary_embedding(
+        x.float(),
+        cos,
+        sin,
+        None if rows is None else rows.expand(tokens),
+        interleaved=geometry.layout == "interleaved",
+        num_heads=num_heads,
+        rotary_embedding_dim=0 if rotary_dim == head_dim else rotary_dim,
+    )
+    return turned.to(x.dtype)
