@@ -1,0 +1,311 @@
+"""The GPU kernel: q and k in one launch of one Triton kernel, at any strides, without a copy.
+
+A program rotates a tile of rows; a row is one head of one token. The cosines and sines of the rows
+are found once, read from tables or worked out from 64-bit turns, and serve all heads that the
+program walks over. What is not rotated is copied by the same launch, unless it is in place already.
+Which tile is taken follows from shapes and strides alone: nothing is tuned, and no call waits for
+the device, so it can be captured in a CUDA graph. Written for CUDA; ROCm and XPU take whatever
+Triton makes of it, untested.
+"""
+
+# ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from .geometry import Geometry
+from .launch import Angles, Plan, plan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OTHERS = 128  # processors of a device that does not say how many it has
+NUMBERS = (  # no value of them is compiled in: a new length must not wait for the compiler
+    *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
+    *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
+    *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "per_program"),
+    *("step", "advance", "offset", "count"),
+)
+
+
+@triton.jit
+def cos_sin(turns, factor):
+    """cos and sin of 64-bit fractions of one turn, each within 1.1e-7."""
+    phase = (turns >> 32).to(tl.int32)  # right to 2^-32 turn, 1.5e-9 rad
+    quadrant = (phase + 0x20000000) >> 30  # of the nearest quarter turn
+    u = (phase << 2).to(tl.float32) * 4.656612873077393e-10  # [-1, 1): in eighths of a turn
+    z = u * u
+    # minimax polynomials of sin(pi u / 4) and cos(pi u / 4), both right to 3e-9
+    s = -3.5954290725e-05 * z + 2.4900068015e-03
+    s = u * ((s * z - 8.0745434708e-02) * z + 0.78539816098)
+    c = 3.5419527381e-06 * z - 3.2596138035e-04
+    c = ((c * z + 1.5854338147e-02) * z - 3.0842513734e-01) * z + 1.0
+    is_odd = (quadrant & 1) != 0
+    cos, sin = tl.where(is_odd, s, c), tl.where(is_odd, c, s)
+    cos = cos * tl.where(((quadrant + 1) & 2) != 0, -factor, factor)
+    return cos, sin * tl.where((quadrant & 2) != 0, -factor, factor)
+
+
+@triton.jit
+def _copy(x, y, mask, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
+    for start in tl.static_range(FIRST, LAST, WIDTH):
+        column = (start + tl.arange(0, WIDTH))[None, :]
+        inside = mask & (column < LAST)
+        tl.store(y + column, tl.load(x + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def kernel(
+    q, k, yq, yk, cos_or_turns, sin_table, rows,
+    q_batch, q_token, q_head, k_batch, k_token, k_head,
+    yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head,
+    row_batch, row_token, tokens, q_heads, k_heads, per_program,
+    step, advance, offset, count, factor,
+    HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr, COPY: tl.constexpr,
+    HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr,
+):  # fmt: skip
+    """Rotate one tile of tokens of up to `per_program` groups of heads.
+
+    Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
+    at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
+    position is `offset`, or the number in `rows`, plus `advance t`; `step` lies between its axes,
+    and PAIRS between the turns of each axis.
+    """
+    q_groups = (q_heads + HEADS - 1) // HEADS
+    groups = q_groups + (k_heads + HEADS - 1) // HEADS
+    parts = (groups + per_program - 1) // per_program
+    blocks = (tokens + TOKENS - 1) // TOKENS
+    program = tl.program_id(0)
+    part = program % parts
+    batch = (program // parts // blocks).to(tl.int64)
+    tile = tl.arange(0, TOKENS * HEADS)
+    token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tile // HEADS
+    head = tile % HEADS
+    is_token = token < tokens
+    pair = tl.arange(0, WIDTH)
+    is_pair = pair < PAIRS
+    mask = is_token[:, None] & is_pair[None, :]
+
+    at = batch * row_batch + token * row_token
+    if EXACT:
+        position = token * advance + offset
+        if HAS_ROWS:
+            position += tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+        turns = tl.load(cos_or_turns + pair, mask=is_pair, other=0)
+        angle = position[:, None] * turns[None, :]
+        for axis in tl.static_range(1, AXES):
+            position = tl.load(rows + at + axis * step, mask=is_token, other=0).to(tl.int64)
+            turns = tl.load(cos_or_turns + axis * PAIRS + pair, mask=is_pair, other=0)
+            angle += position[:, None] * turns[None, :]
+        cos, sin = cos_sin(angle, factor)
+    else:
+        readable = mask
+        if HAS_ROWS:
+            row = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+            readable = mask & ((row >= 0) & (row < count))[:, None]
+            at = row * (step * TABLE_ALIGN)
+        else:
+            at = at * TABLE_ALIGN
+        column = at[:, None] + pair[None, :]
+        cos = tl.load(cos_or_turns + column, mask=readable, other=float("nan"))
+        sin = tl.load(sin_table + column, mask=readable, other=float("nan"))
+    if NEGATE:
+        sin = -sin
+
+    for group in range(part * per_program, tl.minimum((part + 1) * per_program, groups)):
+        is_q = group < q_groups
+        number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
+        is_row = (is_token & (number < tl.where(is_q, q_heads, k_heads)))[:, None]
+        source = tl.where(is_q, q_batch, k_batch).to(tl.int64) * batch
+        source = source + token * tl.where(is_q, q_token, k_token)
+        source = source + number.to(tl.int64) * tl.where(is_q, q_head, k_head)
+        x = tl.where(is_q, q, k) + (source * ALIGN)[:, None]
+        target = tl.where(is_q, yq_batch, yk_batch).to(tl.int64) * batch
+        target = target + token * tl.where(is_q, yq_token, yk_token)
+        target = target + number.to(tl.int64) * tl.where(is_q, yq_head, yk_head)
+        y = tl.where(is_q, yq, yk) + (target * ALIGN)[:, None]
+
+        first = START + pair[None, :]
+        is_one = is_row & is_pair[None, :]
+        both = tl.arange(0, 2 * WIDTH)[None, :]
+        is_both = is_row & (both < 2 * PAIRS)
+        if READ_HALF:
+            u = tl.load(x + first, mask=is_one).to(tl.float32)
+            v = tl.load(x + first + PAIRS, mask=is_one).to(tl.float32)
+        else:
+            uv = tl.load(x + START + both, mask=is_both).to(tl.float32)
+            u, v = tl.split(tl.reshape(uv, (TOKENS * HEADS, WIDTH, 2)))
+        one = (u * cos - v * sin).to(q.dtype.element_ty)
+        other = (v * cos + u * sin).to(q.dtype.element_ty)
+        if WRITE_HALF:
+            tl.store(y + first, one, mask=is_one)
+            tl.store(y + first + PAIRS, other, mask=is_one)
+        else:
+            turned = tl.reshape(tl.join(one, other), (TOKENS * HEADS, 2 * WIDTH))
+            tl.store(y + START + both, turned, mask=is_both)
+        if COPY:
+            _copy(x, y, is_row, 0, START, WIDTH)
+            _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, WIDTH)
+
+
+# --- the calls ---
+
+
+def rotate(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
+
+    The arguments are checked ones of `kernels/torch.py`: float32 tables, `rows` int64 or None. A
+    row number outside the tables gives NaN, because to look at it first would wait for the device.
+    Raises TypeError for a dtype that the kernel does not take.
+    """
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.dtype != torch.float32:
+        raise TypeError(f"the GPU kernel reads float32 tables, got {cos.dtype}")
+    walked = cos if rows is None else rows
+    step = 0 if rows is None else cos.stride(0)
+    angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
+    memory = (cos, sin, cos if rows is None else rows)
+    return _rotate(xs, out, memory, angles, geometry, conjugate, (0, cos.shape[0]), 1.0)
+
+
+def rotate_exact(
+    xs: Sequence[Tensor],
+    turns: Tensor,
+    factor: float,
+    positions: Tensor | None,
+    offset: int | Tensor,
+    geometry: Geometry,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated at whole positions, without tables; cos and sin right to 2e-7.
+
+    turns      (pairs,) int64, the bits of `rotary.turns`; with several axes (axes, pairs), 0 where
+               another axis turns the pair
+    factor     multiplies cos and sin: the attention factor
+    positions  whole numbers, lined up with x by `geometry`; with several axes, these come last
+    offset     without positions, that of the first token: a number, or () or (batch,) on the
+               device, so that a captured graph can be run again at other positions
+    conjugate  turn backwards
+    """
+    dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
+    turns = turns.contiguous()
+    if positions is not None:
+        step = positions.stride(-1) if turns.ndim > 1 else 0
+        angles = Angles(True, True, _along(positions, dims), step, None, axes)
+        memory, first = (turns, turns, positions), 0
+    else:
+        last = max(dim for dim in dims if dim is not None)
+        seq, steps = dims.index(last), (0,) * len(dims)
+        if isinstance(offset, Tensor):
+            memory, first = (turns, turns, offset), 0
+            steps = _row_steps(offset, xs[0].shape, dims, last)
+        else:
+            memory, first = (turns, turns, turns), offset
+        angles = Angles(True, isinstance(offset, Tensor), steps, 0, seq)
+    return _rotate(xs, out, memory, angles, geometry, conjugate, (first, 0), factor)
+
+
+def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Strides along the axes of x; 0 where there is one row for all."""
+    return tuple([0 if d is None or tensor.shape[d] == 1 else tensor.stride(d) for d in dims])
+
+
+def _row_steps(
+    offset: Tensor, shape: Sequence[int], dims: tuple[int | None, ...], last: int
+) -> tuple[int, ...]:
+    rows = [shape[axis] for axis, dim in enumerate(dims) if dim not in (None, last)]
+    if offset.ndim and list(offset.shape) != rows:
+        raise ValueError(f"offset must be one number or one per row, {rows}, got {[*offset.shape]}")
+    return tuple([0 if d in (None, last) or not offset.ndim else offset.stride(0) for d in dims])
+
+
+def _rotate(
+    xs: Sequence[Tensor],
+    out: Sequence[Tensor] | None,
+    memory: tuple[Tensor, Tensor, Tensor],
+    angles: Angles,
+    geometry: Geometry,
+    conjugate: bool,
+    numbers: tuple[int, int],
+    factor: float,
+) -> tuple[Tensor, ...]:
+    if xs[0].dtype not in DTYPES:
+        raise TypeError(f"the GPU kernel takes float32, float16 and bfloat16, not {xs[0].dtype}")
+    results = tuple([torch.empty_like(x) for x in xs]) if out is None else tuple(out)
+    is_mixed = geometry.layout != geometry.out_layout  # in place, a pair would overwrite another
+    sources = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
+    targets = [
+        y
+        if y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
+        else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        for x, y in zip(sources, results, strict=True)
+    ]
+    for index in range(0, len(xs), 2):
+        inputs, outputs = sources[index : index + 2], targets[index : index + 2]
+        launch = plan(
+            tuple([tuple(x.shape) for x in inputs]),
+            tuple([x.stride() for x in (*inputs, *outputs)]),
+            angles,
+            geometry,
+            conjugate,
+            all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
+            inputs[0].itemsize,
+            _processors(inputs[0].device),
+        )
+        operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *memory)
+        for corner in launch.corners if launch.programs else ():
+            _run(launch, _moved(operands, corner, angles), numbers, factor)
+    for result, target in zip(results, targets, strict=True):
+        if target is not result:
+            result.copy_(target)
+    return results
+
+
+def _moved(
+    operands: tuple[Tensor, ...], corner: tuple[int, ...], angles: Angles
+) -> tuple[Tensor, ...]:
+    """The operands from so many elements on: of q, k, their outputs, and what angles come from."""
+    if not any(corner):
+        return operands
+    *blocks, at = corner
+    starts = (*blocks, 0, 0, at) if angles.has_rows else (*blocks, at, at, 0)
+    return tuple(
+        x if start == 0 else x.as_strided((1,), (1,), x.storage_offset() + start)
+        for x, start in zip(operands, starts, strict=True)
+    )
+
+
+def _run(
+    launch: Plan, operands: tuple[Tensor, ...], numbers: tuple[int, int], factor: float
+) -> None:
+    device = operands[0].device
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if is_elsewhere else nullcontext():
+        kernel[(launch.programs,)](
+            *operands, *launch.numbers, *numbers, factor, **launch.constants, num_warps=launch.warps
+        )
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _OTHERS
+    return torch.cuda.get_device_properties(device).multi_processor_count
