@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from rotary import plots
 
@@ -53,11 +52,7 @@ def main() -> None:
         text = data.text(options.text)
         with processes(options.device) as these:
             rows = results.rows(options.out / "results.jsonl")
-
-            def best(method: str) -> float:
-                return best_rate(rows, method, SEEDS[0])
-
-            for run in runs(METHODS, plan.rates, SEEDS, best):
+            for run in runs(METHODS, plan.rates, SEEDS, rows):
                 settings = settings_of(plan, text, run)
                 if not results.is_done(rows, settings):
                     rows.append(trained(plan, text, run, settings, options.out, these))
@@ -131,11 +126,8 @@ def steps_to(curve: np.ndarray, level: float) -> float:
 def report(out: Path) -> None:
     """The table on the screen and in the README of the folder, and the figure beside it."""
     rows = results.rows(out / "results.jsonl")
-    text = table(rows)
-    Console().print(text, soft_wrap=True, markup=False)
     plots.save(figure(rows), out / "convergence.png")
-    if (out / "README.md").exists():
-        results.put(out / "README.md", text)
+    results.tell(out, table(rows))
 
 
 def table(rows: Sequence[results.Row]) -> str:

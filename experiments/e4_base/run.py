@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch.nn import functional
 
 from rotary import plots
@@ -59,11 +58,7 @@ def main() -> None:
         text = data.text(options.text)
         with processes(options.device) as these:
             rows = results.rows(options.out / "results.jsonl")
-
-            def best(method: str) -> float:
-                return best_rate(rows, method, SEEDS[0])
-
-            for run in runs(BASES, plan.rates, SEEDS, best):
+            for run in runs(BASES, plan.rates, SEEDS, rows):
                 settings = settings_of(plan, text, run)
                 if not results.is_done(rows, settings):
                     rows.append(trained(plan, text, run, settings, options.out, these))
@@ -136,11 +131,8 @@ def seen(model: Model, asked: Recall) -> dict[str, float]:
 def report(out: Path) -> None:
     """The table on the screen and in the README of the folder, and the figure beside it."""
     rows = results.rows(out / "results.jsonl")
-    text = table(rows)
-    Console().print(text, soft_wrap=True, markup=False)
     plots.save(figure(rows), out / "base.png")
-    if (out / "README.md").exists():
-        results.put(out / "README.md", text)
+    results.tell(out, table(rows))
 
 
 def ends(rows: Sequence[results.Row], base: str) -> list[dict[str, float]]:

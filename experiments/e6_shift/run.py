@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 
 import rotary
 from rotary import plots
@@ -171,11 +170,8 @@ def moved(
 def report(out: Path) -> None:
     """The table on the screen and in the README of the folder, and the figure beside it."""
     rows = results.rows(out / "results.jsonl")
-    text = table(rows)
-    Console().print(text, soft_wrap=True, markup=False)
     plots.save(figure(rows), out / "shift.png")
-    if (out / "README.md").exists():
-        results.put(out / "README.md", text)
+    results.tell(out, table(rows))
 
 
 def table(rows: Sequence[results.Row]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 Row = dict[str, Any]
 
@@ -90,6 +91,13 @@ def put(readme: Path, text: str) -> None:
     if not (begin and end):
         raise ValueError(f"{readme.name} needs the marks {BEGIN} and {END}")
     readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def tell(out: Path, text: str) -> None:
+    """Print a result, and put it into the README of its folder if there is one."""
+    Console().print(text, soft_wrap=True, markup=False)
+    if (out / "README.md").exists():
+        put(out / "README.md", text)
 
 
 def shown(readme: Path) -> str:

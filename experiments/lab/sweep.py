@@ -1,6 +1,6 @@
 """The fair rule of every comparison: the same learning rates, the same seeds, for every method."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .results import Row
@@ -18,19 +18,21 @@ def runs(
     methods: Sequence[str],
     rates: Sequence[float],
     seeds: Sequence[int],
-    best: Callable[[str], float],
+    rows: Sequence[Row],
 ) -> Iterator[Run]:
-    """Every rate on the first seed; then every other seed at the rate that is `best` by then.
+    """Every rate on the first seed; then every other seed at the rate that is best by then.
 
-    >>> [run.rate for run in runs(["a"], [1.0, 2.0], [0, 1], lambda method: 2.0)]
-    [1.0, 2.0, 2.0]
+    `rows` are the results, to which the caller adds those of each run before asking for the next.
+
+    >>> [run.rate for run in runs(["a"], [1.0, 2.0], [0], [])]
+    [1.0, 2.0]
     """
     for method in methods:
         for rate in rates:
             yield Run(method, rate, seeds[0])
     for seed in seeds[1:]:
         for method in methods:
-            yield Run(method, best(method), seed)
+            yield Run(method, best_rate(rows, method, seeds[0]), seed)
 
 
 def best_rate(rows: Sequence[Row], method: str, seed: int) -> float:
