@@ -58,7 +58,7 @@ def look(side: Side, context: int) -> Look:
     spec = _changed(made.spec, side)
     trained = side.trained or made.trained
     plain = spec
-    if spec.schedule not in ("custom", "axial"):
+    if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
     if side.method != AS_MADE:
         scaled = extension.methods(plain, trained, context) if context > trained else {}
@@ -164,7 +164,8 @@ def band(look: Look) -> Numbers:
     >>> round(found.marks["kept_before"], 1), round(found.marks["interpolated_after"], 1)
     (20.9, 45.0)
     """
-    ratio = np.abs(inv_freq(look.spec, look.context)[0] / inv_freq(look.plain)[0])
+    now, before = inv_freq(look.spec, look.context)[0], inv_freq(look.plain)[0]
+    ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
     first, last = spectrum.yarn_band(look.plain, look.trained)
     words = (
         f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}. "
