@@ -117,7 +117,7 @@ ARROWS = {
         *("plots/distance", "plots/files", "plots/geometry", "plots/models", "plots/reach"),
         *("plots/rounding", "plots/spectrum", "matplotlib"),
     },
-    "explorer/models": {"configs", "hf", "spec"},
+    "explorer/models": {"configs", "hf", "reach", "spec"},
     "explorer/state": {"explorer/models", "spec"},
     "explorer/controls": {"explorer/models", "explorer/state"},
     "explorer/numbers": {

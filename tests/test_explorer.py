@@ -70,11 +70,11 @@ def test_a_pasted_config_may_be_of_several_layer_types():
 NONSENSE = {
     "not JSON": ("{'a': 1}", "not JSON.*line 1, column 2"),
     "cut off": ('{"head_dim": ', "not JSON"),
-    "a list": ("[1, 2]", "object in braces"),
-    "a path": ('"/etc/passwd"', "object in braces"),
+    "a list": ("[1, 2]", "must hold an object"),
+    "a path": ('"/etc/passwd"', "must hold an object"),
     "a bare path": ("/etc/passwd", "not JSON"),
     "not a number": ('{"rope_theta": NaN}', "NaN"),
-    "a key twice": ('{"head_dim": 64, "head_dim": 32}', "'head_dim' twice"),
+    "a key twice": ('{"head_dim": 64, "head_dim": 32}', "'head_dim' appears twice"),
     "nested too deep": ('{"a":' * 200_000 + "1" + "}" * 200_000, "nested too deep|over 1,048,576"),
     "too long": ('{"a": "' + "x" * 2**20 + '"}', "over 1,048,576 bytes"),
     "too long in bytes": ('{"a": "' + "é" * 2**19 + '"}', "over 1,048,576 bytes"),
@@ -85,6 +85,12 @@ NONSENSE = {
     "a base that is none": ('{"head_dim": 64, "rope_theta": -5}', "base must be finite"),
     "nothing": ("  ", "paste a config.json"),
 }
+
+
+def test_pairs_that_stand_still_by_design_are_not_called_scaled():
+    seen = look(Side(model="gemma-4-31b, full_attention"), 4096)
+    assert seen.plain == seen.spec  # "proportional" scales nothing
+    assert (NUMBERS["band"](seen).columns["speed_ratio"] == 1).all()
 
 
 @pytest.mark.parametrize("name", NONSENSE)
@@ -100,7 +106,7 @@ def test_a_pasted_path_is_not_opened(tmp_path, monkeypatch):
     path.write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     for text in (str(path), json.dumps(str(path)), "config.json", "."):
-        with pytest.raises(ValueError, match=r"not JSON|braces"):
+        with pytest.raises(ValueError, match=r"not JSON|must hold an object"):
             pasted(text)
 
 

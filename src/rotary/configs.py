@@ -234,22 +234,33 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise FileNotFoundError(f"{path}: no such file; give a config.json or the folder it is in")
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{path}: larger than {MAX_CONFIG_BYTES:,} bytes; is this a config.json?")
+    try:
+        return parsed(path.read_bytes().decode("utf-8-sig"), str(path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a JSON file in UTF-8: {error}") from error
+
+
+def parsed(text: str, where: str) -> Mapping[str, Any]:
+    """The keys of a config that is JSON text; `where` it is from stands in the errors.
+
+    Raises JSONDecodeError, which is a ValueError, or RecursionError for what is no JSON; ValueError
+    for a number that JSON does not have, a key twice, and anything but an object.
+
+    >>> parsed('{"head_dim": 64}', "a test")
+    {'head_dim': 64}
+    """
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{path}: {constant} is not JSON")
+        raise ValueError(f"{where}: {constant} is not JSON")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data = dict(pairs)
         if len(data) < len(pairs):
             keys = Counter(key for key, _ in pairs)
-            raise ValueError(f"{path}: key {keys.most_common(1)[0][0]!r} appears twice")
+            raise ValueError(f"{where}: key {keys.most_common(1)[0][0]!r} appears twice")
         return data
 
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        data = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file in UTF-8: {error}") from error
+    data = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     if not isinstance(data, Mapping):
-        raise ValueError(f"{path}: must hold an object, got {type(data).__name__}")
+        raise ValueError(f"{where}: must hold an object, got {type(data).__name__}")
     return data

@@ -7,8 +7,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..configs import choose, layer_types
+from ..configs import choose, layer_types, parsed
 from ..hf import from_hf_config
+from ..reach import lengths
 from ..spec import Rotary
 
 MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
@@ -71,15 +72,13 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
     if len(text.encode("utf-8", "replace")) > MAX_PASTED:
         raise ValueError(f"the config is over {MAX_PASTED:,} bytes; paste a config.json alone")
     try:
-        config = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        config = parsed(text, "the config")
     except json.JSONDecodeError as error:
         raise ValueError(
             f"the config is not JSON: {error.msg}, line {error.lineno}, column {error.colno}"
         ) from error
     except RecursionError as error:
         raise ValueError("the config is not a config.json: it is nested too deep") from error
-    if not isinstance(config, dict):
-        raise ValueError("the config must be a JSON object in braces")
     layers = layer_types(config)
     name = config.get("_name_or_path") or config.get("model_type") or "no name"
     return read(config, _layer(config, layers, layer_type))._replace(name=str(name)[:80])
@@ -96,10 +95,10 @@ def read(config: Mapping[str, Any], layer_type: str | None) -> Model:
         raise ValueError("these layers have no rotation; choose another layer type")
     if spec.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {spec.head_dim}")
-    length = choose(config, layer_type).get("max_position_embeddings")
-    context = length if isinstance(length, int) and length > 0 else 4096
-    trained = spec.params.get("original_max_position_embeddings") or context
-    return Model(spec, int(trained), context, layer_types(config), layer_type)
+    found, advertised = lengths(spec, choose(config, layer_type))
+    context = advertised if isinstance(advertised, int) and advertised > 0 else 4096
+    trained = found if isinstance(found, int) and found > 0 else context
+    return Model(spec, trained, context, layer_types(config), layer_type)
 
 
 @lru_cache(maxsize=8)
@@ -152,21 +151,8 @@ def _model(config: dict[str, Any], layer_type: str | None) -> Model | None:
         return None
 
 
-def _layer(config: dict[str, Any], layers: tuple[str, ...], asked: str | None) -> str | None:
+def _layer(config: Mapping[str, Any], layers: tuple[str, ...], asked: str | None) -> str | None:
     """The layer type that is meant: the one asked for, or the first one that rotates."""
     if not layers or asked in layers:
         return asked if layers else None
     return next((kind for kind in layers if from_hf_config(config, kind)), layers[0])
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"the config is not JSON: {constant}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise ValueError(f"the config has the key {key!r} twice")
-        data[key] = value
-    return data
