@@ -1,0 +1,297 @@
+"""The GPU benchmark without a GPU: its passes, its clocks, its targets, its page."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import gpu, gpu_clock, gpu_plan
+from benchmarks.gpu_plan import ONE_TOKEN, OURS, PARTS, Line, Work
+
+ROOT = Path(__file__).parents[1]
+SMALL = Work(6, 2, 4, 2, 16, 16)
+
+
+def rotated(x, cos, sin, seqlen_offsets=0, interleaved=False):
+    """flash-attn's interface, by torch operators."""
+    u, v = x.chunk(2, -1)
+    cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
+    return torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
+
+
+# --- passes ---
+
+
+def test_two_passes_collect_two_times_of_every_case():
+    times = iter([10.0, 20.0, 30.0, 40.0, 50.0, 60.0])
+    timed = []
+
+    def timer(case, buffers, launches):
+        timed.append((len(buffers), launches))
+        return next(times)
+
+    line, found = Line("prefill", SMALL, ("out=", "backward"), True), {}
+    for _ in range(2):
+        timers = {"prefill": timer, "do_bench": lambda case, buffers, launches: 7.0}
+        gpu.collect(found, line, {"flash-attn": rotated}, 1e9, "cpu", timers)
+    assert [who for who, entry in found.items() if "do_bench" in entry] == [OURS]
+    assert found[OURS]["do_bench"] == [7, 7]
+    assert {who: entry["us"] for who, entry in found.items()} == {
+        OURS: [10, 40], "rotary backward": [20, 50], "flash-attn": [30, 60],
+    }  # fmt: skip
+    assert timed == [(64, 256)] * 6
+    moved = 2 * 2 * 6 * 6 * 16 * 2
+    assert found[OURS]["share"] == pytest.approx([moved / 10e-6 / 1e9, moved / 40e-6 / 1e9])
+    assert found["rotary backward"]["share"][0] == pytest.approx(2 * moved / 20e-6 / 1e9)
+
+
+def test_host_times_have_one_set_and_no_share():
+    found = {}
+    line = Line("host", SMALL, ("in place",))
+    gpu.collect(found, line, {}, 1e9, "cpu", {"host": lambda case, buffers, _: len(buffers)})
+    assert found["rotary in place"]["us"] == [1]
+    assert "share" not in found["rotary in place"]
+
+
+def test_what_is_wrong_or_fails_is_told_and_not_timed():
+    def raising(*_, **__):
+        raise RuntimeError("out of memory\nand more")
+
+    timed = []
+    there = {"flash-attn": lambda x, *_, **__: x.clone(), "fla": raising}
+    line, found = Line("prefill", SMALL, ("out=",), True), {}
+    for _ in range(2):
+        timers = dict.fromkeys(("prefill", "do_bench"), lambda *_: timed.append(1) or 1.0)
+        gpu.collect(found, line, there, 1e9, "cpu", timers)
+    assert len(timed) == 4  # ours, by two clocks
+    assert found["flash-attn"]["failed"].startswith("wrong by ")
+    assert found["fla"]["failed"] == "RuntimeError: out of memory"
+    assert gpu.failures({"a": found}) == []
+    assert gpu.failures({"a": {OURS: {"failed": "no"}}}) == ["a, rotary out=: no"]
+    assert gpu.failures({"ablation a": {"table": {"failed": "no"}}}) == ["ablation a, table: no"]
+
+
+# --- the clocks, on a device that only counts ---
+
+
+class Device:
+    """Stands in for `torch.cuda`: every call takes 1 ms of GPU time and 3 us of the host's."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.host, self.calls, self.graph_calls = 0.0, 0.0, [], None
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            def replay(self):
+                device.now += device.graph_calls
+
+        class Capture:
+            def __init__(self, graph, stream):
+                assert isinstance(graph, Graph)
+
+            def __enter__(self):
+                device.calls.clear()
+
+            def __exit__(self, *_):
+                device.graph_calls = len(device.calls)
+
+        stream = types.SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": Capture,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda _: nullcontext(),
+            "synchronize": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(gpu_clock.time, "perf_counter", lambda: self.host)
+
+    def case(self, buffers):
+        self.calls.append(buffers)
+        self.now += 1.0
+        self.host += 3e-6
+
+
+def test_a_replay_is_divided_among_its_calls_over_all_buffers(monkeypatch):
+    device = Device(monkeypatch)
+    assert gpu_clock.graph_us(device.case, ["a", "b", "c"], 21) == pytest.approx(1000)
+    assert device.calls == ["a", "b", "c"] * 7
+
+
+def test_host_time_is_that_of_a_call(monkeypatch):
+    assert gpu_clock.host_us(Device(monkeypatch).case, ["a"], 1) == pytest.approx(3)
+
+
+def test_the_first_call_is_a_program_that_runs(capsys):
+    code = gpu_clock.FIRST_CALL.replace('device="cuda"', 'device="cpu"').replace(".cuda()", "")
+    exec(code.replace("torch.cuda.synchronize()", ""), {})
+    assert 0 < float(capsys.readouterr().out) < 100
+
+
+# --- targets ---
+
+
+def found(targets, what):
+    (target,) = [target for target in targets if target.what == what]
+    return target
+
+
+def test_the_worse_pass_counts():
+    two = Work(batch=2)
+    turned = two._replace(layout="interleaved")
+    rows = {
+        two.name: {OURS: {"us": [100.0, 80.0], "share": [0.8, 0.95]}},
+        turned.name: {OURS: {"us": [100.0, 88.0], "share": [0.99, 0.93]}},
+        ONE_TOKEN.name: {OURS: {"us": [1.9, 2.0]}},
+    }
+    targets = list(gpu_plan.targets(rows))
+    share = found(targets, f"share of copy, out=: {two.name}")
+    assert (share.measured, share.verdict) == (0.8, "**missed**")
+    assert found(targets, f"share of copy, out=: {turned.name}").verdict == "met"
+    over = found(targets, "interleaved over half, out=")
+    assert (over.measured, over.verdict) == (pytest.approx(1.1), "**missed**")
+    assert found(targets, "us, one token of 1 sequences").verdict == "met"
+    others = [t for t in targets if t.measured is None]
+    assert len(others) == len(targets) - 4
+    assert {t.verdict for t in others} == {"not measured"}
+
+
+def test_every_target_can_be_met_and_missed(monkeypatch):
+    """Each looks at a line and a way that the run measures: 1 everywhere gives it a number."""
+    rows = {
+        line.name: {
+            who: {"us": [1.0], "share": [1.0]}
+            for who in (*(f"rotary {way}" for way in line.ways), "table", "exact",
+                        "exact, positions given")
+        }
+        for part in PARTS
+        for line in gpu_plan.lines(part)
+    }  # fmt: skip
+    monkeypatch.setattr(gpu_clock, "counts", lambda *_: {"launches": [1], "allocations": [0]})
+    rows |= gpu.counted("cpu")
+    rows["first call"] = {"rotary": {"seconds": [1.0]}}
+    targets = list(gpu_plan.targets(rows))
+    assert len({target.what for target in targets}) == len(targets) > 35
+    missed = [target.what for target in targets if target.verdict != "met"]
+    assert missed == ["a quarter of the head over all of it, in place"]  # 1 over 1
+    for target in targets:
+        for worse in (math.nan, -1.0 if target.is_at_least else 1e9):
+            assert target._replace(measured=worse).verdict == "**missed**"
+        assert target._replace(measured=target.limit).verdict == "met"
+
+
+# --- the page ---
+
+REPORT = {
+    "dates": ["2030-01-02"],
+    "facts": ["a device"],
+    "copies": {"decode": [4.3e12, 4.2e12]},
+    "rows": {
+        "a line": {
+            OURS: {"us": [2.0, 1.0], "share": [0.25, 0.5], "ulp": 0.5, "rounded": 0.999},
+            "fla": {"us": [3.0, 4.0]},
+            "liger": {"failed": "wrong by 9 ulp, allowed 4", "ulp": 9.0, "rounded": 0.5},
+        }
+    },
+}
+
+
+def test_a_page_tells_what_was_measured():
+    page = gpu_plan.page(REPORT)
+    assert "| a line | rotary out= | 2, 1 | 0.250 | 1.00 | 0.50 | 99.9% |  |" in page
+    assert "| a line | fla | 3, 4 |  | 3.00 |  |  |  |" in page
+    assert "| 9.00 | 50.0% | **wrong by 9 ulp, allowed 4** |" in page
+    assert "decode: 4.300, 4.200" in page
+    assert "- a device" in page
+
+
+def test_parts_measured_apart_make_one_report():
+    other = {"dates": ["2030-01-03"], "facts": ["a device", "more"], "copies": {"host": [1.0]},
+             "rows": {"b": {}}}  # fmt: skip
+    whole = gpu_plan.merged([REPORT, other])
+    assert whole["dates"] == ["2030-01-02", "2030-01-03"]
+    assert whole["facts"] == ["a device", "more"]
+    assert set(whole["copies"]) == {"decode", "host"}
+    assert set(whole["rows"]) == {"a line", "b"}
+
+
+def run(*arguments, folder):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_without_a_gpu_the_page_says_so_and_claims_nothing(tmp_path):
+    done = run(folder=tmp_path / "new")
+    assert done.returncode == 0
+    assert done.stderr == "no CUDA device: nothing is measured\n\n"
+    (written,) = (tmp_path / "new").iterdir()
+    page = written.read_text()
+    assert written.name == "gpu.md"
+    assert done.stdout == page
+    assert page == (ROOT / "benchmarks" / "results" / "gpu.md").read_text()
+    assert "met" not in {cell.strip(" *") for cell in page.replace("\n", "|").split("|")}
+    targets = [row for row in page.splitlines() if row.endswith("| not measured |")]
+    assert len(targets) == len(list(gpu_plan.targets({})))
+    for part in PARTS:
+        for line in gpu_plan.lines(part):
+            assert f"| {part} | {line.work.name} |" in page
+
+
+def test_numbers_of_earlier_runs_make_a_dated_page(monkeypatch, tmp_path, capsys):
+    numbers, pages = tmp_path / "gpu-decode.json", tmp_path / "pages"
+    numbers.write_text(json.dumps(REPORT))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--table", str(numbers), "--out", str(pages)])
+    gpu.main()
+    assert (pages / "2030-01-02-gpu.md").read_text() == capsys.readouterr().out
+    fault = {**REPORT, "rows": {"a line": {OURS: {"failed": "wrong by 9 ulp"}}}}
+    numbers.write_text(json.dumps(fault))
+    with pytest.raises(SystemExit, match="so not timed: a line, rotary out=: wrong by 9 ulp"):
+        gpu.main()
+
+
+def test_a_run_writes_the_numbers_of_each_part_and_prints_the_page_last(
+    monkeypatch, tmp_path, capsys
+):
+    line = Line("decode", SMALL, ("out=",))
+    for owner, name, value in (
+        (torch.cuda, "is_available", lambda: True),
+        (gpu_clock, "copy_speed", lambda: 1e9),
+        (gpu_clock, "clocks", lambda: "1980, 3201"),
+        (gpu_clock, "facts", lambda: ["a device"]),
+        (gpu_plan, "lines", lambda part: iter([line])),
+        (gpu, "collect", lambda found, *_: found.update({OURS: {"us": [1.0], "share": [0.5]}})),
+        (sys, "argv", ["gpu", "--part", "decode", "--out", str(tmp_path)]),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    gpu.main()
+    report = json.loads((tmp_path / "gpu-decode.json").read_text())
+    assert list(report["rows"]) == [line.name]
+    assert report["copies"] == {"decode": [1e9] * 3}
+    printed = capsys.readouterr().out
+    assert printed == next(tmp_path.glob("*-gpu.md")).read_text()
+    assert f"| {line.name} | rotary out= | 1 | 0.500 |" in printed
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seconds", "0"])
+    gpu.main()
+    assert json.loads((tmp_path / "gpu-decode.json").read_text())["rows"] == {}
