@@ -16,7 +16,7 @@ ROOT = Path(rotary.__file__).parent
 # their path, packages of others by their name. An import inside a function counts as well.
 FLOOR_0 = {"schedules", "layouts", "positions"}
 FLOOR_1 = FLOOR_0 | {"spec"}
-FLOOR_2 = FLOOR_1 | {"angles", "rotate", "configs", "hf", "attention"}
+FLOOR_2 = FLOOR_1 | {"angles", "rotate", "rerotate", "configs", "hf", "attention"}
 KERNELS = {"kernels", "kernels/geometry", "kernels/memory", "kernels/numpy"}
 ARROWS = {
     "schedules": {"numpy"},
@@ -40,6 +40,7 @@ ARROWS = {
     "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "kernels/jax", "numpy"},
     "angles": {"kernels", "schedules", "spec", "numpy"},
     "rotate": {"angles", "kernels", "kernels/geometry", "spec"},
+    "rerotate": {"angles", "kernels", "kernels/geometry", "rotate", "spec"},
     "configs": {"spec"},
     "hf": {"configs", "spec", "schedules", "positions"},
     "attention/arrays": {"kernels"},

@@ -9,6 +9,7 @@ from .angles import inv_freq as inv_freq
 from .angles import turns as turns
 from .hf import from_hf_config as from_hf_config
 from .hf import to_hf_config as to_hf_config
+from .rerotate import rerotate as rerotate
 from .rotate import apply as apply
 from .rotate import rotate as rotate
 from .spec import Rotary as Rotary
@@ -27,6 +28,7 @@ __all__ = [
     "layouts",
     "patch",
     "positions",
+    "rerotate",
     "rotate",
     "to_hf_config",
     "turns",

@@ -101,14 +101,9 @@ def cos_sin(
     kernel = library if local is None else host()
     given = positions if local is None else local
 
-    _check_shape(spec, given.shape, max_bytes)
-    kind, low, high = kernel.inspect(given)
-    _check_range(kind, low, high, allow_negative)
-    *lead, seq = given.shape[:-1] if spec.num_axes > 1 else given.shape
-    flat = given.reshape(math.prod(lead), *given.shape[len(lead) :])
-    lengths = _row_lengths(spec, kernel, flat, seq_len, tuple(lead))
-    cos, sin = _tables(spec, kernel, flat, kind, precision, lengths)
-    shape = (*lead, seq, spec.rotary_dim // 2)
+    rows, kind, lengths = _rows(spec, kernel, given, seq_len, allow_negative, max_bytes)
+    cos, sin = _tables(spec, kernel, rows, kind, precision, lengths)
+    shape = (*_tokens(spec, given), spec.rotary_dim // 2)
     cos, sin = cos.reshape(shape), sin.reshape(shape)
     return (cos, sin) if local is None else (library.from_numpy(cos), library.from_numpy(sin))
 
@@ -142,6 +137,86 @@ def sequence_cos_sin(
     return cos[:seq], sin[:seq]
 
 
+def moved_cos_sin(
+    spec: Rotary,
+    new_spec: Rotary,
+    from_positions: Any,
+    to_positions: Any,
+    like: Any,
+    seq_len: Any = None,
+    new_seq_len: Any = None,
+    allow_negative: bool = False,
+) -> tuple[Any, Any]:
+    """cos and sin that turn from `spec` at `from_positions` to `new_spec` at `to_positions`.
+
+    Positions are (seq,) or (batch, seq), with the axes last if there are several; amplitudes are
+    the new attention factor over the old one. Lengths, errors and bounds as in `rotary.rerotate`.
+    Returns (cos, sin), (seq, pairs) or (batch, seq, pairs) float32, in the library of `like`.
+
+    >>> spec, start = Rotary(head_dim=4), np.array([7])
+    >>> bool((moved_cos_sin(spec, spec, start, start + 2, start)[0] == cos_sin(spec, [2])[0]).all())
+    True
+    """
+    given, library = (from_positions, to_positions), kernel_of(like)
+    local = [kernel_of(where).to_numpy(where) for where in given]
+    is_local = local[0] is not None and local[1] is not None
+    kernel, (old, new) = (host(), local) if is_local else (library, given)
+    is_one_row = len(_tokens(spec, old)) == len(_tokens(new_spec, new)) == 1
+    old, kind, lengths = _rows(spec, kernel, old, seq_len, allow_negative)
+    new, new_kind, new_lengths = _rows(new_spec, kernel, new, new_seq_len, allow_negative)
+    is_whole = kind == new_kind == "int"
+    is_shift = lengths == new_lengths and (new_spec is spec or new_spec == spec)
+    if is_whole and is_local:
+        old, new = old.astype(np.int64), new.astype(np.int64)
+    if is_whole and is_local and not is_shift:
+        phases = _phases(new_spec, new, new_lengths) - _phases(spec, old, lengths)
+        ratios = _scale_rows(new_spec, new_lengths) / _scale_rows(spec, lengths)
+        units = np.ones((1, phases.shape[-1]), np.uint64)
+        cos, sin = kernel.tables(phases, units, ratios, range(units.size), False)
+    elif is_whole and is_shift and _is_subtractable(old, new, allow_negative):
+        cos, sin = _tables(spec, kernel, new - old, kind, "exact", lengths, power=0)
+    else:
+        cos, sin = _tables(new_spec, kernel, new, new_kind, "exact", new_lengths)
+        u, v = _tables(spec, kernel, old, kind, "exact", lengths, power=-1)
+        cos, sin = cos * u + sin * v, sin * u - cos * v
+    cos, sin = (cos[0], sin[0]) if is_one_row else (cos, sin)
+    return (library.from_numpy(cos), library.from_numpy(sin)) if is_local else (cos, sin)
+
+
+def _phases(spec: Rotary, positions: Array, lengths: tuple[int | None, ...]) -> Array:
+    """The angle of every pair in units of 2^-64 turn, modulo one turn: (rows, seq, pairs) int64."""
+    turns = spec.sign * _frequency_rows(spec, lengths, None).view(np.int64)
+    per_pair = positions[..., list(spec.axes)] if spec.axes else positions[..., None]
+    return per_pair * turns[:, None, :]
+
+
+def _is_subtractable(old: Any, new: Any, allow_negative: bool) -> bool:
+    """Whether the difference of whole numbers fits in their own type, or wraps modulo 2^64."""
+    names = {str(where.dtype).removeprefix("torch.") for where in (old, new)}
+    return names == {"int64"} or (names == {"int32"} and not allow_negative)
+
+
+def _tokens(spec: Rotary, positions: Any) -> tuple[int, ...]:
+    return tuple(positions.shape[:-1] if spec.num_axes > 1 else positions.shape)
+
+
+def _rows(
+    spec: Rotary,
+    kernel: ModuleType,
+    positions: Any,
+    seq_len: Any,
+    allow_negative: bool,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[Any, str, tuple[int | None, ...]]:
+    """Checked positions as (rows, seq) or (rows, seq, axes); their kind; the length of each row."""
+    _check_shape(spec, positions.shape, max_bytes)
+    kind, low, high = kernel.inspect(positions)
+    _check_range(kind, low, high, allow_negative)
+    lead = _tokens(spec, positions)[:-1]
+    rows = positions.reshape(math.prod(lead), *positions.shape[len(lead) :])
+    return rows, kind, _row_lengths(spec, kernel, rows, seq_len, lead)
+
+
 def _tables(
     spec: Rotary,
     kernel: ModuleType,
@@ -149,7 +224,9 @@ def _tables(
     kind: str,
     precision: Precision,
     lengths: tuple[int | None, ...],
+    power: int = 1,
 ) -> tuple[Any, Any]:
+    """cos and sin, times that power of the attention factor."""
     if precision == "float32":
         make, arithmetic = kernel.tables_float32, kernel.FLOAT32
     elif kind == "int":
@@ -157,7 +234,7 @@ def _tables(
     else:
         make, arithmetic = kernel.tables_float64, FLOAT64
     frequencies = kernel.constant(_frequency_rows, spec, lengths, arithmetic)
-    scales = kernel.constant(_scale_rows, spec, lengths)
+    scales = kernel.constant(_scale_rows, spec, lengths, power)
     tables: tuple[Any, Any] = make(positions, frequencies, scales, spec.axes, spec.sign < 0)
     return tables
 
@@ -172,8 +249,8 @@ def _frequency_rows(
     return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
 
-def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...]) -> Array:
-    return np.array([_frequencies(spec, length, FLOAT64)[1] for length in lengths])
+def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...], power: int = 1) -> Array:
+    return np.array([_frequencies(spec, length, FLOAT64)[1] ** power for length in lengths])
 
 
 def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Array, float]:
@@ -280,7 +357,7 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
     if kind == "float32" and size > 2**24:
         warnings.warn(
             f"float32 cannot hold every position up to {size}; use float64 or whole numbers",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
