@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test docs browser quick lint types bench clean
+.PHONY: demo test docs debian quick lint types bench clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
 
-test: .venv/dev.stamp browser
+test: .venv/dev.stamp debian
 	$(BIN)/python -m pytest -n 2
 
 quick: .venv/dev.stamp
@@ -37,10 +37,12 @@ bench: .venv/dev.stamp
 	$(PIP) -e ".[dev]"
 	touch $@
 
-# Debian's Chromium, for the tests of the page; without it, and without root, they say so and skip
-browser:
-	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || { apt-get update -qq && \
-		apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null; }
+# Debian's Chromium, for the tests of the page, which skip without it, and the text of the experiments;
+# left out where there is no root
+debian:
+	@{ command -v chromium && command -v bible; } >/dev/null || test "$$(id -u)" != 0 || { \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+		chromium fonts-liberation bible-kjv bible-kjv-text >/dev/null; }
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

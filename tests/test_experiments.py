@@ -1,7 +1,6 @@
 """The experiments: text and batches that repeat, models that keep their laws, runs that survive."""
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from experiments.e1_convergence import run as convergence
-from experiments.e4_base import recall
 from experiments.e4_base import run as base
 from experiments.e6_shift import run as shift
 from experiments.lab import command, data, results
@@ -415,46 +413,6 @@ def test_every_encoding_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one
         assert sorted(entry) == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
-
-
-def test_a_value_is_asked_for_where_its_key_comes_again():
-    content = (torch.arange(2000) % 251).to(torch.uint8)
-    made = recall.recall(content, 60, 8, 20, np.random.default_rng(0))
-    for tokens, targets, distances in zip(*made.batch, made.distances, strict=True):
-        row = torch.cat([tokens, targets[-1:]]).tolist()  # the last token is text or a value
-        where, asked = {}, 0
-        text = [token for token in row if 0 <= token < recall.FIRST_KEY]
-        assert all((b - a) % 251 == 1 for a, b in itertools.pairwise(text))
-        for place in range(60):
-            token, target = tokens[place].item(), targets[place].item()
-            if not recall.FIRST_KEY <= token < recall.FIRST_VALUE:
-                assert target < recall.FIRST_KEY
-                assert distances[place] == 0
-            elif token in where:
-                first = where[token]
-                assert target == row[first + 1]
-                assert target >= recall.FIRST_VALUE
-                assert distances[place] == place - first
-                asked += 1
-            else:
-                where[token] = place
-                assert target == data.IGNORED
-                assert row[place + 1] >= recall.FIRST_VALUE
-        assert asked + (targets[-1] == data.IGNORED) >= 7
-        assert len(where) == 8
-
-
-@pytest.mark.slow
-def test_every_base_gets_the_same_sweep_and_is_asked_the_same(tmp_path, monkeypatch, one_thread):
-    rows = smoke(base, tmp_path, monkeypatch)
-    assert len(rows) == len(base.BASES) * 4
-    for row in rows:
-        assert row["run"]["model"]["base"] == float(row["run"]["method"])
-        end = row["looks"][-1]
-        assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
-        assert 0 <= end["recall"] <= 1
-        assert {name for name in end if name.startswith("recall ")} >= {"recall 1", "recall 32"}
-    assert (tmp_path / "base.png").stat().st_size > 10_000
 
 
 def test_steps_to_a_level_are_read_between_looks():

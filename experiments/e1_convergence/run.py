@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     rates: tuple[float, ...]
 
 
-FULL = Plan(Config(length=128), 1000, 16, 128, 256, (3e-4, 1e-3, 3e-3))
+FULL = Plan(Config(length=128), 1000, 16, 128, 256, (1e-3, 3e-3))
 SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, (1e-3, 3e-3))
 
 

@@ -15,23 +15,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from torch.nn import functional
 
+import rotary
 from rotary import plots
 from rotary.analysis.bounds import first_failure
+from rotary.analysis.simulate import retrieval
 
 from ..lab import command, data, results
 from ..lab.model import Config, Model, build
 from ..lab.sweep import Run, best_rate, chosen, runs
 from ..lab.train import Processes, Recipe, processes, train
-from .recall import VOCABULARY, Recall, held_out, training
+from .recall import VOCABULARY, Recall, held_out, make_similar, training
 
 FOLDER = Path(__file__).parent
 SEEDS = (0, 1, 2)
 BASES = ("10", "100", "1000", "10000", "100000")
+REFERENCE = "10000"
 COLORS = ("#d55e00", "#e69f00", "#009e73", "#0072b2", "#000000")
-BINS = (1, 8, 16, 32, 64, 128, 256)  # of distances, tokens
+FEWEST = 4  # marks before a query, so that its value is not guessed
+BINS = (1, 4, 8, 16, 32, 64, 128, 256)  # of distances, tokens
 
 
 class Plan(NamedTuple):
@@ -41,14 +46,15 @@ class Plan(NamedTuple):
     steps: int
     rows: int
     length: int
-    pairs: int
+    marks: int
+    queries: int
     looked_at: int  # rows of held-out text
     rates: tuple[float, ...]
 
 
-MODEL = Config(layers=2, width=128, heads=2, vocabulary=VOCABULARY)
-FULL = Plan(MODEL, 3000, 32, 256, 16, 256, (1e-3, 3e-3))
-SMOKE = Plan(dataclasses.replace(MODEL, width=32), 30, 8, 64, 6, 32, (1e-3, 3e-3))
+MODEL = Config(layers=1, width=128, heads=2, vocabulary=VOCABULARY)
+FULL = Plan(MODEL, 1300, 8, 256, 8, 64, 128, (3e-3, 6e-3))
+SMOKE = Plan(dataclasses.replace(MODEL, width=32), 30, 8, 64, 5, 24, 32, (3e-3, 6e-3))
 
 
 def main() -> None:
@@ -75,8 +81,8 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
-        "pairs": plan.pairs, "recipe": dataclasses.asdict(recipe), "text": text.name,
-        "sha256": text.sha256,
+        "marks": plan.marks, "queries": plan.queries, "recipe": dataclasses.asdict(recipe),
+        "text": text.name, "sha256": text.sha256,
     }  # fmt: skip
 
 
@@ -85,13 +91,17 @@ def trained(
 ) -> results.Row:
     """The row of one run, which the first process also writes."""
     recipe = Recipe(**settings["recipe"])
-    asked = held_out(text, plan.length, plan.pairs, plan.looked_at)
+    asked = held_out(text, plan.length, plan.marks, plan.queries, plan.looked_at)
     checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
 
     def batches(step: int) -> data.Batch:
-        return training(text, plan.length, plan.pairs, plan.rows, run.seed, step).batch
+        return training(
+            text, plan.length, plan.marks, plan.queries, plan.rows, run.seed, step
+        ).batch
 
     model = build(Config(**settings["model"]), run.seed)
+    with torch.no_grad():
+        make_similar(model.tokens.weight)
     title = f"E4 base {run.method} {run.rate:g} seed {run.seed}"
     done = train(model, batches, recipe, checkpoint, lambda model: seen(model, asked), these, title)
     row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
@@ -104,27 +114,33 @@ def trained(
 def seen(model: Model, asked: Recall) -> dict[str, float]:
     """Bits of everything asked for, `text` and `value` bits, the share of values that are right.
 
-    `recall` is over all distances, `recall 8` over those from 8 to the next of BINS.
+    Shares are of the queries with FEWEST marks before them or more. `recall` is over all distances,
+    `recall 8` over those from 8 to the next of BINS; `before` and `beyond` are over those below the
+    first distance with B_m < 0, and from there on; `guess` is what knowing no key would give.
     """
     device = model.head.weight.device
     tokens, targets = (part.to(device) for part in asked.batch)
-    logits, distances = model(tokens), asked.distances.to(device)
+    distances, marks_before = asked.distances.to(device), asked.marks_before.to(device)
+    logits = model(tokens)
     nats = functional.cross_entropy(
         logits.transpose(1, 2), targets, ignore_index=data.IGNORED, reduction="none"
     )
     right = (logits.argmax(-1) == targets).double()
-    is_value = distances > 0
+    is_value, is_judged = distances > 0, marks_before >= FEWEST
     is_text = (targets != data.IGNORED) & ~is_value
     found = {
         "bits": nats[is_value | is_text].mean().item() / math.log(2),
         "text": nats[is_text].mean().item() / math.log(2),
         "value": nats[is_value].mean().item() / math.log(2),
-        "recall": right[is_value].mean().item(),
+        "guess": (1 / marks_before[is_judged]).mean().item(),
     }
-    for low, high in itertools.pairwise(BINS):
-        inside = is_value & (low <= distances) & (distances < high)
+    reach = first_failure(model.config.spec) or tokens.shape[1]
+    spans = {"recall": (1, tokens.shape[1]), "before": (1, reach), "beyond": (reach, math.inf)}
+    spans |= {f"recall {low}": (low, high) for low, high in itertools.pairwise(BINS)}
+    for name, (low, high) in spans.items():
+        inside = is_judged & (low <= distances) & (distances < high)
         if inside.any():
-            found[f"recall {low}"] = right[inside].mean().item()
+            found[name] = right[inside].mean().item()
     return found
 
 
@@ -140,31 +156,70 @@ def ends(rows: Sequence[results.Row], base: str) -> list[dict[str, float]]:
     return [row["looks"][-1] for row in chosen(rows, base, SEEDS).values()]
 
 
+def spec_of(rows: Sequence[results.Row], base: str) -> rotary.Rotary:
+    """The RoPE of the heads of the models with a base."""
+    return Config(**chosen(rows, base, SEEDS)[SEEDS[0]]["run"]["model"]).spec
+
+
+def untrained(spec: rotary.Rotary, low: int, high: int, rivals: int) -> float:
+    """How often a random query finds its own mark at distances low .. high - 1, without training.
+
+    A mark is like its query as `make_similar` makes it: query + 1.0 eps; the rivals are the others.
+    """
+    return float(retrieval(spec, np.arange(low, high), noise=1.0, rivals=rivals).mean())
+
+
 def table(rows: Sequence[results.Row]) -> str:
-    """Recall by distance, bits of the text, and whether the two order the bases alike."""
-    names = [f"recall {low}" for low in BINS if f"recall {low}" in ends(rows, BASES[0])[0]]
-    lines = []
+    """Bits and recall of every base, recall by distance, and whether the two order the bases."""
+    reference = ends(rows, REFERENCE)
+    spans = [pair for pair in itertools.pairwise(BINS) if f"recall {pair[0]}" in reference[0]]
+    rivals = rows[0]["run"]["marks"] - 1
+    lines, trained_lines, untrained_lines = [], [], []
     for base in BASES:
-        of = ends(rows, base)
-        cells = [results.mean_spread([end[name] for end in of], ".2f") for name in names]
-        model = Config(**chosen(rows, base, SEEDS)[SEEDS[0]]["run"]["model"])
+        of, spec = ends(rows, base), spec_of(rows, base)
+        measured = []
+        for name, form in (("text", ".3f"), ("recall", ".2f")):
+            apart = [end[name] - other[name] for end, other in zip(of, reference, strict=True)]
+            measured.append(results.mean_spread([end[name] for end in of], form))
+            measured.append(results.mean_spread(apart, f"+{form}"))
+        shares = [
+            results.mean_spread([end[name] for end in of], ".2f") if name in of[0] else "none asked"
+            for name in ("before", "beyond")
+        ]
         lines.append([
-            base, first_failure(model.spec), f"{best_rate(rows, base, SEEDS[0]):g}",
-            results.mean_spread([end["text"] for end in of]), *cells,
+            base, f"{best_rate(rows, base, SEEDS[0]):g}", *measured, first_failure(spec), *shares,
         ])  # fmt: skip
-    heads = ["base", "first B_m < 0", "learning rate", "text, bits per byte"]
-    orders = [
+        names = [f"recall {low}" for low, _ in spans]
+        trained_lines.append(
+            [base, *(results.mean_spread([end[name] for end in of], ".2f") for name in names)]
+        )
+        untrained_lines.append([base, *(f"{untrained(spec, *span, rivals):.2f}" for span in spans)])
+    apart_from = f"minus base {REFERENCE}"
+    heads = ["base", "learning rate", "text, bits per byte", apart_from, "recall", apart_from,
+             "first m with B_m < 0", "recall before it", "recall from it on"]  # fmt: skip
+    by_distance = ["base", *(f"{low} to {high - 1}" for low, high in spans)]
+    return (
+        f"{results.table(heads, lines)}\n\nShare of values that are right, by distance in tokens; "
+        f"a guess without the key is right {reference[0]['guess']:.2f} of the time:\n\n"
+        f"{results.table(by_distance, trained_lines)}\n\n"
+        "How often a random query finds its mark without any training, from the frequencies of one "
+        f"head alone, among {rivals + 1} marks:\n\n"
+        f"{results.table(by_distance, untrained_lines)}\n\nRank correlation, over the "
+        f"{len(BASES)} bases, of bits of the text and recall: "
+        f"{results.mean_spread(orders(rows), '+.2f')}. -1: perplexity orders the bases as recall "
+        "does."
+    )
+
+
+def orders(rows: Sequence[results.Row]) -> list[float]:
+    """For every seed the rank correlation, over the bases, of bits of the text and recall."""
+    return [
         rank_correlation(
             [ends(rows, base)[index]["text"] for base in BASES],
             [ends(rows, base)[index]["recall"] for base in BASES],
         )
         for index in range(len(SEEDS))
     ]
-    shown = results.table([*heads, *(f"recall from {name.split()[1]}" for name in names)], lines)
-    return (
-        f"{shown}\n\nRank correlation, over the bases, of bits of the text and recall: "
-        f"{results.mean_spread(orders, '+.2f')}. -1: perplexity orders the bases as recall does."
-    )
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
@@ -183,21 +238,38 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:
-    """Recall against distance for each base, and recall against the bits of the text."""
-    picture = Figure(figsize=(9, 4), layout="constrained")
-    left, right = picture.subplots(1, 2)
+    """Recall against distance, against the steps of training, and against the bits of the text.
+
+    Dashes are what the frequencies do without training, ticks the first distance with B_m < 0.
+    """
+    picture = Figure(figsize=(12, 4), layout="constrained")
+    by_distance, by_step, by_bits = picture.subplots(1, 3, sharey=True)
+    rivals = rows[0]["run"]["marks"] - 1
     for base, color in zip(BASES, COLORS, strict=True):
-        for index, end in enumerate(ends(rows, base)):
-            name = f"base {base}" if index == 0 else None
-            at = [low for low in BINS if f"recall {low}" in end]
-            left.plot(at, [end[f"recall {low}"] for low in at], color=color, label=name)
-            right.plot(end["text"], end["recall"], "o", color=color)
-    left.set_xscale("log", base=2)
-    left.set_xlabel("distance to the value, tokens (from, to the next mark)")
-    left.set_ylabel("share of values that are right")
-    left.legend(frameon=False)
-    right.set_xlabel("text, bits per byte")
-    right.set_ylabel("share of values that are right")
+        spec = spec_of(rows, base)
+        for index, row in enumerate(chosen(rows, base, SEEDS).values()):
+            end, name = row["looks"][-1], f"base {base}" if index == 0 else None
+            spans = [pair for pair in itertools.pairwise(BINS) if f"recall {pair[0]}" in end]
+            middles = [math.sqrt(low * high) for low, high in spans]
+            by_distance.plot(
+                middles, [end[f"recall {low}"] for low, _ in spans], color=color, label=name
+            )
+            if index == 0:
+                alone = [untrained(spec, *span, rivals) for span in spans]
+                by_distance.plot(middles, alone, color=color, linestyle="--", linewidth=0.9)
+            steps = [look["step"] for look in row["looks"]]
+            by_step.plot(steps, [look["recall"] for look in row["looks"]], color=color)
+            by_bits.plot(end["text"], end["recall"], "o", color=color)
+        reach = first_failure(spec)
+        if reach is not None and reach < BINS[-1]:
+            by_distance.axvline(reach, ymax=0.05, color=color, linewidth=2)
+    by_distance.set_xscale("log", base=2)
+    by_distance.set_ylim(0, 1.03)
+    by_distance.set_xlabel("distance to the mark, tokens")
+    by_distance.set_ylabel("share of values that are right")
+    by_distance.legend(frameon=False)
+    by_step.set_xlabel("step")
+    by_bits.set_xlabel("text, bits per byte")
     return picture
 
 

@@ -27,7 +27,7 @@ class Config:
 
     encoding   "rope", "sinusoidal" and "learned" (both added to the embedding), or "none"
     causal     whether a token sees earlier ones only
-    attention  "softmax" or "linear"
+    attention  a name in ATTENTIONS
     length     most tokens a row may have where positions are learned
     base       of the frequencies of "rope"
 
@@ -72,6 +72,19 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+def linear_weights(q: Tensor, k: Tensor, turn: Turn, causal: bool) -> tuple[Tensor, Tensor]:
+    """Products of the features elu + 1, turned and not turned: (..., seq, seq), 0 where not seen.
+
+    >>> x = torch.zeros(1, 1, 2, 2)  # features 1
+    >>> [part.sum().item() for part in linear_weights(x, x, lambda q, k: (q, -k), causal=True)]
+    [-6.0, 6.0]
+    """
+    q, k = functional.elu(q) + 1, functional.elu(k) + 1
+    turned_q, turned_k = turn(q, k)
+    turned, kept = turned_q @ turned_k.mT, q @ k.mT
+    return (turned.tril(), kept.tril()) if causal else (turned, kept)
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> Tensor:
     """Linear attention by all pairs: turned after elu + 1, the denominator left as it is.
 
@@ -81,15 +94,42 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) 
     >>> linear_attention(x, x, 7 * x, lambda q, k: (q, k), causal=True)
     tensor([[[[7., 7.]]]])
     """
-    q, k = functional.elu(q) + 1, functional.elu(k) + 1
-    turned_q, turned_k = turn(q, k)
-    weights, norms = turned_q @ turned_k.mT, q @ k.mT
-    if causal:
-        weights, norms = weights.tril(), norms.tril()
+    weights, norms = linear_weights(q, k, turn, causal)
     return weights @ v / norms.sum(-1, keepdim=True)
 
 
-ATTENTIONS = {"softmax": softmax_attention, "linear": linear_attention}
+def linear_both(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> Tensor:
+    """Linear attention whose denominator is turned too: weights sum to 1, and it may be near 0.
+
+    What Su et al. (arXiv 2104.09864) avoid by equation 19.
+
+    >>> x = torch.ones(1, 1, 1, 2)
+    >>> linear_both(x, x, 7 * x, lambda q, k: (q, -k), causal=True)
+    tensor([[[[7., 7.]]]])
+    """
+    weights, _ = linear_weights(q, k, turn, causal)
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
+def linear_normed(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> Tensor:
+    """Linear attention without a denominator: every head's output is scaled to mean square 1.
+
+    Source: Qin et al. (arXiv 2210.10340), NormAttention; here RMSNorm of each head, no weights.
+
+    >>> x = torch.ones(1, 1, 1, 2)
+    >>> linear_normed(x, x, 7 * x, lambda q, k: (q, k), causal=True)
+    tensor([[[[1., 1.]]]])
+    """
+    weights, _ = linear_weights(q, k, turn, causal)
+    return functional.rms_norm(weights @ v, v.shape[-1:])
+
+
+ATTENTIONS = {
+    "softmax": softmax_attention,
+    "linear": linear_attention,
+    "linear both": linear_both,
+    "linear normed": linear_normed,
+}
 
 
 class Block(nn.Module):

@@ -1,5 +1,6 @@
 """The fair rule of every comparison: the same learning rates, the same seeds, for every method."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,11 +37,23 @@ def runs(
 
 
 def best_rate(rows: Sequence[Row], method: str, seed: int) -> float:
-    """The learning rate with the fewest bits on held-out data at the end, on the first seed."""
+    """The learning rate with the fewest bits on held-out data at the end, on the first seed.
+
+    A run that diverged has no bits at the end: it is the worst.
+    """
     swept = [row for row in rows if row["run"]["method"] == method]
     swept = [row for row in swept if row["run"]["recipe"]["seed"] == seed]
-    best = min(swept, key=lambda row: row["looks"][-1]["bits"])
+    best = min(swept, key=end_bits)
     return float(best["run"]["recipe"]["learning_rate"])
+
+
+def end_bits(row: Row) -> float:
+    """Bits on held-out data at the end of a run; inf if its row has `diverged`, the step of it.
+
+    >>> end_bits({"looks": [], "diverged": 20})
+    inf
+    """
+    return math.inf if "diverged" in row else float(row["looks"][-1]["bits"])
 
 
 def chosen(rows: Sequence[Row], method: str, seeds: Sequence[int]) -> dict[int, Row]:

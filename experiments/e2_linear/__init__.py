@@ -1,0 +1,1 @@
+"""Does RoPE help linear attention, and what do its weights and its denominator do?"""

@@ -1,0 +1,1 @@
+"""How many of the frequencies of RoPE have to turn?"""

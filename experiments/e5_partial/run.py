@@ -1,0 +1,231 @@
+"""How many frequencies of RoPE have to turn: p-RoPE and partial rotation, on a causal byte model.
+
+    python -m experiments.e5_partial.run [--smoke]
+    torchrun --nproc-per-node 2 -m experiments.e5_partial.run      # on two cores
+
+Killed, it goes on where it was. The learning rate of each method is the best of the same sweep on
+the first seed, and is then used for all seeds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import rotary
+from rotary import plots
+
+from ..lab import command, data, results
+from ..lab.model import Config, Tables, Tensor, bits, build
+from ..lab.sweep import Run, best_rate, chosen, end_bits, runs
+from ..lab.train import Processes, Recipe, processes, train
+
+FOLDER = Path(__file__).parent
+SEEDS = (0, 1, 2)
+STUDENT = 4.303  # 97.5 % quantile of Student's t with 2 degrees of freedom, for 3 seeds
+WHOLE = "p 1"
+SHARES = ("p 0", "p 0.25", "p 0.5", "p 0.75", WHOLE)
+PARTS = ("part 0.25", "part 0.5")
+METHODS = SHARES + PARTS
+
+
+class Plan(NamedTuple):
+    """The size of every run."""
+
+    model: Config
+    steps: int
+    rows: int
+    length: int
+    looked_at: int  # rows of held-out text
+    rates: tuple[float, ...]
+
+
+FULL = Plan(Config(length=128), 600, 8, 128, 128, (1e-3, 3e-3))
+SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, (1e-3, 3e-3))
+
+
+def spec_of(method: str, head_dim: int, base: float) -> rotary.Rotary:
+    """The RoPE of a method: "p <share>" or "part <share>"; every head has head_dim / 2 pairs.
+
+    p     the fastest share of the pairs turns as in full RoPE, the rest stands still
+          (Barbero et al., arXiv 2410.06205, section 6)
+    part  the ladder of rotary_dim = share of head_dim, and the rest stands still: GPT-NeoX. Its
+          pairs are here the first of the full width: other channels, the same frequencies.
+
+    >>> rotary.inv_freq(spec_of("p 0.5", 8, 1e4))[0]
+    array([1. , 0.1, 0. , 0. ])
+    >>> rotary.inv_freq(spec_of("part 0.5", 8, 1e4))[0]
+    array([1.  , 0.01, 0.  , 0.  ])
+    """
+    kind, share = method.split()[0], float(method.split()[1])
+    if kind == "p" and share > 0:
+        return rotary.Rotary(
+            head_dim=head_dim, base=base, schedule="proportional",
+            params={"partial_rotary_factor": share},
+        )  # fmt: skip
+    turning: list[float] = []
+    if kind == "part":
+        part = rotary.Rotary(head_dim=head_dim, rotary_dim=int(share * head_dim), base=base)
+        turning = rotary.inv_freq(part)[0].tolist()
+    still = [0.0] * (head_dim // 2 - len(turning))
+    return rotary.Rotary(head_dim=head_dim, schedule="custom", params={"inv_freq": turning + still})
+
+
+class Turned(nn.Module):
+    """The common model with the frequencies of a method; weights and all else are the same."""
+
+    def __init__(self, config: Config, method: str, seed: int) -> None:
+        super().__init__()
+        self.spec = spec_of(method, config.width // config.heads, config.base)
+        self.config = (config, self.spec)  # what a checkpoint must agree with
+        self.model = build(config, seed)
+
+    def tables(self, seq: int) -> Tables:
+        """cos and sin of the positions 0 .. seq - 1, exact, on the device of the model."""
+        positions = torch.arange(seq, device=self.model.head.weight.device)
+        return rotary.cos_sin(self.spec, positions)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, seq, vocabulary) from (batch, seq)."""
+        return self.model(tokens, self.tables(tokens.shape[1]))
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    with command.options(__doc__, FOLDER) as options:
+        plan = SMOKE if options.smoke else FULL
+        text = data.text(options.text)
+        with processes(options.device) as these:
+            rows = results.rows(options.out / "results.jsonl")
+            for run in runs(METHODS, plan.rates, SEEDS, rows):
+                settings = settings_of(plan, text, run)
+                if not results.is_done(rows, settings):
+                    rows.append(trained(plan, text, run, settings, options.out, these))
+        if these.rank == 0:
+            report(options.out)
+
+
+def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
+    """Everything that a run follows from."""
+    config = plan.model
+    recipe = Recipe(
+        steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
+        warmup=plan.steps // 10, look_every=plan.steps // 10,
+    )  # fmt: skip
+    spec = spec_of(run.method, config.width // config.heads, config.base)
+    return {
+        "method": run.method, "spec": spec.to_dict(), "model": dataclasses.asdict(config),
+        "length": plan.length, "recipe": dataclasses.asdict(recipe), "text": text.name,
+        "sha256": text.sha256,
+    }  # fmt: skip
+
+
+def trained(
+    plan: Plan, text: data.Text, run: Run, settings: results.Row, out: Path, these: Processes
+) -> results.Row:
+    """The row of one run, which the first process also writes."""
+    recipe = Recipe(**settings["recipe"])
+    held_out = data.held_out_batch(text, "causal", plan.length, plan.looked_at)
+    checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
+
+    def batches(step: int) -> data.Batch:
+        return data.training_batch(text, "causal", plan.length, plan.rows, run.seed, step)
+
+    def look(turned: Turned) -> dict[str, float]:
+        return {"bits": bits(turned.model, held_out, turned.tables(plan.length))}
+
+    model = Turned(Config(**settings["model"]), run.method, run.seed)
+    title = f"E5 {run.method} {run.rate:g} seed {run.seed}"
+    done = train(model, batches, recipe, checkpoint, look, these, title)
+    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
+    if these.rank == 0:
+        results.append(out / "results.jsonl", row)
+        checkpoint.unlink()
+    return row
+
+
+def report(out: Path) -> None:
+    """The table on the screen and in the README of the folder, and the figure beside it."""
+    rows = results.rows(out / "results.jsonl")
+    plots.save(figure(rows), out / "partial.png")
+    results.tell(out, table(rows))
+
+
+def ends(rows: Sequence[results.Row], method: str) -> list[float]:
+    """Bits at the end for every seed, at the best rate of a method."""
+    return [end_bits(row) for row in chosen(rows, method, SEEDS).values()]
+
+
+def apart(rows: Sequence[results.Row], method: str) -> list[float]:
+    """Bits of a method minus those of the whole RoPE, seed by seed."""
+    return [a - b for a, b in zip(ends(rows, method), ends(rows, WHOLE), strict=True)]
+
+
+def interval(differences: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of 3 differences, by Student's t.
+
+    >>> round(interval([0.0, 1.0, 2.0]), 3)
+    2.484
+    """
+    if len(differences) != len(SEEDS):
+        raise ValueError(f"STUDENT is for {len(SEEDS)} differences, got {len(differences)}")
+    return STUDENT * float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+
+
+def slowest(row: results.Row) -> tuple[int, float]:
+    """How many pairs turn, and the wavelength of the slowest of them in tokens, inf if none.
+
+    >>> slowest({"run": {"spec": {"head_dim": 4, "rotary_dim": 2}}})
+    (1, 6.283185307179586)
+    """
+    inv_freq = rotary.inv_freq(rotary.Rotary.from_dict(row["run"]["spec"]))[0]
+    turning = inv_freq[inv_freq > 0]
+    return len(turning), 2 * math.pi / float(turning.min()) if len(turning) else math.inf
+
+
+def table(rows: Sequence[results.Row]) -> str:
+    """Bits at the end, the paired difference to the whole RoPE, and whether it is beyond noise."""
+    lines = []
+    for method in METHODS:
+        differences = apart(rows, method)
+        pairs, wavelength = slowest(chosen(rows, method, SEEDS)[SEEDS[0]])
+        beyond = abs(float(np.mean(differences))) > interval(differences)
+        lines.append([
+            method, pairs, f"{wavelength:.0f}" if pairs else "-",
+            f"{best_rate(rows, method, SEEDS[0]):g}", results.mean_spread(ends(rows, method)),
+            *(["", ""] if method == WHOLE else [
+                results.mean_spread(differences, "+.3f"), "yes" if beyond else "no",
+            ]),
+        ])  # fmt: skip
+    heads = ["method", "pairs that turn", "slowest wavelength, tokens", "learning rate",
+             "bits per byte", f"minus {WHOLE}", "beyond seed noise"]  # fmt: skip
+    return results.table(heads, lines)
+
+
+def figure(rows: Sequence[results.Row]) -> Figure:
+    """Bits above the whole RoPE against the share of pairs that turn; every seed is a point."""
+    picture = Figure(figsize=(6, 4), layout="constrained")
+    axes = picture.subplots()
+    for methods, color, name in (
+        (SHARES, "#0072b2", "p-RoPE: the fastest pairs of the full ladder"),
+        ((*PARTS, WHOLE), "#d55e00", "partial: a ladder of fewer pairs"),
+    ):
+        shares = [float(method.split()[1]) for method in methods]
+        found = np.array([apart(rows, method) for method in methods])
+        axes.plot(shares, found, "o", color=color, markersize=4)
+        axes.plot(shares, found.mean(1), color=color, label=name)
+    axes.axhline(0, color="#000000", linewidth=0.6)
+    axes.set_xlabel("share of the pairs that turn")
+    axes.set_ylabel(f"bits per byte minus those of {WHOLE}")
+    axes.legend(frameon=False)
+    return picture
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Learned, axial, mixed and no positions on 8 x 8 digits, which are then shown at 16 x 16.
+
+    python -m experiments.e7_digits.run [--smoke]
+    torchrun --nproc-per-node 2 -m experiments.e7_digits.run      # on two cores
+
+Killed, it goes on where it was. The learning rate of each encoding is the best of the same sweep
+on the first seed, and is then used for all seeds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch.nn import functional
+
+from rotary import plots
+
+from ..lab import command, results
+from ..lab.data import Batch
+from ..lab.sweep import Run, best_rate, chosen, runs
+from ..lab.train import Processes, Recipe, processes, train
+from .images import Digits, digits, drawn, enlarged
+from .model import ENCODINGS, Config, Model, build
+
+FOLDER = Path(__file__).parent
+SEEDS = (0, 1, 2)
+REFERENCE = "learned"
+TIMES = 2  # the side of an enlarged image over that of a trained one
+MEASURES = {
+    "8": "8 x 8",
+    "scaled": "16 x 16, positions 0, 0.5 .. 7.5",
+    "extrapolated": "16 x 16, positions 0 .. 15",
+}
+COLORS = {"learned": "#009e73", "axial": "#0072b2", "mixed": "#d55e00", "none": "#000000"}
+
+
+class Plan(NamedTuple):
+    """The size of every run."""
+
+    layers: int
+    width: int
+    steps: int
+    rows: int
+    looked_at: int  # held-out images
+    rates: tuple[float, ...]
+
+
+FULL = Plan(3, 64, 600, 32, 600, (1e-3, 3e-3))
+SMOKE = Plan(2, 32, 20, 8, 20, (1e-3, 3e-3))
+
+
+def main() -> None:
+    """Train what is not trained yet, show the larger images, write the results."""
+    with command.options(__doc__, FOLDER) as options:
+        plan = SMOKE if options.smoke else FULL
+        images = digits()
+        with processes(options.device) as these:
+            rows = results.rows(options.out / "results.jsonl")
+            for run in runs(ENCODINGS, plan.rates, SEEDS, rows):
+                settings = settings_of(plan, images, run)
+                if not results.is_done(rows, settings):
+                    rows.append(trained(plan, images, settings, options.out, these))
+        if these.rank == 0:
+            report(options.out)
+
+
+def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:
+    """Everything that a run follows from."""
+    recipe = Recipe(
+        steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
+        warmup=plan.steps // 10, save_every=200, look_every=plan.steps,
+    )  # fmt: skip
+    return {
+        "method": run.method, "recipe": dataclasses.asdict(recipe), "looked_at": plan.looked_at,
+        "model": dataclasses.asdict(Config(run.method, layers=plan.layers, width=plan.width)),
+        "times": TIMES, "sha256": images.sha256,
+    }  # fmt: skip
+
+
+def trained(
+    plan: Plan, images: Digits, settings: results.Row, out: Path, these: Processes
+) -> results.Row:
+    """The row of one run, which the first process also writes."""
+    recipe, config = Recipe(**settings["recipe"]), Config(**settings["model"])
+    title = f"E7 {config.encoding} {recipe.learning_rate:g} seed {recipe.seed}"
+    checkpoint = out / "checkpoints" / f"{title}.pt"
+    held_out = Batch(*(part[: plan.looked_at] for part in images.held_out))
+
+    def batches(step: int) -> Batch:
+        return drawn(images.training, plan.rows, recipe.seed, step)
+
+    model = build(config, recipe.seed)
+    done = train(
+        model, batches, recipe, checkpoint, lambda model: seen(model, held_out), these, title
+    )
+    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
+    if these.rank == 0:
+        results.append(out / "results.jsonl", row)
+        checkpoint.unlink()
+    return row
+
+
+def seen(model: Model, images: Batch) -> dict[str, float]:
+    """Bits and the share that is right at 8 x 8, and the share at 16 x 16 by positions.
+
+    Learned places have no positions beyond those trained, so no "extrapolated".
+    """
+    larger = enlarged(images, TIMES)
+    bits, right = judged(model, images, 1.0)
+    found = {"bits": bits, "8": right, "scaled": judged(model, larger, 1 / TIMES)[1]}
+    if model.config.encoding != "learned":
+        found["extrapolated"] = judged(model, larger, 1.0)[1]
+    return found
+
+
+def judged(model: Model, images: Batch, spacing: float) -> tuple[float, float]:
+    """Cross-entropy in bits per image, and the share whose digit is named right."""
+    device = model.head.weight.device
+    nats, right = 0.0, 0
+    for pixels, names in zip(images.tokens.split(50), images.targets.split(50), strict=True):
+        logits = model(pixels.to(device), spacing).flatten(0, 1).float()
+        wanted = names.to(device).flatten()
+        nats += functional.cross_entropy(logits, wanted, reduction="sum").item()
+        right += int((logits.argmax(-1) == wanted).sum())
+    count = len(images.targets)
+    return nats / count / math.log(2), right / count
+
+
+def report(out: Path) -> None:
+    """The table on the screen and in the README of the folder, and the figure beside it."""
+    rows = results.rows(out / "results.jsonl")
+    plots.save(figure(rows), out / "digits.png")
+    results.tell(out, table(rows))
+
+
+def shares(rows: Sequence[results.Row], encoding: str, measure: str) -> np.ndarray:
+    """(seeds,) percent right at the best rate; empty where an encoding has no such measure."""
+    ends = [row["looks"][-1] for row in chosen(rows, encoding, SEEDS).values()]
+    return np.array([100 * end[measure] for end in ends if measure in end])
+
+
+def table(rows: Sequence[results.Row]) -> str:
+    """Percent right by size and positions, and the difference to learned places seed by seed."""
+    lines = []
+    for encoding in ENCODINGS:
+        line = [encoding, f"{best_rate(rows, encoding, SEEDS[0]):g}"]
+        for measure in MEASURES:
+            own = shares(rows, encoding, measure)
+            line.append(results.mean_spread(own.tolist(), ".1f") if len(own) else "-")
+        for measure in ("8", "scaled"):
+            apart = shares(rows, encoding, measure) - shares(rows, REFERENCE, measure)
+            line.append(results.mean_spread(apart.tolist(), "+.1f"))
+        lines.append(line)
+    heads = ["positions", "learning rate", *(f"{name}, % right" for name in MEASURES.values()),
+             "8 x 8 minus learned", "16 x 16 scaled minus learned"]  # fmt: skip
+    return results.table(heads, lines)
+
+
+def figure(rows: Sequence[results.Row]) -> Figure:
+    """Percent right by size and positions; every seed is a dot."""
+    picture = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = picture.subplots()
+    for index, encoding in enumerate(ENCODINGS):
+        for place, measure in enumerate(MEASURES):
+            own = shares(rows, encoding, measure)
+            at = np.full(len(own), place + 0.15 * (index - 1.5))
+            label = encoding if place == 0 else None
+            axes.plot(at, own, "o", color=COLORS[encoding], label=label)
+    axes.set_xticks(range(len(MEASURES)), list(MEASURES.values()))
+    axes.set_ylabel("held-out digits named right, %")
+    axes.set_title("Trained at 8 x 8, one token for each pixel")
+    axes.legend(frameon=False)
+    return picture
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Which frequencies turn in p-RoPE and in partial rotation, and that nothing else differs."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from experiments.e5_partial import run as partial
+from experiments.lab import results
+from experiments.lab.model import Config, build
+from experiments.lab.sweep import best_rate
+
+import rotary
+
+SMALL = Config(layers=2, width=64, heads=2)
+
+
+def inv_freq(method, head_dim=32):
+    return rotary.inv_freq(partial.spec_of(method, head_dim, 10_000.0))[0]
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("method", "turning"), [("p 0", 0), ("p 0.25", 4), ("p 0.5", 8),
+                                                 ("p 0.75", 12), ("p 1", 16)])  # fmt: skip
+def test_a_share_of_p_rope_is_the_fastest_pairs_of_the_full_ladder(method, turning):
+    full = np.exp(-np.log(10_000.0) * np.arange(16) / 16)
+    np.testing.assert_allclose(inv_freq(method), full * (np.arange(16) < turning), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("method", "rotary_dim"), [("part 0.25", 8), ("part 0.5", 16)])
+def test_partial_rotation_has_the_scores_of_a_rotated_slice(method, rotary_dim):
+    """Channels in another order: what GPT-NeoX pairs inside of its slice is paired across it."""
+    half = rotary_dim // 2
+    first, second = list(range(half)), list(range(16, 16 + half))
+    order = first + second + [at for at in range(32) if at not in first + second]
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 40, 32)).astype(np.float32)
+    sliced = rotary.Rotary(head_dim=32, rotary_dim=rotary_dim)
+    a, b = rotary.apply(sliced, q[..., order], k[..., order])
+    c, d = rotary.apply(partial.spec_of(method, 32, 10_000.0), q, k)
+    np.testing.assert_allclose(c @ d.swapaxes(-1, -2), a @ b.swapaxes(-1, -2), atol=2e-5)
+    assert np.abs(c @ d.swapaxes(-1, -2) - q @ k.swapaxes(-1, -2)).max() > 1
+
+
+def test_the_ladder_of_a_part_is_spread_over_the_whole_range_again():
+    np.testing.assert_allclose(inv_freq("part 0.25")[:4], [1, 0.1, 0.01, 0.001], rtol=1e-14)
+    np.testing.assert_allclose(inv_freq("p 0.25")[:4], [1, 0.562341, 0.316228, 0.177828], rtol=1e-5)
+    assert not inv_freq("part 0.25")[4:].any()
+
+
+def test_the_whole_share_is_the_common_model_and_none_of_it_no_positions():
+    tokens = torch.arange(60).view(2, 30)
+    for method, encoding in ((partial.WHOLE, "rope"), ("p 0", "none")):
+        common = build(Config(layers=2, width=64, heads=2, encoding=encoding), seed=3)
+        assert torch.equal(partial.Turned(SMALL, method, 3)(tokens), common(tokens)), method
+
+
+def test_two_methods_differ_in_their_frequencies_alone():
+    tokens = torch.arange(60).view(2, 30)
+    models = [partial.Turned(SMALL, method, 3) for method in partial.METHODS]
+    for one, other in itertools.combinations(models, 2):
+        assert one.spec != other.spec
+        assert str(one.config) != str(other.config), "a checkpoint must not pass for another's"
+        assert not torch.equal(one(tokens), other(tokens))
+        for (name, weight), (same, its) in zip(
+            one.named_parameters(), other.named_parameters(), strict=True
+        ):
+            assert name == same
+            assert torch.equal(weight, its)
+
+
+def test_the_interval_is_that_of_student():
+    """The quantile of 2 degrees of freedom has a closed form: u sqrt(2 / (1 - u^2)), u = 2p - 1."""
+    assert abs(partial.STUDENT - 0.95 * (2 / (1 - 0.95**2)) ** 0.5) < 5e-4
+    assert partial.interval([1.0, 1.0, 1.0]) == 0
+    assert partial.interval([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    with pytest.raises(ValueError, match="STUDENT is for 3 differences, got 2"):
+        partial.interval([1.0, 2.0])
+
+
+def told(method, rate, seed, bits):
+    """A row as `trained` makes it."""
+    spec = partial.spec_of(method, 32, 10_000.0).to_dict()
+    run = {"method": method, "spec": spec, "recipe": {"learning_rate": rate, "seed": seed}}
+    return {"run": run, "looks": [{"step": 9, "bits": bits}]}
+
+
+def test_the_table_says_which_difference_is_beyond_the_noise():
+    above = {"p 0": (0.5, 0.6, 0.7), "p 0.25": (0.1, -0.1, 0.3)}
+    rows = [
+        told(method, rate, seed, 2 + seed + above.get(method, (0, 0, 0))[seed] + (rate == 1e-3))
+        for method in partial.METHODS
+        for rate, seed in ((1e-3, 0), (3e-3, 0), (3e-3, 1), (3e-3, 2))
+    ]
+    shown = partial.table(rows)
+    assert "| p 0 | 0 | - | 0.003 | 3.600 ± 1.100 | +0.600 ± 0.100 | yes |" in shown
+    assert "| p 0.25 | 4 | 35 | 0.003 | 3.100 ± 1.114 | +0.100 ± 0.200 | no |" in shown
+    assert "| p 1 | 16 | 35333 | 0.003 | 3.000 ± 1.000 |  |  |" in shown
+    assert "| part 0.25 | 4 | 6283 | 0.003 | 3.000 ± 1.000 | +0.000 ± 0.000 | no |" in shown
+
+
+@pytest.mark.slow
+def test_every_share_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one_thread):
+    monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(tmp_path)])
+    partial.main()
+    rows = results.rows(tmp_path / "results.jsonl")
+    for method in partial.METHODS:
+        best = best_rate(rows, method, 0)
+        recipes = [row["run"]["recipe"] for row in rows if row["run"]["method"] == method]
+        found = sorted((recipe["seed"], recipe["learning_rate"]) for recipe in recipes)
+        assert found == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
+    assert (tmp_path / "partial.png").stat().st_size > 10_000
+    assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
+
+
+def test_the_readme_of_partial_rotation_shows_its_results():
+    rows = results.rows(partial.FOLDER / "results.jsonl")
+    shown = results.shown(partial.FOLDER / "README.md")
+    runs = len(partial.METHODS) * (len(partial.FULL.rates) + len(partial.SEEDS) - 1)
+    assert shown == (partial.table(rows) if len(rows) == runs else "not run yet")
