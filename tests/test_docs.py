@@ -20,7 +20,7 @@ PAGES = [
 ]
 VERDICTS = {
     *("holds", "holds on average", "bound only", "a choice", "incomplete"),
-    *("typo corrected", "wrong", "reported"),
+    *("typo corrected", "wrong"),
 }
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 FENCE = re.compile(r"^(`{3,}).*?^\1`*\s*?$", re.MULTILINE | re.DOTALL)
@@ -108,10 +108,10 @@ def test_every_verdict_is_one_that_is_explained():
 
 @pytest.mark.parametrize("claim", claims(), ids=lambda claim: f"{claim[0]}{claim[1]}")
 def test_every_claim_names_tests_that_exist(claim):
-    _, _, verdict, cell = claim
+    cell = claim[-1]
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", cell)
     assert len(named) == cell.count("`") // 2
-    assert bool(named) == (verdict != "reported")
+    assert named
     for file, test in named:
         assert test in names_of_tests(ROOT / "tests" / file), f"{file} has no {test}"
 

@@ -12,7 +12,7 @@ from experiments.e4_base import run as base
 from experiments.lab import data, results
 from experiments.lab.model import build
 
-from rotary.analysis.bounds import similarity
+from rotary.analysis.bounds import first_failure, similarity
 
 CONTENT = (torch.arange(2000) % 251).to(torch.uint8)
 
@@ -189,3 +189,31 @@ def test_every_base_gets_the_same_sweep_and_is_asked_the_same(tmp_path, monkeypa
         )
     assert (tmp_path / "base.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
+
+
+# --- what the committed runs say, of which docs/paper.md tells ---
+
+
+@pytest.fixture(scope="module")
+def found():
+    return results.rows(base.FOLDER / "results.jsonl")
+
+
+def mean_of(found, name, number):
+    return float(np.mean([end[number] for end in base.ends(found, name)]))
+
+
+def test_a_small_base_finds_less_but_more_than_the_bound_says(found):
+    recalls = [mean_of(found, name, "recall") for name in base.BASES]
+    assert recalls[0] < 0.3
+    assert 0.8 < recalls[1] < 0.95
+    assert min(recalls[2:]) > 0.99
+    assert first_failure(base.spec_of(found, "100")) < 64
+    assert mean_of(found, "100", "recall 64") > 0.99
+    assert mean_of(found, "100", "recall 128") < 0.8
+
+
+def test_the_bits_of_the_text_do_not_order_the_bases_as_recall_does(found):
+    apart = mean_of(found, "10", "text") - mean_of(found, "10000", "text")
+    assert abs(apart) < 0.03
+    assert abs(np.mean(base.orders(found))) < 0.2

@@ -267,7 +267,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     by_distance.set_ylim(0, 1.03)
     by_distance.set_xlabel("distance to the mark, tokens")
     by_distance.set_ylabel("share of values that are right")
-    by_distance.legend(frameon=False)
+    by_step.legend(*by_distance.get_legend_handles_labels(), frameon=False, loc="center right")
     by_step.set_xlabel("step")
     by_bits.set_xlabel("text, bits per byte")
     return picture
