@@ -59,6 +59,30 @@ ARROWS = {
     "integrations/transformers": {
         *("integrations", "integrations/rotations", "integrations/tables", "torch"),
     },
+    "checkpoint/names": set(),
+    "checkpoint/heads": {"checkpoint/names", "configs", "spec"},
+    "checkpoint/quantised": {"checkpoint/files", "checkpoint/names", "numpy"},
+    "checkpoint/plan": {
+        *("checkpoint/files", "checkpoint/heads", "checkpoint/names", "checkpoint/quantised"),
+        *("configs", "hf", "layouts", "spec", "numpy"),
+    },
+    "checkpoint/files": {"configs"},
+    "checkpoint/writing": {"checkpoint/files", "numpy"},
+    "checkpoint/shards": {"checkpoint/files", "checkpoint/plan", "checkpoint/writing", "numpy"},
+    "checkpoint/labels": {"configs", "hf"},
+    "checkpoint/verify": {
+        *("checkpoint/files", "checkpoint/names", "checkpoint/plan", "checkpoint/shards"),
+        *("layouts", "numpy"),
+    },
+    "checkpoint/journal": {
+        *("checkpoint/files", "checkpoint/plan", "checkpoint/shards", "checkpoint/verify"),
+        *("checkpoint/writing", ""),  # the version
+    },
+    "checkpoint/convert": {
+        *("checkpoint/files", "checkpoint/journal", "checkpoint/labels", "checkpoint/plan"),
+        *("checkpoint/shards", "checkpoint/verify", "checkpoint/writing"),
+    },
+    "checkpoint": {"checkpoint/convert"},
     "peers": {"schedules", "numpy"},
     "programs": {"peers"},
     "diff": {"configs", "peers", "programs", "numpy"},
@@ -160,7 +184,10 @@ ARROWS = {
         *("cli/app", "cli/terminal", "analysis/bounds", "analysis/decay", "configs", "plan"),
         *("explorer", "plots", "reach", "spec", "typer"),
     },
-    "cli": {"cli/app", "cli/machine", "cli/configs", "cli/context"},
+    "cli/checkpoints": {
+        *("cli/app", "cli/terminal", "checkpoint/convert", "checkpoint/plan", "rich", "typer"),
+    },
+    "cli": {"cli/app", "cli/checkpoints", "cli/machine", "cli/configs", "cli/context"},
 }
 # What may be imported at the top of any file that `import rotary` loads
 LIGHT = {"numpy"}

@@ -72,6 +72,9 @@ def test_layouts_and_direction_belong_to_the_model():
     assert from_hf_config({"model_type": "glm4"}).layout == "interleaved"
     assert from_hf_config({"model_type": "glm4_moe", "head_dim": 128}).layout == "half"
     assert from_hf_config({**SIZES, "rope_traditional": True}).layout == "interleaved"
+    gptj = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": 8}
+    assert from_hf_config(gptj).layout == "interleaved"
+    assert from_hf_config({**gptj, "rope_traditional": False}).layout == "half"
 
 
 def test_a_slice_may_be_the_last_channels():

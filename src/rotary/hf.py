@@ -324,8 +324,9 @@ def _layouts(found: Config) -> tuple[str, str]:
     key = found.model.get("layout_key")
     if key and found.data.get(key) is False:
         return "half", "half"
-    if found.data.get("rope_traditional") is True:  # mlx-lm
-        return "interleaved", "interleaved"
+    traditional = found.data.get("rope_traditional")  # mlx-lm
+    if isinstance(traditional, bool):
+        return ("interleaved", "interleaved") if traditional else ("half", "half")
     return layout, out_layout
 
 

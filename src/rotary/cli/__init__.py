@@ -1,5 +1,6 @@
 """The command `rotary`."""
 
+from . import checkpoints as checkpoints
 from . import configs as configs
 from . import context as context
 from . import machine as machine

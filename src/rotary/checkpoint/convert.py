@@ -1,0 +1,173 @@
+"""A checkpoint in the other pair layout: shard by shard, resumable, and proved before it is whole.
+
+The order of writing is what makes it safe: shards, the files beside, the config, then the proof,
+the index, and the manifest last of all. Until the manifest is there the folder is unfinished, and
+the same call goes on.
+"""
+
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import journal, writing
+from .files import Checkpoint, read_checkpoint
+from .labels import CONFIG, Labels, labels_of
+from .plan import Plan, plan
+from .shards import Advance, Hashes, Job, Written, check_movable, write_shards
+from .verify import Proof, check_which, prove
+
+
+class Ready(NamedTuple):
+    """What is there, what is to be done, and the config that is read and written."""
+
+    source: Path
+    checkpoint: Checkpoint
+    plan: Plan
+    labels: Labels
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.state.size for shard in self.checkpoint.shards)
+
+
+class Converted(NamedTuple):
+    """What was done: the plan, the shards that this call wrote, and what was proved."""
+
+    plan: Plan
+    written: tuple[str, ...]
+    proof: Proof
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    from_layout: str,
+    to_layout: str,
+    config: Any = None,
+    trust_source: bool = False,
+    verify: str = "sample",
+    executor: Executor | None = None,
+    advance: Advance | None = None,
+) -> Converted:
+    """Write the checkpoint `source` into the folder `target`, its weights in the other pair layout.
+
+    source        a folder of safetensors, sharded or not, or one file; of what is beside one file
+                  the config alone is read, and written
+    target        a new folder, or that of a conversion that was broken off, which then goes on
+    from_layout   the layout of the weights: "half" or "interleaved"
+    config        path or dict, where the folder has no config.json
+    trust_source  take `from_layout` as given, for weights that another program has moved before
+    verify        "sample" proves the scores of three layers, "full" those of all, and reads every
+                  byte again
+    executor      what writes the shards, of concurrent.futures or like it; default two threads
+    advance       called with numbers of bytes that are done, `Ready.size` in all; from the threads
+                  that write, or here after each shard with an `executor`
+
+    Rows of query and key projections move, with all that belongs to them; every other byte stays.
+    Raises ValueError for whatever is refused, before anything is written, and OSError where a disk
+    fails. Whatever ends it, the source is as it was, and the same call goes on.
+
+    >>> convert_checkpoint("no such folder", "new", from_layout="half", to_layout="interleaved")
+    Traceback (most recent call last):
+    FileNotFoundError: no such folder: no such file; give a folder or a .safetensors file
+    """
+    check_which(verify)
+    ready = prepared(source, from_layout, to_layout, config, trust_source)
+    return carried_out(ready, target, verify, executor, advance)
+
+
+def prepared(
+    source: str | os.PathLike[str],
+    from_layout: str,
+    to_layout: str,
+    config: Any = None,
+    trust_source: bool = False,
+) -> Ready:
+    """What is there and what is to be done; whatever can be refused without a target is refused.
+
+    Arguments and errors are those of `convert_checkpoint`.
+    """
+    checkpoint = read_checkpoint(source)
+    root = checkpoint.root
+    before = journal.read_manifest(root)
+    if before is not None and before.get("to") != from_layout:
+        raise ValueError(
+            f"{root}: was converted to {before.get('to')!r} already, by {journal.MANIFEST}; "
+            f"say --from {before.get('to')}, or convert the original"
+        )
+    if config is None and not (root / CONFIG).is_file():
+        raise ValueError(f"{root}: has no {CONFIG}; give the model's with --config")
+    tensors = checkpoint.tensors
+    trusted = trust_source or before is not None
+    whole = root if config is None else config
+    todo = plan(tensors, whole, from_layout, to_layout, trust_source=trusted)
+    for move in todo.moves.values():
+        check_movable(tensors[move.tensor], move)
+    labels = labels_of(root, config, from_layout, to_layout, before)
+    return Ready(Path(source), checkpoint, todo, labels)
+
+
+def carried_out(
+    ready: Ready,
+    target: str | os.PathLike[str],
+    verify: str = "sample",
+    executor: Executor | None = None,
+    advance: Advance | None = None,
+) -> Converted:
+    """Do what is prepared. Arguments and errors are those of `convert_checkpoint`."""
+    folder, checkpoint, todo = Path(target), ready.checkpoint, ready.plan
+    check_which(verify)
+    writing.check_target(ready.source, folder)
+    identity = journal.identity_of(checkpoint, todo)
+    known = journal.written_before(folder, identity)
+    writing.check_space(folder, sum(_missing(ready, folder, known)))
+    with writing.made(folder), writing.locked(folder):
+        known = journal.written_before(folder, identity)  # another process may have ended just now
+        journal.begin(folder, identity, known)
+        hashes: dict[str, Hashes] = {}
+        written: list[str] = []
+
+        def finished(job: Job, result: Written) -> None:
+            name = job.target.name
+            hashes[name] = result.hashes
+            if result.is_new:
+                journal.add(folder, name, result.hashes)
+                written.append(name)
+
+        write_shards(_jobs(ready, folder, known), finished, executor, advance)
+        for sidecar in checkpoint.sidecars:
+            if str(sidecar) not in (journal.MANIFEST, CONFIG, writing.LOCK):
+                writing.copy(checkpoint.root / sidecar, folder / sidecar)
+        with writing.replacing(folder / CONFIG) as file:
+            file.write(ready.labels.written)
+        proof = prove(checkpoint, folder, todo, hashes, verify)
+        if checkpoint.listing is not None:
+            writing.copy(checkpoint.listing, folder / checkpoint.listing.name)
+        content = journal.manifest_of(checkpoint, todo, hashes, proof, ready.labels.original)
+        journal.finish(folder, content)
+    return Converted(todo, tuple(sorted(written)), proof)
+
+
+def _jobs(ready: Ready, folder: Path, known: dict[str, Hashes]) -> list[Job]:
+    moves = ready.plan.moves
+    return [
+        Job(
+            shard,
+            folder / shard.path.name,
+            {name: moves[name] for name in shard.tensors if name in moves},
+            known.get(shard.path.name, {}),
+        )
+        for shard in ready.checkpoint.shards
+    ]
+
+
+def _missing(ready: Ready, folder: Path, known: dict[str, Hashes]) -> list[int]:
+    """Sizes of the shards that no earlier call wrote."""
+    return [
+        shard.state.size
+        for shard in ready.checkpoint.shards
+        if shard.path.name not in known or not (folder / shard.path.name).is_file()
+    ]

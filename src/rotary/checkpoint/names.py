@@ -1,0 +1,242 @@
+"""Which tensors of a checkpoint hold query and key channels: one table of rules on their names.
+
+A name is cut into (what stands before the layers, the layer, the module, the parameter). A rule is
+a regular expression that the whole module must match. A name that looks like a query or a key and
+that no rule knows is an error: such a tensor left where it is would spoil a model silently.
+"""
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
+
+
+class Rule(NamedTuple):
+    """A kind of tensor, and the modules that are of this kind.
+
+    kind    "query", "key", how both are packed into one, a gain ("query norm"), or `LEFT`
+    module  regular expression of the whole path between the layer number and the parameter
+    models  the model types it is for; empty means any
+    reason  of `LEFT`: why it stays
+    """
+
+    kind: str
+    module: str
+    models: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class Name(NamedTuple):
+    """What a rule says of one tensor: the parts of its name, its kind, why it is left.
+
+    group  the name without its parameter: weight, bias and scales of one projection share it
+    """
+
+    tensor: str
+    group: str
+    layer: int
+    parameter: str
+    kind: str
+    reason: str = ""
+
+
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+_KEYS_AS_VALUES = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
+_PER_HEAD = ("gpt_neox", "gpt_neox_japanese", "persimmon", "fuyu")
+_SELF = (
+    r"(?:self_attn|self_attn\.\d|self_attention|attention|attention\.self|attn|mixer|temporal_block"
+    r"|shared_transformer\.self_attn|norm_attn_norm\.attn|text_attn)"
+)
+_Q = r"(?:q_proj|query|wq)"
+_K = r"(?:k_proj|key|wk)"
+# wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
+_QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
+# the first rule that fits counts
+RULES = (
+    Rule(LEFT, r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?",
+         reason="cross-attention does not rotate"),
+    Rule(LEFT, r"(?:.*\.)?linear_attn\..*", reason="linear attention does not rotate"),
+    Rule(LEFT, r"self_attn\.(?:qkv_proj|query_decay|key_decay)", ("minimax",),
+         "linear attention does not rotate"),
+    Rule(LEFT, r"(?:.*\.)?indexer\..*", reason="an indexer rotates in a layout of its own"),
+    Rule(LEFT, rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)",
+         reason="a latent has no channels of heads"),
+    Rule(LEFT, r"attn\.(?:wq_a|wkv_b|kv_norm)", reason="a latent has no channels of heads"),
+    Rule(LEFT, r"attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)",
+         reason="a latent has no channels of heads"),
+    Rule(LEFT, rf"{_SELF}\.lambda_[qk][12]", reason="summed up, so that no order matters"),
+    Rule(LEFT, r"attn\.to_(?:q|kv)", ("granite",), "not of the text model"),
+    Rule(LEFT, r"self_attn(?:\.attn)?\.[qkv]_scale", reason="one number for a cache"),
+    Rule("output", r"self_attn\.o_proj", _KEYS_AS_VALUES),
+    Rule("query, with a gate", rf"{_SELF}\.q_proj", _GATED),
+    Rule("query and key, 4 blocks", r"attn\.qkv_proj", ("codegen",)),
+    Rule("query and key, per head", rf"{_SELF}\.query_key_value", _PER_HEAD),
+    Rule("query and key, falcon", rf"{_SELF}\.query_key_value", ("falcon",)),
+    Rule("query and key, grouped", r"attention\.wqkv", ("internlm2",)),
+    Rule("query of an expert", r"self_attention\.experts\.input_linear", ("jetmoe",)),
+    Rule("key and value", r"self_attention\.kv_proj", ("jetmoe",)),
+    Rule("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
+    Rule("latent query, with a gate", r"self_attn\.q_gate_proj"),
+    Rule("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),
+    Rule("latent key", rf"{_SELF}\.(?:kv_a_proj_with_mqa|wkv_a)|attn_kv_a_mqa"),
+    Rule("query", rf"{_SELF}\.{_Q}|attn_q|{_SELF}\.linear_q_adapter_list\.\d+\.1"),
+    Rule("key", rf"{_SELF}\.{_K}|attn_k|{_SELF}\.linear_k_adapter_list\.\d+\.1"),
+    Rule(LEFT, rf"{_SELF}\.linear_[qk]_adapter_list\.\d+\.0", reason="an inner half"),
+    Rule("query norm", rf"{_SELF}\.(?:q_norm|q_layernorm|query_layernorm|q_ln)(?:\.norms\.\d+)?"
+         r"|attn_q_norm"),
+    Rule("key norm", rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?"
+         r"|attn_k_norm"),
+    Rule("query norm", r"self_attn\.scaling", ("timesfm2_5",)),
+)  # fmt: skip
+# parameter of a module -> how it moves with the rows of the weight
+PARAMETERS = (
+    ("rows", r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
+             r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?"),
+    ("inputs", r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx"),
+    ("words", r"qweight|qzeros"),
+    ("scales", r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point"),
+    ("unknown", r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
+                r"|lora_embedding_[AB].*"),
+)  # fmt: skip
+
+# models whose rotation is not of channels that a query and a key alone have
+REFUSED = {
+    "clvp_encoder": "values are rotated as well",
+    "csm": "its two decoders have different heads",
+    "deepseek_v4": "keys are values as well, and outputs are rotated back",
+    "dots3_note_text": "its latents differ by layer, and a gain is of their rotated part alone",
+    "seamless_m4t": "hidden states are rotated, before the projection",
+    "wav2vec2-bert": "hidden states are rotated, before the projection",
+    "wav2vec2-conformer": "hidden states are rotated, before the projection",
+    "zaya": "queries and keys pass a convolution before the rotation",
+}
+# code bases that are known by their names, and the layout of their files whatever a config says
+CODE_BASES = {
+    "Meta's or Mistral's own files": (r"layers\.\d+\.attention\.w[qk]\..*", ("interleaved",)),
+    "DeepSeek's own files": (r"layers\.\d+\.attn\.(?:wq_b|wkv_a)\..*", ("interleaved",)),
+    "GGUF": (r"blk\.\d+\.attn_.*", ("half", "interleaved")),
+}
+
+_LAYER = re.compile(
+    r"(?P<before>(?:.*?\.)??)(?:\w+_)?(?:layers|layer|h|blocks|block|blk)\.(?P<layer>\d+)\.(?P<rest>.+)"
+)
+_PARAMETER = re.compile(
+    r"(?P<module>.+?)(?:\.(?:linear|base_layer|original_module))?\.(?P<parameter>"
+    + "|".join(pattern for _, pattern in PARAMETERS)
+    + ")"
+)
+_OTHER_PART = re.compile(
+    r"(?:^|\.)(?:visual|vision|vit|siglip|image|audio|speech|codec|video|semantic|vq|sam|talker"
+    r"|token2wav|code2wav|qformer|perceiver|resampler|projector|connector|multi_modal|mm)\w*\."
+)
+_LOOKS = re.compile(
+    r"(?:^|[._])(?:q|k|qk|kv|qkv)(?:[._\d]|$)|query|(?:^|[._])keys?(?:[._]|$)|qkv"
+    r"|(?:^|[._])w(?:q|k)|W_pack|c_attn",
+    re.IGNORECASE,
+)
+
+
+def looks(tensor: str) -> bool:
+    """Whether a name holds what queries, keys or both at once are called.
+
+    >>> looks("model.layers.0.self_attn.q_proj.weight"), looks("model.layers.0.mlp.up_proj.weight")
+    (True, False)
+    """
+    return bool(_LOOKS.search(tensor))
+
+
+def classify(tensor: str, model: str = "") -> Name | None:
+    """What the rules say of one tensor of a model type; None if they say nothing.
+
+    >>> classify("model.layers.3.self_attn.k_proj.bias")
+    Name(tensor='model.layers.3.self_attn.k_proj.bias', group='model.layers.3.self_attn.k_proj', \
+layer=3, parameter='bias', kind='key', reason='')
+    >>> classify("model.layers.3.self_attn.v_proj.bias") is None
+    True
+    """
+    found = _LAYER.fullmatch(tensor)
+    if _OTHER_PART.search(tensor[: found.start("layer")] if found else tensor):
+        reason = "not of the text model"
+        return Name(tensor, tensor, -1, "", LEFT, reason) if looks(tensor) else None
+    if not found:
+        return None
+    rest, layer = found["rest"], int(found["layer"])
+    named = _PARAMETER.fullmatch(rest)
+    if named and (rule := rule_of(named["module"], model)):
+        group = tensor[: found.start("rest")] + named["module"]
+        return Name(tensor, group, layer, named["parameter"], rule.kind, rule.reason)
+    rule = rule_of(rest, model)
+    if rule and (rule.kind == LEFT or rule.kind.endswith("norm")):
+        return Name(tensor, tensor, layer, "", rule.kind, rule.reason)
+    return None
+
+
+def treatment(parameter: str) -> str:
+    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
+
+    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
+    ('inputs', 'scales', 'rows')
+    """
+    return next(
+        name for name, pattern in PARAMETERS if re.fullmatch(pattern, parameter or "weight")
+    )
+
+
+@functools.lru_cache(maxsize=2**14)  # the same modules come in every layer
+def rule_of(module: str, model: str = "") -> Rule | None:
+    """The first rule that a module of a model type matches; None if there is none.
+
+    >>> rule_of("attention.query_key_value", "gpt_neox").kind
+    'query and key, per head'
+    """
+    for rule in RULES:
+        if (not rule.models or model in rule.models) and re.fullmatch(rule.module, module):
+            return rule
+    return None
+
+
+def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
+    """(name, layouts of its files) of a code base that its tensor names give away, or None.
+
+    >>> code_base(["layers.0.attention.wq.weight"])
+    ("Meta's or Mistral's own files", ('interleaved',))
+    """
+    names = list(tensors)
+    for name, (pattern, layouts) in CODE_BASES.items():
+        if any(re.fullmatch(pattern, tensor) for tensor in names):
+            return name, layouts
+    return None
+
+
+def recognised(tensors: Iterable[str], model: str = "") -> tuple[Name, ...]:
+    """What the rules say of all tensors that hold or look like queries or keys, in their order.
+
+    Raises ValueError for a tensor that looks like one and that no rule knows, for one whose rule
+    does not know its parameter, and if no tensor is to be moved.
+
+    >>> [name.kind for name in recognised(["layers.0.attention.wk.weight"])]
+    ['key']
+    >>> recognised(["layers.0.self_attn.my_q_proj.weight"])
+    Traceback (most recent call last):
+    ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, and \
+no rule knows it; add one to RULES, or convert without this tensor
+    """
+    seen = list(tensors)
+    if model in REFUSED:
+        raise ValueError(f"{model!r} cannot be converted: {REFUSED[model]}")
+    names = []
+    for tensor in seen:
+        name = classify(tensor, model)
+        if name is not None:
+            names.append(name)
+        elif looks(tensor):
+            raise ValueError(
+                f"tensor {tensor!r} looks like a query or a key, and no rule knows it; add one to "
+                "RULES, or convert without this tensor"
+            )
+    if all(name.kind == LEFT for name in names):
+        few = ", ".join(seen[:4]) or "none"
+        raise ValueError(f"no tensor is a query or key projection; the first names are: {few}")
+    return tuple(names)

@@ -1,0 +1,361 @@
+"""What is to be moved to give a checkpoint the other pair layout, as plain data, and the move.
+
+Moving the rows of W_q and W_k of one head by one permutation leaves every score as it was. So a
+layer without rotation may be moved or left, whatever is right for its rotating neighbours.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..configs import Config, choose, layer_types, load
+from ..hf import from_hf_config
+from ..layouts import Indices, channel_permutation, check
+from ..spec import Rotary
+from .files import Tensor
+from .heads import Run, runs_of
+from .names import LEFT, Name, code_base, recognised, treatment
+from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Move(NamedTuple):
+    """How one tensor moves: slices of `rotary_dim` channels along one axis.
+
+    size   channels along the axis
+    runs   where the slices are
+    place  the axis, and how channels are packed along it
+    """
+
+    tensor: str
+    kind: str
+    size: int
+    runs: tuple[Run, ...]
+    rotary_dim: int
+    place: Place
+    source: str
+    target: str
+
+    @property
+    def axis(self) -> int:
+        """The axis along which channels move."""
+        return self.place.axis or 0
+
+    @property
+    def heads(self) -> int:
+        """How many slices move."""
+        return sum(run.heads for run in self.runs)
+
+    @property
+    def order(self) -> Indices:
+        """(size,) int64: channel j of the result is channel order[j] of the source."""
+        order = np.arange(self.size, dtype=np.int64)
+        inside = channel_permutation(self.rotary_dim, self.source, self.target)
+        for run in self.runs:
+            begins = run.begin + run.stride * np.arange(run.heads, dtype=np.int64)[:, None]
+            order[begins + np.arange(self.rotary_dim)] = begins + inside
+        return order
+
+    def to_dict(self) -> dict[str, Any]:
+        """The move as JSON-ready data, without the order itself."""
+        return {
+            "tensor": self.tensor,
+            "kind": self.kind,
+            "axis": self.axis,
+            "size": self.size,
+            "heads": self.heads,
+            "runs": [run._asdict() for run in self.runs],
+            "rotary_dim": self.rotary_dim,
+            "bits": self.place.bits,
+        }
+
+
+class Left(NamedTuple):
+    """A tensor that looks like a query or a key, or belongs to one, and stays as it is."""
+
+    tensor: str
+    reason: str
+
+
+class Plan(NamedTuple):
+    """Which tensors move, by name, and which of their kin stay and why; all others are copied."""
+
+    model: str
+    source: str
+    target: str
+    moves: Mapping[str, Move]
+    left: tuple[Left, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data.
+
+        >>> shape = {"layers.0.attention.wk.weight": Tensor("F32", (64, 32), 0, 8192)}
+        >>> made = plan(shape, {"head_dim": 16}, "interleaved", "half")
+        >>> made.to_dict()["moves"][0]["runs"]
+        [{'begin': 0, 'heads': 4, 'stride': 16}]
+        """
+        return {
+            "model": self.model,
+            "source": self.source,
+            "target": self.target,
+            "moves": [move.to_dict() for move in self.moves.values()],
+            "left": [left._asdict() for left in self.left],
+        }
+
+
+def plan(
+    tensors: Mapping[str, Tensor],
+    config: Any,
+    source: str,
+    target: str,
+    *,
+    trust_source: bool = False,
+) -> Plan:
+    """What to move in a checkpoint whose weights are in layout `source`, for `target`.
+
+    tensors       name -> dtype and shape, of all shards together
+    config        of the model, as in `from_hf_config`
+    source        the layout the weights have: that of the config, unless the names are of a code
+                  base whose files have another one (Meta's own Llama files are interleaved)
+    trust_source  take `source` as given: for weights that were moved before
+    Raises ValueError for a layout the weights do not have, for a tensor that no rule knows, for
+    shapes that the config's heads do not divide, and for formats that cannot be moved.
+
+    >>> rows = {f"model.layers.0.self_attn.{name}_proj.weight": Tensor("BF16", (64, 64), 0, 8192)
+    ...         for name in "qkv"}
+    >>> config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    >>> moves = plan(rows, config, "half", "interleaved").moves
+    >>> [move.order[:4].tolist() for move in moves.values()]
+    [[0, 8, 1, 9], [0, 8, 1, 9]]
+    """
+    check(source, "source")
+    check(target, "target")
+    if source == target:
+        raise ValueError(f"source and target are both {source!r}: nothing is to be moved")
+    model = _model(config)
+    if not trust_source:
+        _check_source(tensors, model, source)
+    names = recognised(tensors, model.name)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name in names:
+        if name.kind != LEFT:
+            groups.setdefault(name.group, {})[name.parameter] = tensors[name.tensor]
+    moves: dict[str, Move] = {}
+    left: list[Left] = []
+    for name in names:
+        found = _decided(name, groups, model, source, target)
+        if isinstance(found, Move):
+            moves[name.tensor] = found
+        elif found is not None:
+            left.append(found)
+    if not moves:
+        raise ValueError(f"no tensor is to be moved: {left[0].tensor!r} is {left[0].reason}")
+    return Plan(model.name, source, target, moves, tuple(left))
+
+
+def moved(raw: Bytes, tensor: Tensor, move: Move) -> Bytes:
+    """The bytes of a tensor after its move; the bytes of every value stay as they are.
+
+    raw     (bytes of the tensor,) uint8
+    Raises ValueError if a row is not whole bytes, or the tensor is not the one that was planned.
+
+    >>> weight = np.arange(8, dtype=np.float32)
+    >>> move = Move("q", "query", 8, (Run(0, 2, 4),), 4, Place(0), "half", "interleaved")
+    >>> moved(weight.view(np.uint8), Tensor("F32", (8,), 0, 32), move).view(np.float32)
+    array([0., 2., 1., 3., 4., 6., 5., 7.], dtype=float32)
+    """
+    before = math.prod(tensor.shape[: move.axis])
+    if raw.nbytes != tensor.end - tensor.begin:
+        raise ValueError(
+            f"tensor {move.tensor!r} has {tensor.end - tensor.begin} bytes, got {raw.nbytes}"
+        )
+    if move.place.bits:
+        words = np.ascontiguousarray(raw).view("<u4").reshape(tensor.shape)
+        return reordered(words, move.order, move.place).view(np.uint8).reshape(-1)
+    count = before * move.size
+    if count == 0 or raw.nbytes % count:
+        raise ValueError(
+            f"tensor {move.tensor!r} of {tensor.dtype} {tensor.shape}: its {count} slices are not "
+            "whole bytes"
+        )
+    slices = np.ascontiguousarray(raw).reshape(before, move.size, raw.nbytes // count)
+    return slices[:, move.order].reshape(-1)
+
+
+# --- the model ---
+
+
+class _Model(NamedTuple):
+    """What a config says of its layers: name, keys, and the RoPE of each layer type.
+
+    block  rows of a block of quantised scales
+    """
+
+    name: str
+    data: Mapping[str, Any]
+    block: int
+    found: Mapping[str | None, Config]
+    specs: Mapping[str | None, Rotary | None]
+
+
+def _model(config: Any) -> _Model:
+    data = load(config)
+    kinds: tuple[str | None, ...] = layer_types(data) or (None,)
+    specs = {kind: from_hf_config(data, kind) for kind in kinds}
+    found = {kind: choose(data, kind) for kind in kinds}
+    first = found[kinds[0]]
+    name = first.data.get("model_type", "")
+    if "num_axes" in first.model:
+        raise ValueError(f"{name!r} is a vision tower; only the text part of a model is converted")
+    if not any(specs.values()):
+        raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
+    quantised = data.get("quantization_config") or first.data.get("quantization_config") or {}
+    block = (quantised.get("weight_block_size") or [BLOCK])[0]
+    return _Model(name, first.data, block, found, specs)
+
+
+def _check_source(tensors: Mapping[str, Tensor], model: _Model, source: str) -> None:
+    base = code_base(tensors)
+    if base is not None:
+        who, known = base
+    elif model.name:
+        layouts = {spec.layout for spec in model.specs.values() if spec is not None}
+        who, known = f"{model.name!r}", tuple(sorted(layouts))
+    else:
+        return
+    if source not in known:
+        raise ValueError(
+            f"weights of {who} are {' or '.join(known)}, not {source}: say --from {known[0]}; for "
+            "weights that were moved before, trust the source"
+        )
+
+
+_NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
+_NOPE_FLAGS = ("smollm3", "llama4_text", "mistral_large4_text")
+# their full attention does not rotate where sliding_window is set
+_NOPE_FULL = ("afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1")
+
+
+def _layer_type(model: _Model, name: Name) -> str | None:
+    """The layer type of a layer, as a key of the model's specs."""
+    kinds = list(model.specs)
+    slices = {_slice(spec) for spec in model.specs.values()}
+    if len(slices) == 1 and not model.data.get("attention_k_eq_v"):
+        return kinds[0]
+    labels = model.data.get("layer_types")
+    if bases := model.data.get("layer_rope_theta"):
+        labels = [f"rope_theta={base or 0:g}" for base in bases]
+    is_extra = ".mtp" in f".{name.tensor}"  # a head that predicts further counts its own layers
+    if labels is None or name.layer >= len(labels) or is_extra:
+        raise ValueError(
+            f"tensor {name.tensor!r}: layers differ in what they rotate, and layer_types of the "
+            f"config does not name the type of layer {name.layer}"
+        )
+    if labels[name.layer] not in model.specs:
+        raise ValueError(
+            f"tensor {name.tensor!r}: layer_types says {labels[name.layer]!r}, none of "
+            f"{', '.join(map(str, kinds))}"
+        )
+    return str(labels[name.layer])
+
+
+def _slice(spec: Rotary | None) -> tuple[int, ...]:
+    return () if spec is None else (spec.head_dim, spec.rotary_dim, spec.start)
+
+
+def _is_still(model: _Model, name: Name) -> bool:
+    """Whether this layer is known not to rotate."""
+    data, layer = model.data, name.layer
+    if model.name in _NOPE_FLAGS:
+        flags = data.get("no_rope_layers")  # 1: rotates
+        if flags:
+            return layer < len(flags) and not flags[layer]
+        return (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
+    labels = data.get("layer_types") or ()
+    is_full = layer < len(labels) and labels[layer] == "full_attention"
+    return model.name in _NOPE_FULL and is_full and data.get("sliding_window") is not None
+
+
+# --- one tensor ---
+
+
+def _decided(
+    name: Name, groups: Mapping[str, Mapping[str, Tensor]], model: _Model, source: str, target: str
+) -> Move | Left | None:
+    """The move of a tensor, or why it is left; None for an output that has no part in it."""
+    if name.kind == LEFT:
+        return Left(name.tensor, name.reason)
+    kind = _layer_type(model, name)
+    spec = model.specs[kind]
+    reason = "of a layer that does not rotate" if spec is None or _is_still(model, name) else ""
+    reason = reason or _not_of_heads(name, groups, model)
+    if spec is None or reason:
+        return None if name.kind == "output" else Left(name.tensor, reason)
+    group = groups[name.group]
+    if name.kind == "output":
+        if not _is_key_the_value(model, kind):
+            return None
+        where, size = _of_outputs(name, group, model.found[kind], spec.head_dim)
+        runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
+    else:
+        size = _gain_size(group) if name.kind.endswith("norm") else channels(name.group, group)
+        runs = runs_of(name, size, spec, model.found[kind])
+        where = _place_of(name, group, size, model)
+    move = Move(name.tensor, name.kind, size, runs, spec.rotary_dim, where, source, target)
+    if where.block and not stays_inside(move.order, where.block):
+        raise ValueError(
+            f"tensor {name.tensor!r} scales blocks of {where.block} rows, and rows would leave "
+            "their block; convert the weights before they are quantised"
+        )
+    return Left(name.tensor, where.stays) if where.axis is None else move
+
+
+def _place_of(name: Name, group: Mapping[str, Tensor], size: int, model: _Model) -> Place:
+    if name.kind.endswith("norm"):
+        return Place(0)
+    return place(name.group, name.parameter, group, size, model.block)
+
+
+def _gain_size(group: Mapping[str, Tensor]) -> int:
+    return math.prod(next(iter(group.values())).shape)
+
+
+def _not_of_heads(name: Name, groups: Mapping[str, Any], model: _Model) -> str:
+    """Why a projection with a familiar name has no rotated heads; "" if it has."""
+    latent = model.data.get("kv_lora_rank")
+    if latent is None:
+        return ""
+    if name.kind.endswith("norm"):
+        return "a latent has no channels of heads"
+    if model.name == "bailing_hybrid" and name.kind in ("query", "key"):
+        layer = name.group.removesuffix("q_proj").removesuffix("k_proj")
+        if f"{layer}kv_a_proj_with_mqa" not in groups:
+            return "linear attention does not rotate"
+    return ""
+
+
+def _is_key_the_value(model: _Model, kind: str | None) -> bool:
+    """Gemma 4: in full attention the projected keys are the values as well."""
+    return bool(model.data.get("attention_k_eq_v")) and kind != "sliding_attention"
+
+
+def _of_outputs(
+    name: Name, group: Mapping[str, Tensor], found: Config, head_dim: int
+) -> tuple[Place, int]:
+    """Where o_proj holds the channels of values that are keys: along its inputs."""
+    tensor, kind = group[name.parameter], treatment(name.parameter)
+    size = head_dim * int(found.get("num_attention_heads"))
+    if name.parameter == "weight" or name.parameter.startswith("lora_A"):
+        if len(tensor.shape) != 2 or tensor.shape[1] != size:
+            raise ValueError(f"tensor {name.tensor!r} has shape {tensor.shape}, not {size} columns")
+        return Place(1), size
+    if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
+        return Place(None, stays="of the output channels"), size
+    raise ValueError(
+        f"tensor {name.tensor!r}: values are keys here, and quantised columns cannot move; convert "
+        "the weights before they are quantised"
+    )

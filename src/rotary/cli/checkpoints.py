@@ -1,0 +1,149 @@
+"""The command on weights: a checkpoint in the other pair layout."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .app import Json, app
+from .terminal import print_json, print_table
+
+if TYPE_CHECKING:
+    from ..checkpoint.plan import Move, Plan
+
+Layout = Literal["half", "interleaved"]
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A folder of safetensors, or one file.", show_default=False)
+    ],
+    target: Annotated[
+        Path | None, typer.Argument(help="A new folder; not needed with --dry-run.")
+    ] = None,
+    from_layout: Annotated[
+        Layout, typer.Option("--from", help="Layout that the weights have.", show_default=False)
+    ] = ...,  # type: ignore[assignment]  # typer's way to ask for an option
+    to_layout: Annotated[
+        Layout, typer.Option("--to", help="Layout that they get.", show_default=False)
+    ] = ...,  # type: ignore[assignment]
+    config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, where the source has none.")
+    ] = None,
+    trust_source: Annotated[
+        bool, typer.Option("--trust-source", help="The weights were moved before: believe --from.")
+    ] = False,
+    verify: Annotated[
+        Literal["sample", "full"], typer.Option(help="Layers whose scores are compared.")
+    ] = "sample",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Move the weights of a checkpoint to the other pair layout, and prove it."""
+    from ..checkpoint.convert import carried_out, prepared
+
+    told = None if config is None else str(config)
+    ready = prepared(source, from_layout, to_layout, told, trust_source)
+    todo = ready.plan
+    not_copied = [str(path) for path in ready.checkpoint.left]
+    if dry_run:
+        if as_json:
+            print_json({**todo.to_dict(), "not_copied": not_copied})
+        else:
+            _print_plan(str(source), todo)
+            _print_not_copied(not_copied)
+        return
+    if target is None:
+        raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
+    with _ended_by_signals(), _bytes_bar(ready.size) as advance:
+        done = carried_out(ready, target, verify, advance=advance)
+    proof = done.proof
+    if as_json:
+        document = {"written": done.written, "not_copied": not_copied, "proof": proof._asdict()}
+        print_json({**todo.to_dict(), **document})
+        return
+    rows = [
+        ("tensors moved", str(len(todo.moves))),
+        ("left as they are", str(len(todo.left))),
+        ("shards written", f"{len(done.written)} of {len(ready.checkpoint.shards)}"),
+        ("read again", f"{proof.tensors} tensors; undoing the move gives the bytes of the source"),
+        ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
+        ("largest difference", f"{proof.error:.1e} of the largest score"),
+    ]
+    print_table(f"{target}: {to_layout}", ("", ""), rows)
+    _print_not_copied(not_copied)
+
+
+def _print_plan(title: str, todo: "Plan") -> None:
+    rows = [
+        (move.tensor, move.kind, str(move.heads), _slices(move), _rows(move))
+        for move in todo.moves.values()
+    ]
+    head = ("tensor", "kind", "heads", "slices", "rows")
+    print_table(f"{title}: {todo.source} to {todo.target}, {len(rows)} tensors move", head, rows)
+    if todo.left:
+        left = [(left.tensor, left.reason) for left in todo.left]
+        print_table("stay as they are", ("tensor", "why"), left)
+
+
+def _slices(move: "Move") -> str:
+    """Where the rotated slices are: the first of each run, and the distance to the next."""
+    return ", ".join(
+        f"{run.begin}:{run.begin + move.rotary_dim}"
+        + (f" every {run.stride}" if run.heads > 1 else "")
+        for run in move.runs
+    )
+
+
+def _rows(move: "Move") -> str:
+    return f"{move.heads * move.rotary_dim:,} of {move.size:,}"
+
+
+def _print_not_copied(names: list[str]) -> None:
+    if names:
+        print_table("not converted and not copied", ("",), [(name,) for name in names])
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as an error does, so that no file is left half written."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bytes_bar(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar of bytes with their rate on stderr; None where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns: tuple[Any, ...] = (
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("converting", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,203 @@
+"""Which tensors are queries and keys: the names of every model of transformers, and of others."""
+
+import functools
+import re
+
+import pytest
+import torch
+import transformers
+
+from rotary import from_hf_config
+from rotary.checkpoint import names
+from rotary.checkpoint.files import Tensor
+from rotary.checkpoint.plan import plan
+from rotary.configs import MODELS, layer_types
+
+OTHER = {"half": "interleaved", "interleaved": "half"}
+AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText",
+         "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")  # fmt: skip
+# what a name of a tensor that moves may end in, beside the parameter; all else is none of ours
+MAY_MOVE = re.compile(
+    r"\.(?:q_proj|k_proj|q_norm|k_norm|q_layernorm|k_layernorm|qkv_proj|query_key_value|Wqkv|query"
+    r"|key|q_b_proj|kv_a_proj_with_mqa|q_gate_proj|experts\.input_linear|kv_proj|scaling)"
+    r"(?:\.linear)?(?:\.weight|\.bias)?$"
+)
+LAYERS = re.compile(r"(?:num_hidden_layers|n_layers?|num_layers|\w+coder_layers|\w+_hidden_layers"
+                    r"|num_experts|n_routed_experts|num_local_experts)")  # fmt: skip
+# quickly built, one for each way of naming
+QUICK = (
+    "llama", "phi3", "gptj", "codegen", "gpt_neox", "falcon", "persimmon", "deepseek_v3", "jetmoe",
+    "axk2", "qwen3", "qwen3_next", "olmo2", "cohere", "lfm2", "recurrent_gemma", "timesfm2_5",
+    "roformer", "minimax", "bailing_hybrid", "longcat_flash", "mllama", "qwen2_vl", "idefics",
+)  # fmt: skip
+
+
+def shrunk(config):
+    """A config of a few layers, as many as show each layer type once, and of its parts."""
+    kinds = getattr(config, "layer_types", None)
+    kinds = list(kinds) if isinstance(kinds, list | tuple) else []
+    count = max([4, *(kinds.index(kind) + 1 for kind in kinds)])
+    for key, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            shrunk(value)
+        elif LAYERS.fullmatch(key) and isinstance(value, int) and value > count:
+            setattr(config, key, count)
+    if len(kinds) > count and len(config.layer_types) > count:
+        config.layer_types = kinds[:count]
+    return config
+
+
+@functools.lru_cache(maxsize=1)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def state_of(model_type):
+    """(shapes by tensor name, config) of a model on the meta device; None if none can be built."""
+    quiet()
+    try:
+        config = shrunk(transformers.AutoConfig.for_model(model_type))
+    except Exception:  # a config without defaults, or whose layers cannot be made fewer
+        return None
+    for auto in AUTOS:
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, auto).from_config(config)
+        except Exception:  # not of this kind, or a package is missing
+            continue
+        return {name: tuple(x.shape) for name, x in model.state_dict().items()}, config.to_dict()
+    return None
+
+
+def planned(model_type):
+    """The plan of a model, its shapes, or why there is none."""
+    built = state_of(model_type)
+    if built is None:
+        return "not built"
+    shapes, config = built
+    tensors = {name: Tensor("BF16", shape, 0, 0) for name, shape in shapes.items()}
+    try:
+        specs = [from_hf_config(config, kind) for kind in layer_types(config) or (None,)]
+        layout = next((spec.layout for spec in specs if spec is not None), "half")
+        return plan(tensors, config, layout, OTHER[layout]), shapes
+    except ValueError as error:
+        return str(error)
+
+
+def check(made, shapes):
+    assert made.moves
+    for name, move in made.moves.items():
+        assert MAY_MOVE.search(name), name
+        assert sorted(move.order.tolist()) == list(range(move.size))
+    for name in shapes:
+        seen = name in made.moves or name in {left.tensor for left in made.left}
+        assert seen or not re.search(r"[._](?:q|k|qk|qkv|kv)_|query|\.key\.", name), name
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_queries_and_keys_are_found_and_nothing_else(model_type):
+    check(*planned(model_type))
+
+
+@pytest.mark.slow
+def test_every_model_type_that_can_be_built_is_planned_or_refused_with_a_reason():
+    """What is refused is refused for one of these reasons; the rest of transformers is planned."""
+    reasons = {
+        "vision": "is a vision tower",
+        "parts": "has several parts; pass part",
+        "not one": "is not one rotation",
+        "no heads": "no tensor is a query or key projection",
+        "still": "does not rotate",
+        "refused": "cannot be converted",
+        "defaults": "give head_dim|must sum to the 64 pairs",  # a default config that is no model
+    }
+    found = {"planned": [], "not built": [], **{reason: [] for reason in reasons}}
+    for model_type in MODELS:
+        made = planned(model_type)
+        if not isinstance(made, str):
+            check(*made)
+            found["planned"].append(model_type)
+        elif made == "not built":
+            found[made].append(model_type)
+        else:
+            fitting = [name for name, text in reasons.items() if re.search(text, made)]
+            assert fitting, f"{model_type}: {made}"
+            found[fitting[0]].append(model_type)
+    assert len(found["planned"]) >= 195
+    assert set(found["no heads"]) <= {"bamba", "granitemoehybrid"}  # default: no attention layer
+    assert set(found["still"]) == {"zamba2"}
+    assert {*found["refused"]} >= {"deepseek_v4", "wav2vec2-conformer", "zaya"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "model", "kind"),
+    [
+        ("layers.0.attention.wq.weight", "", "query"),  # Meta, Mistral
+        ("layers.0.attention.wk.weight", "", "key"),
+        ("layers.0.attention.query_norm.weight", "", None),
+        ("layers.0.attn.wq_b.weight", "deepseek_v3", "latent query"),  # DeepSeek
+        ("layers.0.attn.wkv_a.weight", "deepseek_v3", "latent key"),
+        ("layers.0.attn.wkv_b.weight", "deepseek_v3", "left"),
+        ("transformer.h.0.attn.q_proj.weight", "gptj", "query"),
+        ("transformer.h.3.attn.c_attn.bias", "", "query and key"),  # Qwen 1
+        ("transformer.blocks.3.norm_attn_norm.attn.Wqkv.weight", "dbrx", "query and key"),
+        ("model.layers.9.attention.wqkv.weight", "internlm2", "query and key, grouped"),
+        ("model.layers.9.self_attn.W_pack.weight", "", "query and key"),  # Baichuan
+        ("blk.4.attn_q.weight", "", "query"),  # GGUF
+        ("blk.4.attn_qkv.weight", "", "query and key"),
+        ("blk.4.attn_k_norm.weight", "", "key norm"),
+        ("blk.4.attn_kv_b.weight", "", "left"),
+        ("language_model.model.layers.3.self_attn.k_proj.qweight", "", "key"),
+        ("model.layers.61.self_attn.q_a_proj.weight", "deepseek_v3", "left"),
+        ("model.visual.blocks.3.attn.qkv.weight", "qwen2_vl_text", "left"),
+        ("vision_tower.encoder.layers.3.self_attn.q_proj.weight", "llama", "left"),
+        ("model.layers.3.cross_attn.q_proj.weight", "mllama_text_model", "left"),
+        ("model.layers.3.linear_attn.in_proj_qkvz.weight", "qwen3_next", "left"),
+        ("model.layers.3.self_attn.k_scale", "llama", "left"),
+        ("model.layers.3.self_attn.v_proj.weight", "llama", None),
+        ("model.layers.3.self_attn.o_proj.weight", "llama", None),
+        ("model.layers.3.mlp.gate_proj.weight", "llama", None),
+        ("model.embed_tokens.weight", "llama", None),
+    ],
+)
+def test_names_of_other_code_bases_are_known(tensor, model, kind):
+    found = names.classify(tensor, model)
+    assert (found and found.kind) == kind
+    if found and kind not in ("left", None):
+        assert found.layer == int(re.search(r"\.(\d+)\.", tensor)[1])
+        assert tensor == f"{found.group}.{found.parameter}"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["model.layers.0.self_attn.q_projection.weight", "model.layers.0.attn.query.0.weight",
+     "encoder.Wqkv.weight", "model.layers.0.self_attn.q_proj.parametrizations.weight.original0",
+     "model.layers.0.attn.to_q.weight", "layers.0.keys.weight",
+     "layers.0.attention.query_key_value.weight", "layers.0.attention.wqkv.weight"],
+)  # fmt: skip
+def test_a_name_that_looks_like_a_query_or_a_key_and_fits_no_rule_is_refused(tensor):
+    known = "model.layers.0.self_attn.k_proj.weight"
+    with pytest.raises(ValueError, match=re.escape(f"{tensor!r} looks like a query or a key")):
+        names.recognised([known, tensor], "llama")
+
+
+def test_no_query_and_no_key_at_all_is_refused_with_a_few_names():
+    with pytest.raises(ValueError, match=r"the first names are: lm_head\.weight, a\.b$"):
+        names.recognised(["lm_head.weight", "a.b"])
+    with pytest.raises(ValueError, match="the first names are: none"):
+        names.recognised([])
+    with pytest.raises(ValueError, match="no tensor is a query or key projection"):
+        names.recognised(["visual.blocks.0.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize("model", names.REFUSED)
+def test_models_that_cannot_be_converted_say_why(model):
+    with pytest.raises(ValueError, match=f"{model!r} cannot be converted: {names.REFUSED[model]}"):
+        names.recognised(["layers.0.self_attn.q_proj.weight"], model)
+    assert model in MODELS or model == "csm"
+
+
+def test_every_rule_is_of_a_model_that_is_known_and_says_why_it_leaves():
+    for rule in names.RULES:
+        assert set(rule.models) <= set(MODELS), rule
+        assert bool(rule.reason) == (rule.kind == names.LEFT), rule

@@ -1,0 +1,379 @@
+"""Moves of a checkpoint: against direct definitions, packed formats, and what must be refused."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotary import Rotary
+from rotary.checkpoint.files import Tensor
+from rotary.checkpoint.heads import runs_of
+from rotary.checkpoint.names import Name
+from rotary.checkpoint.plan import Move, moved, plan
+from rotary.checkpoint.quantised import Place
+from rotary.configs import choose
+
+examples = settings(max_examples=40, deadline=None, derandomize=True)
+OTHER = {"half": "interleaved", "interleaved": "half"}
+BYTES = {"F32": 4, "BF16": 2, "I32": 4, "U8": 1, "F8_E4M3": 1, "F16": 2, "I8": 1}
+LAYER = "model.layers.0.self_attn."
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+
+
+def tensor_of(array, dtype=None):
+    names = {"float32": "F32", "uint16": "BF16", "int32": "I32", "uint8": "U8", "uint32": "U32"}
+    return Tensor(dtype or names[array.dtype.name], array.shape, 0, array.nbytes)
+
+
+def shapes(dtype="F32", **given):
+    """Tensors of layer 0 by the end of their name, where __ stands for a dot."""
+    found = {}
+    for name, shape in given.items():
+        size = int(np.prod(shape)) * BYTES[dtype]
+        found[LAYER + name.replace("__", ".")] = Tensor(dtype, shape, 0, size)
+    return found
+
+
+def carried(arrays, config, source="half", target="interleaved", **trust):
+    """Arrays by name after their moves, and the plan."""
+    made = plan({name: tensor_of(x) for name, x in arrays.items()}, config, source, target, **trust)
+    result = dict(arrays)
+    for name, move in made.moves.items():
+        raw = arrays[name].reshape(-1).view(np.uint8)
+        result[name] = moved(raw, tensor_of(arrays[name]), move)
+        result[name] = result[name].view(arrays[name].dtype).reshape(arrays[name].shape)
+    return result, made
+
+
+def turned(head, rotary_dim, source, start=0):
+    """The definition: channel by channel, pair by pair, along the first axis."""
+    result, pairs = head.copy(), rotary_dim // 2
+    for pair in range(pairs):
+        for half, interleaved in ((pair, 2 * pair), (pair + pairs, 2 * pair + 1)):
+            old, new = (half, interleaved) if source == "half" else (interleaved, half)
+            result[start + new] = head[start + old]
+    return result
+
+
+# --- every packing against its definition ---
+
+
+@st.composite
+def projections(draw):
+    """(name, config, rows, function that moves by definition) of one way to pack heads."""
+    pairs, kv_heads, group = (draw(st.integers(1, size)) for size in (6, 3, 3))
+    head_dim = 2 * pairs + 2 * draw(st.integers(0, 3))
+    heads, size = kv_heads * group, head_dim
+    rotary_dim = 2 * pairs
+    config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+              "hidden_size": heads * head_dim}  # fmt: skip
+    share = {"partial_rotary_factor": (rotary_dim + 0.5) / head_dim} if size > rotary_dim else {}
+
+    def turn(x, source):
+        return turned(x, rotary_dim, source)
+
+    def heads_of(x, source):
+        return np.concatenate([turn(each, source) for each in np.split(x, len(x) // size)])
+
+    def concatenated(x, source):
+        end = (heads + kv_heads) * size
+        return np.concatenate([heads_of(x[:end], source), x[end:]])
+
+    def per_head(x, source):
+        blocks = np.split(x, heads)
+        return np.concatenate(
+            [part for b in blocks for part in (heads_of(b[: 2 * size], source), b[2 * size :])]
+        )
+
+    def grouped(x, source):
+        end = (group + 1) * size
+        blocks = np.split(x, kv_heads)
+        return np.concatenate(
+            [part for b in blocks for part in (heads_of(b[:end], source), b[end:])]
+        )
+
+    whole = {**config, "model_type": "internlm2"}
+    many = (heads + 2 * kv_heads) * size
+    if size == rotary_dim:
+        grouped_case = ("model.layers.0.attention.wqkv.weight", whole, many, grouped)
+    else:
+        grouped_case = (LAYER + "q_proj.bias", {**config, **share}, heads * size, heads_of)
+    return draw(
+        st.sampled_from(
+            [
+                (LAYER + "q_proj.weight", {**config, **share}, heads * size, heads_of),
+                (LAYER + "k_proj.bias", {**config, **share}, kv_heads * size, heads_of),
+                (LAYER + "qkv_proj.weight", {**config, **share, "model_type": "phi3"}, many,
+                 concatenated),
+                (
+                    "gpt_neox.layers.0.attention.query_key_value.weight",
+                    {**config, "partial_rotary_factor": rotary_dim / size + 1e-9 * bool(share),
+                     "model_type": "gpt_neox"},
+                    3 * heads * size,
+                    per_head,
+                ),
+                grouped_case,
+            ]
+        )
+    )  # fmt: skip
+
+
+@examples
+@given(projections(), st.sampled_from(["half", "interleaved"]), st.integers(1, 5))
+def test_every_packing_moves_as_its_definition_says_and_back(case, source, columns):
+    name, config, rows, by_definition = case
+    shape = (rows,) if name.endswith("bias") else (rows, columns)
+    weight = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    after, _ = carried({name: weight}, config, source, OTHER[source], trust_source=True)
+    np.testing.assert_array_equal(after[name], by_definition(weight, source))
+    back, _ = carried(after, config, OTHER[source], source, trust_source=True)
+    np.testing.assert_array_equal(back[name], weight)
+
+
+@examples
+@given(
+    st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9)
+)
+def test_of_a_latent_model_only_the_slices_that_rotate_move(heads, pairs, nope, value, latent):
+    rope = 2 * pairs
+    config = {"model_type": "deepseek_v3", "num_attention_heads": heads, "kv_lora_rank": latent,
+              "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}  # fmt: skip
+    rows = {
+        "q_b_proj": heads * (nope + rope),
+        "kv_a_proj_with_mqa": latent + rope,
+        "kv_b_proj": heads * (nope + value),
+    }
+    arrays = {
+        f"{LAYER}{name}.weight": np.arange(3 * size, dtype=np.uint16).reshape(size, 3)
+        for name, size in rows.items()
+    }
+    after, made = carried(arrays, config, "interleaved", "half")
+    query, key, rest = arrays
+    np.testing.assert_array_equal(after[rest], arrays[rest])
+    np.testing.assert_array_equal(
+        after[key], turned(arrays[key], rope, "interleaved", start=latent)
+    )
+    for got, old in zip(np.split(after[query], heads), np.split(arrays[query], heads), strict=True):
+        np.testing.assert_array_equal(got, turned(old, rope, "interleaved", start=nope))
+    assert [left.tensor for left in made.left] == [rest]
+
+
+@examples
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 5))
+def test_a_slice_anywhere_in_the_head_moves_in_place(heads, pairs, before, behind):
+    spec = Rotary(head_dim=before + 2 * pairs + behind, rotary_dim=2 * pairs, start=before)
+    size = heads * spec.head_dim
+    runs = runs_of(Name("q", "q", 0, "weight", "query"), size, spec, choose({}))
+    move = Move("q", "query", size, runs, 2 * pairs, Place(0), "half", "interleaved")
+    wanted = [
+        turned(head, 2 * pairs, "half", start=before) for head in np.split(np.arange(size), heads)
+    ]
+    np.testing.assert_array_equal(move.order, np.concatenate(wanted))
+    assert move.order.dtype == np.int64
+
+
+def test_four_blocks_of_codegen_hold_query_value_and_key():
+    config = {"model_type": "codegen", "n_embd": 32, "n_head": 8, "rotary_dim": 2}
+    tensors = {"transformer.h.0.attn.qkv_proj.weight": Tensor("F32", (96, 32), 0, 12288)}
+    (move,) = plan(tensors, {**config, "rotary_dim": 4}, "interleaved", "half").moves.values()
+    head = [0, 2, 1, 3]
+    wanted = []
+    for block in range(4):
+        for part in range(6):  # two heads each of q, v and k
+            still = part in (2, 3)
+            wanted += [24 * block + 4 * part + channel for channel in (range(4) if still else head)]
+    assert move.order.tolist() == wanted
+
+
+def test_a_query_with_its_gate_moves_by_its_first_half():
+    config = {"model_type": "qwen3_next", "hidden_size": 32, "num_attention_heads": 2,
+              "head_dim": 8, "partial_rotary_factor": 0.5}  # fmt: skip
+    (move,) = plan(shapes(q_proj__weight=(32, 32)), config, "half", "interleaved").moves.values()
+    assert move.order.tolist() == [
+        *(0, 2, 1, 3, *range(4, 16)),
+        *(16, 18, 17, 19, *range(20, 32)),
+    ]
+
+
+# --- gains, adapters, bytes ---
+
+
+@pytest.mark.parametrize("shape", [(16,), (64,), (4, 16)])
+def test_a_gain_moves_for_one_head_for_all_and_as_a_matrix(shape):
+    gain = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    after, _ = carried({LAYER + "q_norm.weight": gain}, LLAMA)
+    heads = [turned(head, 16, "half") for head in gain.reshape(-1, 16)]
+    np.testing.assert_array_equal(after[LAYER + "q_norm.weight"], np.reshape(heads, shape))
+
+
+@pytest.mark.parametrize("middle", ["", ".default", ".speech"])
+def test_of_an_adapter_the_rows_and_the_magnitude_move_and_the_inputs_stay(middle):
+    random = np.random.default_rng(0)
+    before, rank = f"base_model.model.{LAYER}q_proj.", 4
+    arrays = {
+        f"{before}lora_A{middle}.weight": random.random((rank, 64), np.float32),
+        f"{before}lora_B{middle}.weight": random.random((64, rank), np.float32),
+        f"{before}lora_magnitude_vector{middle}" + (".weight" if middle else ""): random.random(
+            64, np.float32
+        ),
+        f"{before}base_layer.weight": random.random((64, 64), np.float32),
+    }
+    after, made = carried(arrays, LLAMA)
+    a, b, magnitude, weight = arrays
+    order = np.concatenate([turned(head, 16, "half") for head in np.split(np.arange(64), 4)])
+
+    def dora(x):
+        whole = x[weight] + x[b] @ x[a]
+        return x[magnitude][:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+
+    np.testing.assert_array_equal(dora(after), dora(arrays)[order])
+    assert [left.tensor for left in made.left] == [a]
+
+
+def test_an_adapter_of_queries_alone_moves():
+    tensors = shapes(q_proj__lora_A__weight=(4, 64), q_proj__lora_B__weight=(64, 4))
+    assert list(plan(tensors, LLAMA, "half", "interleaved").moves) == [
+        LAYER + "q_proj.lora_B.weight"
+    ]
+
+
+def test_a_plan_is_plain_data():
+    tensors = shapes(q_proj__weight=(64, 64), q_a_proj__weight=(8, 64))
+    made = plan(tensors, LLAMA, "half", "interleaved")
+    told = json.loads(json.dumps(made.to_dict()))
+    assert told == {
+        "model": "llama",
+        "source": "half",
+        "target": "interleaved",
+        "moves": [
+            {
+                "tensor": LAYER + "q_proj.weight",
+                "kind": "query",
+                "axis": 0,
+                "size": 64,
+                "heads": 4,
+                "runs": [{"begin": 0, "heads": 4, "stride": 16}],
+                "rotary_dim": 16,
+                "bits": 0,
+            }
+        ],
+        "left": [
+            {"tensor": LAYER + "q_a_proj.weight", "reason": "a latent has no channels of heads"}
+        ],
+    }
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+# --- layers that differ ---
+
+
+def layers_of(count, rows=64):
+    return {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": Tensor(
+            "F32", (rows, 64), 0, rows * 256
+        )
+        for layer in range(count)
+        for name in "qkvo"
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "still"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, {1}),
+        ("smollm3", {}, {3}),
+        ("llama4_text", {"head_dim": 16, "no_rope_layer_interval": 2}, {1, 3}),
+        ("cohere2", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3
+                     + ["full_attention"]}, {3}),
+        ("granite", {"layer_rope_theta": [1e4, 0, 1e4, 0]}, {1, 3}),
+    ],
+)  # fmt: skip
+def test_layers_without_rotation_are_left_and_listed(family, values, still):
+    config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 4, **values}
+    source = "half" if family in ("smollm3", "granite") else "interleaved"
+    made = plan(layers_of(4), config, source, OTHER[source])
+    names = {left.tensor: left.reason for left in made.left}
+    assert set(names.values()) == {"of a layer that does not rotate"}
+    assert {int(name.split(".")[2]) for name in names} == still
+    assert {int(name.split(".")[2]) for name in made.moves} == {0, 1, 2, 3} - still
+    assert len(made.moves) == 2 * (4 - len(still))
+
+
+def test_layers_of_two_head_sizes_each_move_by_their_own():
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4,
+              "head_dim": 16, "global_head_dim": 32, "layer_types": kinds}  # fmt: skip
+    tensors = {**layers_of(1), **{k.replace(".0.", ".1."): v for k, v in layers_of(1, 128).items()}}
+    made = plan(tensors, config, "half", "interleaved")
+    assert {name.split(".")[2]: move.rotary_dim for name, move in made.moves.items()} == {
+        "0": 16,
+        "1": 32,
+    }
+    with pytest.raises(ValueError, match="does not name the type of layer 1"):
+        plan(tensors, {**config, "layer_types": kinds[:1]}, "half", "interleaved")
+
+
+def test_the_output_moves_only_where_keys_are_the_values():
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4,
+              "head_dim": 16, "global_head_dim": 16, "layer_types": kinds}  # fmt: skip
+    tensors = layers_of(2)
+    outputs = [name for name in tensors if "o_proj" in name]
+    assert not {*plan(tensors, config, "half", "interleaved").moves} & {*outputs}
+    made = plan(tensors, {**config, "attention_k_eq_v": True}, "half", "interleaved")
+    assert [name for name in made.moves if name in outputs] == outputs[1:]
+    assert made.moves[outputs[1]].axis == 1
+    scales = {outputs[1].replace("weight", "weight_scale_inv"): Tensor("F32", (2, 2), 0, 16)}
+    with pytest.raises(ValueError, match="quantised columns cannot move"):
+        plan({**tensors, **scales}, {**config, "attention_k_eq_v": True}, "half", "interleaved")
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "config", "message"),
+    [
+        ("half", "half", LLAMA, "source and target are both 'half'"),
+        ("neox", "half", LLAMA, "source must be 'half' or 'interleaved', got 'neox'"),
+        ("interleaved", "half", LLAMA, "of 'llama' are half, not interleaved: say --from half"),
+        ("half", "interleaved", {**LLAMA, "model_type": "cohere"}, "say --from interleaved"),
+        ("half", "interleaved", {"model_type": "zamba2"}, "does not rotate"),
+        ("half", "interleaved", {"model_type": "pixtral"}, "is a vision tower"),
+        ("half", "interleaved", {"model_type": "clvp_encoder"}, "values are rotated as well"),
+        ("half", "interleaved", {**LLAMA, "hidden_size": 96},
+         r"q_proj.weight' has 64 output channels, and the config says 4 heads of 24"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_right_is_refused(source, target, config, message):
+    with pytest.raises(ValueError, match=message):
+        plan(shapes(q_proj__weight=(64, 64)), config, source, target)
+
+
+def test_heads_that_do_not_make_up_a_packed_tensor_are_refused_with_both_numbers():
+    message = r"has 200 output channels, and the config's heads need 192 = 1 x \(4 x 16 \+ 4 x 16"
+    with pytest.raises(ValueError, match=message):
+        plan(
+            shapes(qkv_proj__weight=(200, 64)),
+            {**LLAMA, "model_type": "phi3"},
+            "half",
+            "interleaved",
+        )
+
+
+def test_a_packed_tensor_with_room_for_other_key_heads_than_told_is_refused():
+    config = {**LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"room for 3 key heads beside 4 .*config says 2"):
+        plan(shapes(qkv_proj__weight=(160, 64)), config, "half", "interleaved")
+    assert plan(shapes(qkv_proj__weight=(128, 64)), config, "half", "interleaved").moves
+
+
+def test_files_of_meta_are_interleaved_whatever_the_config_says():
+    tensors = {"layers.0.attention.wq.weight": Tensor("BF16", (64, 64), 0, 8192)}
+    assert plan(tensors, LLAMA, "interleaved", "half").moves
+    with pytest.raises(ValueError, match="Meta's or Mistral's own files are interleaved, not half"):
+        plan(tensors, LLAMA, "half", "interleaved")
+    assert plan(tensors, LLAMA, "half", "interleaved", trust_source=True).moves
