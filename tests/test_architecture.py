@@ -33,17 +33,35 @@ ARROWS = {
         *("kernels/geometry", "kernels/memory", "kernels/numpy", "kernels/vector"),
         *("kernels/blocks", "kernels/threads", "numpy"),
     },
-    "kernels/torch": {"layouts", "schedules", *KERNELS, "kernels/blocks", "numpy", "torch"},
+    "kernels/torch_state": {"torch"},
+    "kernels/torch_tables": {"schedules", "kernels/numpy", "kernels/torch_state", "numpy", "torch"},
+    "kernels/torch_formula": {"layouts", "kernels/geometry", "kernels/torch_state", "torch"},
+    "kernels/torch_launch": {
+        *("kernels", "kernels/blocks", "kernels/geometry", "kernels/memory", "kernels/triton"),
+        *("kernels/torch_formula", "kernels/torch_state", "numpy", "torch"),
+    },
+    "kernels/torch_checks": {
+        *("kernels/memory", "kernels/torch_launch", "kernels/torch_state", "torch"),
+    },
+    "kernels/torch_exact": {
+        *("kernels/geometry", "kernels/torch_checks", "kernels/torch_formula"),
+        *("kernels/torch_launch", "kernels/torch_state", "kernels/torch_tables", "torch"),
+    },
+    "kernels/torch": {
+        *("kernels", "kernels/blocks", "kernels/geometry", "kernels/memory"),
+        *("kernels/torch_checks", "kernels/torch_exact", "kernels/torch_formula"),
+        *("kernels/torch_launch", "kernels/torch_state", "kernels/torch_tables", "torch"),
+    },
     "kernels/jax": {"schedules", *KERNELS, "jax", "numpy"},
     "kernels/launch": {"kernels/geometry"},
     "kernels/triton": {"kernels/geometry", "kernels/launch", "torch", "triton"},
     "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "kernels/jax", "numpy"},
     "angles": {"kernels", "schedules", "spec", "numpy"},
-    "rotate": {"angles", "kernels", "kernels/geometry", "spec"},
+    "rotate": {"angles", "kernels", "kernels/geometry", "spec", "numpy"},
     "rerotate": {"angles", "kernels", "kernels/geometry", "rotate", "spec"},
     "configs": {"spec"},
     "hf": {"configs", "spec", "schedules", "positions"},
-    "attention/arrays": {"kernels"},
+    "attention/arrays": {"kernels", "numpy"},
     "attention/softmax": {"attention/arrays", "angles", "rotate", "spec"},
     "attention/linear": {"attention/arrays", "kernels", "rotate", "spec"},
     "attention/distances": {"attention/arrays", "attention/softmax", "angles", "rotate", "spec"},
@@ -194,7 +212,6 @@ LIGHT = {"numpy"}
 MAX_LINES = 400
 LONGER = {
     "schedules": "one function for each published schedule, with its source",
-    "kernels/torch": "one library: its loops, operator, tables and checks share the routing",
     "kernels/vector": "vector code is written out, and read from top to bottom",
 }
 FILES = {

@@ -1,5 +1,6 @@
 """One suite for all kernels: the same cases, the same bits."""
 
+import ctypes
 import itertools
 import mmap
 import sys
@@ -126,7 +127,66 @@ def _jax(xs, cos, sin, rows, options, conjugate, out=None):
         return tuple(map(np.asarray, results))
 
 
+class Mirror:
+    """Arrays as tensors on a device: what shares memory here shares it there."""
+
+    device = "cuda"
+
+    def __init__(self):
+        self.blocks = {}
+
+    def __call__(self, array):
+        tensor, base = to_torch(array), array
+        if not array.size:
+            return tensor.to(self.device)
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        low, high = np.lib.array_utils.byte_bounds(base)
+        low += (law.address(array) - low) % array.itemsize  # a device has nothing misaligned
+        if low not in self.blocks:
+            host = np.frombuffer((ctypes.c_byte * (high - low)).from_address(low), np.uint8)
+            self.blocks[low] = host, torch.from_numpy(host).to(self.device, copy=True)
+        block = self.blocks[low][1]
+        typed = block[: len(block) // array.itemsize * array.itemsize].view(tensor.dtype)
+        offset = (law.address(array) - low) // array.itemsize
+        return typed.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def bring_back(self):
+        for host, block in self.blocks.values():
+            host[:] = block.cpu().numpy()
+
+
+def _on_device(call):
+    """A kernel of torch that gets its tensors on the device."""
+
+    def kernel(xs, cos, sin, rows, options, conjugate, out=None):
+        mirror = Mirror()
+        xs, (cos, sin) = tuple(map(mirror, xs)), map(mirror, (cos, sin))
+        rows = None if rows is None else torch.from_numpy(rows.copy()).to(mirror.device)
+        results = call(xs, cos, sin, rows, options, conjugate, out and tuple(map(mirror, out)))
+        if out is None:
+            return tuple(to_numpy(result.cpu()) for result in results)
+        mirror.bring_back()
+        return tuple(out)
+
+    return kernel
+
+
+def _call_operator(xs, cos, sin, rows, options, conjugate, out):
+    shape = None if rows is None else tuple(rows.shape)
+    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), tuple(cos.shape), shape, options)
+    arguments = list(xs), cos, sin, rows, *torch_kernel._flat(geometry), conjugate
+    if out is None:
+        return torch.ops.rotary.rotate(*arguments)
+    return torch.ops.rotary.rotate_out(*arguments, list(out))
+
+
 IN_PLACE = {"law": law.rotate, "cpu": cpu.rotate, "torch": _torch, "operator": _torch_operator}
+if torch.cuda.is_available():
+    IN_PLACE |= {
+        "cuda": _on_device(torch_kernel.rotate),
+        "cuda operator": _on_device(_call_operator),
+    }
 KERNELS = {**IN_PLACE, "formula": _torch_formula, "jax": _jax}
 
 
@@ -473,7 +533,7 @@ ROWS = {
 def test_row_numbers_equal_gathered_tables(kernel, rows):
     xs, *_ = operands(MEMORY, DTYPES["float32"])
     cos, sin = tables((11,), 18)
-    rows = ROWS[rows].astype(np.int64) if kernel == "operator" else ROWS[rows]
+    rows = ROWS[rows].astype(np.int64) if "operator" in kernel else ROWS[rows]
     for layout, out_layout, conjugate in WAYS:
         options = MEMORY.options(layout, out_layout)
         results = KERNELS[kernel](xs, cos, sin, rows, options, conjugate, *_no_out(kernel))

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from .angles import Precision, cos_sin, sequence_cos_sin
-from .kernels import kernel_of
+import numpy as np
+
+from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
+from .kernels import check_positions, kernel_of, way_on
 from .kernels.geometry import Options, seq_axis
 from .spec import Rotary
 
@@ -37,7 +39,9 @@ def rotate(
     Returns new arrays (or `out`) of the dtype of x: float32 inside, rounded once.
 
     Raises ValueError for shapes that do not fit or could mean two things, for a row number outside
-    the tables, for memory that overlaps; TypeError for a dtype that is not floating point.
+    the tables, for memory that overlaps; TypeError for a dtype that is not floating point, or an
+    array of a library that is not known. On a GPU no row number is looked at, because that would
+    wait for the device: one outside the tables gives NaN.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> import numpy as np
@@ -46,23 +50,30 @@ def rotate(
     array([[-4.,  3.]], dtype=float32)
     """
     is_several = isinstance(x, (tuple, list))
-    xs = tuple(x) if is_several else (x,)
-    if not xs:
-        raise ValueError("x must hold at least one array")
-    outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if outs is not None and len(outs) != len(xs):
-        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
+    xs, outs = _grouped(x, out)
     kernel = kernel_of(xs[0])
     kind = type(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
         if type(array) is not kind and not kernel.owns(array):
             raise TypeError(
                 f"all arrays must be of one library: {kind.__qualname__} and "
-                f"{type(array).__module__}.{type(array).__qualname__}"
+                f"{type(array).__module__}.{type(array).__qualname__}{way_on(type(array))}"
             )
+    if positions is not None:
+        check_positions(positions)
     options = Options(layout, out_layout, rotary_dim, start, seq_dim)
     results = kernel.rotate(xs, cos, sin, positions, options, conjugate, outs)
     return results if is_several else results[0]
+
+
+def _grouped(x: Any, out: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+    xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    if not xs:
+        raise ValueError("x must hold at least one array")
+    outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if outs is not None and len(outs) != len(xs):
+        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
+    return xs, outs
 
 
 def apply(
@@ -83,6 +94,8 @@ def apply(
     q, k       (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim)
     positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)
     Other arguments as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is None.
+    On a GPU exact angles are worked out where they are used, without tables; positions there are
+    not looked at, and negative ones turn backwards.
 
     >>> import numpy as np
     >>> q = np.ones((1, 2, 3, 4), np.float32)
@@ -93,16 +106,35 @@ def apply(
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if q.shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, q has {q.shape[-1]}")
+    if positions is None and spec.num_axes > 1:
+        raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
+    if positions is not None:
+        check_positions(positions)
+        positions = kernel.taken_over(positions, q)
+        _check_shape(spec, tuple(positions.shape), tuple(q.shape))
+    x = q if k is None else (q, k)
+    if precision == "exact" and hasattr(kernel, "rotate_exact"):
+        xs, outs = _grouped(x, out)
+        is_taken = kernel.makes_angles(xs, positions, outs, spec.num_axes)
+        if is_taken and _is_of_one_length(spec, positions, seq_len):
+            length = seq if seq_len is None else seq_len
+            turned = kernel.rotate_exact(
+                xs,
+                turns(spec, length),
+                inv_freq(spec, length)[1],
+                spec.axes,
+                positions,
+                Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim),
+                conjugate != (spec.sign < 0),
+                outs,
+            )
+            return turned[0] if k is None else turned
     if positions is None:
-        if spec.num_axes > 1:
-            raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
-        positions = kernel.taken_over(positions, q)
-        _check_positions(spec, tuple(positions.shape), tuple(q.shape))
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
     return rotate(
-        q if k is None else (q, k),
+        x,
         cos,
         sin,
         layout=spec.layout,
@@ -115,7 +147,14 @@ def apply(
     )
 
 
-def _check_positions(spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
+def _is_of_one_length(spec: Rotary, positions: Any, seq_len: Any) -> bool:
+    """Whether all rows are scaled alike, which is known without looking at positions."""
+    if not spec.depends_on_length:
+        return True
+    return positions is None if seq_len is None else not np.ndim(seq_len)
+
+
+def _check_shape(spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
     """A table of as many axes as x is legal for `rotate`, but positions never have a head axis."""
     tokens = shape[:-1] if spec.num_axes > 1 else shape
     if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):

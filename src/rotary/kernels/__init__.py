@@ -32,10 +32,39 @@ def kernel_of(array: Any) -> ModuleType:
         from . import jax as module
 
         return module
+    raise TypeError(f"cannot rotate a {_described(array)}")
+
+
+def check_positions(positions: Any) -> None:
+    """Refuse positions that could be read only by a copy from a GPU to the host that nobody sees.
+
+    >>> check_positions([0, 1, 2])
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(positions, torch.Tensor):
+        return
+    if way_on(type(positions)):
+        raise TypeError(f"cannot take positions from a {_described(positions)}")
+
+
+def _described(array: Any) -> str:
     kind = type(array)
-    raise TypeError(
-        f"cannot rotate a {kind.__module__}.{kind.__qualname__}; array libraries known: {KNOWN}"
-    )
+    libraries = f"array libraries known: {KNOWN}{way_on(kind)}"
+    return f"{kind.__module__}.{kind.__qualname__}; {libraries}"
+
+
+def way_on(kind: type) -> str:
+    """What to do with an array of a library for GPUs that is not known here; else nothing.
+
+    >>> way_on(np.ndarray)
+    ''
+    """
+    library = kind.__module__.partition(".")[0]
+    if library == "mlx":
+        return "; go on with torch.from_dlpack(x) or numpy.array(x)"
+    if hasattr(kind, "__cuda_array_interface__") and library not in ("jax", "jaxlib"):
+        return "; go on with torch.from_dlpack(x), which copies nothing"
+    return ""
 
 
 def host() -> ModuleType:

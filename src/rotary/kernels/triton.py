@@ -300,7 +300,13 @@ def _run(
     is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if is_elsewhere else nullcontext():
         kernel[(launch.programs,)](
-            *operands, *launch.numbers, *numbers, factor, **launch.constants, num_warps=launch.warps
+            *operands,
+            *launch.numbers,
+            *numbers,
+            factor,
+            **launch.constants,
+            num_warps=launch.warps,
+            enable_fp_fusion=launch.constants["EXACT"],  # from tables: the very bits of the law
         )
 
 

@@ -1,0 +1,75 @@
+"""What torch tensors are refused, before any of their memory is read or written."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .memory import check_overlap
+from .torch_launch import form
+from .torch_state import FLOATS, INTEGERS, has_memory, wants_grad
+
+
+def check_operands(
+    xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
+) -> None:
+    """Refuse what cannot be rotated: dtypes, mixed libraries or devices, unusable `out`."""
+    for table in (cos, sin):
+        _check_device(table, xs[0])
+    check_xs(xs, out)
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"cos and sin must be alike, got {cos.dtype} {tuple(cos.shape)} and "
+            f"{sin.dtype} {tuple(sin.shape)}"
+        )
+    if cos.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"tables must be float32, got {cos.dtype}: they were rounded before")
+
+
+def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
+    """The same where angles come from no table."""
+    x = xs[0]
+    for tensor in (*xs[1:], *(out or ())):
+        _check_device(tensor, x)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be one of {', '.join(FLOATS.values())}, got {x.dtype}")
+    for other in xs[1:]:
+        if other.dtype != x.dtype:
+            raise TypeError(f"q and k must have one dtype, got {x.dtype} and {other.dtype}")
+    for x, y in zip(xs, out or (), strict=out is not None):
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"out must be {x.dtype} {tuple(x.shape)} like the input, "
+                f"got {y.dtype} {tuple(y.shape)}"
+            )
+
+
+def _check_device(tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"all tensors must be on one device: {x.device} and {tensor.device}")
+
+
+def check_rows(positions: Any, like: Tensor) -> Tensor:
+    """Row numbers as int64; whether they are inside the table is seen when they are read."""
+    rows = torch.as_tensor(positions, device=like.device)
+    if rows.dtype not in INTEGERS:
+        raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
+    return rows.long()
+
+
+def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse `out` where autograd would have to know of it."""
+    if wants_grad(*inputs, *out):
+        raise RuntimeError(
+            "out= does not take part in autograd: call it under torch.no_grad(), or without out="
+        )
+
+
+def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse outputs that must not be written, or that share memory with what is still read."""
+    for y in out:
+        if y.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("out is an inference tensor: write to it under inference_mode only")
+    if all(map(has_memory, (*inputs, *out))):
+        check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])

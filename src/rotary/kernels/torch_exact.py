@@ -1,0 +1,115 @@
+"""Exact angles on a GPU without tables: the kernel works them out from positions and turns."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .geometry import Geometry, Options, geometry_of, seq_axis
+from .torch_checks import check_no_grad, check_writable, check_xs
+from .torch_formula import formula
+from .torch_launch import gpu_kernel, is_for_gpu, mark_written
+from .torch_state import INTEGERS, are_plain, is_on_gpu, is_tracing, wants_grad
+from .torch_tables import arange, axis_turns, radians_of
+
+
+def makes_angles(
+    xs: Sequence[Any], positions: Any, out: Sequence[Any] | None, num_axes: int
+) -> bool:
+    """Whether `rotate_exact` takes these: plain tensors on a GPU, at whole positions there."""
+    if is_tracing() or not is_on_gpu(xs[0]):
+        return False
+    if positions is None:
+        return is_for_gpu((*xs, *(out or ())))
+    has_axes = num_axes == 1 or positions.shape[-1] == num_axes
+    return positions.dtype in INTEGERS and has_axes and is_for_gpu((*xs, positions, *(out or ())))
+
+
+def rotate_exact(
+    xs: Sequence[Tensor],
+    turns: Any,
+    factor: float,
+    axes: tuple[int, ...],
+    positions: Tensor | None,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Rotate tensors on a GPU by angles that the kernel works out itself: no table is made or read.
+
+    turns      (pairs,) uint64, as from `rotary.turns`;  axes  of its pairs, as in `Rotary`
+    factor     multiplies cos and sin: the attention factor
+    positions  (seq) or (batch, seq), with several axes followed by them; None for 0 .. seq - 1.
+               Every 64-bit position is right, also a negative one: none is looked at or refused.
+    The other arguments, and errors, are those of `rotary.rotate`.
+    """
+    check_xs(xs, out)
+    seq = xs[0].shape[seq_axis(tuple(xs[0].shape), options.seq_dim)]
+    tokens = None
+    if positions is not None:
+        tokens = tuple(positions.shape[:-1] if max(axes, default=0) else positions.shape)
+    shapes = tuple([tuple(x.shape) for x in xs])
+    geometry = geometry_of(shapes, (seq, len(turns)), tokens, options)
+    place = xs[0].device, torch.is_inference_mode_enabled()
+    steps = axis_turns(turns.tobytes(), axes, *place)
+    if out is None:
+        return _turned(xs, steps, factor, positions, geometry, conjugate)
+    check_no_grad(xs, out)
+    check_writable(xs, out)
+    kernel: Any = gpu_kernel(xs[0].device)
+    kernel.rotate_exact(xs, steps, factor, positions, 0, geometry, conjugate, out)
+    mark_written(out)
+    return tuple(out)
+
+
+def _turned(
+    xs: Sequence[Tensor],
+    turns: Tensor,
+    factor: float,
+    positions: Tensor | None,
+    geometry: Geometry,
+    conjugate: bool,
+) -> tuple[Tensor, ...]:
+    given = () if positions is None else (positions,)
+    if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
+        cos, sin = _tables_along(xs[0], turns, factor, positions, geometry)
+        return formula(xs, cos, sin, None, geometry, conjugate)
+    if wants_grad(*xs):
+        return _RotateExact.apply(geometry, conjugate, factor, turns, positions, *xs)
+    kernel: Any = gpu_kernel(xs[0].device)
+    return kernel.rotate_exact(xs, turns, factor, positions, 0, geometry, conjugate, None)
+
+
+def _tables_along(
+    x: Tensor, turns: Tensor, factor: float, positions: Tensor | None, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    if positions is None:
+        positions = arange(x, x.shape[geometry.dims.index(0)])
+    if turns.ndim == 1:
+        angles = positions.long()[..., None] * turns
+    else:
+        angles = (positions.long()[..., None] * turns).sum(-2)
+    radians = radians_of(angles)
+    return (radians.cos() * factor).float(), (radians.sin() * factor).float()
+
+
+class _RotateExact(torch.autograd.Function):
+    """The rotation under autograd: nothing is kept but the positions."""
+
+    @staticmethod
+    def forward(ctx, geometry, conjugate, factor, turns, positions, *xs):
+        ctx.geometry, ctx.conjugate, ctx.factor = geometry, conjugate, factor
+        ctx.save_for_backward(turns, positions)
+        ctx.set_materialize_grads(False)
+        return _turned(xs, turns, factor, positions, geometry, conjugate)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        turns, positions = ctx.saved_tensors
+        known = [grad for grad in grads if grad is not None]
+        way = ctx.geometry.reversed(), not ctx.conjugate
+        turned = iter(_turned(known, turns, ctx.factor, positions, *way) if known else ())
+        return *(None,) * 5, *[None if grad is None else next(turned) for grad in grads]

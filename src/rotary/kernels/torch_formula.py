@@ -1,0 +1,84 @@
+"""The law in torch operators: any device, differentiable in everything, transformable."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layouts import pair_slices
+from .geometry import Geometry
+from .torch_state import is_on_host, is_tracing, is_transforming
+
+
+def formula(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    conjugate: bool,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated, as `kernels/numpy.py` says; new tensors."""
+    if rows is not None:
+        cos, sin = _picked(cos, rows), _picked(sin, rows)
+    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    sin = -sin if conjugate else sin
+    rotary_dim = 2 * geometry.pairs
+    stop = geometry.start + rotary_dim
+    results = []
+    for x in xs:
+        cos, sin = _distributed_as(x, cos), _distributed_as(x, sin)
+        wide = x if x.dtype == torch.float64 else x.float()
+        first, second = pair_slices(rotary_dim, geometry.layout, geometry.start)
+        u, v = wide[..., first], wide[..., second]
+        one, other = u * cos - v * sin, v * cos + u * sin
+        if geometry.out_layout == "half":
+            turned = torch.cat((one, other), dim=-1)
+        else:
+            turned = torch.stack((one, other), dim=-1).flatten(-2)
+        turned = turned.to(x.dtype)
+        if rotary_dim < x.shape[-1]:
+            turned = torch.cat((x[..., : geometry.start], turned, x[..., stop:]), dim=-1)
+        results.append(turned)
+    return tuple(results)
+
+
+def check_row_range(rows: Tensor, table: Tensor) -> None:
+    """Refuse row numbers outside the tables; to be asked on the host only."""
+    if not rows.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(rows))
+    if low < 0 or high >= table.shape[0]:
+        raise ValueError(
+            f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
+        )
+
+
+def _picked(table: Tensor, rows: Tensor) -> Tensor:
+    if rows.device.type != "cpu":
+        return _picked_or_nan(table, rows)
+    if not is_tracing() and not is_transforming() and is_on_host(rows):
+        check_row_range(rows, table)
+    return table[rows]
+
+
+def _picked_or_nan(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a table on a device, where to look at numbers would wait: NaN for one outside."""
+    is_inside = (rows >= 0) & (rows < table.shape[0])
+    return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
+
+
+def _distributed_as(x: Tensor, table: Tensor) -> Tensor:
+    """A plain table for a distributed x: the whole of it on every rank."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None or hasattr(table, "device_mesh"):
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
+    order = [dim for dim in dims if dim is not None]
+    kept = [None if dim is None else slice(None) for dim in dims]
+    return table.permute(*order, table.ndim - 1)[(*kept, slice(None))]

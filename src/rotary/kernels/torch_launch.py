@@ -1,0 +1,157 @@
+"""Memory of torch tensors handed to a kernel: the loops on the host, Triton's on a GPU."""
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import blocks, host
+from .geometry import Geometry, check_fit
+from .memory import Block
+from .torch_formula import check_row_range, formula
+from .torch_state import FLOATS, are_at_hand, are_plain, is_on_gpu, is_on_host
+
+_NAMES = {**FLOATS, torch.int64: "int64"}
+_FIRST_CAPABILITY = (7, 0)  # what Triton compiles for
+
+
+def launch(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Rotate by the kernel of the device that holds the tensors; by the formula where none can.
+
+    On a GPU no row number is looked at, for that would wait for the device: one outside the tables
+    gives NaN, by the kernel and by the formula.
+    """
+    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
+    if rows is not None and is_on_host(rows):
+        check_row_range(rows, cos)
+    indices = () if rows is None else (rows,)
+    if cos.dtype == torch.float32 and are_at_hand((*xs, cos, sin, *indices, *(out or ()))):
+        kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
+        if kernel is not None and xs[0].dtype in kernel.DTYPES:
+            return kernel.rotate(xs, cos, sin, rows, geometry, conjugate, out)
+        if not is_on_gpu(xs[0]) and hasattr(host(), "prepare"):
+            return _loop(xs, cos, sin, rows, geometry, conjugate, out)
+    results = formula(xs, cos, sin, rows, geometry, conjugate)
+    for target, result in zip(out or (), results, strict=out is not None):
+        target.copy_(result)
+    return results if out is None else tuple(out)
+
+
+@lru_cache
+def gpu_kernel(device: torch.device) -> ModuleType | None:
+    """The kernel for a GPU; None where Triton is missing or does not compile for the device."""
+    try:
+        from . import triton
+    except ImportError as error:
+        reason = f"Triton cannot be loaded ({error})"
+    else:
+        if torch.version.hip or torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
+            return triton
+        reason = f"Triton does not compile for {torch.cuda.get_device_name(device)}"
+    logging.getLogger("rotary").debug("%s: the formula in torch operators rotates", reason)
+    return None
+
+
+def is_for_gpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether the GPU kernel takes these, of which the first is to be rotated."""
+    if not is_on_gpu(tensors[0]) or not are_plain(tensors):
+        return False
+    kernel = gpu_kernel(tensors[0].device)
+    return kernel is not None and tensors[0].dtype in kernel.DTYPES
+
+
+def _loop(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    conjugate: bool,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    loops = host()
+    results = tuple(map(empty_like, xs)) if out is None else tuple(out)
+    sources = [_contiguous_last(x) for x in xs]
+    is_mixed = geometry.layout != geometry.out_layout
+    targets = [
+        empty_contiguous(y)
+        if _contiguous_last(y) is not y or (is_mixed and x.data_ptr() == y.data_ptr())
+        else y
+        for x, y in zip(xs, results, strict=True)
+    ]
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    call = loops.prepare(
+        tuple(map(form, sources)),
+        tuple(map(form, targets)),
+        tuple(x.data_ptr() == y.data_ptr() for x, y in zip(sources, targets, strict=True)),
+        form(cos),
+        None if rows is None else form(rows),
+        geometry,
+        conjugate,
+    )
+    loops.run(
+        call,
+        [x.data_ptr() for x in sources],
+        [y.data_ptr() for y in targets],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        0 if rows is None else rows.data_ptr(),
+    )
+    for result, target in zip(results, targets, strict=True):
+        if target is not result:
+            result.copy_(target)
+    return results
+
+
+def form(x: Tensor) -> Block:
+    """The form of the memory of a tensor."""
+    return form_of(x.shape, x.stride(), x.dtype)
+
+
+def form_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Block:
+    """The same, from what is known of the tensor."""
+    strides = tuple([step * dtype.itemsize for step in stride])
+    return Block(tuple(shape), strides, _NAMES.get(dtype, str(dtype)))
+
+
+def _contiguous_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor in the memory order of x; a large one from `blocks.empty`."""
+    if x.nbytes < blocks.LARGE or not x.is_cpu:
+        return torch.empty_like(x)
+    stride = torch.empty_like(x, device="meta").stride()
+    return _large(x).as_strided(x.shape, stride)
+
+
+def empty_contiguous(x: Tensor) -> Tensor:
+    """The same without regard to the order of x, as a fake tensor of the operator promises."""
+    if x.nbytes < blocks.LARGE or not x.is_cpu:
+        return x.new_empty(x.shape)
+    return _large(x).view(x.shape)
+
+
+def _large(x: Tensor) -> Tensor:
+    return torch.from_numpy(blocks.empty((x.nbytes,), np.uint8)).view(x.dtype)
+
+
+def mark_written(out: Sequence[Tensor]) -> None:
+    """Tell autograd: a tensor it saved earlier and that was overwritten here must not be used."""
+    for y in out:
+        if not y.is_inference():
+            torch.autograd.graph.increment_version(y)

@@ -1,0 +1,67 @@
+"""What a torch tensor is at this moment: memory to read and write, or something torch watches."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile or torch.export is recording this call."""
+    return torch.compiler.is_compiling()
+
+
+def is_transforming() -> bool:
+    """Whether a functorch transform, a forward-mode level or a dispatch mode is active."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether autograd will ask for the gradient of what is computed from these."""
+    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether a tensor lies on a device of the GPU kernel: CUDA, and ROCm by the same name."""
+    return x.is_cuda
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether the values of a tensor are bytes at its address, on the host or on a GPU."""
+    return (
+        type(x) in TENSORS
+        and (x.is_cpu or is_on_gpu(x))
+        and not x.is_neg()  # the bytes of a negated view are not its values
+        and x.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without waiting for a device."""
+    return has_memory(x) and not is_on_gpu(x)
+
+
+def are_at_hand(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel can reach the memory of all of these: that of one device."""
+    device = tensors[0].device
+    return all(map(has_memory, tensors)) and all([t.device == device for t in tensors])
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """The same, and nothing watches the operators."""
+    return not is_transforming() and are_at_hand(tensors)

@@ -1,0 +1,220 @@
+"""cos and sin as torch tensors, and what they are made from: positions, frequencies, constants.
+
+On the host whole positions take the loops of `kernels/cpu.py`; here are the same tables in torch
+operators, for other devices, fractional positions, tracing, and the float32 steps of transformers.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..schedules import Arithmetic
+from . import numpy as law
+from .torch_state import (
+    FLOATS,
+    INTEGERS,
+    TENSORS,
+    is_on_gpu,
+    is_on_host,
+    is_tracing,
+    is_transforming,
+)
+
+_POSITIONS = (*INTEGERS, torch.float64, torch.float32)
+_RADIAN = 2 * math.pi / 2**64  # of the smallest part of a turn
+_KEPT = 1 << 16  # a captured graph reads them again: they should never be the oldest
+
+
+def tables(
+    positions: Tensor, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
+    turns, scales = _on_device(positions, turns, scales)
+    angles = _per_pair(positions.long(), axes) * turns[:, None, :]  # wraps modulo one turn
+    return _cos_sin(radians_of(angles), scales, backwards)
+
+
+def tables_float64(
+    positions: Tensor, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of fractional positions: the product in float64, rounded once at the end."""
+    inv_freq, scales = _on_device(positions, inv_freq, scales)
+    return _cos_sin(_per_pair(positions.double(), axes) * inv_freq[:, None, :], scales, backwards)
+
+
+def tables_float32(
+    positions: Tensor, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin by the float32 operators transformers uses: the same bits."""
+    inv_freq, scales = _on_device(positions, inv_freq, scales)
+    angles = _per_pair(positions.float(), axes) * inv_freq.float()[:, None, :]
+    return _cos_sin(angles, scales.float(), backwards)
+
+
+def radians_of(angles: Tensor) -> Tensor:
+    """64-bit fractions of one turn, int64, as float64 angles in [-pi, pi)."""
+    radian: Any = _RADIAN
+    if torch.compiler.is_exporting():  # ONNX would round a plain number to float32
+        radian = torch.tensor(_RADIAN, dtype=torch.float64, device=angles.device)
+    return angles.double() * radian
+
+
+def _cos_sin(angles: Tensor, scales: Tensor, backwards: bool) -> tuple[Tensor, Tensor]:
+    factors = scales.view(-1, 1, 1)
+    cos, sin = angles.cos() * factors, angles.sin() * factors
+    return cos.float(), (-sin if backwards else sin).float()
+
+
+def _per_pair(positions: Tensor, axes: Sequence[int]) -> Tensor:
+    return positions[..., list(axes)] if axes else positions[..., None]
+
+
+def _on_device(positions: Tensor, *arrays: Any) -> list[Tensor]:
+    return [
+        moved(array, positions) if isinstance(array, np.ndarray) else array.to(positions.device)
+        for array in arrays
+    ]
+
+
+def moved(array: Any, like: Tensor) -> Tensor:
+    """An array on the device of `like`; one row stays there, for a copy waits for the device."""
+    is_kept = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
+    if not is_kept:
+        return from_numpy(array).to(like.device)
+    is_inference = torch.is_inference_mode_enabled()
+    return _kept(array.tobytes(), array.dtype.str, like.device, is_inference)[None]
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(content: bytes, dtype: str, device: torch.device, is_inference: bool) -> Tensor:
+    return from_numpy(np.frombuffer(content, dtype)).to(device)
+
+
+@lru_cache(maxsize=_KEPT)
+def axis_turns(
+    content: bytes, axes: tuple[int, ...], device: torch.device, is_inference: bool
+) -> Tensor:
+    """Turns on a device, from the bytes of (pairs,) uint64: int64, for several axes (axes, pairs).
+
+    An axis that does not turn a pair has 0 there. What is made in inference mode is kept apart.
+
+    >>> axis_turns(np.uint64([5, 6, 7]).tobytes(), (0, 1, 0), torch.device("cpu"), False)
+    tensor([[5, 0, 7],
+            [0, 6, 0]])
+    """
+    turns = np.frombuffer(content, np.int64)
+    if max(axes, default=0):
+        turns = np.where(np.arange(max(axes) + 1)[:, None] == np.array(axes), turns, 0)
+    return from_numpy(turns.copy()).to(device)
+
+
+def owns(tensor: Any) -> bool:
+    """Whether this kernel is the one for an array."""
+    return isinstance(tensor, Tensor)
+
+
+def taken_over(positions: Any, like: Tensor) -> Tensor:
+    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over."""
+    return positions if owns(positions) else torch.as_tensor(positions, device=like.device)
+
+
+def stacked(positions: Tensor, rows: int) -> Tensor:
+    """The same positions for so many rows: (rows, seq)."""
+    return positions.expand(rows, -1)
+
+
+def to_numpy(positions: Tensor) -> Any:
+    """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
+    if is_tracing() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
+        return None
+    return positions.detach().numpy()
+
+
+def from_numpy(array: Any) -> Tensor:
+    """A tensor that shares the memory of an array; a copy of one that must not be written."""
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
+
+
+def _powers(base: float, exponents: Any) -> Any:
+    with _disable_current_modes():  # now, on the host, and not in the graph that is recorded
+        return torch.pow(base, torch.from_numpy(exponents)).numpy()
+
+
+def _power(x: float, exponent: float) -> float:
+    with _disable_current_modes():
+        return float(torch.tensor(x, dtype=torch.float32, device="cpu") ** exponent)
+
+
+FLOAT32 = Arithmetic(np.float32, _powers, _power)
+
+
+def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
+    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    if positions.dtype in INTEGERS:
+        kind = "int"
+    elif positions.dtype in (torch.float32, torch.float64):
+        kind = FLOATS[positions.dtype]
+    else:
+        raise TypeError(
+            f"positions must be whole numbers, or float64 if fractional, got {positions.dtype}"
+        )
+    if is_tracing() or not is_on_host(positions):
+        return kind, None, None
+    return kind, *law.inspect(positions.detach().numpy())[1:]
+
+
+def row_lengths(positions: Tensor) -> list[int]:
+    """Largest position of each row, plus one."""
+    if is_tracing() or not isinstance(positions, Tensor):
+        raise ValueError(
+            "under torch.compile a spec that depends on the length needs seq_len as a whole number"
+        )
+    return law.row_lengths(positions.detach().cpu().numpy())
+
+
+def arange(like: Tensor, count: int) -> Tensor:
+    """Positions 0 .. count - 1 on the device of `like`."""
+    return torch.arange(count, dtype=torch.int64, device=like.device)
+
+
+def is_cacheable(like: Tensor) -> bool:
+    """Whether tables for this tensor can be kept: not while tracing, nor for fake tensors."""
+    if is_tracing():
+        return False
+    return type(like) in TENSORS and not is_transforming()
+
+
+def place(like: Tensor) -> str:
+    """The device, as part of the key of the cache; inference tensors are kept apart."""
+    return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
+
+
+def constant(function: Callable[..., Any], spec: Any, *arguments: Any) -> Any:
+    """`function(spec, *arguments)`: an array on the host, or a constant of the traced graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return function(spec, *arguments)
+    kind, *rows = _traced(function, spec, *arguments).split(";")
+    if kind == "float64":
+        numbers = [[float(value) for value in row.split()] for row in rows]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    bits = [[int(value) for value in row.split()] for row in rows]
+    return torch.tensor(bits, dtype=torch.int64, device="cpu")
+
+
+@torch.compiler.assume_constant_result
+def _traced(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
+    # as text: Dynamo 2.13 takes two tensors that come from here for the same one
+    array = np.atleast_2d(function(spec, *arguments))
+    array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
+    rows = [" ".join(map(repr, row)) for row in array.tolist()]
+    return ";".join([array.dtype.name, *rows])

@@ -1,0 +1,86 @@
+"""Arrays of GPU libraries that are not known: refused with a way to go on, and never read."""
+
+import numpy as np
+import pytest
+import torch
+
+import rotary
+
+SPEC = rotary.Rotary(head_dim=4)
+
+
+def stranger(module, name, **members):
+    """An array of another library, as far as anybody can see; reading it fails."""
+
+    def refuse(self, *_, **__):
+        raise AssertionError("copied to the host")
+
+    readers = ("__array__", "__float__", "__len__", "__iter__", "__getitem__", "tolist", "get")
+    kind = type(name, (), {"__module__": module, **dict.fromkeys(readers, refuse), **members})
+    kind.shape, kind.ndim, kind.dtype = (1, 2, 3, 4), 4, np.dtype(np.float32)
+    return kind()
+
+
+def on_gpu(self):
+    raise AssertionError("copied to the host")
+
+
+ARRAYS = {
+    "cupy": stranger("cupy", "ndarray", __cuda_array_interface__=property(on_gpu)),
+    "numba": stranger("numba.cuda.cudadrv.devicearray", "DeviceNDArray",
+                      __cuda_array_interface__=property(on_gpu)),
+    "mlx": stranger("mlx.core", "array"),
+}  # fmt: skip
+LIBRARIES = {"numpy": np.asarray, "torch": lambda x: torch.from_numpy(np.asarray(x))}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_error_names_the_known_libraries_and_a_way_on(name):
+    strange = ARRAYS[name]
+    table = np.ones((3, 2), np.float32)
+    kind = f"{type(strange).__module__}.{type(strange).__qualname__}"
+    wanted = (
+        rf"{kind}; array libraries known: numpy, torch, jax; go on with torch\.from_dlpack\(x\)"
+    )
+    for call in (
+        lambda: rotary.rotate(strange, table, table),
+        lambda: rotary.rotate((strange, strange), strange, strange),
+        lambda: rotary.apply(SPEC, strange),
+        lambda: rotary.cos_sin(SPEC, strange),
+    ):
+        with pytest.raises(TypeError, match=wanted):
+            call()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_one_among_arrays_of_the_host_is_not_copied(name, library):
+    strange, make = ARRAYS[name], LIBRARIES[library]
+    x, table = make(np.ones((1, 2, 3, 4), np.float32)), make(np.ones((3, 2), np.float32))
+    for call in (
+        lambda: rotary.rotate(x, strange, strange),
+        lambda: rotary.rotate((x, strange), table, table),
+        lambda: rotary.rotate(x, table, table, out=strange),
+        lambda: rotary.rotate(x, table, table, positions=strange),
+        lambda: rotary.apply(SPEC, x, positions=strange),
+        lambda: rotary.apply(SPEC, x, strange),
+    ):
+        with pytest.raises(TypeError, match=r"go on with torch\.from_dlpack\(x\)"):
+            call()
+
+
+def test_the_way_on_leads_there():
+    """`from_dlpack` shares the memory: what is rotated in place is seen by the other library."""
+    x = np.ones((1, 2, 3, 4), np.float32)
+    want = rotary.apply(SPEC, x)
+    shared = torch.from_dlpack(x)
+    rotary.apply(SPEC, shared, out=shared)
+    assert np.array_equal(x, want)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_positions_of_numpy_and_of_torch_are_taken_by_either(library):
+    x = LIBRARIES[library](np.ones((1, 2, 3, 4), np.float32))
+    want = rotary.apply(SPEC, np.ones((1, 2, 3, 4), np.float32), positions=np.array([4, 5, 6]))
+    for make in (np.asarray, torch.tensor, list, tuple):
+        assert np.array_equal(rotary.apply(SPEC, x, positions=make([4, 5, 6])), want)

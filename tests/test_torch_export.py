@@ -1,0 +1,97 @@
+"""Export in a process that did nothing before: nothing is in a cache, no mode was left behind."""
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import warnings
+import numpy as np
+import torch
+import rotary
+from rotary.nn import RotaryEmbedding
+
+warnings.simplefilter("ignore")
+LONG = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}
+SPECS = [
+    rotary.Rotary(head_dim=8, base=5e5, schedule="llama3", params=LONG),
+    rotary.Rotary(head_dim=8, rotary_dim=4, start=2, layout="interleaved", out_layout="half"),
+    rotary.Rotary(head_dim=8, schedule="dynamic",
+                  params={"factor": 2.0, "original_max_position_embeddings": 16}),
+]
+generator = torch.Generator().manual_seed(0)
+q, k = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (2, 1))
+ids = torch.tensor([[0, 1, 70_000, 131_071, 5]])
+"""
+
+
+def run(script):
+    command = [sys.executable, "-c", START + script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "equal"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export(strict):
+    run(f"""
+for spec in SPECS:
+    for precision in ("float32", "exact"):
+        module = RotaryEmbedding(spec, precision=precision)
+        options = {{"positions": ids, "seq_len": 20 if spec.depends_on_length else None}}
+        program = torch.export.export(module, (q, k), options, strict={strict})
+        targets = {{str(n.target) for n in program.graph.nodes if n.op == "call_function"}}
+        assert not any("rotary" in target for target in targets), targets
+        for got, want in zip(program.module()(q, k, **options), module(q, k, **options)):
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+print("equal")
+""")
+
+
+def test_fake_tensors_before_anything_else():
+    run("""
+from torch._subclasses.fake_tensor import FakeTensorMode
+for precision in ("float32", "exact"):
+    for spec in SPECS:
+        seq_len = 20 if spec.depends_on_length else None
+        with FakeTensorMode():
+            x = torch.empty(1, 2, 5, 8)
+            fake = rotary.apply(spec, x, precision=precision, seq_len=seq_len)
+            assert fake.shape == x.shape
+        real = rotary.apply(spec, q, precision=precision, seq_len=seq_len)
+        assert type(real) is torch.Tensor  # nothing fake was kept
+        assert (real - rotary.apply(spec, q, seq_len=seq_len)).abs().max() <= 1e-5
+print("equal")
+""")
+
+
+ONNX = {  # opset: specs, precision, and whether Dynamo traces them
+    18: [(0, "float32", False), (1, "exact", False)],
+    23: [(0, "exact", False), (0, "exact", True)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", ONNX)
+def test_the_exporter_of_torch_for_onnx(opset):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run(f"""
+import onnxruntime
+for number, precision, strict in {ONNX[opset]}:
+    module = RotaryEmbedding(SPECS[number], precision=precision)
+    given, kwargs = (module, (q, k)), {{"positions": ids}}
+    if strict:
+        given, kwargs = (torch.export.export(*given, kwargs, strict=True),), None
+    program = torch.onnx.export(*given, kwargs=kwargs, dynamo=True, opset_version={opset},
+                                verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    names = [each.name for each in session.get_inputs()]
+    feeds = dict(zip(names, (q.numpy(), k.numpy(), ids.numpy())))
+    for got, want in zip(session.run(None, feeds), module(q, k, positions=ids)):
+        error = abs(got - want.numpy()).max()
+        assert error <= (1e-6 if precision == "exact" else 1e-5), (precision, error)
+print("equal")
+""")
