@@ -557,7 +557,8 @@ def operations_of(text):
     """(operations of the entry, all operations) of a program."""
     entry = text[text.index("\nENTRY") :]
     found = [re.findall(r"= (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", part) for part in (entry, text)]
-    return [name for name in found[0] if name not in ("parameter", "tuple")], set(found[1])
+    no_work = ("parameter", "tuple", "constant")
+    return [name for name in found[0] if name not in no_work], set(found[1])
 
 
 WAYS = [
@@ -589,6 +590,28 @@ def test_a_rotation_is_one_loop(layout, out_layout, rotary_dim, start, dtype):
             assert "transpose" not in operations
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adjacent_pairs_are_turned_by_the_fastest_loop_of_their_type(dtype):
+    """A reversal for 32 bits, forward and back; for 16 a branch, and a join in the transpose.
+
+    Interior padding, which the transpose of strided slices is, is several times slower in 16 bits.
+    """
+    x = jax.ShapeDtypeStruct((1, 8, 512, 128), DTYPES[dtype])
+    table = jax.ShapeDtypeStruct((512, 64), np.float32)
+
+    def rotate(x, cos, sin):
+        return rotary.rotate(x, cos, sin, layout="interleaved")
+
+    def gradient(x, cos, sin):
+        return jax.vjp(lambda y: rotate(y, cos, sin), x)[1](x)[0]
+
+    way = {"reverse"} if dtype == "float32" else {"concatenate", "slice"}
+    for function in (rotate, gradient):
+        steps, operations = operations_of(program(function, x, table, table))
+        assert steps == ["fusion"]
+        assert operations & {"reverse", "concatenate", "slice", "pad", "gather"} == way
+
+
 @pytest.mark.parametrize(
     ("rotary_dim", "start", "block"), [(128, 0, 64), (64, 0, 32), (32, 64, 16)]
 )
@@ -601,6 +624,27 @@ def test_halves_are_joined_in_blocks_as_wide_as_they_allow(rotary_dim, start, bl
     )
     (joined,) = re.findall(r"= f32\[([\d,]+)\]\S* concatenate\(", text)
     assert joined.split(",")[-2:] == [str(128 // block), str(block)]
+
+
+@pytest.mark.parametrize("name", ["half", "interleaved", "amplitude"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tables_made_inside_are_made_once(name, dtype):
+    """A loop for cos, one for sin, and one for each array, with no table in it."""
+    spec = SPECS[name]
+    q, k = (jax.ShapeDtypeStruct((1, heads, 512, 64), DTYPES[dtype]) for heads in (8, 2))
+    positions = jax.ShapeDtypeStruct((512,), np.int32)
+    text = program(lambda q, k, p: rotary.apply(spec, q, k, positions=p), q, k, positions)
+    steps, _ = operations_of(text)
+    assert steps == ["fusion"] * 4
+    made = re.findall(r"ROOT \S+ = f32\[(?:1,)?512,32\]\S* divide\(", text)
+    assert len(made) == 2
+    assert text.count("shift-right-logical(") == 2 * steps_of_one_table(spec)
+
+
+def steps_of_one_table(spec):
+    """How often the program of cos alone shifts: the product of 64 bits and the quadrant."""
+    positions = jax.ShapeDtypeStruct((512,), np.int32)
+    return program(lambda p: rotary.cos_sin(spec, p)[0], positions).count("shift-right-logical(")
 
 
 def test_the_reader_of_programs_sees_more_than_one_loop():

@@ -170,6 +170,25 @@ def test_the_tables_are_as_exact_as_those_of_torch(tmp_path):
         assert_near([ours], [wanted], 6e-8)  # half an ulp of float32 below 1
 
 
+@pytest.mark.parametrize("name", ["half", "partial, interleaved", "a slice that starts later"])
+def test_no_position_up_to_a_million_is_off(tmp_path, name):
+    """Every position to 131 072 and every eighth to 2^20, beside float64 angles of the formula."""
+    spec = {**SPECS, **DECOMPOSED}[name]
+    shapes = ({0: BATCH, 2: SEQ}, {0: BATCH, 2: SEQ}, {0: BATCH, 1: SEQ})
+    args = draw(2, 1, 5, spec.head_dim), draw(2, 1, 5, spec.head_dim), inputs(64)[2]
+    model = exported(tmp_path, Attention(spec), args, dynamic_shapes=shapes)
+    rows = np.stack([np.arange(2**17), np.arange(2**17) * 8 + 7])
+    x = np.random.default_rng(0).uniform(-1, 1, (2, 1, 2**17, spec.head_dim)).astype(np.float32)
+    steps = spec.base ** (-2 * np.arange(spec.rotary_dim // 2) / spec.rotary_dim)
+    turned = np.exp(1j * rows[:, None, :, None] * steps)
+    first, second = rotary.layouts.pair_slices(spec.rotary_dim, spec.layout, spec.start)
+    turned *= x[..., first] + 1j * x[..., second]
+    wanted = x.astype(np.float64)
+    wanted[..., first], wanted[..., second] = turned.real, turned.imag
+    (ours, _) = run(model, *map(torch.from_numpy, (x, x, rows)))
+    assert_near([ours], [torch.from_numpy(wanted)], 2e-7)  # half an ulp of two products and a sum
+
+
 def test_one_operator_for_each_array_or_none(dynamic):
     name, spec, model = dynamic
     nodes = operators(model)
@@ -445,23 +464,49 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 WITHOUT_US = """
 import sys
+from pathlib import Path
 sys.modules["rotary"] = None  # any import of it is an error
 import torch
-program = torch.export.load(sys.argv[1])
-inputs = torch.load(sys.argv[2])
-torch.save(program.module()(*inputs), sys.argv[3])
+for path in sorted(Path(sys.argv[1]).glob("*.pt2")):
+    inputs = torch.load(path.with_suffix(".inputs"))
+    torch.save(torch.export.load(path).module()(*inputs), path.with_suffix(".outputs"))
 assert not any(name.startswith("rotary.") for name in sys.modules)
+assert not hasattr(torch.ops.rotary, "rotate")  # nobody has registered our operator
 """
 
 
-def test_an_exported_program_runs_where_rotary_cannot_be_imported(tmp_path):
-    spec = DECOMPOSED["a slice that starts later"]
-    shapes = ({0: BATCH, 2: SEQ}, {0: BATCH, 2: SEQ}, {0: BATCH, 1: SEQ})
-    module = Attention(spec)
-    program = torch.export.export(module, inputs(spec.head_dim), dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "program.pt2")
-    args = inputs(spec.head_dim, 3, 9)
-    torch.save(args, tmp_path / "inputs.pt")
-    files = [tmp_path / part for part in ("program.pt2", "inputs.pt", "outputs.pt")]
-    subprocess.run([sys.executable, "-c", WITHOUT_US, *files], check=True, cwd=tmp_path)
-    assert_near(torch.load(files[2]), module(*args), 4e-7)
+def rows_of_tables(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor):
+    return rotary.rotate((q, k), cos, sin, positions=positions)
+
+
+def from_zero(q: Tensor, k: Tensor, positions: Tensor):
+    return rotary.apply(HALF, q, k)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_run_where_rotary_cannot_be_imported(tmp_path, strict):
+    cos, sin = rotary.cos_sin(HALF, torch.arange(64))
+    modules = {str(spec): (Attention(spec), spec.head_dim) for spec in
+               (*SPECS.values(), *DECOMPOSED.values())}  # fmt: skip
+    modules["rows"] = Call(rows_of_tables, cos=cos, sin=sin), 64
+    modules["from zero"] = Call(from_zero), 64
+    seq = torch.export.Dim(
+        "seq", max=4096
+    )  # strict mode asks for a bound: tables have one in bytes
+    shapes = ({0: BATCH, 2: seq}, {0: BATCH, 2: seq}, {0: BATCH, 1: seq})
+    wanted = []
+    for number, (module, head_dim) in enumerate(modules.values()):
+        dynamic = {"inputs": shapes} if isinstance(module, Call) else shapes
+        with torch.no_grad():
+            program = torch.export.export(
+                module, inputs(head_dim, highest=64), dynamic_shapes=dynamic, strict=strict
+            )
+        torch.export.save(program, tmp_path / f"{number:02}.pt2")
+        args = inputs(head_dim, 3, 9, highest=64)
+        torch.save(args, tmp_path / f"{number:02}.inputs")
+        wanted.append(module(*args))
+    subprocess.run([sys.executable, "-c", WITHOUT_US, tmp_path], check=True, cwd=tmp_path)
+    outputs = [torch.load(path) for path in sorted(tmp_path.glob("*.outputs"))]
+    assert len(outputs) == len(modules)
+    for ours, expected in zip(outputs, wanted, strict=True):
+        assert_near(ours, expected, 4e-7)

@@ -1,7 +1,8 @@
 """The systems of the papers, small and readable: attention with RoPE and what grew out of it.
 
-Written over the array library of the input, NumPy or torch; on torch gradients flow. q, k and v are
-(..., seq, head_dim), k and v with fewer heads where several queries share one.
+Written over the array library of the input, NumPy, torch or JAX; on the last two gradients flow,
+and on JAX all of it can be traced and mapped. q, k and v are (..., seq, head_dim), k and v with
+fewer heads where several queries share one.
 
 Two systems need no function here, for they are specs: partial rotation is `Rotary(head_dim,
 rotary_dim)`, and p-RoPE (Barbero et al., arXiv 2410.06205), which keeps the int(p d / 2) fastest

@@ -3,19 +3,22 @@
 import sys
 from typing import Any
 
+import numpy as np
+
 from ..kernels import kernel_of
 
-Array = Any  # a NumPy array or a torch tensor
+Array = Any  # a NumPy array, a torch tensor or a JAX array
 
-_NAMESPACES = {"cpu": "numpy", "numpy": "numpy", "torch": "torch"}  # by the name of the kernel
+# by the name of the kernel
+_NAMESPACES = {"cpu": "numpy", "numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
+_INT32 = 2**31
 
 
 def namespace(array: Array) -> Any:
-    """The module `numpy` or `torch`; TypeError, naming the known libraries, for any other array.
+    """`numpy`, `torch` or `jax.numpy`; TypeError, naming the known libraries, for another array.
 
-    Both are called by the names they share: exp, where, amax, stack, with `axis` and `keepdims`.
+    They are called by the names they share: exp, where, amax, stack, with `axis` and `keepdims`.
 
-    >>> import numpy as np
     >>> namespace(np.zeros(2)).__name__
     'numpy'
     """
@@ -25,7 +28,6 @@ def namespace(array: Array) -> Any:
 def positions_of(positions: Any, x: Array) -> Array:
     """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1.
 
-    >>> import numpy as np
     >>> positions_of(None, np.zeros((3, 4)))
     array([0, 1, 2])
     """
@@ -33,20 +35,96 @@ def positions_of(positions: Any, x: Array) -> Array:
     return kernel.arange(x, x.shape[-2]) if positions is None else kernel.taken_over(positions, x)
 
 
+def positions_after(first: Any, x: Array) -> Array:
+    """Positions of the tokens of x, the first of them at `first`: a number, or one for each row.
+
+    (seq,) or (batch, seq). What JAX's 32-bit integers cannot hold stays a NumPy array.
+
+    >>> positions_after(np.array([0, 7]), np.zeros((2, 3, 4)))
+    array([[0, 1, 2],
+           [7, 8, 9]])
+    """
+    seq = x.shape[-2]
+    is_known = isinstance(first, np.ndarray | np.generic)
+    is_far = isinstance(first, int) and first + seq > _INT32
+    order = np.arange(seq) if is_known or is_far else kernel_of(x).arange(x, seq)
+    return (first[:, None] if getattr(first, "ndim", 0) else first) + order
+
+
+def comparable(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
+    """Both positions as they are; on JAX a NumPy array beside a JAX array becomes one, if it fits.
+
+    Raises ValueError for NumPy positions beyond the integers of JAX: it would wrap them.
+
+    >>> comparable(np.arange(2), np.arange(3))[1]
+    array([0, 1, 2])
+    """
+    pair = q_positions, k_positions
+    xp = next((namespace(p) for p in pair if not isinstance(p, np.ndarray)), None)
+    if xp is None or xp.__name__ != "jax.numpy":
+        return pair
+    limit = xp.iinfo(xp.asarray(0).dtype).max
+    for known in pair:
+        if isinstance(known, np.ndarray) and (abs(known) > limit).any():
+            raise ValueError(
+                "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "
+                "jax_enable_x64"
+            )
+    return xp.asarray(q_positions), xp.asarray(k_positions)
+
+
+def float64_of(x: Array) -> Any:
+    """The type float64 of the library of x; TypeError on JAX without 64-bit types.
+
+    >>> float64_of(np.zeros(2, np.float32)) is np.float64
+    True
+    """
+    xp = namespace(x)
+    if xp.__name__ == "jax.numpy" and not _has_64_bits(xp):
+        raise TypeError(
+            "this needs float64: call jax.config.update('jax_enable_x64', True), or pass NumPy "
+            "arrays"
+        )
+    return xp.float64
+
+
+def widest_float(x: Array) -> Any:
+    """float64 where the library of x has it: float32 on JAX without 64-bit types.
+
+    >>> widest_float(np.zeros(2, np.float32)) is np.float64
+    True
+    """
+    xp = namespace(x)
+    return xp.float32 if xp.__name__ == "jax.numpy" and not _has_64_bits(xp) else xp.float64
+
+
+def _has_64_bits(jnp: Any) -> bool:
+    return bool(jnp.asarray(0.0).dtype == np.float64)  # the type of a plain number
+
+
 def cast(x: Array, dtype: Any) -> Array:
     """x in another type, differentiably.
 
-    >>> import numpy as np
     >>> cast(np.ones(1), np.float32)
     array([1.], dtype=float32)
     """
     return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
 
 
+def constant(x: Array) -> Array:
+    """x without its derivative.
+
+    >>> constant(np.ones(1))
+    array([1.])
+    """
+    if namespace(x).__name__ == "jax.numpy":
+        return sys.modules["jax"].lax.stop_gradient(x)
+    return x.detach() if hasattr(x, "detach") else x
+
+
 def at_least_float32(x: Array) -> Array:
     """x with its 16-bit types widened, for sums over a sequence.
 
-    >>> import numpy as np
     >>> at_least_float32(np.ones(1, np.float16)).dtype
     dtype('float32')
     """
@@ -57,7 +135,6 @@ def at_least_float32(x: Array) -> Array:
 def has_shared_heads(q: Array, k: Array) -> bool:
     """Whether several heads of q share one of k (GQA); ValueError if they cannot be shared out.
 
-    >>> import numpy as np
     >>> has_shared_heads(np.zeros((8, 5, 4)), np.zeros((2, 5, 4)))
     True
     """
@@ -74,30 +151,30 @@ def has_shared_heads(q: Array, k: Array) -> bool:
 def per_query_head(q: Array, k: Array) -> Array:
     """k, or v, with one head for each of q: heads of q in a row share one.
 
-    >>> import numpy as np
     >>> per_query_head(np.zeros((4, 1, 1)), np.arange(2.0).reshape(2, 1, 1)).ravel()
     array([0., 0., 1., 1.])
     """
     if not has_shared_heads(q, k):
         return k
-    heads = range(q.shape[-3])
-    return k[..., [head * k.shape[-3] // q.shape[-3] for head in heads], :, :]
+    *lead, heads, seq, width = k.shape
+    shared = (*lead, heads, q.shape[-3] // heads, seq, width)
+    each = namespace(k).broadcast_to(k[..., None, :, :], shared)
+    return each.reshape(*lead, q.shape[-3], seq, width)
 
 
 def is_visible(q_positions: Array, k_positions: Array, num_dims: int) -> Array:
     """Whether a key is at or before a query: (seq, seq), or (batch, 1, seq, seq) for 4-D scores.
 
-    >>> import numpy as np
     >>> is_visible(np.arange(2), np.arange(2), 2).tolist()
     [[True, False], [True, True]]
     """
+    q_positions, k_positions = comparable(q_positions, k_positions)
     return per_head(k_positions[..., None, :] <= q_positions[..., :, None], num_dims)
 
 
 def per_head(pairs: Array, num_dims: int) -> Array:
     """A matrix for each row of a batch, made the same for every head of 4-D scores.
 
-    >>> import numpy as np
     >>> per_head(np.zeros((2, 5, 5)), 4).shape
     (2, 1, 5, 5)
     """

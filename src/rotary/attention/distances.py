@@ -14,6 +14,7 @@ from ..spec import Rotary
 from .arrays import (
     Array,
     at_least_float32,
+    comparable,
     is_visible,
     namespace,
     per_head,
@@ -142,7 +143,7 @@ def distance_attention(
             f"got {spec.num_axes} axes and schedule {spec.schedule!r}"
         )
     xp = namespace(q)
-    m, n = positions_of(q_positions, q), positions_of(k_positions, k)
+    m, n = comparable(positions_of(q_positions, q), positions_of(k_positions, k))
     k, v = per_query_head(q, k), per_query_head(q, v)
     q, k = at_least_float32(q), at_least_float32(k)
     frequencies, factor = inv_freq(spec)

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..angles import cos_sin, turns
-from ..kernels import kernel_of
+from ..kernels import is_traced, kernel_of
 from ..rotate import rotate
 from ..spec import Rotary
-from .arrays import Array, cast, namespace, positions_of
+from .arrays import Array, cast, constant, float64_of, namespace, positions_of
 
 
 def sinusoidal(
@@ -52,7 +52,8 @@ def xpos(
     authors' code, moves while decoding.
     Raises ValueError for several axes, and for a position so far from the origin that a factor is
     beyond 2^64: 18,000 tokens, for gamma 0.4 and scale_base 512. For float16 that is 2^8, for
-    float64 2^512.
+    float64 2^512. Traced positions are not checked: too far, they give infinity or NaN.
+    On JAX it needs 64-bit types, as `mixed_cos_sin` does; without them it raises a TypeError.
     Source: Sun et al. (arXiv 2212.10554), algorithm 1.
 
     >>> q, k = xpos(Rotary(head_dim=2), np.ones((3, 2)), np.ones((3, 2)), scale_base=1, gamma=1)
@@ -68,7 +69,7 @@ def xpos(
     pairs = np.arange(spec.rotary_dim // 2) / (spec.rotary_dim // 2)
     rates = np.log((pairs + gamma) / (1 + gamma)) / scale_base
     _check_distance(positions - origin, -rates[0], q.dtype)
-    exponents = cast(positions - origin, xp.float64)[..., None] * kernel.taken_over(rates, q)
+    exponents = cast(positions - origin, float64_of(q))[..., None] * kernel.taken_over(rates, q)
     cos, sin = cos_sin(spec, positions)
     width = xp.promote_types(q.dtype, xp.float32)
     up, down = cast(xp.exp(exponents), width), cast(xp.exp(-exponents), width)
@@ -86,7 +87,7 @@ _BITS = {"float16": 8, "float64": 512}  # half of the exponents of a type; 64 fo
 
 
 def _check_distance(from_origin: Array, rate: float, dtype: Any) -> None:
-    if not math.prod(from_origin.shape):
+    if not math.prod(from_origin.shape) or is_traced(from_origin):
         return
     bits = _BITS.get(str(dtype).rpartition(".")[2], 64)
     farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)
@@ -148,11 +149,14 @@ def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
             f"axes), got {tuple(directions.shape)} and {tuple(positions.shape)}"
         )
     positions = positions if positions.ndim == 3 else positions[None]
-    steps = cast(directions, xp.float64)
-    angles = _summed(cast(positions, xp.float64), steps)
+    steps = cast(directions, float64_of(directions))
+    factors = cast(positions, xp.float64)
     if "int" in str(positions.dtype):
-        # turns wrap without rounding; the product beside them only carries the gradient
-        angles = _exact(xp, positions, _constant(steps)) + (angles - _constant(angles))
+        # turns wrap without rounding; the sum beside them is 0 and only carries the gradient
+        carrier = _summed(factors, steps - constant(steps))
+        angles = _exact(xp, positions, constant(steps)) + carrier
+    else:
+        angles = _summed(factors, steps)
     return cast(xp.cos(angles), directions.dtype), cast(xp.sin(angles), directions.dtype)
 
 
@@ -166,7 +170,3 @@ def _summed(positions: Array, steps: Array) -> Array:
     """Sum over the axes of position times step: (batch, heads, seq, pairs)."""
     parts = [positions[:, None, :, axis, None] * steps[axis, :, None] for axis in range(len(steps))]
     return sum(parts[1:], start=parts[0])
-
-
-def _constant(x: Array) -> Array:
-    return x.detach() if hasattr(x, "detach") else x

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..kernels import kernel_of
 from ..rotate import apply
 from ..spec import Rotary
-from .arrays import Array, at_least_float32, cast, namespace
+from .arrays import Array, at_least_float32, cast, namespace, positions_after
 
 
 def elu_plus_one(x: Array) -> Array:
@@ -90,6 +90,8 @@ class LinearState(NamedTuple):
     s         (..., head_dim, value_dim), sum of (R_n phi(k_n)) v_n^T; at least float32
     z         (..., head_dim), sum of phi(k_n)
     position  of the next token: a number, or (batch,) where rows differ
+
+    On JAX it is a pytree, so it can be the carry of `jax.lax.scan` and cross `jax.jit`.
 
     >>> import numpy as np
     >>> LinearState(np.zeros((4, 4)), np.zeros(4), 7).position
@@ -175,8 +177,6 @@ def _next_positions(
     """Positions of these tokens, and of the one that follows them."""
     first: Array = 0 if state is None else state.position
     if positions is None:
-        seq = q.shape[-2]
-        start = first[:, None] if getattr(first, "ndim", 0) else first
-        return start + kernel_of(q).arange(q, seq), first + seq
+        return positions_after(first, q), first + q.shape[-2]
     positions = kernel_of(q).taken_over(positions, q)
     return positions, positions[..., -1] + 1 if q.shape[-2] else first

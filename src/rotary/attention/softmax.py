@@ -16,6 +16,7 @@ from .arrays import (
     namespace,
     per_query_head,
     positions_of,
+    widest_float,
 )
 
 
@@ -34,7 +35,7 @@ def softmax_attention(
     Positions are (seq,) or (batch, seq), by default 0 .. seq - 1; `causal` hides the keys at larger
     ones, and a query that sees no key gives zeros. k and v may have fewer heads (axis -3) than q.
     A spec that depends on the length is scaled for the largest position of the keys.
-    On torch this is `scaled_dot_product_attention`, on NumPy the formula.
+    On torch this is `scaled_dot_product_attention`, on NumPy and JAX the formula.
     Raises ValueError for heads that cannot be shared out, and for causal=True with several axes.
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16.
 
@@ -145,7 +146,7 @@ def scale_by_log_n(q: Array, counts: Array, trained_length: int) -> Array:
     if trained_length < 2:
         raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
     xp = namespace(q)
-    counts = cast(positions_of(counts, q), xp.float64)
+    counts = cast(positions_of(counts, q), widest_float(q))
     factors = xp.clip(xp.log(xp.clip(counts, 1, None)) / math.log(trained_length), 1, None)[
         ..., None
     ]
@@ -162,4 +163,7 @@ def row_length(spec: Rotary, k: Array, k_positions: Any) -> Any:
     """
     if not (spec.depends_on_length and k.shape[-2]):
         return None
-    return namespace(k).amax(positions_of(k_positions, k), axis=-1) + 1
+    if k_positions is None:
+        return k.shape[-2]
+    positions = positions_of(k_positions, k)
+    return namespace(positions).amax(positions, axis=-1) + 1
