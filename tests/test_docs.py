@@ -166,6 +166,6 @@ def test_a_built_page_loads_nothing_from_elsewhere(built):
 @pytest.mark.slow
 def test_an_argument_table_becomes_a_list(built):
     text = (built[0] / "api" / "core.html").read_text(encoding="utf-8")
-    rotate = text.split('id="rotary.rotate"')[1].split('id="rotary.cos_sin"')[0]
+    rotate = text.split('id="rotary.rotate"')[1].split('id="rotary.rerotate"')[0]
     terms = re.findall(r"<dt><code[^>]*><span class=\"pre\">([^<]*)", rotate)
     assert terms == ["x", "cos,", "positions", "rotary_dim", "conjugate", "out"]
