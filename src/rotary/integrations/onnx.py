@@ -16,7 +16,6 @@ float16 and bfloat16 are rotated in float32 and rounded once, with a Cast on eit
 """
 
 import importlib.util
-import math
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import kernels
 from ..kernels import torch as kernel
@@ -107,32 +105,12 @@ def _recording(has_operator: bool) -> Iterator[None]:
     """While a module is traced, its tensors are served by a kernel that ONNX can express."""
     recorder = ModuleType(f"{__name__}.recorder")
     rotate = partial(_rotate, threading.get_ident(), has_operator)
-    vars(recorder).update(vars(kernel), constant=_constant, tables=_tables, rotate=rotate)
+    vars(recorder).update(vars(kernel), rotate=rotate)
     kernels._torch_kernel = recorder
     try:
         yield
     finally:
         kernels._torch_kernel = kernel
-
-
-def _constant(function: Any, spec: Any, *arguments: Any) -> Any:
-    # the kernel's own reinterprets int64 as float64, which torch's exporter has no operator for
-    with _disable_current_modes():  # float32 frequencies are made by torch: now, not in the model
-        return function(spec, *arguments)
-
-
-def _tables(
-    positions: Tensor, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
-) -> tuple[Tensor, Tensor]:
-    """The same as `kernels.torch.tables`, in steps that the exporter does not round."""
-    device = positions.device
-    # a plain number would be rounded to float32
-    radian = torch.tensor(2 * math.pi / 2**64, dtype=torch.float64, device=device)
-    factors = kernel.from_numpy(scales).to(device)[:, None, None]
-    per_pair = positions[..., list(axes)] if axes else positions[..., None]
-    angles = per_pair.long() * kernel.from_numpy(turns).to(device)[:, None, :]
-    cos, sin = [f(angles.double() * radian) * factors for f in (torch.cos, torch.sin)]
-    return cos.float(), (-sin if backwards else sin).float()
 
 
 def _rotate(
