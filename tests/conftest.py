@@ -1,6 +1,18 @@
-"""Counts of the comparison with transformers, at the end of a run."""
+"""What tests share, and counts of the comparison with transformers at the end of a run."""
 
 from collections import Counter
+
+import pytest
+
+
+@pytest.fixture
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter):

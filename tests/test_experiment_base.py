@@ -17,14 +17,6 @@ from rotary.analysis.bounds import first_failure, similarity
 CONTENT = (torch.arange(2000) % 251).to(torch.uint8)
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_a_query_asks_for_the_value_of_a_mark_before_it():
     made = recall.recall(CONTENT, 60, 8, 20, 30, np.random.default_rng(0))
     for tokens, targets, distances, before in zip(*made.batch, *made[1:], strict=True):
@@ -168,27 +160,16 @@ def test_without_training_a_match_is_lost_where_similarity_ends():
 
 
 @pytest.mark.slow
-def test_every_base_gets_the_same_sweep_and_is_asked_the_same(tmp_path, monkeypatch, one_thread):
+def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(tmp_path)])
     base.main()
     rows = results.rows(tmp_path / "results.jsonl")
-    seen = {}
     for row in rows:
-        model, recipe, end = row["run"]["model"], row["run"]["recipe"], row["looks"][-1]
+        model, end = row["run"]["model"], row["looks"][-1]
         assert model["base"] == float(row["run"]["method"])
         assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
         names = {"recall", *(f"recall {low}" for low in (1, 4, 8, 16, 32))}
         assert names <= {name for name, share in end.items() if 0 <= share <= 1}
-        entry = seen.setdefault(row["run"]["method"], {})
-        entry[recipe["seed"], recipe["learning_rate"]] = end["bits"]
-    assert list(seen) == list(base.BASES)
-    for entry in seen.values():
-        best = min(base.SMOKE.rates, key=lambda rate: entry[0, rate])
-        assert sorted(entry) == sorted(
-            {(0, rate) for rate in base.SMOKE.rates} | {(1, best), (2, best)}
-        )
-    assert (tmp_path / "base.png").stat().st_size > 10_000
-    assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
 
 
 # --- what the committed runs say, of which docs/paper.md tells ---

@@ -5,16 +5,9 @@ import pytest
 import torch
 from experiments.e7_digits import images, model
 from experiments.e7_digits import run as digits
-from experiments.lab import results
 from experiments.lab.data import Batch
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def built(encoding):
@@ -151,28 +144,3 @@ def test_a_share_right_and_its_bits_are_those_of_the_logits():
     assert right == np.mean(found.argmax(-1) == names) == seen["8"]
     with torch.no_grad():
         assert "extrapolated" not in digits.seen(built("learned"), part)
-
-
-@pytest.mark.slow
-def test_every_encoding_gets_the_same_sweep_and_seeds_on_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["run", "--smoke", "--out", str(tmp_path)])
-    digits.main()
-    seen = {}
-    for row in results.rows(tmp_path / "results.jsonl"):
-        recipe = row["run"]["recipe"]
-        entry = seen.setdefault(row["run"]["method"], {})
-        entry[recipe["seed"], recipe["learning_rate"]] = row["looks"][-1]["bits"]
-    assert set(seen) == set(model.ENCODINGS)
-    for entry in seen.values():
-        best = min((1e-3, 3e-3), key=lambda rate: entry[0, rate])
-        assert sorted(entry) == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
-    assert not list(tmp_path.glob("checkpoints/*"))
-
-
-def test_the_table_of_the_readme_is_that_of_its_digits():
-    rows = results.rows(digits.FOLDER / "results.jsonl")
-    shown = results.shown(digits.FOLDER / "README.md")
-    if len(rows) == 16:
-        assert shown == digits.table(rows)
-    else:
-        assert shown == "not run yet"

@@ -12,17 +12,11 @@ from experiments.lab.model import Config, build
 
 import rotary
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TRAINED = 16
 SPEC = rotary.Rotary(head_dim=8, base=10_000.0)
 LADDER = 10_000.0 ** (-np.arange(4) / 4)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def attended(name, target):
@@ -172,12 +166,3 @@ def test_one_model_is_read_in_every_way(tmp_path, monkeypatch):
         elif row["run"]["method"] != "trained":
             assert [look["step"] for look in row["looks"]] == [2, 4]
     assert not list(tmp_path.glob("checkpoints/*"))
-
-
-def test_the_table_of_the_readme_is_that_of_its_results():
-    rows = results.rows(length.FOLDER / "results.jsonl")
-    shown = results.shown(length.FOLDER / "README.md")
-    if len(rows) == 16:  # 4 trainings, then 4 rows for each seed
-        assert shown == length.table(rows)
-    else:
-        assert shown == "not run yet"

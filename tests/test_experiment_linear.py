@@ -1,13 +1,13 @@
 """Linear attention with RoPE as it is trained: its three forms, what is counted, what diverges."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from experiments.e2_linear import run as linear
-from experiments.lab import data, results
+from experiments.lab import data
+from experiments.lab.job import Job
 from experiments.lab.model import (
     ATTENTIONS,
     Config,
@@ -49,14 +49,6 @@ def products(q, k):
     rotated = np.einsum("...mc,...nc->...mn", q * turns, np.conj(k * turns)).real
     kept = np.einsum("...mc,...nc->...mn", q, np.conj(k)).real
     return rotated * seen, kept * seen
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +157,7 @@ def test_a_run_that_diverges_is_a_result_and_not_the_end(tmp_path):
             for rate in plan.rates if method == "rope" else plan.rates[:1]:
                 run = Run(method, rate, 0)
                 settings = linear.settings_of(plan, text, run)
-                rows.append(linear.trained(plan, text, run, settings, tmp_path, these))
+                rows.append(linear.trained(plan, text, Job(settings, tmp_path, these)))
     ended = [row for row in rows if "diverged" not in row]
     assert [row["run"]["recipe"]["learning_rate"] for row in ended] == [1e-3]
     assert set(ended[0]["weights"]) == {"negative", "least", "greatest", "nearest"}
@@ -208,24 +200,3 @@ def test_a_method_that_diverged_has_no_bits_in_the_table():
     apart = "RoPE, denominator rotated too minus RoPE, denominator not rotated"
     assert f"| {apart} | diverged |" in shown
     assert len(linear.figure(rows).axes[0].lines) == 3 * len(linear.METHODS)
-
-
-@pytest.mark.slow
-def test_every_linear_attention_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(tmp_path)])
-    linear.main()
-    rows = results.rows(tmp_path / "results.jsonl")
-    for method in linear.METHODS:
-        best = best_rate(rows, method, 0)
-        recipes = [row["run"]["recipe"] for row in rows if row["run"]["method"] == method]
-        found = sorted((recipe["seed"], recipe["learning_rate"]) for recipe in recipes)
-        assert found == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
-    assert (tmp_path / "linear.png").stat().st_size > 10_000
-    assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
-
-
-def test_the_readme_of_linear_attention_shows_its_results():
-    rows = results.rows(linear.FOLDER / "results.jsonl")
-    shown = results.shown(linear.FOLDER / "README.md")
-    runs = len(linear.METHODS) * (len(linear.FULL.rates) + len(linear.SEEDS) - 1)
-    assert shown == (linear.table(rows) if len(rows) == runs else "not run yet")

@@ -1,15 +1,12 @@
 """Which frequencies turn in p-RoPE and in partial rotation, and that nothing else differs."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
 import torch
 from experiments.e5_partial import run as partial
-from experiments.lab import results
 from experiments.lab.model import Config, build
-from experiments.lab.sweep import best_rate
 
 import rotary
 
@@ -18,14 +15,6 @@ SMALL = Config(layers=2, width=64, heads=2)
 
 def inv_freq(method, head_dim=32):
     return rotary.inv_freq(partial.spec_of(method, head_dim, 10_000.0))[0]
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("method", "turning"), [("p 0", 0), ("p 0.25", 4), ("p 0.5", 8),
@@ -104,24 +93,3 @@ def test_the_table_says_which_difference_is_beyond_the_noise():
     assert "| p 0.25 | 4 | 35 | 0.003 | 3.100 ± 1.114 | +0.100 ± 0.200 | no |" in shown
     assert "| p 1 | 16 | 35333 | 0.003 | 3.000 ± 1.000 |  |  |" in shown
     assert "| part 0.25 | 4 | 6283 | 0.003 | 3.000 ± 1.000 | +0.000 ± 0.000 | no |" in shown
-
-
-@pytest.mark.slow
-def test_every_share_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(tmp_path)])
-    partial.main()
-    rows = results.rows(tmp_path / "results.jsonl")
-    for method in partial.METHODS:
-        best = best_rate(rows, method, 0)
-        recipes = [row["run"]["recipe"] for row in rows if row["run"]["method"] == method]
-        found = sorted((recipe["seed"], recipe["learning_rate"]) for recipe in recipes)
-        assert found == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
-    assert (tmp_path / "partial.png").stat().st_size > 10_000
-    assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
-
-
-def test_the_readme_of_partial_rotation_shows_its_results():
-    rows = results.rows(partial.FOLDER / "results.jsonl")
-    shown = results.shown(partial.FOLDER / "README.md")
-    runs = len(partial.METHODS) * (len(partial.FULL.rates) + len(partial.SEEDS) - 1)
-    assert shown == (partial.table(rows) if len(rows) == runs else "not run yet")

@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 import torch
 from experiments.e1_convergence import run as convergence
+from experiments.e2_linear import run as linear
+from experiments.e3_length import run as length
 from experiments.e4_base import run as base
+from experiments.e5_partial import run as partial
 from experiments.e6_shift import run as shift
+from experiments.e7_digits import run as digits
 from experiments.lab import command, data, results
 from experiments.lab.model import Config, build, linear_attention, softmax_attention
+from experiments.lab.sweep import Run, end_bits
 from experiments.lab.train import Recipe, processes, train
 
 import rotary
@@ -24,6 +29,7 @@ from rotary import attention
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("e*/run.py"))
+SWEEPS = [convergence, linear, base, partial, digits]
 STEPS = 12
 
 # Trains a model with dropout, so that the random state counts; argument 2 is when it kills itself.
@@ -94,14 +100,6 @@ def python(*arguments, **options):
     return subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, **options
     )
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_batch_follows_from_seed_and_step_alone():
@@ -398,21 +396,27 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_every_encoding_gets_the_same_sweep_and_seeds(tmp_path, monkeypatch, one_thread):
-    rows = smoke(convergence, tmp_path, monkeypatch)
+@pytest.mark.parametrize("module", SWEEPS, ids=lambda module: module.FOLDER.name)
+def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch, one_thread):
     seen = {}
-    for row in rows:
-        recipe, model = row["run"]["recipe"], row["run"]["model"]
-        task = "causal" if model["causal"] else "masked"
-        assert row["run"]["method"] == f"{task} {model['encoding']}"
+    for row in smoke(module, tmp_path, monkeypatch):
+        recipe = row["run"]["recipe"]
         entry = seen.setdefault(row["run"]["method"], {})
-        entry[recipe["seed"], recipe["learning_rate"]] = row["looks"][-1]["bits"]
-    assert len(seen) == 8
+        entry[recipe["seed"], recipe["learning_rate"]] = end_bits(row)
+    assert tuple(seen) == tuple(module.SWEEP.methods)
+    rates = module.SMOKE.rates
     for entry in seen.values():
-        best = min((1e-3, 3e-3), key=lambda rate: entry[0, rate])
-        assert sorted(entry) == [(0, 1e-3), (0, 3e-3), (1, best), (2, best)]
-    assert (tmp_path / "convergence.png").stat().st_size > 10_000
+        best = min(rates, key=lambda rate: entry[0, rate])
+        assert sorted(entry) == [*((0, rate) for rate in rates), (1, best), (2, best)]
+    assert (tmp_path / module.SWEEP.picture).stat().st_size > 10_000
     assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
+
+
+def test_a_method_of_convergence_is_a_task_and_an_encoding():
+    for method in convergence.METHODS:
+        run = Run(method, 1e-3, 0)
+        model = convergence.settings_of(convergence.SMOKE, data.text("python"), run)["model"]
+        assert method == f"{'causal' if model['causal'] else 'masked'} {model['encoding']}"
 
 
 def test_steps_to_a_level_are_read_between_looks():
@@ -423,15 +427,14 @@ def test_steps_to_a_level_are_read_between_looks():
     assert convergence.steps_to(curve, 1.9) == np.inf
 
 
-@pytest.mark.parametrize(
-    "module", [convergence, base, shift], ids=lambda module: module.__name__.split(".")[1]
-)
+@pytest.mark.parametrize("module", [*SWEEPS, length, shift], ids=lambda module: module.FOLDER.name)
 def test_the_table_of_a_readme_is_that_of_its_results(module):
     rows = results.rows(module.FOLDER / "results.jsonl")
-    if rows:
-        assert results.shown(module.FOLDER / "README.md") == module.table(rows)
-    else:
-        assert "not run yet" in (module.FOLDER / "README.md").read_text()
+    assert results.shown(module.FOLDER / "README.md") == module.table(rows)
+
+
+def test_every_experiment_is_looked_at_here():
+    assert {module.FOLDER for module in (*SWEEPS, length, shift)} == set(EXPERIMENTS)
 
 
 def test_a_smoke_run_takes_the_text_that_is_always_there():

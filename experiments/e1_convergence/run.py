@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from rotary import plots
-
-from ..lab import command, data, results
+from ..lab import data, results
+from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import ENCODINGS, Config, Model, bits, build
-from ..lab.sweep import Run, best_rate, chosen, runs
-from ..lab.train import Processes, Recipe, processes, train
+from ..lab.sweep import Run, best_rate, chosen
+from ..lab.train import Recipe
 
 FOLDER = Path(__file__).parent
 TASKS = ("masked", "causal")
@@ -45,21 +44,6 @@ FULL = Plan(Config(length=128), 1000, 16, 128, 256, (1e-3, 3e-3))
 SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, (1e-3, 3e-3))
 
 
-def main() -> None:
-    """Train what is not trained yet, compare, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
-        text = data.text(options.text)
-        with processes(options.device) as these:
-            rows = results.rows(options.out / "results.jsonl")
-            for run in runs(METHODS, plan.rates, SEEDS, rows):
-                settings = settings_of(plan, text, run)
-                if not results.is_done(rows, settings):
-                    rows.append(trained(plan, text, run, settings, options.out, these))
-        if these.rank == 0:
-            report(options.out)
-
-
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     """Everything that a run follows from."""
     task, encoding = run.method.split()
@@ -74,29 +58,20 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     }  # fmt: skip
 
 
-def trained(
-    plan: Plan, text: data.Text, run: Run, settings: results.Row, out: Path, these: Processes
-) -> results.Row:
+def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
-    recipe = Recipe(**settings["recipe"])
-    task = run.method.split()[0]
+    seed, task = job.recipe.seed, job.settings["method"].split()[0]
     held_out = data.held_out_batch(text, task, plan.length, plan.looked_at)
-    checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
 
     def batches(step: int) -> data.Batch:
-        return data.training_batch(text, task, plan.length, plan.rows, run.seed, step)
+        return data.training_batch(text, task, plan.length, plan.rows, seed, step)
 
     def look(model: Model) -> dict[str, float]:
         return {"bits": bits(model, held_out)}
 
-    model = build(Config(**settings["model"]), run.seed)
-    title = f"E1 {run.method} {run.rate:g} seed {run.seed}"
-    done = train(model, batches, recipe, checkpoint, look, these, title)
-    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
-    if these.rank == 0:
-        results.append(out / "results.jsonl", row)
-        checkpoint.unlink()
-    return row
+    model = build(Config(**job.settings["model"]), seed)
+    done = job.train("E1", model, batches, look)
+    return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
 def curves(rows: Sequence[results.Row], method: str) -> dict[int, np.ndarray]:
@@ -121,13 +96,6 @@ def steps_to(curve: np.ndarray, level: float) -> float:
         return float(curve[0, 0])
     (x0, y0), (x1, y1) = curve[at - 1 : at + 1]
     return float(x0 + (x1 - x0) * (y0 - level) / (y0 - y1))
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "convergence.png")
-    results.tell(out, table(rows))
 
 
 def table(rows: Sequence[results.Row]) -> str:
@@ -165,6 +133,17 @@ def figure(rows: Sequence[results.Row]) -> Figure:
         axes.set_ylabel("bits per byte")
         axes.legend(frameon=False)
     return picture
+
+
+SWEEP = Sweep(
+    __doc__, FOLDER, FULL, SMOKE, METHODS, SEEDS, data.text, settings_of, trained,
+    table, figure, "convergence.png",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    carry_out(SWEEP)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from rotary import plots
-
-from ..lab import command, data, results
+from ..lab import data, results
+from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Model, Tensor, Turn, bits, build, linear_weights
-from ..lab.sweep import Run, best_rate, chosen, end_bits, runs
-from ..lab.train import Looks, Processes, Recipe, processes, train
+from ..lab.sweep import Run, best_rate, chosen, end_bits
+from ..lab.train import Looks, Recipe
 
 FOLDER = Path(__file__).parent
 SEEDS = (0, 1, 2)
@@ -68,21 +67,6 @@ FULL = Plan(Config(length=128), 600, 8, 128, 128, 32, (1e-3, 3e-3))
 SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, 8, (1e-3, 3e-3))
 
 
-def main() -> None:
-    """Train what is not trained yet, compare, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
-        text = data.text(options.text)
-        with processes(options.device) as these:
-            rows = results.rows(options.out / "results.jsonl")
-            for run in runs(tuple(METHODS), plan.rates, SEEDS, rows):
-                settings = settings_of(plan, text, run)
-                if not results.is_done(rows, settings):
-                    rows.append(trained(plan, text, run, settings, options.out, these))
-        if these.rank == 0:
-            report(options.out)
-
-
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     """Everything that a run follows from."""
     method = METHODS[run.method]
@@ -99,38 +83,31 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     }  # fmt: skip
 
 
-def trained(
-    plan: Plan, text: data.Text, run: Run, settings: results.Row, out: Path, these: Processes
-) -> results.Row:
+def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes.
 
     `weights` is what `weighed` finds at the end; a run that diverged has the step in its place.
     """
-    recipe = Recipe(**settings["recipe"])
+    recipe = job.recipe
     held_out = data.held_out_batch(text, "causal", plan.length, plan.looked_at)
-    checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
 
     def batches(step: int) -> data.Batch:
-        return data.training_batch(text, "causal", plan.length, plan.rows, run.seed, step)
+        return data.training_batch(text, "causal", plan.length, plan.rows, recipe.seed, step)
 
     def look(model: Model) -> dict[str, float]:
         return {"bits": bits(model, held_out)}
 
-    model = build(Config(**settings["model"]), run.seed)
-    title = f"E2 {run.method} {run.rate:g} seed {run.seed}"
-    done = train(model, batches, recipe, checkpoint, look, these, title)
+    model = build(Config(**job.settings["model"]), recipe.seed)
+    done = job.train("E2", model, batches, look)
     step = diverged(done.losses, done.looks)
-    row = {"run": settings, "seconds": round(done.seconds, 1)}
+    found: results.Row = {"seconds": round(done.seconds, 1)}
     if step is None:
         worst = max(done.losses[recipe.steps // 2 :]) / math.log(2)
         sizes = weighed(model, held_out.tokens[: plan.weighed])
-        row |= {"looks": done.looks, "worst": worst, "weights": sizes}
+        found |= {"looks": done.looks, "worst": worst, "weights": sizes}
     else:
-        row |= {"looks": [one for one in done.looks if one["step"] < step], "diverged": step}
-    if these.rank == 0:
-        results.append(out / "results.jsonl", row)
-        checkpoint.unlink()
-    return row
+        found |= {"looks": [one for one in done.looks if one["step"] < step], "diverged": step}
+    return job.written(found)
 
 
 def diverged(losses: Sequence[float], looks: Looks) -> int | None:
@@ -183,13 +160,6 @@ def sizes(rotated: Tensor, kept: Tensor) -> dict[str, float]:
         "greatest": ratio.max().item(),
         "nearest": ratio.abs().min().item(),
     }
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "linear.png")
-    results.tell(out, table(rows))
 
 
 def table(rows: Sequence[results.Row]) -> str:
@@ -267,6 +237,17 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     right.set_ylabel("share of rotated products below zero")
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return picture
+
+
+SWEEP = Sweep(
+    __doc__, FOLDER, FULL, SMOKE, tuple(METHODS), SEEDS, data.text, settings_of, trained,
+    table, figure, "linear.png",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    carry_out(SWEEP)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from rotary import plots
-
 from ..lab import command, data, results
 from ..lab.model import Config, Model, bits, build
 from ..lab.sweep import Run, chosen, runs
@@ -96,7 +94,7 @@ def main() -> None:
         if these.rank == 0:
             for checkpoint in (options.out / "checkpoints").glob("*.pt"):
                 checkpoint.unlink()
-            report(options.out)
+            results.report(options.out, table, figure, "length.png")
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -206,13 +204,6 @@ def ending(pieces: torch.Tensor, length: int, asked: int) -> data.Batch:
     tokens, targets = data.causal(pieces[:, -(length + 1) :])
     is_asked = torch.arange(length) >= length - asked
     return data.Batch(tokens, torch.where(is_asked, targets, data.IGNORED))
-
-
-def report(out: Path) -> None:
-    """The tables on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "length.png")
-    results.tell(out, table(rows))
 
 
 def of_seeds(rows: Sequence[results.Row], method: str) -> list[results.Row]:

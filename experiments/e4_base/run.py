@@ -20,14 +20,14 @@ from matplotlib.figure import Figure
 from torch.nn import functional
 
 import rotary
-from rotary import plots
 from rotary.analysis.bounds import first_failure
 from rotary.analysis.simulate import retrieval
 
-from ..lab import command, data, results
+from ..lab import data, results
+from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Model, build
-from ..lab.sweep import Run, best_rate, chosen, runs
-from ..lab.train import Processes, Recipe, processes, train
+from ..lab.sweep import Run, best_rate, chosen
+from ..lab.train import Recipe
 from .recall import VOCABULARY, Recall, held_out, make_similar, training
 
 FOLDER = Path(__file__).parent
@@ -57,21 +57,6 @@ FULL = Plan(MODEL, 1300, 8, 256, 8, 64, 128, (3e-3, 6e-3))
 SMOKE = Plan(dataclasses.replace(MODEL, width=32), 30, 8, 64, 5, 24, 32, (3e-3, 6e-3))
 
 
-def main() -> None:
-    """Train what is not trained yet, compare, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
-        text = data.text(options.text)
-        with processes(options.device) as these:
-            rows = results.rows(options.out / "results.jsonl")
-            for run in runs(BASES, plan.rates, SEEDS, rows):
-                settings = settings_of(plan, text, run)
-                if not results.is_done(rows, settings):
-                    rows.append(trained(plan, text, run, settings, options.out, these))
-        if these.rank == 0:
-            report(options.out)
-
-
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     """Everything that a run follows from."""
     model = dataclasses.replace(plan.model, base=float(run.method))
@@ -86,29 +71,19 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     }  # fmt: skip
 
 
-def trained(
-    plan: Plan, text: data.Text, run: Run, settings: results.Row, out: Path, these: Processes
-) -> results.Row:
+def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
-    recipe = Recipe(**settings["recipe"])
+    seed = job.recipe.seed
     asked = held_out(text, plan.length, plan.marks, plan.queries, plan.looked_at)
-    checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
 
     def batches(step: int) -> data.Batch:
-        return training(
-            text, plan.length, plan.marks, plan.queries, plan.rows, run.seed, step
-        ).batch
+        return training(text, plan.length, plan.marks, plan.queries, plan.rows, seed, step).batch
 
-    model = build(Config(**settings["model"]), run.seed)
+    model = build(Config(**job.settings["model"]), seed)
     with torch.no_grad():
         make_similar(model.tokens.weight)
-    title = f"E4 base {run.method} {run.rate:g} seed {run.seed}"
-    done = train(model, batches, recipe, checkpoint, lambda model: seen(model, asked), these, title)
-    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
-    if these.rank == 0:
-        results.append(out / "results.jsonl", row)
-        checkpoint.unlink()
-    return row
+    done = job.train("E4 base", model, batches, lambda model: seen(model, asked))
+    return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
 def seen(model: Model, asked: Recall) -> dict[str, float]:
@@ -142,13 +117,6 @@ def seen(model: Model, asked: Recall) -> dict[str, float]:
         if inside.any():
             found[name] = right[inside].mean().item()
     return found
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "base.png")
-    results.tell(out, table(rows))
 
 
 def ends(rows: Sequence[results.Row], base: str) -> list[dict[str, float]]:
@@ -271,6 +239,17 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     by_step.set_xlabel("step")
     by_bits.set_xlabel("text, bits per byte")
     return picture
+
+
+SWEEP = Sweep(
+    __doc__, FOLDER, FULL, SMOKE, BASES, SEEDS, data.text, settings_of, trained,
+    table, figure, "base.png",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    carry_out(SWEEP)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import rotary
-from rotary import plots
 
-from ..lab import command, data, results
+from ..lab import data, results
+from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Tables, Tensor, bits, build
-from ..lab.sweep import Run, best_rate, chosen, end_bits, runs
-from ..lab.train import Processes, Recipe, processes, train
+from ..lab.sweep import Run, best_rate, chosen, end_bits
+from ..lab.train import Recipe
 
 FOLDER = Path(__file__).parent
 SEEDS = (0, 1, 2)
@@ -96,21 +96,6 @@ class Turned(nn.Module):
         return self.model(tokens, self.tables(tokens.shape[1]))
 
 
-def main() -> None:
-    """Train what is not trained yet, compare, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
-        text = data.text(options.text)
-        with processes(options.device) as these:
-            rows = results.rows(options.out / "results.jsonl")
-            for run in runs(METHODS, plan.rates, SEEDS, rows):
-                settings = settings_of(plan, text, run)
-                if not results.is_done(rows, settings):
-                    rows.append(trained(plan, text, run, settings, options.out, these))
-        if these.rank == 0:
-            report(options.out)
-
-
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     """Everything that a run follows from."""
     config = plan.model
@@ -126,35 +111,20 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     }  # fmt: skip
 
 
-def trained(
-    plan: Plan, text: data.Text, run: Run, settings: results.Row, out: Path, these: Processes
-) -> results.Row:
+def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
-    recipe = Recipe(**settings["recipe"])
+    seed = job.recipe.seed
     held_out = data.held_out_batch(text, "causal", plan.length, plan.looked_at)
-    checkpoint = out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
 
     def batches(step: int) -> data.Batch:
-        return data.training_batch(text, "causal", plan.length, plan.rows, run.seed, step)
+        return data.training_batch(text, "causal", plan.length, plan.rows, seed, step)
 
     def look(turned: Turned) -> dict[str, float]:
         return {"bits": bits(turned.model, held_out, turned.tables(plan.length))}
 
-    model = Turned(Config(**settings["model"]), run.method, run.seed)
-    title = f"E5 {run.method} {run.rate:g} seed {run.seed}"
-    done = train(model, batches, recipe, checkpoint, look, these, title)
-    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
-    if these.rank == 0:
-        results.append(out / "results.jsonl", row)
-        checkpoint.unlink()
-    return row
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "partial.png")
-    results.tell(out, table(rows))
+    model = Turned(Config(**job.settings["model"]), job.settings["method"], seed)
+    done = job.train("E5", model, batches, look)
+    return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
 def ends(rows: Sequence[results.Row], method: str) -> list[float]:
@@ -225,6 +195,17 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     axes.set_ylabel(f"bits per byte minus those of {WHOLE}")
     axes.legend(frameon=False)
     return picture
+
+
+SWEEP = Sweep(
+    __doc__, FOLDER, FULL, SMOKE, METHODS, SEEDS, data.text, settings_of, trained,
+    table, figure, "partial.png",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    carry_out(SWEEP)
 
 
 if __name__ == "__main__":

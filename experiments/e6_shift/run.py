@@ -15,7 +15,6 @@ import torch
 from matplotlib.figure import Figure
 
 import rotary
-from rotary import plots
 
 from ..lab import command, data, results
 from ..lab.model import Config, Model, Tables, bits, build
@@ -99,7 +98,7 @@ def main() -> None:
             for seed in SEEDS:
                 one_seed(plan, text, seed, options.out, these)
         if these.rank == 0:
-            report(options.out)
+            results.report(options.out, table, figure, "shift.png")
 
 
 def one_seed(plan: Plan, text: data.Text, seed: int, out: Path, these: Processes) -> None:
@@ -165,13 +164,6 @@ def moved(
         found["bits"].append(bits(model, batch, tables(offset)))
         found["changed"].append((there.argmax(-1) != start.argmax(-1)).double().mean().item())
     return {"bits_at_0": bits(model, batch, tables(0)), **found}
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "shift.png")
-    results.tell(out, table(rows))
 
 
 def table(rows: Sequence[results.Row]) -> str:

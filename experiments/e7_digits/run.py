@@ -17,12 +17,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch.nn import functional
 
-from rotary import plots
-
-from ..lab import command, results
+from ..lab import results
 from ..lab.data import Batch
-from ..lab.sweep import Run, best_rate, chosen, runs
-from ..lab.train import Processes, Recipe, processes, train
+from ..lab.job import Job, Sweep, carry_out
+from ..lab.sweep import Run, best_rate, chosen
+from ..lab.train import Recipe
 from .images import Digits, digits, drawn, enlarged
 from .model import ENCODINGS, Config, Model, build
 
@@ -53,21 +52,6 @@ FULL = Plan(3, 64, 600, 32, 600, (1e-3, 3e-3))
 SMOKE = Plan(2, 32, 20, 8, 20, (1e-3, 3e-3))
 
 
-def main() -> None:
-    """Train what is not trained yet, show the larger images, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
-        images = digits()
-        with processes(options.device) as these:
-            rows = results.rows(options.out / "results.jsonl")
-            for run in runs(ENCODINGS, plan.rates, SEEDS, rows):
-                settings = settings_of(plan, images, run)
-                if not results.is_done(rows, settings):
-                    rows.append(trained(plan, images, settings, options.out, these))
-        if these.rank == 0:
-            report(options.out)
-
-
 def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:
     """Everything that a run follows from."""
     recipe = Recipe(
@@ -81,27 +65,17 @@ def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:
     }  # fmt: skip
 
 
-def trained(
-    plan: Plan, images: Digits, settings: results.Row, out: Path, these: Processes
-) -> results.Row:
+def trained(plan: Plan, images: Digits, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
-    recipe, config = Recipe(**settings["recipe"]), Config(**settings["model"])
-    title = f"E7 {config.encoding} {recipe.learning_rate:g} seed {recipe.seed}"
-    checkpoint = out / "checkpoints" / f"{title}.pt"
+    seed = job.recipe.seed
     held_out = Batch(*(part[: plan.looked_at] for part in images.held_out))
 
     def batches(step: int) -> Batch:
-        return drawn(images.training, plan.rows, recipe.seed, step)
+        return drawn(images.training, plan.rows, seed, step)
 
-    model = build(config, recipe.seed)
-    done = train(
-        model, batches, recipe, checkpoint, lambda model: seen(model, held_out), these, title
-    )
-    row = {"run": settings, "looks": done.looks, "seconds": round(done.seconds, 1)}
-    if these.rank == 0:
-        results.append(out / "results.jsonl", row)
-        checkpoint.unlink()
-    return row
+    model = build(Config(**job.settings["model"]), seed)
+    done = job.train("E7", model, batches, lambda model: seen(model, held_out))
+    return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
 def seen(model: Model, images: Batch) -> dict[str, float]:
@@ -128,13 +102,6 @@ def judged(model: Model, images: Batch, spacing: float) -> tuple[float, float]:
         right += int((logits.argmax(-1) == wanted).sum())
     count = len(images.targets)
     return nats / count / math.log(2), right / count
-
-
-def report(out: Path) -> None:
-    """The table on the screen and in the README of the folder, and the figure beside it."""
-    rows = results.rows(out / "results.jsonl")
-    plots.save(figure(rows), out / "digits.png")
-    results.tell(out, table(rows))
 
 
 def shares(rows: Sequence[results.Row], encoding: str, measure: str) -> np.ndarray:
@@ -175,6 +142,17 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     axes.set_title("Trained at 8 x 8, one token for each pixel")
     axes.legend(frameon=False)
     return picture
+
+
+SWEEP = Sweep(
+    __doc__, FOLDER, FULL, SMOKE, ENCODINGS, SEEDS, lambda text: digits(), settings_of, trained,
+    table, figure, "digits.png",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Train what is not trained yet, compare, write the results."""
+    carry_out(SWEEP)
 
 
 if __name__ == "__main__":

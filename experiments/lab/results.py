@@ -5,12 +5,15 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
+
+from rotary import plots
 
 Row = dict[str, Any]
 
@@ -98,6 +101,18 @@ def tell(out: Path, text: str) -> None:
     Console().print(text, soft_wrap=True, markup=False)
     if (out / "README.md").exists():
         put(out / "README.md", text)
+
+
+def report(
+    out: Path,
+    table: Callable[[Sequence[Row]], str],
+    figure: Callable[[Sequence[Row]], Figure],
+    picture: str,
+) -> None:
+    """The table on the screen and in the README of a folder, and the figure beside it."""
+    found = rows(out / "results.jsonl")
+    plots.save(figure(found), out / picture)
+    tell(out, table(found))
 
 
 def shown(readme: Path) -> str:
