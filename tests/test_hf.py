@@ -229,6 +229,24 @@ SPECS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("layers", [6, 12])  # of 12, transformers writes layer 2 as "02"
+@pytest.mark.parametrize("kind", ["indexed_attention", "sliding_attention"])
+def test_layers_of_latents_with_widths_of_their_own(kind, layers, tmp_path):
+    from transformers.models.dots3_note import modeling_dots3_note as theirs
+
+    widths = {"qk_rope_head_dim": 16, "swa_qk_rope_head_dim": 8, "swa_qk_nope_head_dim": 24}
+    kinds = ["indexed_attention", "sliding_attention"] * (layers // 2)
+    sizes = {**widths, "swa_head_dim": 32, "num_hidden_layers": layers, "layer_types": kinds}
+    config = theirs.Dots3NoteTextConfig(**sizes)
+    config.save_pretrained(tmp_path)
+    spec = from_hf_config(tmp_path, kind)
+    assert spec.head_dim == (16 if kind == "indexed_attention" else 8)
+    x = torch.randn(1, 1, 5, spec.head_dim, generator=torch.Generator().manual_seed(0))
+    cos, sin = theirs.Dots3NoteTextRotaryEmbedding(config)(x, torch.arange(5)[None], kind)
+    wanted = theirs.apply_rotary_pos_emb_interleave(x, x, cos, sin)[0]
+    torch.testing.assert_close(rotary.apply(spec, x), wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("context", [None, 4 * TRAINED])
 @pytest.mark.parametrize("version", [4, 5])
 @pytest.mark.parametrize("spec", SPECS, ids=str)

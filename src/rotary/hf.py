@@ -263,11 +263,12 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
 
 
 def _head_dim(found: Config) -> int:
+    name = found.model.get("names", {}).get("head_dim", "head_dim")
     per_layer = found.data.get("per_layer_config") or {}
+    own = {int(layer): values for layer, values in per_layer.items()}  # "2", or "02" of many
     for layer, kind in enumerate(found.data.get("layer_types") or ()):
-        own = per_layer.get(layer) or per_layer.get(str(layer)) or {}
-        if kind == found.layer_type and own.get("head_dim") is not None:
-            return _whole_number("head_dim", own["head_dim"])
+        if kind == found.layer_type and own.get(layer, {}).get(name) is not None:
+            return _whole_number(name, own[layer][name])
     head_dim = found.get("head_dim")
     if head_dim is not None:
         return _whole_number("head_dim", head_dim)

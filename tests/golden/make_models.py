@@ -116,7 +116,11 @@ CODE: dict[str, dict[str, Any]] = {
         **INTERLEAVED, "axes": "turns", "num_axes": 2, "names": {"head_dim": "hidden_size"},
         SHARE: None, "only": ["default"],
     },
-    "dots3_note_text": {"layer_names": {"sliding_attention": {THETA: "swa_rope_theta"}}},
+    "dots3_note_text": {
+        "layout": "interleaved", "out_layout": "half", "head_dim": 64,
+        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
+        "layer_names": {"sliding_attention": {THETA: "swa_rope_theta"}},
+    },
     "musicflamingo": {"not_one": "angles are products of two positions"},
     "inkling2_vision": {**TWO_AXES, "axes": "blocks reversed", "layout": "interleaved"},
     "kimi_k25_vision": {**TWO_AXES, "axes": "turns reversed"},
