@@ -5,13 +5,15 @@ packing, padding, images and video are all positions; none of them reaches a ker
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
 Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
+Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
 
 MAX_BYTES = 16 * 2**30
 
@@ -49,13 +51,18 @@ def packed(cu_seqlens: npt.ArrayLike) -> Positions:
     >>> packed([0, 3, 3, 5]).tolist()
     [0, 1, 2, 0, 1]
     """
+    bounds = _bounds(cu_seqlens)
+    lengths = np.diff(bounds)
+    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
+
+
+def _bounds(cu_seqlens: npt.ArrayLike) -> Positions:
     bounds = _whole_numbers("cu_seqlens", cu_seqlens)
     if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"cu_seqlens must be 1-D, start with 0 and never fall, got {bounds.tolist()}"
         )
-    lengths = np.diff(bounds)
-    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
+    return bounds
 
 
 def left_padded(attention_mask: npt.ArrayLike) -> Positions:
@@ -72,6 +79,77 @@ def left_padded(attention_mask: npt.ArrayLike) -> Positions:
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
     mask = mask.astype(np.int64)
     return (np.cumsum(mask, axis=-1) - 1) * mask
+
+
+def shard(
+    seq_len: int,
+    rank: int,
+    world: int,
+    order: Order = "contiguous",
+    *,
+    cu_seqlens: npt.ArrayLike | None = None,
+) -> Positions:
+    """Which tokens of a sequence one rank of `world` holds, in its own order: (seq_len / world,).
+
+    Of a plain sequence these numbers are the positions; those of any other scheme are indexed by
+    them along the sequence: `packed(cu_seqlens)[shard(...)]`, `mrope(segments)[shard(...)]`.
+
+    contiguous  block `rank`: sequence parallelism, and DTensor's Shard
+    ring        the same blocks: Ring Attention (Liu et al., arXiv 2310.01889) passes keys on, and
+                in step s rank r sees those of rank (r - s) mod world
+    ulysses     the same blocks, before the all-to-all of Ulysses (Jacobs et al., arXiv 2309.14509);
+                after it every rank has all positions, `arange(seq_len)`, and a share of the heads
+    head_tail   chunks `rank` and 2 world - 1 - rank of 2 world, to balance a causal mask: the
+                zig-zag of Megatron-LM, Transformer Engine and torch's `context_parallel`
+    striped     tokens rank, rank + world, ...: Striped Attention (Brandon et al., arXiv 2311.09431)
+
+    With `cu_seqlens` (see `packed`) every packed sequence is cut by itself, as Transformer Engine
+    cuts its "thd" batches. For Ulysses leave it out, or the all-to-all mixes the sequences: the
+    parts of all ranks one after the other are then not in the order of the whole. Raises ValueError
+    for an unknown order, a rank outside 0 .. world - 1, numbers that are not whole, and a length
+    that cannot be cut into equal parts: pad it.
+
+    >>> [shard(8, rank, 2, "head_tail").tolist() for rank in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    >>> packed([0, 4, 8])[shard(8, 1, 2, cu_seqlens=[0, 4, 8])].tolist()
+    [2, 3, 2, 3]
+    """
+    if order not in get_args(Order):
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    seq_len, rank, world = (
+        _whole_number(name, value)
+        for name, value in (("seq_len", seq_len), ("rank", rank), ("world", world))
+    )
+    if seq_len < 0:
+        raise ValueError(f"seq_len must be >= 0, got {seq_len}")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
+    bounds = _bounds([0, seq_len] if cu_seqlens is None else cu_seqlens)
+    if bounds[-1] != seq_len:
+        raise ValueError(f"cu_seqlens ends with {bounds[-1]}, seq_len is {seq_len}")
+    parts = 2 * world if order == "head_tail" else world
+    uneven = np.flatnonzero(np.diff(bounds) % parts)
+    if uneven.size:
+        length = np.diff(bounds)[uneven[0]]
+        where = "seq_len" if cu_seqlens is None else f"sequence {uneven[0]} of cu_seqlens:"
+        raise ValueError(
+            f"{order} over {world} ranks needs lengths that are multiples of {parts}, "
+            f"got {where} {length}; pad to {-(-length // parts) * parts}"
+        )
+    cuts = [
+        start + cut
+        for start, stop in pairwise(bounds)
+        for cut in _cuts(stop - start, rank, world, order)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *cuts])
+
+
+def _cuts(length: int, rank: int, world: int, order: Order) -> list[Positions]:
+    if order == "striped":
+        return [np.arange(rank, length, world, dtype=np.int64)]
+    chunks = [rank, 2 * world - 1 - rank] if order == "head_tail" else [rank]
+    size = length // (world * len(chunks))
+    return [np.arange(n * size, (n + 1) * size, dtype=np.int64) for n in chunks]
 
 
 def grid(*sizes: int) -> Positions:
@@ -167,6 +245,13 @@ def interleaved_sections(*counts: int) -> tuple[int, ...]:
 def _check_counts(counts: Sequence[int]) -> None:
     if not counts or any(count < 0 for count in counts) or sum(counts) == 0:
         raise ValueError(f"sections need one count >= 0 per axis and at least 1 pair, got {counts}")
+
+
+def _whole_number(name: str, value: object) -> int:
+    number = _whole_numbers(name, value)  # type: ignore[arg-type]  # what is no number is refused
+    if number.ndim:
+        raise ValueError(f"{name} must be one number, got shape {number.shape}")
+    return int(number)
 
 
 def _whole_numbers(name: str, value: npt.ArrayLike) -> Positions:
