@@ -4,6 +4,14 @@ Everything is differentiable in both directions and can be traced, mapped and sh
 exact with and without 64-bit types: a position times a frequency in turns is a product modulo 2^64,
 made of 32-bit halves, and its upper half is the angle to 2^-32 turn. Values that are traced cannot
 be checked: a row number outside a table, or a fractional position that is too large, gives NaN.
+
+Sharded by batch, heads or sequence, every device turns its own part and nothing is sent. Automatic
+sharding knows the whole sequence. Under `jax.shard_map` a call sees the tokens of one device alone,
+and nothing tells which those are: where the sequence is sharded, give `positions`, or each device
+counts from 0; dynamic and longrope need `seq_len`. Under explicit sharding give positions the
+sharding of the sequence, or each device makes the tables of all of it. A sharded head_dim is right
+and free for interleaved pairs; the half layout exchanges all of x under automatic sharding, and is
+refused under explicit sharding.
 """
 
 import itertools
@@ -59,6 +67,8 @@ def _rotate(
     geometry: Geometry,
     conjugate: bool,
 ) -> tuple[Array, ...]:
+    for x in xs:
+        _check_whole_pairs(x, geometry)
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
@@ -103,7 +113,10 @@ def _parted(x: Array, sizes: Sequence[int]) -> list[Array]:
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     ends = [end // block for end in itertools.accumulate(sizes[:-1])]
     parts = jnp.split(blocks, ends, axis=-2)
-    return [part.reshape(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)]
+    return [  # nothing cannot be reshaped under explicit sharding
+        part.reshape(*x.shape[:-1], size) if size else x[..., :0]
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -129,7 +142,27 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
 
 def _picked(table: Array, rows: Array) -> Array:
     inside = jnp.where(rows < 0, len(table), rows)  # JAX would count negative numbers from the end
-    return table.at[inside].get(mode="fill", fill_value=jnp.nan)
+    picked = table.at[inside]
+    if any(_mesh_axes(rows)):
+        where = rows.aval.sharding.update(spec=(*_mesh_axes(rows), None))
+        return picked.get(mode="fill", fill_value=jnp.nan, out_sharding=where)
+    return picked.get(mode="fill", fill_value=jnp.nan)
+
+
+def _check_whole_pairs(x: Array, geometry: Geometry) -> None:
+    axes = _mesh_axes(x)[-1]
+    is_whole = geometry.layout == geometry.out_layout == "interleaved"
+    if axes and not (is_whole and 2 * geometry.pairs == x.shape[-1]):
+        raise ValueError(
+            f"head_dim is sharded over mesh axis {axes!r}, which parts the channels of a pair; "
+            "call jax.reshard(x, P(...)) with None for head_dim first"
+        )
+
+
+def _mesh_axes(x: Array) -> tuple[Any, ...]:
+    """The mesh axes that each axis of a traced x is sharded over by its type; None elsewhere."""
+    sharding = getattr(x.aval, "sharding", None)  # types have no sharding before JAX 0.5
+    return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
 
 
 def _check_rows(positions: Any, table: Any) -> Array:
@@ -247,9 +280,13 @@ def _cos_sin(phase: Array) -> tuple[Array, Array]:
 
 
 def _scaled(cos: Array, sin: Array, scales: Any, backwards: bool) -> tuple[Array, Array]:
-    factors = scales.astype(np.float32)[:, None, None]
+    """cos and sin times the attention factors, as quotients, which XLA makes once.
+
+    Cheaper tables are made again for every head, in the loop that reads them. So is a quotient by
+    a number with no other use, which becomes a product with the reciprocal: `one` has another use.
+    """
     one = lax.optimization_barrier(jnp.float32(1))  # type: ignore[no-untyped-call]
-    # XLA makes cheap tables again for every head, in the loop that reads them; not a quotient
+    factors = (one + 1) * (scales / 2).astype(np.float32)[:, None, None]
     return cos * factors / one, sin * (-factors if backwards else factors) / one
 
 
@@ -316,8 +353,14 @@ def constant(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def is_cacheable(like: Array) -> bool:
-    """Whether tables for this array can be kept: not while anything is traced."""
-    return not is_traced(like) and not is_traced(jnp.zeros(()))
+    """Whether tables for this array can be kept: not while anything is traced, nor under a mesh.
+
+    An array made under `jax.set_mesh` lies on that mesh, and no other one takes it.
+    """
+    made = jnp.zeros(())
+    if is_traced(like) or is_traced(made):
+        return False
+    return isinstance(made.sharding, jax.sharding.SingleDeviceSharding)
 
 
 def place(like: Array) -> str:
