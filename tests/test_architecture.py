@@ -41,7 +41,7 @@ ARROWS = {
         *("kernels/torch_formula", "kernels/torch_state", "numpy", "torch"),
     },
     "kernels/torch_checks": {
-        *("kernels/memory", "kernels/torch_launch", "kernels/torch_state", "torch"),
+        *("kernels", "kernels/memory", "kernels/torch_launch", "kernels/torch_state", "torch"),
     },
     "kernels/torch_exact": {
         *("kernels/geometry", "kernels/torch_checks", "kernels/torch_formula"),
@@ -52,10 +52,19 @@ ARROWS = {
         *("kernels/torch_checks", "kernels/torch_exact", "kernels/torch_formula"),
         *("kernels/torch_launch", "kernels/torch_state", "kernels/torch_tables", "torch"),
     },
+    "kernels/dtensor_shards": {"kernels/torch_state", "torch"},
+    "kernels/dtensor": {
+        *("kernels", "kernels/dtensor_shards", "kernels/geometry", "kernels/torch"),
+        *("kernels/torch_checks", "kernels/torch_exact", "kernels/torch_launch"),
+        *("kernels/torch_state", "kernels/torch_tables", "numpy", "torch"),
+    },
     "kernels/jax": {"schedules", *KERNELS, "jax", "numpy"},
     "kernels/launch": {"kernels/geometry"},
     "kernels/triton": {"kernels/geometry", "kernels/launch", "torch", "triton"},
-    "kernels": {"kernels/cpu", "kernels/numpy", "kernels/torch", "kernels/jax", "numpy"},
+    "kernels": {
+        *("kernels/cpu", "kernels/dtensor", "kernels/jax", "kernels/numpy", "kernels/torch"),
+        "numpy",
+    },
     "angles": {"kernels", "schedules", "spec", "numpy"},
     "rotate": {"angles", "kernels", "kernels/geometry", "spec", "numpy"},
     "rerotate": {"angles", "kernels", "kernels/geometry", "rotate", "spec"},

@@ -607,40 +607,6 @@ def test_calling_it_warns_of_nothing():
 # --- tensors whose memory is elsewhere ---
 
 
-@pytest.fixture
-def mesh():
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-
-    init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    destroy_process_group()
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, 3])
-def test_dtensors(mesh, dim):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    x, plain = randn(2, 4, 5, 8, grad=True), tables(5, 4)
-    spread = distribute_tensor(x, mesh, [Shard(dim)])
-    both = [distribute_tensor(table, mesh, [Replicate()]) for table in plain]
-    result = rotary.rotate(spread, *both)
-    torch.testing.assert_close(result.full_tensor(), formula(x, *plain), rtol=0, atol=0)
-    (grad,) = torch.autograd.grad(result.full_tensor().square().sum(), spread)
-    torch.testing.assert_close(
-        grad.full_tensor(), 2 * x.detach(), rtol=0, atol=1e-5
-    )  # the norm is kept
-    got, message = None, ""
-    try:
-        got = rotary.rotate(spread, *plain)
-    except RuntimeError as error:
-        message = str(error)
-    if got is None:
-        assert "DTensor" in message
-    else:
-        torch.testing.assert_close(got.full_tensor(), formula(x, *plain), rtol=0, atol=0)
-
-
 IN_PLACE = {
     "fake tensors outside their mode": """
 from torch._subclasses.fake_tensor import FakeTensorMode

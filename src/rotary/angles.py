@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -97,10 +98,12 @@ def cos_sin(
     if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)
     library = kernel_of(positions)
+    if hasattr(library, "on_shards"):
+        options: dict[str, Any] = {"allow_negative": allow_negative, "max_bytes": max_bytes}
+        make = partial(cos_sin, spec, precision=precision, **options)
+        return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)
     local = library.to_numpy(positions) if precision == "exact" else None
-    kernel = library if local is None else host()
-    given = positions if local is None else local
-
+    kernel, given = (library, positions) if local is None else (host(), local)
     rows, kind, lengths = _rows(spec, kernel, given, seq_len, allow_negative, max_bytes)
     cos, sin = _tables(spec, kernel, rows, kind, precision, lengths)
     shape = (*_tokens(spec, given), spec.rotary_dim // 2)
@@ -377,11 +380,8 @@ class _Cache:
                 self._entries.move_to_end(key)
                 return self._entries[key][0]
         value = build()
-        size = (
-            sum(getattr(part, "nbytes", 64) for part in value)
-            if (isinstance(value, tuple))
-            else value.nbytes
-        )
+        parts = value if isinstance(value, tuple) else (value,)
+        size = sum(getattr(part, "nbytes", 64) for part in parts)
         with self.lock:
             if key not in self._entries and size <= self.max_bytes:
                 self._entries[key] = value, size

@@ -26,6 +26,10 @@ def kernel_of(array: Any) -> ModuleType:
         return host()
     torch = sys.modules.get("torch")  # a torch tensor cannot exist before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
+        if type(array) is not torch.Tensor and is_distributed(array):
+            from . import dtensor
+
+            return dtensor
         return _torch_kernel or _load_torch_kernel(torch)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):
@@ -33,6 +37,16 @@ def kernel_of(array: Any) -> ModuleType:
 
         return module
     raise TypeError(f"cannot rotate a {_described(array)}")
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether a torch tensor is a DTensor, of which this process holds a part.
+
+    >>> is_distributed(3)
+    False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_positions(positions: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import is_distributed
 from .memory import check_overlap
 from .torch_launch import form
 from .torch_state import FLOATS, INTEGERS, has_memory, wants_grad
@@ -46,6 +47,11 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
 
 
 def _check_device(tensor: Tensor, x: Tensor) -> None:
+    if type(tensor) is not type(x) and is_distributed(tensor):
+        raise TypeError(
+            "x is a plain tensor and another operand a DTensor: pass its to_local(), or wrap x by "
+            "DTensor.from_local(x, mesh, placements)"
+        )
     if tensor.device != x.device:
         raise ValueError(f"all tensors must be on one device: {x.device} and {tensor.device}")
 
@@ -53,6 +59,7 @@ def _check_device(tensor: Tensor, x: Tensor) -> None:
 def check_rows(positions: Any, like: Tensor) -> Tensor:
     """Row numbers as int64; whether they are inside the table is seen when they are read."""
     rows = torch.as_tensor(positions, device=like.device)
+    _check_device(rows, like)
     if rows.dtype not in INTEGERS:
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
     return rows.long()

@@ -27,7 +27,6 @@ def formula(
     stop = geometry.start + rotary_dim
     results = []
     for x in xs:
-        cos, sin = _distributed_as(x, cos), _distributed_as(x, sin)
         wide = x if x.dtype == torch.float64 else x.float()
         first, second = pair_slices(rotary_dim, geometry.layout, geometry.start)
         u, v = wide[..., first], wide[..., second]
@@ -66,16 +65,6 @@ def _picked_or_nan(table: Tensor, rows: Tensor) -> Tensor:
     """Rows of a table on a device, where to look at numbers would wait: NaN for one outside."""
     is_inside = (rows >= 0) & (rows < table.shape[0])
     return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
-
-
-def _distributed_as(x: Tensor, table: Tensor) -> Tensor:
-    """A plain table for a distributed x: the whole of it on every rank."""
-    mesh = getattr(x, "device_mesh", None)
-    if mesh is None or hasattr(table, "device_mesh"):
-        return table
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:

@@ -1,0 +1,276 @@
+"""The DTensor kernel: every rank turns the tokens that it holds, and nothing is sent.
+
+A rotation never mixes tokens or heads, so a shard along any axis but the last is rotated by itself,
+by the torch kernel, with the rows of the tables that belong to it. Tables and positions are plain
+tensors, then the same on every rank and of the whole sequence, or DTensors on the mesh of x.
+What would need another rank (a head that is cut, a sum that is not done) is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import host, torch_exact, torch_tables
+from . import torch as kernel
+from .dtensor_shards import (
+    Spans,
+    check_alike,
+    check_placements,
+    is_cut,
+    shard_of,
+    share_of,
+    shown,
+    spans_of,
+    wrapped,
+)
+from .geometry import Geometry, Options, geometry_of, seq_axis
+from .torch_checks import check_writable
+from .torch_launch import mark_written
+from .torch_state import is_tracing
+
+Tensors = Sequence[Tensor]
+Targets = Tensors | None
+Results = tuple[Tensor, ...]
+Turn = Callable[[Tensors, DTensor, Spans, Targets], Results]
+
+_KEPT = 8  # runs of tokens whose tables are kept: those of q and k in a few kinds of layers
+_KEPT_BYTES = 64 * 2**20  # at most, for each
+
+
+def rotate(
+    xs: Sequence[DTensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Any,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[DTensor] | None,
+) -> tuple[DTensor, ...]:
+    """Rotate DTensors, shard by shard; results lie as the inputs do.
+
+    Arguments and errors are those of `rotary.rotate`, and: ValueError for placements or meshes that
+    do not go together, and for plain tables that want a gradient.
+    """
+    _check(xs, out)
+    rows = None if positions is None else torch_tables.taken_over(positions, xs[0])
+    geometry = _fit(xs, tuple(cos.shape), None if rows is None else tuple(rows.shape), options)
+    dims = geometry.dims if rows is None else (None,) * len(geometry.dims)
+
+    def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
+        own = None if rows is None else share_of("positions", rows, x, spans, geometry.dims)
+        tables = share_of("cos", cos, x, spans, dims), share_of("sin", sin, x, spans, dims)
+        return kernel.rotate(shards, *tables, own, options, conjugate, outs)
+
+    return _on_each_rank(xs, out, turn)
+
+
+def makes_angles(
+    xs: Sequence[Any], positions: Any, out: Sequence[Any] | None, num_axes: int
+) -> bool:
+    """Whether `rotate_exact` takes these: any without positions, and what its GPU kernel takes."""
+    if is_tracing():
+        return False
+    if positions is None:
+        return True
+    xs, [positions], out = (list(map(_local, each)) for each in (xs, [positions], out or ()))
+    return torch_exact.makes_angles(xs, positions, out, num_axes)
+
+
+def rotate_exact(
+    xs: Sequence[DTensor],
+    turns: Any,
+    factor: float,
+    axes: tuple[int, ...],
+    positions: Tensor | None,
+    options: Options,
+    conjugate: bool,
+    out: Sequence[DTensor] | None,
+) -> tuple[DTensor, ...]:
+    """Rotate DTensors by exact angles; a rank makes those of its own tokens alone.
+
+    Arguments and errors are those of `torch_exact.rotate_exact`, and of `rotate` above.
+    """
+    _check(xs, out)
+    shape = tuple(xs[0].shape)
+    seq, num_axes = seq_axis(shape, options.seq_dim), max(axes, default=0) + 1
+    tokens = None
+    if positions is not None:
+        tokens = tuple(positions.shape[:-1] if num_axes > 1 else positions.shape)
+    geometry = _fit(xs, (shape[seq], len(turns)), tokens, options)
+
+    def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
+        first, count = spans[seq]
+        own = None
+        if positions is not None:
+            own = share_of("positions", positions, x, spans, geometry.dims)
+        elif first:
+            own = torch.arange(first, first + count, device=shards[0].device)
+        if positions is not None or torch_exact.makes_angles(shards, own, outs, num_axes):
+            return torch_exact.rotate_exact(
+                shards, turns, factor, axes, own, options, conjugate, outs
+            )
+        cos, sin = _run_tables(turns, factor, first, count, shards[0])
+        return kernel.rotate(shards, cos, sin, None, options, conjugate, outs)
+
+    return _on_each_rank(xs, out, turn)
+
+
+def _on_each_rank(
+    xs: Sequence[DTensor], out: Sequence[DTensor] | None, turn: Turn
+) -> tuple[DTensor, ...]:
+    """`turn` of the shards of those `xs` that lie alike, wrapped as they were."""
+    if xs[0].device_mesh.get_coordinate() is None:  # this rank holds nothing
+        return tuple(xs if out is None else out)
+    spans = [spans_of(x) for x in xs]
+    shards = [shard_of(x, own) for x, own in zip(xs, spans, strict=True)]
+    outs = [y.to_local() for y in out or ()]
+    groups: list[list[int]] = []
+    for index, x in enumerate(xs):
+        alike = [group for group in groups if xs[group[0]].placements == x.placements]
+        if alike:
+            alike[0].append(index)
+        else:
+            groups.append([index])
+    if outs and len(groups) > 1:
+        check_writable(shards, outs)
+    results: dict[int, DTensor] = {}
+    for group in groups:
+        first = group[0]
+        targets = [outs[index] for index in group] if outs else None
+        turned = turn([shards[index] for index in group], xs[first], spans[first], targets)
+        for index, shard in zip(group, turned if out is None else (), strict=out is None):
+            results[index] = wrapped(shard, xs[index])
+    if out is not None:
+        if not is_tracing():
+            mark_written(out)
+        return tuple(out)
+    return tuple([results[index] for index in range(len(xs))])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# --- tables ---
+
+
+def on_shards(
+    make: Callable[..., tuple[Tensor, Tensor]],
+    positions: DTensor,
+    num_axes: int,
+    seq_len: Any,
+    depends_on_length: bool,
+) -> tuple[DTensor, DTensor]:
+    """cos and sin of the positions that each rank holds; they lie as the positions do.
+
+    `make(positions, seq_len=...)` makes the tables of a plain tensor. Raises ValueError for
+    placements that cut the axes of a position, and where no rank knows the length of a row.
+    """
+    tokens = positions.ndim - (num_axes > 1)
+    check_placements("positions", positions, tokens)
+    if depends_on_length and seq_len is None and is_cut(positions, tokens - 1):
+        raise ValueError(
+            "positions are sharded along the sequence, so no rank knows the length that this spec "
+            "depends on: pass seq_len"
+        )
+    if positions.device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {positions.device_mesh}, so it has no angles")
+    spans = spans_of(positions)
+    if hasattr(seq_len, "__len__") and np.ndim(seq_len):
+        rows = tuple([slice(first, first + count) for first, count in spans[: tokens - 1]])
+        seq_len = np.asarray(seq_len)[rows]
+    cos, sin = make(shard_of(positions, spans), seq_len=seq_len)
+    shape = (*positions.shape[:tokens], cos.shape[-1])
+    return wrapped(cos, positions, shape), wrapped(sin, positions, shape)
+
+
+def _run_tables(
+    turns: Any, factor: float, first: int, count: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of a run of tokens, (count, pairs); the last few are kept for the next layers."""
+    is_kept = torch_tables.is_cacheable(like) and count * turns.nbytes <= _KEPT_BYTES
+    make = _kept_tables if is_kept else _made_tables
+    is_inference = torch.is_inference_mode_enabled()
+    return make(turns.tobytes(), factor, first, count, like.device, is_inference)
+
+
+def _made_tables(
+    turns: bytes, factor: float, first: int, count: int, device: torch.device, is_inference: bool
+) -> tuple[Tensor, Tensor]:
+    steps, scales = np.frombuffer(turns, np.uint64)[None], np.array([factor])
+    positions = torch.arange(first, first + count, device=device)
+    numbers = torch_tables.to_numpy(positions)
+    if numbers is None:
+        cos, sin = torch_tables.tables(positions[None], steps, scales, (), False)
+        return cos[0], sin[0]
+    cos, sin = host().tables(numbers[None], steps, scales, (), False)
+    return torch_tables.from_numpy(cos[0]), torch_tables.from_numpy(sin[0])
+
+
+_kept_tables = lru_cache(maxsize=_KEPT)(_made_tables)
+
+
+# --- what is refused ---
+
+
+def _check(xs: Sequence[Any], out: Sequence[Any] | None) -> None:
+    for each in (*xs, *(out or ())):
+        if not isinstance(each, DTensor):
+            raise TypeError(
+                "q, k and out must all be DTensors if one is: wrap a plain one by "
+                "DTensor.from_local(x, mesh, placements)"
+            )
+        check_alike("another operand", xs[0], each)
+    for x in xs:
+        check_placements("x", x, x.ndim - 1)
+    for x, y in zip(xs, out or (), strict=out is not None):
+        if y.placements != x.placements:
+            raise ValueError(
+                f"out must lie as x does, {shown(x.placements)}, got {shown(y.placements)}"
+            )
+
+
+def _fit(
+    xs: Sequence[DTensor],
+    table: tuple[int, ...],
+    rows: tuple[int, ...] | None,
+    options: Options,
+) -> Geometry:
+    """The geometry of the whole; where the size of a shard was given, the error says so."""
+    try:
+        return geometry_of(tuple([tuple(x.shape) for x in xs]), table, rows, options)
+    except ValueError as error:
+        held = tuple(xs[0].to_local().shape)
+        if held == tuple(xs[0].shape):
+            raise
+        raise ValueError(
+            f"{error}; x is a DTensor, of which this rank holds {held}: plain tables and positions "
+            "are those of the whole x, tables of a shard must be DTensors"
+        ) from None
+
+
+# --- what else is asked of a kernel ---
+
+
+def to_numpy(positions: DTensor) -> Any:
+    """Refused: only `rerotate` asks for it, which moves keys by positions of the whole sequence."""
+    raise TypeError("positions to move keys by must be plain: the whole, the same on every rank")
+
+
+arange = torch_tables.arange
+constant = torch_tables.constant
+from_numpy = torch_tables.from_numpy
+owns = torch_tables.owns
+place = torch_tables.place
+stacked = torch_tables.stacked
+taken_over = torch_tables.taken_over
+
+
+def is_cacheable(like: DTensor) -> bool:
+    """Whether tables for this tensor can be kept, as in `torch_tables`."""
+    return not is_tracing() and torch_tables.is_cacheable(like.to_local())

@@ -1,0 +1,111 @@
+"""DTensors against the whole tensors they are cut from, on 2 and 4 processes of gloo.
+
+The checks are in `dtensor_ranks.py`; processes start once for many of them and report each by name.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.tensor")
+
+import dtensor_ranks  # noqa: E402
+
+RANKS = Path(dtensor_ranks.__file__)
+LAUNCHES = {
+    "2 ranks": (2, (*dtensor_ranks.EAGER, *dtensor_ranks.MODELS, *dtensor_ranks.SAVED)),
+    "4 ranks": (4, dtensor_ranks.EAGER),
+    "compiled": (2, dtensor_ranks.COMPILED),
+}
+LAWS = [
+    pytest.param(launch, check.__name__, marks=() if launch == "2 ranks" else pytest.mark.slow)
+    for launch, (_, checks) in LAUNCHES.items()
+    for check in checks
+    if check not in dtensor_ranks.SAVED
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """One folder for the reports, the same for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def reports(folder, launch):
+    """What every rank says of each check: its traceback, empty if it passed."""
+    world, checks = LAUNCHES[launch]
+    own = folder / launch.replace(" ", "_")
+    with open(folder / "dtensor.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files = sorted(own.glob("rank*.json"))
+        if not files:
+            own.mkdir()
+            files = launched(own, world, [check.__name__ for check in checks])
+    return [json.loads(file.read_text()) for file in files]
+
+
+def launched(folder, world, names):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(RANKS), str(world), str(folder), *names],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+        cwd=RANKS.parent.parent,
+    )
+    files = sorted(folder.glob("rank*.json"))
+    assert len(files) == world, done.stderr
+    return files
+
+
+@pytest.mark.parametrize(("launch", "name"), LAWS)
+def test_on_every_rank(folder, launch, name):
+    said = [report[name] for report in reports(folder, launch)]
+    assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
+
+
+def test_all_ranks_together_say_what_transformers_says(folder):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    reports(folder, "2 ranks")
+    whole, together = torch.load(folder / "2_ranks" / "together.pt")
+    angles = torch.arange(16)[:, None] * 500.0 ** -(torch.arange(0, 8, 2) / 8)
+    wide = torch.cat((angles, angles), -1)[None]
+    wanted = llama.apply_rotary_pos_emb(*whole, wide.cos(), wide.sin())
+    for one, other in zip(together, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_the_comparison_of_a_shard_can_fail():
+    """One token moved, one bit changed: `same` must see both."""
+    script = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from dtensor_ranks import cut, same
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh, x = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
+same(cut(x, mesh, [Shard(0)]), x)
+near = torch.nextafter(x, x + 1)
+for wrong in (x.roll(1, 0), near):
+    try:
+        same(cut(wrong, mesh, [Shard(0)]), x)
+    except AssertionError:
+        print("seen")
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=RANKS.parent,
+    )
+    assert done.stdout.split() == ["seen", "seen"], done.stderr
