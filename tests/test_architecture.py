@@ -79,6 +79,8 @@ ARROWS = {
         *("attention/distances", "attention/encodings", "attention/linear", "attention/softmax"),
     },
     "nn": {"rotate", "spec", "angles", "torch"},
+    "coverage": {"numpy"},
+    "ranks": {"angles", "coverage", "spec", "numpy", "torch"},
     "integrations": set(),
     "integrations/rotations": {"rotate", "torch"},
     "integrations/onnx": {"kernels", "kernels/geometry", "kernels/torch", "onnx", "torch"},
@@ -205,7 +207,10 @@ ARROWS = {
     "cli/machine": {"cli/app", "cli/terminal", "bench", "demo", "spec", "torch", "typer"},
     "cli/configs": {
         *("cli/app", "cli/terminal", "angles", "audit", "configs", "diff", "doctor", "hf"),
-        *("identify", "typer"),
+        *("cli/ranks", "identify", "typer"),
+    },
+    "cli/ranks": {
+        *("cli/app", "cli/terminal", "blackbox/probe", "identify", "ranks", "torch", "typer"),
     },
     "cli/context": {
         *("cli/app", "cli/terminal", "analysis/bounds", "analysis/decay", "configs", "plan"),
@@ -214,6 +219,7 @@ ARROWS = {
     "cli/checkpoints": {
         *("cli/app", "cli/terminal", "checkpoint/convert", "checkpoint/plan", "rich", "typer"),
     },
+    "__main__": {"cli"},
     "cli": {"cli/app", "cli/checkpoints", "cli/machine", "cli/configs", "cli/context"},
 }
 # What may be imported at the top of any file that `import rotary` loads

@@ -115,12 +115,30 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A config.json, a model folder, or module:object; default this machine."
+            help="A config.json, a model folder, or module:object; default this machine. With "
+            "--distributed, FILE.py:FUNCTION that returns positions or (positions, cos, sin)."
         ),
     ] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Compare all ranks of torchrun -m rotary.")
+    ] = False,
+    config: Annotated[
+        str | None, typer.Option(help="With --distributed: a config.json, or its folder.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="With --distributed: tokens of the whole sequence.")
+    ] = None,
+    layer_type: LayerType = None,
     as_json: Json = False,
 ) -> None:
     """What is in the way: of speed on this machine, or of exact RoPE in a config or a model."""
+    if distributed:
+        from .ranks import examine_ranks
+
+        examine_ranks(target, config, seq_len, layer_type, as_json)
+        return
+    if (config, seq_len, layer_type) != (None, None, None):
+        raise ValueError("--config, --seq-len and --layer-type go with --distributed")
     if target is None:
         from ..doctor import examine
 

@@ -1,0 +1,66 @@
+"""`rotary doctor --distributed`: all ranks are asked, rank 0 answers."""
+
+import os
+from typing import Any
+
+import typer
+
+from .app import read_spec
+from .terminal import print_json, print_table
+
+_LAUNCH = "torchrun --nproc-per-node=4 -m rotary doctor --distributed"
+
+
+def examine_ranks(
+    target: str | None, config: str | None, seq_len: int | None, layer_type: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Compare all ranks; rank 0 prints, and every rank leaves with 1 if something is wrong."""
+    if config is None:
+        raise ValueError("--distributed needs --config: the config.json of the model")
+    if target is not None and seq_len is None:
+        raise ValueError("positions are checked against the whole sequence: give --seq-len")
+    if "RANK" not in os.environ:
+        raise ValueError(f"--distributed is run on every rank: {_LAUNCH} ...")
+    import torch
+    import torch.distributed as dist
+
+    spec = read_spec(config, layer_type)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    report = _report(spec, target, seq_len)
+    if dist.get_rank() == 0:
+        if as_json:
+            print_json(report.to_dict())
+        elif report.ok:
+            typer.echo(str(report))
+        else:
+            rows = [(each.what, each.text) for each in report.findings]
+            print_table(f"rotary doctor --distributed, {report.world} ranks", ("", "found"), rows)
+    dist.barrier()  # torchrun ends the others as soon as one rank leaves with 1
+    dist.destroy_process_group()
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _report(spec: Any, target: str | None, seq_len: int | None) -> Any:
+    from ..ranks import Finding, Report, compare, gathered
+
+    given, failure = [], ""
+    if target is not None:
+        from ..blackbox.probe import one_line
+        from ..identify import load
+
+        try:
+            returned = load(target)()
+            given = list(returned) if isinstance(returned, tuple) else [returned]
+            if len(given) not in (1, 3):
+                raise ValueError("it must return positions, or (positions, cos, sin)")
+        except Exception as error:  # whatever a stranger's file raises
+            failure = one_line(error)
+    failures = gathered(failure)
+    found = [
+        Finding("function", (rank,), f"{target} failed on rank {rank}: {text}")
+        for rank, text in enumerate(failures)
+        if text
+    ]
+    return Report(len(failures), tuple(found)) if found else compare(spec, *given, seq_len=seq_len)
