@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rotary.checkpoint.journal import JOURNAL, MANIFEST
-from rotary.checkpoint.shards import write_shard
+from rotary.checkpoint.shards import write_batch
 from rotary.checkpoint.writing import LOCK, is_unfinished
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS = 4, 2, 8, 24, 3
@@ -93,11 +93,12 @@ class Inline(Executor):
     def __init__(self, tick=None):
         self.tick, self.count = tick, 0
 
-    def submit(self, function, /, job):
+    def submit(self, function, /, batch):
         self.count += 1
         future = Future()
+        more = (self.tick,) if function is write_batch else ()
         try:
-            future.set_result(function(job, self.tick))
+            future.set_result(function(batch, *more))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -106,10 +107,11 @@ class Inline(Executor):
 class Dying(ProcessPoolExecutor):
     """A pool of processes that loses the one which writes the second shard, in the middle of it."""
 
-    def submit(self, function, /, job):
+    def submit(self, function, /, batch):
+        (job,) = batch.jobs
         is_second = job.target.name == name_of(1)
-        return super().submit(_write_and_die if is_second else function, job)
+        return super().submit(_write_and_die if is_second else function, batch)
 
 
-def _write_and_die(job):
-    write_shard(job, lambda count: os.kill(os.getpid(), signal.SIGKILL))
+def _write_and_die(batch):
+    write_batch(batch, lambda count: os.kill(os.getpid(), signal.SIGKILL))

@@ -88,6 +88,7 @@ ARROWS = {
     "integrations/transformers": {
         *("integrations", "integrations/rotations", "integrations/tables", "torch"),
     },
+    "fanout": set(),
     "checkpoint/names": set(),
     "checkpoint/heads": {"checkpoint/names", "configs", "spec"},
     "checkpoint/quantised": {"checkpoint/files", "checkpoint/names", "numpy"},
@@ -97,11 +98,14 @@ ARROWS = {
     },
     "checkpoint/files": {"configs"},
     "checkpoint/writing": {"checkpoint/files", "numpy"},
-    "checkpoint/shards": {"checkpoint/files", "checkpoint/plan", "checkpoint/writing", "numpy"},
+    "checkpoint/shards": {
+        *("fanout", "checkpoint/files", "checkpoint/plan", "checkpoint/writing"),
+        "numpy",
+    },
     "checkpoint/labels": {"configs", "hf"},
     "checkpoint/verify": {
-        *("checkpoint/files", "checkpoint/names", "checkpoint/plan", "checkpoint/shards"),
-        *("layouts", "numpy"),
+        *("fanout", "checkpoint/files", "checkpoint/names", "checkpoint/plan"),
+        *("checkpoint/shards", "layouts", "numpy"),
     },
     "checkpoint/journal": {
         *("checkpoint/files", "checkpoint/plan", "checkpoint/shards", "checkpoint/verify"),
@@ -209,15 +213,17 @@ ARROWS = {
         *("cli/app", "cli/terminal", "angles", "audit", "configs", "diff", "doctor", "hf"),
         *("cli/ranks", "identify", "typer"),
     },
+    "cli/cluster": {"checkpoint/files", "distributed", "typer"},
     "cli/ranks": {
         *("cli/app", "cli/terminal", "blackbox/probe", "identify", "ranks", "torch", "typer"),
     },
     "cli/context": {
-        *("cli/app", "cli/terminal", "analysis/bounds", "analysis/decay", "configs", "plan"),
-        *("explorer", "plots", "reach", "spec", "typer"),
+        *("cli/app", "cli/cluster", "cli/terminal", "analysis/bounds", "analysis/decay"),
+        *("configs", "explorer", "plan", "plots", "reach", "spec", "typer"),
     },
     "cli/checkpoints": {
-        *("cli/app", "cli/terminal", "checkpoint/convert", "checkpoint/plan", "rich", "typer"),
+        *("cli/app", "cli/cluster", "cli/terminal", "checkpoint/convert", "checkpoint/plan"),
+        *("rich", "typer"),
     },
     "__main__": {"cli"},
     "cli": {"cli/app", "cli/checkpoints", "cli/machine", "cli/configs", "cli/context"},

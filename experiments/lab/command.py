@@ -18,12 +18,22 @@ class Options(NamedTuple):
     smoke: bool
     text: str
     device: str
+    threads: int
     out: Path
+    dask: str | None
 
 
 @contextlib.contextmanager
-def options(doc: str | None, folder: Path, arguments: list[str] | None = None) -> Iterator[Options]:
+def options(
+    doc: str | None,
+    folder: Path,
+    arguments: list[str] | None = None,
+    *,
+    fans_out: bool = False,
+) -> Iterator[Options]:
     """The options of an experiment whose results belong in `folder`.
+
+    fans_out  whether its runs can be those of the workers of a cluster, by --dask
 
     >>> with options(None, Path("experiments"), ["--smoke"]) as found:
     ...     found.text, found.device, found.out == Path("experiments")
@@ -37,6 +47,8 @@ def options(doc: str | None, folder: Path, arguments: list[str] | None = None) -
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each process; bits depend on it")
     parser.add_argument("--out", type=Path, help="where results, checkpoints and figures go")
+    if fans_out:
+        parser.add_argument("--dask", metavar="ADDRESS", help="have the workers of a cluster train")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     text = given.text or ("python" if given.smoke else "kjv")
@@ -46,4 +58,5 @@ def options(doc: str | None, folder: Path, arguments: list[str] | None = None) -
             out = (
                 Path(stack.enter_context(tempfile.TemporaryDirectory())) if given.smoke else folder
             )
-        yield Options(given.smoke, text, given.device, out)
+        dask = given.dask if fans_out else None
+        yield Options(given.smoke, text, given.device, given.threads, out, dask)

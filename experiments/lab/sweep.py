@@ -15,36 +15,46 @@ class Run(NamedTuple):
     seed: int
 
 
+def stages(
+    methods: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    rows: Sequence[Row],
+) -> Iterator[list[Run]]:
+    """Every rate on the first seed; then every other seed at the rate that is best by then.
+
+    `rows` are the results, to which the caller adds those of a stage before asking for the next.
+
+    >>> [[run.rate for run in stage] for stage in stages(["a"], [1.0, 2.0], [0], [])]
+    [[1.0, 2.0], []]
+    """
+    yield [Run(method, rate, seeds[0]) for method in methods for rate in rates]
+    best = {method: best_rate(rows, method, seeds[0]) for method in methods if seeds[1:]}
+    yield [Run(method, best[method], seed) for seed in seeds[1:] for method in methods]
+
+
 def runs(
     methods: Sequence[str],
     rates: Sequence[float],
     seeds: Sequence[int],
     rows: Sequence[Row],
 ) -> Iterator[Run]:
-    """Every rate on the first seed; then every other seed at the rate that is best by then.
+    """The runs of all stages, one after the other.
 
     `rows` are the results, to which the caller adds those of each run before asking for the next.
-
-    >>> [run.rate for run in runs(["a"], [1.0, 2.0], [0], [])]
-    [1.0, 2.0]
     """
-    for method in methods:
-        for rate in rates:
-            yield Run(method, rate, seeds[0])
-    for seed in seeds[1:]:
-        for method in methods:
-            yield Run(method, best_rate(rows, method, seeds[0]), seed)
+    for stage in stages(methods, rates, seeds, rows):
+        yield from stage
 
 
 def best_rate(rows: Sequence[Row], method: str, seed: int) -> float:
     """The learning rate with the fewest bits on held-out data at the end, on the first seed.
 
-    A run that diverged has no bits at the end: it is the worst.
+    A run that diverged has no bits at the end: it is the worst. Of equal ones the smaller rate.
     """
     swept = [row for row in rows if row["run"]["method"] == method]
     swept = [row for row in swept if row["run"]["recipe"]["seed"] == seed]
-    best = min(swept, key=end_bits)
-    return float(best["run"]["recipe"]["learning_rate"])
+    return min((end_bits(row), float(row["run"]["recipe"]["learning_rate"])) for row in swept)[1]
 
 
 def end_bits(row: Row) -> float:

@@ -6,8 +6,10 @@ run that was killed goes on from its last checkpoint and ends with the very same
 
 import contextlib
 import dataclasses
+import glob
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +121,7 @@ def train(
 
     batches  the global batch of a step: a function of the step alone
     look     numbers of the model at every `look_every` steps and at the end, in evaluation mode
+    title    of the bar on stderr; there is none without
     Every process takes an equal share of the rows. Raises ValueError if it cannot, and for the
     checkpoint of another run.
     """
@@ -130,7 +133,7 @@ def train(
     losses = losses.to(these.device)
     shared = nn.parallel.DistributedDataParallel(model) if these.size > 1 else model
     started = time.monotonic() - seconds
-    with _progress(title, recipe.steps, first, these.rank == 0) as advance:
+    with progress(title, recipe.steps, first, title != "" and these.rank == 0) as advance:
         for step in range(first, recipe.steps):
             torch.manual_seed(seed_of(recipe.seed, step, these.rank))
             for group in optimizer.param_groups:
@@ -144,6 +147,9 @@ def train(
                 if these.rank == 0:
                     _save(checkpoint, model, optimizer, recipe, done, losses, looks, seconds)
             advance()
+    if these.rank == 0:
+        for left in checkpoint.parent.glob(f"{glob.escape(checkpoint.stem)}.*.unfinished"):
+            left.unlink(missing_ok=True)  # of a process that was killed
     return Trained(losses.tolist(), looks, seconds)
 
 
@@ -232,7 +238,7 @@ def _save(
         "seconds": seconds,
     }
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = checkpoint.with_suffix(".unfinished")
+    unfinished = checkpoint.with_suffix(f".{secrets.token_hex(8)}.unfinished")
     with open(unfinished, "wb") as file:
         torch.save(content, file)
         file.flush()
@@ -246,7 +252,8 @@ def _save(
 
 
 @contextlib.contextmanager
-def _progress(title: str, steps: int, first: int, shown: bool) -> Iterator[Callable[[], None]]:
+def progress(title: str, steps: int, first: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, of which `first` steps are done; what is given advances it by one."""
     columns = (*Progress.get_default_columns()[:3], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(title, total=steps, completed=first)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from .analysis.bounds import failures, first_failure
@@ -72,12 +73,14 @@ def plan(
     *,
     advertised: int | None = None,
     progress: Callable[[float], None] | None = None,
+    executor: Executor | None = None,
 ) -> Plan:
     """What to do so that `spec` reaches `context` tokens.
 
     trained     the length of the training that made the weights; None before any training
     advertised  the length the model reaches as it is; default `trained`
     progress    called with the share of the search that is done, 0 .. 1
+    executor    what searches, as in `min_base`; default threads
     Without weights a base is chosen: the smallest of two digits above `safe_base`. Trained weights
     get a scaling: the method they have, with a larger factor, or else the first of yarn, llama3 and
     linear that keeps neighbours apart and shows the fewest unseen angles.
@@ -98,14 +101,15 @@ def plan(
         )
     advertised = trained if advertised is None else whole_number("advertised", advertised)
     tell = progress or (lambda share: None)
-    size = {"head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim}
-    least = min_base(context, **size, progress=lambda share: tell(_FIRST * share))
+    head, rotary_dim = spec.head_dim, spec.rotary_dim
+    least = min_base(
+        context, head, rotary_dim=rotary_dim, executor=executor,
+        progress=lambda share: tell(_FIRST * share),
+    )  # fmt: skip
     safe = safe_base(
-        context,
-        **size,
-        start=least.base,
+        context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
         progress=lambda share: tell(_FIRST + (1 - _FIRST) * share),
-    )
+    )  # fmt: skip
     is_longer = trained is not None and context > (advertised or trained)
     options: tuple[Row, ...] = ()
     if trained is None:
@@ -140,6 +144,7 @@ def plan_model(
     *,
     part: str | None = None,
     progress: Callable[[float], None] | None = None,
+    executor: Executor | None = None,
 ) -> Plan:
     """The plan for a trained model, from its config; arguments as in `from_hf_config`.
 
@@ -156,7 +161,7 @@ def plan_model(
     trained, advertised = lengths(spec, found)
     if trained is None:
         raise ValueError("the config says no max_position_embeddings, the length of its training")
-    made = plan(context, spec, trained, advertised=advertised, progress=progress)
+    made = plan(context, spec, trained, advertised=advertised, progress=progress, executor=executor)
     kept = {key: found.rope[key] for key in _KEPT if key in found.rope}
     rope = {**kept, **made.rope_parameters["rope_parameters"]}
     return made._replace(rope_parameters={**made.rope_parameters, "rope_parameters": rope})

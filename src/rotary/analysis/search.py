@@ -2,13 +2,15 @@
 
 Men et al. (arXiv 2405.14591, Eq. 11) ask for B_m(b) = sum_i cos(m b^(-2i/d)) >= 0 at every distance
 m of the context. `loops.py` excludes bases interval by interval; here the line of ln b is dealt out
-to threads in chunks, and their results are taken in order, so nothing depends on the threads.
+in chunks, to threads or to an executor of concurrent.futures or like it. Results are taken in
+order, so nothing depends on who computes, where all processors are of one kind.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,12 +24,14 @@ from .bounds import first_failure, similarity
 from .spectrum import MAX_LENGTH, still_pairs, whole_number
 
 Array = npt.NDArray[np.float64]
+Stop = npt.NDArray[np.int64]
 Progress = Callable[[float], None] | None
 
 MAX_CONTEXT = 2**22
 MAX_HEAD_DIM = 2**14
 MAX_LOG_BASE = math.log(1e37)  # a larger base has frequencies that 64-bit turns cannot hold
-_CHUNK = 1 / 32  # of ln b: what one thread searches before it takes the next
+_CHUNK = 1 / 32  # of ln b: what one job searches
+_AHEAD = 64  # jobs that an executor has at a time
 
 
 class MinBase(NamedTuple):
@@ -55,6 +59,7 @@ def min_base(
     *,
     rotary_dim: int | None = None,
     progress: Progress = None,
+    executor: Executor | None = None,
 ) -> MinBase:
     """The smallest base whose similarity B_m is negative nowhere in 1 .. context, certified.
 
@@ -64,8 +69,9 @@ def min_base(
     undecided     how many intervals below, of relative width 5e-10, are not proved to fail
     Some larger bases fail: see `comb` and `safe_base`. Where no more than half of the head turns,
     nothing ever fails and the base is 1. context <= 2**22, head_dim even and <= 2**14; `progress`
-    is called with a share that grows from 0 to 1. Uses Numba's number of threads; the result does
-    not depend on it. Raises ValueError for another size, and if no base up to 1e37 passes.
+    is called with a share that grows from 0 to 1. `executor` computes (of Dask,
+    `client.get_executor(pure=False)`), by default Numba's number of threads; the result does not
+    depend on it. Raises ValueError for another size, and if no base up to 1e37 passes.
     Source: Men et al., arXiv 2405.14591, Eq. 11 and Table 2, with the whole head rotated.
 
     >>> found = min_base(1024)
@@ -76,7 +82,7 @@ def min_base(
     k, still = _geometry(head_dim, rotary_dim)
     if still >= len(k):
         return MinBase(1.0, None, None, 0)
-    x, binding, undecided = _first_passing(context, k, still, _within(progress, 0.0, 1.0))
+    x, binding, undecided = _first_passing(context, k, still, _within(progress, 0.0, 1.0), executor)
     if binding:
         x, binding, hidden = _refined(x, binding, k, still, context)
         undecided += hidden
@@ -91,6 +97,7 @@ def safe_base(
     rotary_dim: int | None = None,
     start: float | None = None,
     progress: Progress = None,
+    executor: Executor | None = None,
 ) -> SafeBase:
     """A base above every failing one of a grid from the smallest passing base b* to 12 b* or more.
 
@@ -100,7 +107,7 @@ def safe_base(
     searched_to      the end of the grid: 12 b*, and on while its last tenth has a failing base
     step             of the grid, in ln b: 1e-5 up to 8192 tokens, 2e-4 at 131,072
     Not certified: a base between two points of the grid, or above it, may fail. `start` is b* where
-    it is known. Limits and errors are those of `min_base`.
+    it is known. `executor`, limits and errors are those of `min_base`.
 
     >>> found = safe_base(1024)
     >>> round(found.largest_failing), round(found.passing_share, 2)
@@ -111,18 +118,21 @@ def safe_base(
     begun = 0.0
     if start is None:
         begun = 0.5
+        first = _within(progress, 0.0, begun)
         start = min_base(
-            context, head_dim, rotary_dim=rotary_dim, progress=_within(progress, 0.0, begun)
+            context, head_dim, rotary_dim=rotary_dim, progress=first, executor=executor
         ).base
     low = float(_logs([start])[0])
     step = 1e-5 * max(1.0, context / 8192) ** (math.log(20) / math.log(16))
     count = int(math.log(12) / step) + 1
-    passes = _comb(context, low + step * np.arange(count), k, still, _within(progress, begun, 1.0))
+    tell = _within(progress, begun, 1.0)
+    passes = _comb(context, low + step * np.arange(count), k, still, tell, executor)
     while not passes[-(count // 10) :].all():
         more = low + step * (len(passes) + np.arange(count // 10))
         if more[-1] > MAX_LOG_BASE:
             raise ValueError(f"bases up to 1e37 fail at {context:,} distances: none is safe")
-        passes = np.append(passes, _comb(context, more, k, still, _within(None, 0.0, 1.0)))
+        tell = _within(None, 0.0, 1.0)
+        passes = np.append(passes, _comb(context, more, k, still, tell, executor))
     failing = np.flatnonzero(~passes)
     last, above = (failing[-1], failing[-1] + 1) if len(failing) else (0, 0)
     return SafeBase(
@@ -135,11 +145,17 @@ def safe_base(
 
 
 def comb(
-    context: int, bases: npt.ArrayLike, head_dim: int = 128, *, rotary_dim: int | None = None
+    context: int,
+    bases: npt.ArrayLike,
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    executor: Executor | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Whether each base passes: B_m >= 0 at every m in 1 .. context; bool, of the shape of `bases`.
 
-    Limits and errors are those of `min_base`; ValueError also for a base that is not in 1 .. 1e37.
+    `executor`, limits and errors are those of `min_base`; ValueError also for a base that is not in
+    1 .. 1e37.
 
     >>> comb(1024, [4293.0, 4294.0, 6018.0, 6100.0])
     array([False,  True, False,  True])
@@ -148,7 +164,8 @@ def comb(
     k, still = _geometry(head_dim, rotary_dim)
     logs = _logs(bases)
     rising, places = np.unique(logs, return_inverse=True)
-    return _comb(context, rising, k, still, _within(None, 0.0, 1.0))[places].reshape(logs.shape)
+    passes = _comb(context, rising, k, still, _within(None, 0.0, 1.0), executor)
+    return passes[places].reshape(logs.shape)
 
 
 def _geometry(head_dim: int, rotary_dim: int | None) -> tuple[Array, float]:
@@ -180,29 +197,36 @@ def _logs(bases: npt.ArrayLike) -> Array:
 
 
 def _first_passing(
-    context: int, k: Array, still: float, progress: Callable[[float], None]
+    context: int,
+    k: Array,
+    still: float,
+    progress: Callable[[float], None],
+    executor: Executor | None,
 ) -> tuple[float, int, int]:
     """(ln b, binding distance, undecided) of the first base that passes."""
     undecided, share, before = 0, 0.0, 0
-    jobs = (
-        lambda stop, n=n: loops.call(
-            loops.search, n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop
-        )
-        for n in range(int(MAX_LOG_BASE / _CHUNK))
-    )
+    chunks = ((n, k, still, context) for n in range(int(MAX_LOG_BASE / _CHUNK)))
     progress(0.0)
-    for n, (x, binding, gaps, largest) in enumerate(_in_order(jobs)):
-        undecided += gaps
-        if x < (n + 1) * _CHUNK:
-            progress(1.0)
-            return x, binding or before, undecided
-        before = binding
-        # the work of a chunk goes with the square of the distances that fail in it
-        share = max(share, min(0.99, (largest / context) ** 2))
-        progress(share)
+    with closing(_in_order(_searched, chunks, executor)) as results:
+        for n, (x, binding, gaps, largest) in enumerate(results):
+            undecided += gaps
+            if x < (n + 1) * _CHUNK:
+                progress(1.0)
+                return x, binding or before, undecided
+            before = binding
+            # the work of a chunk goes with the square of the distances that fail in it
+            share = max(share, min(0.99, (largest / context) ** 2))
+            progress(share)
     raise ValueError(
         f"no base up to 1e37 passes at all of {context:,} distances with {len(k)} pairs"
     )
+
+
+def _searched(
+    n: int, k: Array, still: float, context: int, stop: Stop
+) -> tuple[float, int, int, int]:
+    """What `loops.search` finds in one chunk of ln b."""
+    return loops.call(loops.search, n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop)
 
 
 def _refined(
@@ -234,19 +258,31 @@ def _refined(
 
 
 def _comb(
-    context: int, logs: Array, k: Array, still: float, progress: Callable[[float], None]
+    context: int,
+    logs: Array,
+    k: Array,
+    still: float,
+    progress: Callable[[float], None],
+    executor: Executor | None,
 ) -> npt.NDArray[np.bool_]:
     if still >= len(k):
         return np.ones(len(logs), np.bool_)
-    passes = np.zeros(len(logs), np.bool_)
     edges = np.linspace(0, len(logs), min(len(logs), 64) + 1).astype(int)
-    ranges = [slice(*edge) for edge in pairwise(edges)]
-    jobs = (
-        lambda stop, r=r: loops.call(loops.passing, logs[r], k, still, context, stop, passes[r])
-        for r in ranges
-    )
-    for n, _ in enumerate(_in_order(jobs)):
-        progress((n + 1) / len(ranges))
+    parts = [(logs[slice(*edge)], k, still, context) for edge in pairwise(edges)]
+    passes = [np.zeros(0, np.bool_)]
+    with closing(_in_order(_passing, parts, executor)) as results:
+        for each in results:
+            passes.append(each)
+            progress((len(passes) - 1) / len(parts))
+    return np.concatenate(passes)
+
+
+def _passing(
+    logs: Array, k: Array, still: float, context: int, stop: Stop
+) -> npt.NDArray[np.bool_]:
+    """Whether each base of one part of a comb passes."""
+    passes = np.zeros(len(logs), np.bool_)
+    loops.call(loops.passing, logs, k, still, context, stop, passes)
     return passes
 
 
@@ -260,16 +296,22 @@ def _within(progress: Progress, low: float, high: float) -> Callable[[float], No
     return tell
 
 
-def _in_order(jobs: Iterator[Callable[[Any], Any]]) -> Iterator[Any]:
-    """Results of jobs in their order, done by Numba's number of threads; they end when left."""
+def _in_order(
+    function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], executor: Executor | None
+) -> Generator[Any]:
+    """Results of `function(*job, stop)` in the order of the jobs, which end when they are left.
+
+    An executor of this process sees `stop`; others finish the few jobs that they have begun.
+    """
     stop = np.zeros(1, np.int64)
     threads = numba.get_num_threads()
-    with ThreadPoolExecutor(threads) as pool:
+    ahead = threads if executor is None else _AHEAD
+    with ThreadPoolExecutor(threads) if executor is None else nullcontext(executor) as pool:
         waiting: deque[Future[Any]] = deque()
         try:
             for job in jobs:
-                waiting.append(pool.submit(job, stop))
-                if len(waiting) > threads:
+                waiting.append(pool.submit(function, *job, stop))
+                if len(waiting) > ahead:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

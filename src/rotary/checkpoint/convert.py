@@ -6,6 +6,7 @@ the same call goes on.
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,9 +63,10 @@ def convert_checkpoint(
     trust_source  take `from_layout` as given, for weights that another program has moved before
     verify        "sample" proves the scores of three layers, "full" those of all, and reads every
                   byte again
-    executor      what writes the shards, of concurrent.futures or like it; default two threads
+    executor      what writes the shards and reads them again, of concurrent.futures or like it (of
+                  Dask, `client.get_executor(pure=False)`); default two threads
     advance       called with numbers of bytes that are done, `Ready.size` in all; from the threads
-                  that write, or here after each shard with an `executor`
+                  that write, or here after some shards with an `executor`
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
     Raises ValueError for whatever is refused, before anything is written, and OSError where a disk
@@ -118,32 +120,35 @@ def carried_out(
     advance: Advance | None = None,
 ) -> Converted:
     """Do what is prepared. Arguments and errors are those of `convert_checkpoint`."""
-    folder, checkpoint, todo = Path(target), ready.checkpoint, ready.plan
+    folder = Path(target)
     check_which(verify)
+    if executor is not None:  # its workers may have another current folder
+        ready, folder = _absolute(ready), folder.absolute()
+    checkpoint, todo = ready.checkpoint, ready.plan
     writing.check_target(ready.source, folder)
     identity = journal.identity_of(checkpoint, todo)
     known = journal.written_before(folder, identity)
     writing.check_space(folder, sum(_missing(ready, folder, known)))
-    with writing.made(folder), writing.locked(folder):
+    with writing.made(folder), writing.locked(folder) as ticket:
         known = journal.written_before(folder, identity)  # another process may have ended just now
         journal.begin(folder, identity, known)
         hashes: dict[str, Hashes] = {}
         written: list[str] = []
 
-        def finished(job: Job, result: Written) -> None:
-            name = job.target.name
-            hashes[name] = result.hashes
-            if result.is_new:
-                journal.add(folder, name, result.hashes)
-                written.append(name)
+        def finished(found: Sequence[tuple[Job, Written]]) -> None:
+            new = [job.target.name for job, result in found if result.is_new]
+            hashes.update({job.target.name: result.hashes for job, result in found})
+            if new:
+                journal.add(folder, {name: hashes[name] for name in new})
+                written.extend(new)
 
-        write_shards(_jobs(ready, folder, known), finished, executor, advance)
+        write_shards(_jobs(ready, folder, known, ticket), finished, executor, advance)
         for sidecar in checkpoint.sidecars:
             if str(sidecar) not in (journal.MANIFEST, CONFIG, writing.LOCK):
                 writing.copy(checkpoint.root / sidecar, folder / sidecar)
         with writing.replacing(folder / CONFIG) as file:
             file.write(ready.labels.written)
-        proof = prove(checkpoint, folder, todo, hashes, verify)
+        proof = prove(checkpoint, folder, todo, hashes, verify, executor)
         if checkpoint.listing is not None:
             writing.copy(checkpoint.listing, folder / checkpoint.listing.name)
         content = journal.manifest_of(checkpoint, todo, hashes, proof, ready.labels.original)
@@ -151,7 +156,12 @@ def carried_out(
     return Converted(todo, tuple(sorted(written)), proof)
 
 
-def _jobs(ready: Ready, folder: Path, known: dict[str, Hashes]) -> list[Job]:
+def _absolute(ready: Ready) -> Ready:
+    shards = (shard._replace(path=shard.path.absolute()) for shard in ready.checkpoint.shards)
+    return ready._replace(checkpoint=ready.checkpoint._replace(shards=tuple(shards)))
+
+
+def _jobs(ready: Ready, folder: Path, known: dict[str, Hashes], ticket: str) -> list[Job]:
     moves = ready.plan.moves
     return [
         Job(
@@ -159,6 +169,7 @@ def _jobs(ready: Ready, folder: Path, known: dict[str, Hashes]) -> list[Job]:
             folder / shard.path.name,
             {name: moves[name] for name in shard.tensors if name in moves},
             known.get(shard.path.name, {}),
+            ticket,
         )
         for shard in ready.checkpoint.shards
     ]

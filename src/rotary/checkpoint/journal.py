@@ -92,10 +92,12 @@ def begin(folder: Path, identity: Identity, known: Mapping[str, Hashes]) -> None
         file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def add(folder: Path, file: str, hashes: Hashes) -> None:
-    """Say that a shard is whole."""
+def add(folder: Path, written: Mapping[str, Hashes]) -> None:
+    """Say that shards are whole: file -> sha256 of its tensors."""
     with open(folder / JOURNAL, "ab") as journal:
-        journal.write(json.dumps(_line(file, hashes)).encode() + b"\n")
+        journal.writelines(
+            json.dumps(_line(file, hashes)).encode() + b"\n" for file, hashes in written.items()
+        )
         journal.flush()
         os.fsync(journal.fileno())
 

@@ -3,16 +3,18 @@
 Channels move inside of their head, so a few MB of a tensor are held at once, however large it is.
 """
 
+import functools
 import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..fanout import Batch, batches, fan_out
 from . import writing
 from .files import Shard, Tensor, open_regular, read_shard, state_of
 from .plan import Bytes, Move, moved
@@ -27,13 +29,15 @@ Hashes = dict[str, str]
 class Job(NamedTuple):
     """One shard to write: everything that a worker in another process needs.
 
-    known  sha256 of its tensors where an earlier call wrote it; empty if none did
+    known   sha256 of its tensors where an earlier call wrote it; empty if none did
+    ticket  of the call that asks; see `writing.locked`
     """
 
     shard: Shard
     target: Path
     moves: Mapping[str, Move]
     known: Mapping[str, str]
+    ticket: str
 
 
 class Written(NamedTuple):
@@ -118,14 +122,16 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     """Write a shard with its tensors moved, unless it is there already, byte for byte.
 
     The header keeps its bytes, so there and back gives the same file.
-    Raises ValueError if the source is no longer the file that was planned for.
+    Raises ValueError if the source is no longer the file that was planned for, and OSError where
+    the folder is not that of a call that is going on.
     """
+    writing.check_ticket(job.target.parent, job.ticket)
     _check_unchanged(job.shard)
     if job.known and _is_there(job):
         if advance is not None:
             advance(job.shard.state.size)
         return Written(dict(job.known), False)
-    hashes = {}
+    hashes, room = {}, np.empty(0, np.uint8)
     tensors = job.shard.tensors
     data = min((tensor.begin for tensor in tensors.values()), default=job.shard.state.size)
     with open_regular(job.shard.path) as source, writing.replacing(job.target) as target:
@@ -135,7 +141,9 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
         for name, tensor in tensors.items():
             known = hashlib.sha256()
             for begin, end, turn in pieces(tensor, job.moves.get(name)):
-                raw = read_piece(source, begin, end)
+                if len(room) < end - begin:
+                    room = np.empty(end - begin, np.uint8)
+                raw = read_piece(source, begin, end, room)
                 piece = raw if turn is None else turn(raw)
                 known.update(piece.data)
                 writing.write_sparse(target, piece)
@@ -143,15 +151,20 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
                     advance(end - begin)
             hashes[name] = known.hexdigest()
         _check_unchanged(job.shard)
+        writing.check_ticket(job.target.parent, job.ticket)
     return Written(hashes, True)
 
 
-def read_piece(file: Any, begin: int, end: int) -> Bytes:
-    """Bytes of a file. Raises ValueError if it has become shorter."""
+def read_piece(file: Any, begin: int, end: int, room: Bytes | None = None) -> Bytes:
+    """Bytes of a file, in `room` where it is given. Raises ValueError if it has become shorter.
+
+    The first touch of new pages costs half as much as all else, so a shard is read into one place.
+    """
     file.seek(begin)
-    raw = np.frombuffer(file.read(end - begin), np.uint8)
-    if len(raw) < end - begin:
-        raise ValueError(f"{file.name}: ends at byte {begin + len(raw)} now; it was truncated")
+    raw = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
+    count = file.readinto(raw)
+    if count < end - begin:
+        raise ValueError(f"{file.name}: ends at byte {begin + count} now; it was truncated")
     return raw
 
 
@@ -180,18 +193,32 @@ def _check_unchanged(shard: Shard) -> None:
         )
 
 
+def write_batch(batch: Batch[Job], advance: Advance | None = None) -> list[Written]:
+    """Write shards one after the other; see `write_shard`."""
+    return [write_shard(job, advance) for job in batch.jobs]
+
+
 def write_shards(
     jobs: Sequence[Job],
-    finished: Callable[[Job, Written], None],
+    finished: Callable[[Sequence[tuple[Job, Written]]], None],
     executor: Executor | None,
     advance: Advance | None,
 ) -> None:
-    """Write shards side by side, and call `finished` for each, here, as soon as it is whole.
+    """Write shards side by side, and call `finished` here with those that are whole by then.
 
-    A failure stops what has not begun, and nobody writes any more when it is raised.
+    A failure stops what has not begun, and nobody writes any more when it is raised: a worker of
+    a cluster, which cannot be stopped, finds its ticket void before its shard takes its name.
     """
+
+    def told(found: list[tuple[Batch[Job], list[Written]]]) -> None:
+        pairs = [pair for batch, results in found for pair in zip(batch.jobs, results, strict=True)]
+        finished(pairs)
+        if executor is not None and advance is not None:  # the workers may be other processes
+            advance(sum(job.shard.state.size for job, _ in pairs))
+
     if executor is not None:
-        _collect({executor.submit(write_shard, job): job for job in jobs}, finished, advance)
+        together = batches(jobs, lambda job: job.shard.state.size)
+        fan_out(write_batch, together, executor, told)
         return
     stopped = threading.Event()
 
@@ -202,33 +229,5 @@ def write_shards(
             advance(count)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        try:
-            begun = {threads.submit(write_shard, job, tick): job for job in jobs}
-            _collect(begun, finished, None, stopped.set)
-        except BaseException:
-            stopped.set()
-            raise
-
-
-def _collect(
-    futures: Mapping[Any, Job],
-    finished: Callable[[Job, Written], None],
-    advance: Advance | None,
-    stop: Callable[[], None] | None = None,
-) -> None:
-    left = dict(futures)
-    try:
-        for future in as_completed(futures):
-            result = future.result()
-            job = left.pop(future)
-            finished(job, result)
-            if advance is not None:  # the workers may be other processes
-                advance(job.shard.state.size)
-    except BaseException:
-        if stop is not None:
-            stop()
-        running = [future for future in left if not future.cancel()]
-        for future in running:
-            if future.exception() is None:  # waits for its end
-                finished(left[future], future.result())
-        raise
+        write = functools.partial(write_batch, advance=tick)
+        fan_out(write, [Batch((job,)) for job in jobs], threads, told, stopped.set)

@@ -8,12 +8,14 @@ are that rotate is the word of the plan, which reads it from the config.
 import hashlib
 import math
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..fanout import Batch, batches, fan_out
 from ..layouts import pair_slices
 from .files import Checkpoint, Shard, Tensor, open_regular, read_shard
 from .names import classify
@@ -57,35 +59,85 @@ def check_which(which: str) -> None:
         raise ValueError(f"verify must be 'sample' or 'full', got {which!r}")
 
 
+class Ask(NamedTuple):
+    """One shard to read again: everything that a worker in another process needs.
+
+    hashes  tensor -> the sha256 that was written
+    scored  tensors whose outputs are wanted;  whole  whether those that stay are read as well
+    """
+
+    shard: Shard
+    written: Path
+    hashes: Hashes
+    moves: Mapping[str, Move]
+    scored: frozenset[str]
+    whole: bool
+
+
 def prove(
-    checkpoint: Checkpoint, folder: Path, todo: Plan, hashes: Mapping[str, Hashes], which: str
+    checkpoint: Checkpoint,
+    folder: Path,
+    todo: Plan,
+    hashes: Mapping[str, Hashes],
+    which: str,
+    executor: Executor | None = None,
 ) -> Proof:
     """Read a converted checkpoint again. Raises ValueError for anything that is not as it must be.
 
-    hashes  file -> tensor -> the sha256 that was written
+    hashes    file -> tensor -> the sha256 that was written
+    executor  what reads; default this thread
     """
     groups = _groups(todo)
     layers = sorted({layer for layer, _ in groups})
     chosen = set(layers) if which == "full" else _sample(layers)
     asked = {key: names for key, names in groups.items() if key[0] in chosen}
     wanted = {name for names in asked.values() for name in names}
+    asks = [
+        Ask(
+            shard,
+            folder / shard.path.name,
+            hashes[shard.path.name],
+            {name: todo.moves[name] for name in shard.tensors if name in todo.moves},
+            frozenset(wanted.intersection(shard.tensors)),
+            which == "full",
+        )
+        for shard in checkpoint.shards
+    ]
     outputs: dict[str, Outputs] = {}
-    for shard in checkpoint.shards:
-        written = _twin(shard, folder)
-        for name, tensor in shard.tensors.items():
-            move = todo.moves.get(name)
-            if move is not None or which == "full":
-                _check(shard, written, tensor, hashes[shard.path.name][name], name, move)
-            if move is not None and name in wanted:
-                outputs[name] = (
-                    _outputs(shard.path, tensor, move),
-                    _outputs(written.path, tensor, move),
-                )
+    if executor is None:
+        outputs = read_again(Batch(tuple(asks)))
+    else:
+
+        def told(found: list[tuple[Batch[Ask], dict[str, Outputs]]]) -> None:
+            for _, each in found:
+                outputs.update(each)
+
+        fan_out(read_again, batches(asks, lambda ask: ask.shard.state.size), executor, told)
     errors = [
         _error(layer, {name: outputs[name] for name in names}, todo)
         for (layer, _), names in asked.items()
     ]
     return Proof(which, tuple(sorted(chosen)), len(todo.moves), max(errors, default=0.0))
+
+
+def read_again(batch: Batch[Ask]) -> dict[str, Outputs]:
+    """Outputs of the tensors of some shards that are wanted.
+
+    Raises ValueError where a shard is not as it must be.
+    """
+    outputs: dict[str, Outputs] = {}
+    for ask in batch.jobs:
+        _check_header(ask)
+        for name, tensor in ask.shard.tensors.items():
+            move = ask.moves.get(name)
+            if move is not None or ask.whole:
+                _check(ask, tensor, name, move)
+            if move is not None and name in ask.scored:
+                outputs[name] = (
+                    _outputs(ask.shard.path, tensor, move),
+                    _outputs(ask.written, tensor, move),
+                )
+    return outputs
 
 
 def _groups(todo: Plan) -> dict[tuple[int, int], list[str]]:
@@ -102,29 +154,25 @@ def _sample(layers: list[int]) -> set[int]:
     return {layers[0], layers[len(layers) // 2], layers[-1]} if layers else set()
 
 
-def _twin(shard: Shard, folder: Path) -> Shard:
-    """The shard that was written, if its header is the same."""
-    written = read_shard(folder / shard.path.name)
+def _check_header(ask: Ask) -> None:
+    written, shard = read_shard(ask.written), ask.shard
     if (written.tensors, written.metadata) != (shard.tensors, shard.metadata):
-        raise ValueError(f"{written.path}: has another header than {shard.path}; run it again")
-    return written
+        raise ValueError(f"{ask.written}: has another header than {shard.path}; run it again")
 
 
-def _check(
-    shard: Shard, written: Shard, tensor: Tensor, expected: str, name: str, move: Move | None
-) -> None:
+def _check(ask: Ask, tensor: Tensor, name: str, move: Move | None) -> None:
     """A written tensor has the bytes that were meant, and undoing its move gives the source's."""
     back = move and move._replace(source=move.target, target=move.source)
     known, is_undone = hashlib.sha256(), True
-    with open_regular(shard.path) as source, open_regular(written.path) as target:
+    with open_regular(ask.shard.path) as source, open_regular(ask.written) as target:
         for begin, end, turn in pieces(tensor, back):
             raw = read_piece(target, begin, end)
             known.update(raw.data)
             if turn is not None:
                 is_undone &= np.array_equal(turn(raw), read_piece(source, begin, end))
-    if known.hexdigest() != expected:
+    if known.hexdigest() != ask.hashes[name]:
         raise ValueError(
-            f"{written.path}: tensor {name!r} is not what was written; check the disk, and run it "
+            f"{ask.written}: tensor {name!r} is not what was written; check the disk, and run it "
             "again"
         )
     if not is_undone:

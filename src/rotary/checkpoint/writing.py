@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -75,23 +76,40 @@ def copy(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[str]:
     """Be the one process that writes in a folder; the lock goes with the process, however it ends.
 
-    Files that a killed process left unfinished are deleted, before and after.
+    Gives the ticket of this process, which is in the lock: whoever works for it elsewhere shows it
+    to `check_ticket`. Files that a killed process left unfinished are deleted, before and after.
     Raises BlockingIOError where another process is at work.
     """
     path = folder / LOCK
     handle = _taken(path)
     try:
+        ticket = secrets.token_hex(16)
+        os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
+        os.fsync(handle)
         _clear(folder)
         try:
-            yield
+            yield ticket
         finally:
             _clear(folder)
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def check_ticket(folder: Path, ticket: str) -> None:
+    """Raise OSError unless the process that gave the ticket holds the lock of the folder."""
+    try:
+        found = (folder / LOCK).read_text()
+    except FileNotFoundError:
+        found = ""
+    if found != ticket:
+        raise OSError(
+            f"{folder}: is not the folder of this conversion on {platform.node()}, or it is over; "
+            "all workers must see the same files"
+        )
 
 
 def _clear(folder: Path) -> None:

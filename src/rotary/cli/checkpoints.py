@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .app import Json, app
+from .cluster import Dask, cluster
 from .terminal import print_json, print_table
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
+    dask: Dask = None,
     as_json: Json = False,
 ) -> None:
     """Move the weights of a checkpoint to the other pair layout, and prove it."""
@@ -61,8 +63,13 @@ def convert(
         return
     if target is None:
         raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
-    with _ended_by_signals(), _bytes_bar(ready.size) as advance:
-        done = carried_out(ready, target, verify, advance=advance)
+    files = {shard.path: shard.state for shard in ready.checkpoint.shards}
+    with (
+        _ended_by_signals(),
+        cluster(dask, files=files, folder=target) as executor,
+        _bytes_bar(ready.size) as advance,
+    ):
+        done = carried_out(ready, target, verify, executor, advance)
     proof = done.proof
     if as_json:
         document = {"written": done.written, "not_copied": not_copied, "proof": proof._asdict()}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .app import Config, Json, LayerType, Part, app, read_spec
+from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table
 
 Plot = Annotated[
@@ -115,6 +116,7 @@ def plan(
     layer_type: LayerType = None,
     part: Part = None,
     plot: Plot = None,
+    dask: Dask = None,
     as_json: Json = False,
 ) -> None:
     """Which base or scaling reaches a context, and why; prints rope_parameters for transformers."""
@@ -129,15 +131,16 @@ def plan(
         raise ValueError(f"{', '.join(names)} cannot be given beside --from: the config says it")
     if config is None and (layer_type or part):
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
-    with bar("searching the bases") as progress:
+    with cluster(dask) as executor, bar("searching the bases") as progress:
+        told: Any = {"progress": progress, "executor": executor}
         if config is not None:
-            found = plan_model(config, context, layer_type, part=part, progress=progress)
+            found = plan_model(config, context, layer_type, part=part, **told)
         else:
             spec = Rotary(
                 head_dim=128 if head_dim is None else head_dim,
                 base=10_000.0 if base is None else base,
             )
-            found = make_plan(context, spec, trained, progress=progress)
+            found = make_plan(context, spec, trained, **told)
     if plot is not None:
         from .. import plots
 

@@ -1,0 +1,170 @@
+"""The address of a Dask cluster becomes an executor, once its workers are known to be as we are."""
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Executor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..checkpoint.files import State
+
+CONNECT = 10  # seconds to wait for a scheduler, and for its first worker
+PACKAGES = ("python", "distributed", "numba", "numpy", "rotary")
+Dask = Annotated[
+    str | None,
+    typer.Option(
+        "--dask",
+        metavar="ADDRESS",
+        help="Have the workers of a Dask cluster do it: tcp://HOST:PORT.",
+    ),
+]
+
+
+@contextlib.contextmanager
+def cluster(
+    address: str | None,
+    *,
+    packages: tuple[str, ...] = (),
+    modules: tuple[str, ...] = (),
+    files: "Mapping[Path, State] | None" = None,
+    folder: Path | None = None,
+) -> Iterator[Executor | None]:
+    """The executor of the Dask cluster at an address; None without an address.
+
+    packages  whose versions must be the same here and there, beside PACKAGES
+    modules   that workers must be able to import
+    files     that workers must see as they are here
+    folder    that workers must be able to write in; of one that is not there yet, the one above
+    Raises ValueError for an address that is none, for workers that are not as we are and where
+    Dask is not installed; OSError where nobody answers, no worker is there, or all are lost.
+
+    >>> with cluster(None) as executor:
+    ...     print(executor)
+    None
+    """
+    if address is None:
+        yield None
+        return
+    with _connected(address) as client:
+        _check_versions(client, (*PACKAGES, *packages))
+        there = {os.path.abspath(path): tuple(state) for path, state in (files or {}).items()}
+        above = _nearest(folder) if folder is not None else None
+        for worker, problem in client.run(problem_of, modules, there, above).items():
+            if problem:
+                raise ValueError(f"worker {worker}: {problem}")
+        yield client.get_executor(pure=False)
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """A client of the cluster, which has a worker; what Dask raises and logs becomes one line."""
+    try:
+        from distributed import Client, TimeoutError
+        from distributed.scheduler import KilledWorker
+        from distributed.versions import VersionMismatchWarning
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--dask needs {error.name}: pip install 'rotary[distributed]'") from error
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_silent("distributed.client"))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", VersionMismatchWarning)  # see _check_versions
+                made: Any = Client(  # type: ignore[no-untyped-call]
+                    address, timeout=CONNECT, set_as_default=False
+                )
+            client = stack.enter_context(made)
+        except OSError as error:
+            raise OSError(
+                f"{address}: no Dask scheduler answers within {CONNECT} s; is it running?"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{address}: not an address of Dask, as tcp://host:8786") from error
+        try:
+            client.wait_for_workers(1, timeout=CONNECT)
+        except TimeoutError as error:
+            raise OSError(f"{address}: no worker; start one: dask worker {address}") from error
+        try:
+            yield client
+        except KilledWorker as error:
+            raise OSError(
+                f"{address}: one job has killed {error.allowed_failures + 1} workers; have they "
+                "enough memory? The same call goes on"
+            ) from error
+        except CancelledError as error:
+            raise OSError(f"{address}: the cluster is lost; the same call goes on") from error
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """A logger that says nothing: what Dask logs of a lost connection is an error of ours."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
+    """Raise ValueError where a worker has other versions than are here."""
+    found = client.get_versions(packages=list(packages[1:]))
+    ours = found["client"]["packages"]
+    for worker, versions in found["workers"].items():
+        for name in packages:
+            theirs = versions["packages"].get(name)
+            if theirs != ours[name]:
+                raise ValueError(
+                    f"worker {worker} has {name} {theirs or 'not installed'}, and here is "
+                    f"{ours[name]}; install the same"
+                )
+
+
+def _nearest(folder: Path) -> tuple[str, int]:
+    """The folder that is there, of this one and those above, and its inode."""
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return str(above), above.stat().st_ino
+
+
+def problem_of(
+    modules: tuple[str, ...], files: Mapping[str, tuple[int, ...]], folder: tuple[str, int] | None
+) -> str:
+    """Why this process is no worker for a job; "" if it is one.
+
+    folder  path and inode of a folder to write in
+
+    >>> problem_of(("math",), {}, None)
+    ''
+    >>> problem_of((), {"no such file": (1, 2, 3)}, None)
+    'no such file: not the file that it is here; workers must see the same files'
+    """
+    from ..checkpoint.files import state_of
+
+    for module in modules:
+        try:
+            found = find_spec(module)
+        except ModuleNotFoundError:  # the package that it is in
+            found = None
+        if found is None:
+            return f"has no module {module!r}; start it with PYTHONPATH set to the folder of it"
+    for path, state in files.items():
+        try:
+            same = tuple(state_of(Path(path))) == tuple(state)
+        except OSError:
+            same = False
+        if not same:
+            return f"{path}: not the file that it is here; workers must see the same files"
+    if folder is not None:
+        path, inode = folder
+        if not os.path.isdir(path) or os.stat(path).st_ino != inode:
+            return f"{path}: not the folder that it is here; workers must see the same files"
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"{path}: may not be written in"
+    return ""
