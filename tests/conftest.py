@@ -1,8 +1,29 @@
 """What tests share, and counts of the comparison with transformers at the end of a run."""
 
+import fcntl
+import os
 from collections import Counter
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: the folder that `make(folder)` filled, in one process of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def filled(name, make):
+        folder = base / name
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                fresh = tmp_path_factory.mktemp(name)
+                make(fresh)
+                fresh.rename(folder)
+        return folder
+
+    return filled
 
 
 @pytest.fixture

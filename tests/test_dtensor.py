@@ -3,7 +3,6 @@
 The checks are in `dtensor_ranks.py`; processes start once for many of them and report each by name.
 """
 
-import fcntl
 import json
 import os
 import subprocess
@@ -31,27 +30,19 @@ LAWS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """One folder for the reports, the same for all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-
-def reports(folder, launch):
+def reports(folder):
     """What every rank says of each check: its traceback, empty if it passed."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+
+
+def launched(once, launch):
+    """The folder of the reports of one launch."""
     world, checks = LAUNCHES[launch]
-    own = folder / launch.replace(" ", "_")
-    with open(folder / "dtensor.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        files = sorted(own.glob("rank*.json"))
-        if not files:
-            own.mkdir()
-            files = launched(own, world, [check.__name__ for check in checks])
-    return [json.loads(file.read_text()) for file in files]
+    names = [check.__name__ for check in checks]
+    return once(launch.replace(" ", "_"), lambda folder: start(folder, world, names))
 
 
-def launched(folder, world, names):
+def start(folder, world, names):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(RANKS), str(world), str(folder), *names],
@@ -61,21 +52,18 @@ def launched(folder, world, names):
         env=environment,
         cwd=RANKS.parent.parent,
     )
-    files = sorted(folder.glob("rank*.json"))
-    assert len(files) == world, done.stderr
-    return files
+    assert len(reports(folder)) == world, done.stderr
 
 
 @pytest.mark.parametrize(("launch", "name"), LAWS)
-def test_on_every_rank(folder, launch, name):
-    said = [report[name] for report in reports(folder, launch)]
+def test_on_every_rank(once, launch, name):
+    said = [report[name] for report in reports(launched(once, launch))]
     assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
 
 
-def test_all_ranks_together_say_what_transformers_says(folder):
+def test_all_ranks_together_say_what_transformers_says(once):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    reports(folder, "2 ranks")
-    whole, together = torch.load(folder / "2_ranks" / "together.pt")
+    whole, together = torch.load(launched(once, "2 ranks") / "together.pt")
     angles = torch.arange(16)[:, None] * 500.0 ** -(torch.arange(0, 8, 2) / 8)
     wide = torch.cat((angles, angles), -1)[None]
     wanted = llama.apply_rotary_pos_emb(*whole, wide.cos(), wide.sin())

@@ -1,6 +1,5 @@
 """Four processes that share two models give the logits and gradients of one: parallel_models.py."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -28,22 +27,15 @@ WRONG = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(once):
     """The report of each of the four processes."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    out = shared / "parallel_models.json"
-    with open(shared / "parallel_models.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker runs it for all
-        if not out.exists():
-            launch(out)
-    return json.loads(out.read_text())
+    return json.loads((once("parallel_models", launch) / "report.json").read_text())
 
 
-def launch(out):
+def launch(folder):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
-        *(str(SCRIPT), "--out", str(out)),
+        *(str(SCRIPT), "--out", str(folder / "report.json")),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
