@@ -79,8 +79,9 @@ ARROWS = {
         *("attention/distances", "attention/encodings", "attention/linear", "attention/softmax"),
     },
     "nn": {"rotate", "spec", "angles", "torch"},
-    "coverage": {"numpy"},
-    "ranks": {"angles", "coverage", "spec", "numpy", "torch"},
+    "ranks/holders": {"numpy"},
+    "ranks/compare": {"ranks/holders", "angles", "spec", "numpy", "torch"},
+    "ranks": {"ranks/compare"},
     "integrations": set(),
     "integrations/rotations": {"rotate", "torch"},
     "integrations/onnx": {"kernels", "kernels/geometry", "kernels/torch", "onnx", "torch"},
@@ -215,7 +216,15 @@ ARROWS = {
     },
     "cli/cluster": {"checkpoint/files", "distributed", "typer"},
     "cli/ranks": {
-        *("cli/app", "cli/terminal", "blackbox/probe", "identify", "ranks", "torch", "typer"),
+        *(
+            "cli/app",
+            "cli/terminal",
+            "blackbox/probe",
+            "identify",
+            "ranks/compare",
+            "torch",
+            "typer",
+        ),
     },
     "cli/context": {
         *("cli/app", "cli/cluster", "cli/terminal", "analysis/bounds", "analysis/decay"),

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotary import Rotary, cos_sin, positions
-from rotary.coverage import coverage
-from rotary.ranks import (
+from rotary.ranks.compare import (
     Account,
     Report,
     _is_whole,
@@ -26,6 +25,7 @@ from rotary.ranks import (
     disagreements,
     groups,
 )
+from rotary.ranks.holders import misplaced
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 SPEC = Rotary(head_dim=64, base=500_000.0)
@@ -54,7 +54,7 @@ ORDERS = st.sampled_from(["contiguous", "head_tail", "striped"])
 def test_every_order_of_shard_is_whole_with_any_number_of_replicas(order, world, size, replicas):
     seq = 2 * world * size
     parts = [positions.shard(seq, rank, world, order) for rank in range(world)] * replicas
-    assert coverage(by_group(parts), rows(range(seq))) is None
+    assert misplaced(by_group(parts), rows(range(seq))) is None
 
 
 @given(st.data())
@@ -64,7 +64,7 @@ def test_whatever_is_dealt_wrongly_is_counted_as_it_is(data):
     parts = data.draw(st.lists(numbers, min_size=1, max_size=4))
     held = [number for part in parts for number in part]
     times = max(1, round(len(held) / 8))
-    found = coverage(by_group(parts), rows(range(8)))
+    found = misplaced(by_group(parts), rows(range(8)))
     assert (found is None) == (sorted(held) == sorted(list(range(8)) * times))
     if found is not None:
         text = found[1]
@@ -81,7 +81,7 @@ def test_whatever_is_dealt_wrongly_is_counted_as_it_is(data):
 def test_a_rank_that_counts_from_zero_is_blamed(order, bad):
     parts = [positions.shard(1024, rank, 4, order) for rank in range(4)]
     parts[bad] = np.arange(256)
-    blamed, text = coverage(by_group(parts), rows(range(1024)))
+    blamed, text = misplaced(by_group(parts), rows(range(1024)))
     assert blamed == (bad,)
     assert text.startswith(f"rank {bad} holds ")
     assert text.endswith("held by nobody; it looks like arange(local length)")
@@ -89,7 +89,7 @@ def test_a_rank_that_counts_from_zero_is_blamed(order, bad):
 
 def test_the_words_of_the_commonest_fault():
     parts = [np.arange(512), np.arange(512)]
-    assert coverage(by_group(parts), rows(range(1024))) == (
+    assert misplaced(by_group(parts), rows(range(1024))) == (
         (1,),
         "rank 1 holds 0..511, which rank 0 holds as well; 512..1023 are held by nobody; "
         "it looks like arange(local length)",
@@ -97,7 +97,7 @@ def test_the_words_of_the_commonest_fault():
 
 
 def test_all_ranks_that_count_from_zero_are_blamed_but_the_first():
-    blamed, text = coverage(by_group([np.arange(4)] * 4), rows(range(16)))
+    blamed, text = misplaced(by_group([np.arange(4)] * 4), rows(range(16)))
     assert blamed == (1, 2, 3)
     assert "4..15 are held by nobody" in text
 
@@ -105,7 +105,7 @@ def test_all_ranks_that_count_from_zero_are_blamed_but_the_first():
 def test_a_rank_beside_right_replicas_is_blamed():
     good = [positions.shard(1024, rank // 2, 2, "head_tail") for rank in range(4)]
     good[3] = np.arange(512)
-    blamed, text = coverage(by_group(good), rows(range(1024)))
+    blamed, text = misplaced(by_group(good), rows(range(1024)))
     assert blamed == (3,)
     assert text == (
         "rank 3 holds 0..255, which ranks 0, 1 hold as well; 512..767 are held by rank 2 alone; "
@@ -115,7 +115,7 @@ def test_a_rank_beside_right_replicas_is_blamed():
 
 def test_a_rank_that_is_like_no_other_is_blamed_before_replicas():
     parts = [np.arange(4), np.arange(2, 6), np.arange(4, 8), np.arange(4, 8)]
-    assert coverage(by_group(parts), rows(range(8))) == (
+    assert misplaced(by_group(parts), rows(range(8))) == (
         (1,),
         "rank 1 holds 4..5, which ranks 2, 3 hold as well; 0..1 are held by rank 0 alone",
     )
@@ -123,7 +123,7 @@ def test_a_rank_that_is_like_no_other_is_blamed_before_replicas():
 
 def test_a_rank_that_is_like_other_replicas_is_blamed():
     parts = [np.arange(4), np.arange(4), np.arange(4, 8), np.arange(4)]
-    assert coverage(by_group(parts), rows(range(8))) == (
+    assert misplaced(by_group(parts), rows(range(8))) == (
         (3,),
         "rank 3 holds 0..3, which ranks 0, 1 hold as well; 4..7 are held by rank 2 alone; "
         "it looks like arange(local length)",
@@ -131,7 +131,7 @@ def test_a_rank_that_is_like_other_replicas_is_blamed():
 
 
 def test_an_offset_is_outside_of_the_sequence():
-    blamed, text = coverage(by_group([np.arange(4), np.arange(5, 9)]), rows(range(8)))
+    blamed, text = misplaced(by_group([np.arange(4), np.arange(5, 9)]), rows(range(8)))
     assert (blamed, text) == (
         (1,),
         "4 is held by nobody; 8 is outside of the sequence, on rank 1",
@@ -142,27 +142,27 @@ def test_a_row_of_a_batch_is_named():
     whole = np.stack([np.arange(4), np.arange(4)])[..., None]
     left, right = whole[:, :2], whole[:, 2:].copy()
     right[1] = [[3], [3]]
-    assert coverage({(0,): left, (1,): whole[:, 2:]}, whole) is None
-    assert coverage({(0,): left, (1,): right}, whole)[1].startswith("row 1: rank 1 holds 3 more")
+    assert misplaced({(0,): left, (1,): whole[:, 2:]}, whole) is None
+    assert misplaced({(0,): left, (1,): right}, whole)[1].startswith("row 1: rank 1 holds 3 more")
 
 
 def test_packed_positions_may_be_held_as_often_as_they_occur():
     whole = positions.packed([0, 4, 8])
     parts = [whole[positions.shard(8, rank, 2, "head_tail")] for rank in range(2)]
-    assert coverage(by_group(parts), rows(whole)) is None
-    assert coverage(by_group(parts), rows(range(8))) is not None
+    assert misplaced(by_group(parts), rows(whole)) is None
+    assert misplaced(by_group(parts), rows(range(8))) is not None
     parts = [whole[positions.shard(8, rank, 2)] for rank in range(2)]  # 0 .. 3 on both
-    assert coverage(by_group(parts), rows(whole)) is None
+    assert misplaced(by_group(parts), rows(whole)) is None
 
 
 def test_positions_of_several_axes_are_compared_as_tuples():
     whole = positions.mrope([("text", 2), ("image", 1, 2, 2), ("text", 2)])
     parts = [whole[positions.shard(8, rank, 2, "head_tail")] for rank in range(2)]
     held = {(rank,): part[None] for rank, part in enumerate(parts)}
-    assert coverage(held, whole[None]) is None
+    assert misplaced(held, whole[None]) is None
     parts[1] = parts[1].copy()
     parts[1][0, 2] = 7
-    text = coverage({(0,): parts[0][None], (1,): parts[1][None]}, whole[None])[1]
+    text = misplaced({(0,): parts[0][None], (1,): parts[1][None]}, whole[None])[1]
     assert "(2, 2, 2) is held by nobody; (2, 2, 7) is outside of the sequence, on rank 1" in text
 
 

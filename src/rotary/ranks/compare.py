@@ -1,4 +1,4 @@
-"""Whether all ranks of a torch.distributed job turn by the same RoPE, each token by one of them."""
+"""What every rank says of itself, gathered, and what is wrong between them."""
 
 import dataclasses
 import hashlib
@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from .angles import cos_sin, inv_freq, turns
-from .coverage import coverage, named, replicas, verb
-from .spec import Rotary
+from ..angles import cos_sin, inv_freq, turns
+from ..spec import Rotary
+from .holders import misplaced, named, replicas, verb
 
 Array = npt.NDArray[Any]
 
@@ -145,7 +145,7 @@ def compare(
         same = groups(accounts)
         is_first = dist.get_rank(group) in [ranks[0] for ranks in same]
         arrays = gathered(held if is_first else None, group)
-        found = coverage({ranks: arrays[ranks[0]] for ranks in same}, whole)
+        found = misplaced({ranks: arrays[ranks[0]] for ranks in same}, whole)
         findings += [Finding("positions", *found)] if found else []
     return Report(len(accounts), tuple(findings))
 

@@ -18,7 +18,7 @@ def replicas(held: int, whole: int) -> int:
     return max(1, round(held / max(1, whole)))
 
 
-def coverage(
+def misplaced(
     held: Mapping[tuple[int, ...], Array], whole: Array
 ) -> tuple[tuple[int, ...], str] | None:
     """The ranks to blame and what is wrong with who holds what, of the first bad row, or None.
@@ -27,20 +27,20 @@ def coverage(
     whole  those of the whole sequence, (rows, seq, axes); each is to be held by as many ranks
 
     >>> zero, four = np.arange(4).reshape(1, 4, 1), np.arange(8).reshape(1, 8, 1)
-    >>> coverage({(0, 1): zero}, four)[1]  # doctest: +NORMALIZE_WHITESPACE
+    >>> misplaced({(0, 1): zero}, four)[1]  # doctest: +NORMALIZE_WHITESPACE
     'rank 1 holds 0..3, which rank 0 holds as well; 4..7 are held by nobody; it looks like
     arange(local length)'
     """
     for row, wanted in enumerate(whole):
         parts = {ranks: array[row] for ranks, array in held.items()}
-        blamed, texts = _row_coverage(parts, wanted)
+        blamed, texts = _row_misplaced(parts, wanted)
         if texts:
             where = "" if len(whole) == 1 else f"row {row}: "
             return tuple(sorted(blamed)), where + "; ".join(texts)
     return None
 
 
-def _row_coverage(
+def _row_misplaced(
     held: Mapping[tuple[int, ...], Array], whole: Array
 ) -> tuple[set[int], list[str]]:
     names, ids = np.unique(np.concatenate([whole, *held.values()]), axis=0, return_inverse=True)
