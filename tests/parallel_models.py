@@ -171,7 +171,6 @@ def _counted(*args: Any, **kwargs: Any) -> Any:
 
 
 calls: Counter[str] = Counter()
-rotations.rotate = _counted
 
 
 def _hooked(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
@@ -354,6 +353,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
+    rotations.rotate = _counted  # in this process alone, and not where the tests import the names
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")

@@ -112,7 +112,8 @@ def test_a_kill_at_any_step_leaves_whole_files_and_the_next_call_ends_it(tmp_pat
 
 
 SLOWLY = """
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts by &
     from checkpoints import Inline
     from rotary.checkpoint import shards
     real = shards.read_piece
