@@ -339,7 +339,7 @@ def constants_table(report: dict[str, Any]) -> str:
         "bfloat16_copy_GB_per_s": "copy, bfloat16, GB/s read and written",
         "float32_ns_per_byte": "rotate, float32, ns per byte",
         "bfloat16_ns_per_byte": "rotate, bfloat16, ns per byte",
-        "call_us": "one call of one token, us",
+        "call_us": "one call of one token, after large ones, us",
         "table_ns_per_entry": "exact cos and sin, ns per position and pair",
         "numpy_float32_table_ns_per_entry": "the same in NumPy float32, ns",
     }
