@@ -123,7 +123,7 @@ def comb_picture() -> Figure:
 
 def roofline_picture() -> Figure:
     """The newest measured table: q of 32 and k of 8 heads, read once and written once."""
-    results = json.loads(max(RESULTS.glob("*.json")).read_text())["milliseconds"]
+    results = json.loads(max(RESULTS.glob("????-??-??.json")).read_text())["milliseconds"]
     cases = ("copy", "rotary out=", "transformers eager", "transformers compiled")
     measured: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
     for group, times in results.items():
