@@ -52,7 +52,8 @@ class Layout:
     """Which tokens a rank holds, what RoPE is told of them, and how attention sees the others.
 
     attention  "gather": keys and values of all ranks; "ulysses": all tokens, a share of the heads
-    seen       local shapes of the queries that attention was given; rotated: their types
+    seen       shapes of the queries in each attention, behind an all-to-all
+    rotated    types of the queries that were given to it
     """
 
     tokens: Tensor  # (local,) int64
@@ -99,7 +100,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """Causal attention of rotated (batch, heads, local, head_dim); order is that of `tokens`."""
     layout.rotated.append(type(q).__name__)
     q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q, k, v))
-    layout.seen.append(list(q.shape))
     seen, tokens, mesh = layout.tokens, layout.tokens, layout.mesh
     is_ulysses = mesh is not None and layout.attention == "ulysses"
     if mesh is not None:
@@ -112,6 +112,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
             DTensor.from_local(x, mesh, [Shard(2)]).full_tensor(grad_placements=[Partial()])
             for x in (k, v)
         )
+    layout.seen.append(list(q.shape))
     mask = seen[:, None] >= tokens
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return _redistributed(out, mesh, Shard(1), Shard(2)) if is_ulysses else out

@@ -66,12 +66,17 @@ def test_every_gradient_is_that_of_one_process(ranks, family, variant):
 
 @RIGHT
 def test_the_work_is_shared(ranks, family, variant):
-    """Half of the heads, half of the tokens; weights, norms or queries that are DTensors."""
+    """Half of the heads, half of the tokens; weights, norms or queries that are DTensors.
+
+    Ulysses' ranks attend over all tokens, with half of the heads they had.
+    """
     kind = VARIANTS[variant]
     weights = len(ranks[0][family][variant]["gradients"])
     for rank in ranks:
         found = rank[family][variant]
-        heads, seq = 8 // (2 if kind.tensor else 1), SEQ // (2 if kind.order else 1)
+        is_ulysses = kind.attention == "ulysses"
+        heads = 8 // (2 if kind.tensor else 1) // (2 if is_ulysses else 1)
+        seq = SEQ // (2 if kind.order and not is_ulysses else 1)
         assert found["queries"] == [BATCH, heads, seq, 16]
         assert (found["sharded"] > weights / 2) == bool(kind.tensor)
         assert found["rotated"] == ("DTensor" if kind.tensor == "dtensor" else "Tensor")
