@@ -4,6 +4,11 @@ rotate(xs, cos, sin, positions, options, conjugate, out)            the rotation
 tables(positions, turns, scales, axes, backwards)                   cos and sin, exact
 tables_float64(positions, inv_freq, scales, axes, backwards)        of fractional positions
 tables_float32(positions, inv_freq, scales, axes, backwards)        in float32 steps
+
+And where a library can do more:
+makes_angles(xs, positions, out, num_axes)                          whether it takes the next call
+rotate_exact(xs, turns, factor, axes, positions, options, ...)      the rotation without tables
+on_shards(make, positions, num_axes, seq_len, depends_on_length)    tables of distributed positions
 """
 
 import sys
