@@ -12,233 +12,41 @@ import rotary
 
 ROOT = Path(rotary.__file__).parent
 
-# Every file of the package, and all it may import beside the standard library: files of ours by
-# their path, packages of others by their name. An import inside a function counts as well.
-FLOOR_0 = {"schedules", "layouts", "positions"}
-FLOOR_1 = FLOOR_0 | {"spec"}
-FLOOR_2 = FLOOR_1 | {"angles", "rotate", "rerotate", "configs", "hf", "attention"}
-KERNELS = {"kernels", "kernels/geometry", "kernels/memory", "kernels/numpy"}
-ARROWS = {
-    "schedules": {"numpy"},
-    "layouts": {"numpy"},
-    "positions": {"numpy"},
-    "spec": {"schedules"},
-    "kernels/geometry": {"layouts"},
-    "kernels/memory": {"numpy"},
-    "kernels/blocks": {"numpy"},
-    "kernels/numpy": {"layouts", "schedules", "kernels/geometry", "kernels/memory", "numpy"},
-    "kernels/vector": {"numpy", "numba", "llvmlite"},
-    "kernels/threads": {"kernels/vector", "numpy", "numba"},
-    "kernels/cpu": {
-        *("kernels/geometry", "kernels/memory", "kernels/numpy", "kernels/vector"),
-        *("kernels/blocks", "kernels/threads", "numpy"),
-    },
-    "kernels/torch_state": {"torch"},
-    "kernels/torch_tables": {"schedules", "kernels/numpy", "kernels/torch_state", "numpy", "torch"},
-    "kernels/torch_formula": {"layouts", "kernels/geometry", "kernels/torch_state", "torch"},
-    "kernels/torch_launch": {
-        *("kernels", "kernels/blocks", "kernels/geometry", "kernels/memory", "kernels/triton"),
-        *("kernels/torch_formula", "kernels/torch_state", "numpy", "torch"),
-    },
-    "kernels/torch_checks": {
-        *("kernels", "kernels/memory", "kernels/torch_launch", "kernels/torch_state", "torch"),
-    },
-    "kernels/torch_exact": {
-        *("kernels/geometry", "kernels/torch_checks", "kernels/torch_formula"),
-        *("kernels/torch_launch", "kernels/torch_state", "kernels/torch_tables", "torch"),
-    },
-    "kernels/torch": {
-        *("kernels", "kernels/blocks", "kernels/geometry", "kernels/memory"),
-        *("kernels/torch_checks", "kernels/torch_exact", "kernels/torch_formula"),
-        *("kernels/torch_launch", "kernels/torch_state", "kernels/torch_tables", "torch"),
-    },
-    "kernels/dtensor_shards": {"kernels/torch_state", "torch"},
-    "kernels/dtensor": {
-        *("kernels", "kernels/dtensor_shards", "kernels/geometry", "kernels/torch"),
-        *("kernels/torch_checks", "kernels/torch_exact", "kernels/torch_launch"),
-        *("kernels/torch_state", "kernels/torch_tables", "numpy", "torch"),
-    },
-    "kernels/jax": {"schedules", *KERNELS, "jax", "numpy"},
-    "kernels/launch": {"kernels/geometry"},
-    "kernels/triton": {"kernels/geometry", "kernels/launch", "torch", "triton"},
-    "kernels": {
-        *("kernels/cpu", "kernels/dtensor", "kernels/jax", "kernels/numpy", "kernels/torch"),
-        "numpy",
-    },
-    "angles": {"kernels", "schedules", "spec", "numpy"},
-    "rotate": {"angles", "kernels", "kernels/geometry", "spec", "numpy"},
-    "rerotate": {"angles", "kernels", "kernels/geometry", "rotate", "spec"},
-    "configs": {"spec"},
-    "hf": {"configs", "spec", "schedules", "positions"},
-    "attention/arrays": {"kernels", "numpy"},
-    "attention/softmax": {"attention/arrays", "angles", "rotate", "spec"},
-    "attention/linear": {"attention/arrays", "kernels", "rotate", "spec"},
-    "attention/distances": {"attention/arrays", "attention/softmax", "angles", "rotate", "spec"},
-    "attention/encodings": {"attention/arrays", "angles", "kernels", "rotate", "spec", "numpy"},
-    "attention": {
-        *("attention/distances", "attention/encodings", "attention/linear", "attention/softmax"),
-    },
-    "nn": {"rotate", "spec", "angles", "torch"},
-    "ranks/holders": {"numpy"},
-    "ranks/compare": {"ranks/holders", "angles", "spec", "numpy", "torch"},
-    "ranks": {"ranks/compare"},
-    "integrations": set(),
-    "integrations/rotations": {"rotate", "torch"},
-    "integrations/onnx": {"kernels", "kernels/geometry", "kernels/torch", "onnx", "torch"},
-    "integrations/tables": {"angles", "hf", "spec", "torch"},
-    "integrations/transformers": {
-        *("integrations", "integrations/rotations", "integrations/tables", "torch"),
-    },
-    "fanout": set(),
-    "checkpoint/names": set(),
-    "checkpoint/heads": {"checkpoint/names", "configs", "spec"},
-    "checkpoint/quantised": {"checkpoint/files", "checkpoint/names", "numpy"},
-    "checkpoint/plan": {
-        *("checkpoint/files", "checkpoint/heads", "checkpoint/names", "checkpoint/quantised"),
-        *("configs", "hf", "layouts", "spec", "numpy"),
-    },
-    "checkpoint/files": {"configs"},
-    "checkpoint/writing": {"checkpoint/files", "numpy"},
-    "checkpoint/shards": {
-        *("fanout", "checkpoint/files", "checkpoint/plan", "checkpoint/writing"),
-        "numpy",
-    },
-    "checkpoint/labels": {"configs", "hf"},
-    "checkpoint/verify": {
-        *("fanout", "checkpoint/files", "checkpoint/names", "checkpoint/plan"),
-        *("checkpoint/shards", "layouts", "numpy"),
-    },
-    "checkpoint/journal": {
-        *("checkpoint/files", "checkpoint/plan", "checkpoint/shards", "checkpoint/verify"),
-        *("checkpoint/writing", ""),  # the version
-    },
-    "checkpoint/convert": {
-        *("checkpoint/files", "checkpoint/journal", "checkpoint/labels", "checkpoint/plan"),
-        *("checkpoint/shards", "checkpoint/verify", "checkpoint/writing"),
-    },
-    "checkpoint": {"checkpoint/convert"},
-    "peers": {"schedules", "numpy"},
-    "programs": {"peers"},
-    "diff": {"configs", "peers", "programs", "numpy"},
-    "blackbox": set(),
-    "blackbox/probe": {"numpy", "torch"},
-    "blackbox/fit": {"schedules", "numpy"},
-    "blackbox/pairs": {"blackbox/fit", "layouts", "numpy"},
-    "blackbox/examine": {
-        *("blackbox/probe", "blackbox/pairs", "blackbox/fit", "angles", "spec", "numpy"),
-    },
-    "identify": {"blackbox/probe", "blackbox/examine", "spec", "numpy"},
-    # __init__.py: the public names; those of torch are loaded when they are asked for
-    "": FLOOR_2 | {"integrations/transformers"},
-    "dialects": {"angles", "hf", "spec"},
-    "audit": {"analysis/precision", "angles", "configs", "hf", "spec", "numpy"},
-    "analysis": {
-        *("analysis/bounds", "analysis/decay", "analysis/extension", "analysis/precision"),
-        *("analysis/search", "analysis/simulate", "analysis/spectrum"),
-    },
-    "analysis/spectrum": {"angles", "spec", "numpy"},
-    "analysis/bounds": {"analysis/spectrum", "spec", "numpy"},
-    "analysis/loops": {"numpy", "numba"},
-    "analysis/search": {
-        *("analysis/bounds", "analysis/loops", "analysis/spectrum", "spec", "numpy", "numba"),
-    },
-    "analysis/extension": {"analysis/bounds", "analysis/spectrum", "angles", "spec", "numpy"},
-    "analysis/precision": {"analysis/spectrum", "angles", "schedules", "spec", "numpy"},
-    "analysis/decay": {"analysis/spectrum", "angles", "layouts", "rotate", "spec", "numpy"},
-    "analysis/simulate": {"analysis/decay", "analysis/spectrum", "angles", "spec", "numpy"},
-    "plots/style": {"plots/points", "spec", "matplotlib"},
-    "plots/files": {"matplotlib"},
-    "plots/points": {"numpy"},
-    "plots/spectrum": {
-        *("analysis/decay", "analysis/extension", "analysis/spectrum", "angles", "spec"),
-        *("plots/points", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots/distance": {
-        *("analysis/decay", "analysis/spectrum", "angles", "spec"),
-        *("plots/points", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots/reach": {
-        *("analysis/bounds", "analysis/search", "analysis/spectrum", "spec"),
-        *("plots/points", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots/rounding": {
-        *("analysis/precision", "analysis/spectrum"),
-        *("plots/points", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots/geometry": {
-        *("analysis/decay", "analysis/spectrum", "layouts", "positions", "spec"),
-        *("plots/points", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots/models": {
-        *("analysis/bounds", "analysis/spectrum", "spec", "plots/style", "numpy", "matplotlib"),
-    },
-    "plots": {
-        *("plots/distance", "plots/files", "plots/geometry", "plots/models", "plots/reach"),
-        *("plots/rounding", "plots/spectrum", "matplotlib"),
-    },
-    "explorer/models": {"configs", "hf", "reach", "spec"},
-    "explorer/state": {"explorer/models", "spec"},
-    "explorer/controls": {"explorer/models", "explorer/state"},
-    "explorer/numbers": {
-        *("analysis/bounds", "analysis/decay", "analysis/extension", "analysis/precision"),
-        *("analysis/search", "analysis/spectrum", "angles", "explorer/state", "layouts"),
-        *("spec", "numpy"),
-    },
-    "explorer/figures": {"explorer/numbers", "numpy", "plotly"},
-    "explorer/guard": {
-        *("explorer/figures", "explorer/numbers", "explorer/state", "hf", "gradio"),
-    },
-    "explorer/page": {
-        *("explorer/controls", "explorer/figures", "explorer/models", "explorer/numbers"),
-        *("explorer/state", "gradio", "plotly"),
-    },
-    "explorer/server": {
-        *("explorer/guard", "explorer/page", "fastapi", "gradio", "starlette", "uvicorn"),
-    },
-    "explorer": {"explorer/page", "explorer/server"},
-    "bench": {*FLOOR_2, *KERNELS, "numpy", "torch", "transformers"},
-    "doctor": {*FLOOR_2, *KERNELS, "kernels/threads", "kernels/vector", "numpy", "numba", "torch"},
-    "demo": {*FLOOR_2, *KERNELS, "bench", "numpy", "torch", "transformers"},
-    "reach": {
-        *("analysis/bounds", "analysis/extension", "analysis/precision", "analysis/spectrum"),
-        *("configs", "hf", "spec", "numpy"),
-    },
-    "plan": {
-        *("analysis/bounds", "analysis/extension", "analysis/search", "analysis/spectrum"),
-        *("configs", "hf", "reach", "spec"),
-    },
-    "cli/terminal": {"typer", "rich"},
-    "cli/app": {"cli/terminal", "hf", "spec", "typer"},
-    "cli/machine": {"cli/app", "cli/terminal", "bench", "demo", "spec", "torch", "typer"},
-    "cli/configs": {
-        *("cli/app", "cli/terminal", "angles", "audit", "configs", "diff", "doctor", "hf"),
-        *("cli/ranks", "identify", "typer"),
-    },
-    "cli/cluster": {"checkpoint/files", "distributed", "typer"},
-    "cli/ranks": {
-        *(
-            "cli/app",
-            "cli/terminal",
-            "blackbox/probe",
-            "identify",
-            "ranks/compare",
-            "torch",
-            "typer",
-        ),
-    },
-    "cli/context": {
-        *("cli/app", "cli/cluster", "cli/terminal", "analysis/bounds", "analysis/decay"),
-        *("configs", "explorer", "plan", "plots", "reach", "spec", "typer"),
-    },
-    "cli/checkpoints": {
-        *("cli/app", "cli/cluster", "cli/terminal", "checkpoint/convert", "checkpoint/plan"),
-        *("rich", "typer"),
-    },
-    "__main__": {"cli"},
-    "cli": {"cli/app", "cli/checkpoints", "cli/machine", "cli/configs", "cli/context"},
+# Files and folders of the package, from the ground up. A file imports from floors below its own,
+# and from its own folder, where no two files need each other. The same table is in CONTRIBUTING.md.
+FLOORS = (
+    {"schedules", "layouts", "positions", "fanout"},
+    {"spec"},
+    {"kernels"},
+    {"angles"},
+    {"rotate"},
+    {"rerotate", "attention", "configs", "nn"},
+    {"analysis", "blackbox", "checkpoint", "integrations", "programs"},
+    {"audit", "identify", "ranks", "reach"},
+    {"plan"},
+    {"plots", "explorer", "bench", "doctor"},
+    {"demo"},
+    {"cli"},
+)
+# What the files of a folder import beside numpy and the standard library; "" is everywhere else.
+LIBRARIES = {
+    "analysis": {"numba"},
+    "bench": {"torch", "transformers"},
+    "blackbox": {"torch"},
+    "cli": {"distributed", "rich", "torch", "typer"},
+    "demo": {"torch", "transformers"},
+    "doctor": {"numba", "torch"},
+    "explorer": {"fastapi", "gradio", "plotly", "starlette", "uvicorn"},
+    "integrations": {"onnx", "torch"},
+    "kernels": {"jax", "llvmlite", "numba", "torch", "triton"},
+    "nn": {"torch"},
+    "plots": {"matplotlib"},
+    "ranks": {"torch"},
 }
-# What may be imported at the top of any file that `import rotary` loads
-LIGHT = {"numpy"}
+# Imports against the order: `kernels` loads the kernel of a library on first use, the public names
+# of torch are loaded when they are asked for, and a conversion writes down the version.
+UPWARD = {("kernels", "kernels/cpu"), ("checkpoint/journal", "")}
+LOADED_BY_IMPORT = {"angles", "configs", "rotate", "rerotate", "layouts", "positions", "spec"}
 MAX_LINES = 400
 LONGER = {
     "schedules": "one function for each published schedule, with its source",
@@ -300,45 +108,62 @@ def _ours(parts):
 def _file(parts):
     """The file of ours behind a dotted name: the longest part of it that is one."""
     for end in range(len(parts), 0, -1):
-        if "/".join(parts[:end]) in {*ARROWS, *FILES}:
+        if "/".join(parts[:end]) in FILES:
             return "/".join(parts[:end])
     return ""
 
 
+def floor(name):
+    """How high the file or folder stands; __init__.py and __main__.py are the roof."""
+    unit = name.split("/")[0]
+    return next((n for n, units in enumerate(FLOORS) if unit in units), len(FLOORS))
+
+
 def violations(source, name, is_package=False):
-    """What the module `name` with this source imports against the table."""
-    allowed = ARROWS[name]
+    """What the module `name` with this source imports against the tables."""
+    unit = name.split("/")[0]
+    libraries = {"numpy", "__future__", *LIBRARIES.get(unit, ()), *sys.stdlib_module_names}
     found = {target for target, _ in imports(ast.parse(source), name, is_package)}
-    return sorted(found - allowed - set(sys.stdlib_module_names) - {"__future__"})
+    return sorted(target for target in found if not (
+        (name, target) in UPWARD
+        or (target in FILES and (floor(target) < floor(name) or target.split("/")[0] == unit))
+        or (target not in FILES and target in libraries)
+    ))  # fmt: skip
 
 
-def test_every_file_is_in_the_table():
-    assert set(FILES) <= set(ARROWS), "add the file to ARROWS, with what it may import"
-    assert {"schedules", "kernels", "kernels/cpu", ""} <= set(FILES)
+def test_every_file_has_a_floor():
+    units = {name.split("/")[0] for name in FILES} - {"", "__main__"}
+    assert units == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(units)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_arrows(name):
+def test_imports_point_down(name):
     path = FILES[name]
     assert violations(path.read_text(), name, path.name == "__init__.py") == []
 
 
-def test_the_table_has_no_cycle_but_the_lazy_one():
-    """`kernels` loads the kernel of a library on first use, and those use `kernels.host`."""
-    below = {name: {n for n in ARROWS[name] if n in ARROWS} for name in ARROWS}
+def test_no_two_files_need_each_other():
+    """Also inside a folder; `kernels` is left out, which loads the kernels on first use."""
+    below = {
+        name: {target for target, _ in imports(ast.parse(path.read_text()), name,
+                                               path.name == "__init__.py")
+               if target in FILES and target != name and (name, target) not in UPWARD}
+        for name, path in FILES.items()
+    }  # fmt: skip
     below["kernels"] = set()
     done = set()
     while ready := {name for name in below if name not in done and below[name] <= done}:
         done |= ready
-    assert done == set(ARROWS)
+    assert done == set(FILES)
 
 
-@pytest.mark.parametrize("name", ["", *sorted(FLOOR_2)])
+@pytest.mark.parametrize("name", [n for n in FILES if n.split("/")[0] in LOADED_BY_IMPORT | {""}])
 def test_what_the_package_loads_is_light(name):
     path = FILES[name]
     found = imports(ast.parse(path.read_text()), name, path.name == "__init__.py")
     top = {target for target, at_top in found if at_top}
-    assert top <= LIGHT | set(ARROWS) | set(sys.stdlib_module_names)
+    assert top <= {"numpy", *FILES, *sys.stdlib_module_names}
 
 
 PLANTED = {
@@ -349,14 +174,14 @@ PLANTED = {
     "inside a branch": ("angles", "if x:\n    from jax import numpy\n", ["jax"]),
     "for the type checker": ("angles", "if TYPE_CHECKING:\n    import torch\n", ["torch"]),
     "two dots": ("kernels/numpy", "from ..rotate import rotate", ["rotate"]),
-    "two dots, whole": ("kernels/numpy", "from .. import spec", ["spec"]),
-    "another kernel": ("kernels/cpu", "from . import torch", ["kernels/torch"]),
+    "two dots, whole": ("kernels/numpy", "from .. import rotate", ["rotate"]),
+    "the same floor": ("analysis/bounds", "from ..programs import diff", ["programs/diff"]),
     "by its full name": ("layouts", "import rotary.spec", ["spec"]),
     "from its full name": ("layouts", "from rotary.kernels import cpu", ["kernels/cpu"]),
     "the public names": ("layouts", "from rotary import apply", [""]),
     "by a call": ("layouts", "importlib.import_module('numba.core')", ["numba"]),
     "by a call with a name made up": ("layouts", "__import__(name)", ["?"]),
-    "in a package": ("kernels", "from .memory import Block", ["kernels/memory"]),
+    "in a package": ("kernels", "from ..angles import turns", ["angles"]),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import rotary
 from rotary import Rotary, from_hf_config
-from rotary.dialects import from_gguf, from_megatron, to_gguf, to_vllm
+from rotary.configs import from_gguf, from_megatron, to_gguf, to_vllm
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rotary.diff import diff, readings
-from rotary.programs import PROGRAMS, SLICED
+from rotary.programs import PROGRAMS, SLICED, diff, readings
 
 transformers = pytest.importorskip("transformers")
 from huggingface_hub.errors import StrictDataclassClassValidationError  # noqa: E402

@@ -478,7 +478,7 @@ def test_workers_that_do_not_see_our_files_are_refused_before_anything_is_writte
     source, _ = expected
     path = source / name_of(1)
     seen = {path: state_of(path)}
-    with cluster(address, files=seen, folder=tmp_path / "new" / "b", modules=("rotary.hf",)):
+    with cluster(address, files=seen, folder=tmp_path / "new" / "b", modules=("rotary.configs",)):
         pass
     for asked, message in (
         ({"files": {path: state_of(path)._replace(inode=0)}}, f"{path}: not the file that it is"),

@@ -7,8 +7,8 @@ from . import positions as positions
 from .angles import cos_sin as cos_sin
 from .angles import inv_freq as inv_freq
 from .angles import turns as turns
-from .hf import from_hf_config as from_hf_config
-from .hf import to_hf_config as to_hf_config
+from .configs import from_hf_config as from_hf_config
+from .configs import to_hf_config as to_hf_config
 from .rerotate import rerotate as rerotate
 from .rotate import apply as apply
 from .rotate import rotate as rotate

@@ -9,8 +9,7 @@ import numpy as np
 
 from .analysis.precision import longest_safe_position
 from .angles import inv_freq
-from .configs import Config, choose, layer_types, parts
-from .hf import from_hf_config
+from .configs import Config, choose, from_hf_config, layer_types, parts
 from .spec import Rotary
 
 # an angle that is off by this much is seen in float32 attention

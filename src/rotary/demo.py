@@ -10,7 +10,7 @@ import numpy as np
 
 from . import bench
 from .angles import cos_sin, inv_freq
-from .hf import from_hf_config
+from .configs import from_hf_config
 from .rotate import apply
 from .spec import Rotary
 

@@ -10,8 +10,7 @@ from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare
 from .analysis.search import MinBase, SafeBase, min_base, safe_base
 from .analysis.spectrum import whole_number
-from .configs import choose
-from .hf import from_hf_config, to_hf_config
+from .configs import choose, from_hf_config, to_hf_config
 from .reach import lengths
 from .spec import Rotary
 

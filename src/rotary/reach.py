@@ -17,8 +17,7 @@ from .analysis.spectrum import (
     wavelengths,
     whole_number,
 )
-from .configs import Config, choose, layer_types
-from .hf import from_hf_config
+from .configs import Config, choose, from_hf_config, layer_types
 from .spec import Rotary
 
 TOLERANCE = 1e-2  # rad; an angle that is off by more is seen in a score of float32

@@ -1,4 +1,4 @@
-"""Write `src/rotary/models.json`, the one table of model knowledge; run as a script.
+"""Write `src/rotary/configs/models.json`, the one table of model knowledge; run as a script.
 
 What a config takes where it is silent is asked from the config classes of transformers. What only a
 model's code says (layout, direction, slice, how position axes are dealt out) is in `CODE` below,
@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 
-TABLE = Path(__file__).parents[2] / "src" / "rotary" / "models.json"
+TABLE = Path(__file__).parents[2] / "src" / "rotary" / "configs" / "models.json"
 MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
 SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")

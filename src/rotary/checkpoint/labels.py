@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import configs
-from ..hf import from_hf_config
+from ..configs import from_hf_config
+from ..configs.entries import TEXT_PARTS
 
 CONFIG = "config.json"
 
@@ -94,7 +95,7 @@ def with_layout(data: Mapping[str, Any], layout: str) -> dict[str, Any]:
 def _text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text model, which are all keys where there is one part alone."""
     known = configs.MODELS.get(str(data.get("model_type")), {}).get("parts", {})
-    key = next((key for key in configs.TEXT_PARTS if key in known), None)
+    key = next((key for key in TEXT_PARTS if key in known), None)
     inner = data.get(key) if key else None
     return _text_part(inner) if isinstance(inner, Mapping) else data
 

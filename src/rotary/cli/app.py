@@ -50,7 +50,7 @@ def start(context: typer.Context) -> None:
 
 
 def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
-    from ..hf import from_hf_config
+    from ..configs import from_hf_config
 
     spec = from_hf_config(config, layer_type, part=part)
     if spec is None:

@@ -39,7 +39,7 @@ def inspect(
 
 def _inspected(config: str, layer_type: str | None, part: str | None) -> dict[str, Any] | None:
     from ..angles import inv_freq
-    from ..hf import from_hf_config
+    from ..configs import from_hf_config
 
     spec = from_hf_config(config, layer_type, part=part)
     if spec is None:
@@ -188,7 +188,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
-    from ..diff import diff as compare
+    from ..programs import diff as compare
 
     found = compare(config, seq_len=seq_len, layer_type=layer_type)
     if as_json:

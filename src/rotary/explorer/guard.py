@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import gradio
 
-from ..hf import to_hf_config
+from ..configs import to_hf_config
 from .figures import CONFIG, FIGURES
 from .numbers import NUMBERS, csv, look
 from .state import from_query

@@ -7,8 +7,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..configs import choose, layer_types, parsed
-from ..hf import from_hf_config
+from ..configs import choose, from_hf_config, layer_types, parsed
 from ..reach import lengths
 from ..spec import Rotary
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..angles import cos_sin, inv_freq
-from ..hf import from_hf_config
+from ..configs import from_hf_config
 from ..spec import Rotary
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .schedules import SCHEDULES
+from ..schedules import SCHEDULES
 
 Array = npt.NDArray[np.floating]
 

@@ -1,4 +1,4 @@
-"""Six programs that read a config.json: which rule of `rotary.peers` each has for each rope_type.
+"""Six programs that read a config.json: which of `rules` each has for each rope_type.
 
 Beside every rule stands the file and function it was read in.
 """
@@ -6,7 +6,7 @@ Beside every rule stands the file and function it was read in.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import peers
+from . import rules as peers
 
 # model types whose `default` type rotates a slice; all others ignore partial_rotary_factor there
 SLICED = frozenset({

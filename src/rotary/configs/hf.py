@@ -1,6 +1,6 @@
 """A `Rotary` from a model's config, in every dialect that is around, and a config for a `Rotary`.
 
-Which keys are meant is chosen in `configs.py`; here they get their meaning. A key, a type or a
+Which keys are meant is chosen in `entries.py`; here they get their meaning. A key, a type or a
 model that is not known is an error that names it.
 """
 
@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .configs import Config, Model, choose
-from .positions import interleaved_sections, sections
-from .schedules import parameters
-from .spec import Rotary, nearest
+from ..positions import interleaved_sections, sections
+from ..schedules import parameters
+from ..spec import Rotary, nearest
+from .entries import Config, Model, choose
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
 # names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code

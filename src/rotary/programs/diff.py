@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import peers
-from .configs import load, rope_parameters
-from .programs import PROGRAMS, Program
+from ..configs.entries import load, rope_parameters
+from . import rules as peers
+from .tables import PROGRAMS, Program
 
 Array = npt.NDArray[np.floating]
 TOLERANCE = 1e-9  # two formulas in float64; programs compute in float32, and differ by 1e-6 anyway

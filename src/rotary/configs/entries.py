@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .spec import nearest
+from ..spec import nearest
 
 MAX_CONFIG_BYTES = 10 * 2**20
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.

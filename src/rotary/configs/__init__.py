@@ -1,0 +1,19 @@
+"""A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
+
+`entries` reads the file and chooses the entry that is meant, `hf` gives its keys their meaning, and
+`models.json` holds what is known of each model; `gguf`, `megatron` and `vllm` are other formats.
+"""
+
+from .entries import MODELS as MODELS
+from .entries import Config as Config
+from .entries import choose as choose
+from .entries import layer_types as layer_types
+from .entries import load as load
+from .entries import parsed as parsed
+from .entries import parts as parts
+from .gguf import from_gguf as from_gguf
+from .gguf import to_gguf as to_gguf
+from .hf import from_hf_config as from_hf_config
+from .hf import to_hf_config as to_hf_config
+from .megatron import from_megatron as from_megatron
+from .vllm import to_vllm as to_vllm

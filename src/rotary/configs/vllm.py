@@ -1,0 +1,37 @@
+"""vLLM's `--hf-overrides` for a `Rotary`."""
+
+from typing import Any
+
+from ..spec import Rotary
+from .hf import to_hf_config
+
+
+def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, Any]:
+    """The dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
+
+    Raises ValueError for what vLLM reads otherwise than transformers and so cannot say: dynamic,
+    whose static reading there is plain RoPE, and proportional with a factor, which it drops.
+    Source: vLLM 0.33, model_executor/layers/rotary_embedding/__init__.py.
+
+    >>> to_vllm(Rotary(head_dim=64, base=5e5))
+    {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0}}
+    """
+    if spec.schedule == "dynamic":
+        raise ValueError("vLLM computes dynamic as plain RoPE; use ntk with a fixed factor")
+    if spec.schedule == "proportional" and spec.params.get("factor", 1.0) != 1.0:
+        raise ValueError("vLLM drops the factor of proportional")
+    if spec.schedule == "ntk":
+        plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim, base=spec.base)
+        written = to_hf_config(plain, max_position_embeddings=max_position_embeddings)
+        width = spec.rotary_dim
+        theta = (
+            spec.base * spec.params["factor"] ** (width / (width - 2)) if width > 2 else spec.base
+        )
+        written["rope_parameters"]["rope_theta"] = theta
+    else:
+        written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
+    del written["head_dim"]
+    rope = written["rope_parameters"]
+    if isinstance(rope.get("factor"), int):  # an int raises TypeError in its linear scaling
+        rope["factor"] = float(rope["factor"])
+    return written
