@@ -79,7 +79,7 @@ def test_keys_that_nothing_reads():
 
 def test_a_key_that_the_code_of_the_model_ignores():
     found = audit({"model_type": "llama", "partial_rotary_factor": 0.5})
-    assert "ignores it" in found[0].advice
+    assert "ignores it; remove the key" in found[0].found
 
 
 def test_a_context_longer_than_trained():

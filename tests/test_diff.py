@@ -3,14 +3,15 @@
 import copy
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rotary.programs import PROGRAMS, SLICED, diff, readings
+import rotary
+from rotary.configs import layer_types, parts
+from rotary.programs import PROGRAMS, diff, readings
 
 transformers = pytest.importorskip("transformers")
 from huggingface_hub.errors import StrictDataclassClassValidationError  # noqa: E402
@@ -229,20 +230,50 @@ def test_a_slice_is_ignored_by_the_default_type_of_llama_and_obeyed_by_the_other
 
 def test_the_slice_of_a_family_that_has_one_is_read_by_all():
     config = {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.25}
-    for model_type in ("stablelm", "glm4v_text"):
+    for model_type in ("stablelm", "glm4"):
         config["model_type"] = model_type
         assert diff(config).verdict == "All six agree."
         assert [len(each.inv_freq) for each in readings(config)] == [16] * 6
 
 
-def test_the_families_that_slice_are_those_whose_code_says_so():
-    body = re.compile(r"def compute_default_rope_parameters\(.*?(?=\n    def |\nclass )", re.DOTALL)
-    found = {
-        path.parent.name
-        for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
-        if any("partial_rotary_factor" in each for each in body.findall(path.read_text()))
-    }
-    assert found == SLICED
+CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
+
+
+def entries_of(path):
+    """Every part and layer type of a config that `from_hf_config` reads."""
+    for part in (None, *parts(path)):
+        try:
+            for layer_type in layer_types(path, part=part) or (None,):
+                spec = rotary.from_hf_config(path, layer_type, part=part)
+                if spec is not None:
+                    yield part, layer_type, spec
+        except ValueError:
+            continue  # its model type is not known, or it is no single rotation
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_line_of_transformers_is_what_from_hf_config_reads(path):
+    for part, layer_type, spec in entries_of(path):
+        trained = spec.params.get("original_max_position_embeddings")
+        result = diff(path, layer_type=layer_type, part=part)
+        for seq_len in result.lengths:
+            if path.stem == "phi-3.5-moe" and seq_len > trained:
+                continue  # transformers keeps the short list: DIFFERENCES.md
+            reading = readings(path, seq_len=seq_len, layer_type=layer_type, part=part)[0]
+            inv_freq, factor = rotary.inv_freq(spec, seq_len)
+            assert reading.inv_freq.tobytes() == inv_freq.tobytes()
+            assert reading.attention_factor == factor
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_from_hf_config_refuses_as_unknown_diff_refuses_too(path):
+    model_type = json.loads(path.read_text()).get("model_type")
+    try:
+        rotary.from_hf_config(path)
+    except ValueError as error:
+        if "model_type" in str(error):
+            with pytest.raises(ValueError, match=f"model_type '{model_type}' is not known"):
+                diff(path)
 
 
 @pytest.mark.parametrize("rope_type", ["su", "ntk", "mrope", "telechat3-yarn", "deepseek_yarn"])
@@ -668,7 +699,7 @@ BAD = {
     "no size": ({"rope_theta": 1e4}, "needs head_dim"),
     "base": ({**LLAMA, "rope_theta": "big"}, "rope_theta must be a number"),
     "share": ({**LLAMA, "partial_rotary_factor": 2}, r"must be in \(0, 1\]"),
-    "odd": ({**LLAMA, "head_dim": 7}, "odd number"),
+    "odd": ({**LLAMA, "head_dim": 7}, "rotary_dim must be even"),
     "rope": ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
     "two": ({**scaled("linear", factor=2.0), "rope_parameters": {"factor": 1}}, "keep one"),
     "type": (scaled(7), "rope_type must be a name"),
@@ -677,7 +708,7 @@ BAD = {
     "list": (scaled("longrope", **{**ROPES["longrope"], "long_factor": [1.0]}), "64 values"),
     "context": ({"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs max"),
     "length": ({**LLAMA, "max_position_embeddings": 0.5}, "whole number"),
-    "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "layer_type must be one of"),
+    "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "one of full_attention"),
     "kind": (7, "config must be a path, a dict"),
 }
 

@@ -177,3 +177,22 @@ def test_what_is_not_a_rotation_is_refused_with_the_reason():
 def test_models_of_other_code_that_compute_the_same():
     assert MODELS["kimi_k2"] == MODELS["deepseek_v3"]
     assert from_hf_config({"model_type": "internlm2"}) == Rotary(head_dim=128)
+
+
+def test_a_layer_type_that_the_model_does_not_have_is_refused():
+    """By the reader, so by everything that reads a config: inspect, freqs, diff, reach, plan."""
+    config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+    with pytest.raises(ValueError, match="layer_type 'foo' is not one of this model's"):
+        from_hf_config(config, "foo")
+    listed = {**config, "layer_types": ["full_attention", "sliding_attention"]}
+    assert from_hf_config(listed, "sliding_attention") == from_hf_config(config)
+    with pytest.raises(ValueError, match="layer_type 'foo'"):
+        from_hf_config(listed, "foo")
+    with pytest.raises(ValueError, match="one of full_attention, sliding_attention; got 'foo'"):
+        from_hf_config({"model_type": "gemma3_text"}, "foo")
+
+
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"head_dim": 8}])
+def test_a_part_that_the_model_does_not_have_is_refused(config):
+    with pytest.raises(ValueError, match="part 'vision_config'"):
+        from_hf_config(config, part="vision_config")

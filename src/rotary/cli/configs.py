@@ -185,12 +185,13 @@ def diff(
     config: Config,
     seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
     layer_type: LayerType = None,
+    part: Part = None,
     as_json: Json = False,
 ) -> None:
     """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
     from ..programs import diff as compare
 
-    found = compare(config, seq_len=seq_len, layer_type=layer_type)
+    found = compare(config, seq_len=seq_len, layer_type=layer_type, part=part)
     if as_json:
         print_json(found.to_dict())
         return
@@ -201,10 +202,10 @@ def diff(
         rows.append(
             (
                 f"{each.framework} {each.version}",
-                "refuses" if each.refuses else each.schedule,
+                each.schedule,
                 "" if each.attention_factor is None else f"{each.attention_factor:.6g}",
                 "" if gap is None else f"{gap.inv_freq:.2g}",
-                each.refuses or each.switch,
+                each.refuses or each.not_compared or each.switch,
             )
         )
     header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")

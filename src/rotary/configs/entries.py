@@ -1,10 +1,12 @@
 """Which config is meant: the file, the part of a model, the model, the entry of a layer type.
 
-Only data is read: nothing in a model folder is ever executed, and transformers is not imported.
-What the chosen keys mean for a RoPE is worked out in `hf.py`.
+`choose` reads a config once into one `Config`; everything else takes that: `hf.py` makes a `Rotary`
+of it, `rotary.programs` what other programs compute. Only data is read: nothing in a model folder
+is ever executed, and transformers is not imported.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,10 +44,13 @@ Rope = dict[str, Any]
 
 
 class Config(NamedTuple):
-    """What a value is looked up in, the first that has it: rope, data, then the silent defaults.
+    """What a config says about one RoPE, read once. A value is looked up in rope, data, model.
 
-    rope  the rope parameters of the layer type
-    data  the keys around them;  model  what `MODELS` knows
+    rope        the rope parameters of the layer type
+    data        the keys around them
+    model       what `MODELS` knows: the values of the model's class where the file is silent
+    layer_type  None where all layers are alike
+    is_layer_rotated   False for a layer type without rotation
     """
 
     rope: Rope
@@ -55,9 +60,109 @@ class Config(NamedTuple):
     is_layer_rotated: bool
 
     @property
+    def model_type(self) -> str:
+        """The model type of the part; "" for a config that has none."""
+        return str(self.data.get("model_type") or "")
+
+    @property
     def rotates(self) -> bool:
         """False for a layer type without rotation, and where a key of the model turns it off."""
         return self.is_layer_rotated and self.get(self.model.get("switch", ""), True) is not False
+
+    @property
+    def rope_type(self) -> str:
+        """The name of the rope type as the file has it, "default" where it is silent."""
+        name = self.rope.get("rope_type") or self.rope.get("type") or "default"
+        if not isinstance(name, str):
+            raise ValueError(f"rope_type must be a name, got {name!r}")
+        return name
+
+    @property
+    def base(self) -> float:
+        """rope_theta."""
+        base = self.get("rope_theta", 10_000.0)
+        if isinstance(base, bool) or not isinstance(base, int | float):
+            raise ValueError(f"rope_theta must be a number, got {base!r}")
+        return base
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, as far as RoPE sees them (DeepSeek: qk_rope_head_dim)."""
+        name = self.model.get("names", {}).get("head_dim", "head_dim")
+        per_layer = self.data.get("per_layer_config") or {}
+        own = {int(layer): values for layer, values in per_layer.items()}  # "2", or "02" of many
+        for layer, kind in enumerate(self.data.get("layer_types") or ()):
+            if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
+                return whole_number(name, own[layer][name])
+        head_dim = self.get("head_dim")
+        if head_dim is not None:
+            return whole_number("head_dim", head_dim)
+        if "head_dim_of" in self.model:
+            whole, *others = (self.get(name) for name in self.model["head_dim_of"])
+            return int(whole // math.prod(others))
+        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
+        if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+            raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
+        if hidden % heads:
+            raise ValueError(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; "
+                "give head_dim"
+            )
+        return hidden // heads
+
+    @property
+    def share(self) -> float:
+        """partial_rotary_factor of the file or the model's class, read by the code or not."""
+        share = self.get("partial_rotary_factor", 1.0)
+        if self.model.get("partial_rotary_factor", share) is None:  # there, and without a bearing
+            return 1.0
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share!r}")
+        return share
+
+    @property
+    def reads_width(self) -> bool:
+        """True if the model's code reads a number of channels, rotary_dim or its name for it."""
+        return "rotary_dim" in {**self.model, **self.model.get("names", {})}
+
+    @property
+    def reads_share(self) -> bool:
+        """True if the model's code reads partial_rotary_factor; Llama's ignores it."""
+        return self.reads_width or "partial_rotary_factor" in self.model
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels the model's code rotates; `share` of the head where it reads that."""
+        if self.data.get("rope_dim") is not None:  # another name of the width, whatever the model
+            return whole_number("rope_dim", self.data["rope_dim"])
+        width = self.get("rotary_dim") if self.reads_width else None
+        if width is not None and self.rope.get("partial_rotary_factor") is None:
+            return whole_number("rotary_dim", width)
+        share = self.share if self.reads_share else 1.0
+        rotary_dim = int(self.head_dim * share)
+        if rotary_dim % 2 and rotary_dim < self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor {share} of head_dim {self.head_dim} is {rotary_dim} "
+                f"channels, an odd number; transformers rounds up to {rotary_dim + 1}: build "
+                f"Rotary(head_dim={self.head_dim}, rotary_dim={rotary_dim + 1}, ...) if that is "
+                "meant"
+            )
+        return rotary_dim
+
+    @property
+    def context(self) -> int | None:
+        """max_position_embeddings."""
+        return _length("max_position_embeddings", self.get("max_position_embeddings"))
+
+    @property
+    def trained(self) -> int | None:
+        """original_max_position_embeddings, or `context` where the config has none."""
+        name = "original_max_position_embeddings"
+        # Phi-3 has it outside the rope parameters, and it wins
+        for source in (self.data, self.model, self.rope):
+            if source.get(name) is not None:
+                return _length(name, source[name])
+        return self.context
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value under our name, whatever this config calls it; `default` if all are silent."""
@@ -71,6 +176,21 @@ class Config(NamedTuple):
             if value is not None:
                 return value
         return default
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value`, if it is a whole number; ValueError with its name if not.
+
+    >>> whole_number("head_dim", 64)
+    64
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return value
+
+
+def _length(name: str, value: Any) -> int | None:
+    return None if value is None else whole_number(name, value)
 
 
 def choose(config: Any, layer_type: str | None = None, part: str | None = None) -> Config:
@@ -87,8 +207,17 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
             f"rope_parameters is nested by layer type; pass layer_type, one of "
             f"{', '.join(known)}; got {layer_type!r}{nearest(layer_type, known)}"
         )
+    if None in found and layer_type is not None and layer_type not in _listed_layer_types(data):
+        raise ValueError(
+            f"layer_type {layer_type!r} is not one of this model's: all its layers have one RoPE; "
+            "leave layer_type out"
+        )
     rope = found[None if None in found else layer_type]  # None: all layers are alike
     return Config(rope or {}, data, model, layer_type, rope is not None)
+
+
+def _listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, data.get("layer_types") or ()))
 
 
 def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
@@ -162,7 +291,7 @@ def rope_parameters(data: Mapping[str, Any]) -> Rope:
 
 
 def _is_nested(rope: Rope, data: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    labels = {*own, *(data.get("layer_types") or ())}
+    labels = {*own, *_listed_layer_types(data)}
     return bool(rope) and (
         any(key in labels for key in rope) or all(_is_entry(value) for value in rope.values())
     )

@@ -13,7 +13,7 @@ from typing import Any
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters
 from ..spec import Rotary, nearest
-from .entries import Config, Model, choose
+from .entries import Config, Model, choose, whole_number
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
 # names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
@@ -67,19 +67,30 @@ def from_hf_config(
     >>> from_hf_config({"model_type": "nanochat"}).sign
     -1
     """
-    complain = _refuse if strict else _warn
-    found = choose(config, layer_type, part)
+    return rotary_of(choose(config, layer_type, part), _refuse if strict else _warn)
+
+
+def rotary_of(found: Config, complain: Complain) -> Rotary | None:
+    """The RoPE of a config that was read; `complain` is given each key that has no meaning here.
+
+    >>> rotary_of(choose({"head_dim": 64}), print)
+    Rotary(head_dim=64)
+    """
     rope, data, model = found.rope, found.data, found.model
     if "not_one" in model:
         raise ValueError(f"{data['model_type']!r} is not one rotation: {model['not_one']}")
     _check_top(data, model, complain)
     if not found.rotates:
         return None
-    head_dim = _head_dim(found)
-    name = _rope_type(rope, model)
+    head_dim = found.head_dim
+    name = _rope_type(found)
     schedule = _schedule(name, rope)
-    _check_keys(rope, schedule, name, model, complain)
-    rotary_dim, params = _slice(found, head_dim, schedule)
+    rope = _known_keys(rope, schedule, name, model, complain)
+    if schedule == "proportional":
+        rotary_dim, params = head_dim, {"partial_rotary_factor": found.share}
+    else:
+        _check_share(found, complain)
+        rotary_dim, params = found.rotary_dim, {}
     start = head_dim - rotary_dim if model.get("slice") == "trailing" else 0
     layout, out_layout = _layouts(found)
     taken = {key: value for key, value in rope.items() if key in parameters(schedule)}
@@ -91,7 +102,7 @@ def from_hf_config(
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         start=start,
-        base=found.get("rope_theta", 10_000.0),
+        base=found.base,
         layout=layout,
         out_layout=out_layout,
         schedule=schedule,
@@ -183,13 +194,13 @@ def _check_top(data: Mapping[str, Any], model: Model, complain: Complain) -> Non
             complain(f"config key {key!r} is not known{nearest(key, known)}")
 
 
-def _rope_type(rope: Mapping[str, Any], model: Model) -> str:
-    new, old = rope.get("rope_type"), rope.get("type")
+def _rope_type(found: Config) -> str:
+    name, model = found.rope_type, found.model
+    new, old = found.rope.get("rope_type"), found.rope.get("type")
     if new is not None and old is not None and new != old and ALIASES.get(str(old), old) != new:
         raise ValueError(f"rope_type {new!r} and type {old!r} disagree; keep one")
-    name = new or old or "default"
     known = (*TYPES, *ALIASES)
-    if not isinstance(name, str) or name not in known:
+    if name not in known:
         raise ValueError(
             f"rope_type {name!r} is not known{nearest(name, known)}; known: {', '.join(TYPES)}"
         )
@@ -211,9 +222,10 @@ def _schedule(name: str, rope: Mapping[str, Any]) -> str:
     return schedule
 
 
-def _check_keys(
+def _known_keys(
     rope: Mapping[str, Any], schedule: str, name: str, model: Model, complain: Complain
-) -> None:
+) -> Mapping[str, Any]:
+    """The rope parameters without those that are not known, each of which is complained about."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
     known = {*_COMMON_KEYS, *_NEUTRAL_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(name, ())}
@@ -232,6 +244,7 @@ def _check_keys(
                 f"rope_type {name!r} has no key {key!r}{nearest(key, known)}; "
                 f"known: {', '.join(sorted(known))}"
             )
+    return {key: value for key, value in rope.items() if key in known}
 
 
 # rope type -> keys it has beside those of its schedule
@@ -262,61 +275,12 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
     return {}
 
 
-def _head_dim(found: Config) -> int:
-    name = found.model.get("names", {}).get("head_dim", "head_dim")
-    per_layer = found.data.get("per_layer_config") or {}
-    own = {int(layer): values for layer, values in per_layer.items()}  # "2", or "02" of many
-    for layer, kind in enumerate(found.data.get("layer_types") or ()):
-        if kind == found.layer_type and own.get(layer, {}).get(name) is not None:
-            return _whole_number(name, own[layer][name])
-    head_dim = found.get("head_dim")
-    if head_dim is not None:
-        return _whole_number("head_dim", head_dim)
-    if "head_dim_of" in found.model:
-        whole, *others = (found.get(name) for name in found.model["head_dim_of"])
-        return int(whole // math.prod(others))
-    hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
-    if hidden % heads:
-        raise ValueError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; give head_dim"
-        )
-    return hidden // heads
-
-
-def _slice(found: Config, head_dim: int, schedule: str) -> tuple[int, dict[str, Any]]:
-    """rotary_dim, and the share as a parameter where the schedule has it."""
-    if found.data.get("rope_dim") is not None:  # another name of the width, whatever the model
-        return _whole_number("rope_dim", found.data["rope_dim"]), {}
-    reads_width = "rotary_dim" in {**found.model, **found.model.get("names", {})}
-    rotary_dim = found.get("rotary_dim") if reads_width else None
-    if rotary_dim is not None and found.rope.get("partial_rotary_factor") is None:
-        return _whole_number("rotary_dim", rotary_dim), {}
-    share = found.get("partial_rotary_factor", 1.0)
-    if found.model.get("partial_rotary_factor", share) is None:  # there, and without a bearing
-        share = 1.0
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share!r}")
-    if schedule == "proportional":
-        return head_dim, {"partial_rotary_factor": share}
-    if share != 1 and not reads_width and "partial_rotary_factor" not in found.model:
-        raise ValueError(
-            f"partial_rotary_factor is {share}, but the code of {found.data['model_type']!r} "
+def _check_share(found: Config, complain: Complain) -> None:
+    if found.share != 1 and not found.reads_share:
+        complain(
+            f"partial_rotary_factor is {found.share}, but the code of {found.model_type!r} "
             "rotates the whole head and ignores it; remove the key"
         )
-    return _rotary_dim(head_dim, share), {}
-
-
-def _rotary_dim(head_dim: int, share: float) -> int:
-    rotary_dim = int(head_dim * share)
-    if rotary_dim % 2 and rotary_dim < head_dim:
-        raise ValueError(
-            f"partial_rotary_factor {share} of head_dim {head_dim} is {rotary_dim} channels, an "
-            f"odd number; transformers rounds up to {rotary_dim + 1}: build "
-            f"Rotary(head_dim={head_dim}, rotary_dim={rotary_dim + 1}, ...) if that is meant"
-        )
-    return rotary_dim
 
 
 def _layouts(found: Config) -> tuple[str, str]:
@@ -364,32 +328,20 @@ def _axes(found: Config, pairs: int) -> tuple[int, ...]:
 def _filled(schedule: str, params: dict[str, Any], found: Config) -> dict[str, Any]:
     """What transformers takes from beside the dict: trained length, and factor if it is missing."""
     name = "original_max_position_embeddings"
-    context = found.get("max_position_embeddings")
-    if context is not None:
-        context = _whole_number("max_position_embeddings", context)
+    context, trained = found.context, found.trained
     if schedule == "dynamic":
         context = found.rope.get("max_trained_positions", context)  # vLLM's name, which wins there
         if context is None:
             raise ValueError("dynamic needs max_position_embeddings, the length it scales from")
-        context = _whole_number("max_trained_positions", context)
-        return {**params, name: context}
+        return {**params, name: whole_number("max_trained_positions", context)}
     if name not in parameters(schedule):
         return params
-    # Phi-3 has it outside, and it wins
-    sources = (found.data.get(name), found.model.get(name), params.get(name), context)
-    trained = next((each for each in sources if each is not None), None)
     if trained is not None:
-        params = {**params, name: _whole_number(name, trained)}
+        params = {**params, name: trained}
     is_needed = schedule == "yarn" or not params.keys() & {"attention_factor", "long_mscale"}
     if schedule != "llama3" and is_needed and "factor" not in params and context and trained:
         params["factor"] = context / trained
     return params
-
-
-def _whole_number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,9 @@
-"""What other programs compute from the same config, side by side with transformers."""
+"""What other programs compute from the same config, side by side with transformers.
 
+One file for each program; a new release of one touches that file. `case` is what a program is asked
+and answers, `rules` the formulas that several share, `diff` the comparison.
+"""
+
+from .diff import PROGRAMS as PROGRAMS
 from .diff import diff as diff
 from .diff import readings as readings
-from .tables import PROGRAMS as PROGRAMS
-from .tables import SLICED as SLICED

@@ -1,10 +1,9 @@
-"""The same config.json as six programs read it: frequencies, switch rule, amplitude, side by side.
+"""The same config.json as several programs compute it: frequencies, switch rule, amplitude.
 
 transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub take different rotations from one file.
-Only transformers is run, by the tests, which compare its reading with what it computes. The rules
-of the other five are read in their sources: every `Reading` names version, file and function. Each
-is that of the program's Llama file, and of Phi-3's for `longrope`; where a file is silent about its
-base, Llama's 10 000 is taken. llama.cpp reads the GGUF file that its converter writes.
+The file is read once, by `rotary.configs`; what transformers computes is what `from_hf_config`
+reads, and each other program has a file in this folder. llama.cpp reads the GGUF file that its
+converter writes.
 """
 
 import math
@@ -12,22 +11,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..configs.entries import load, rope_parameters
-from . import rules as peers
-from .tables import PROGRAMS, Program
+from ..configs import Config, choose
+from ..configs.entries import TEXT_PARTS
+from .case import Array, Case, NotComparedError, Program, RefusedError
+from .keras_hub import KERAS_HUB
+from .llama_cpp import LLAMA_CPP
+from .mlx_lm import MLX_LM
+from .sglang import SGLANG
+from .transformers import TRANSFORMERS
+from .vllm import VLLM
 
-Array = npt.NDArray[np.floating]
+PROGRAMS = (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, KERAS_HUB)
 TOLERANCE = 1e-9  # two formulas in float64; programs compute in float32, and differ by 1e-6 anyway
-
-TRAINED = "original_max_position_embeddings"
 NUMBERS = frozenset({
     "factor", "alpha", "mixed_b", "max_trained_positions", "beta_fast", "beta_slow",
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
     "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim",
 })  # fmt: skip
-QWEN_VL = ("qwen2_vl", "qwen2_5_vl")
 RENAME = {  # what to write instead of a type that some program refuses
     "su": "write rope_type longrope",
     "mrope": "write rope_type default beside mrope_section",
@@ -41,10 +42,11 @@ class Reading(NamedTuple):
     """What one program makes of a config.
 
     schedule          what it computes, in words
-    inv_freq          (pairs,) float64, rad per token; None if it refuses the config
-    attention_factor  multiplies cos and sin; None if it refuses
+    inv_freq          (pairs,) float64, rad per token; None if it computes nothing
+    attention_factor  multiplies cos and sin; None if it computes nothing
     switch            when the frequencies change with length, and what decides
     refuses           its error, or ""
+    not_compared      why nothing is known of it for this config, or ""
     notes, advice     what else differs; what to change, or ""
     source            file and function, in the version named
     """
@@ -56,6 +58,7 @@ class Reading(NamedTuple):
     attention_factor: float | None
     switch: str
     refuses: str
+    not_compared: str
     notes: tuple[str, ...]
     advice: str
     source: str
@@ -120,7 +123,11 @@ class Diff(NamedTuple):
 
 
 def readings(
-    config: Any, *, seq_len: int | None = None, layer_type: str | None = None
+    config: Any,
+    *,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    part: str | None = None,
 ) -> tuple[Reading, ...]:
     """What each of six programs makes of a Hugging Face config.
 
@@ -129,11 +136,13 @@ def readings(
                 and longrope. Default: the longest row the config is made for, that is
                 max_position_embeddings, and factor times that for dynamic. Programs that decide
                 once at start (vLLM, llama.cpp) are taken to be started for that longest row.
-    layer_type  which entry of a `rope_parameters` that is nested by layer type
+    layer_type  which entry, where frequencies differ by layer type
+    part        which sub-config of a model of several parts, as in `from_hf_config`; the vision
+                parts of other programs are not compared
 
-    A type that a program does not know is no error here but its `refuses`. Raises ValueError for
-    values that give no rotation (a list of the wrong length, a negative factor), FileNotFoundError
-    for a path that is not there.
+    A type that a program does not know is no error here but its `refuses`. Raises ValueError for a
+    model type, layer type or part that is not known and for values that give no rotation (a list of
+    the wrong length, a negative factor), FileNotFoundError for a path that is not there.
 
     >>> for reading in readings({"head_dim": 128, "max_position_embeddings": 4096,
     ...                          "rope_scaling": {"type": "dynamic", "factor": 4.0}})[:3]:
@@ -142,11 +151,16 @@ def readings(
     vLLM         1.15e-04 never
     SGLang       8.88e-06 never
     """
-    data, rope = _text_model(load(config), layer_type)
-    return _read_all(_case(data, rope, layer_type, seq_len))
+    return _read_all(_case(choose(config, layer_type, part), seq_len), _is_text(part))
 
 
-def diff(config: Any, *, seq_len: int | None = None, layer_type: str | None = None) -> Diff:
+def diff(
+    config: Any,
+    *,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    part: str | None = None,
+) -> Diff:
     """How far apart six programs are on one config, and what to do about it.
 
     Arguments and errors are those of `readings`. Differences are against transformers, or, where it
@@ -159,13 +173,13 @@ def diff(config: Any, *, seq_len: int | None = None, layer_type: str | None = No
     Refused by vLLM, SGLang; all others agree. To be read by all, write factor with a decimal \
 point, as 8.0.
     """
-    data, rope = _text_model(load(config), layer_type)
-    longest = _case(data, rope, layer_type, seq_len)
+    entry = choose(config, layer_type, part)
+    longest = _case(entry, seq_len)
     lengths = {longest.seq_len}
-    trained = longest.context if longest.rope_type == "dynamic" else longest.trained
+    trained = entry.context if longest.rope_type == "dynamic" else longest.trained
     if seq_len is None and trained and longest.rope_type in ("dynamic", "longrope", "su"):
         lengths.add(trained)
-    rows = {length: _read_all(_case(data, rope, layer_type, length)) for length in sorted(lengths)}
+    rows = {length: _read_all(_case(entry, length), _is_text(part)) for length in sorted(lengths)}
     accepted = [r.framework for r in rows[max(rows)] if r.inv_freq is not None]
     reference = accepted[0] if accepted else ""
     differences = tuple(_farthest(name, reference, rows) for name in accepted[1:])
@@ -173,23 +187,63 @@ point, as 8.0.
     return Diff(rows[max(rows)], tuple(rows), reference, differences, verdict)
 
 
-def _read_all(case: peers.Case) -> tuple[Reading, ...]:
-    return tuple(_read(program, case) for program in PROGRAMS)
+def _is_text(part: str | None) -> bool:
+    return part is None or part in TEXT_PARTS
 
 
-def _read(program: Program, case: peers.Case) -> Reading:
+def _case(config: Config, seq_len: int | None) -> Case:
+    """The config before any program has opened it."""
+    if not config.rotates:
+        where = f"layer type {config.layer_type!r}" if config.layer_type else "this config"
+        raise ValueError(f"{where} has no rotation; there is nothing to compare")
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int)
+                                or seq_len < 1):  # fmt: skip
+        raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
+    for name, value in config.rope.items():
+        if name in NUMBERS and value is not None:
+            _check_number(name, value)
+    rope_type, context = config.rope_type, config.context
+    growth = config.rope.get("factor") or 1 if rope_type == "dynamic" else 1
+    if seq_len is None:
+        seq_len = math.ceil((context or 1) * growth)
+    return Case(
+        config, config.rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len
+    )
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def _read_all(case: Case, is_text: bool) -> tuple[Reading, ...]:
+    return tuple(_read(program, case, is_text) for program in PROGRAMS)
+
+
+def _read(program: Program, case: Case, is_text: bool) -> Reading:
     rule, source = program.rules.get(case.rope_type, program.unknown)
+    refuses = not_compared = ""
     try:
+        if not is_text and program is not TRANSFORMERS:
+            raise NotComparedError("only the text part is compared")
         opened = program.opens(case)
         rule, source = program.rules.get(opened.rope_type, program.unknown)
-        result = rule(opened, program.slices(opened))
-    except peers.RefusedError as error:
-        nothing = (None, None, "", str(error), program.notes, "")
-        return Reading(program.name, program.version, "refused", *nothing, source)
-    notes = (*program.notes, *result.notes)
+        result = rule(opened)
+    except RefusedError as error:
+        refuses = str(error)
+    except NotComparedError as error:
+        not_compared = str(error)
+    else:
+        notes = (*program.notes, *result.notes)
+        return Reading(
+            program.name, program.version, result.schedule, result.inv_freq,
+            result.attention_factor, result.switch, "", "", notes,
+            result.advice or opened.advice, source,
+        )  # fmt: skip
+    schedule = "refused" if refuses else "not compared"
     return Reading(
-        program.name, program.version, result.schedule, result.inv_freq, result.attention_factor,
-        result.switch, "", notes, result.advice or opened.advice, source,
+        program.name, program.version, schedule, None, None, "", refuses, not_compared,
+        program.notes, "", source,
     )  # fmt: skip
 
 
@@ -231,8 +285,13 @@ def _verdict(
         return f"No program accepts this config; transformers says {found[0].refuses}."
     refusing = [reading.framework for reading in found if reading.refuses]
     apart = [each for each in differences if not each.agrees]
+    compared = [reading.framework for reading in found if reading.inv_freq is not None]
+    if len(compared) == 1 and not refusing:
+        return f"Read by {reference} alone; nothing to compare."
     if not refusing and not apart:
-        return "All six agree."
+        if len(compared) == len(found):
+            return "All six agree."
+        return f"All that read it agree: {', '.join(compared)}."
     said = [f"refused by {', '.join(refusing)}"] if refusing else []
     far = ", ".join(f"{each.framework} {_size(each, found)}" for each in apart)
     said.append(f"off from {reference}: {far}" if apart else "all others agree")
@@ -264,87 +323,3 @@ def _advice(rows: Mapping[int, tuple[Reading, ...]], apart: list[Difference]) ->
     if any(each.inv_freq == math.inf for each in apart):
         return "Not all obey partial_rotary_factor: remove it where the model turns whole heads"
     return ""
-
-
-# --- the file ---
-
-
-def _text_model(
-    data: Mapping[str, Any], layer_type: str | None
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The part of the file that describes the text model, and its rope parameters of one layer."""
-    if isinstance(data.get("text_config"), Mapping):
-        data = {**data, **data["text_config"]}
-    rope = rope_parameters(data)
-    is_nested = bool(rope) and all(isinstance(value, Mapping | None) for value in rope.values())
-    if not is_nested:
-        return data, rope
-    if rope.get(layer_type or "") is None:
-        turning = ", ".join(name for name, value in rope.items() if value is not None)
-        raise ValueError(
-            f"rope_parameters is nested: layer_type must be one of {turning}; got {layer_type!r}"
-        )
-    return data, dict(rope[layer_type or ""])
-
-
-def _case(
-    data: Mapping[str, Any], rope: dict[str, Any], layer_type: str | None, seq_len: int | None
-) -> peers.Case:
-    outer = {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
-    for name, silent in outer.items():
-        value = rope.get(name) if rope.get(name) is not None else data.get(name)
-        outer[name] = _number(name, silent if value is None else value)
-    share = outer["partial_rotary_factor"]
-    if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share}")
-    for name, value in rope.items():
-        if name in NUMBERS and value is not None:
-            _number(name, value)
-    head_dim, context = _head_dim(data), _whole("max_position_embeddings", data)
-    if head_dim % 2 or int(head_dim * share) % 2:
-        raise ValueError(f"{share:g} of head_dim {head_dim} is an odd number of channels")
-    model_type = str(data.get("model_type", ""))
-    rope_type = _rope_type(rope, model_type)
-    trained = _whole(TRAINED, data) or _whole(TRAINED, rope) or context
-    if model_type in peers.PHI3:
-        trained = _whole(TRAINED, data) or 4096
-    growth = rope.get("factor") or 1 if rope_type == "dynamic" else 1
-    longest = math.ceil((context or 1) * growth)
-    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int)
-                                or seq_len < 1):  # fmt: skip
-        raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
-    nested = layer_type if dict(data.get("rope_parameters") or {}).get(layer_type or "") else None
-    return peers.Case(
-        data, {**rope, **outer}, rope_type, model_type, nested, outer["rope_theta"], head_dim,
-        share, context, trained, longest if seq_len is None else seq_len,
-    )  # fmt: skip
-
-
-def _rope_type(rope: Mapping[str, Any], model_type: str) -> str:
-    name = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(name, str):
-        raise ValueError(f"rope_type must be a name, got {name!r}")
-    if model_type in peers.PHI3 and name in ("su", "yarn"):
-        return "longrope"  # their config classes say so, and QWEN_VL's do the same to mrope
-    return "default" if model_type in QWEN_VL and name == "mrope" else name
-
-
-def _head_dim(data: Mapping[str, Any]) -> int:
-    head_dim = _whole("head_dim", data)
-    hidden, heads = _whole("hidden_size", data), _whole("num_attention_heads", data)
-    if head_dim is None and (hidden is None or heads is None):
-        raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
-    return head_dim or (hidden or 0) // (heads or 1)
-
-
-def _whole(name: str, mapping: Mapping[str, Any]) -> int | None:
-    value = mapping.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    return float(value)

@@ -1,0 +1,122 @@
+"""What transformers 5.23 computes from a config: the reading of `from_hf_config`.
+
+This file says no more than where the code of transformers does something else than the model it was
+written for, and which keys it ignores that other programs read.
+"""
+
+import warnings
+
+import numpy as np
+
+from ..angles import inv_freq
+from ..configs import Config
+from ..configs.hf import rotary_of
+from ..spec import Rotary
+from .case import Case, Program, RefusedError, Result
+from .rules import refuse
+
+# what the config class demands; vLLM and SGLang load it too
+REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+PHI3 = ("phi3", "phi4_multimodal")  # their config classes read su and yarn as longrope
+OWN_CODE = ("phi3_v",)  # transformers runs the code in the model's folder, which has type su
+QWEN_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # theirs: mrope as default
+HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl")  # alone read alpha
+
+
+def opens(case: Case) -> Case:
+    """The case, if the config class of transformers takes it: it loads the file for all three."""
+    config, rope_type = case.config, case.rope_type
+    if config.model_type in OWN_CODE:
+        return case._replace(rope_type="longrope" if rope_type == "su" else rope_type)
+    if config.model_type in PHI3 and rope_type in ("su", "yarn"):
+        rope_type = "longrope"
+    if config.model_type in QWEN_VL and rope_type == "mrope":
+        rope_type = "default"
+    required = REQUIRED.get(rope_type, ())
+    if "su" in (case.rope.get("rope_type"), case.rope.get("type")):  # renamed after it is filled in
+        required = (*required, "original_max_position_embeddings")
+    missing = [key for key in required if key not in case.rope]
+    if missing:
+        raise RefusedError(f"KeyError: missing required keys: {', '.join(missing)}")
+    if config.model_type in PHI3 and rope_type not in ("default", "longrope"):
+        raise RefusedError(f"ValueError: type must be longrope, got {rope_type}")
+    return case._replace(rope_type=rope_type)
+
+
+def computed(case: Case) -> Result:
+    """The frequencies of the `Rotary` that `from_hf_config` makes of the config."""
+    config = _as_its_code_reads(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
+        spec = rotary_of(config, lambda complaint: None)
+    assert spec is not None  # a config without rotation is refused before
+    steps, factor = inv_freq(spec, case.seq_len)
+    advice = ""
+    if spec.schedule == "longrope" and config.model_type == "phimoe":
+        is_long = case.seq_len > spec.params["original_max_position_embeddings"]
+        steps, _ = inv_freq(spec)
+        advice = "transformers keeps the short list of phimoe beyond L" if is_long else ""
+    if config.layer_type is not None and case.rope.get("truncate") is False:
+        advice = "transformers ignores truncate inside a nested rope_parameters"
+    switch = {
+        "dynamic": "with the longest row of the batch, at every forward",
+        "longrope": "long list if the longest row of the batch exceeds L, at every forward",
+    }.get(spec.schedule, "never")
+    return Result(_words(spec, case.seq_len), np.asarray(steps), factor, switch, advice=advice)
+
+
+def _as_its_code_reads(case: Case) -> Config:
+    """The config without what the code of transformers ignores."""
+    config = case.config
+    ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
+    ignored |= set() if config.model_type in HUNYUAN else {"alpha"}
+    ignored |= {"truncate"} if config.layer_type is not None else set()
+    data, model = config.data, config.model
+    if not config.reads_share and case.rope_type == "default":
+        ignored.add("partial_rotary_factor")
+        data = {key: data[key] for key in data if key != "partial_rotary_factor"}
+    elif not config.reads_share:  # the functions of the scaled types read it for every model
+        model = {**model, "partial_rotary_factor": 1.0}
+    rope = {key: value for key, value in config.rope.items() if key not in ignored}
+    return config._replace(rope={**rope, "rope_type": case.rope_type}, data=data, model=model)
+
+
+def _words(spec: Rotary, seq_len: int) -> str:
+    params = spec.params
+    trained = params.get("original_max_position_embeddings", 0)
+    exact = "" if params.get("truncate", True) else ", not truncated"
+    return {
+        "default": f"plain, base {spec.base:g}",
+        "dynamic": f"dynamic NTK at {seq_len} tokens",
+        "yarn": f"YaRN, factor {params.get('factor', 1):g}, trained length {trained}{exact}",
+        "longrope": f"LongRoPE, {'long' if seq_len > trained else 'short'} list "
+        f"at {seq_len} tokens",
+    }.get(spec.schedule, f"{spec.schedule}, factor {params.get('factor', 1):g}")
+
+
+_HF = "modeling_rope_utils.py"
+TRANSFORMERS = Program(
+    "transformers",
+    "5.23",
+    {
+        "default": (computed, "modeling_llama.py, compute_default_rope_parameters"),
+        "linear": (computed, f"{_HF}, _compute_linear_scaling_rope_parameters"),
+        "dynamic": (
+            computed, f"{_HF}, dynamic_frequency_update and _compute_dynamic_ntk_parameters",
+        ),
+        "yarn": (computed, f"{_HF}, _compute_yarn_parameters"),
+        "longrope": (
+            computed, f"{_HF}, longrope_frequency_update and _compute_longrope_parameters",
+        ),
+        "llama3": (computed, f"{_HF}, _compute_llama3_parameters"),
+        "proportional": (computed, f"{_HF}, _compute_proportional_rope_parameters"),
+    },
+    (refuse("KeyError: {!r}"), f"{_HF}, ROPE_INIT_FUNCTIONS"),
+    opens,
+)  # fmt: skip

@@ -1,0 +1,100 @@
+"""What vLLM 0.33 computes from a config."""
+
+import math
+
+from . import rules, transformers
+from .case import Case, Program, RefusedError, Result
+
+
+def opens(case: Case) -> Case:
+    """The config as transformers' class loads it; a slice is obeyed, whatever the model."""
+    new, old = case.rope.get("rope_type"), case.rope.get("type")
+    renamed = (new, old) in (("longrope", "su"), ("default", "mrope"))
+    if new is not None and old is not None and new != old and not renamed:
+        raise RefusedError(f"ValueError: conflict between rope_type={new} and type={old}")
+    case, config = transformers.opens(case), case.config
+    if config.reads_share or config.share == 1:
+        return case
+    advice = "Remove partial_rotary_factor: vLLM obeys it, transformers ignores it here"
+    is_ignored_there = case.rope_type == "default"
+    return case._replace(
+        dim=int(config.head_dim * config.share), advice=advice if is_ignored_there else ""
+    )
+
+
+def dynamic(case: Case) -> Result:
+    """A fixed base, by alpha or by how far the context is beyond max_trained_positions."""
+    if "alpha" in case.rope:
+        return rules.grown(case, case.rope["alpha"])
+    factor, context = case.rope["factor"], rules.known(case.config.context)
+    trained = case.rope.get("max_trained_positions", context)
+    advice = (
+        "vLLM does not scale this config at all: give max_trained_positions, the trained length"
+    )
+    growth = factor * context / trained - (factor - 1)
+    return rules.grown(case, growth, advice if trained == context else "")
+
+
+def yarn(case: Case) -> Result:
+    """YaRN; with mrope_section its ramp starts from another trained length."""
+    factor, trained = rules.need(case, "factor"), rules.known(case.trained)
+    amplitude, truncate = rules.amplitude_of(case, factor), case.rope.get("truncate", True)
+    if "mrope_section" not in case.rope:
+        return rules.yarn(case, amplitude, truncate=truncate)
+    advice = (
+        "vLLM takes the YaRN ramp of mrope_section from 4 times the trained length, but for "
+        "model files that pass mrope_positions_factor=1"
+    )
+    return rules.yarn(case, amplitude, advice, trained=4 * trained, truncate=truncate)
+
+
+def yarn_telechat(case: Case) -> Result:
+    """YaRN with an amplitude of its own."""
+    amplitude = 0.07 * math.log(rules.need(case, "factor")) + 1.0
+    return rules.yarn(case, amplitude, truncate=case.rope.get("truncate", True))
+
+
+def longrope(case: Case) -> Result:
+    """LongRoPE, whose list is chosen when the server starts."""
+    is_long = case.limit > rules.known(case.trained)
+    amplitude = rules.longrope_mscale(case, is_long)
+    switch = "long list for every row if max_model_len > L (default: a top-level L), at start"
+    return rules.longrope(case, is_long, amplitude, switch, rules.longrope_advice(case, is_long))
+
+
+def ntk(case: Case) -> Result:
+    """NTK with a fixed factor, or NTK-mixed."""
+    factor, b = rules.need(case, "factor"), case.rope.get("mixed_b")
+    if b is not None:
+        inv_freq = rules.frequencies("ntk_mixed", case.dim, case.base, factor=factor, b=b)
+        return Result(f"NTK-mixed, b {b:g}", inv_freq)
+    inv_freq = rules.frequencies("default", case.dim, case.base * factor) / factor ** (2 / case.dim)
+    return Result(f"NTK, factor {factor:g}, the first pair scaled too", inv_freq)
+
+
+_DIR = "layers/rotary_embedding/"
+_PATCH = "transformers_utils/config.py, patch_legacy_rope_type"
+VLLM = Program(
+    "vLLM",
+    "0.33",
+    {
+        "default": (rules.plain, f"{_DIR}base.py, _compute_inv_freq"),
+        "mrope": (rules.legacy_mrope, _PATCH),
+        "linear": (rules.linear_float, f"{_DIR}linear_scaling_rope.py, _compute_cos_sin_cache"),
+        "ntk": (ntk, f"{_DIR}ntk_scaling_rope.py, _compute_inv_freq"),
+        "dynamic": (
+            dynamic, f"{_DIR}__init__.py, get_rope: max_trained_positions; "
+            "dynamic_ntk_scaling_rope.py",
+        ),
+        "yarn": (yarn, f"{_DIR}yarn_scaling_rope.py; mrope.py, MRotaryEmbedding"),
+        "deepseek_yarn": (rules.yarn_deepseek, f"{_DIR}deepseek_scaling_rope.py"),
+        "telechat3-yarn": (yarn_telechat, _PATCH),
+        "longrope": (longrope, f"{_DIR}phi3_long_rope_scaled_rope.py, __init__"),
+        "su": (longrope, _PATCH),
+        "llama3": (rules.llama3, f"{_DIR}llama3_rope.py, _compute_inv_freq"),
+        "proportional": (rules.proportional_unscaled, f"{_DIR}gemma4_rope.py, _compute_inv_freq"),
+    },
+    (rules.refuse("ValueError: Unknown RoPE scaling type {}"), f"{_DIR}__init__.py, get_rope"),
+    opens,
+    ("positions past the cos/sin table of max_position_embeddings rows are not checked",),
+)  # fmt: skip
