@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import rotary
 from rotary import Rotary, positions
-from rotary.angles import _Cache, sequence_cos_sin
+from rotary.angles import sequence_cos_sin
+from rotary.cache import Cache
 from rotary.kernels import numpy as law
 from rotary.kernels import torch as torch_kernel
 
@@ -245,7 +246,7 @@ def test_lengths_that_make_no_sense(seq_len, message):
 
 
 def test_the_cache_is_bounded_in_bytes():
-    cache = _Cache(max_bytes=100)
+    cache = Cache(max_bytes=100)
     made = []
 
     def build(name: str, size: int):
@@ -295,9 +296,9 @@ def test_the_key_is_the_whole_spec(field, monkeypatch):
 
     cold = {}
     for each in (spec, other):
-        monkeypatch.setattr(rotary.angles, "_cache", _Cache(2**20))
+        monkeypatch.setattr(rotary.angles, "_cache", Cache(2**20))
         cold[each] = tables(each)
-    monkeypatch.setattr(rotary.angles, "_cache", _Cache(2**20))
+    monkeypatch.setattr(rotary.angles, "_cache", Cache(2**20))
     for each in (spec, other, spec):
         assert_same(tables(each), cold[each])
     keys = [key for key in rotary.angles._cache._entries if key[0] == "turns"]
@@ -317,7 +318,7 @@ def test_tables_of_a_sequence_are_cut_from_a_longer_one(library, seq):
 
 
 def test_many_threads_may_ask_at_once(monkeypatch):
-    cache = _Cache(200_000)  # too small for all: entries come and go
+    cache = Cache(200_000)  # too small for all: entries come and go
     monkeypatch.setattr(rotary.angles, "_cache", cache)
     specs = [Rotary(16, base=1e4 + step) for step in range(12)]
     wanted = [rotary.cos_sin(spec, np.arange(700)) for spec in specs]

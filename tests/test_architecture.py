@@ -15,7 +15,7 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other. The same table is in CONTRIBUTING.md.
 FLOORS = (
-    {"schedules", "layouts", "positions", "fanout"},
+    {"schedules", "layouts", "positions", "cache", "fanout"},
     {"spec"},
     {"kernels"},
     {"angles"},
@@ -46,7 +46,16 @@ LIBRARIES = {
 # Imports against the order: `kernels` loads the kernel of a library on first use, the public names
 # of torch are loaded when they are asked for, and a conversion writes down the version.
 UPWARD = {("kernels", "kernels/cpu"), ("checkpoint/journal", "")}
-LOADED_BY_IMPORT = {"angles", "configs", "rotate", "rerotate", "layouts", "positions", "spec"}
+LOADED_BY_IMPORT = {
+    "angles",
+    "cache",
+    "configs",
+    "rotate",
+    "rerotate",
+    "layouts",
+    "positions",
+    "spec",
+}
 MAX_LINES = 400
 LONGER = {
     "schedules": "one function for each published schedule, with its source",

@@ -103,3 +103,48 @@ def test_threads_never_share_a_block():
     for worker in workers:
         worker.join()
     assert faults == []
+
+
+def in_time(action):
+    """Whether `action` returns, in a thread of its own."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def test_an_array_that_dies_never_waits_for_a_lock(waiting):
+    """Its destructor may run under any lock: a fork beside evicting threads hung in it."""
+    array = [blocks.empty((SIZE,), np.uint8)]
+    with waiting.lock:
+        assert in_time(array.clear)
+    assert waiting.bytes == 0  # the block went to the system
+
+
+@pytest.mark.parametrize("missing", ["MADV_HUGEPAGE", "MADV_FREE"])
+def test_a_kernel_without_an_advice_is_no_error(missing, waiting, monkeypatch):
+    class Memory(blocks.mmap.mmap):
+        def madvise(self, advice):
+            if advice == getattr(blocks.mmap, missing):
+                raise OSError(22, "Invalid argument")
+            super().madvise(advice)
+
+    monkeypatch.setattr(blocks.mmap, "mmap", Memory)
+    q = np.ones((1, 8, 4096, 128), np.float32)
+    assert rotary.apply(rotary.Rotary(head_dim=128), q).shape == q.shape
+    assert (waiting.bytes > 0) == (missing == "MADV_HUGEPAGE")
+
+
+def test_out_of_memory_gives_back_what_waits_and_is_a_memory_error(waiting, monkeypatch):
+    blocks.empty((SIZE,), np.uint8)
+    assert waiting.bytes
+    tried = []
+
+    def full(*arguments, **options):
+        tried.append(waiting.bytes)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(blocks.mmap, "mmap", full)
+    with pytest.raises(MemoryError, match="cannot allocate 25,165,824 bytes: Cannot allocate"):
+        blocks.empty((2 * SIZE,), np.uint8)
+    assert tried == [SIZE, 0]

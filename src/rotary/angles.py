@@ -8,11 +8,8 @@ from Python integers, and are right to 2^-65 turn per token.
 """
 
 import math
-import os
-import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -20,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .cache import Cache
 from .kernels import host, is_traced, kernel_of
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
@@ -364,37 +362,4 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
         )
 
 
-class _Cache:
-    """The one cache of the package: least recently used first out, bounded in bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self.lock = threading.Lock()
-
-    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """The value kept under `key`, or what `build` makes, kept if it fits."""
-        with self.lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return self._entries[key][0]
-        value = build()
-        parts = value if isinstance(value, tuple) else (value,)
-        size = sum(getattr(part, "nbytes", 64) for part in parts)
-        with self.lock:
-            if key not in self._entries and size <= self.max_bytes:
-                self._entries[key] = value, size
-                self.bytes += size
-            while self.bytes > self.max_bytes:
-                self.bytes -= self._entries.popitem(last=False)[1][1]
-        return value
-
-
-_cache = _Cache(CACHE_BYTES)
-if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
-    os.register_at_fork(
-        before=_cache.lock.acquire,
-        after_in_parent=_cache.lock.release,
-        after_in_child=_cache.lock.release,
-    )
+_cache = Cache(CACHE_BYTES)

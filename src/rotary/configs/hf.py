@@ -13,7 +13,7 @@ from typing import Any
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters
 from ..spec import Rotary, nearest
-from .entries import Config, Model, choose, whole_number
+from .entries import Config, Model, Rope, choose, whole_number
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
 # names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
@@ -224,7 +224,7 @@ def _schedule(name: str, rope: Mapping[str, Any]) -> str:
 
 def _known_keys(
     rope: Mapping[str, Any], schedule: str, name: str, model: Model, complain: Complain
-) -> Mapping[str, Any]:
+) -> Rope:
     """The rope parameters without those that are not known, each of which is complained about."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")

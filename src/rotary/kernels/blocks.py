@@ -7,6 +7,7 @@ of the sizes of the last. A block that waits is declared free to the system, whi
 pages at any time.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -35,8 +36,19 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return np.empty(shape, dtype)
-    block = _waiting.take(size) or _Block(size)
+    block = _waiting.take(size) or _new_block(size)
     return np.asarray(_Lease(block, size, _waiting.give)).view(dtype).reshape(shape)
+
+
+def _new_block(size: int) -> "_Block":
+    try:
+        return _Block(size)
+    except (OSError, MemoryError):
+        _waiting.clear()
+    try:
+        return _Block(size)
+    except OSError as error:  # mmap's way to say that there is no memory
+        raise MemoryError(f"cannot allocate {size:,} bytes: {error.strerror}") from error
 
 
 class _Block:
@@ -48,7 +60,8 @@ class _Block:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self.memory = mmap.mmap(-1, self.size + _HUGE_PAGE, flags=flags)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    self.memory.madvise(mmap.MADV_HUGEPAGE)
             array = np.frombuffer(self.memory, np.uint8)
         else:
             array = np.empty(self.size + _HUGE_PAGE, np.uint8)
@@ -74,40 +87,51 @@ class _Lease:
 
 
 class _Waiting:
-    """Blocks that no array uses; the one that waited longest goes first."""
+    """Blocks that no array uses; the one that waited longest goes first.
+
+    A block is given by the destructor of an array, which may run in any thread, inside any line of
+    Python, under any lock. So `give` never waits, and each step on `_blocks` is one call.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.bytes = 0
         self._blocks: dict[int, _Block] = {}  # by address
-        # one thread may come twice: an array can die, and give its block, inside any of these lines
         self.lock = threading.RLock()
+
+    @property
+    def bytes(self) -> int:
+        """How much waits."""
+        return sum(block.size for block in list(self._blocks.values()))
 
     def take(self, size: int) -> _Block | None:
         """A block of this size or up to a quarter larger, the last one given."""
         with self.lock:
-            for address in reversed(list(self._blocks)):
-                block = self._blocks.get(address)
-                if block and size <= block.size <= size + max(size // 4, _HUGE_PAGE):
-                    return self._remove(address)
+            for block in reversed(list(self._blocks.values())):
+                if size <= block.size <= size + max(size // 4, _HUGE_PAGE):
+                    return self._blocks.pop(block.address, None)
         return None
 
     def give(self, block: _Block) -> None:
         """Keep a block, if it can wait without holding on to memory."""
         if not _CAN_WAIT or block.size > self.limit:
             return
-        block.memory.madvise(mmap.MADV_FREE)
-        with self.lock:
+        try:
+            block.memory.madvise(mmap.MADV_FREE)
+        except OSError:  # a kernel without it, or memory that is locked
+            return
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
             self._blocks[block.address] = block
-            self.bytes += block.size
             while self.bytes > self.limit:
-                self._remove(next(iter(self._blocks)))
+                self._blocks.pop(next(iter(self._blocks)), None)
+        finally:
+            self.lock.release()
 
-    def _remove(self, address: int) -> _Block | None:
-        block = self._blocks.pop(address, None)
-        if block:
-            self.bytes -= block.size
-        return block
+    def clear(self) -> None:
+        """Give all that waits back to the system."""
+        with self.lock:
+            self._blocks.clear()
 
 
 _waiting = _Waiting(KEEP)

@@ -1,0 +1,57 @@
+"""Values kept for the next call: least recently used first out, bounded in bytes."""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class Cache:
+    """Arrays, or tuples of arrays, under a key. Threads, forks and signals are safe.
+
+    The thread that holds the lock may want it again: a signal handler, or the destructor of
+    whatever the garbage collector finds, may rotate. Such a call is answered without the cache.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self.lock = threading.RLock()
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._in_use = False  # by the thread that has the lock
+        if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
+            os.register_at_fork(
+                before=self.lock.acquire,
+                after_in_parent=self.lock.release,
+                after_in_child=self.lock.release,
+            )
+
+    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """The value kept under `key`, or what `build` makes, kept if it fits."""
+        with self.lock:
+            if not self._in_use:
+                self._in_use = True
+                try:
+                    if key in self._entries:
+                        self._entries.move_to_end(key)
+                        return self._entries[key][0]
+                finally:
+                    self._in_use = False
+        value = build()
+        parts = value if isinstance(value, tuple) else (value,)
+        size = sum(getattr(part, "nbytes", 64) for part in parts)
+        evicted = []  # dies after the lock: its memory goes back under a lock of its own
+        with self.lock:
+            if not self._in_use:
+                self._in_use = True
+                try:
+                    if key not in self._entries and size <= self.max_bytes:
+                        self._entries[key] = value, size
+                        self.bytes += size
+                    while self.bytes > self.max_bytes:
+                        evicted.append(self._entries.popitem(last=False)[1])
+                        self.bytes -= evicted[-1][1]
+                finally:
+                    self._in_use = False
+        return value
