@@ -90,7 +90,7 @@ SCHEDULES = [
                 "original_max_position_embeddings": 8192}),
     ("proportional", {"partial_rotary_factor": 0.5}),
     ("ntk_mixed", {"factor": 8.0}),
-    ("axial", {"num_axes": 2}),
+    ("axial", {"num_axes": 1}),
     ("custom", {"inv_freq": [3.0, 1e-9, -0.7, 0.0], "attention_factor": 1.7}),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from typing import Any, NamedTuple
 
 import mpmath
@@ -38,7 +39,11 @@ class Case(NamedTuple):
 
     def spec(self, rotary_dim: int = D) -> Rotary:
         params = fitted(self.params, rotary_dim)
-        return Rotary(rotary_dim, base=self.base, schedule=self.schedule, params=params)
+        count = params.get(
+            "num_axes", 1
+        )  # axial: what each axis drives says nothing of frequencies
+        axes = np.arange(rotary_dim // 2) % count if count > 1 else ()
+        return Rotary(rotary_dim, base=self.base, schedule=self.schedule, params=params, axes=axes)
 
     def call(self, arithmetic: Any = FLOAT64, seq_len: int | None = None, rotary_dim: int = D):
         extra = {"seq_len": seq_len} if depends_on_length(self.schedule) else {}
@@ -281,7 +286,9 @@ def test_float32_is_the_same_formula(case, arithmetic):
 
 @every_case
 def test_position_0_is_the_amplitude(case):
-    cos, sin = rotary.cos_sin(case.spec(), np.zeros(1, np.int64))
+    spec = case.spec()
+    origin = np.zeros((1, spec.num_axes) if spec.num_axes > 1 else 1, np.int64)
+    cos, sin = rotary.cos_sin(spec, origin)
     np.testing.assert_array_equal(cos, np.full((1, D // 2), case.call()[1], np.float32))
     assert not sin.any()
 
@@ -317,7 +324,13 @@ def test_needed_parameters_are_needed(case):
 
 NAN, INF = math.nan, math.inf
 SCALED = [c for c in CASES if "factor" in c.params]
+ROWS_FIRST = re.escape("needs axes, the position axis that drives each pair (models differ in "
+                       "which comes first): axes=[0] * 16 + [1] * 16")  # fmt: skip
+IN_TURN = re.escape("axes=[0, 1] * 16")
 FAULTS = [
+    ("axial", {"num_axes": 2}, ROWS_FIRST),
+    ("axial", {"num_axes": 2, "ladder": "dealt"}, ROWS_FIRST),
+    ("axial", {"num_axes": 2, "ladder": "turns"}, IN_TURN),
     ("yarn", yarn(beta_fast=1.0, beta_slow=32.0), r"beta_fast must be >= beta_slow, got 1.0 < 32"),
     ("yarn", yarn(beta_fast=0), r"beta_fast must be finite and > 0, got 0"),
     ("yarn", yarn(beta_slow=-1.0), r"beta_slow must be finite and > 0, got -1.0"),
@@ -366,6 +379,26 @@ FAULTS = [
 def test_parameters_that_make_no_sense_are_refused(schedule, params, message):
     with pytest.raises(ValueError, match=message):
         Rotary(D, schedule=schedule, params=params)
+
+
+@pytest.mark.parametrize(
+    ("count", "axes"), [(2, [0, 1, 2, 0]), (1, [0, 1, 0, 1]), (4, [0, 0, 1, 1]), (2, [0] * 4)]
+)
+def test_axes_in_another_number_than_axial_has_are_refused(count, axes):
+    named = max(axes) + 1
+    said = f"axes name {named} position axes, but schedule 'axial' has num_axes {count}"
+    with pytest.raises(ValueError, match=said):
+        Rotary(8, schedule="axial", params={"num_axes": count}, axes=axes)
+
+
+def test_the_axes_that_the_refusal_shows_are_taken():
+    blocks = Rotary(64, schedule="axial", params={"num_axes": 2}, axes=[0] * 16 + [1] * 16)
+    in_turn = {"num_axes": 2, "ladder": "turns"}
+    turns = Rotary(64, schedule="axial", params=in_turn, axes=[0, 1] * 16)
+    for spec in (blocks, turns):
+        assert Rotary.from_json(spec.to_json()) == spec
+        by_axis = np.stack([rotary.inv_freq(spec)[0][np.array(spec.axes) == a] for a in (0, 1)])
+        np.testing.assert_array_equal(by_axis[0], by_axis[1])
 
 
 @pytest.mark.parametrize("value", [0, -2.0, NAN, INF, "4", True])

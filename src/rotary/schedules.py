@@ -353,6 +353,9 @@ def axial(
 ) -> Frequencies:
     """Axial RoPE: the axes of a grid share the pairs; `Rotary.axes` says which axis drives which.
 
+    A `Rotary` with more than one axis must be given `axes`, for example [0] * 16 + [1] * 16: some
+    models turn the first pairs by rows (Qwen2-VL), some by columns (Kimi K2.5).
+
     ladder "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after another;
     "turns": the same ladders, each frequency for every axis in turn; "dealt": one ladder of the
     full width, dealt out to the axes in turn.

@@ -29,7 +29,8 @@ class Rotary:
     out_layout  layout that is written; default `layout` (DeepSeek reads interleaved, writes half)
     schedule    name of a function in `rotary.schedules`
     params      its keyword-only arguments, under the names of transformers' `rope_parameters`
-    axes        which position axis drives each pair, (rotary_dim/2,); empty means one axis
+    axes        which position axis drives each pair, (rotary_dim/2,); empty means one axis.
+                Schedule axial must have them: models differ in which axis comes first
     sign        +1, or -1 where pairs turn the other way (nanochat)
 
     Hashable, comparable, picklable; `to_dict` and `from_dict` round-trip through JSON.
@@ -69,6 +70,7 @@ class Rotary:
         self._set("params", _frozen_params(self.schedule, self.params))
         self._set("axes", _checked_axes(self.axes, self.rotary_dim // 2))
         _check_frequencies(self)
+        _check_axes_of_schedule(self)
         self._set("_depends_on_length", depends_on_length(self.schedule))
         self._set("_json", json.dumps(self.to_dict()))
         self._set("_hash", hash((*self._plain(), tuple(sorted(self.params.items())))))
@@ -271,6 +273,27 @@ def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
     if not all(_is_int(axis) for axis in checked) or set(checked) != set(range(max(checked) + 1)):
         raise ValueError(f"axes must be whole numbers from 0 without a gap, got {checked}")
     return checked
+
+
+def _check_axes_of_schedule(spec: Rotary) -> None:
+    """Schedule axial gives frequencies by axis: the spec must say which pair reads which axis."""
+    count = spec.params.get("num_axes", spec.num_axes)
+    if count == spec.num_axes:
+        return
+    if spec.axes:
+        raise ValueError(
+            f"axes name {spec.num_axes} position axes, but schedule {spec.schedule!r} has "
+            f"num_axes {count}"
+        )
+    own = spec.rotary_dim // 2 // count
+    in_turn = spec.params.get("ladder") == "turns"
+    natural = f"{[*range(count)]} * {own}" if in_turn else " + ".join(
+        f"[{axis}] * {own}" for axis in range(count)
+    )  # fmt: skip
+    raise ValueError(
+        f"schedule {spec.schedule!r} with num_axes {count} needs axes, the position axis that "
+        f"drives each pair (models differ in which comes first): axes={natural}"
+    )
 
 
 def _check_frequencies(spec: Rotary) -> None:
