@@ -108,7 +108,7 @@ EXPLAINED = [
 def test_the_schedule_is_named_with_its_parameters(spec):
     found = identify(applied(spec), spec.head_dim, num_axes=spec.num_axes)
     assert found.spec == spec
-    assert set(found.codes) <= {"amplitude", "depends_on_length"}
+    assert set(found.codes) <= {"amplitude", "depends_on_length", "attention_factor_missing"}
     assert ("depends_on_length" in found.codes) == spec.depends_on_length
 
 

@@ -310,14 +310,6 @@ def test_a_table_that_ends():
     assert (found.spec, found.right_up_to) == (Rotary(head_dim=D), 2048)
 
 
-@pytest.mark.parametrize("beyond", [lambda p: np.minimum(p, 4095), lambda p: p % 4096])
-def test_a_table_that_clamps_or_starts_again(beyond):
-    found = identify(partial(rope, at=beyond), D, form="positions")
-    assert found.codes == ("uneven",)
-    assert "2,048" in found.findings[0].text
-    assert (found.spec, found.right_up_to) == (Rotary(head_dim=D), 2048)
-
-
 def test_a_state_that_a_long_row_leaves_behind():
     longest = [0]
 

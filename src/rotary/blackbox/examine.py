@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from ..angles import turns
 from ..spec import Rotary
-from .fit import BASES, Fit, Measured, dynamic, fit, off_ladder, round_to
+from .faults import inverted_yarn, odd_amplitude, odd_frequencies
+from .fit import Fit, Measured, fit, round_to
+from .lengths import Far, end_of_table, shared_positions, with_length
 from .pairs import (
     Pairs,
     arithmetic,
@@ -27,7 +29,10 @@ from .probe import MAX_INDEXED, UNITS, Box, Finding, check, length_dependence
 Array = npt.NDArray[Any]
 
 RIGHT = 1e-3  # rad
-FATAL = {"not_repeatable", "not_linear", "mixes_heads", "heads_differ", "mixes_tokens"}
+FATAL = {
+    *("not_repeatable", "not_linear", "mixes_heads", "mixes_tokens"),
+    *("heads_differ", "heads_as_positions"),
+}
 # rad: how far an angle may be off because cos and sin are held in this type
 ANGLE_NOISE = {"float32": 3e-7, "float16": 5e-4, "bfloat16": 4e-3}
 
@@ -55,6 +60,17 @@ class Turning(NamedTuple):
     numbers: Array
     axis: Array
     type: str  # the coarsest float type that holds all cos and sin
+
+    @property
+    def last(self) -> int:
+        """The largest position that was asked on every axis."""
+        return min(int(self.numbers[self.axis == axis, 1].max()) for axis in set(self.axis))
+
+    def up_to(self, position: int) -> "Turning":
+        """The runs whose middle is at most `position`."""
+        near = self.numbers[:, 1] <= position
+        pairs = self.pairs._replace(blocks=self.pairs.blocks[near])
+        return self._replace(pairs=pairs, numbers=self.numbers[near], axis=self.axis[near])
 
     @property
     def start(self) -> Array:
@@ -94,6 +110,11 @@ def examine(box: Box, max_position: int) -> Answer:
     else:
         safe, more = length_dependence(box, limit, "positions_consecutive" not in codes)
         found, limit = found + more, safe or limit
+    shared = 1 if box.num_axes > 1 else shared_positions(box)
+    if shared > 1:
+        text = f"{shared} neighbours share a position: it is divided by {shared} and rounded down"
+        found.append(Finding("positions_shared", text + "; what follows is in such steps"))
+        box, limit = dataclasses.replace(box, step=shared), limit // shared
     matrices, numbers, axis, refusal = _runs(box, limit)
     if refusal:
         found.append(Finding("far_refused", refusal))
@@ -137,35 +158,100 @@ def _explain(box: Box, turning: Turning, found: list[Finding], max_position: int
             names = ("cat(f, f)", "repeat_interleave(f, 2)")
             text = f"{pairs.layout} pairs, but tables laid out as {names[0 if tiled else 1]}; "
             found.append(Finding("tables_in_other_layout", text + f"needs {names[tiled]}"))
+        elif _axes_split_pairs(turning, box.num_axes):
+            text = "the two channels of a pair read different position axes: they are divided over "
+            found.append(Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"))
         else:
             found.append(Finding("not_a_rotation", "the two channels of a pair do not turn by "
                                  "one angle"))  # fmt: skip
         found.append(Finding("not_shift_invariant", "scores depend on more than the distance, by "
                              f"up to {shift_error(pairs):.2g}"))  # fmt: skip
         return Answer(found)
+    if (lost := _no_angle(turning)) is not None:
+        return Answer([*found, lost])
     amplitude, more = _amplitude(turning)
     found = found + more
     rates = _rates(turning, box.num_axes)
     if rates is None:
         text = "a pair is driven by more than one position axis"
         return Answer([*found, Finding("mixed_axes", text)], None, not more, amplitude)
+    measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
+    found += _odd_angles(turning, rates, box.num_axes)
+    found += odd_amplitude(measured, explained)
+    inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
+    if inverted:
+        explained = inverted[0]
+        found.append(inverted[1])
+    else:
+        found += odd_frequencies(measured, explained, box.head_dim)
+    if known := _with_length(box, turning, found, rates, explained, amplitude, max_position):
+        turning, rates, explained, finding = known
+        found = [each for each in found if each.code != finding.code] + [finding]
+    spec = _spec(pairs, rates, explained, box)
+    if isinstance(spec, str):
+        return Answer([*found, Finding("no_spec", spec)], None, not more, amplitude, rates.inv_freq)
+    is_rotation = not more and all(each.code != "depends_on_position" for each in found)
+    answer = Answer(found, spec, is_rotation, amplitude, rates.inv_freq)
+    return answer if more else _with_precision(box, turning, rates, explained, spec, answer)
+
+
+def _axes_split_pairs(turning: Turning, num_axes: int) -> bool:
+    """Whether each axis turns one channel of every pair alone, and leaves the other as it is."""
+    error = np.abs(turning.pairs.blocks - np.eye(2)).max(axis=(1, 4))  # (runs, pairs, channels)
+    by_axis = np.stack([error[turning.axis == axis].max(axis=0) for axis in range(num_axes)])
+    return num_axes > 1 and bool((by_axis.min(axis=-1) < 1e-4).all())
+
+
+def _no_angle(turning: Turning) -> Finding | None:
+    """A cos and sin that are not those of one angle, if it is known how they came about."""
+    cos, sin = turning.pairs.cos, turning.pairs.sin
+    allowed = 4 * turning.noise + 1e-5
+    if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
+        return Finding("sin_missing", "pairs are multiplied by cos and sin is missing: a complex "
+                       "table cast to a real type loses it")  # fmt: skip
+    if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # never cos 0: its cosine is taken again
+        of_angles = np.arccos(cos) ** 2 + np.arcsin(sin) ** 2  # cos(a)^2 + sin(a)^2
+        if np.abs(of_angles - 1).max() <= 1e-3:
+            return Finding("cos_of_cos", "cos and sin are taken of a table that holds cos and sin "
+                           "already")  # fmt: skip
+    return None
+
+
+def _fitted(
+    turning: Turning, rates: Rates, amplitude: float, num_axes: int
+) -> tuple[Measured, Fit]:
+    """The frequencies with how exactly they are known, and the schedule that gives them."""
     noise = np.full(len(rates.inv_freq), 4 * turning.noise / rates.last)
     amplitude_noise = 2e-6 if turning.type == "float32" else 8e-3
     # a float32 angle at 2^n is 2^n times a float32 number, unless something was added to it
     rounded = np.abs(round_to(rates.inv_freq, "float32") - rates.inv_freq) <= noise
     is_float32 = bool(rounded.all() or rates.offset or rates.phase.any())
     measured = Measured(
-        rates.inv_freq, noise, pairs.rotary_dim, amplitude or 1.0, amplitude_noise, box.num_axes,
+        rates.inv_freq, noise, turning.pairs.rotary_dim, amplitude, amplitude_noise, num_axes,
         is_float32,
     )  # fmt: skip
-    explained = fit(measured)
-    found += _odd_angles(turning, rates) + _odd_frequencies(measured, explained, box.head_dim)
-    explained = _with_length(box, pairs, found, rates, explained, max_position)
-    spec = _spec(pairs, rates, explained, box)
-    if isinstance(spec, str):
-        return Answer([*found, Finding("no_spec", spec)], None, not more, amplitude, rates.inv_freq)
-    answer = Answer(found, spec, not more, amplitude, rates.inv_freq)
-    return answer if more else _with_precision(box, turning, rates, explained, spec, answer)
+    return measured, fit(measured)
+
+
+def _with_length(
+    box: Box, turning: Turning, found: list[Finding], rates: Rates, explained: Fit,
+    amplitude: float | None, limit: int,
+) -> tuple[Turning, Rates, Fit, Finding] | None:  # fmt: skip
+    """What holds for short rows, and the rule by which long ones differ, if there is one."""
+    is_uneven = rates.last < turning.last
+    if box.num_axes > 1 or rates.last < 8:
+        return None
+    if is_uneven:  # its last run may already be a little off
+        turning = turning.up_to(rates.last // 2)
+        near = _rates(turning, 1)
+        if near is None:
+            return None
+        rates, explained = near, _fitted(turning, near, amplitude or 1.0, 1)[1]
+    elif all(finding.code != "depends_on_length" for finding in found):
+        return None
+    far = Far(box, turning.pairs, rates.sign, turning.start)
+    known = with_length(far, explained, rates.last, limit, amplitude)
+    return known and (turning, rates, *known)
 
 
 def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
@@ -218,8 +304,12 @@ def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
     return 0.0, start
 
 
-def _odd_angles(turning: Turning, rates: Rates) -> list[Finding]:
+def _odd_angles(turning: Turning, rates: Rates, num_axes: int) -> list[Finding]:
     found = []
+    ignored = set(range(num_axes)) - set(rates.axes[rates.inv_freq != 0].tolist())
+    if ignored and num_axes > 1:
+        names = ", ".join(map(str, sorted(ignored)))
+        found.append(Finding("axes_ignored", f"position axes {names} turn no pair"))
     quarter = np.abs(np.abs(rates.phase) - math.pi / 2).max() < 4 * turning.noise + 1e-5
     if quarter:
         found.append(Finding("cos_sin_swapped", "position 0 is a quarter turn: cos and sin are "
@@ -232,65 +322,7 @@ def _odd_angles(turning: Turning, rates: Rates) -> list[Finding]:
     if rates.sign < 0 and not quarter:
         found.append(Finding("clockwise", "pairs turn the other way: the direction of nanochat, or "
                              "a wrong sign of sin"))  # fmt: skip
-    if (rates.inv_freq < 0).any():
-        found.append(Finding("mixed_directions", "some pairs turn the other way"))
     return found
-
-
-def _odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
-    found, d = [], measured.rotary_dim
-    if abs(measured.amplitude - 1) > measured.amplitude_noise:
-        found.append(Finding("amplitude", f"cos and sin are times {measured.amplitude:.6g}"))
-        if explained.schedule == "custom":  # an amplitude that no schedule has hides the schedule
-            explained = fit(measured._replace(amplitude=1.0))
-    name = explained.schedule
-    if name == "linear" and explained.params["factor"] < 1:
-        times = 1 / explained.params["factor"]
-        found.append(Finding("frequencies_multiplied", f"every angle is {times:.6g} times that of "
-                             f"base {explained.base:g}"))  # fmt: skip
-    if name in ("default", "linear") and d < head_dim and explained.base not in BASES:
-        other = explained.base ** (head_dim / d)
-        text = f"with head_dim {head_dim} in the exponent, not rotary_dim {d}"
-        found += [
-            Finding("denominator", f"these are the frequencies of base {base:g} {text}")
-            for base in BASES
-            if abs(other / base - 1) < 1e-4
-        ]
-    if name == "custom":
-        size = measured.inv_freq
-        same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
-        twins = [(i, j) for i, j in zip(*np.nonzero(np.triu(same, 1)), strict=True)]
-        if twins and measured.num_axes == 1:
-            shown = ", ".join(f"{i} and {j}" for i, j in twins[:4])
-            found.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
-        if (odd := off_ladder(measured)) is not None:
-            found.append(Finding("off_ladder", f"all pairs but {odd[1]} follow base {odd[0]:g}"))
-    return found
-
-
-def _with_length(
-    box: Box, pairs: Pairs, found: list[Finding], rates: Rates, explained: Fit, limit: int
-) -> Fit:
-    """Dynamic NTK instead of a plain ladder, if that is how frequencies change with the length."""
-    is_long = any(finding.code == "depends_on_length" for finding in found)
-    if not is_long or explained.schedule != "default" or box.num_axes > 1:
-        return explained
-    grown = []
-    for length in (4 * rates.last, 8 * rates.last):
-        numbers = [1 << n for n in range(rates.last.bit_length())]
-        try:
-            matrices = box.matrices([0, *numbers, length - 1])
-        except ValueError:
-            return explained
-        angles = pairs.of(matrices).angles[:-1] * rates.sign
-        turned = wrapped(angles[1:] - angles[0])
-        inv_freq, last = unwrapped_frequencies(turned, np.array(numbers))
-        noise = np.full(len(inv_freq), 4 * ANGLE_NOISE["float32"] / last)
-        ladder = fit(Measured(inv_freq, noise, pairs.rotary_dim))
-        if length > limit or ladder.schedule not in ("default", "ntk"):
-            return explained
-        grown.append((length, float(explained.inv_freq[-1] / ladder.inv_freq[-1])))
-    return dynamic(explained.base, pairs.rotary_dim, *grown) or explained
 
 
 def _spec(pairs: Pairs, rates: Rates, explained: Fit, box: Box) -> Rotary | str:
@@ -324,7 +356,7 @@ def _with_precision(
     exact = wraps.view(np.int64) * (math.tau / 2.0**64) + rates.offset * explained.inv_freq
     error = np.abs(wrapped(measured - exact)).max(axis=(1, 2))
     middles = turning.numbers[:, 1]
-    probed = min(int(middles[turning.axis == axis].max()) for axis in range(box.num_axes))
+    probed = turning.last
     wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0)]
     right = int(wrong.min()) // 2 if len(wrong) else probed
 
@@ -332,7 +364,7 @@ def _with_precision(
     unit = max(5e-6, turning.noise)
     reached = numbers[safe] + rates.offset, measured[safe]
     flat = [part.reshape(-1, part.shape[-1]) for part in reached]
-    kinds = arithmetic(flat[0], flat[1], explained.inv_freq, unit)
+    kinds = arithmetic(flat[0], flat[1], explained.inv_freq, unit, explained.base)
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
     until = f", off by more than 1e-3 rad from position {2 * right or 1:,} on" if len(wrong) else ""
@@ -342,8 +374,11 @@ def _with_precision(
         if kind != "exact" and (until or kind != "float32 angles")
     ]
     if rates.last < probed:
-        text = f"beyond position {rates.last:,} pairs do not turn evenly: a table that ends, or "
-        found.append(Finding("uneven", text + "lost precision"))
+        far = Far(box, turning.pairs, rates.sign, turning.start)
+        text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, or a "
+        uneven = Finding("uneven", text + "table that ends in a way not known")
+        end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
+        found.append(end or uneven)
     elif until and not found:
         found.append(Finding("angles_drift", f"angles drift{until}, for a reason not known"))
     return answer._replace(

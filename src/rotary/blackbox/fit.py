@@ -8,7 +8,7 @@ rounded to float16 or bfloat16. The first match wins; without one, the schedule 
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +119,7 @@ def off_ladder(measured: Measured) -> tuple[float, list[int]] | None:
     if turning.sum() < 3:
         return None
     slopes = -np.log(size[turning]) / index[turning]
-    for base in _rounded(math.exp(min(700.0, float(np.median(slopes)) * len(size))), range(1, 5)):
+    for base in rounded(math.exp(min(700.0, float(np.median(slopes)) * len(size))), range(1, 5)):
         wanted = base ** (-index / len(size))
         wrong = np.abs(size - wanted) > measured.noise + FLOAT32_RATIO * wanted
         if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
@@ -160,6 +160,7 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
         ladder = _ladder(size, tolerance)
         yield from _geometric(ladder, few)
         yield from _ntk(ladder[0], measured.rotary_dim)
+        yield from _ntk_mixed(size)
         yield from _geometric(ladder, many)
         yield from _bent(measured, tolerance)
         yield from _axial(measured, tolerance)
@@ -168,28 +169,40 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
         base, scale = _ladder(size[:turning], tolerance[:turning], len(size))
         yield from _geometric((base, scale), few)  # the rest may be too slow to be seen
         for digits in (*few, *many):
-            for rounded in _rounded(base, [digits]):
-                yield "proportional", rounded, {"partial_rotary_factor": share}
-                for factor in _rounded(1 / scale, [digits]):
+            for each in rounded(base, [digits]):
+                yield "proportional", each, {"partial_rotary_factor": share}
+                for factor in rounded(1 / scale, [digits]):
                     params = {"partial_rotary_factor": share, "factor": factor}
-                    yield "proportional", rounded, params
+                    yield "proportional", each, params
 
 
 def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:
     base, scale = ladder
     for count in digits:
-        for rounded in _rounded(base, [count]):
-            yield "default", rounded, {}
-            for factor in _rounded(1 / scale, [count]):
-                yield "linear", rounded, {"factor": factor}
+        for each in rounded(base, [count]):
+            yield "default", each, {}
+            for factor in rounded(1 / scale, [count]):
+                yield "linear", each, {"factor": factor}
 
 
 def _ntk(grown: float, rotary_dim: int) -> Iterator[Candidate]:
     for base in BASES if rotary_dim > 2 else ():
         if grown > base:
             factor = (grown / base) ** ((rotary_dim - 2) / rotary_dim)
-            for rounded in _rounded(factor, [1, 2, 3]):
-                yield "ntk", base, {"factor": rounded}
+            for each in rounded(factor, [1, 2, 3]):
+                yield "ntk", base, {"factor": each}
+
+
+def _ntk_mixed(size: Array) -> Iterator[Candidate]:
+    """Pair m = 1 .. n divided by exp(a m^b): the last tells the factor, the first tells b."""
+    count = len(size)
+    for base in BASES if count > 1 else ():
+        first, last = 1 / size[0], base ** (-(count - 1) / count) / size[-1]
+        if 1 < first < last:
+            power = math.log(math.log(last) / math.log(first)) / math.log(count)
+            for factor in rounded(last, [1, 2, 3]):
+                for b in rounded(power, [1, 2, 3]):
+                    yield "ntk_mixed", base, {"factor": factor, "b": b}
 
 
 def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
@@ -200,12 +213,12 @@ def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
     if straight < 2 or straight == len(size):
         return
     grown = _ladder(size[:straight], tolerance[:straight], len(size))[0]
-    for base in _rounded(grown, range(1, 16)):
+    for base in rounded(grown, range(1, 16)):
         plain = base ** (-index / len(size))
         if (np.abs(plain - size) > tolerance)[:straight].any():
             continue
         ratio = size / plain
-        for factor in (*_rounded(1 / ratio[-1], range(1, 5)), *FACTORS):
+        for factor in (*rounded(1 / ratio[-1], range(1, 5)), *FACTORS):
             if factor <= 1:
                 continue
             kept = (ratio - 1 / factor) / (1 - 1 / factor)
@@ -231,7 +244,7 @@ def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[C
         return
     slope, intercept = np.polyfit(plain, kept, 1)
     if slope > 0 > intercept:
-        for high in _rounded(1 - 1 / intercept, range(1, 8)):
+        for high in rounded(1 - 1 / intercept, range(1, 8)):
             yield params(high, max(2, round(slope * math.tau * (high - 1))))
 
 
@@ -251,7 +264,7 @@ def _yarn(
         lengths += [n for digits in range(1, 8) for n in _wholes(above, digits)]
         exact = [round(near)]
     scales: list[dict[str, Any]] = [{}]
-    scales += [{"attention_factor": value} for value in _rounded(amplitude, range(1, 9))]
+    scales += [{"attention_factor": value} for value in rounded(amplitude, range(1, 9))]
     for cut, choices in (({}, lengths), ({"truncate": False}, exact)):
         for length in choices:
             params = {"factor": factor, "original_max_position_embeddings": length, **cut}
@@ -267,8 +280,8 @@ def _axial(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
     if measured.num_axes > 1 and len(measured.inv_freq) % measured.num_axes == 0:
         own = len(measured.inv_freq) // measured.num_axes
         base = _ladder(measured.inv_freq[:own], tolerance[:own])[0]
-        for rounded in _rounded(base, range(1, 16)):
-            yield "axial", rounded, {"num_axes": measured.num_axes}
+        for each in rounded(base, range(1, 16)):
+            yield "axial", each, {"num_axes": measured.num_axes}
 
 
 def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[float, float]:
@@ -303,12 +316,15 @@ def _prefix(size: Array, tolerance: Array) -> int:
 
 def _wholes(values: list[float], digits: int) -> list[int]:
     """The values, rounded to so many digits, as whole numbers."""
-    rounded = [round(v) for value in values for v in _rounded(value, [digits])]
-    return list(dict.fromkeys(rounded))
+    return list(dict.fromkeys(round(v) for value in values for v in rounded(value, [digits])))
 
 
-def _rounded(value: float, digits: Any) -> list[float]:
-    """The value rounded to each number of digits, without repetition; none if not finite."""
+def rounded(value: float, digits: Iterable[int]) -> list[float]:
+    """The value rounded to each number of digits, without repetition; none if not finite.
+
+    >>> rounded(4.0019, (1, 2, 5))
+    [4.0, 4.0019]
+    """
     if not 0 < value < math.inf:
         return []
     return list(dict.fromkeys(float(f"{value:.{count - 1}e}") for count in digits))
@@ -329,7 +345,7 @@ def dynamic(
     (near, first), (far, second) = one, two
     slope = (second - first) / (far - near)
     for digits in range(1, 6):
-        for factor in _rounded(1 + slope * near - first, [digits]):
+        for factor in rounded(1 + slope * near - first, [digits]):
             trained = factor / slope
             for length in [n for n in LENGTHS if abs(n / trained - 1) < 1e-3] or [round(trained)]:
                 line = [factor * n / length - (factor - 1) for n in (near, far)]

@@ -40,6 +40,7 @@ class Box:
 
     `invoke` takes x in the callable's own library and positions, and returns the rotated x.
     With `by_index` positions are token numbers: the run is placed at the end of a row from 0.
+    Positions are asked in units of `step`.
     """
 
     invoke: Callable[[Any, Array], Any]
@@ -49,6 +50,7 @@ class Box:
     num_axes: int
     dtype: str
     by_index: bool = False
+    step: int = 1
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
@@ -75,7 +77,7 @@ class Box:
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
         """Positions (seq,) or (seq, axes): on one axis, the others 0, or the same on all."""
-        numbers = np.asarray(numbers, np.int64)
+        numbers = np.asarray(numbers, np.int64) * self.step
         if self.num_axes == 1:
             return numbers
         columns = np.zeros((len(numbers), self.num_axes), np.int64)
@@ -266,13 +268,28 @@ def check(box: Box) -> list[Finding]:
     tell(differ(box(lone, positions)[:, others], lone[:, others]),
          "mixes_heads", "the result of one head depends on another head")  # fmt: skip
     order = [1, 2, 0]  # not its own inverse, which a box that swaps heads might be as well
-    tell(differ(box(x[:, order], positions), y[:, order]),
-         "heads_differ", "heads are not all treated alike")  # fmt: skip
+    if differ(box(x[:, order], positions), y[:, order]):
+        turned = box(np.broadcast_to(x[:, :1, :1], x.shape), positions)
+        size = np.linalg.norm(turned, axis=-1)
+        if not differ(turned, turned[:, :, :1]) and np.ptp(size) < 1e-3 * size.max():
+            return [*found, Finding("heads_as_positions", "each head is turned by an angle of its "
+                                    "own and tokens are not: heads are taken for tokens, or "
+                                    "seq_dim is the other one")]  # fmt: skip
+        found.append(Finding("heads_differ", "heads are not all treated alike"))
     others = [0, 2, 3, 4]
     lone = x.copy()
     lone[:, :, others] = 0
     tell(differ(box(lone, positions)[:, :, others], lone[:, :, others]),
          "mixes_tokens", "the result of one token depends on another token")  # fmt: skip
+    for what, lone in (("head", x[:, :1]), ("token", x[:, :, :1])) if not found else ():
+        wanted = y[:, : lone.shape[1], : lone.shape[2]]
+        for rows in (1, 2):  # 2: a kernel may forget all rows of a batch but the first
+            try:
+                alone = box(np.repeat(lone, rows, axis=0), positions[: lone.shape[2]])
+            except ValueError:
+                continue  # to refuse is not wrong
+            tell(differ(alone[-1:], wanted), "depends_on_shape", f"a {what} alone is turned "
+                 f"otherwise than among others, in a batch of {rows}")  # fmt: skip
     try:
         both = box(np.concatenate([other, x]), positions)
     except ValueError as error:
@@ -283,9 +300,12 @@ def check(box: Box) -> list[Finding]:
         tell(True, "positions_ignored", "the positions it is given change nothing")
     else:
         jumps = box.positions([3, 11, 4, 20, 9])
-        tell(differ(box(x, jumps)[:, :, 1], box(x, box.positions(numbers + 7))[:, :, 1]),
-             "positions_consecutive", "reads only where the positions begin: they must be "
-             "consecutive, so packing and padding go wrong")  # fmt: skip
+        try:
+            goes_on = differ(box(x, jumps)[:, :, 1], box(x, box.positions(numbers + 7))[:, :, 1])
+            text = "reads only where the positions begin: they must be consecutive, so packing and "
+            tell(goes_on, "positions_consecutive", text + "padding go wrong")
+        except ValueError as error:
+            tell(True, "positions_consecutive", f"refuses positions with gaps: {error}")
     return found
 
 
@@ -310,7 +330,7 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
     while jumps and far <= limit and (changed := differs(x, [17, 18, far])) is not None:
         if changed:
             safe = far // 2
-            found = [Finding("depends_on_length", f"frequencies change when the row reaches a "
+            found = [Finding("depends_on_length", f"results change when the row reaches a "
                              f"length between {safe + 2} and {far + 1}")]  # fmt: skip
             break
         far *= 2
@@ -318,7 +338,7 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
         row = np.concatenate([x, np.zeros((1, 2, seq - 3, box.head_dim))], axis=2)
         if differs(row, np.arange(17, 17 + seq)):
             safe = seq // 4
-            found = [Finding("depends_on_length", f"rows of {seq} tokens have other frequencies")]
+            found = [Finding("depends_on_length", f"rows of {seq} tokens are turned otherwise")]
             break
     if np.abs(box(x, near) - before).max() > 2e-5 + 16 * UNITS[box.dtype]:
         found.append(Finding("remembers_length", "after a long row a short one changes"))

@@ -1,0 +1,168 @@
+"""Published faults of frequencies and amplitudes: what they look like, and what to say.
+
+Each is one entry: the number that is seen, what it is made of if the fault is there, and words.
+An entry is only a finding if the numbers agree as exactly as they were measured.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, off_ladder, rounded
+from .pairs import wrapped
+from .probe import Finding
+
+Array = npt.NDArray[np.float64]
+
+
+class Mistake(NamedTuple):
+    """A number made of another one: `made_of(seen, base, rotary_dim, head_dim)` undoes it."""
+
+    code: str
+    made_of: Callable[[float, float, int, int], float]
+    text: str
+
+
+# a base that is not round, of which a usual base comes out
+EXPONENTS = (
+    Mistake(
+        "denominator", lambda seen, base, d, width: seen ** (width / d),
+        "these are the frequencies of base {made:g} with head_dim {width} in the exponent, not "
+        "rotary_dim {d}",
+    ),
+    Mistake(
+        "last_pair_at_base", lambda seen, base, d, width: seen ** ((d - 2) / d),
+        "the exponents of base {made:g} run to 1, as linspace(0, 1, {pairs}) has them, not to "
+        "1 - 2 / {d}",
+    ),
+)  # fmt: skip
+
+# an amplitude of YaRN that is not g = 0.1 ln(factor) + 1
+AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
+    (
+        "attention_factor_missing", lambda g: 1.0,
+        "cos and sin are not multiplied by the {g:.6g} of YaRN by {factor:g}: it is left out, or "
+        "stands in the scale of the softmax (DeepSeek)",
+    ),
+    (
+        "attention_factor_twice", lambda g: g * g,
+        "cos and sin are times {g:.6g} twice: the attention factor of YaRN by {factor:g} is "
+        "applied by the tables and once more",
+    ),
+    (
+        "attention_factor_divides", lambda g: 1 / g,
+        "cos and sin are divided by {g:.6g}, the attention factor of YaRN by {factor:g}, not "
+        "multiplied",
+    ),
+)  # fmt: skip
+
+
+def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
+    """What is unusual about the frequencies, if a fault that is known gives them."""
+    found, d = [], measured.rotary_dim
+    name, base = explained.schedule, explained.base
+    if name == "custom":  # an amplitude that no schedule has hides the schedule
+        explained = fit(measured._replace(amplitude=1.0))
+        name, base = explained.schedule, explained.base
+    facts = {"d": d, "width": head_dim, "pairs": d // 2}
+    if name == "linear":
+        factor = explained.params["factor"]
+        if factor < 1:
+            found.append(Finding("frequencies_multiplied", f"every angle is {1 / factor:.6g} times "
+                                 f"that of base {base:g}"))  # fmt: skip
+        found += _divided(factor, base, d)
+    if name in ("default", "linear") and base not in BASES:
+        for mistake in EXPONENTS:
+            made = mistake.made_of(base, base, d, head_dim)
+            found += [
+                Finding(mistake.code, mistake.text.format(made=usual, **facts))
+                for usual in BASES
+                if abs(made / usual - 1) < 1e-4 < abs(base / usual - 1)
+            ]
+    if name == "custom":
+        return found + _odd_list(measured)
+    return found
+
+
+def _divided(factor: float, base: float, d: int) -> list[Finding]:
+    """What a factor of linear scaling that is not round may have been made of."""
+    if d == 2 or float(f"{factor:.3e}") == factor:
+        return []
+    if abs(math.log(factor) * d / 2 - math.log(base)) < FLOAT32_RATIO * d:
+        return [Finding("pairs_from_1", f"pairs are counted from 1, not from 0: base^(-2 (i + 1) / "
+                        f"{d})")]  # fmt: skip
+    growth = factor ** ((d - 2) / d)
+    if growth > 1 and abs(float(f"{growth:.1e}") / growth - 1) < FLOAT32_RATIO:
+        text = f"every frequency is divided by {growth:.2g}^(d / (d - 2)), by which NTK scaling "
+        return [Finding("growth_divides", text + "multiplies the base (keras-hub's dynamic)")]
+    return []
+
+
+def _odd_list(measured: Measured) -> list[Finding]:
+    """What is odd about frequencies that no schedule gives."""
+    found, size = [], measured.inv_freq
+    index = np.arange(len(size))
+    for base in BASES:
+        reciprocal = base ** (index / len(size))
+        allowed = measured.noise + FLOAT32_RATIO * reciprocal
+        if (np.abs(wrapped(reciprocal - size)) < allowed).all():
+            return [Finding("reciprocal_frequencies", f"frequencies are base^(+2i / d) of base "
+                            f"{base:g}: 1 / inv_freq (MLX's freqs) is taken for inv_freq, or the "
+                            "minus of the exponent is missing")]  # fmt: skip
+    if (size < 0).any():
+        found.append(Finding("mixed_directions", "some pairs turn the other way"))
+    same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
+    twins = [(i, j) for i, j in zip(*np.nonzero(np.triu(same, 1)), strict=True)]
+    if twins and measured.num_axes == 1:
+        shown = ", ".join(f"{i} and {j}" for i, j in twins[:4])
+        found.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
+    if (odd := off_ladder(measured)) is not None:
+        found.append(Finding("off_ladder", f"all pairs but {odd[1]} follow base {odd[0]:g}"))
+    return found
+
+
+def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
+    """What is unusual about the number that multiplies cos and sin."""
+    found, size, noise = [], measured.amplitude, measured.amplitude_noise
+    if abs(size - 1) > noise:
+        found.append(Finding("amplitude", f"cos and sin are times {size:.6g}"))
+    factor = explained.params.get("factor", 1.0)
+    if explained.schedule != "yarn" or factor <= 1:
+        return found
+    g = 0.1 * math.log(factor) + 1
+    if abs(size - g) <= noise:
+        return found
+    for code, value, text in AMPLITUDES:
+        if abs(size - value(g)) <= noise:
+            return [*found, Finding(code, text.format(g=g, factor=factor))]
+    mscale = (size - 1) / (g - 1)
+    error = noise / (g - 1)
+    if mscale > 0 and error < 1e-4 and abs(float(f"{mscale:.2e}") - mscale) <= error:
+        found.append(Finding("mscale_alone", f"cos and sin are times 0.1 x {mscale:.3g} x "
+                             f"ln({factor:g}) + 1: mscale without mscale_all_dim"))  # fmt: skip
+    return found
+
+
+def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
+    """YaRN whose ramp runs the wrong way: w + w / factor - yarn(w) instead of yarn(w).
+
+    The spec of what it computes, and what to say; None if that does not explain the frequencies.
+    """
+    size, pairs = measured.inv_freq, len(measured.inv_freq)
+    if pairs < 4 or not 0 < size[-1] < size[0] < 0.9:
+        return None
+    for factor in rounded(1 / size[0], range(1, 5)):
+        for base in rounded(size[-1] ** (-pairs / (pairs - 1)), range(1, 5)):
+            both = base ** (-np.arange(pairs) / pairs) * (1 + 1 / factor)
+            right = fit(measured._replace(inv_freq=both - size))
+            if right.schedule == "yarn" and right.base == base:
+                trained = right.params["original_max_position_embeddings"]
+                inverted = both - right.inv_freq
+                params = {"inv_freq": inverted.tolist(), "attention_factor": measured.amplitude}
+                text = f"YaRN by {factor:g} from {trained:,} tokens, base {base:g}, with the ramp "
+                text += "inverted: fast pairs are interpolated and slow pairs kept (litgpt)"
+                return Fit("custom", 1e4, params, inverted, ""), Finding("ramp_inverted", text)
+    return None

@@ -1,0 +1,189 @@
+"""What changes far out: frequencies that grow with the length, and tables that end.
+
+Both are found by asking for single positions beyond the last one that is understood, and are only
+claimed if a formula gives every measured angle there.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schedules import SCHEDULES
+from .fit import Fit, dynamic
+from .pairs import Pairs, wrapped
+from .probe import Box, Finding
+
+Array = npt.NDArray[np.float64]
+
+CLOSE = 0.02  # rad, beside what float32 angles may be off at a position
+FLOAT32_ANGLE = 5e-6  # rad per rad: float32 angles from float32 formulas
+
+
+class Far(NamedTuple):
+    """What a box does at far positions: angles of its pairs, counted from position 0 by `sign`."""
+
+    box: Box
+    pairs: Pairs
+    sign: int
+    start: Array
+
+    def angles(self, positions: Sequence[int], token: int = 0) -> tuple[Array, float]:
+        """Angles (pairs,) of one token of a row at consecutive positions, and its amplitude."""
+        there = self.pairs.of(self.box.matrices(positions))
+        turned = wrapped(self.sign * (there.angles[token] - self.start))
+        return turned, float(np.median(np.hypot(there.sin[token], there.cos[token])))
+
+
+def shared_positions(box: Box) -> int:
+    """How many positions from 0 on are turned alike, before a step that is plain to see; 1 if none.
+
+    A pair that is slow moves a little at every position; one whose position is divided by 4 and
+    rounded down does not move at all three times, and then at once.
+    """
+    if box.by_index:
+        return 1
+    try:
+        matrices = box.matrices(range(33))
+    except ValueError:  # a short table
+        return 1
+    moved = np.abs(matrices - matrices[0]).max(axis=(1, 2))
+    first = int((moved > 1e-6).argmax())
+    is_step = first > 1 and moved[first] > 1e-2
+    held = matrices[first : min(2 * first, len(matrices))]
+    return first if is_step and np.abs(held - held[0]).max() <= 1e-6 else 1
+
+
+def _agree(angles: Array, position: int, inv_freq: Array) -> bool:
+    allowed = CLOSE + FLOAT32_ANGLE * position * np.abs(inv_freq)
+    return bool((np.abs(wrapped(angles - position * inv_freq)) < allowed).all())
+
+
+def is_by_token(far: Far, position: int) -> bool:
+    """Whether a token keeps its angle when 64 tokens follow it: its length is its own.
+
+    Raises ValueError if the box cannot be asked so far out.
+    """
+    alone, _ = far.angles([position])
+    followed, _ = far.angles(range(position, position + 64))
+    return bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
+
+
+def with_length(
+    far: Far, ladder: Fit, last: int, limit: int, amplitude: float | None
+) -> tuple[Fit, Finding] | None:
+    """How frequencies follow the length of the row: the schedule, and what to say; None if unknown.
+
+    ladder     the schedule of short rows, up to position `last`
+    amplitude  of short rows
+
+    The slowest pair tells by how much frequencies have shrunk, for it has not yet made a turn; the
+    formula found so must then give the angle of every pair.
+    """
+    middles = [p for p in (4 * last, 8 * last, 16 * last) if p < limit]
+    try:
+        by_token = bool(middles) and is_by_token(far, middles[0])
+        far.angles([0])  # a box that remembers the longest row forgets it after a short one
+        found = [far.angles([p - 1, p, p + 1], 1) for p in middles]
+    except ValueError:
+        return None
+    if len(found) < 2:
+        return None
+    lengths = [p + (1 if by_token else 2) for p in middles]
+
+    def explains(inv_freq: Callable[[int], Array]) -> bool:
+        rows = zip(found, middles, lengths, strict=True)
+        return all(_agree(angles, p, inv_freq(n)) for (angles, _), p, n in rows)
+
+    if explains(lambda n: ladder.inv_freq):
+        sizes = [size for _, size in found]
+        if amplitude and max(abs(size / amplitude - 1) for size in sizes) > 1e-3:
+            text = f"long rows are times {sizes[0]:.6g}, short ones times {amplitude:.6g}, and "
+            text += "frequencies stay (Phi-3.5-MoE in transformers takes the long amplitude alone)"
+            return ladder, Finding("amplitude_depends_on_length", text)
+        return None
+    slow = int(np.argmin(ladder.inv_freq))
+    turned = [float(angles[slow]) for angles, _ in found]
+    if min(turned) <= 0 or ladder.schedule != "default":
+        return None
+    growth = [p * ladder.inv_freq[slow] / angle for p, angle in zip(middles, turned, strict=True)]
+    trained = lengths[0] / growth[0]
+    if not by_token and explains(lambda n: ladder.inv_freq * trained / n):
+        text = f"all frequencies are divided by length / {_whole(trained):,}: dynamic linear "
+        return ladder, Finding("dynamic_linear", text + "scaling (TransformerEngine)")
+    grown = dynamic(ladder.base, far.pairs.rotary_dim, *zip(lengths[:2], growth[:2], strict=True))
+    if grown is None or not explains(lambda n: _dynamic_at(grown, far.pairs.rotary_dim, n)):
+        return None
+    text = f"dynamic NTK by {grown.params['factor']:g} from "
+    text += f"{grown.params['original_max_position_embeddings']:,} tokens on, base {grown.base:g}: "
+    if by_token:
+        text += "the frequencies of a token follow its own position, as when a decoder rotates "
+        text += "each token at the length so far: cached keys no longer match later queries"
+        return grown, Finding("depends_on_position", text)
+    text += "frequencies follow the length of each call, so keys that are cached keep those of "
+    return grown, Finding("depends_on_length", text + "the call that rotated them")
+
+
+def _whole(trained: float) -> int:
+    power = 2 ** round(math.log2(trained))
+    return power if abs(power / trained - 1) < 1e-3 else round(trained)
+
+
+def _dynamic_at(grown: Fit, rotary_dim: int, length: int) -> Array:
+    inv_freq, _ = SCHEDULES["dynamic"](rotary_dim, grown.base, **grown.params, seq_len=length)
+    return inv_freq.astype(np.float64)
+
+
+# how the first wrong position E, and the one 5 after it, are turned: code, text
+ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
+    (
+        "positions_clamped",
+        "positions from {edge:,} on are all turned as {before:,}: a table of {edge:,} rows whose "
+        "index is clamped",
+        lambda edge: (edge - 1, edge - 1),
+    ),
+    (
+        "positions_restart",
+        "position {edge:,} is turned as 0 again, and so on: positions are taken modulo {edge:,}",
+        lambda edge: (0, 5),
+    ),
+    (
+        "not_rotated_far",
+        "positions from {edge:,} on are not rotated at all",
+        lambda edge: (0, 0),
+    ),
+    (
+        "positions_overflow",
+        "position {edge:,} is turned as -{edge:,}: positions are whole numbers of too few bits",
+        lambda edge: (-edge, 5 - edge),
+    ),
+)  # fmt: skip
+
+
+def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | None:
+    """What happens at the first position that is turned wrongly, between `last` and twice that.
+
+    None if it cannot be asked, or does nothing that is known.
+    """
+    allowed = min(0.25, float(np.abs(inv_freq).max()) / 4)
+
+    def is_turned_as(position: int, other: int) -> bool:
+        error = wrapped(far.angles([position])[0] - other * inv_freq)
+        return bool(np.abs(error).max() < allowed)
+
+    right, wrong = last, min(2 * last, limit)
+    try:
+        if not is_turned_as(right, right) or is_turned_as(wrong, wrong):
+            return None
+        while wrong - right > 1:
+            middle = (right + wrong) // 2
+            right, wrong = (middle, wrong) if is_turned_as(middle, middle) else (right, middle)
+        for code, text, turned_as in ENDS:
+            if all(is_turned_as(wrong + step, each)
+                   for step, each in zip((0, 5), turned_as(wrong), strict=True)):  # fmt: skip
+                return Finding(code, text.format(edge=wrong, before=wrong - 1))
+    except ValueError:
+        return None
+    return None
