@@ -28,10 +28,11 @@ CALLS = 2000
 FIRST_CALL = """
 import time, torch, rotary
 q, k = (torch.randn(2, 64, n, 128, device="cuda", dtype=torch.bfloat16) for n in (32, 8))
-cos, sin = (t.cuda() for t in rotary.cos_sin(rotary.Rotary(head_dim=128), torch.arange(64)))
+spec = rotary.Rotary(head_dim=128)
+cos, sin = (t.cuda() for t in rotary.cos_sin(spec, torch.arange(64)))
 torch.cuda.synchronize()
 start = time.perf_counter()
-rotary.rotate((q, k), cos, sin, seq_dim=-3)
+rotary.rotate((q, k), cos, sin, spec, seq_dim=-3)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """

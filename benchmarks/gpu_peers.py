@@ -128,14 +128,15 @@ def ours(way: str, work: Work, tables: Tables) -> Case:
     """Our call by its public name; `way` as in `gpu_plan.lines`."""
     seq_dim = seq_dim_of(work)
     cos, sin, spec = tables.cos, tables.sin, tables.spec
-    options = {"layout": work.layout, "rotary_dim": work.rotary_dim, "seq_dim": seq_dim}
     where = None if work.positions == "from 0" else tables.positions
     cases: dict[str, Case] = {
-        "out=": lambda b: rotate((b.q, b.k), cos, sin, out=(b.q_out, b.k_out), **options),
-        "in place": lambda b: rotate((b.q, b.k), cos, sin, out=(b.q, b.k), **options),
-        "new": lambda b: rotate((b.q, b.k), cos, sin, **options),
+        "out=": lambda b: rotate(
+            (b.q, b.k), cos, sin, spec, seq_dim=seq_dim, out=(b.q_out, b.k_out)
+        ),
+        "in place": lambda b: rotate((b.q, b.k), cos, sin, spec, seq_dim=seq_dim, out=(b.q, b.k)),
+        "new": lambda b: rotate((b.q, b.k), cos, sin, spec, seq_dim=seq_dim),
         "apply": lambda b: apply(spec, b.q, b.k, positions=where, seq_dim=seq_dim),
-        "backward": gradient(lambda q, k: rotate((q, k), cos, sin, **options)),
+        "backward": gradient(lambda q, k: rotate((q, k), cos, sin, spec, seq_dim=seq_dim)),
     }
     return cases[way]
 

@@ -71,7 +71,7 @@ def groups(
     forward = {
         "copy": lambda q, k, cos, sin: (jnp.copy(q), jnp.copy(k)),
         "formula": formula,
-        "rotary": lambda q, k, cos, sin: rotate((q, k), cos, sin, layout=layout),
+        "rotary": lambda q, k, cos, sin: rotate((q, k), cos, sin, spec),
         "rotary, tables inside": lambda q, k, cos, sin: apply(spec, q, k),
     }
     check(forward, spec, dtype, (q, k, *tables))

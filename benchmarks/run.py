@@ -137,7 +137,7 @@ def _decode(dtype: torch.dtype) -> dict[str, float]:
     position = torch.tensor([[1000]])
     cos, sin = cos_sin(spec, position)
     cases = {
-        "rotate": lambda: rotate((q, k), cos, sin),
+        "rotate": lambda: rotate((q, k), cos, sin, spec),
         "apply": lambda: apply(spec, q, k, positions=position),
         **peers.transformers_cases(spec, q, k),
         **peers.lucidrains_cases(spec, q, k),
@@ -159,7 +159,7 @@ def _compiled(dtype: torch.dtype) -> dict[str, float]:
     geometry = geometry_of((q.shape, k.shape), cos.shape, None, Options())
     torch.compiler.reset()
     cases = {
-        "operator": torch.compile(lambda: rotate((q, k), cos, sin), fullgraph=True),
+        "operator": torch.compile(lambda: rotate((q, k), cos, sin, spec), fullgraph=True),
         "formula": torch.compile(
             lambda: formula((q, k), cos, sin, None, geometry, False), fullgraph=True
         ),

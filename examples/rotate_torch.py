@@ -16,7 +16,7 @@ print("gradients:", tuple(q.grad.shape), tuple(k.grad.shape))
 # once per forward: tables. once per layer: the rotation, here into the same memory
 cos, sin = rotary.cos_sin(spec, torch.arange(128))
 with torch.no_grad():
-    rotary.rotate((q, k), cos, sin, layout=spec.layout, out=(q, k))
+    rotary.rotate((q, k), cos, sin, spec, out=(q, k))
 print("in place equals new:", torch.equal(q, rotated_q) and torch.equal(k, rotated_k))
 
 

@@ -97,10 +97,6 @@ def along(placement, dims):
     return Replicate() if dim is None else Shard(dim)
 
 
-def way(spec):
-    return {name: getattr(spec, name) for name in ("layout", "out_layout", "rotary_dim", "start")}
-
-
 def every_shard_has_the_bits_of_the_whole(world):
     rows = torch.stack([torch.arange(SEQ) + 5 * row for row in range(BATCH)])
     for (name, spec), dtype in itertools.product(SPECS.items(), (torch.float32, torch.bfloat16)):
@@ -112,10 +108,10 @@ def every_shard_has_the_bits_of_the_whole(world):
         }
         for shape, (cos, sin) in tables.items():
             whole = q_and_k(dtype)
-            want = rotary.rotate(whole, cos, sin, **way(spec))
+            want = rotary.rotate(whole, cos, sin, spec)
             for mesh, placements, case in cases(world):
                 shards = [cut(x, mesh, placements) for x in whole]
-                got = rotary.rotate(shards, cos, sin, **way(spec))
+                got = rotary.rotate(shards, cos, sin, spec)
                 for one, other in zip(got, want, strict=True):
                     assert one.placements == tuple(placements)
                     same(one, other, f"{name} {dtype} {shape} {case}")
@@ -125,12 +121,12 @@ def gradients_have_the_bits_of_the_whole(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     whole = q_and_k(grad=True)
     weights = [torch.randn_like(x) for x in whole]
-    want = torch.autograd.grad(rotary.rotate(whole, cos, sin), whole, weights)
+    want = torch.autograd.grad(rotary.rotate(whole, cos, sin, SPEC), whole, weights)
     by_angle = torch.autograd.grad(rotary.apply(SPEC, *whole), whole, weights)
     for mesh, placements, case in cases(world):
         shards = [cut(x.detach(), mesh, placements).requires_grad_() for x in whole]
         given = [cut(w, mesh, placements) for w in weights]
-        got = torch.autograd.grad(rotary.rotate(shards, cos, sin), shards, given)
+        got = torch.autograd.grad(rotary.rotate(shards, cos, sin, SPEC), shards, given)
         exact = torch.autograd.grad(rotary.apply(SPEC, *shards), shards, given)
         for one, other, a, b in zip(got, want, exact, by_angle, strict=True):
             same(one, other, case)
@@ -143,7 +139,7 @@ def second_gradients_are_those_of_the_whole(world):
     weight = torch.randn_like(whole).requires_grad_()
 
     def twice(x, w):
-        (first,) = torch.autograd.grad(rotary.rotate(x, cos, sin), x, w, create_graph=True)
+        (first,) = torch.autograd.grad(rotary.rotate(x, cos, sin, SPEC), x, w, create_graph=True)
         return torch.autograd.grad(first, w, torch.ones_like(first))[0]
 
     want = twice(whole, weight)
@@ -161,11 +157,11 @@ def nothing_is_sent_forward_or_backward(world):
         own = cut(positions, mesh, where)
         with CommDebugMode() as comm:
             for results in (
-                rotary.rotate(shards, cos, sin),
+                rotary.rotate(shards, cos, sin, SPEC),
                 rotary.apply(SPEC, *shards),
                 rotary.apply(SPEC, *shards, precision="float32"),
                 rotary.apply(SPEC, *shards, positions=own),
-                rotary.rotate(shards, *rotary.cos_sin(SPEC, own)),
+                rotary.rotate(shards, *rotary.cos_sin(SPEC, own), SPEC),
             ):
                 torch.autograd.grad(results, shards, [x.detach() for x in results])
         assert comm.get_total_counts() == 0, f"{case}: {comm.get_comm_counts()}"
@@ -241,14 +237,14 @@ def row_numbers_pick_from_whole_tables(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(40))
     rows = torch.stack([torch.arange(SEQ) * 3 + 5 * row for row in range(BATCH)])
     whole = q_and_k()
-    want = rotary.rotate(whole, cos, sin, positions=rows)
+    want = rotary.rotate(whole, cos, sin, SPEC, positions=rows)
     for mesh, placements, case in cases(world):
         shards = [cut(x, mesh, placements) for x in whole]
         alike = {Shard(0): Shard(0), Shard(2): Shard(1)}
         own = cut(rows, mesh, [alike.get(placement, Replicate()) for placement in placements])
         both = [cut(table, mesh, [Replicate()] * mesh.ndim) for table in (cos, sin)]
         for tables, positions in (((cos, sin), rows), ((cos, sin), rows.numpy()), (both, own)):
-            got = rotary.rotate(shards, *tables, positions=positions)
+            got = rotary.rotate(shards, *tables, SPEC, positions=positions)
             for one, other in zip(got, want, strict=True):
                 same(one, other, case)
 
@@ -257,12 +253,12 @@ def q_and_k_may_lie_differently(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     whole = q_and_k(grad=True)
     weights = [torch.randn_like(x) for x in whole]
-    want = rotary.rotate(whole, cos, sin)
+    want = rotary.rotate(whole, cos, sin, SPEC)
     grads = torch.autograd.grad(want, whole, weights)
     for mesh in meshes(world):
         for pair in itertools.product(all_placements(mesh), repeat=2):
             shards = [cut(x.detach(), mesh, p).requires_grad_() for x, p in zip(whole, pair)]  # noqa: B905
-            for got in (rotary.rotate(shards, cos, sin), rotary.apply(SPEC, *shards)):
+            for got in (rotary.rotate(shards, cos, sin, SPEC), rotary.apply(SPEC, *shards)):
                 given = [cut(w, mesh, p) for w, p in zip(weights, pair, strict=True)]
                 back = torch.autograd.grad(got, shards, given)
                 for one, other in zip((*got, *back), (*want, *grads), strict=True):
@@ -273,11 +269,11 @@ def the_loops_write_into_the_shards(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     for mesh, placements, case in cases(world):
         whole = q_and_k()
-        want = rotary.rotate(whole, cos, sin)
+        want = rotary.rotate(whole, cos, sin, SPEC)
         shards = [cut(x.clone(), mesh, placements) for x in whole]
         addresses = [x.to_local().data_ptr() for x in shards]
         versions = [x._version for x in shards]
-        got = rotary.rotate(shards, cos, sin, out=shards)
+        got = rotary.rotate(shards, cos, sin, SPEC, out=shards)
         assert all(a is b for a, b in zip(got, shards, strict=True))
         assert [x.to_local().data_ptr() for x in got] == addresses
         assert all(x._version > v for x, v in zip(got, versions, strict=True))
@@ -292,7 +288,7 @@ def the_loops_write_into_the_shards(world):
     xs = DTensor.from_local(a, mesh, [Shard(0)]), DTensor.from_local(b, mesh, [Replicate()])
     crossed = DTensor.from_local(b, mesh, [Shard(0)]), DTensor.from_local(a, mesh, [Replicate()])
     tables = rotary.cos_sin(SPEC, torch.arange(8))
-    refused(lambda: rotary.rotate(xs, *tables, out=crossed), ValueError, "out overlaps")
+    refused(lambda: rotary.rotate(xs, *tables, SPEC, out=crossed), ValueError, "out overlaps")
     assert torch.equal(a, bits[0])
     assert torch.equal(b, bits[1])
 
@@ -303,14 +299,14 @@ def tables_that_want_a_gradient_get_that_of_the_whole(world):
         whole, tables = q_and_k(), rotary.cos_sin(SPEC, positions)
         weights = [torch.randn_like(x) for x in whole]
         leaves = [table.clone().requires_grad_() for table in tables]
-        want = torch.autograd.grad(rotary.rotate(whole, *leaves), leaves, weights)
+        want = torch.autograd.grad(rotary.rotate(whole, *leaves, SPEC), leaves, weights)
         for mesh, placements, case in cases(world):
             shards = [cut(x, mesh, placements) for x in whole]
             lie = [along(own, dims) for own in placements]
             for form in ([Replicate()] * mesh.ndim, lie):
                 own = [cut(table, mesh, form).requires_grad_() for table in tables]
                 given = [cut(w, mesh, placements) for w in weights]
-                back = torch.autograd.grad(rotary.rotate(shards, *own), own, given)
+                back = torch.autograd.grad(rotary.rotate(shards, *own, SPEC), own, given)
                 for one, other in zip(back, want, strict=True):
                     torch.testing.assert_close(one.full_tensor(), other, msg=case)
 
@@ -349,7 +345,7 @@ def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):
         assert turns.tolist() == rotary.turns(SPEC).tolist()
         where = torch.arange(xs[0].shape[-2]) if positions is None else positions
         played.append(where)
-        turned = rotary.rotate(tuple(xs), *rotary.cos_sin(SPEC, where), conjugate=conjugate)
+        turned = rotary.rotate(tuple(xs), *rotary.cos_sin(SPEC, where), SPEC, conjugate=conjugate)
         return turned if out is None else tuple(map(torch.Tensor.copy_, out, turned))
 
     module.makes_angles = lambda xs, positions, out, num_axes: not isinstance(xs[0], DTensor)
@@ -362,7 +358,7 @@ def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):
             lie = [along(own, (0, None, 1)) for own in placements]
             for positions, own in ((None, None), (rows, rows), (rows, cut(rows, mesh, lie))):
                 where = torch.arange(SEQ) if positions is None else positions
-                want = rotary.rotate(whole, *rotary.cos_sin(SPEC, where))
+                want = rotary.rotate(whole, *rotary.cos_sin(SPEC, where), SPEC)
                 for one, other in zip(
                     rotary.apply(SPEC, *shards, positions=own), want, strict=True
                 ):
@@ -423,7 +419,7 @@ def what_would_need_another_rank_is_refused(world):
     whole = torch.randn(2, 4, 8, 8)
 
     def both(x, *words):
-        refused(lambda: rotary.rotate(x, cos, sin), ValueError, *words)
+        refused(lambda: rotary.rotate(x, cos, sin, SPEC), ValueError, *words)
         refused(lambda: rotary.apply(SPEC, x), ValueError, *words)
 
     mend = "call x.redistribute(placements=[Replicate()])"
@@ -444,42 +440,50 @@ def operands_that_do_not_go_together_are_refused(world):
     cuts = [cut(table, mesh, [Shard(0)]) for table in tables]
     with_batch = [cut(t.expand(2, -1, -1), mesh, [Shard(0)]) for t in tables]
     words = "rank would lack rows", "cos.redistribute(placements=[Replicate()])"
-    refused(lambda: rotary.rotate(copy, *cuts), ValueError, *words)
-    refused(lambda: rotary.rotate(cut(whole, mesh, [Shard(1)]), *cuts), ValueError, *words)
-    refused(lambda: rotary.rotate(shard, *with_batch), ValueError, "lack rows", "[Shard(dim=1)]")
+    refused(lambda: rotary.rotate(copy, *cuts, SPEC), ValueError, *words)
+    refused(lambda: rotary.rotate(cut(whole, mesh, [Shard(1)]), *cuts, SPEC), ValueError, *words)
+    refused(
+        lambda: rotary.rotate(shard, *with_batch, SPEC), ValueError, "lack rows", "[Shard(dim=1)]"
+    )
     pairs = [cut(table, mesh, [Shard(1)]) for table in tables]
-    refused(lambda: rotary.rotate(copy, *pairs), ValueError, *words)
+    refused(lambda: rotary.rotate(copy, *pairs, SPEC), ValueError, *words)
     partial = [DTensor.from_local(table, mesh, [Partial()]) for table in tables]
-    refused(lambda: rotary.rotate(shard, *partial), ValueError, "cos is a sum over ranks")
+    refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a sum over ranks")
     rows = cut(torch.arange(8), mesh, [Shard(0)])
-    refused(lambda: rotary.rotate(copy, *tables, positions=rows), ValueError, "positions", "lack")
-    refused(lambda: rotary.rotate(shard, *cuts, positions=rows), ValueError, "cos", "lack rows")
+    refused(
+        lambda: rotary.rotate(copy, *tables, SPEC, positions=rows), ValueError, "positions", "lack"
+    )
+    refused(
+        lambda: rotary.rotate(shard, *cuts, SPEC, positions=rows), ValueError, "cos", "lack rows"
+    )
     refused(lambda: rotary.apply(SPEC, copy, positions=rows), ValueError, "lack rows")
 
     flat = init_device_mesh("cpu", (1, world))
     other = cut(whole, flat, [Replicate(), Shard(2)])
-    refused(lambda: rotary.rotate((shard, other), *tables), ValueError, "one mesh")
+    refused(lambda: rotary.rotate((shard, other), *tables, SPEC), ValueError, "one mesh")
     elsewhere = [cut(table, flat, [Replicate()] * 2) for table in tables]
-    refused(lambda: rotary.rotate(shard, *elsewhere), ValueError, "cos must be on one mesh")
+    refused(lambda: rotary.rotate(shard, *elsewhere, SPEC), ValueError, "cos must be on one mesh")
 
     for mixed in ((shard, whole), (shard, shard.to_local())):
-        refused(lambda: rotary.rotate(mixed, *tables), TypeError, "DTensor.from_local")  # noqa: B023
+        refused(lambda: rotary.rotate(mixed, *tables, SPEC), TypeError, "DTensor.from_local")  # noqa: B023
         refused(lambda: rotary.apply(SPEC, *mixed), TypeError, "DTensor.from_local")  # noqa: B023
-    refused(lambda: rotary.rotate((whole, shard), *tables), TypeError, "plain", "to_local()")
-    refused(lambda: rotary.rotate(whole, *cuts), TypeError, "to_local()")
-    refused(lambda: rotary.rotate(whole, cos, sin, positions=rows), TypeError, "to_local()")
-    refused(lambda: rotary.rotate(shard, *tables, out=whole), TypeError, "DTensor.from_local")
-    refused(lambda: rotary.rotate(shard, *tables, out=copy), ValueError, "out must lie as x")
+    refused(lambda: rotary.rotate((whole, shard), *tables, SPEC), TypeError, "plain", "to_local()")
+    refused(lambda: rotary.rotate(whole, *cuts, SPEC), TypeError, "to_local()")
+    refused(lambda: rotary.rotate(whole, cos, sin, SPEC, positions=rows), TypeError, "to_local()")
+    refused(lambda: rotary.rotate(shard, *tables, SPEC, out=whole), TypeError, "DTensor.from_local")
+    refused(lambda: rotary.rotate(shard, *tables, SPEC, out=copy), ValueError, "out must lie as x")
 
     own = [table[: 8 // world] for table in tables]
     words = "does not fit", "of which this rank holds", "whole"
-    refused(lambda: rotary.rotate(shard, *own), ValueError, *words)
+    refused(lambda: rotary.rotate(shard, *own, SPEC), ValueError, *words)
     few = torch.arange(8 // world)
     refused(lambda: rotary.apply(SPEC, shard, positions=few), ValueError, *words)
     leaf = cos.clone().requires_grad_()
-    refused(lambda: rotary.rotate(shard, leaf, sin), ValueError, "DTensor.from_local", "gradient")
+    refused(
+        lambda: rotary.rotate(shard, leaf, sin, SPEC), ValueError, "DTensor.from_local", "gradient"
+    )
     leaf = cut(whole, mesh, [Shard(2)]).requires_grad_()
-    refused(lambda: rotary.rotate(leaf, *tables, out=leaf), RuntimeError, "autograd")
+    refused(lambda: rotary.rotate(leaf, *tables, SPEC, out=leaf), RuntimeError, "autograd")
 
 
 def the_length_of_a_row_is_asked_for_where_no_rank_knows_it(world):
@@ -523,9 +527,9 @@ def compiled_calls_are_one_graph_forward_and_backward(world):
         plain = cos, sin
         given = tuple(place(table, (None, None, 0)) for table in plain)
         return {
-            "plain tables": lambda q, k: rotary.rotate((q, k), *plain),
-            "tables that go along": lambda q, k: rotary.rotate((q, k), *given),
-            "rows": lambda q, k: rotary.rotate((q, k), *plain, positions=positions % SEQ),
+            "plain tables": lambda q, k: rotary.rotate((q, k), *plain, SPEC),
+            "tables that go along": lambda q, k: rotary.rotate((q, k), *given, SPEC),
+            "rows": lambda q, k: rotary.rotate((q, k), *plain, SPEC, positions=positions % SEQ),
             "apply": lambda q, k: rotary.apply(SPEC, q, k),
             "positions": lambda q, k: rotary.apply(SPEC, q, k, positions=own),
             "float32": lambda q, k: rotary.apply(SPEC, q, k, precision="float32"),
@@ -559,12 +563,12 @@ def a_compiled_call_writes_into_the_shards(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     shards = [cut(x.clone(), mesh, [Shard(2)]) for x in whole]
     call = torch.compile(
-        lambda q, k: rotary.rotate((q, k), cos, sin, out=(q, k)),
+        lambda q, k: rotary.rotate((q, k), cos, sin, SPEC, out=(q, k)),
         fullgraph=True,
         backend="aot_eager",
     )
     call(*shards)
-    for one, other in zip(shards, rotary.rotate(whole, cos, sin), strict=True):
+    for one, other in zip(shards, rotary.rotate(whole, cos, sin, SPEC), strict=True):
         same(one, other)
 
 
@@ -602,7 +606,7 @@ def mixed_precision_leaves_angles_exact(world):
             assert seen["positions"].dtype == torch.int64
             assert torch.equal(seen["positions"], positions)
         tables = rotary.cos_sin(SPEC, positions.numpy())
-        want = rotary.rotate((q, k), *map(torch.from_numpy, tables))
+        want = rotary.rotate((q, k), *map(torch.from_numpy, tables), SPEC)
         assert all(map(torch.equal, results, want))
         (results[0].float().sum() + results[1].float().sum()).backward()
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
@@ -615,7 +619,7 @@ def what_mixed_precision_rounded_is_refused(world):
     seconds = torch.arange(SEQ).double() / 3
     words = "positions must be whole numbers", "got torch.bfloat16"
     refused(lambda: model(x, positions=seconds), TypeError, *words)
-    model = mixed(lambda q, k, cos, sin: rotary.rotate((q, k), cos, sin), mesh)
+    model = mixed(lambda q, k, cos, sin: rotary.rotate((q, k), cos, sin, SPEC), mesh)
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     words = "tables must be float32", "bfloat16", "rounded before"
     refused(lambda: model(x, cos=cos, sin=sin), TypeError, *words)

@@ -173,11 +173,11 @@ def given_positions():
 
 
 def turned(q, k, cos, sin):
-    return rotary.rotate((q, k), cos, sin)
+    return rotary.rotate((q, k), cos, sin, layout="half")
 
 
 def picked(q, k, cos, sin, rows):
-    return rotary.rotate((q, k), cos, sin, positions=rows)
+    return rotary.rotate((q, k), cos, sin, positions=rows, layout="half")
 
 
 def made_tables():

@@ -175,8 +175,7 @@ def compare_rotation(case: Case, spec: Rotary, tables: Tables, dtype: torch.dtyp
 
 def turned(spec: Rotary, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """One tensor, rotated by our kernel."""
-    layouts = {"layout": spec.layout, "out_layout": spec.out_layout}
-    return rotate(x, cos, sin, rotary_dim=spec.rotary_dim, start=spec.start, **layouts)
+    return rotate(x, cos, sin, spec)
 
 
 def size(spec: Rotary, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ def test_phase_zero_is_axial_rope():
     )
     wanted = apply(axial, x, positions=where)
     tables = mixed_cos_sin(mixed_directions(16, [0.0, 0.0]), where)
-    np.testing.assert_allclose(rotate(x, *tables), wanted, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(rotate(x, *tables, layout="half"), wanted, rtol=0, atol=1e-6)
 
 
 @LIBRARIES
@@ -199,7 +199,9 @@ def test_mixed_attention_is_the_same_at_any_offset(library, dtype):
     def attend(offset):
         batch = np.stack([where + offset, where - offset])
         tables = mixed_cos_sin(directions, library(batch))
-        return np.asarray(softmax_attention(*rotate((q, k), *tables), v, causal=False))
+        return np.asarray(
+            softmax_attention(*rotate((q, k), *tables, layout="half"), v, causal=False)
+        )
 
     near, unit = attend([0, 0]), np.abs(np.asarray(v)).max()
     for offset in ([FAR, 0], [0, FAR], [FAR, -FAR], [2**62, 12_345]):
@@ -223,7 +225,7 @@ def test_gradients_reach_the_directions(kind):
 
     def attend(directions, q, k, v):
         tables = mixed_cos_sin(directions, where)
-        return softmax_attention(*rotate((q, k), *tables), v, causal=False)
+        return softmax_attention(*rotate((q, k), *tables, layout="half"), v, causal=False)
 
     assert torch.autograd.gradcheck(attend, (directions, q, k, v))
 

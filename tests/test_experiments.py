@@ -190,7 +190,11 @@ def test_softmax_attention_is_that_of_the_library(rope, causal):
     q, k, v = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
     spec = rotary.Rotary(head_dim=8, base=100.0)
     cos, sin = rotary.cos_sin(spec, torch.arange(9))
-    turn = (lambda q, k: rotary.rotate((q, k), cos, sin)) if rope else (lambda q, k: (q, k))
+    turn = (
+        (lambda q, k: rotary.rotate((q, k), cos, sin, layout="half"))
+        if rope
+        else (lambda q, k: (q, k))
+    )
     wanted = attention.softmax_attention(
         q.numpy(), k.numpy(), v.numpy(), spec if rope else None, causal=causal
     )
@@ -203,7 +207,9 @@ def test_linear_attention_is_the_recurrence_of_the_library():
     q, k, v = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
     spec = rotary.Rotary(head_dim=8, base=100.0)
     cos, sin = rotary.cos_sin(spec, torch.arange(9))
-    found = linear_attention(q, k, v, lambda q, k: rotary.rotate((q, k), cos, sin), causal=True)
+    found = linear_attention(
+        q, k, v, lambda q, k: rotary.rotate((q, k), cos, sin, layout="half"), causal=True
+    )
     wanted = attention.recurrent_linear_attention(q.numpy(), k.numpy(), v.numpy(), spec)
     torch.testing.assert_close(found, torch.from_numpy(wanted), atol=1e-5, rtol=1e-4)
 

@@ -61,7 +61,7 @@ def same(got, want):
 
 
 def way(options):
-    return {name: getattr(options, name) for name in Options._fields}
+    return {name: getattr(options, name) for name in Options._fields if name != "head_dim"}
 
 
 @pytest.fixture(autouse=True)
@@ -175,10 +175,13 @@ def test_what_the_kernel_does_not_take_is_the_formula(launches):
     wide = x.double()
     want = law.rotate((wide.cpu().numpy(),), cos.cpu().numpy(), sin.cpu().numpy(), None, Options(),
                       False, None)[0]  # fmt: skip
-    same(rotary.rotate(wide, cos, sin), torch.from_numpy(want))
-    same(torch.vmap(lambda x: rotary.rotate(x, cos, sin))(x), wanted(x, cos, sin, Options()))
+    same(rotary.rotate(wide, cos, sin, layout="half"), torch.from_numpy(want))
+    same(
+        torch.vmap(lambda x: rotary.rotate(x, cos, sin, layout="half"))(x),
+        wanted(x, cos, sin, Options()),
+    )
     learning = [table.clone().requires_grad_() for table in (cos, sin)]
-    same(rotary.rotate(x, *learning).detach(), wanted(x, cos, sin, Options()))
+    same(rotary.rotate(x, *learning, layout="half").detach(), wanted(x, cos, sin, Options()))
     assert launches == []
 
 
@@ -189,7 +192,7 @@ def test_rows_outside_the_tables_are_nan_compiled_or_not(launches):
     torch._dynamo.reset()
 
     def call(x, rows):
-        return rotary.rotate(x, cos, sin, positions=rows)
+        return rotary.rotate(x, cos, sin, positions=rows, layout="half")
 
     for y in (call(x, rows), torch.compile(call, fullgraph=True)(x, rows)):
         assert y[:, :, ~is_inside].isnan().all()
@@ -220,7 +223,9 @@ def test_a_compiled_call_in_place_is_one_launch(launches):
     q, k, (cos, sin) = randn(2, 4, 9, 64), randn(2, 1, 9, 64, seed=1), tables(9, 32)
     want = [wanted(x, cos, sin, Options()) for x in (q, k)]
     torch._dynamo.reset()
-    torch.compile(lambda q, k: rotary.rotate((q, k), cos, sin, out=(q, k)), fullgraph=True)(q, k)
+    torch.compile(
+        lambda q, k: rotary.rotate((q, k), cos, sin, out=(q, k), layout="half"), fullgraph=True
+    )(q, k)
     for x, y in zip((q, k), want, strict=True):
         same(x, y)
     assert len(launches) == 1
@@ -245,7 +250,7 @@ def test_tensors_of_two_devices_are_refused_before_the_launch(launches):
         with pytest.raises((RuntimeError, ValueError), match="device"):
             torch.ops.rotary.rotate(*mixed, *rest)
         with pytest.raises(ValueError, match="one device"):
-            rotary.rotate(mixed[0][0], *mixed[1:])
+            rotary.rotate(mixed[0][0], *mixed[1:], layout="half")
     assert launches == []
 
 
@@ -270,7 +275,7 @@ def test_packed_projections_in_place_leave_the_values_alone():
     before, (cos, sin) = block.clone(), tables(33, 64)
     q, k = block[:, :, :32], block[:, :, 32:40]
     want = [wanted(x, cos, sin, Options(seq_dim=-3)) for x in (q, k)]
-    rotary.rotate((q, k), cos, sin, seq_dim=-3, out=(q, k))
+    rotary.rotate((q, k), cos, sin, seq_dim=-3, out=(q, k), layout="half")
     for x, y in zip((q, k), want, strict=True):
         same(x, y)
     assert torch.equal(block[:, :, 40:], before[:, :, 40:])
@@ -279,9 +284,9 @@ def test_packed_projections_in_place_leave_the_values_alone():
 def test_outputs_that_overlap_are_refused():
     memory, (cos, sin) = randn(6, 8), tables(5, 4)
     with pytest.raises(ValueError, match="out overlaps an input"):
-        rotary.rotate(memory[:5], cos, sin, out=memory[1:])
+        rotary.rotate(memory[:5], cos, sin, out=memory[1:], layout="half")
     with pytest.raises(ValueError, match="share memory"):
-        rotary.rotate(memory[:5], cos, sin, out=memory[:1].expand(5, 8))
+        rotary.rotate(memory[:5], cos, sin, out=memory[:1].expand(5, 8), layout="half")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -306,7 +311,7 @@ def test_in_place_allocates_nothing():
     q, k, (cos, sin) = randn(2, 32, 64, 128), randn(2, 8, 64, 128), tables(64, 64)
     ids = torch.arange(64, device="cuda")
     calls = (
-        lambda: rotary.rotate((q, k), cos, sin, out=(q, k)),
+        lambda: rotary.rotate((q, k), cos, sin, out=(q, k), layout="half"),
         lambda: rotary.apply(SPECS["half"], q, k, positions=ids, out=(q, k)),
     )
     for call in calls:
@@ -373,8 +378,8 @@ def test_huge_steps_along_each_axis(axis):
     x.copy_(randn(*shape))
     cos, sin = tables(shape[1], width // 2)
     want = wanted(x, cos, sin, Options(seq_dim=-3))
-    same(rotary.rotate(x, cos, sin, seq_dim=-3).contiguous(), want)
-    rotary.rotate(x, cos, sin, seq_dim=-3, out=x)
+    same(rotary.rotate(x, cos, sin, seq_dim=-3, layout="half").contiguous(), want)
+    rotary.rotate(x, cos, sin, seq_dim=-3, out=x, layout="half")
     same(x.contiguous(), want)
 
 
@@ -387,9 +392,9 @@ def test_no_call_waits_for_the_device():
     learning = [x.clone().requires_grad_() for x in xs]
 
     def calls():
-        rotary.rotate(xs, cos[:5], sin[:5])
-        rotary.rotate(xs, cos, sin, positions=ids)
-        rotary.rotate(xs, cos[:5], sin[:5], out=xs)
+        rotary.rotate(xs, cos[:5], sin[:5], layout="half")
+        rotary.rotate(xs, cos, sin, positions=ids, layout="half")
+        rotary.rotate(xs, cos[:5], sin[:5], out=xs, layout="half")
         rotary.apply(SPECS["half"], *xs)
         rotary.apply(SPECS["half"], *xs, positions=ids)
         rotary.apply(SPECS["half"], *xs, precision="float32")
@@ -398,7 +403,7 @@ def test_no_call_waits_for_the_device():
         rotary.apply(SPECS["three axes"], *xs, positions=ids[:, None].expand(5, 3))
         for q, k in (
             rotary.apply(SPECS["half"], *learning),
-            rotary.rotate(learning, cos, sin, positions=ids),
+            rotary.rotate(learning, cos, sin, positions=ids, layout="half"),
         ):
             torch.autograd.grad(q.sum() + k.sum(), learning)
 
@@ -421,7 +426,7 @@ def test_a_captured_graph_runs_again_at_other_positions_and_tables():
 
     def calls():
         rotary.apply(spec, q, k, positions=ids, out=outs[:2])
-        rotary.rotate(q, cos, sin, positions=ids, out=outs[2])
+        rotary.rotate(q, cos, sin, positions=ids, out=outs[2], layout="half")
         return rotary.apply(spec, q, k, positions=ids)
 
     calls()  # compiled before the capture
@@ -439,7 +444,7 @@ def test_a_captured_graph_runs_again_at_other_positions_and_tables():
         want = rotary.apply(spec, q, k, positions=ids)
         for pair in (captured, outs[:2]):
             assert all(torch.equal(a, b) for a, b in zip(pair, want, strict=True))
-        assert torch.equal(outs[2], rotary.rotate(q, cos, sin, positions=ids))
+        assert torch.equal(outs[2], rotary.rotate(q, cos, sin, positions=ids, layout="half"))
 
 
 def test_a_call_follows_the_current_stream():
@@ -449,7 +454,7 @@ def test_a_call_follows_the_current_stream():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)  # cycles, in which another stream would run ahead
-        y = rotary.rotate(x * 3, cos, sin, seq_dim=0)
+        y = rotary.rotate(x * 3, cos, sin, seq_dim=0, layout="half")
     stream.synchronize()
     same(y, want)
 
@@ -460,7 +465,7 @@ def test_the_device_of_the_tensors_counts_not_the_current_one():
     want = wanted(x, cos, sin, Options())
     other = [t.to("cuda:1") for t in (x, cos, sin)]
     for _ in range(2):
-        same(rotary.rotate(*other), want)
+        same(rotary.rotate(*other, layout="half"), want)
     assert rotary.apply(Rotary(head_dim=8), other[0]).device == torch.device("cuda:1")
     with pytest.raises(ValueError, match="one device"):
-        rotary.rotate(x, *other[1:])
+        rotary.rotate(x, *other[1:], layout="half")

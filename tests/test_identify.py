@@ -311,7 +311,7 @@ def test_tables_with_heads_after_tokens():
 
 def test_half_width_tables_without_a_batch_axis_are_those_of_rotate():
     def apply(q, k, cos, sin):
-        return rotary.rotate((q, k), cos, sin)
+        return rotary.rotate((q, k), cos, sin, layout="half")
 
     found = identify(apply, 16)
     assert (found.spec, found.tables) == (Rotary(head_dim=16), "half")

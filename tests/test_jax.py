@@ -281,23 +281,23 @@ def test_any_axis_of_the_sequence_and_default_positions(seq_dim):
 def test_numpy_tables_are_constants_and_tensors_are_refused():
     q, _ = pair(SPEC)
     cos, sin = rotary.cos_sin(SPEC, np.arange(7))
-    want = rotary.rotate(q, cos, sin)
-    assert_near(rotary.rotate(jnp.array(q), cos, sin), want)
-    assert_near(jax.jit(lambda q: rotary.rotate(q, cos, sin))(q), want)
+    want = rotary.rotate(q, cos, sin, layout="half")
+    assert_near(rotary.rotate(jnp.array(q), cos, sin, layout="half"), want)
+    assert_near(jax.jit(lambda q: rotary.rotate(q, cos, sin, layout="half"))(q), want)
     with pytest.raises(TypeError, match="all arrays must be of one library"):
-        rotary.rotate(jnp.array(q), torch.from_numpy(cos), torch.from_numpy(sin))
+        rotary.rotate(jnp.array(q), torch.from_numpy(cos), torch.from_numpy(sin), layout="half")
     with pytest.raises(TypeError, match="all arrays must be of one library"):
-        rotary.rotate(torch.from_numpy(q), jnp.array(cos), jnp.array(sin))
+        rotary.rotate(torch.from_numpy(q), jnp.array(cos), jnp.array(sin), layout="half")
     with pytest.raises(TypeError, match="float64 tables need jax"):
-        rotary.rotate(jnp.array(q), cos.astype(np.float64), sin.astype(np.float64))
+        rotary.rotate(jnp.array(q), cos.astype(np.float64), sin.astype(np.float64), layout="half")
 
 
 def test_out_is_refused():
     q, k = map(jnp.array, pair(SPEC))
     cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
     for call in (
-        lambda: rotary.rotate(q, cos, sin, out=q),
-        lambda: rotary.rotate((q, k), cos, sin, out=(q, k)),
+        lambda: rotary.rotate(q, cos, sin, out=q, layout="half"),
+        lambda: rotary.rotate((q, k), cos, sin, out=(q, k), layout="half"),
         lambda: rotary.apply(SPEC, q, k, out=(q, k)),
     ):
         with pytest.raises(TypeError, match=r"out= cannot be used with JAX arrays, .*immutable"):
@@ -308,16 +308,19 @@ def test_what_does_not_fit_is_refused_traced_or_not():
     q = jnp.ones((1, 2, 7, 64))
     cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
     wrong = [
-        (ValueError, "does not fit", lambda q: rotary.rotate(q, cos[:5], sin[:5])),
-        (ValueError, "cos and sin must be alike", lambda q: rotary.rotate(q, cos, sin[:5])),
+        (ValueError, "does not fit", lambda q: rotary.rotate(q, cos[:5], sin[:5], layout="half")),
+        (ValueError, "cos and sin must be alike",
+         lambda q: rotary.rotate(q, cos, sin[:5], layout="half")),
         (ValueError, "the spec has head_dim", lambda q: rotary.apply(SPEC, q[..., :32])),
-        (TypeError, "x must be one of", lambda q: rotary.rotate(q.astype(int), cos, sin)),
+        (TypeError, "x must be one of",
+         lambda q: rotary.rotate(q.astype(int), cos, sin, layout="half")),
         (TypeError, "q and k must have one dtype",
-         lambda q: rotary.rotate((q, q.astype(jnp.float16)), cos, sin)),
+         lambda q: rotary.rotate((q, q.astype(jnp.float16)), cos, sin, layout="half")),
         (TypeError, "tables must be float32",
-         lambda q: rotary.rotate(q, cos.astype(jnp.bfloat16), sin.astype(jnp.bfloat16))),
+         lambda q: rotary.rotate(
+             q, cos.astype(jnp.bfloat16), sin.astype(jnp.bfloat16), layout="half")),
         (TypeError, "positions must be whole numbers",
-         lambda q: rotary.rotate(q, cos, sin, positions=jnp.ones(7))),
+         lambda q: rotary.rotate(q, cos, sin, positions=jnp.ones(7), layout="half")),
     ]  # fmt: skip
     for error, match, call in wrong:
         with pytest.raises(error, match=match):
@@ -359,12 +362,12 @@ def test_rows_outside_a_table_are_an_error_or_nan_and_never_another_row(dtype):
     inside = np.array([True, True, False, False, False, True])
     q = numbers(0, 1, 2, 6, 64)
     cos, sin = rotary.cos_sin(SPEC, np.arange(11))
-    want = rotary.rotate(q[:, :, inside], cos, sin, positions=rows[inside])
+    want = rotary.rotate(q[:, :, inside], cos, sin, positions=rows[inside], layout="half")
     with jax.enable_x64(dtype == "int64"):
         tables = jnp.array(cos), jnp.array(sin)
 
         def call(q, rows):
-            return rotary.rotate(q, *tables, positions=rows)
+            return rotary.rotate(q, *tables, positions=rows, layout="half")
 
         got = np.asarray(jax.jit(call)(q, rows))
         assert np.isnan(got[:, :, ~inside]).all()
@@ -429,13 +432,13 @@ def test_derivatives_of_both_modes_and_orders(name):
 def test_the_gradient_is_the_conjugate_and_keeps_only_the_tables(dtype):
     q, k = (jnp.array(x, DTYPES[dtype]) for x in pair(SPEC))
     cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
-    (y, _), back = jax.vjp(lambda q, k: rotary.rotate((q, k), cos, sin), q, k)
+    (y, _), back = jax.vjp(lambda q, k: rotary.rotate((q, k), cos, sin, layout="half"), q, k)
     kept = sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(back))
     assert cos.nbytes + sin.nbytes <= kept <= 2 * (cos.nbytes + sin.nbytes)
-    want = rotary.rotate((q, k), cos, sin, conjugate=True)
+    want = rotary.rotate((q, k), cos, sin, conjugate=True, layout="half")
     for got, expected in zip(back((q, k)), want, strict=True):
         assert_near(got, expected)
-    tangent = jax.jvp(lambda q: rotary.rotate(q, cos, sin), (k,), (q[:, :2],))[1]
+    tangent = jax.jvp(lambda q: rotary.rotate(q, cos, sin, layout="half"), (k,), (q[:, :2],))[1]
     assert_near(tangent, y[:, :2])
 
 
@@ -498,7 +501,7 @@ def test_the_strict_settings_of_jax_are_kept(name):
         jax.jit(lambda p: rotary.cos_sin(spec, p))(positions.astype(np.float32))
         jax.jit(lambda p: rotary.cos_sin(spec, p, "float32"))(positions)
         rotary.rotate(jnp.array(q), *rotary.cos_sin(spec, jnp.arange(9)), positions=[1] * 7,
-                      rotary_dim=spec.rotary_dim, start=spec.start)  # fmt: skip
+                      rotary_dim=spec.rotary_dim, start=spec.start, layout="half")  # fmt: skip
 
 
 def test_an_exported_call_takes_any_batch_and_sequence():
@@ -620,7 +623,10 @@ def test_halves_are_joined_in_blocks_as_wide_as_they_allow(rotary_dim, start, bl
     x = jax.ShapeDtypeStruct((1, 8, 512, 128), np.float32)
     table = jax.ShapeDtypeStruct((512, rotary_dim // 2), np.float32)
     text = program(
-        lambda x, c, s: rotary.rotate(x, c, s, rotary_dim=rotary_dim, start=start), x, table, table
+        lambda x, c, s: rotary.rotate(x, c, s, rotary_dim=rotary_dim, start=start, layout="half"),
+        x,
+        table,
+        table,
     )
     (joined,) = re.findall(r"= f32\[([\d,]+)\]\S* concatenate\(", text)
     assert joined.split(",")[-2:] == [str(128 // block), str(block)]

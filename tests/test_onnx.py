@@ -215,7 +215,7 @@ def test_tables_of_the_module_become_caches_with_position_ids(tmp_path):
     cos, sin = rotary.cos_sin(spec, torch.arange(32))
 
     def rotate(x, ids, cos, sin):
-        return rotary.rotate(x, cos, sin, positions=ids)
+        return rotary.rotate(x, cos, sin, positions=ids, layout="half")
 
     args = draw(2, 4, 5, 64), torch.arange(5).expand(2, 5).contiguous()
     model = exported(
@@ -279,7 +279,7 @@ DYNAMIC = Rotary(
 
 
 def per_head(x: Tensor) -> Tensor:
-    return rotary.rotate(x, *rotary.cos_sin(HALF, torch.arange(40).view(2, 4, 5)))
+    return rotary.rotate(x, *rotary.cos_sin(HALF, torch.arange(40).view(2, 4, 5)), layout="half")
 
 
 def fractional(x: Tensor) -> Tensor:
@@ -411,7 +411,7 @@ def test_half_precision_is_rotated_in_float32_and_rounded_once(tmp_path, dtype):
 
 def test_float64_is_rotated_in_float64_by_plain_operators(tmp_path):
     cos, sin = rotary.cos_sin(HALF, torch.arange(5))
-    rotate = Call(rotary.rotate, cos=cos, sin=sin)
+    rotate = Call(rotary.rotate, cos=cos, sin=sin, layout="half")
     x = draw(2, 4, 5, 64).double()
     model = exported(tmp_path, rotate, (x,))
     assert operators(model) == []
@@ -476,7 +476,7 @@ assert not hasattr(torch.ops.rotary, "rotate")  # nobody has registered our oper
 
 
 def rows_of_tables(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor):
-    return rotary.rotate((q, k), cos, sin, positions=positions)
+    return rotary.rotate((q, k), cos, sin, positions=positions, layout="half")
 
 
 def from_zero(q: Tensor, k: Tensor, positions: Tensor):

@@ -261,7 +261,7 @@ def test_esmfold2_is_a_custom_schedule_of_four_axes():
     for wide, half in zip(theirs, ours, strict=True):
         torch.testing.assert_close(parity.half_width(wide, half), half, rtol=0, atol=0)
     q, k = random(2, 1, 4, 50, width).float()
-    mine = rotary.rotate((q, k), *ours)
+    mine = rotary.rotate((q, k), *ours, spec)
     for got, want in zip(mine, module.apply_rotary_pos_emb(q, k, *theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -292,7 +292,7 @@ def test_musicflamingo_turns_by_seconds_times_a_number():
         torch.testing.assert_close(parity.half_width(wide, half), half, rtol=0, atol=2e-5)
     x = random(1, 50, 1280)
     want = module.apply_rotary_time_emb(x, *(table[None] for table in theirs))
-    got = rotary.rotate(x[:, None], *ours, rotary_dim=512, layout="interleaved")[:, 0]
+    got = rotary.rotate(x[:, None], *ours, spec)[:, 0]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 

@@ -131,7 +131,7 @@ def test_gradients_of_strided_inputs_and_row_numbers(positions):
     base = randn(2, 5, 3, 32, grad=True)
     x = base.transpose(1, 2)[..., ::2]
     cos, sin = tables(5, 8)
-    got = rotary.rotate(x, cos, sin, positions=positions)
+    got = rotary.rotate(x, cos, sin, positions=positions, layout="half")
     upstream = randn(*got.shape, seed=1).expand_as(got)
     (ours,) = torch.autograd.grad(got, base, upstream, retain_graph=True)
     rows = slice(None) if positions is None else positions
@@ -149,7 +149,7 @@ def test_only_the_tables_are_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
     ):
-        results = rotary.rotate((q, k), cos, sin)
+        results = rotary.rotate((q, k), cos, sin, layout="half")
     assert all(result.requires_grad for result in results)
     assert sum(t.nbytes for t in kept.values()) == cos.nbytes + sin.nbytes
     assert set(kept) == {cos.data_ptr(), sin.data_ptr()}
@@ -164,14 +164,15 @@ def test_gradients_reach_the_tables(layout):
     )
     rows = torch.tensor([2, 0, 2])
     assert torch.autograd.gradcheck(
-        lambda cos, sin: rotary.rotate(x.detach(), cos, sin, positions=rows), (cos, sin)
+        lambda cos, sin: rotary.rotate(x.detach(), cos, sin, positions=rows, layout="half"),
+        (cos, sin),
     )
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_results_may_be_unused(used):
     xs, (cos, sin) = [randn(1, h, 3, 4, seed=h, grad=True) for h in (2, 1)], tables(3, 2)
-    rotary.rotate(xs, cos, sin)[used].sum().backward()
+    rotary.rotate(xs, cos, sin, layout="half")[used].sum().backward()
     rest = xs[1 - used].grad
     assert rest is None or not rest.any()
     (alone,) = torch.autograd.grad(formula(xs[used], cos, sin).sum(), xs[used])
@@ -180,18 +181,18 @@ def test_one_of_two_results_may_be_unused(used):
 
 def test_a_parameter_takes_part():
     weight, (cos, sin) = torch.nn.Parameter(randn(3, 4)), tables(3, 2)
-    rotary.rotate(weight, cos, sin).sum().backward()
+    rotary.rotate(weight, cos, sin, layout="half").sum().backward()
     wide = weight.detach().clone().requires_grad_()
     (want,) = torch.autograd.grad(formula(wide, cos, sin).sum(), wide)
     torch.testing.assert_close(weight.grad, want, rtol=0, atol=0)
     with torch.no_grad():
-        assert type(rotary.rotate(weight, cos, sin)) is torch.Tensor
+        assert type(rotary.rotate(weight, cos, sin, layout="half")) is torch.Tensor
 
 
 def test_row_numbers_changed_before_the_backward_pass_are_noticed():
     """As torch does for every tensor it keeps; unnoticed, rows outside the tables would be read."""
     x, rows, (cos, sin) = randn(3, 4, grad=True), torch.arange(3), tables(3, 2)
-    result = rotary.rotate(x, cos, sin, positions=rows)
+    result = rotary.rotate(x, cos, sin, positions=rows, layout="half")
     rows += 1
     got, message = None, ""
     try:
@@ -209,10 +210,12 @@ def test_many_gradients_in_one_backward_pass():
     x, (cos, sin) = randn(3, 4, grad=True), tables(3, 2)
     jacobian = torch.autograd.functional.jacobian(formula, (x, cos, sin))[0]
     upstream = torch.eye(12).view(12, 3, 4)
-    (rows,) = torch.autograd.grad(rotary.rotate(x, cos, sin), x, upstream, is_grads_batched=True)
+    (rows,) = torch.autograd.grad(
+        rotary.rotate(x, cos, sin, layout="half"), x, upstream, is_grads_batched=True
+    )
     torch.testing.assert_close(rows.view(3, 4, 3, 4), jacobian, rtol=0, atol=0)
     vectorized = torch.autograd.functional.jacobian(
-        lambda x: rotary.rotate(x, cos, sin), x, vectorize=True
+        lambda x: rotary.rotate(x, cos, sin, layout="half"), x, vectorize=True
     )
     torch.testing.assert_close(vectorized, jacobian, rtol=0, atol=0)
 
@@ -227,11 +230,13 @@ def test_out_and_gradients_exclude_each_other():
         (randn(3, 4), torch.zeros(3, 4, requires_grad=True)),
     ):
         with pytest.raises(RuntimeError, match="out= does not take part in autograd"):
-            rotary.rotate(x, cos, sin, out=out)
+            rotary.rotate(x, cos, sin, out=out, layout="half")
         assert not out.any()
     leaf = randn(3, 4, grad=True)
     with torch.no_grad():
-        rotary.rotate(leaf, cos, sin, out=leaf)  # as torch: allowed where nothing is recorded
+        rotary.rotate(
+            leaf, cos, sin, out=leaf, layout="half"
+        )  # as torch: allowed where nothing is recorded
     torch.testing.assert_close(leaf, formula(randn(3, 4), cos, sin), rtol=0, atol=0)
 
 
@@ -239,7 +244,7 @@ def test_out_and_gradients_exclude_each_other():
 def test_out_is_seen_by_tensors_saved_for_backward(positions):
     x, weight = randn(3, 4), randn(3, 4, grad=True)
     product = (weight * x).sum()
-    rotary.rotate(x, *tables(3, 2), positions=positions, out=x)
+    rotary.rotate(x, *tables(3, 2), positions=positions, out=x, layout="half")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
@@ -249,10 +254,10 @@ def test_an_inference_tensor_is_not_written_outside_inference_mode(positions):
     with torch.inference_mode():
         out = torch.zeros(3, 4)
     with pytest.raises(RuntimeError, match="inference tensor"):
-        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out)
+        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out, layout="half")
     assert not out.any()
     with torch.inference_mode():
-        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out)
+        rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out, layout="half")
     assert out.any()
 
 
@@ -426,7 +431,7 @@ def test_compile_out_writes_in_place():
     cos, sin = tables(5, 4)
 
     def call(q, k):
-        rotary.rotate((q, k), cos, sin, out=(q, k))
+        rotary.rotate((q, k), cos, sin, out=(q, k), layout="half")
         return q, k
 
     (xs,) = lengths(5, grad=False)
@@ -438,7 +443,7 @@ def test_compile_out_writes_in_place():
 
 def test_compile_with_tables_that_learn():
     x, (cos, sin) = randn(2, 3, 5, 8, grad=True), tables(5, 4, grad=True)
-    assert_compiled_equals_eager(lambda *a: (rotary.rotate(*a),), [(x, cos, sin)])
+    assert_compiled_equals_eager(lambda *a: (rotary.rotate(*a, layout="half"),), [(x, cos, sin)])
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -477,8 +482,8 @@ def test_autocast_leaves_tables_in_float32():
         torch.testing.assert_close(inside, (cos, sin), rtol=0, atol=0)
         for dtype in (torch.float32, torch.bfloat16):
             x = randn(2, 5, 8, dtype=dtype)
-            assert rotary.rotate(x, cos, sin).dtype == dtype
-            learning = rotary.rotate(x, cos.clone().requires_grad_(), sin)
+            assert rotary.rotate(x, cos, sin, layout="half").dtype == dtype
+            learning = rotary.rotate(x, cos.clone().requires_grad_(), sin, layout="half")
             assert learning.dtype == dtype
             want = formula(x.float(), cos, sin).to(dtype)
             torch.testing.assert_close(learning, want, rtol=0, atol=0)
@@ -551,7 +556,7 @@ def test_meta_and_fake_tensors_have_the_right_form(name, dtype):
         fake = torch.empty(2, 3, 5, 8, dtype=dtype)
         inside = rotary.apply(spec, fake), rotary.apply(spec, fake, positions=torch.arange(5))
     for x, results in (
-        (fake, (*inside, rotary.rotate(fake, *fake_tables(fake, spec), **way(spec)))),
+        (fake, (*inside, rotary.rotate(fake, *fake_tables(fake, spec), spec))),
         (meta, (rotary.apply(spec, meta), rotary.apply(spec, meta, out=meta))),
     ):
         for result in results:
@@ -559,10 +564,6 @@ def test_meta_and_fake_tensors_have_the_right_form(name, dtype):
     cos, _ = rotary.cos_sin(spec, torch.empty(2, 5, dtype=torch.int64, device="meta"))
     assert (cos.shape, cos.dtype, cos.device.type) == ((2, 5, spec.rotary_dim // 2),
                                                        torch.float32, "meta")  # fmt: skip
-
-
-def way(spec):
-    return {name: getattr(spec, name) for name in ("layout", "out_layout", "rotary_dim", "start")}
 
 
 def fake_tables(fake, spec):
@@ -583,17 +584,19 @@ def test_devices_do_not_mix():
     for arguments in ((x.to("meta"), cos, sin), (x, cos.to("meta"), sin),
                       (x, cos, sin.to("meta")), ((x, x.to("meta")), cos, sin)):  # fmt: skip
         with pytest.raises(ValueError, match=r"one device: (cpu|meta) and (cpu|meta)"):
-            rotary.rotate(*arguments)
+            rotary.rotate(*arguments, layout="half")
     with pytest.raises(ValueError, match="one device"):
-        rotary.rotate(x, cos, sin, out=x.to("meta"))
+        rotary.rotate(x, cos, sin, out=x.to("meta"), layout="half")
 
 
 def test_negated_views_are_read_as_what_they_say():
     """torch negates the imaginary part of a conjugate lazily: memory holds the opposite."""
     x, (cos, sin) = randn(3, 4), tables(3, 2)
     lazy = torch._neg_view(x)
-    torch.testing.assert_close(rotary.rotate(lazy, cos, sin), formula(-x, cos, sin), rtol=0, atol=0)
-    back = rotary.rotate(x, cos, torch._neg_view(sin))
+    torch.testing.assert_close(
+        rotary.rotate(lazy, cos, sin, layout="half"), formula(-x, cos, sin), rtol=0, atol=0
+    )
+    back = rotary.rotate(x, cos, torch._neg_view(sin), layout="half")
     torch.testing.assert_close(back, formula(x, cos, -sin), rtol=0, atol=0)
 
 
@@ -635,10 +638,10 @@ def test_out_of_a_tensor_without_memory_here(kind):
     script = f"""
 import torch, rotary
 x, cos, sin = torch.randn(3, 4), torch.randn(3, 2), torch.randn(3, 2)
-want = rotary.rotate(x, cos, sin)
+want = rotary.rotate(x, cos, sin, layout="half")
 {IN_PLACE[kind]}
 try:
-    got = rotary.rotate(x, cos, sin, out=x)
+    got = rotary.rotate(x, cos, sin, layout="half", out=x)
 except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
     print("refused", error)
 else:

@@ -43,8 +43,8 @@ def test_the_error_names_the_known_libraries_and_a_way_on(name):
         rf"{kind}; array libraries known: numpy, torch, jax; go on with torch\.from_dlpack\(x\)"
     )
     for call in (
-        lambda: rotary.rotate(strange, table, table),
-        lambda: rotary.rotate((strange, strange), strange, strange),
+        lambda: rotary.rotate(strange, table, table, layout="half"),
+        lambda: rotary.rotate((strange, strange), strange, strange, layout="half"),
         lambda: rotary.apply(SPEC, strange),
         lambda: rotary.cos_sin(SPEC, strange),
     ):
@@ -58,10 +58,10 @@ def test_one_among_arrays_of_the_host_is_not_copied(name, library):
     strange, make = ARRAYS[name], LIBRARIES[library]
     x, table = make(np.ones((1, 2, 3, 4), np.float32)), make(np.ones((3, 2), np.float32))
     for call in (
-        lambda: rotary.rotate(x, strange, strange),
-        lambda: rotary.rotate((x, strange), table, table),
-        lambda: rotary.rotate(x, table, table, out=strange),
-        lambda: rotary.rotate(x, table, table, positions=strange),
+        lambda: rotary.rotate(x, strange, strange, layout="half"),
+        lambda: rotary.rotate((x, strange), table, table, layout="half"),
+        lambda: rotary.rotate(x, table, table, out=strange, layout="half"),
+        lambda: rotary.rotate(x, table, table, positions=strange, layout="half"),
         lambda: rotary.apply(SPEC, x, positions=strange),
         lambda: rotary.apply(SPEC, x, strange),
     ):

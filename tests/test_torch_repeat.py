@@ -28,12 +28,12 @@ def warm(monkeypatch):
     monkeypatch.setattr(kernel, "_recent", {})
     q, k, cos, sin = operands()
     with torch.no_grad():
-        rotate((q, k), cos, sin)
+        rotate((q, k), cos, sin, layout="half")
         assert len(kernel._recent) == 1
         signatures = []
         with monkeypatch.context() as patched:
             patched.setattr(kernel, "_ready_call", lambda *_: signatures.append(1))
-            results = rotate((q, k), cos, sin)
+            results = rotate((q, k), cos, sin, layout="half")
         assert not signatures
         torch.testing.assert_close(results, (law(q, cos, sin), law(k, cos, sin)), **WANTED)
 
@@ -41,8 +41,8 @@ def warm(monkeypatch):
 def test_gradients_are_noticed():
     q, k, cos, sin = operands()
     with torch.no_grad():
-        rotate((q.requires_grad_(), k), cos, sin)
-    result, _ = rotate((q, k), cos, sin)
+        rotate((q.requires_grad_(), k), cos, sin, layout="half")
+    result, _ = rotate((q, k), cos, sin, layout="half")
     (grad,) = torch.autograd.grad(result.sum(), q)
     torch.testing.assert_close(grad, law(torch.ones_like(q), cos, -sin), **WANTED)
 
@@ -67,21 +67,21 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_differs_is_rotated_as_itself(name):
     q, k, cos, sin = VARIANTS[name](*operands())
-    results = rotate((q, k), cos, sin)
+    results = rotate((q, k), cos, sin, layout="half")
     torch.testing.assert_close(results, (law(q, cos, sin), law(k, cos, sin)), **WANTED)
 
 
 def test_wrong_tables_are_still_refused():
     q, k, cos, sin = operands()
     with pytest.raises(ValueError, match="alike"):
-        rotate((q, k), cos, sin[..., :3])
+        rotate((q, k), cos, sin[..., :3], layout="half")
     with pytest.raises(TypeError, match="one dtype"):
-        rotate((q, k.double()), cos, sin)
+        rotate((q, k.double()), cos, sin, layout="half")
 
 
 def test_a_transform_after_plain_calls():
     q, k, cos, sin = operands()
-    one = torch.vmap(lambda q, k: rotate((q, k), cos[0], sin[0]))(q[None], k[None])
+    one = torch.vmap(lambda q, k: rotate((q, k), cos[0], sin[0], layout="half"))(q[None], k[None])
     torch.testing.assert_close(one[0][0], law(q, cos, sin), **WANTED)
 
 
@@ -94,7 +94,7 @@ def test_a_dispatch_mode_sees_operators():
             return function(*args, **(kwargs or {}))
 
     with torch.no_grad(), Watch():
-        rotate(operands()[:2], *operands()[2:])
+        rotate(operands()[:2], *operands()[2:], layout="half")
     assert any("mul" in str(each) for each in seen)
 
 
@@ -102,16 +102,16 @@ def test_no_more_than_a_few_calls_are_remembered():
     with torch.no_grad():
         for heads in range(1, 12):
             q, k, cos, sin = operands()
-            rotate((q.repeat(1, heads, 1, 1), k), cos, sin)
+            rotate((q.repeat(1, heads, 1, 1), k), cos, sin, layout="half")
     assert [len(each) for each in kernel._recent.values()] == [kernel._RECENT]
 
 
 def test_without_the_guards_of_torch_the_result_is_the_same(monkeypatch):
     q, k, cos, sin = operands()
     with torch.no_grad():
-        short = rotate((q, k), cos, sin)
+        short = rotate((q, k), cos, sin, layout="half")
         monkeypatch.setattr(kernel, "_recent", {})
         monkeypatch.setattr(kernel, "TensorGuards", None)
-        long = rotate((q, k), cos, sin)
+        long = rotate((q, k), cos, sin, layout="half")
     assert kernel._recent == {}
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))

@@ -110,7 +110,7 @@ class Model(nn.Module):
 
 
 def _turn(cos: Tensor, sin: Tensor) -> lab.Turn:
-    return lambda q, k: rotary.rotate((q, k), cos, sin)
+    return lambda q, k: rotary.rotate((q, k), cos, sin, layout="half", seq_dim=-2)
 
 
 def interpolated(places: Tensor, side: int) -> Tensor:

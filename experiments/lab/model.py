@@ -185,7 +185,7 @@ class Model(nn.Module):
             cos, sin = self.tables(seq) if tables is None else tables
 
             def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-                return rotary.rotate((q, k), cos, sin)
+                return rotary.rotate((q, k), cos, sin, config.spec, seq_dim=-2)
         else:
 
             def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

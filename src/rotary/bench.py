@@ -92,13 +92,14 @@ def numpy_cases(spec: Rotary, shape: Shape, dtype: Any = np.float32) -> dict[str
         np.copyto(q_out, q)
         np.copyto(k_out, k)
 
-    options: dict[str, Any] = {"layout": spec.layout, "rotary_dim": spec.rotary_dim}
     return {
         "copy": copy,
         "formula": lambda: (formula(q), formula(k)),
         "rotary": lambda: apply(spec, q, k),
-        "rotary out=": lambda: rotate((q, k), cos, sin, out=(q_out, k_out), **options),
-        "rotary in place": lambda: rotate((q_own, k_own), cos, sin, out=(q_own, k_own), **options),
+        "rotary out=": lambda: rotate((q, k), cos, sin, spec, seq_dim=-2, out=(q_out, k_out)),
+        "rotary in place": lambda: rotate(
+            (q_own, k_own), cos, sin, spec, seq_dim=-2, out=(q_own, k_own)
+        ),
     }
 
 
@@ -122,13 +123,14 @@ def torch_cases(
     wide = [
         torch.from_numpy(_full_width(each.numpy(), spec.layout)).to(dtype) for each in (cos, sin)
     ]
-    options: dict[str, Any] = {"layout": spec.layout, "rotary_dim": spec.rotary_dim}
     return {
         "copy": lambda: (q_out.copy_(q), k_out.copy_(k)),
         "formula": lambda: [x * wide[0] + _turned(x, spec.layout) * wide[1] for x in (q, k)],
         "rotary": lambda: apply(spec, q, k),
-        "rotary out=": lambda: rotate((q, k), cos, sin, out=(q_out, k_out), **options),
-        "rotary in place": lambda: rotate((q_own, k_own), cos, sin, out=(q_own, k_own), **options),
+        "rotary out=": lambda: rotate((q, k), cos, sin, spec, seq_dim=-2, out=(q_out, k_out)),
+        "rotary in place": lambda: rotate(
+            (q_own, k_own), cos, sin, spec, seq_dim=-2, out=(q_own, k_own)
+        ),
     }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from . import bench
 from .angles import cos_sin, inv_freq
 from .configs import from_hf_config
+from .layouts import pair_slices
 from .rotate import apply
 from .spec import Rotary
 
@@ -99,12 +100,13 @@ def relative_error(spec: Rotary, precision: Any) -> float:
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 256, spec.head_dim), np.float64)
     positions = np.arange(256)
+    first, second = pair_slices(spec.rotary_dim, spec.layout, spec.start)
 
     def scores(offset: int) -> Any:
         cos, sin = cos_sin(spec, positions + offset, precision)
         turned = []
         for x in (q, k):
-            pairs = x[:, : spec.rotary_dim // 2] + 1j * x[:, spec.rotary_dim // 2 :]
+            pairs = x[:, first] + 1j * x[:, second]
             turned.append(pairs * (cos.astype(np.float64) + 1j * sin))
         return (turned[0] @ turned[1].conj().T).real / np.sqrt(spec.head_dim)
 

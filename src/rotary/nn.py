@@ -24,7 +24,9 @@ class RotaryEmbedding(torch.nn.Module):
     RotaryEmbedding(Rotary(head_dim=64, base=500000.0))
     """
 
-    def __init__(self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int = -2) -> None:
+    def __init__(
+        self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.precision: Precision = precision
@@ -51,6 +53,6 @@ class RotaryEmbedding(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The spec, and what else is not the default."""
-        seq_dim = "" if self.seq_dim == -2 else f", seq_dim={self.seq_dim}"
+        seq_dim = "" if self.seq_dim is None else f", seq_dim={self.seq_dim}"
         precision = "" if self.precision == "exact" else f", precision={self.precision!r}"
         return f"{self.spec!r}{precision}{seq_dim}"

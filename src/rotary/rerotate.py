@@ -20,7 +20,7 @@ def rerotate(
     *,
     seq_len: Any = None,
     new_seq_len: Any = None,
-    seq_dim: int = -2,
+    seq_dim: int | None = None,
     allow_negative: bool = False,
     out: Any = None,
 ) -> Any:

@@ -14,12 +14,13 @@ def rotate(
     x: Any,
     cos: Any,
     sin: Any,
+    spec: Rotary | None = None,
     *,
-    layout: str = "half",
+    layout: str | None = None,
     out_layout: str | None = None,
     rotary_dim: int | None = None,
-    start: int = 0,
-    seq_dim: int = -2,
+    start: int | None = None,
+    seq_dim: int | None = None,
     positions: Any = None,
     conjugate: bool = False,
     out: Any = None,
@@ -29,28 +30,44 @@ def rotate(
     x          (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim); a tuple is
                rotated in one go and may differ in the number of heads
     cos, sin   (seq, pairs) for all rows, (batch, seq, pairs) for a 4-D x, or as many axes as x;
-               float32 and half width: pairs = rotary_dim / 2
+               float32 and half width: pairs = rotary_dim / 2. Sign and attention factor of a spec
+               are in them already: `cos_sin` put them there.
+    spec       says which channels make a pair, by its layout, out_layout, rotary_dim and start.
+               Without a spec give `layout`, "half" or "interleaved", and what else differs:
+    out_layout layout that is written; default `layout`
+    rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on, by
+               default 0; the rest is copied
+    seq_dim    axis of the tokens, default -2. It must be given where the tables would fit axis -3
+               as well, so that (batch, seq, heads, head_dim) is never rotated along its heads:
+               where there are as many heads as tokens, more than one, and q and k do not differ in
+               heads. So always give it where they have equally many and the number of tokens
+               varies. Lengths that are symbols of torch.compile or torch.export are not compared.
     positions  row numbers into tables of shape (rows, pairs): (seq,) or (batch, seq)
-    rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on; the
-               rest is copied
     conjugate  turn by -angle and keep the amplitude: the transpose, that is, the gradient. The way
                back is conjugate=True divided by the square of the attention factor.
     out        where to write: arrays of the shape of x; `out=x` rotates in place
     Returns new arrays (or `out`) of the dtype of x: float32 inside, rounded once.
 
-    Raises ValueError for shapes that do not fit or could mean two things, for a row number outside
-    the tables, for memory that overlaps; TypeError for a dtype that is not floating point, or an
-    array of a library that is not known. On a GPU no row number is looked at, because that would
-    wait for the device: one outside the tables gives NaN.
+    Raises TypeError without a spec and without a layout, or with both; for a dtype that is not
+    floating point, or an array of a library that is not known. ValueError for shapes that do not
+    fit the spec or each other, or could mean two things, for a row number outside the tables, for
+    memory that overlaps. On a GPU no row number is looked at, because that would wait for the
+    device: one outside the tables gives NaN.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> import numpy as np
     >>> cos, sin = np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)  # a quarter turn
-    >>> rotate(np.array([[3.0, 4.0]], np.float32), cos, sin)
+    >>> rotate(np.array([[3.0, 4.0]], np.float32), cos, sin, layout="half")
     array([[-4.,  3.]], dtype=float32)
+    >>> spec = Rotary(head_dim=4, rotary_dim=2, layout="interleaved")
+    >>> rotate(np.array([[3.0, 4.0, 5.0, 6.0]], np.float32), cos, sin, spec)
+    array([[-4.,  3.,  5.,  6.]], dtype=float32)
     """
     is_several = isinstance(x, (tuple, list))
-    xs, outs = _grouped(x, out)
+    xs = tuple(x) if is_several else (x,)
+    if not xs:
+        raise ValueError("x must hold at least one array")
+    outs = None if out is None else _outputs(out, len(xs))
     kernel = kernel_of(xs[0])
     kind = type(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
@@ -61,19 +78,39 @@ def rotate(
             )
     if positions is not None:
         check_positions(positions)
-    options = Options(layout, out_layout, rotary_dim, start, seq_dim)
+    if spec is not None:
+        if not isinstance(spec, Rotary):
+            raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
+        if (layout, out_layout, rotary_dim, start) != (None, None, None, None):
+            raise TypeError(
+                f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}"
+            )
+        options = _options(spec, seq_dim)
+    elif layout is not None:
+        options = Options(layout, out_layout, rotary_dim, start or 0, seq_dim)
+    else:
+        raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")
     results = kernel.rotate(xs, cos, sin, positions, options, conjugate, outs)
     return results if is_several else results[0]
 
 
-def _grouped(x: Any, out: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
-    xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not xs:
-        raise ValueError("x must hold at least one array")
-    outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if outs is not None and len(outs) != len(xs):
-        raise ValueError(f"out must hold one array for each of the {len(xs)} inputs")
-    return xs, outs
+_BOTH_FORMS = (
+    "give rotate(x, cos, sin, spec), or by hand rotate(x, cos, sin, layout='half') or "
+    "layout='interleaved'"
+)
+
+
+def _options(spec: Rotary, seq_dim: int | None) -> Options:
+    return Options(
+        spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim, spec.head_dim
+    )
+
+
+def _outputs(out: Any, count: int) -> tuple[Any, ...]:
+    outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if len(outs) != count:
+        raise ValueError(f"out must hold one array for each of the {count} inputs")
+    return outs
 
 
 def apply(
@@ -82,7 +119,7 @@ def apply(
     k: Any = None,
     *,
     positions: Any = None,
-    seq_dim: int = -2,
+    seq_dim: int | None = None,
     seq_len: Any = None,
     precision: Precision = "exact",
     allow_negative: bool = False,
@@ -93,6 +130,8 @@ def apply(
 
     q, k       (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim)
     positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)
+    seq_dim    axis of the tokens, default -2. With positions it must be given where they would fit
+               axis -3 as well, see `rotate`; without, there are as many tokens as axis -2 has.
     Other arguments as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is None.
     On a GPU exact angles are worked out where they are used, without tables; positions there are
     not looked at, and negative ones turn backwards.
@@ -104,17 +143,17 @@ def apply(
     """
     kernel = kernel_of(q)
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
-    if q.shape[-1] != spec.head_dim:
-        raise ValueError(f"the spec has head_dim {spec.head_dim}, q has {q.shape[-1]}")
     if positions is None and spec.num_axes > 1:
         raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
-    if positions is not None:
+    if positions is None:
+        seq_dim = -2 if seq_dim is None else seq_dim
+    else:
         check_positions(positions)
         positions = kernel.taken_over(positions, q)
         _check_shape(spec, tuple(positions.shape), tuple(q.shape))
-    x = q if k is None else (q, k)
     if precision == "exact" and hasattr(kernel, "rotate_exact"):
-        xs, outs = _grouped(x, out)
+        xs = (q,) if k is None else (q, k)
+        outs = None if out is None else _outputs(out, len(xs))
         is_taken = kernel.makes_angles(xs, positions, outs, spec.num_axes)
         if is_taken and _is_of_one_length(spec, positions, seq_len):
             length = seq if seq_len is None else seq_len
@@ -124,7 +163,7 @@ def apply(
                 inv_freq(spec, length)[1],
                 spec.axes,
                 positions,
-                Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim),
+                _options(spec, seq_dim),
                 conjugate != (spec.sign < 0),
                 outs,
             )
@@ -133,18 +172,8 @@ def apply(
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
-    return rotate(
-        x,
-        cos,
-        sin,
-        layout=spec.layout,
-        out_layout=spec.out_layout,
-        rotary_dim=spec.rotary_dim,
-        start=spec.start,
-        seq_dim=seq_dim,
-        conjugate=conjugate,
-        out=out,
-    )
+    x = q if k is None else (q, k)
+    return rotate(x, cos, sin, spec, seq_dim=seq_dim, conjugate=conjugate, out=out)
 
 
 def _is_of_one_length(spec: Rotary, positions: Any, seq_len: Any) -> bool:

@@ -303,9 +303,7 @@ def _by_turning(spec: Rotary, q: Array, k: Array, distance: Whole, steps: Turns,
     rotated = []
     for x, positions in ((q, of_k + distance), (k, of_k)):
         angles = _angles(positions[:, None], steps)
-        rotated.append(rotate(x, a * np.cos(angles), a * np.sin(angles),
-                              layout=spec.layout, out_layout=spec.out_layout,
-                              rotary_dim=spec.rotary_dim, start=spec.start))  # fmt: skip
+        rotated.append(rotate(x, a * np.cos(angles), a * np.sin(angles), spec))
     return np.einsum("nd,nd->n", *rotated)
 
 

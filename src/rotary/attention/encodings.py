@@ -1,7 +1,6 @@
 """Encodings beside plain RoPE: the sinusoidal one it replaces, xPos, and learned 2-D directions."""
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,14 +72,10 @@ def xpos(
     cos, sin = cos_sin(spec, positions)
     width = xp.promote_types(q.dtype, xp.float32)
     up, down = cast(xp.exp(exponents), width), cast(xp.exp(-exponents), width)
-    turned = partial(
-        rotate,
-        layout=spec.layout,
-        out_layout=spec.out_layout,
-        rotary_dim=spec.rotary_dim,
-        start=spec.start,
+    return (
+        rotate(q, cos * up, sin * up, spec, seq_dim=-2),
+        rotate(k, cos * down, sin * down, spec, seq_dim=-2),
     )
-    return turned(q, cos * up, sin * up), turned(k, cos * down, sin * down)
 
 
 _BITS = {"float16": 8, "float64": 512}  # half of the exponents of a type; 64 for the others
@@ -132,7 +127,7 @@ def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
     positions   (seq, axes) or (batch, seq, axes). Whole numbers are exact turns: any offset gives
                 the same scores. Fractions are a float64 product.
     Returns tables for a 4-D q and k, (1 or batch, heads, seq, pairs) in the type of directions:
-    `rotate((q, k), cos, sin)`.
+    `rotate((q, k), cos, sin, layout="interleaved")`, or "half", as the model pairs its channels.
     Raises ValueError for shapes that do not fit.
     Source: Heo et al. (arXiv 2403.13298), section 3.2, mixed learnable frequencies.
 

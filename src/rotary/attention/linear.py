@@ -163,7 +163,8 @@ def _features(
     q, k = elu_plus_one(at_least_float32(q)), elu_plus_one(at_least_float32(k))
     if spec is None:
         return q, k, q, k
-    return q, k, *apply(spec, q, k, positions=positions, allow_negative=allow_negative)
+    rotated = apply(spec, q, k, positions=positions, seq_dim=-2, allow_negative=allow_negative)
+    return q, k, *rotated
 
 
 def _lower_triangle(k: Array) -> Array:

@@ -51,8 +51,8 @@ def softmax_attention(
         )
     if spec is not None:
         seq_len = row_length(spec, k, k_positions)
-        q = apply(spec, q, positions=q_positions, seq_len=seq_len)
-        k = apply(spec, k, positions=k_positions, seq_len=seq_len)
+        q = apply(spec, q, positions=q_positions, seq_dim=-2, seq_len=seq_len)
+        k = apply(spec, k, positions=k_positions, seq_dim=-2, seq_len=seq_len)
     is_torch = namespace(q).__name__ == "torch"
     is_counted = q_positions is None and k_positions is None
     visible = None
@@ -118,7 +118,7 @@ def vo_rope_attention(
     attended = softmax_attention(
         q,
         k,
-        apply(value_spec, v, positions=k_positions, seq_len=seq_len),
+        apply(value_spec, v, positions=k_positions, seq_dim=-2, seq_len=seq_len),
         spec,
         q_positions=q_positions,
         k_positions=k_positions,
@@ -127,7 +127,9 @@ def vo_rope_attention(
     back = dataclasses.replace(
         value_spec, layout=value_spec.out_layout, out_layout=value_spec.layout
     )
-    output = apply(back, attended, positions=q_positions, seq_len=seq_len, conjugate=True)
+    output = apply(
+        back, attended, positions=q_positions, seq_dim=-2, seq_len=seq_len, conjugate=True
+    )
     return output / float(inv_freq(value_spec)[1]) ** 2
 
 

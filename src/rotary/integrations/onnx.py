@@ -8,9 +8,9 @@ The tables are computed in the model from its positions, by 64-bit turns as ever
 there is no longest position, nothing is clamped, and no table is shipped; a negative position, an
 error in torch, turns backwards. It takes float64 and an int64 product that wraps, which onnxruntime
 and the evaluator of onnx have, and which ONNX does not promise. For an engine without them let the
-module call `rotate(x, cos, sin, positions=ids)` on tables of its own: these become `cos_cache` and
-`sin_cache`, and the ids `position_ids`. onnxruntime refuses an id outside the table; the evaluator
-of onnx counts a negative one from the end.
+module call `rotate(x, cos, sin, spec, positions=ids)` on tables of its own: these become
+`cos_cache` and `sin_cache`, and the ids `position_ids`. onnxruntime refuses an id outside the
+table; the evaluator of onnx counts a negative one from the end.
 
 float16 and bfloat16 are rotated in float32 and rounded once, with a Cast on either side.
 """

@@ -60,11 +60,12 @@ def rotate(
     rows = None if positions is None else torch_tables.taken_over(positions, xs[0])
     geometry = _fit(xs, tuple(cos.shape), None if rows is None else tuple(rows.shape), options)
     dims = geometry.dims if rows is None else (None,) * len(geometry.dims)
+    settled = options._replace(seq_dim=seq_axis(tuple(xs[0].shape), options.seq_dim))
 
     def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
         own = None if rows is None else share_of("positions", rows, x, spans, geometry.dims)
         tables = share_of("cos", cos, x, spans, dims), share_of("sin", sin, x, spans, dims)
-        return kernel.rotate(shards, *tables, own, options, conjugate, outs)
+        return kernel.rotate(shards, *tables, own, settled, conjugate, outs)
 
     return _on_each_rank(xs, out, turn)
 
@@ -102,6 +103,7 @@ def rotate_exact(
     if positions is not None:
         tokens = tuple(positions.shape[:-1] if num_axes > 1 else positions.shape)
     geometry = _fit(xs, (shape[seq], len(turns)), tokens, options)
+    settled = options._replace(seq_dim=seq)
 
     def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
         first, count = spans[seq]
@@ -112,10 +114,10 @@ def rotate_exact(
             own = torch.arange(first, first + count, device=shards[0].device)
         if positions is not None or torch_exact.makes_angles(shards, own, outs, num_axes):
             return torch_exact.rotate_exact(
-                shards, turns, factor, axes, own, options, conjugate, outs
+                shards, turns, factor, axes, own, settled, conjugate, outs
             )
         cos, sin = _run_tables(turns, factor, first, count, shards[0])
-        return kernel.rotate(shards, cos, sin, None, options, conjugate, outs)
+        return kernel.rotate(shards, cos, sin, None, settled, conjugate, outs)
 
     return _on_each_rank(xs, out, turn)
 

@@ -1,19 +1,25 @@
 """How the arrays of one rotation fit together, worked out from their shapes alone."""
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import layouts
 
 
 class Options(NamedTuple):
-    """What the caller of `rotate` said about the layout; the names are those of its arguments."""
+    """What the spec, or the caller of `rotate`, says about the channels and axes of x.
+
+    The names are those of the arguments of `rotate`. `head_dim` is that of the spec, None where
+    there is none; `seq_dim` is None where the caller did not give it.
+    """
 
     layout: str = "half"
     out_layout: str | None = None
     rotary_dim: int | None = None
     start: int = 0
-    seq_dim: int = -2
+    seq_dim: int | None = -2
+    head_dim: int | None = None
 
 
 class Geometry(NamedTuple):
@@ -47,7 +53,7 @@ def geometry_of(
     >>> geometry_of(((2, 8, 5, 64),), (5, 32), None, Options()).dims
     (None, None, 0)
     """
-    layout, out_layout, rotary_dim, start, seq_dim = options
+    layout, out_layout, _, start, seq_dim, head_dim = options
     out_layout = layout if out_layout is None else out_layout
     layouts.check(layout)
     layouts.check(out_layout, "out_layout")
@@ -58,9 +64,12 @@ def geometry_of(
         fixed = [index for index in range(len(shape)) if index not in others[-1:]]
         if len(other) != len(shape) or any(other[index] != shape[index] for index in fixed):
             raise ValueError(
-                f"arrays rotated together may differ in the number of heads only, got {shapes}"
+                "arrays rotated together may differ in the number of heads only, got "
+                f"{shapes}{_other_axis_hint(shapes, axis)}"
             )
-    pairs = _pairs(shape[-1], table, rotary_dim, start)
+    if head_dim not in (None, shape[-1]):
+        raise ValueError(f"the spec has head_dim {head_dim}, x has {shape[-1]}")
+    pairs = _pairs(shape[-1], table, options)
     if rows is not None and len(table) != 2:
         raise ValueError(f"with positions, cos and sin must be (rows, pairs), got {table}")
     along = table[:-1] if rows is None else rows
@@ -71,10 +80,18 @@ def geometry_of(
             if dim is None or along[dim] == each[index] or (along[dim] == 1 and index != axis):
                 continue
             hint = "; pass positions to pick rows of a longer table" if index == axis else ""
+            if index == axis == len(each) - 2 > 0 and along[dim] == each[-3]:
+                hint = "; for (..., seq, heads, head_dim) pass seq_dim=-3"
             raise ValueError(
                 f"{name} of shape {table if rows is None else rows} does not fit x of shape {each} "
-                f"with seq_dim={seq_dim}: {along[dim]} against {each[index]}{hint}"
+                f"with seq_dim={axis - len(each)}: {along[dim]} against {each[index]}{hint}"
             )
+    if seq_dim is None and len(along) < len(shape) - 1 and _is_ambiguous(shapes):
+        raise ValueError(
+            f"x of shape {shape} has {shape[-2]} heads or tokens on axis -3 and as many on axis "
+            "-2: pass seq_dim=-2 for (..., heads, seq, head_dim), seq_dim=-3 for (..., seq, "
+            "heads, head_dim)"
+        )
     return Geometry(start, pairs, layout, out_layout, dims)
 
 
@@ -103,14 +120,15 @@ def check_fit(
             )
 
 
-def seq_axis(shape: tuple[int, ...], seq_dim: int) -> int:
-    """`seq_dim` counted from the front; ValueError if x has no such axis before its last.
+def seq_axis(shape: tuple[int, ...], seq_dim: int | None) -> int:
+    """`seq_dim`, by default -2, counted from the front; ValueError if x has no such axis.
 
     >>> seq_axis((2, 8, 5, 64), -2)
     2
     """
     if len(shape) < 2:
         raise ValueError(f"x must be (..., seq, head_dim), with 2 axes or more, got shape {shape}")
+    seq_dim = -2 if seq_dim is None else seq_dim
     axis = seq_dim if seq_dim >= 0 else len(shape) + seq_dim
     if not 0 <= axis < len(shape) - 1:
         raise ValueError(
@@ -119,14 +137,44 @@ def seq_axis(shape: tuple[int, ...], seq_dim: int) -> int:
     return axis
 
 
-def _pairs(head_dim: int, table: tuple[int, ...], rotary_dim: int | None, start: int) -> int:
+def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether tables along axis -2 would fit axis -3 as well, and no number of heads says which.
+
+    Sizes that are symbols of torch.compile or torch.export count as different: comparing them
+    would compile a call for each number of tokens.
+    """
+    shape = shapes[0]
+    if len(shape) < 3 or any(other != shape for other in shapes[1:]):
+        return False
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(shape[-3] == shape[-2]) and shape[-2] != 1
+    return shape[-3] == shape[-2] > 1
+
+
+def _other_axis_hint(shapes: tuple[tuple[int, ...], ...], axis: int) -> str:
+    """What to say of arrays that differ only in the axis before the last."""
+    is_heads_last = all(
+        len(shape) == len(shapes[0]) > 2
+        and (*shape[:-2], shape[-1]) == (*shapes[0][:-2], shapes[0][-1])
+        for shape in shapes
+    )
+    if axis != len(shapes[0]) - 2 or not is_heads_last:
+        return ""
+    return "; for (..., seq, heads, head_dim) pass seq_dim=-3"
+
+
+def _pairs(head_dim: int, table: tuple[int, ...], options: Options) -> int:
     if len(table) < 2:
         raise ValueError(f"cos must be (seq, pairs) or have more axes, got shape {table}")
-    pairs = table[-1]
+    pairs, rotary_dim, start = table[-1], options.rotary_dim, options.start
     if rotary_dim is not None and rotary_dim != 2 * pairs:
+        source = "" if options.head_dim is None else " in the spec"
         raise ValueError(
-            f"rotary_dim is {rotary_dim}, but cos has {pairs} columns, which make {2 * pairs}; "
-            "tables are half width: one column per pair"
+            f"rotary_dim is {rotary_dim}{source}, but cos has {pairs} columns, which make "
+            f"{2 * pairs}; tables are half width: one column per pair"
         )
     if start < 0 or pairs == 0 or start + 2 * pairs > head_dim:
         hint = "; it looks full width: pass each pair once" if pairs == head_dim else ""
@@ -136,8 +184,9 @@ def _pairs(head_dim: int, table: tuple[int, ...], rotary_dim: int | None, start:
         )
     if rotary_dim is None and 2 * pairs != head_dim:
         raise ValueError(
-            f"cos has {pairs} columns for head_dim {head_dim}: pass rotary_dim={2 * pairs} if only "
-            f"{2 * pairs} channels are rotated, or half of the columns if the table is full width"
+            f"cos has {pairs} columns, which rotate {2 * pairs} of the {head_dim} channels of x: "
+            f"pass the spec, rotate(x, cos, sin, spec), or by hand rotary_dim={2 * pairs}, with "
+            "start= if these are not the first channels; a full-width table must be halved"
         )
     return pairs
 
