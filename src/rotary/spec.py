@@ -13,6 +13,7 @@ from typing import Any
 from .schedules import SCHEDULES, depends_on_length, parameters
 
 _LAYOUTS = ("half", "interleaved")
+MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
 _LARGEST = sys.float_info.max
 _SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: anything less never turns
 
@@ -178,8 +179,10 @@ def _is_int(value: object) -> bool:
 
 def _check_slice(spec: Rotary) -> None:
     head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
-    if not _is_int(head_dim) or head_dim < 1:
-        raise ValueError(f"head_dim must be a whole number >= 1, got {head_dim!r}")
+    if not _is_int(head_dim) or not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim must be a whole number from 1 to {MAX_HEAD_DIM:,}, got {head_dim!r}"
+        )
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if not _is_int(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""

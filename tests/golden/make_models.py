@@ -111,6 +111,7 @@ CODE: dict[str, dict[str, Any]] = {
     "esm": {"only": ["default"]},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
     "phimoe": {"mscales": True},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
     "recurrent_gemma": {"only": ["default"]},
     "efficientloftr": {  # turns the whole width before it is cut into heads
         **INTERLEAVED, "axes": "turns", "num_axes": 2, "names": {"head_dim": "hidden_size"},

@@ -8,11 +8,11 @@ is ever executed, and transformers is not imported.
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..spec import nearest
+from ..spec import MAX_HEAD_DIM, nearest
 
 MAX_CONFIG_BYTES = 10 * 2**20
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
@@ -31,6 +31,7 @@ MAX_CONFIG_BYTES = 10 * 2**20
 #   switch                        key that turns RoPE off where it is false
 #   other                         keys of this config that look like RoPE and have no bearing
 #   mscales                       the code reads short_mscale and long_mscale
+#   alpha                         rope type dynamic with alpha is a fixed base
 #   scaled_defaults               what such a rope_scaling has beside its own keys
 #   only                          the rope types that the code reads, where not all are right
 #   not_one                       why it is not one rotation
@@ -94,14 +95,15 @@ class Config(NamedTuple):
         for layer, kind in enumerate(self.data.get("layer_types") or ()):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
-        head_dim = self.get("head_dim")
+        is_null = name in self.data and self.data[name] is None  # not silent: the code divides
+        head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
             return whole_number("head_dim", head_dim)
         if "head_dim_of" in self.model:
-            whole, *others = (self.get(name) for name in self.model["head_dim_of"])
-            return int(whole // math.prod(others))
+            whole, *others = (whole_number(n, self.get(n)) for n in self.model["head_dim_of"])
+            return whole // math.prod(others) if all(others) else 0
         hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
-        if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        if not _is_whole(hidden) or not _is_whole(heads) or heads < 1:
             raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
         if hidden % heads:
             raise ValueError(
@@ -216,8 +218,48 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
     return Config(rope or {}, data, model, layer_type, rope is not None)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# what the keys that are more than one number or name must hold
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "layer_types": ("a list of names", lambda value: isinstance(value, str)),
+    "layer_rope_theta": (
+        "a list of numbers, null where a layer has no RoPE",
+        lambda value: value is None or _is_number(value),
+    ),
+    "rope_scaling_layers": ("a list of layer numbers", _is_whole),
+    "mrope_section": (
+        "a list of 2 to 8 numbers of pairs",
+        lambda value: _is_whole(value) and 0 <= value <= MAX_HEAD_DIM,
+    ),
+}
+
+
+def _check_shapes(keys: Mapping[str, Any]) -> None:
+    for name, (words, is_item) in _SHAPES.items():
+        value = keys.get(name)
+        if value is None:
+            continue
+        is_list = isinstance(value, list | tuple) and all(map(is_item, value))
+        if not is_list or (name == "mrope_section" and not 2 <= len(value) <= 8):
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+    layers = keys.get("per_layer_config")
+    if layers and not (
+        isinstance(layers, Mapping)
+        and all(str(layer).isdecimal() for layer in layers)
+        and all(isinstance(each, Mapping) for each in layers.values())
+    ):
+        raise ValueError(f"per_layer_config must hold an object for each layer number: {layers!r}")
+
+
 def _listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(map(str, data.get("layer_types") or ()))
+    return tuple(data.get("layer_types") or ())
 
 
 def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
@@ -245,6 +287,10 @@ def ropes(data: Mapping[str, Any], model: Model) -> dict[str | None, Rope | None
     {None: {}}
     """
     rope = rope_parameters(data) or dict(model.get("rope", {}))
+    _check_shapes(data)
+    for entry in (rope, *rope.values()):
+        if isinstance(entry, Mapping):
+            _check_shapes(entry)
     if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
         if len(set(thetas)) > 1 or not thetas[0]:
             return {
@@ -253,7 +299,8 @@ def ropes(data: Mapping[str, Any], model: Model) -> dict[str | None, Rope | None
             }
         rope["rope_theta"] = thetas[0]
     scaled = data.get("rope_scaling_layers")
-    if scaled is not None and len(scaled) < data.get("num_hidden_layers", len(scaled)):  # Molmo 2
+    layers = _length("num_hidden_layers", data.get("num_hidden_layers"))
+    if scaled is not None and layers is not None and len(scaled) < layers:  # Molmo 2
         return {"scaled": rope, "unscaled": {key: rope[key] for key in rope if key == "rope_theta"}}
     own = {
         kind: value
@@ -307,7 +354,7 @@ def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any],
     if not name:  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {part!r} of a config without model_type")
-        return data, {"partial_rotary_factor": 1.0, "mscales": True}
+        return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}")
     model = MODELS[name]

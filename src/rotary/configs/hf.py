@@ -84,7 +84,8 @@ def rotary_of(found: Config, complain: Complain) -> Rotary | None:
         return None
     head_dim = found.head_dim
     name = _rope_type(found)
-    schedule = _schedule(name, rope)
+    schedule = _schedule(name, rope, model)
+    _check_trained(found, complain)
     rope = _known_keys(rope, schedule, name, model, complain)
     if schedule == "proportional":
         rotary_dim, params = head_dim, {"partial_rotary_factor": found.share}
@@ -95,6 +96,8 @@ def rotary_of(found: Config, complain: Complain) -> Rotary | None:
     layout, out_layout = _layouts(found)
     taken = {key: value for key, value in rope.items() if key in parameters(schedule)}
     params = {**taken, **_renamed(name, schedule, rope), **params}
+    if "truncate" in params and params["truncate"] is None:
+        params["truncate"] = False  # null counts as false where transformers asks
     params = {key: value for key, value in params.items() if value is not None}
     if schedule == "axial":
         rotary_dim, params = _axial(head_dim, model)
@@ -213,9 +216,9 @@ def _rope_type(found: Config) -> str:
     return name
 
 
-def _schedule(name: str, rope: Mapping[str, Any]) -> str:
+def _schedule(name: str, rope: Mapping[str, Any], model: Model) -> str:
     schedule = ALIASES.get(name, name)
-    if schedule == "dynamic" and rope.get("alpha"):
+    if schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
         return "ntk"  # Hunyuan: a fixed base, whatever the length
     if name == "ntk" and rope.get("mixed_b") is not None:
         return "ntk_mixed"
@@ -232,7 +235,7 @@ def _known_keys(
     known -= {"num_axes", "ladder"}
     if not model.get("mscales"):  # a model whose code ignores them
         known -= {"short_mscale", "long_mscale"}
-    if name == "dynamic" and rope.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
+    if name == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
         known |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if rope.get("extrapolation_factor") == 1:
         known.add("extrapolation_factor")
@@ -273,6 +276,17 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
         gain = [0.1 * each * math.log(factor) + 1 for each in (over, under)]
         return {"attention_factor": gain[0] / gain[1] * rope.get("attn_factor", 1.0)}
     return {}
+
+
+def _check_trained(found: Config, complain: Complain) -> None:
+    name = "original_max_position_embeddings"
+    outside, inside = found.data.get(name), found.rope.get(name)
+    if name in found.model:
+        return  # Phi-3's code reads the outer one
+    if None not in (outside, inside) and outside != inside:
+        complain(
+            f"{name} is {outside} beside the rope parameters and {inside} among them; keep one"
+        )
 
 
 def _check_share(found: Config, complain: Complain) -> None:

@@ -26,7 +26,6 @@ REQUIRED = {
 PHI3 = ("phi3", "phi4_multimodal")  # their config classes read su and yarn as longrope
 OWN_CODE = ("phi3_v",)  # transformers runs the code in the model's folder, which has type su
 QWEN_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # theirs: mrope as default
-HUNYUAN = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl")  # alone read alpha
 
 
 def opens(case: Case) -> Case:
@@ -75,7 +74,7 @@ def _as_its_code_reads(case: Case) -> Config:
     """The config without what the code of transformers ignores."""
     config = case.config
     ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
-    ignored |= set() if config.model_type in HUNYUAN else {"alpha"}
+    ignored |= set() if config.model.get("alpha") else {"alpha"}
     ignored |= {"truncate"} if config.layer_type is not None else set()
     data, model = config.data, config.model
     if not config.reads_share and case.rope_type == "default":
