@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import layouts
 from . import blocks, host, torch_tables
 from .geometry import Geometry, Options, geometry_of
 from .memory import is_contiguous
@@ -259,14 +260,36 @@ def _geometry(
     return Geometry(start, pairs, layout, out_layout, known)
 
 
+def _checked(xs, cos, sin, rows, geometry, out=None):
+    """Refuse what an operator may be called with and its kernel would read or write past."""
+    if not xs:
+        raise ValueError("xs must hold at least one tensor")
+    check_operands(xs, cos, sin, out)
+    layouts.check(geometry.layout)
+    layouts.check(geometry.out_layout, "out_layout")
+    rows = None if rows is None else check_rows(rows, xs[0])
+    along = cos.ndim - 1 if rows is None else rows.ndim
+    used = [dim for dim in geometry.dims if dim is not None]
+    if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
+        raise ValueError(
+            f"dims {list(geometry.dims)} must name each of the {along} leading axes of "
+            f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
+        )
+    if out is not None:
+        check_writable((*xs, cos, sin), out)
+    return rows
+
+
 def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
     geometry = _geometry(start, pairs, layout, out_layout, dims)
+    rows = _checked(xs, cos, sin, rows, geometry)
     out = [empty_contiguous(x) for x in xs]
     return list(launch(xs, cos, sin, rows, geometry, conjugate, out))
 
 
 def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
     geometry = _geometry(start, pairs, layout, out_layout, dims)
+    rows = _checked(xs, cos, sin, rows, geometry, out)
     launch(xs, cos, sin, rows, geometry, conjugate, out)
 
 

@@ -1,13 +1,14 @@
-"""The law in torch operators: any device, differentiable in everything, transformable."""
+"""The reference formula in torch operators: any device, any transform, every gradient."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..layouts import pair_slices
 from .geometry import Geometry
-from .torch_state import is_on_host, is_tracing, is_transforming
+from .torch_state import host_values
 
 
 def formula(
@@ -42,11 +43,25 @@ def formula(
     return tuple(results)
 
 
+class _Memory:
+    """The int64 numbers of a plain tensor, whose own methods would go through vmap."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__array_interface__ = {
+            "data": (x.data_ptr(), True),
+            "shape": tuple(x.shape),
+            "strides": tuple([8 * step for step in x.stride()]),
+            "typestr": np.dtype(np.int64).str,
+            "version": 3,
+        }
+
+
 def check_row_range(rows: Tensor, table: Tensor) -> None:
     """Refuse row numbers outside the tables; to be asked on the host only."""
     if not rows.numel():
         return
-    low, high = (int(value) for value in torch.aminmax(rows))
+    numbers = np.asarray(_Memory(rows))
+    low, high = int(numbers.min()), int(numbers.max())
     if low < 0 or high >= table.shape[0]:
         raise ValueError(
             f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
@@ -54,15 +69,15 @@ def check_row_range(rows: Tensor, table: Tensor) -> None:
 
 
 def _picked(table: Tensor, rows: Tensor) -> Tensor:
-    if rows.device.type != "cpu":
+    numbers = host_values(rows)
+    if numbers is None:
         return _picked_or_nan(table, rows)
-    if not is_tracing() and not is_transforming() and is_on_host(rows):
-        check_row_range(rows, table)
+    check_row_range(numbers, table)
     return table[rows]
 
 
 def _picked_or_nan(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a table on a device, where to look at numbers would wait: NaN for one outside."""
+    """Rows of a table; NaN for one outside, where to look at numbers would wait or is too early."""
     is_inside = (rows >= 0) & (rows < table.shape[0])
     return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
 

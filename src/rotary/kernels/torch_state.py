@@ -21,9 +21,10 @@ def is_tracing() -> bool:
 
 
 def is_transforming() -> bool:
-    """Whether a functorch transform, a forward-mode level or a dispatch mode is active."""
+    """Whether a functorch transform, forward mode, a dispatch mode or torch.jit.trace is active."""
     return (
-        torch._C._functorch.maybe_current_level() is not None
+        torch._C._is_tracing()
+        or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
     )
@@ -65,3 +66,15 @@ def are_at_hand(tensors: Sequence[Tensor]) -> bool:
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """The same, and nothing watches the operators."""
     return not is_transforming() and are_at_hand(tensors)
+
+
+def host_values(x: Tensor) -> Tensor | None:
+    """A plain tensor on the host with the values of x, seen through vmap and grad; None if not so.
+
+    Nothing can be known while a program is recorded: what it is called with later is not here.
+    """
+    if is_tracing() or torch._C._is_tracing():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x if is_on_host(x) else None

@@ -1,0 +1,208 @@
+"""torch around an ordinary call: operators called directly, tracers, transforms, overlap."""
+
+import random
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import rotary
+import rotary.kernels.torch
+from rotary import Rotary
+from rotary.kernels.geometry import Geometry
+from rotary.kernels.torch_formula import formula
+
+SPEC = Rotary(head_dim=8)
+COS, SIN = rotary.cos_sin(SPEC, torch.arange(5))
+X = torch.arange(240.0).reshape(2, 3, 5, 8)
+GOOD = {
+    "xs": [X], "cos": COS, "sin": SIN, "rows": None, "start": 0, "pairs": 4, "layout": "half",
+    "out_layout": "half", "dims": [-1, -1, 0], "conjugate": False, "out": [torch.empty_like(X)],
+}  # fmt: skip
+
+
+def call(name, operands):
+    operands = dict(operands)
+    out = operands.pop("out")
+    if name == "rotate":
+        return torch.ops.rotary.rotate(*operands.values())
+    torch.ops.rotary.rotate_out(*operands.values(), out)
+    return out
+
+
+MALFORMED = {
+    "sin shorter": {"sin": SIN[:1].clone()},
+    "sin of 16 bits": {"sin": SIN.half()},
+    "tables of 16 bits": {"cos": COS.half(), "sin": SIN.half()},
+    "two dtypes": {"xs": [X, X.double()], "out": [X.clone(), X.double()]},
+    "no tensor": {"xs": [], "out": []},
+    "whole numbers": {"xs": [X.long()], "out": [X.long()]},
+    "more pairs than the head": {"pairs": 5},
+    "a start beyond": {"start": 2},
+    "a negative start": {"start": -2},
+    "a layout that is not one": {"layout": "full"},
+    "another out_layout": {"out_layout": ""},
+    "an axis that tables lack": {"dims": [-1, -1, 1]},
+    "an axis twice": {"dims": [-1, 0, 0]},
+    "no axis": {"dims": [-1, -1, -1]},
+    "too few dims": {"dims": [-1, 0]},
+    "the wrong axis": {"dims": [-1, 0, -1]},
+    "a table of one axis": {"cos": COS[0], "sin": SIN[0]},
+    "a row too large": {"rows": torch.tensor([0, 1, 2, 3, 5])},
+    "a negative row": {"rows": torch.tensor([0, 1, 2, 3, -1])},
+    "fractional rows": {"rows": torch.zeros(5)},
+    "too few rows": {"rows": torch.tensor([0, 1])},
+}
+
+
+@pytest.mark.parametrize("name", ["rotate", "rotate_out"])
+@pytest.mark.parametrize("what", MALFORMED)
+def test_an_operator_refuses_what_it_would_read_past(what, name):
+    assert call(name, GOOD)
+    with pytest.raises((ValueError, TypeError)):
+        call(name, {**GOOD, **MALFORMED[what]})
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        pytest.param(lambda x: [torch.empty(1, 1, 1, 8)], id="small"),
+        pytest.param(lambda x: [torch.empty_like(x).half()], id="dtype"),
+        pytest.param(lambda x: [], id="none"),
+        pytest.param(lambda x: [torch.empty(1, 3, 5, 8).expand(2, 3, 5, 8)], id="itself"),
+        pytest.param(lambda x: [x.flatten()[:-8].as_strided((2, 3, 5, 8), (112, 40, 8, 1))],
+                     id="overlap"),
+    ],
+)  # fmt: skip
+def test_an_operator_refuses_what_it_would_write_past(out):
+    x = X.clone()
+    with pytest.raises(ValueError, match="out"):
+        call("rotate_out", {**GOOD, "xs": [x], "out": out(x)})
+
+
+def test_random_operands_are_rotated_right_or_refused():
+    """What the operator takes is what the formula in torch operators, checked by torch, gives."""
+    chance, taken = random.Random(0), 0
+    sizes = (1, 2, 3, 5)
+    for _ in range(4000):
+        shape = [chance.choice(sizes) for _ in range(chance.choice([1, 2, 3]))]
+        width, pairs = chance.choice([4, 8]), chance.choice([1, 2, 3, 4])
+        table = [chance.choice([*shape, 1]) for _ in range(chance.choice([1, 1, 2]))]
+        rows = None
+        if chance.random() < 0.4:
+            rows = torch.randint(-1, 5, [chance.choice([*shape, 1]) for _ in table])
+            table = [5]
+        dims = [chance.choice([-1, -1, 0, 1]) for _ in shape]
+        start = chance.choice([0, 0, 0, 1, 2])
+        layout, out_layout = chance.choices(["half", "interleaved"], k=2)
+        x = torch.randn(*shape, width)
+        cos, sin = torch.randn(2, *table, pairs)
+        conjugate = chance.random() < 0.5
+        geometry = Geometry(
+            start, pairs, layout, out_layout, tuple(None if d < 0 else d for d in dims)
+        )
+        try:
+            (found,) = torch.ops.rotary.rotate(
+                [x], cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate
+            )
+        except (ValueError, TypeError):
+            continue
+        taken += 1
+        (expected,) = formula([x], cos, sin, rows, geometry, conjugate)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert taken > 100
+
+
+@pytest.mark.parametrize("seq", [16, 128, 2048])  # below 1 MiB, below 4 MiB, above
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_program_rotates(seq):
+    """torch.jit.trace saw nothing but the new memory, and recorded a program without rotation."""
+    spec = Rotary(head_dim=128)
+    cos, sin = rotary.cos_sin(spec, torch.arange(seq))
+    x, other = torch.randn(2, 1, 15, seq, 128)
+    with torch.no_grad():
+        for function in (
+            lambda q: rotary.rotate(q, cos, sin, spec),
+            lambda q: rotary.rotate(q, cos, sin, spec, positions=torch.arange(seq)),
+            lambda q: rotary.apply(spec, q),
+        ):
+            program = torch.jit.trace(function, (x,), check_trace=False)
+            torch.testing.assert_close(program(other), function(other), rtol=0, atol=1e-6)
+
+
+BAD_ROWS = torch.tensor([-1, 0, 1, 2, 3])
+
+
+def turned(x, rows):
+    return rotary.rotate(x, COS, SIN, SPEC, positions=rows)
+
+
+def in_forward_mode(x, rows):
+    with forward_ad.dual_level():
+        return turned(forward_ad.make_dual(x, x), rows)
+
+
+def counted(x, rows):
+    with FlopCounterMode(display=False):
+        return turned(x, rows)
+
+
+SEEN = {
+    "eager": turned,
+    "a gradient": lambda x, rows: turned(x.clone().requires_grad_(), rows),
+    "vmap": lambda x, rows: torch.vmap(lambda a: turned(a, rows))(x),
+    "vmap over rows": lambda x, rows: torch.vmap(turned)(x, rows.expand(2, 1, 5)[:, 0]),
+    "grad of vmap": lambda x, rows: torch.func.grad(
+        lambda a: torch.vmap(lambda b: turned(b, rows))(a).sum())(x),
+    "vmap of grad": lambda x, rows: torch.vmap(torch.func.grad(
+        lambda a: turned(a, rows).sum()))(x),
+    "forward mode": in_forward_mode,
+    "a dispatch mode": counted,
+    "tables that want a gradient": lambda x, rows: rotary.rotate(
+        x, COS.clone().requires_grad_(), SIN, SPEC, positions=rows),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", SEEN)
+@pytest.mark.parametrize("rows", [BAD_ROWS, BAD_ROWS + 2], ids=["negative", "too large"])
+def test_a_row_outside_the_tables_is_the_same_error_in_every_mode(mode, rows):
+    good = SEEN[mode](X, rows.clamp(0, 4))
+    assert good.shape == X.shape
+    with pytest.raises(ValueError, match=r"positions run from -?\d to \d, the tables have 5 rows"):
+        SEEN[mode](X, rows)
+
+
+class Turned(torch.nn.Module):
+    def forward(self, x, rows):
+        return turned(x, rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("record", ["export", "trace"])
+def test_a_recorded_program_gives_nan_for_a_row_outside_the_tables(record):
+    rows = torch.arange(5)
+    if record == "export":
+        program = torch.export.export(Turned(), (X, rows)).module()
+    else:
+        with torch.no_grad():
+            program = torch.jit.trace(Turned(), (X, rows), check_trace=False)
+    torch.testing.assert_close(program(X, rows), turned(X, rows))
+    found = program(X, BAD_ROWS)
+    assert torch.isnan(found[:, :, 0]).all()
+    torch.testing.assert_close(found[:, :, 1:], turned(X, BAD_ROWS.clamp(0))[:, :, 1:])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_call_refuses_overlapping_memory_like_an_eager_one():
+    def into(x, out):
+        return rotary.rotate(x, COS, SIN, SPEC, out=out)
+
+    compiled = torch.compile(into)
+    memory = torch.randn(6, 8)
+    for function in (into, compiled):
+        with pytest.raises(ValueError, match="out overlaps an input"):
+            function(memory[:5], memory[1:6])
+    inside = memory[:5].clone()
+    expected = rotary.rotate(inside, COS, SIN, SPEC)
+    torch.testing.assert_close(compiled(inside, inside), expected, rtol=0, atol=0)
