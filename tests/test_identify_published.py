@@ -149,7 +149,8 @@ LADDERS = {
 def test_frequencies_that_are_wrong_in_a_known_way(code, dtype):
     wrong = LADDERS[code].astype(dtype).astype(np.float64)
     found = found_in(partial(rope, inv_freq=wrong), max_position=2**12)
-    assert found.codes == (code,)
+    assert found.codes[0] == code
+    assert set(found.codes[1:]) <= {"angles_drift"}  # the base is known to float32 only
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,12 @@ def test_a_table_that_ends(code, inv_freq):
     assert found.codes == (code,)
     edge = {"positions_overflow": "32,768", "not_rotated_far": "3,000"}.get(code, "4,096")
     assert edge in found.findings[0].text
+
+
+def test_positions_of_32_bits():
+    found = found_in(lambda x, p: rope(x, p.astype(np.int32)), max_position=2**33)
+    assert found.codes == ("positions_overflow",)
+    assert "2,147,483,648" in found.findings[0].text
 
 
 def test_a_table_that_ends_in_another_way_is_uneven():
@@ -316,6 +323,43 @@ def test_heads_that_are_taken_for_tokens():
 def test_heads_that_are_scaled_are_not_taken_for_tokens():
     scaled = found_in(lambda x, p: x * np.arange(1, x.shape[1] + 1)[:, None, None].astype(x.dtype))
     assert "heads_differ" in scaled.codes
+
+
+def by_row(x, positions, length=None):
+    """Positions (batch, seq); a base of its own for rows, or batches, that are long."""
+    inv_freq = LADDER
+    if length is not None:
+        base = np.where(length(positions) < 4096, 1e4, 8e4)
+        inv_freq = (base[..., None] ** (-2 * PAIRS / D))[..., None, :]
+    angle = np.tile(positions[..., None] * inv_freq, 2)[:, None]
+    return (x * np.cos(angle) + half(x) * np.sin(angle)).astype(x.dtype)
+
+
+def test_rows_with_positions_of_their_own():
+    assert found_in(by_row).findings == ()
+    shared = found_in(lambda x, p: by_row(x, p[:1].repeat(len(p), axis=0)))
+    assert shared.codes == ("rows_share_positions",)
+
+
+def test_a_length_that_is_that_of_the_batch():
+    alone = found_in(partial(by_row, length=lambda p: p.max(axis=-1)))
+    assert alone.codes == ("depends_on_length",)
+    batch = found_in(partial(by_row, length=np.max))
+    assert batch.codes == ("depends_on_length", "depends_on_batch")
+
+
+def test_a_dynamic_base_of_transformers_is_that_of_the_batch():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        hidden_size=512, num_attention_heads=8, head_dim=D, max_position_embeddings=4096,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )  # fmt: skip
+    embedding = llama.LlamaRotaryEmbedding(config)
+
+    def rotate(x, positions):
+        return llama.apply_rotary_pos_emb(x, x, *embedding(x, positions))[0]
+
+    assert found_in(rotate).codes == ("depends_on_batch", "depends_on_length")
 
 
 def unrotated(condition):

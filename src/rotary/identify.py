@@ -135,21 +135,22 @@ def identify(
     max_position  how far to probe; less for callables that build a table of every position
 
     Codes of findings, where it is no plain RoPE: no_rotation, not_a_rotation, not_linear,
-    not_shift_invariant, mixes_channels, mixes_heads, mixes_tokens, mixes_batch, heads_differ,
-    heads_as_positions, mixed_axes, axes_ignored, axes_split_pairs, mixed_directions,
-    tables_in_other_layout, sin_missing, cos_of_cos, pair_scale, position_scale, scales_the_rest,
-    clockwise, cos_sin_swapped, offset, phase, q_k_differ, no_spec;
+    not_shift_invariant, mixes_channels, mixes_heads, mixes_tokens, mixes_batch,
+    rows_share_positions, heads_differ, heads_as_positions, mixed_axes, axes_ignored,
+    axes_split_pairs, mixed_directions, tables_in_other_layout, sin_missing, cos_of_cos, pair_scale,
+    position_scale, scales_the_rest, clockwise, cos_sin_swapped, offset, phase, q_k_differ, no_spec;
     of cos and sin: amplitude, attention_factor_missing, attention_factor_twice,
     attention_factor_divides, mscale_alone;
     of frequencies: ramp_inverted, frequencies_multiplied, growth_divides, reciprocal_frequencies,
     denominator, last_pair_at_base, pairs_from_1, duplicate_frequency, off_ladder;
-    of the length: depends_on_length, depends_on_position, dynamic_linear,
+    of the length: depends_on_length, depends_on_batch, depends_on_position, dynamic_linear,
     amplitude_depends_on_length, remembers_length, positions_shared, positions_clamped,
     positions_restart, positions_overflow, not_rotated_far;
     of precision: float32_angles, float32_running_product, angles_drift, uneven, and bfloat16 or
-    float16 before _positions, _frequencies, _angles, _tables; of the call: overwrites_input,
-    not_repeatable, positions_ignored, positions_consecutive, depends_on_shape, refuses_batch,
-    far_refused. docs/guide.md says what cannot be seen.
+    float16 before _positions, _frequencies, _angles, _tables;
+    of the call: overwrites_input, not_repeatable, positions_ignored, positions_consecutive,
+    depends_on_shape, refuses_batch, far_refused. docs/guide.md says what each means, and what
+    cannot be seen.
 
     Frequencies are found modulo one turn per token. The fewest words that explain them win: an NTK
     base may be a plain base, many trained lengths give the same YaRN, low_freq_factor is called 1.

@@ -71,8 +71,9 @@ def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[F
     if name == "linear":
         factor = explained.params["factor"]
         if factor < 1:
-            found.append(Finding("frequencies_multiplied", f"every angle is {1 / factor:.6g} times "
-                                 f"that of base {base:g}"))  # fmt: skip
+            text = f"every angle is {1 / factor:.6g} times that of base {base:g}"
+            twice = ": it is rotated twice" if factor == 0.5 else ""
+            found.append(Finding("frequencies_multiplied", text + twice))
         found += _divided(factor, base, d)
     if name in ("default", "linear") and base not in BASES:
         for mistake in EXPONENTS:

@@ -40,7 +40,7 @@ class Box:
 
     `invoke` takes x in the callable's own library and positions, and returns the rotated x.
     With `by_index` positions are token numbers: the run is placed at the end of a row from 0.
-    Positions are asked in units of `step`.
+    Positions are asked in units of `step`; with `by_row` each row may have its own, (batch, seq).
     """
 
     invoke: Callable[[Any, Array], Any]
@@ -51,6 +51,7 @@ class Box:
     dtype: str
     by_index: bool = False
     step: int = 1
+    by_row: bool = False
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
@@ -162,13 +163,12 @@ def boxes_with_positions(
         for lead in (0, 1):
 
             def invoke(x: Any, p: Array, convert: Any = convert, lead: int = lead) -> Any:
-                return fn(x, convert(p.reshape((1,) * lead + p.shape)))
+                is_one_row = p.ndim == (1 if axes == 1 else 2)
+                return fn(x, convert(p.reshape((1,) * (lead * is_one_row) + p.shape)))
 
             shape = "(1, seq" if lead else "(seq"
-            yield (
-                f"{name}, positions {shape})",
-                Box(invoke, convert, head_dim, seq_dim, axes, dtype),
-            )
+            box = Box(invoke, convert, head_dim, seq_dim, axes, dtype, by_row=bool(lead))
+            yield f"{name}, positions {shape})", box
 
 
 def boxes_with_tables(
@@ -296,12 +296,22 @@ def check(box: Box) -> list[Finding]:
         tell(True, "refuses_batch", f"refuses a batch of two: {error}")
     else:
         tell(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")
-    if not differ(box(x, box.positions(numbers + 7)), y):
+    later = box(x, box.positions(numbers + 7))
+    if box.by_row:
+        own = np.stack([positions, box.positions(numbers + 7)])
+        try:
+            both = box(np.concatenate([x, x]), own)
+        except ValueError:
+            pass  # to refuse is not wrong
+        else:
+            tell(differ(both, np.concatenate([y, later])), "rows_share_positions",
+                 "rows of a batch are not turned by positions of their own")  # fmt: skip
+    if not differ(later, y):
         tell(True, "positions_ignored", "the positions it is given change nothing")
     else:
         jumps = box.positions([3, 11, 4, 20, 9])
         try:
-            goes_on = differ(box(x, jumps)[:, :, 1], box(x, box.positions(numbers + 7))[:, :, 1])
+            goes_on = differ(box(x, jumps)[:, :, 1], later[:, :, 1])
             text = "reads only where the positions begin: they must be consecutive, so packing and "
             tell(goes_on, "positions_consecutive", text + "padding go wrong")
         except ValueError as error:
@@ -332,6 +342,7 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
             safe = far // 2
             found = [Finding("depends_on_length", f"results change when the row reaches a "
                              f"length between {safe + 2} and {far + 1}")]  # fmt: skip
+            found += _batch_dependence(box, x, far)
             break
         far *= 2
     for seq in [seq for seq in LONG_ROWS if seq <= limit and not found]:
@@ -343,3 +354,19 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
     if np.abs(box(x, near) - before).max() > 2e-5 + 16 * UNITS[box.dtype]:
         found.append(Finding("remembers_length", "after a long row a short one changes"))
     return safe, found
+
+
+def _batch_dependence(box: Box, x: Array, far: int) -> list[Finding]:
+    """Whether a short row is turned otherwise next to one that reaches position `far`."""
+    if not box.by_row:
+        return []
+    short, long = box.positions([17, 18, 19]), box.positions([17, 18, far])
+    try:
+        both = box(np.concatenate([x, x]), np.stack([short, long]))[:1]
+        alone = box(x, short)
+    except ValueError:
+        return []
+    if np.abs(both - alone).max() <= 2e-5 + 16 * UNITS[box.dtype]:
+        return []
+    text = "a short row is turned otherwise next to a long one: the length is that of the batch"
+    return [Finding("depends_on_batch", text)]
