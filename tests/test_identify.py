@@ -25,6 +25,7 @@ LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+STEP = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}  # Llama 4 Scout
 
 
 def applied(spec, **options):
@@ -85,6 +86,7 @@ def test_what_we_apply_is_identified_as_what_we_applied(spec):
 EXPLAINED = [
     Rotary(head_dim=128, base=5e5),
     Rotary(head_dim=128, base=5e5, schedule="llama3", params=LLAMA3),
+    Rotary(head_dim=128, base=5e5, schedule="llama3", params=STEP),
     Rotary(head_dim=64, schedule="linear", params={"factor": 2.5}),
     Rotary(head_dim=64, schedule="ntk", params={"factor": 8.0}),
     Rotary(head_dim=128, base=1e6, schedule="yarn",
@@ -108,7 +110,7 @@ EXPLAINED = [
 def test_the_schedule_is_named_with_its_parameters(spec):
     found = identify(applied(spec), spec.head_dim, num_axes=spec.num_axes)
     assert found.spec == spec
-    assert set(found.codes) <= {"amplitude", "depends_on_length", "attention_factor_missing"}
+    assert set(found.codes) <= {"amplitude", "depends_on_length", "no_attention_factor"}
     assert ("depends_on_length" in found.codes) == spec.depends_on_length
 
 

@@ -176,7 +176,7 @@ def test_a_factor_that_was_chosen_is_not_explained_away(factor):
 
 
 AMPLITUDES = {
-    "attention_factor_missing": lambda g: 1.0,
+    "no_attention_factor": lambda g: 1.0,
     "attention_factor_twice": lambda g: g * g,
     "attention_factor_divides": lambda g: 1 / g,
     "mscale_alone": lambda g: 0.707 * (g - 1) + 1,  # DeepSeek's own code, without mscale_all_dim

@@ -139,7 +139,7 @@ def identify(
     rows_share_positions, heads_differ, heads_as_positions, mixed_axes, axes_ignored,
     axes_split_pairs, mixed_directions, tables_in_other_layout, sin_missing, cos_of_cos, pair_scale,
     position_scale, scales_the_rest, clockwise, cos_sin_swapped, offset, phase, q_k_differ, no_spec;
-    of cos and sin: amplitude, attention_factor_missing, attention_factor_twice,
+    of cos and sin: amplitude, no_attention_factor, attention_factor_twice,
     attention_factor_divides, mscale_alone;
     of frequencies: ramp_inverted, frequencies_multiplied, growth_divides, reciprocal_frequencies,
     denominator, last_pair_at_base, pairs_from_1, duplicate_frequency, off_ladder;

@@ -43,7 +43,7 @@ EXPONENTS = (
 # an amplitude of YaRN that is not g = 0.1 ln(factor) + 1
 AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
     (
-        "attention_factor_missing", lambda g: 1.0,
+        "no_attention_factor", lambda g: 1.0,
         "cos and sin are not multiplied by the {g:.6g} of YaRN by {factor:g}: it is left out, or "
         "stands in the scale of the softmax (DeepSeek)",
     ),

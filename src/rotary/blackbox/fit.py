@@ -240,6 +240,8 @@ def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[C
         }  # fmt: skip
 
     yield params(4.0, 8192)
+    if not len(kept):  # a step, where a pair makes one turn
+        yield from (params(1.0, length) for length in (8192, *LENGTHS))
     if len(kept) < 2:
         return
     slope, intercept = np.polyfit(plain, kept, 1)

@@ -62,12 +62,12 @@ def _agree(angles: Array, position: int, inv_freq: Array) -> bool:
 
 
 def is_by_token(far: Far, position: int) -> bool:
-    """Whether a token keeps its angle when 64 tokens follow it: its length is its own.
+    """Whether a token keeps its angle when others follow it: its length is its own.
 
     Raises ValueError if the box cannot be asked so far out.
     """
     alone, _ = far.angles([position])
-    followed, _ = far.angles(range(position, position + 64))
+    followed, _ = far.angles(range(position, position + 65))  # an odd number: not that of heads
     return bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
 
 
