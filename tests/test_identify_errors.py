@@ -98,3 +98,17 @@ def test_every_code_of_a_finding_is_in_the_documentation_of_identify():
     codes |= {entry[0] for entry in (*ENDS, *AMPLITUDES)}
     assert {"mixes_heads", "refuses_batch", "offset", "q_k_differ"} <= codes
     assert {code for code in codes if code not in identify.__doc__} == set()
+
+
+def test_the_page_lists_the_codes_that_the_documentation_lists():
+    page = (Path(__file__).parents[1] / "docs" / "identify.md").read_text()
+    listed = set(
+        re.findall(r"`(\w+)`", page[page.index("| finding |") : page.index("## What can")])
+    )
+    said = identify.__doc__[identify.__doc__.index("Codes of") : identify.__doc__.index(" docs/")]
+    said = re.sub(r"bfloat16 or\s+float16 before[\s\w,]+;", "", said)
+    codes = {word for word in re.findall(r"\w+", said) if "_" in word}
+    kinds = ("positions", "frequencies", "angles", "tables")
+    codes |= {f"{name}_{kind}" for name in ("bfloat16", "float16") for kind in kinds}
+    assert codes <= listed
+    assert {name for name in listed - codes if "_" in name} == set()

@@ -106,6 +106,27 @@ def test_an_amplitude_that_changes_with_the_length_alone():
     assert "times 1.19" in found.findings[1].text
 
 
+def test_the_long_amplitude_of_phi_3_5_moe_in_transformers():
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "short_mscale": 1.1, "long_mscale": 1.3,
+        "short_factor": (1 + PAIRS / 64).tolist(), "long_factor": (1 + PAIRS / 4).tolist(),
+    }  # fmt: skip
+    config = phimoe.PhimoeConfig(
+        hidden_size=4 * D, num_attention_heads=4, max_position_embeddings=131_072,
+        rope_parameters=rope,
+    )  # fmt: skip
+    embedding = phimoe.PhimoeRotaryEmbedding(config)
+
+    def rotate(x, positions):
+        return phimoe.apply_rotary_pos_emb(x, x, *embedding(x, positions))[0]
+
+    found = found_in(rotate)
+    assert "amplitude_depends_on_length" in found.codes
+    assert "long rows are times 1.3, short ones times 1.1" in str(found)
+
+
 # --- frequencies ---
 
 INVERTED = {
@@ -291,6 +312,16 @@ def test_cos_of_a_table_of_cos():
         partial(rope, cos=lambda a: np.cos(np.cos(a)), sin=lambda a: np.sin(np.sin(a)))
     )
     assert (found.codes, found.spec) == (("cos_of_cos",), None)
+
+
+def test_tables_that_are_mixed_have_no_frequencies():
+    """FoPE: learned matrices mix the cos and the sin of all pairs."""
+    mix = np.tile(np.linalg.qr(np.random.default_rng(0).standard_normal((D // 2, D // 2)))[0], 2)
+    found = found_in(
+        partial(rope, cos=lambda a: np.cos(a[:, : D // 2]) @ mix,
+                sin=lambda a: np.sin(a[:, : D // 2]) @ mix)
+    )  # fmt: skip
+    assert (found.codes, found.spec) == (("position_scale",), None)
 
 
 def test_axes_that_are_not_read():

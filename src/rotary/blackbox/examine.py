@@ -176,6 +176,8 @@ def _explain(box: Box, turning: Turning, found: list[Finding], max_position: int
         text = "a pair is driven by more than one position axis"
         return Answer([*found, Finding("mixed_axes", text)], None, not more, amplitude)
     measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
+    if explained.schedule == "custom" and any(each.code == "position_scale" for each in more):
+        return Answer(found)  # neither lengths nor angles follow a rule: there is no frequency
     found += _odd_angles(turning, rates, box.num_axes)
     found += odd_amplitude(measured, explained)
     inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
