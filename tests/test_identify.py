@@ -38,8 +38,10 @@ def assert_same_rotation(found, spec):
     assert found.is_rotation
     x = np.eye(spec.head_dim, dtype=np.float64)[None, :, None].repeat(4, axis=2)
     positions = np.array([0, 1, 17, 4095])
-    mine = rotary.apply(found.spec, x, positions=positions)
-    np.testing.assert_allclose(mine, rotary.apply(spec, x, positions=positions), atol=2e-6)
+    mine, wanted = (
+        rotary.apply(each, x, positions=positions, seq_dim=-2) for each in (found.spec, spec)
+    )
+    np.testing.assert_allclose(mine, wanted, atol=2e-6)
 
 
 @st.composite
@@ -81,6 +83,14 @@ def test_what_we_apply_is_identified_as_what_we_applied(spec):
     assert found.amplitude == pytest.approx(factor, abs=1e-6)
     assert found.arithmetic == "exact"
     assert found.right_up_to == found.probed_up_to == 2**20
+
+
+@pytest.mark.parametrize("head_dim", [3, 64])  # 3 tokens are asked at once, and 64
+def test_as_many_heads_as_tokens_are_never_asked(head_dim):
+    dynamic = {"factor": 4.0, "original_max_position_embeddings": 2048}
+    spec = Rotary(head_dim, rotary_dim=head_dim // 2 * 2, schedule="dynamic", params=dynamic)
+    found = identify(applied(spec), head_dim)  # which refuses to guess the axis of the tokens
+    assert found.spec == (spec if head_dim > 3 else Rotary(head_dim, rotary_dim=2))
 
 
 EXPLAINED = [

@@ -255,8 +255,7 @@ def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification
 
 def _difference(q: tuple[Box, Answer], k: tuple[Box, Answer]) -> str | None:
     """In what q and k are treated differently, or None."""
-    rotated = [box(np.eye(box.head_dim)[None, :, None].repeat(3, 2), box.positions([3, 4, 5]))
-               for box, _ in (q, k)]  # fmt: skip
+    rotated = [box.matrices([3, 4, 5]) for box, _ in (q, k)]
     if np.abs(rotated[0] - rotated[1]).max() <= 2e-5 + 4 * UNITS[q[0].dtype]:
         return None
     one, two = q[1].spec, k[1].spec

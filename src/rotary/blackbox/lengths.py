@@ -67,7 +67,7 @@ def is_by_token(far: Far, position: int) -> bool:
     Raises ValueError if the box cannot be asked so far out.
     """
     alone, _ = far.angles([position])
-    followed, _ = far.angles(range(position, position + 65))  # an odd number: not that of heads
+    followed, _ = far.angles(range(position, position + 64))
     return bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
 
 

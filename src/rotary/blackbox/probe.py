@@ -92,9 +92,12 @@ class Box:
         """
         lead = numbers[0] if self.by_index else 0
         wanted = np.concatenate([np.arange(lead), numbers])
-        eye = np.eye(self.head_dim)  # head h carries the h-th basis vector, at every token
-        x = np.broadcast_to(eye[None, :, None], (1, self.head_dim, len(wanted), self.head_dim))
-        rotated = self(x, self.positions(wanted, axis))[0, :, lead:]
+        # head h carries the h-th basis vector, at every token; there is one more head where there
+        # would be as many as tokens, which a callable may refuse
+        heads = self.head_dim + (len(wanted) == self.head_dim)
+        eye = np.eye(heads, self.head_dim)
+        x = np.broadcast_to(eye[None, :, None], (1, heads, len(wanted), self.head_dim))
+        rotated = self(x, self.positions(wanted, axis))[0, : self.head_dim, lead:]
         return rotated.transpose(1, 2, 0).astype(np.float32 if self.dtype != "float64" else None)
 
 
