@@ -41,7 +41,7 @@ def test_gguf_gives_the_spec_back(name):
 )
 def test_frequencies_without_a_name_go_into_rope_freqs(schedule, params):
     spec = Rotary(head_dim=8, base=5e5, schedule=schedule, params=params)
-    read = from_gguf(to_gguf(spec, "gemma3"))
+    read = from_gguf(to_gguf(spec, "exaone4"))
     ours, theirs = rotary.inv_freq(spec)[0], rotary.inv_freq(read)[0]
     np.testing.assert_allclose(theirs, ours, rtol=1e-12, atol=1e-29)
 

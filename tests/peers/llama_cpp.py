@@ -31,7 +31,8 @@ ARCHIVE = "llama-cpp-python==0.3.36"  # the source archive; its `vendor/llama.cp
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # keys of a GGUF file that say something about RoPE or the heads it turns
 RECORDED = ("rope.", "attention.key_length", "attention.head_count", "attention.sliding_window",
-            "context_length", "embedding_length", "block_count", "attention.layer_indices",
+            "context_length", "embedding_length", "block_count",
+            "attention.compress_rope_freq_base",
             "leading_dense_block_count", "vocab_size")  # fmt: skip
 
 
@@ -251,7 +252,6 @@ rope_multi = declare("ggml_rope_multi", tensor_p, pointer, tensor_p, tensor_p, t
 new_graph = declare("ggml_new_graph", pointer, pointer)
 expand = declare("ggml_build_forward_expand", None, pointer, tensor_p)
 compute = declare("ggml_graph_compute_with_ctx", i32, pointer, pointer, i32)
-build_number = declare("_Z18llama_build_numberv", i32)
 graph_reserve = lib["_Z19llama_graph_reserveP13llama_contextjjj"]
 graph_reserve.restype, graph_reserve.argtypes = pointer, [pointer, u32, u32, u32]
 tensor_map = lib["_Z29llama_internal_get_tensor_mapPK11llama_model"]
@@ -541,7 +541,10 @@ def rows_of(config, name, folder, keys=None):
     rows = []
     for length in lengths:
         groups = layers_of(rope_nodes(model, min(length, 1 << 18)))
-        for (group, _), kind in zip(groups, layer_types_of(config, groups), strict=True):
+        kinds = layer_types_of(config, groups)
+        for (group, _), kind in zip(groups, kinds, strict=True):
+            if any((each["layer_type"], each["seq_len"]) == (kind, length) for each in rows):
+                continue  # DeepSeek-V4's indexer, after the heads of the same layers
             row = {"config": name, "layer_type": kind, "seq_len": length}
             row |= measure(group[0], tensors)
             rows.append(row)
@@ -586,7 +589,7 @@ def write(path, head, rows):
 
 def head():
     return {
-        "program": "llama.cpp", "version": f"b{build_number()}",
+        "program": "llama.cpp", "version": f"b{version('xllamacpp').rsplit('.', 1)[1]}",
         "environment": f"xllamacpp {version('xllamacpp')}, converter of {ARCHIVE}, "
         f"transformers {version('transformers')}",
     }  # fmt: skip
@@ -604,9 +607,8 @@ def every_config(configs, out):
         else:
             rows += result[0]
             files.append({"config": path.name, "metadata": result[1]})
-        print(  # noqa: T201
-            path.name, rows[-1].get("refused") or rows[-1].get("skipped") or "measured", flush=True
-        )
+        outcome = rows[-1].get("refused") or rows[-1].get("skipped") or "measured"
+        print(path.name, outcome, flush=True)  # noqa: T201
     write(Path(out), head(), rows)
     write(Path(out).with_name("gguf_metadata.json"), head(), files)
 
@@ -623,7 +625,8 @@ def every_key(configs, path):
         row["computed"] = result if isinstance(result, str) else [
             {key: value for key, value in each.items() if key != "config"} for each in result
         ]  # fmt: skip
-        print(row["name"], result if isinstance(result, str) else "measured", flush=True)  # noqa: T201
+        outcome = result if isinstance(result, str) else "measured"
+        print(row["name"], outcome, flush=True)  # noqa: T201
     write(Path(path), head(), recorded["rows"])
 
 

@@ -12,7 +12,9 @@ from .entries import load as load
 from .entries import parsed as parsed
 from .entries import parts as parts
 from .gguf import from_gguf as from_gguf
-from .gguf import to_gguf as to_gguf
+from .gguf import gguf_layer_types as gguf_layer_types
+from .gguf import read_gguf as read_gguf
+from .gguf_writing import to_gguf as to_gguf
 from .hf import from_hf_config as from_hf_config
 from .hf import to_hf_config as to_hf_config
 from .megatron import from_megatron as from_megatron

@@ -408,6 +408,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; give a config.json or the folder it is in")
+    if path.suffix == ".gguf":
+        raise ValueError(f"{path}: a GGUF file; read it with rotary.configs.from_gguf")
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{path}: larger than {MAX_CONFIG_BYTES:,} bytes; is this a config.json?")
     try:

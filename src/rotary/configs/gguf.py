@@ -1,170 +1,353 @@
-"""RoPE keys of GGUF files, as llama.cpp writes and reads them."""
+"""RoPE in GGUF files: what llama.cpp computes from their metadata.
 
-from collections.abc import Mapping
-from typing import Any
+`gguf.json` says for each architecture what its code in llama.cpp does; keys:
+  layout      the pairs it turns; weights of "interleaved" ones were permuted when converted
+  sections    how `rope.dimension_sections` deal out the pairs: "blocks", or "interleaved"
+  sliding     the RoPE of sliding-window layers: "same" as of the others, but for a base of their
+              own; "own" base (10 000 if the file is silent) and no scaling; "plain": no scaling
+  slice       "trailing": the last channels of a head are turned
+  divisors    tensors that it divides frequencies by
+  reads       keys under `rope.scaling.` that only some architectures read
+  whole_head  it refuses to turn a part of the head
+Sources: llama.cpp b11549, src/llama-model.cpp (load_hparams, llama_model_rope_type,
+get_rope_factors), src/llama-context.cpp (the constructor), src/models/*.cpp, ggml-cpu/ops.cpp
+(ggml_compute_forward_rope_flt). tests/test_gguf.py compares with what that program computed.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..angles import inv_freq
 from ..spec import Rotary, nearest
 
-# GGUF: what follows "<architecture>." -> ours. Source: llama.cpp, gguf-py/gguf/constants.py
-_GGUF = {
-    "rope.dimension_count": "rotary_dim",
-    "rope.freq_base": "base",
-    "rope.scaling.type": "type",
-    "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.attn_factor": "attention_factor",
-    "rope.scaling.finetuned": "",
-    "rope.dimension_sections": "mrope_section",
-    "attention.key_length": "head_dim",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-}
-# GGUF architecture -> the pairs its RoPE turns. Source: llama.cpp, src/llama-model.cpp,
-# llama_model_rope_type. Weights of "interleaved" ones were permuted when they were converted.
-_LAYOUTS = {
-    **dict.fromkeys(
-        ("llama", "llama4", "deci", "baichuan", "starcoder", "internlm2", "minicpm", "xverse",
-         "command-r", "cohere2", "olmo", "arctic", "deepseek", "deepseek2", "plm", "chatglm",
-         "glm4", "granite", "granitemoe", "granitehybrid", "chameleon", "bailingmoe", "neo-bert",
-         "smollm3", "arcee", "ernie4_5", "ernie4_5-moe", "mistral3", "mistral4"),
-        "interleaved",
-    ),
-    **dict.fromkeys(
-        ("falcon", "falcon-h1", "grok", "dbrx", "nomic-bert", "modern-bert", "stablelm", "bitnet",
-         "qwen", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmo2", "olmoe", "phi2", "phi3",
-         "phimoe", "gemma", "gemma2", "gemma3", "starcoder2", "openelm", "gptneox", "codeshell",
-         "nemotron", "exaone", "minicpm3", "gpt-oss"),
-        "half",
-    ),
-}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("gguf.json").read_text()
+)
+TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# what may follow "<architecture>.rope."; gguf-py/gguf/constants.py
+_KEYS = (
+    "dimension_count", "dimension_count_swa", "dimension_sections", "freq_base", "freq_base_swa",
+    "scale_linear", "scaling.type", "scaling.factor", "scaling.alpha", "scaling.attn_factor",
+    "scaling.original_context_length", "scaling.finetuned", "scaling.yarn_log_multiplier",
+    "scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.yarn_beta_fast",
+    "scaling.yarn_beta_slow",
+)  # fmt: skip
+_TYPES = ("none", "linear", "yarn", "longrope")
+BETAS = (32.0, 1.0)
+STANDS_STILL = 1e30  # the divisor that is written for a pair that is not to turn
 
 
-def from_gguf(metadata: Mapping[str, Any]) -> Rotary:
-    """The RoPE of a GGUF file, from its metadata: {"general.architecture": "llama", ...}.
+class _Numbers(NamedTuple):
+    """The parameters of ggml's RoPE, for one kind of layers.
 
-    Understands the keys under `<architecture>.rope.` and the sizes beside them; keys of other
-    subjects are passed over. The band of llama3 is not metadata but a tensor, `rope_freqs.weight`:
-    give its values as "rope_freqs.weight"; frequencies are divided by them.
-    Raises ValueError for a key under rope that is not known, or for sizes that are missing.
-    Source: llama.cpp, gguf-py/gguf/constants.py and src/llama-model.cpp (llama_model_rope_type).
+    factor       1 / freq_scale
+    ramp         ext_factor: 1 for YaRN, 0 for the plain or interpolated frequencies
+    attn_factor  what the amplitude is made of, beside YaRN's own 0.1 ln(factor) + 1
+    betas        turns at which YaRN's ramp ends
+    """
+
+    base: float
+    factor: float
+    ramp: float
+    attn_factor: float
+    betas: tuple[float, float] = BETAS
+
+    @property
+    def amplitude(self) -> float:
+        return self.attn_factor * (yarn_gain(self.factor) if self.ramp else 1.0)
+
+
+def from_gguf(
+    source: str | os.PathLike[str] | Mapping[str, Any], layer_type: str | None = None
+) -> Rotary:
+    """The RoPE that llama.cpp computes from a GGUF file.
+
+    source      path of the file, of which the header and the RoPE tensors are read; or its
+                metadata, {"general.architecture": "llama", ...}, with the values of
+                "rope_freqs.weight", "rope_factors_long.weight" and "_short" if it has them
+    layer_type  "full_attention" or "sliding_attention" where `gguf_layer_types` names them
+    Amplitude and frequencies are llama.cpp's: keys that it does not read have no effect.
+    M-RoPE has llama.cpp's four axes; for text tokens the positions are (p, p, p, 0).
+
+    Raises ValueError for a key under rope that is not known, an architecture without RoPE, sizes
+    that are missing, and a damaged file; ImportError without the package `gguf`.
+    Source: llama.cpp b11549; see the top of this file.
 
     >>> from_gguf({"general.architecture": "qwen2", "qwen2.rope.freq_base": 1e6,
     ...            "qwen2.embedding_length": 896, "qwen2.attention.head_count": 14})
     Rotary(head_dim=64, base=1000000.0)
     """
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise ValueError('GGUF metadata must have "general.architecture"')
-    found: dict[str, Any] = {}
-    for key, value in metadata.items():
-        inside = key.removeprefix(f"{name}.")
-        if inside in _GGUF:
-            found[_GGUF[inside]] = value
-        elif inside.startswith("rope."):
-            raise ValueError(f"GGUF key {key!r} is not known{nearest(inside, _GGUF)}")
-    head_dim = found.get("head_dim")
-    if head_dim is None:
-        try:
-            head_dim = found["hidden_size"] // found["num_attention_heads"]
-        except KeyError:
-            raise ValueError(
-                f"GGUF metadata needs {name}.attention.key_length, or embedding_length and "
-                "attention.head_count"
-            ) from None
-    kind = found.get("type", "none")
-    schedules = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
-    if kind not in schedules:
-        raise ValueError(f"rope.scaling.type {kind!r} is not known{nearest(kind, schedules)}")
-    schedule = schedules[kind]
-    params: dict[str, Any] = {}
-    if schedule == "longrope":
-        raise ValueError("longrope has its factors in tensors of the file: build the Rotary itself")
-    if schedule != "default":
-        params["factor"] = found.get("factor", 1.0)
-    if schedule == "yarn":
-        length = found.get("original_max_position_embeddings") or found["max_position_embeddings"]
-        params["original_max_position_embeddings"] = length
-        if "attention_factor" in found:
-            params["attention_factor"] = found["attention_factor"]
-    rotary_dim, base = found.get("rotary_dim", head_dim), found.get("base", 10_000.0)
-    divisors = metadata.get("rope_freqs.weight")
-    if divisors is not None:
-        if schedule != "default":
-            raise ValueError(f"rope_freqs.weight together with rope.scaling.type {kind!r}")
-        divisors = [float(value) for value in divisors]
-        plain = (base ** (-2 * i / rotary_dim) for i in range(len(divisors)))
-        steps = [  # a pair that stands still is written as one divided by 1e30
-            0.0 if value >= 1e30 else step / value
-            for step, value in zip(plain, divisors, strict=True)
-        ]
-        schedule, params = "custom", {"inv_freq": steps}
-    layout = _layout(name)
-    return Rotary(
-        head_dim=head_dim, rotary_dim=rotary_dim, base=base, layout=layout, schedule=schedule,
-        params=params,
-    )  # fmt: skip
+    name, keys, tensors = _opened(source)
+    model = ARCHITECTURES[name]
+    kinds = _layer_types(name, keys)
+    if layer_type not in (kinds or (None,)):
+        known = ", ".join(kinds) if kinds else "none: all layers of this file are alike"
+        raise ValueError(f"layer_type must be one of {known}; got {layer_type!r}")
+    numbers = _numbers(name, keys, layer_type)
+    sliding = "_swa" if layer_type == "sliding_attention" else ""
+    head_dim = _head_dim(name, keys, sliding)
+    rotary_dim = keys.get(f"rope.dimension_count{sliding}", keys.get("rope.dimension_count"))
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    spec = Rotary(
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        start=head_dim - rotary_dim if model.get("slice") == "trailing" else 0,
+        base=numbers.base,
+        layout=model["layout"],
+        axes=axes_of(keys.get("rope.dimension_sections", ()), rotary_dim // 2, model),
+    )
+    if name == "gemma4" and sliding:
+        tensors = {}  # only the layers of full attention have divisors
+    trained = keys.get("rope.scaling.original_context_length") or keys.get("context_length")
+    return _with_divisors(_scaled(spec, numbers, trained), numbers, trained, tensors)
 
 
-def to_gguf(
-    spec: Rotary, architecture: str, *, context_length: int | None = None
-) -> dict[str, Any]:
-    """The GGUF metadata that makes llama.cpp compute `spec`; `from_gguf` reads it back.
+def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
+    """The layer types with a RoPE of their own, to ask `from_gguf` for; empty if all are alike.
 
-    Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
-    "rope_freqs.weight", float32 divisors of base^(-2i / rotary_dim), with 1e30 for a pair that
-    stands still. Raises ValueError for what it cannot do: a layout that is not the one of the
-    architecture, several axes, a slice that does not start the head, another direction.
-
-    >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
-    1000000.0
+    >>> gguf_layer_types({"general.architecture": "gemma3", "gemma3.attention.sliding_window": 512})
+    ('full_attention', 'sliding_attention')
     """
-    layout = _layout(architecture)
-    if (spec.layout, spec.out_layout) != (layout, layout):
+    name, keys, _ = _opened(source)
+    return _layer_types(name, keys)
+
+
+def read_gguf(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a GGUF file says about its RoPE: keys of the header, and the RoPE tensors as lists.
+
+    Weights are not read, however large the file is. Of a model in several files give the first.
+    Raises FileNotFoundError, ValueError for a damaged file, ImportError without `gguf`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; give a .gguf file")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: reading a GGUF file needs the package gguf: pip install 'rotary[gguf]'"
+        ) from error
+    try:
+        reader = GGUFReader(path)
+        kept: dict[str, Any] = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if key == "general.architecture" or not key.startswith(("general.", "tokenizer."))
+        }
+        for tensor in reader.tensors:
+            if tensor.name in TENSORS:
+                kept[tensor.name] = [float(value) for value in tensor.data]
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: not a GGUF file, or cut short: {reason}") from error
+    return kept
+
+
+def model_of(architecture: Any) -> dict[str, Any]:
+    if not isinstance(architecture, str):
+        raise ValueError('GGUF metadata must have "general.architecture"')
+    if architecture not in ARCHITECTURES:
+        known = nearest(architecture, ARCHITECTURES)
+        raise ValueError(f"GGUF architecture {architecture!r} is not known{known}")
+    if ARCHITECTURES[architecture]["layout"] is None:
+        raise ValueError(f"llama.cpp has no RoPE in the architecture {architecture!r}")
+    return ARCHITECTURES[architecture]
+
+
+def _opened(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+) -> tuple[str, dict[str, Any], dict[str, Sequence[float]]]:
+    """(architecture, its keys without that prefix, the RoPE tensors), all known by name."""
+    if not isinstance(source, Mapping):
+        source = read_gguf(source)
+    name = source.get("general.architecture")
+    model = model_of(name)
+    assert isinstance(name, str)  # `_model` refuses what is not
+    prefix = f"{name}."
+    keys = {k.removeprefix(prefix): v for k, v in source.items() if k.startswith(prefix)}
+    for key in keys:
+        if key.startswith("rope.") and key.removeprefix("rope.") not in _KEYS:
+            known = nearest(key, [f"rope.{each}" for each in _KEYS])
+            raise ValueError(f"GGUF key {prefix + key!r} is not known{known}")
+    tensors = {tensor: source[tensor] for tensor in TENSORS if source.get(tensor) is not None}
+    for tensor in tensors:
+        kind = "rope_freqs" if tensor == TENSORS[0] else "rope_factors"
+        if kind not in model.get("divisors", ()):
+            raise ValueError(f"llama.cpp reads no {tensor} in the architecture {name!r}")
+    return name, keys, tensors
+
+
+def _layer_types(name: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
+    if name == "deepseek4":
+        return ("main", "compress")
+    kind = ARCHITECTURES[name].get("sliding")
+    if kind is None or not keys.get("attention.sliding_window"):
+        return ()
+    sizes = ("rope.dimension_count_swa", "attention.key_length_swa")
+    if _numbers(name, keys, None) == _numbers(name, keys, "sliding_attention") and not any(
+        size in keys for size in sizes
+    ):
+        return ()
+    return ("full_attention", "sliding_attention")
+
+
+def _head_dim(name: str, keys: Mapping[str, Any], sliding: str) -> int:
+    for key in (f"attention.key_length_mla{sliding}", "attention.key_length_mla",
+                f"attention.key_length{sliding}", "attention.key_length"):  # fmt: skip
+        if key in keys:
+            return int(keys[key])
+    try:
+        heads = keys["attention.head_count"]
+        if isinstance(heads, Sequence):  # one number for each layer, 0 where it has no attention
+            heads = next(count for count in heads if count)
+        return int(keys["embedding_length"] // heads)
+    except (KeyError, StopIteration):
         raise ValueError(
-            f"llama.cpp reads {architecture!r} in the {layout} layout, the spec has "
-            f"{spec.layout!r}; permute the rows of W_q and W_k with rotary.layouts.row_permutation"
+            f"GGUF metadata needs {name}.attention.key_length, or embedding_length and "
+            "attention.head_count"
+        ) from None
+
+
+def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Numbers:
+    """What llama.cpp's loader and context make of the keys."""
+    model = ARCHITECTURES[name]
+    reads = model.get("reads", ())
+    kind = keys.get("rope.scaling.type", "linear")  # a factor without a type is linear
+    if kind not in _TYPES:
+        raise ValueError(f"rope.scaling.type {kind!r} is not known{nearest(kind, _TYPES)}")
+    base = keys.get("rope.freq_base", 10_000.0)
+    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0.0)) or 1.0
+    if kind == "none":
+        factor = 1.0
+    if "alpha" in reads and keys.get("rope.scaling.alpha", 0.0) > 0:
+        width = _head_dim(name, keys, "")
+        base *= keys["rope.scaling.alpha"] ** (width / (width - 2))
+    ramp = 1.0 if kind == "yarn" else 0.0
+    if "yarn_ext_factor" in reads and keys.get("rope.scaling.yarn_ext_factor", -1.0) >= 0:
+        ramp = keys["rope.scaling.yarn_ext_factor"]
+        if ramp not in (0.0, 1.0):
+            raise ValueError(f"rope.scaling.yarn_ext_factor must be 0 or 1, got {ramp}")
+    attn_factor = keys.get("rope.scaling.attn_factor", 1.0)
+    if ramp:
+        attn_factor *= _yarn_amplitude(name, keys, factor) / yarn_gain(factor)
+    elif "yarn_attn_factor" in reads:
+        attn_factor *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
+    names = ("yarn_beta_fast", "yarn_beta_slow")
+    fast, slow = (
+        keys.get(f"rope.scaling.{each}", silent) if each in reads else silent
+        for each, silent in zip(names, BETAS, strict=True)
+    )
+    numbers = _Numbers(base, factor, ramp, attn_factor, (fast, slow))
+    if layer_type == "main":  # DeepSeek-V4: only layers that compress have YaRN, without amplitude
+        return _Numbers(base, 1.0, 0.0, 1.0)
+    if layer_type == "compress":
+        base = keys["attention.compress_rope_freq_base"]
+        return numbers._replace(base=base, attn_factor=1.0 / yarn_gain(factor) if ramp else 1.0)
+    if layer_type != "sliding_attention":
+        return numbers
+    own_base = keys.get("rope.freq_base_swa")
+    if model["sliding"] == "same":
+        return numbers._replace(base=own_base or base)
+    if model["sliding"] == "plain":
+        return _Numbers(own_base or base, 1.0, 0.0, 1.0)
+    return numbers._replace(base=own_base or 10_000.0, factor=1.0)
+
+
+def _yarn_amplitude(name: str, keys: Mapping[str, Any], factor: float) -> float:
+    """What cos and sin are multiplied by under YaRN, but for `attn_factor`."""
+    over = 1.0
+    under = 0.0
+    if "yarn_log_multiplier" in ARCHITECTURES[name].get("reads", ()):
+        under = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+        if name != "mistral3":
+            under /= 0.1  # DeepSeek's converters write a tenth of mscale_all_dim
+        if name == "deepseek2":
+            over = under or 1.0  # as if mscale were mscale_all_dim
+    if factor <= 1:
+        return 1.0
+    return yarn_gain(factor, over) / yarn_gain(factor, under)
+
+
+def yarn_gain(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, Any]) -> tuple[int, ...]:
+    """The position axis of each pair: time, height, width, and a fourth, 0 for text tokens."""
+    counts = [*sections, 0, 0, 0, 0][:4]
+    if "sections" not in model or not (counts[0] > 0 and counts[1] > 0):
+        return ()
+    if model["sections"] == "blocks":
+        order = [axis for axis, count in enumerate(counts) for _ in range(count)]
+    else:  # in turn; what is left over when an axis has all its pairs goes to the fourth
+        order = [
+            pair % 3 if pair < 3 * counts[pair % 3] else 3 for pair in range(sum(counts))
+        ]  # fmt: skip
+    return tuple(order[pair % len(order)] for pair in range(pairs))
+
+
+def _scaled(spec: Rotary, numbers: _Numbers, trained: int | None) -> Rotary:
+    """`spec` with the frequencies and the amplitude of `numbers`."""
+    if numbers.ramp and numbers.factor != 1.0:
+        if trained is None:
+            raise ValueError(
+                "YaRN needs rope.scaling.original_context_length, or context_length, "
+                "in the GGUF metadata"
+            )
+        params = {"factor": numbers.factor, "original_max_position_embeddings": trained}
+        for name, beta, silent in zip(("beta_fast", "beta_slow"), numbers.betas, BETAS,
+                                      strict=True):  # fmt: skip
+            if beta != silent:
+                params[name] = beta
+        if not math.isclose(numbers.amplitude, yarn_gain(numbers.factor), rel_tol=1e-7):
+            params["attention_factor"] = numbers.amplitude
+        return _with(spec, "yarn", params)
+    if numbers.factor != 1.0:
+        spec = _with(spec, "linear", {"factor": numbers.factor})
+    return spec if numbers.amplitude == 1.0 else _divided(spec, (), numbers.amplitude)
+
+
+def _with_divisors(
+    spec: Rotary, numbers: _Numbers, trained: int | None, tensors: Mapping[str, Sequence[float]]
+) -> Rotary:
+    """`spec`, its frequencies divided by the tensors of the file, if it has any."""
+    freqs, long, short = (tensors.get(name) for name in TENSORS)
+    pairs = spec.rotary_dim // 2
+    if freqs is not None:
+        return _divided(spec, freqs[:pairs], numbers.amplitude)
+    if long is None and short is None:
+        return spec
+    if long is None or short is None or trained is None or numbers.ramp:
+        raise ValueError(
+            "rope_factors need both tensors, _long and _short, the context length of the training "
+            "and no YaRN in the GGUF file"
         )
-    if spec.start or spec.sign != 1 or spec.num_axes > 1:
-        raise ValueError("GGUF metadata cannot say start, sign or axes")
-    if spec.depends_on_length:
-        raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
-    written: dict[str, Any] = {
-        "general.architecture": architecture,
-        f"{architecture}.attention.key_length": spec.head_dim,
-        f"{architecture}.rope.dimension_count": spec.rotary_dim,
-        f"{architecture}.rope.freq_base": float(spec.base),
+    params = {
+        "short_factor": [float(value) * numbers.factor for value in short[:pairs]],
+        "long_factor": [float(value) * numbers.factor for value in long[:pairs]],
+        "original_max_position_embeddings": trained,
+        "attention_factor": numbers.amplitude,
     }
-    if context_length is not None:
-        written[f"{architecture}.context_length"] = context_length
-    scaling = f"{architecture}.rope.scaling"
-    if spec.schedule == "default":
-        return written
-    if spec.schedule == "linear":
-        return {**written, f"{scaling}.type": "linear", f"{scaling}.factor": spec.params["factor"]}
-    if spec.schedule == "yarn" and set(spec.params) <= {
-        "factor", "original_max_position_embeddings", "attention_factor",
-    }:  # fmt: skip
-        written |= {f"{scaling}.type": "yarn", f"{scaling}.factor": spec.params["factor"]}
-        length = spec.params["original_max_position_embeddings"]
-        written[f"{scaling}.original_context_length"] = length
-        if "attention_factor" in spec.params:
-            written[f"{scaling}.attn_factor"] = spec.params["attention_factor"]
-        return written
-    steps, amplitude = inv_freq(spec)
-    if amplitude != 1.0:
-        raise ValueError(f"rope_freqs.weight has no amplitude, the spec has {amplitude:g}")
-    plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
-    divisors = [
-        own / step if step else 1e30 for own, step in zip(plain, steps.tolist(), strict=True)
-    ]
-    return {**written, "rope_freqs.weight": divisors}
+    return _with(spec, "longrope", params)
 
 
-def _layout(architecture: str) -> str:
-    if architecture not in _LAYOUTS:
-        raise ValueError(
-            f"GGUF architecture {architecture!r} is not known{nearest(architecture, _LAYOUTS)}"
-        )
-    return _LAYOUTS[architecture]
+def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotary:
+    steps = inv_freq(spec)[0].tolist()
+    if divisors:
+        steps = [
+            0.0 if divisor >= STANDS_STILL else step / divisor
+            for step, divisor in zip(steps, divisors, strict=True)
+        ]
+    params = {"inv_freq": steps}
+    return _with(
+        spec, "custom", params if amplitude == 1.0 else {**params, "attention_factor": amplitude}
+    )
+
+
+def _with(spec: Rotary, schedule: str, params: Mapping[str, Any]) -> Rotary:
+    return dataclasses.replace(spec, schedule=schedule, params=params)

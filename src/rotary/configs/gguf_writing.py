@@ -1,0 +1,151 @@
+"""The GGUF metadata that makes llama.cpp compute a spec; `gguf` reads such metadata."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..angles import inv_freq
+from ..spec import Rotary
+from .gguf import ARCHITECTURES, BETAS, STANDS_STILL, axes_of, model_of, yarn_gain
+
+# without sections the loader stops
+_NEEDS_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp")
+
+
+def to_gguf(
+    spec: Rotary, architecture: str, *, context_length: int | None = None
+) -> dict[str, Any]:
+    """The GGUF metadata that makes llama.cpp compute `spec`, RoPE tensors among it.
+
+    Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
+    "rope_freqs.weight", float32 divisors of base^(-2i / rotary_dim), with 1e30 for a pair that
+    stands still; longrope into "rope_factors_long.weight" and "_short". The amplitude of YaRN is
+    attn_factor x (0.1 ln(factor) + 1) there, so attn_factor is written to give the one of `spec`.
+    Where sliding-window layers have a RoPE of their own, these are the keys of the others.
+
+    context_length  positions the model is made for; longrope is told apart by it
+    Raises ValueError for what llama.cpp does not compute in that architecture: another layout,
+    slice or axes, divisors it does not read, betas it does not read, dynamic, another direction.
+
+    >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
+    1000000.0
+    """
+    model = model_of(architecture)
+    written: dict[str, Any] = {
+        "general.architecture": architecture,
+        **_shape(spec, architecture, model),
+        f"{architecture}.rope.freq_base": float(spec.base),
+    }
+    if context_length is not None:
+        written[f"{architecture}.context_length"] = context_length
+    scaling = f"{architecture}.rope.scaling"
+    if spec.schedule == "default":
+        return written
+    if spec.schedule == "linear":
+        factor = float(spec.params["factor"])
+        return {**written, f"{scaling}.type": "linear", f"{scaling}.factor": factor}
+    if spec.schedule == "yarn":
+        keys = _yarn_keys(spec, architecture, model)
+        return written | {f"{scaling}.{key}": value for key, value in keys.items()}
+    if spec.schedule == "longrope":
+        trained = spec.params["original_max_position_embeddings"]
+        amplitude = inv_freq(spec, trained)[1]
+        if amplitude != inv_freq(spec, trained + 1)[1]:
+            raise ValueError("llama.cpp has one amplitude for both lists of longrope")
+        _needs_divisors(architecture, model, "rope_factors")
+        return written | {
+            f"{scaling}.type": "longrope",
+            f"{scaling}.original_context_length": trained,
+            f"{scaling}.attn_factor": amplitude,
+            "rope_factors_long.weight": [float(value) for value in spec.params["long_factor"]],
+            "rope_factors_short.weight": [float(value) for value in spec.params["short_factor"]],
+        }
+    if spec.depends_on_length:
+        raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
+    steps, amplitude = inv_freq(spec)
+    _needs_divisors(architecture, model, "rope_freqs")
+    plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
+    written["rope_freqs.weight"] = [
+        own / step if step else STANDS_STILL
+        for own, step in zip(plain, steps.tolist(), strict=True)
+    ]
+    if amplitude != 1.0:
+        written[f"{scaling}.attn_factor"] = amplitude
+    return written
+
+
+def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of head and slice, once it is sure that llama.cpp turns the same channels."""
+    layout = model["layout"]
+    if (spec.layout, spec.out_layout) != (layout, layout):
+        raise ValueError(
+            f"llama.cpp reads {architecture!r} in the {layout} layout, the spec has "
+            f"{spec.layout!r}; permute the rows of W_q and W_k with rotary.layouts.row_permutation"
+        )
+    trailing = model.get("slice") == "trailing"
+    start = spec.head_dim - spec.rotary_dim if trailing else 0
+    if spec.start != start:
+        raise ValueError(
+            f"llama.cpp turns channels from {start} on in {architecture!r}, the spec has start "
+            f"{spec.start}"
+        )
+    if model.get("whole_head") and spec.rotary_dim != spec.head_dim:
+        raise ValueError(
+            f"llama.cpp turns the whole head in {architecture!r}, the spec has rotary_dim "
+            f"{spec.rotary_dim} of {spec.head_dim}"
+        )
+    if spec.sign != 1:
+        raise ValueError("GGUF metadata cannot say sign -1")
+    latent = trailing and architecture not in ("minicpm3", "plm", "deepseek4")
+    keys: dict[str, Any] = {
+        f"{architecture}.attention.key_length{'_mla' if latent else ''}": spec.head_dim,
+        f"{architecture}.rope.dimension_count": spec.rotary_dim,
+    }
+    if spec.axes or architecture in _NEEDS_SECTIONS:
+        sections = [spec.axes.count(axis) for axis in range(4)]
+        if not spec.axes or axes_of(sections, len(spec.axes), model) != tuple(spec.axes):
+            raise ValueError(
+                f"llama.cpp deals out axes as {model.get('sections', 'none')} in "
+                f"{architecture!r}; it has no sections for the axes of the spec"
+            )
+        keys[f"{architecture}.rope.dimension_sections"] = sections
+    return keys
+
+
+def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands under rope.scaling for YaRN; refuses what llama.cpp does not read there."""
+    if model.get("slice") == "trailing" and architecture not in ("minicpm3", "plm"):
+        raise ValueError(
+            f"to_gguf writes no YaRN for {architecture!r}, where llama.cpp makes its amplitude "
+            "and the scale of the scores of more keys than those of RoPE"
+        )
+    params = spec.params
+    if params.get("truncate", True) is not True:
+        raise ValueError("llama.cpp always rounds the ends of YaRN's ramp; truncate is False")
+    factor = float(params["factor"])
+    keys: dict[str, Any] = {
+        "type": "yarn",
+        "factor": factor,
+        "original_context_length": params["original_max_position_embeddings"],
+    }
+    for name, silent in zip(("beta_fast", "beta_slow"), BETAS, strict=True):
+        if params.get(name, silent) == silent:
+            continue
+        if f"yarn_{name}" not in model.get("reads", ()):
+            raise ValueError(f"llama.cpp reads no {name} in the architecture {architecture!r}")
+        keys[f"yarn_{name}"] = float(params[name])
+    amplitude = inv_freq(spec)[1]
+    if not math.isclose(amplitude, yarn_gain(factor), rel_tol=1e-12):
+        keys["attn_factor"] = amplitude / yarn_gain(factor)
+    return keys
+
+
+def _needs_divisors(architecture: str, model: Mapping[str, Any], tensor: str) -> None:
+    if tensor not in model.get("divisors", ()):
+        able = ", ".join(
+            name for name, each in ARCHITECTURES.items() if tensor in each.get("divisors", ())
+        )
+        raise ValueError(
+            f"llama.cpp reads no {tensor} in the architecture {architecture!r}, so these "
+            f"frequencies cannot be written for it; it does in {able}"
+        )

@@ -1,0 +1,212 @@
+"""GGUF files as llama.cpp reads them, and as it reads what we write: against recorded numbers."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary import Rotary
+from rotary.configs import from_gguf, gguf_layer_types, read_gguf, to_gguf
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+TWO_AMPLITUDES = {
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 4096,
+    "short_mscale": 1.0, "long_mscale": 1.2,
+}  # fmt: skip
+PEERS = Path(__file__).parent / "golden" / "peers"
+
+
+def recorded(name):
+    return json.loads((PEERS / name).read_text())["rows"]
+
+
+FILES = {row["config"]: row["metadata"] for row in recorded("gguf_metadata.json")}
+COMPUTED = [row for row in recorded("llama_cpp.json") if "inv_freq" in row]
+
+
+def assert_as_computed(spec, row):
+    """`spec` is what llama.cpp's kernel did: its float32 running product is 2^-24 off a pair."""
+    ours, amplitude = rotary.inv_freq(spec, row["seq_len"])
+    theirs = np.asarray(row["inv_freq"])
+    axes = np.asarray(row.get("axes", [0] * len(theirs)))
+    still = axes == 3  # the fourth position, which is 0 for text
+    assert (theirs[still] == 0).all()
+    tolerance = 1e-6 + 2.0**-24 * np.arange(len(theirs))
+    assert (np.abs(ours - theirs) <= np.abs(ours) * tolerance + 1e-29)[~still].all()
+    assert amplitude == pytest.approx(row["attention_factor"], rel=1e-6)
+    assert spec.layout == spec.out_layout == row["layout"]
+    assert (spec.rotary_dim, spec.start) == (row["rotary_dim"], row["start"])
+    if spec.axes:
+        assert list(spec.axes) == axes.tolist()
+    else:
+        assert "axes" not in row
+
+
+@pytest.mark.parametrize(
+    "row", COMPUTED, ids=lambda row: f"{row['config']}-{row['layer_type']}-{row['seq_len']}"
+)
+def test_a_gguf_file_is_read_as_llama_cpp_computes_it(row):
+    assert_as_computed(from_gguf(FILES[row["config"]], row["layer_type"]), row)
+
+
+def test_every_layer_type_of_a_file_was_computed():
+    for config, metadata in FILES.items():
+        types = {row["layer_type"] for row in COMPUTED if row["config"] == config}
+        assert types == set(gguf_layer_types(metadata) or (None,)), config
+
+
+@pytest.mark.parametrize("row", recorded("to_gguf.json"), ids=lambda row: row["name"])
+def test_llama_cpp_computes_the_spec_from_what_is_written(row):
+    spec = Rotary.from_dict(row["spec"])
+    architecture = row["keys"]["general.architecture"]
+    written = to_gguf(spec, architecture, context_length=131072)
+    assert written.keys() == row["keys"].keys()
+    for key, value in row["keys"].items():
+        assert written[key] == (value if isinstance(value, str) else pytest.approx(value)), key
+    for computed in row["computed"]:
+        assert_as_computed(spec, computed)
+    if spec.depends_on_length:
+        assert {computed["seq_len"] for computed in row["computed"]} == {4096, 131072}
+
+
+def test_the_amplitude_of_yarn_is_written_as_llama_cpp_reads_it():
+    params = {"factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 1.0}
+    written = to_gguf(Rotary(head_dim=128, schedule="yarn", params=params), "qwen2")
+    assert written["qwen2.rope.scaling.attn_factor"] == pytest.approx(1 / (0.1 * np.log(4) + 1))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "spec", "message"),
+    [
+        ("gemma3", Rotary(head_dim=8, schedule="ntk", params={"factor": 2.0}),
+         "reads no rope_freqs"),
+        ("llama", Rotary(head_dim=8, rotary_dim=4, layout="interleaved"), "the whole head"),
+        ("minicpm3", Rotary(head_dim=96, rotary_dim=32), "from 64 on"),
+        ("qwen2vl", Rotary(head_dim=8), "sections"),
+        ("qwen2", Rotary(head_dim=8, axes=(0, 1, 2, 0)), "sections for the axes"),
+        ("mamba", Rotary(head_dim=8), "no RoPE"),
+        ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "beta_fast": 16.0}),
+         "reads no beta_fast"),
+        ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "truncate": False}),
+         "truncate"),
+        ("deepseek2", Rotary(head_dim=192, rotary_dim=64, start=128, layout="interleaved",
+                             schedule="yarn", params=YARN), "scale of the scores"),
+        ("phi3", Rotary(head_dim=8, schedule="longrope", params=TWO_AMPLITUDES), "one amplitude"),
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_does_not_compute_is_refused(architecture, spec, message):
+    with pytest.raises(ValueError, match=message):
+        to_gguf(spec, architecture)
+
+
+BASE = {
+    "general.architecture": "gemma3", "gemma3.attention.key_length": 64,
+    "gemma3.rope.freq_base": 1e6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "layer_type", "message"),
+    [
+        ({}, "full_attention", "all layers of this file are alike"),
+        ({"gemma3.attention.sliding_window": 512}, None, "full_attention, sliding_attention"),
+        ({"gemma3.attention.sliding_window": 512}, "sliding", "got 'sliding'"),
+        ({"rope_freqs.weight": [1.0] * 32}, None, "reads no rope_freqs.weight"),
+        ({"general.architecture": "mamba"}, None, "no RoPE in the architecture"),
+        ({"gemma3.rope.scaling.type": "yarn", "gemma3.rope.scaling.factor": 4.0}, None,
+         "original_context_length"),
+    ],
+)  # fmt: skip
+def test_metadata_that_makes_no_sense(keys, layer_type, message):
+    with pytest.raises(ValueError, match=message):
+        from_gguf({**BASE, **keys}, layer_type)
+
+
+def test_a_factor_without_a_type_is_linear():
+    read = from_gguf({**BASE, "gemma3.rope.scaling.factor": 8.0})
+    assert (read.schedule, dict(read.params)) == ("linear", {"factor": 8.0})
+    assert from_gguf({**BASE, "gemma3.rope.scale_linear": 8.0}) == read
+    none = {"gemma3.rope.scaling.factor": 8.0, "gemma3.rope.scaling.type": "none"}
+    assert from_gguf({**BASE, **none}).schedule == "default"
+
+
+def written_file(path, metadata, weights=0):
+    """A GGUF file with `metadata`, its RoPE tensors, and a weight of so many floats."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    writer.add_token_list(["a", "b"])
+    for key, value in metadata.items():
+        if key.endswith(".weight"):
+            writer.add_tensor(key, np.asarray(value, np.float32))
+        elif key != "general.architecture":
+            kind = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+            getattr(writer, f"add_{kind[type(value)]}")(key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((1, weights + 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "layer_type"),
+    [
+        ("llama-3.1-8b.json", None),
+        ("phi-3-mini-128k.json", None),
+        ("gemma-3-4b.json", "sliding_attention"),
+        ("qwen3-vl-8b.json", None),
+    ],
+)
+def test_a_file_is_read_as_its_metadata(tmp_path, config, layer_type):
+    path = written_file(tmp_path / "model.gguf", FILES[config])
+    of_file, of_keys = from_gguf(path, layer_type), from_gguf(FILES[config], layer_type)
+    for length in (4096, 131072):
+        ours, theirs = rotary.inv_freq(of_file, length), rotary.inv_freq(of_keys, length)
+        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-7)
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-7)
+    assert gguf_layer_types(str(path)) == gguf_layer_types(FILES[config])
+
+
+def test_weights_are_not_read(tmp_path):
+    """A file of 20 GB on the disk space of its header."""
+    path = written_file(tmp_path / "model.gguf", FILES["llama-3-8b.json"], weights=5 * 10**3)
+    assert from_gguf(path).base == 500_000.0
+    before = read_gguf(path)
+    with path.open("r+b") as stream:
+        stream.truncate(20 * 10**9)
+    assert read_gguf(path) == before
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    path = written_file(tmp_path / "model.gguf", FILES["llama-3.1-8b.json"])
+    whole = path.read_bytes()
+    tensor = whole.index(np.float32(FILES["llama-3.1-8b.json"]["rope_freqs.weight"][40]).tobytes())
+    for cut in (0, 3, 20, 100, len(whole) // 2, tensor):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="not a GGUF file, or cut short") as caught:
+            from_gguf(path)
+        assert "\n" not in str(caught.value)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        from_gguf(path)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        from_gguf(tmp_path / "none.gguf")
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'rotary\[gguf\]'"):
+        from_gguf(path)
+
+
+def test_a_gguf_file_is_no_config(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"a GGUF file; read it with rotary.configs.from_gguf"):
+        rotary.from_hf_config(path)
