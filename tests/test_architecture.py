@@ -34,6 +34,7 @@ LIBRARIES = {
     "bench": {"torch", "transformers"},
     "blackbox": {"torch"},
     "cli": {"distributed", "rich", "torch", "typer"},
+    "configs": {"gguf"},
     "demo": {"torch", "transformers"},
     "doctor": {"numba", "torch"},
     "explorer": {"fastapi", "gradio", "plotly", "starlette", "uvicorn"},

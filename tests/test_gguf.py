@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import run
 
 import rotary
 from rotary import Rotary
@@ -210,3 +211,15 @@ def test_a_gguf_file_is_no_config(tmp_path):
     path.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"a GGUF file; read it with rotary.configs.from_gguf"):
         rotary.from_hf_config(path)
+
+
+def test_inspect_and_freqs_take_a_gguf_file(tmp_path):
+    path = str(written_file(tmp_path / "gemma.gguf", FILES["gemma-3-4b.json"]))
+    found = json.loads(run("inspect", path, "--json").out)
+    assert found["full_attention"]["spec"]["params"] == {"factor": 8.0}
+    assert found["sliding_attention"]["spec"]["base"] == 10_000.0
+    pairs = json.loads(run("freqs", path, "--layer-type", "sliding_attention", "--json").out)
+    assert len(pairs["pairs"]) == 128
+    refused = run("freqs", path)
+    assert refused.code == 1
+    assert "full_attention, sliding_attention" in refused.err

@@ -19,7 +19,8 @@ app = typer.Typer(
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Config = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder that holds it.")
+    str,
+    typer.Argument(metavar="CONFIG", help="A config.json, the folder that holds it, or a .gguf."),
 ]
 LayerType = Annotated[
     str | None, typer.Option(help="Which entry of rope_parameters nested by layer type.")
@@ -37,7 +38,7 @@ def main() -> None:
     except BrokenPipeError:  # `rotary freqs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, ImportError) as error:
         typer.echo(f"error: {printable(str(error))}", err=True)
         sys.exit(1)
 
@@ -49,9 +50,15 @@ def start(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
-    from ..configs import from_hf_config
+def is_gguf(config: str) -> bool:
+    return config.endswith(".gguf")
 
+
+def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
+    from ..configs import from_gguf, from_hf_config
+
+    if is_gguf(config):
+        return from_gguf(config, layer_type)
     spec = from_hf_config(config, layer_type, part=part)
     if spec is None:
         raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")

@@ -2,12 +2,15 @@
 
 import math
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Config, Json, LayerType, Part, app, read_spec
+from .app import Config, Json, LayerType, Part, app, is_gguf, read_spec
 from .terminal import print_json, print_table, short
+
+if TYPE_CHECKING:
+    from ..spec import Rotary
 
 
 @app.command()
@@ -15,14 +18,15 @@ def inspect(
     config: Config, layer_type: LayerType = None, part: Part = None, as_json: Json = False
 ) -> None:
     """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
-    from ..configs import layer_types, parts
+    from ..configs import parts
 
-    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
-    reports = {kind: _inspected(config, kind, part) for kind in kinds}
+    reports = {
+        kind: _inspected(spec) for kind, spec in _specs(config, layer_type, part).items()
+    }  # fmt: skip
     if layer_type and reports[layer_type] is None:
         raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
     asked = (part,) if part else ("text_config", "thinker_config", "llm_config")
-    others = [name for name in parts(config) if name not in asked]
+    others = [] if is_gguf(config) else [name for name in parts(config) if name not in asked]
     if as_json:
         one = reports.get(layer_type) if len(reports) == 1 else None
         print_json(one if one else {str(kind): report for kind, report in reports.items()})
@@ -37,11 +41,26 @@ def inspect(
         typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
 
 
-def _inspected(config: str, layer_type: str | None, part: str | None) -> dict[str, Any] | None:
-    from ..angles import inv_freq
-    from ..configs import from_hf_config
+def _specs(
+    config: str, layer_type: str | None, part: str | None
+) -> "dict[str | None, Rotary | None]":
+    """Layer type -> its RoPE; one entry where a layer type is asked for, or all are alike."""
+    from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
 
-    spec = from_hf_config(config, layer_type, part=part)
+    kinds: tuple[str | None, ...] = (layer_type,)
+    if is_gguf(config):
+        metadata = read_gguf(config)
+        if layer_type is None:
+            kinds = gguf_layer_types(metadata) or kinds
+        return {kind: from_gguf(metadata, kind) for kind in kinds}
+    if layer_type is None:
+        kinds = layer_types(config, part=part) or kinds
+    return {kind: from_hf_config(config, kind, part=part) for kind in kinds}
+
+
+def _inspected(spec: "Rotary | None") -> dict[str, Any] | None:
+    from ..angles import inv_freq
+
     if spec is None:
         return None
     frequencies, factor = inv_freq(spec)

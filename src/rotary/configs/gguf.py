@@ -110,7 +110,8 @@ def from_gguf(
 def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
     """The layer types with a RoPE of their own, to ask `from_gguf` for; empty if all are alike.
 
-    >>> gguf_layer_types({"general.architecture": "gemma3", "gemma3.attention.sliding_window": 512})
+    >>> gguf_layer_types({"general.architecture": "gemma3", "gemma3.rope.freq_base": 1e6,
+    ...                   "gemma3.attention.sliding_window": 512})
     ('full_attention', 'sliding_attention')
     """
     name, keys, _ = _opened(source)
@@ -274,11 +275,22 @@ def _yarn_amplitude(name: str, keys: Mapping[str, Any], factor: float) -> float:
 
 
 def yarn_gain(factor: float, mscale: float = 1.0) -> float:
+    """The amplitude of YaRN's paper, 1 at factor 1.
+
+    >>> round(yarn_gain(4.0), 4)
+    1.1386
+    """
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, Any]) -> tuple[int, ...]:
-    """The position axis of each pair: time, height, width, and a fourth, 0 for text tokens."""
+    """The position axis of each pair: time, height, width, and a fourth, 0 for text tokens.
+
+    >>> axes_of([2, 1, 1], 4, {"sections": "blocks"})
+    (0, 0, 1, 2)
+    >>> axes_of([3, 1, 1], 5, {"sections": "interleaved"})  # of a pair too many for its axis
+    (0, 1, 2, 0, 3)
+    """
     counts = [*sections, 0, 0, 0, 0][:4]
     if "sections" not in model or not (counts[0] > 0 and counts[1] > 0):
         return ()
@@ -339,14 +351,16 @@ def _with_divisors(
 def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotary:
     steps = inv_freq(spec)[0].tolist()
     if divisors:
+        if len(divisors) != len(steps) or any(not divisor > 0 for divisor in divisors):
+            raise ValueError(f"rope_freqs.weight must hold {len(steps)} numbers > 0")
         steps = [
             0.0 if divisor >= STANDS_STILL else step / divisor
             for step, divisor in zip(steps, divisors, strict=True)
         ]
-    params = {"inv_freq": steps}
-    return _with(
-        spec, "custom", params if amplitude == 1.0 else {**params, "attention_factor": amplitude}
-    )
+    params: dict[str, Any] = {"inv_freq": steps}
+    if amplitude != 1.0:
+        params["attention_factor"] = amplitude
+    return _with(spec, "custom", params)
 
 
 def _with(spec: Rotary, schedule: str, params: Mapping[str, Any]) -> Rotary:
