@@ -168,4 +168,5 @@ def test_an_argument_table_becomes_a_list(built):
     text = (built[0] / "api" / "core.html").read_text(encoding="utf-8")
     rotate = text.split('id="rotary.rotate"')[1].split('id="rotary.rerotate"')[0]
     terms = re.findall(r"<dt><code[^>]*><span class=\"pre\">([^<]*)", rotate)
-    assert terms == ["x", "cos,", "positions", "rotary_dim", "conjugate", "out"]
+    named = ["spec", "layout", "out_layout", "rotary_dim", "seq_dim", "positions", "conjugate"]
+    assert terms == ["x", "cos,", *named, "out"]

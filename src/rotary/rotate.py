@@ -32,8 +32,8 @@ def rotate(
     cos, sin   (seq, pairs) for all rows, (batch, seq, pairs) for a 4-D x, or as many axes as x;
                float32 and half width: pairs = rotary_dim / 2. Sign and attention factor of a spec
                are in them already: `cos_sin` put them there.
-    spec       says which channels make a pair, by its layout, out_layout, rotary_dim and start.
-               Without a spec give `layout`, "half" or "interleaved", and what else differs:
+    spec       which channels make a pair: its layout, out_layout, rotary_dim and start are taken
+    layout     the same by hand, "half" or "interleaved"; without a spec it must be given
     out_layout layout that is written; default `layout`
     rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on, by
                default 0; the rest is copied
