@@ -83,85 +83,82 @@ def assert_transformers(config, seq_len=None, module=None):
     assert reading.attention_factor == pytest.approx(module.attention_scaling, rel=1e-12)
 
 
-# inv_freq of pairs 30 and 40, and amplitude, as float32 classes of vLLM 0.33.0, SGLang 0.5.23,
-# mlx-lm 0.32.2 and keras-hub 0.32.0 gave them, each run alone on its own file; None: it raised
+# inv_freq of pairs 30 and 40, and amplitude, as float32 classes of vLLM 0.33.0, SGLang 0.5.23 and
+# mlx-lm 0.32.2 gave them, each run alone on its own file; None: it raised
 YARN = {"factor": 6.0, "original_max_position_embeddings": 1024}
 LONGROPE = {**LISTS, "original_max_position_embeddings": 1024}
 RUN = [
     ("linear", 4096, {"factor": 3.0},
      [(0.00444507, 0.00105409, 1.0), (0.00444507, 0.00105409, 1.0),
-      (0.00444507, 0.00105409, 1.0), (0.00444507, 0.00105409, 1.0)]),
+      (0.00444507, 0.00105409, 1.0)]),
     ("dynamic", 10, {"factor": 4.0},
-     [(0.0133352, 0.00316228, 1.0), (0.00393143, 0.000620489, 1.0), (0.0133352, 0.00316228, 1.0),
-      (0.00326125, 0.000773363, 1.0)]),
+     [(0.0133352, 0.00316228, 1.0), (0.00393143, 0.000620489, 1.0), (0.0133352, 0.00316228, 1.0)]),
     ("dynamic", 9000, {"factor": 4.0},
      [(0.0133352, 0.00316228, 1.0), (0.00393143, 0.000620489, 1.0),
-      (0.00577901, 0.00103706, 1.0), (0.00326125, 0.000773363, 1.0)]),
+      (0.00577901, 0.00103706, 1.0)]),
     ("dynamic", 4096, {"factor": 1.0, "alpha": 1000.0},
      [(0.000497083, 3.93766e-05, 1.0), (0.000497083, 3.93766e-05, 1.0),
-      (0.0133352, 0.00316228, 1.0), (0.0133352, 0.00316228, 1.0)]),
+      (0.0133352, 0.00316228, 1.0)]),
     ("dynamic", 4096, {"factor": 4.0, "max_trained_positions": 1024},
      [(0.00393143, 0.000620489, 1.0), (0.00393143, 0.000620489, 1.0),
-      (0.0133352, 0.00316228, 1.0), (0.00326125, 0.000773363, 1.0)]),
+      (0.0133352, 0.00316228, 1.0)]),
     ("yarn", 4096, YARN,
      [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918),
-      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.17918)]),
     ("yarn", 4096, {**YARN, "attention_factor": 0.5},
      [(0.00488958, 0.000527046, 0.5), (0.00488958, 0.000527046, 1.17918),
-      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.17918)]),
     ("yarn", 4096, {**YARN, "attn_factor": 0.9},
      [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.06126),
-      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.17918)]),
     ("yarn", 4096, {**YARN, "mscale": 0.7},
      [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918),
-      (0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.12542)]),
     ("yarn", 4096, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.0},
      [(0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.12542),
-      (0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.12542)]),
     ("yarn", 4096, {**YARN, "truncate": False, "beta_fast": 20, "beta_slow": 2},
      [(0.00262359, 0.000527046, 1.17918), (0.00262359, 0.000527046, 1.17918),
-      (0.00287622, 0.000527046, 1.17918), (0.00262359, 0.000527046, 1.17918)]),
+      (0.00287622, 0.000527046, 1.17918)]),
     ("yarn", 4096, {**YARN, "extrapolation_factor": 0.5},
      [(0.00488958, 0.000527046, 1.17918), (0.00355606, 0.000527046, 1.17918),
-      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
+      (0.00488958, 0.000527046, 1.17918)]),
     ("yarn", 4096, {**YARN, "mrope_section": [16, 24, 24]},
      [(0.00906111, 0.00113518, 1.17918), (0.00488958, 0.000527046, 1.17918),
-      (0.00488958, 0.000527046, 1.17918), (0.00488958, 0.000527046, 1.17918)]),
-    ("yarn", 4096, {**YARN, "mrope_section": [16, 24, 24], "mscale": 1.0},
-     [(0.00906111, 0.00113518, 1.17918), None, (0.00488958, 0.000527046, 1.17918),
       (0.00488958, 0.000527046, 1.17918)]),
+    ("yarn", 4096, {**YARN, "mrope_section": [16, 24, 24], "mscale": 1.0},
+     [(0.00906111, 0.00113518, 1.17918), None, (0.00488958, 0.000527046, 1.17918)]),
     ("deepseek_yarn", 4096, {**YARN, "mscale": 0.7},
      [(0.00488958, 0.000527046, 1.12542), (0.00488958, 0.000527046, 1.12542),
-      (0.00488958, 0.000527046, 1.12542), (0.0133352, 0.00316228, 1.0)]),
+      (0.00488958, 0.000527046, 1.12542)]),
     ("telechat3-yarn", 4096, YARN,
-     [(0.00488958, 0.000527046, 1.12542), None, (0.00488958, 0.000527046, 1.17918),
-      (0.0133352, 0.00316228, 1.0)]),
+     [(0.00488958, 0.000527046, 1.12542), None, (0.00488958, 0.000527046, 1.17918)]),
     ("longrope", 1025, LONGROPE,
      [(0.00230205, 0.000303962, 1.09545), (0.00683023, 0.00139317, 1.09545),
-      (0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545)]),
+      (0.00230205, 0.000303962, 1.09545)]),
     ("longrope", 9000, {**LONGROPE, "factor": 16.0},
      [(0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545),
-      (0.00230205, 0.000303962, 1.09545), (0.00230205, 0.000303962, 1.09545)]),
+      (0.00230205, 0.000303962, 1.09545)]),
     ("longrope", 10, {**LONGROPE, "short_mscale": 1.5, "long_mscale": 2.5},
      [(0.00230205, 0.000303962, 2.5), (0.00683023, 0.00139317, 1.5),
-      (0.00230205, 0.000303962, 1.09545), (0.00683023, 0.00139317, 1.09545)]),
+      (0.00230205, 0.000303962, 1.09545)]),
     ("su", 4096, LONGROPE,
-     [(0.00230205, 0.000303962, 1.09545), None, None, (0.00230205, 0.000303962, 1.09545)]),
+     [(0.00230205, 0.000303962, 1.09545), None, None]),
     ("llama3", 4096, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
       "original_max_position_embeddings": 512},
      [(0.00200393, 0.000395285, 1.0), (0.00200393, 0.000395285, 1.0),
-      (0.00200393, 0.000395285, 1.0), (0.00200393, 0.000395285, 1.0)]),
+      (0.00200393, 0.000395285, 1.0)]),
     ("ntk", 4096, {"factor": 4.0},
-     [(0.00681361, 0.00130108, 1.0), None, None, (0.0133352, 0.00316228, 1.0)]),
+     [(0.00681361, 0.00130108, 1.0), None, None]),
     ("ntk", 4096, {"factor": 4.0, "mixed_b": 0.6},
-     [(0.00543605, 0.00109422, 1.0), None, None, (0.0133352, 0.00316228, 1.0)]),
+     [(0.00543605, 0.00109422, 1.0), None, None]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rope_type", "seq_len", "rope", "theirs"), RUN, ids=str)
-def test_the_classes_of_four_programs_gave_the_same(rope_type, seq_len, rope, theirs):
+def test_the_classes_of_three_programs_gave_the_same(rope_type, seq_len, rope, theirs):
     found = read(scaled(rope_type, **rope), seq_len=seq_len)
-    for name, expected in zip(("vLLM", "SGLang", "mlx-lm", "keras-hub"), theirs, strict=True):
+    for name, expected in zip(("vLLM", "SGLang", "mlx-lm"), theirs, strict=True):
         if expected is None:
             assert found[name].refuses
         else:
@@ -225,15 +222,15 @@ def test_a_slice_is_ignored_by_the_default_type_of_llama_and_obeyed_by_the_other
     }  # fmt: skip
     config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     assert_transformers(config)
-    assert [len(each.inv_freq) for each in readings(config)] == [16, 16, 32, 32, 32, 32]
+    assert [len(each.inv_freq) for each in readings(config)[:5]] == [16, 16, 32, 32, 32]
 
 
 def test_the_slice_of_a_family_that_has_one_is_read_by_all():
     config = {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.25}
     for model_type in ("stablelm", "glm4"):
         config["model_type"] = model_type
-        assert diff(config).verdict == "All six agree."
-        assert [len(each.inv_freq) for each in readings(config)] == [16] * 6
+        assert diff(config).verdict == f"All that read it agree: {', '.join(NAMES[:5])}."
+        assert [len(each.inv_freq) for each in readings(config)[:5]] == [16] * 5
 
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
@@ -321,6 +318,7 @@ def test_the_class_of_phi3_reads_su_and_yarn_as_longrope():
         theirs({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
     found = read({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert [bool(found[name].refuses) for name in NAMES] == [True, True, True, False, False, False]
+    assert found["keras-hub"].not_compared
     found = read({**config, "rope_scaling": {"type": "longrope", **lists}}, seq_len=9)
     assert found["mlx-lm"].attention_factor == pytest.approx(math.sqrt(1.2))  # ln 4 / ln 1024
 
@@ -356,7 +354,7 @@ def test_truncate_is_ignored_by_transformers_in_a_nested_config():
     assert "not truncated" in found["vLLM"].schedule
     found = read(config, layer_type="sliding_attention")
     assert found["llama.cpp"].schedule.startswith("plain")
-    assert found["mlx-lm"].schedule.startswith("YaRN")
+    assert "rope_theta" in found["mlx-lm"].refuses  # its file reads the old keys alone
 
 
 # --- dynamic ---
@@ -372,13 +370,6 @@ def test_dynamic_of_factor_4_has_three_bases(tokens, transformers_base):
     np.testing.assert_allclose(list(bases.values()), expected, rtol=0.01)
     assert found["vLLM"].switch == found["SGLang"].switch == "never"
     assert "batch" in found["transformers"].switch
-
-
-@pytest.mark.parametrize(("dim", "first"), [(64, 0.239), (128, 0.2446)])
-def test_keras_divides_even_the_fastest_frequency(dim, first):
-    found = read({**scaled("dynamic", factor=4.0), "head_dim": dim})["keras-hub"]
-    assert found.inv_freq[0] == pytest.approx(first, rel=1e-3)
-    np.testing.assert_allclose(found.inv_freq, ladder(dim=dim) / 4 ** (dim / (dim - 2)), rtol=1e-12)
 
 
 def test_vllm_scales_dynamic_once_it_knows_the_trained_length():
@@ -404,8 +395,8 @@ def test_alpha_fixes_the_base_in_vllm_and_sglang_alone():
 def test_mscale_alone_is_read_by_mlx_and_the_deepseek_type():
     rope = {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707}
     found = read(scaled("yarn", **rope))
-    amplitudes = [round(found[name].attention_factor, 4) for name in NAMES]
-    assert amplitudes == [1.3689, 1.3689, 1.3689, 1.3689, 1.2608, 1.3689]
+    amplitudes = [round(found[name].attention_factor, 4) for name in NAMES[:5]]
+    assert amplitudes == [1.3689, 1.3689, 1.3689, 1.3689, 1.2608]
     found = read(scaled("deepseek_yarn", **rope))
     for name in ("vLLM", "SGLang", "mlx-lm"):
         assert found[name].attention_factor == pytest.approx(1.2608, abs=1e-4)
@@ -424,14 +415,14 @@ def test_mscale_all_dim_of_zero_counts_in_sglang():
 def test_attention_factor_and_attn_factor():
     gain = 1 + 0.1 * math.log(6)
     config = scaled("yarn", **ROPES["yarn"], attention_factor=0.5, attn_factor=0.9)
-    amplitudes = [each.attention_factor for each in readings(config)]
-    assert amplitudes == pytest.approx([0.5, 0.5, 0.9 * gain, gain, gain, gain])
+    amplitudes = [each.attention_factor for each in readings(config)[:5]]
+    assert amplitudes == pytest.approx([0.5, 0.5, 0.9 * gain, gain, gain])
     found = read(scaled("deepseek_yarn", **ROPES["yarn"], attn_factor=0.9))
     assert found["SGLang"].attention_factor == pytest.approx(0.9 * gain)
     assert found["vLLM"].attention_factor == pytest.approx(gain)
     below_1 = {**ROPES["yarn"], "factor": 0.5}
-    amplitudes = [each.attention_factor for each in readings(scaled("yarn", **below_1))]
-    assert amplitudes == pytest.approx([1, 1, 1, 1, 1, 1 + 0.1 * math.log(0.5)])
+    amplitudes = [each.attention_factor for each in readings(scaled("yarn", **below_1))[:5]]
+    assert amplitudes == pytest.approx([1, 1, 1, 1, 1])
 
 
 def test_the_ramp_of_mrope_with_yarn_is_four_times_as_long_in_vllm():
@@ -447,7 +438,8 @@ def test_the_ramp_of_mrope_with_yarn_is_four_times_as_long_in_vllm():
     assert worst.framework == "vLLM"
     assert worst.inv_freq == pytest.approx(1.24, abs=0.01)
     assert all(each.agrees for each in others)
-    assert diff(scaled("yarn", outer=outer, **rope)).verdict == "All six agree."
+    verdict = diff(scaled("yarn", outer=outer, **rope)).verdict
+    assert verdict == "Refused by keras-hub; all others agree."
 
 
 def test_sglang_refuses_mscale_beside_mrope_section():
@@ -461,8 +453,8 @@ def test_who_reads_truncate_and_the_betas():
     exact = yarn(1e4, 128, 6, place[1], place[2])
     rounded = yarn(1e4, 128, 6, math.floor(place[1]), math.ceil(place[2]))
     of_32 = yarn(1e4, 128, 6, math.floor(place[0]), math.ceil(place[2]))
-    expected = [exact, exact, exact, of_32, rounded, exact]
-    for reading, inv_freq in zip(readings(config), expected, strict=True):
+    expected = [exact, exact, exact, of_32, rounded]
+    for reading, inv_freq in zip(readings(config)[:5], expected, strict=True):
         np.testing.assert_allclose(reading.inv_freq, inv_freq, rtol=1e-12)
     config["model_type"] = "ministral3"
     np.testing.assert_allclose(read(config)["llama.cpp"].inv_freq, rounded, rtol=1e-12)
@@ -482,11 +474,10 @@ def test_telechat_has_its_own_amplitude_in_vllm():
     assert found["SGLang"].refuses.startswith("ValueError")
 
 
-def test_a_trained_length_that_is_missing_is_another_one_in_mlx_and_keras():
+def test_a_trained_length_that_is_missing_is_another_one_in_mlx():
     found = read(scaled("yarn", factor=4.0, outer={"max_position_embeddings": 16384}))
-    lengths = {name: found[name].schedule.split()[-1] for name in NAMES}
-    assert set(lengths.values()) == {"16384", "4096"}
-    assert lengths["mlx-lm"] == lengths["keras-hub"] == "4096"
+    lengths = [found[name].schedule.split()[-1] for name in NAMES[:5]]
+    assert lengths == ["16384"] * 4 + ["4096"]
 
 
 # --- linear, llama3, NTK, proportional ---
@@ -497,9 +488,9 @@ def test_a_whole_factor_is_a_type_error_in_vllm_and_sglang():
     for name in NAMES:
         if name in ("vLLM", "SGLang"):
             assert found[name].refuses.startswith("TypeError: 'int'")
-        else:
+        elif name != "keras-hub":
             np.testing.assert_allclose(found[name].inv_freq, ladder() / 8, rtol=1e-15)
-    assert diff(scaled("linear", factor=8.0)).verdict == "All six agree."
+    assert diff(scaled("linear", factor=8.0)).differences[-1].agrees
     assert "write factor with a decimal point" in diff(scaled("linear", factor=8)).verdict
 
 
@@ -521,41 +512,42 @@ def test_the_ntk_types_of_vllm():
     np.testing.assert_allclose(
         found["vLLM"].inv_freq, ladder() * 4 ** (-2 * order / 128), rtol=1e-12
     )
-    assert [name for name in NAMES if found[name].refuses] == ["transformers", "SGLang", "mlx-lm"]
+    refusing = [name for name in NAMES if found[name].refuses]
+    assert refusing == ["transformers", "SGLang", "mlx-lm", "keras-hub"]
     mixed = read(scaled("ntk", factor=4.0, mixed_b=0.6))["vLLM"].inv_freq
     expected = ladder() / np.exp(math.log(4) / 64**0.6 * order**0.6)
     np.testing.assert_allclose(mixed, expected, rtol=1e-12)
 
 
-def test_the_factor_of_proportional_is_dropped_by_four():
+def test_the_factor_of_proportional_is_dropped_by_three():
     config = scaled("proportional", **ROPES["proportional"])
     expected = np.where(np.arange(64) < 16, ladder(), 0)
-    for name, reading in read(config).items():
+    for name, reading in list(read(config).items())[:5]:
         factor = 2 if name in ("transformers", "mlx-lm") else 1
         np.testing.assert_allclose(reading.inv_freq, expected / factor, rtol=1e-12)
     config["rope_scaling"]["factor"] = 1.0
-    assert diff(config).verdict == "All six agree."
+    assert all(each.agrees for each in diff(config).differences)
 
 
 # --- LongRoPE ---
 
 
-def test_six_rules_switch_the_list():
+def test_five_rules_switch_the_list():
     config = scaled("longrope", **ROPES["longrope"])
     short, long = ladder() / LISTS["short_factor"], ladder() / LISTS["long_factor"]
     for seq_len, is_long in (
-        (10, [0, 1, 0, 1, 1, 0]),
-        (1024, [0, 1, 0, 1, 1, 0]),
-        (1025, [1, 1, 0, 1, 1, 1]),  # SGLang asks for a position > L, not a length
-        (1026, [1, 1, 1, 1, 1, 1]),
+        (10, [0, 1, 0, 1, 1]),
+        (1024, [0, 1, 0, 1, 1]),
+        (1025, [1, 1, 0, 1, 1]),  # SGLang asks for a position > L, not a length
+        (1026, [1, 1, 1, 1, 1]),
     ):
-        for reading, expected in zip(readings(config, seq_len=seq_len), is_long, strict=True):
+        for reading, expected in zip(readings(config, seq_len=seq_len)[:5], is_long, strict=True):
             list_in_use = long if expected else short
             np.testing.assert_allclose(reading.inv_freq, list_in_use, rtol=1e-12)
-    assert len({reading.switch for reading in readings(config)}) == 6
+    assert len({reading.switch for reading in readings(config)[:5]}) == 5
     config["max_position_embeddings"] = 1024
     assert [each.framework for each in diff(config, seq_len=10).differences if not each.agrees] == [
-        "vLLM", "SGLang", "llama.cpp", "mlx-lm", "keras-hub"
+        "vLLM", "SGLang", "llama.cpp", "mlx-lm"
     ]  # fmt: skip
     np.testing.assert_allclose(read(config, seq_len=10)["vLLM"].inv_freq, short, rtol=1e-12)
 
@@ -563,26 +555,40 @@ def test_six_rules_switch_the_list():
 def test_the_amplitude_of_longrope():
     of_16, of_4 = (math.sqrt(1 + math.log(s) / math.log(1024)) for s in (16, 4))
     rope = {**ROPES["longrope"], "factor": 16.0}
-    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
-    assert amplitudes == pytest.approx([of_16, of_4, of_4, of_4, of_4, of_4])
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))[:5]]
+    assert amplitudes == pytest.approx([of_16, of_4, of_4, of_4, of_4])
     rope["attention_factor"] = 3.0
-    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
-    assert amplitudes == pytest.approx([3.0, of_4, of_4, of_4, of_4, of_4])
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))[:5]]
+    assert amplitudes == pytest.approx([3.0, of_4, of_4, of_4, of_4])
     rope |= {"short_mscale": 1.5, "long_mscale": 2.5}
-    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))]
-    assert amplitudes == pytest.approx([3.0, 2.5, 2.5, of_4, of_4, of_4])
+    amplitudes = [each.attention_factor for each in readings(scaled("longrope", **rope))[:5]]
+    assert amplitudes == pytest.approx([3.0, 2.5, 2.5, of_4, of_4])
 
 
-def test_su_is_longrope_in_half_of_them():
+def test_su_is_longrope_in_two_of_them():
     rope = {**LISTS, "original_max_position_embeddings": 1024}
     config = scaled("su", **rope)
     found = read(config)
-    assert [name for name in NAMES if found[name].refuses] == ["transformers", "SGLang", "mlx-lm"]
+    refusing = [name for name in NAMES if found[name].refuses]
+    assert refusing == ["transformers", "SGLang", "mlx-lm", "keras-hub"]
     assert diff(config).reference == "vLLM"
     assert "write rope_type longrope" in diff(config).verdict
 
 
 # --- the file, and what it says beside the type ---
+
+
+def test_keras_reads_what_its_converters_read():
+    found = read(scaled("linear", factor=2.0))["keras-hub"]
+    assert found.refuses.startswith("ValueError: The config should be a valid llama3 config")
+    config = scaled("yarn", model_type="qwen2", **ROPES["yarn"])
+    found = read(config)["keras-hub"]
+    np.testing.assert_allclose(found.inv_freq, ladder(), rtol=1e-12)
+    assert "drops rope_type yarn" in diff(config).verdict
+    gemma = {**LLAMA, "model_type": "gemma2", "head_dim": 128, "rope_theta": 5e5}
+    found = read(gemma)["keras-hub"]
+    np.testing.assert_allclose(found.inv_freq, ladder(), rtol=1e-12)  # a base of its own
+    assert "no converter" in read({**LLAMA, "model_type": "phi3"})["keras-hub"].not_compared
 
 
 def test_mlx_reads_no_rope_parameters_but_in_a_few_models():
@@ -592,7 +598,7 @@ def test_mlx_reads_no_rope_parameters_but_in_a_few_models():
     assert "top level" in diff(config).verdict
     np.testing.assert_allclose(read(config)["vLLM"].inv_freq, ladder(5e5) / 2, rtol=1e-12)
     config["model_type"] = "qwen3"
-    assert diff(config).verdict == "All six agree."
+    np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(5e5) / 2, rtol=1e-12)
     config["model_type"] = "lfm2"  # its file takes the base alone
     np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(5e5), rtol=1e-12)
 
@@ -618,10 +624,10 @@ def test_a_legacy_mrope_needs_its_sections():
     )
 
 
-def test_an_unknown_type_is_dropped_by_two_and_refused_by_four():
+def test_an_unknown_type_is_dropped_by_one_and_refused_by_five():
     result = diff(scaled("nonsense", factor=2.0))
     refusing = [each.framework for each in result.readings if each.refuses]
-    assert refusing == ["transformers", "vLLM", "SGLang", "mlx-lm"]
+    assert refusing == ["transformers", "vLLM", "SGLang", "mlx-lm", "keras-hub"]
     assert result.reference == "llama.cpp"
     assert "llama.cpp does not scale rope_type nonsense at all" in result.verdict
 
@@ -692,7 +698,8 @@ def test_a_path_a_folder_and_a_dict_are_the_same(tmp_path):
 
 
 def test_the_text_part_of_a_larger_config_is_read():
-    assert diff({"model_type": "llava", "text_config": LLAMA}).verdict == "All six agree."
+    verdict = diff({"model_type": "llava", "text_config": LLAMA}).verdict
+    assert verdict == f"All that read it agree: {', '.join(NAMES[:5])}."
 
 
 BAD = {

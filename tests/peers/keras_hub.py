@@ -1,4 +1,4 @@
-"""keras-hub: each config through its converter, then one turn of the attention layer that it builds.
+"""keras-hub: each config through its converter, then one turn of the attention layers it builds.
 
 Only the first layers are built, with the sizes that bear on RoPE; everything else is made up small.
 """
@@ -12,7 +12,6 @@ import measure
 measure.leave_this_folder()
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from keras_hub.src.models.smollm3.smollm3_layers import apply_rotary_pos_emb  # noqa: E402
 from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader  # noqa: E402
@@ -23,7 +22,8 @@ NEVER_MADE_UP = ("rope", "rotary", "theta", "position", "head", "layer_types", "
 MADE_UP = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
            "decoder_sparse_step": 1, "position_embedding_type": "rotary",
            "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-           "num_position_embeddings": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+           "num_position_embeddings": 8,
+           "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
 SMALL = {"vocabulary_size": 16, "intermediate_dim": 8, "moe_intermediate_dim": 8,
          "vision_encoder": None, "audio_encoder": None}  # fmt: skip
 
@@ -32,7 +32,9 @@ class Filled(dict):
     """A config that answers with some small value for a size that it lacks, but for RoPE's own."""
 
     def __init__(self, config):
-        nested = {k: Filled(v) for k, v in config.items() if isinstance(v, dict) and "rope" not in k}
+        nested = {
+            k: Filled(v) for k, v in config.items() if isinstance(v, dict) and "rope" not in k
+        }
         super().__init__({**config, **nested})
 
     def __missing__(self, key):
@@ -86,9 +88,8 @@ def attentions_of(backbone):
     found = []
     for layer in backbone.layers:
         for each in (layer, *layer._flatten_layers()):
-            if hasattr(each, "query_dense") or "Attention" in type(each).__name__:
-                if rope_of(each) is not None and each not in found:
-                    found.append(each)
+            if rope_of(each) is not None and each not in found:
+                found.append(each)
     if not found:
         raise ValueError("no attention layer with a rotary embedding")
     return found
@@ -108,8 +109,17 @@ def label(attention, text, index):
 
 
 def facts(attention):
-    width = next((getattr(attention, name) for name in ("head_dim", "_head_dim", "head_size")
-                  if hasattr(attention, name)), None) or attention._query_dense.kernel.shape[-1]
+    width = (
+        next(
+            (
+                getattr(attention, name)
+                for name in ("head_dim", "_head_dim", "head_size")
+                if hasattr(attention, name)
+            ),
+            None,
+        )
+        or attention._query_dense.kernel.shape[-1]
+    )
     x = np.eye(width, dtype=np.float32).reshape(1, 1, width, width)
 
     is_esm = type(rope_of(attention)).__name__ == "ESMRotaryEmbedding"  # counts from 0 alone

@@ -26,7 +26,7 @@ def configs(folder):
 
 
 def measured(rotate, head_dim, farthest=2**30):
-    """The frequencies, amplitude, layout and slice of a rotation, from what it does to unit vectors.
+    """Frequencies, amplitude, layout and slice of a rotation, from what it does to unit vectors.
 
     rotate(position) -> (head_dim, head_dim): row j is unit vector j, rotated at that position.
     Position 0 shows where each channel is written. Positions double until a pair has turned ENOUGH

@@ -17,8 +17,8 @@ measure.leave_this_folder()
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
-from mlx_lm.models.bitlinear_layers import BitLinear  # noqa: E402
 from mlx_lm.models.base import BaseModelArgs  # noqa: E402
+from mlx_lm.models.bitlinear_layers import BitLinear  # noqa: E402
 from mlx_lm.utils import _get_classes  # noqa: E402
 
 MADE_UP = {"hidden_act": "relu2", "topk_method": "noaux_tc", "scoring_func": "sigmoid",
@@ -98,7 +98,9 @@ def note_into(calls, layers):
         while frame is not None:
             owners.append(frame.f_locals.get("self"))
             frame = frame.f_back
-        layer = next((i for owner in owners for i, each in enumerate(layers) if each is owner), None)
+        layer = next(
+            (i for owner in owners for i, each in enumerate(layers) if each is owner), None
+        )
         if not any(type(owner).__name__ == "Indexer" for owner in owners):
             call = Call(owners[0], x.shape[-1], dims, traditional, base, scale, freqs)
             calls.append((layer, call))

@@ -52,6 +52,7 @@ class Config(NamedTuple):
     model       what `MODELS` knows: the values of the model's class where the file is silent
     layer_type  None where all layers are alike
     is_layer_rotated   False for a layer type without rotation
+    file_type   model_type of the whole file, of which this may be one part
     """
 
     rope: Rope
@@ -59,6 +60,7 @@ class Config(NamedTuple):
     model: Model
     layer_type: str | None
     is_layer_rotated: bool
+    file_type: str = ""
 
     @property
     def model_type(self) -> str:
@@ -201,7 +203,8 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
     >>> choose({"model_type": "gemma3_text"}, "sliding_attention").get("rope_theta")
     10000.0
     """
-    data, model = _part(load(config), part)
+    whole = load(config)
+    data, model = _part(whole, part)
     found = ropes(data, model)
     if None not in found and layer_type not in found:
         known = [str(kind) for kind in found]
@@ -215,7 +218,8 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
             "leave layer_type out"
         )
     rope = found[None if None in found else layer_type]  # None: all layers are alike
-    return Config(rope or {}, data, model, layer_type, rope is not None)
+    file_type = str(whole.get("model_type") or "")
+    return Config(rope or {}, data, model, layer_type, rope is not None, file_type)
 
 
 def _is_whole(value: Any) -> bool:

@@ -170,8 +170,8 @@ def diff(
     >>> diff({"head_dim": 128, "rope_theta": 5e5}).verdict
     'All six agree.'
     >>> print(diff({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 8}}).verdict)
-    Refused by vLLM, SGLang; all others agree. To be read by all, write factor with a decimal \
-point, as 8.0.
+    Refused by vLLM, SGLang, keras-hub; all others agree. To be read by more, write factor with a \
+decimal point, as 8.0.
     """
     entry = choose(config, layer_type, part)
     longest = _case(entry, seq_len)
@@ -298,7 +298,7 @@ def _verdict(
     first = "; ".join(said)
     advice = _advice(rows, apart)
     if refusing and rope_type in RENAME:
-        advice = f"To be read by all, {RENAME[rope_type]}"
+        advice = f"To be read by more, {RENAME[rope_type]}"
     elif refusing and not apart:
         advice = next(r.advice for r in found if r.framework == reference)
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"

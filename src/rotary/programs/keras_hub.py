@@ -1,35 +1,84 @@
-"""What the layers of keras-hub 0.32.0 compute, given the values of a config."""
+"""What keras-hub 0.32.0 computes from a config, by its converters from transformers.
 
-import math
+Its layers know more than its converters hand on: a type that no converter reads is dropped.
+"""
+
+from typing import Any
 
 from . import rules
-from .case import Case, Program, Result
+from .case import Case, NotComparedError, Program, RefusedError, Result
+
+CONVERTERS = frozenset({  # model types of text models with RoPE
+    "esm", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+    "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_moe", "smollm3", "t5gemma", "t5gemma2",
+})  # fmt: skip
+FIXED_BASE = frozenset({"esm", "gemma", "gemma2"})  # 10 000, whatever the file says
+GEMMA3_BASES = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
 
 
-def dynamic(case: Case) -> Result:
-    """Every frequency divided by the same number."""
-    divisor = rules.need(case, "factor") ** (case.dim / max(1, case.dim - 2))
-    advice = "keras-hub divides every frequency, the fastest too: that is not NTK scaling"
-    inv_freq = rules.frequencies("default", case.dim, case.base) / divisor
-    return Result(f"all frequencies divided by {divisor:.4g}", inv_freq, advice=advice)
+def opens(case: Case) -> Case:
+    """What the converter of the model type hands to the layers."""
+    config = case.config
+    if config.file_type and config.file_type not in CONVERTERS:
+        raise NotComparedError(f"keras-hub has no converter for model type {config.file_type}")
+    model_type = config.model_type.removesuffix("_text") or "llama"
+    if model_type == "gemma3":
+        return _gemma3(case)
+    if model_type == "gemma4":
+        kept = case.rope_type if case.rope_type == "proportional" else "default"
+        return case._replace(rope_type=kept, advice=_dropped(case, kept))
+    if model_type in FIXED_BASE:
+        return case._replace(
+            rope={}, rope_type="default", base=10_000.0, advice=_dropped(case, "default")
+        )
+    base = _base(case)
+    if model_type == "gpt_oss":
+        return case._replace(rope_type="yarn" if case.rope else "default", base=base)
+    if model_type == "llama":
+        return case._replace(rope_type=_llama_type(case), base=base)
+    return case._replace(rope={}, rope_type="default", base=base, advice=_dropped(case, "default"))
 
 
-def longrope(case: Case) -> Result:
-    """LongRoPE, whose list follows the call."""
-    is_long = case.seq_len > rules.known(case.trained)
-    switch = "long list if start_index + length > L, at every call"
-    return rules.longrope(case, is_long, rules.stretched(case), switch)
+def _base(case: Case) -> float:
+    data = case.config.data
+    base: Any = (data.get("rope_parameters") or {}).get("rope_theta", data.get("rope_theta"))
+    if base is None:
+        raise RefusedError("KeyError: 'rope_theta'")
+    return float(base)
+
+
+def _llama_type(case: Case) -> str:
+    scaling = case.config.data.get("rope_scaling")
+    if scaling is None:
+        return "default"
+    if "rope_type" not in scaling:
+        raise RefusedError("KeyError: 'rope_type'")
+    if scaling["rope_type"] != "llama3":
+        raise RefusedError("ValueError: The config should be a valid llama3 config.")
+    return "llama3"
+
+
+def _gemma3(case: Case) -> Case:
+    """Bases that no key changes, and the factor of rope_scaling, whatever its type."""
+    if "head_dim" not in case.config.data:
+        raise RefusedError("KeyError: 'head_dim'")
+    layer_type = case.config.layer_type or "full_attention"
+    factor = case.rope.get("factor", 1.0)
+    return case._replace(rope={"factor": factor}, rope_type="linear", base=GEMMA3_BASES[layer_type])
+
+
+def _dropped(case: Case, kept: str) -> str:
+    if case.rope_type == kept:
+        return ""
+    return f"keras-hub's converter of {case.config.model_type} drops rope_type {case.rope_type}"
 
 
 def yarn(case: Case) -> Result:
-    """YaRN with the amplitude of the paper, below factor 1 too."""
-    factor = rules.need(case, "factor")
-    trained = case.rope.get("original_max_position_embeddings", 4096)
-    ignored = [name for name in ("attention_factor", "mscale") if case.rope.get(name) is not None]
-    advice = f"keras-hub ignores {', '.join(ignored)}" if ignored else ""
-    truncate = case.rope.get("truncate", True)
-    amplitude = 0.1 * math.log(factor) + 1.0
-    return rules.yarn(case, amplitude, advice, trained=trained, truncate=truncate)
+    """GPT-OSS: the numbers of its own config, but for the factor."""
+    factor = case.rope.get("factor", 32.0)
+    case = case._replace(rope={"factor": factor})
+    return rules.yarn(case, rules.gain(factor), trained=4096, truncate=False)
 
 
 _FILE = "layers/modeling/rotary_embedding.py"
@@ -39,17 +88,10 @@ KERAS_HUB = Program(
     {
         "default": (rules.plain, f"{_FILE}, _get_inverse_freq"),
         "linear": (rules.linear, f"{_FILE}, _get_inverse_freq"),
-        "dynamic": (dynamic, f"{_FILE}, _get_inverse_freq"),
         "yarn": (yarn, f"{_FILE}, _get_yarn_inverse_freq"),
-        "longrope": (longrope, "models/phi3/phi3_rotary_embedding.py"),
-        "su": (longrope, "models/phi3/phi3_rotary_embedding.py"),
         "llama3": (rules.llama3, "models/llama/llama_rotary_embedding.py, _get_inverse_freq"),
         "proportional": (rules.proportional_unscaled, "models/gemma4/gemma4_attention.py"),
     },
-    (rules.unscaled("keras-hub"), f"{_FILE}, _get_inverse_freq"),
-    lambda case: case,
-    (
-        "the layer, given these values; utils/transformers/convert_llama3.py takes llama3 "
-        "from rope_scaling only, and most other converters take the base alone",
-    ),
+    (rules.plain, f"{_FILE}, _get_inverse_freq"),
+    opens,
 )
