@@ -43,12 +43,13 @@ from .spectrum import yarn_band as yarn_band
 if TYPE_CHECKING:
     from .search import comb as comb
     from .search import min_base as min_base
+    from .search import rounded_up as rounded_up
     from .search import safe_base as safe_base
 
 
 def __getattr__(name: str) -> Any:
     """The searches, which load Numba, imported when they are asked for."""
-    if name in ("comb", "min_base", "safe_base"):
+    if name in ("comb", "min_base", "rounded_up", "safe_base"):
         from . import search
 
         return getattr(search, name)

@@ -7,10 +7,12 @@ order, so nothing depends on who computes, where all processors are of one kind.
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from decimal import ROUND_CEILING, Context, Decimal
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -166,6 +168,39 @@ def comb(
     rising, places = np.unique(logs, return_inverse=True)
     passes = _comb(context, rising, k, still, _within(None, 0.0, 1.0), executor)
     return passes[places].reshape(logs.shape)
+
+
+def rounded_up(
+    base: float,
+    context: int,
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    digits: int = 6,
+) -> Decimal:
+    """A passing base as a number to print: rounded up, and it passes as it is printed.
+
+    The first decimal number at or above `base` of `digits` significant digits, or of as many more
+    as it takes until `Rotary(base=...)` has B_m >= 0 at every m in 1 .. context. A base rounded to
+    the nearest may be below the smallest that passes; one rounded up may fail, too, for the bases
+    that pass are no interval. Raises ValueError if `base` itself fails; sizes as in `min_base`.
+
+    >>> base = min_base(4096).base  # 26,952.33923
+    >>> f"{rounded_up(base, 4096):,f}", f"{rounded_up(base, 4096, digits=2):,f}"  # 27,000 fails
+    ('26,952.4', '26,960')
+    """
+    context = whole_number("context", context, 1, MAX_CONTEXT)
+    digits = whole_number("digits", digits, 1, 17)
+    _geometry(head_dim, rotary_dim)
+    _logs([base])
+    for count in range(digits, 18):  # 17 digits tell every float64
+        shown = Context(prec=count, rounding=ROUND_CEILING).create_decimal(Decimal(base))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # base 1, where nothing fails
+            spec = Rotary(head_dim=head_dim, rotary_dim=rotary_dim, base=float(shown))  # type: ignore[arg-type]
+        if first_failure(spec, context) is None:
+            return shown
+    raise ValueError(f"base {base!r} does not pass {context:,} tokens with head_dim {head_dim}")
 
 
 def _geometry(head_dim: int, rotary_dim: int | None) -> tuple[Array, float]:
