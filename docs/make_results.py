@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.progress import Progress
 from rotary import Rotary
 from rotary.analysis.bounds import failures, first_failure
 from rotary.analysis.decay import decay_curve
-from rotary.analysis.search import MinBase, SafeBase, min_base, safe_base
+from rotary.analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from rotary.reach import Reach, reaches
 
 ROOT = Path(__file__).parent
@@ -69,9 +70,14 @@ def label(thousands: int) -> str:
     return f"{thousands}k" if thousands < K else f"{thousands // K}M"
 
 
-def short(base: float, digits: int = 4) -> str:
-    """6.018e3."""
-    return f"{base:.{digits - 1}e}".replace("e+0", "e")
+def published(base: float) -> str:
+    """4.3e3: a base of two digits, as its authors print it."""
+    return f"{base:.1e}".replace("e+0", "e")
+
+
+def passing(base: float, context: int, head_dim: int = 128, digits: int = 4) -> str:
+    """6.019e3: a base that passes, rounded up, so that it passes as it is printed."""
+    return f"{rounded_up(base, context, head_dim, digits=digits):e}".replace("e+", "e")
 
 
 def power_law(lengths: list[int], bases: list[float]) -> str:
@@ -84,16 +90,18 @@ def table2(bar: Progress) -> Iterator[str]:
     """Table 2 of Men et al.: the smallest base of a context, certified."""
     rows, bases = [], []
     for thousands, (paper, su) in PUBLISHED.items():
-        best, safe = found(K * thousands, 128, bar, safe=True)
+        context = K * thousands
+        best, safe = found(context, 128, bar, safe=True)
         decimal, _ = found(1000 * thousands, 128, bar, safe=False)
         bases.append(best.base)
-        failing = first_failure(Rotary(head_dim=128, base=paper), K * thousands)
+        failing = first_failure(Rotary(head_dim=128, base=paper), context)
         rows.append(
             [
-                label(thousands), short(paper, 2), f"{failing:,}" if failing else "none",
-                short(su, 2), f"**{short(best.base, 9)}**", f"{paper / best.base:.2f}",
-                f"{best.binding:,}", f"{best.next_failing:,}", best.undecided,
-                short(safe.base), f"{safe.passing_share:.2f}", short(decimal.base, 9),
+                label(thousands), published(paper), f"{failing:,}" if failing else "none",
+                published(su), f"**{passing(best.base, context, digits=9)}**",
+                f"{paper / best.base:.2f}", f"{best.binding:,}", f"{best.next_failing:,}",
+                best.undecided, passing(safe.base, context), f"{safe.passing_share:.2f}",
+                passing(decimal.base, 1000 * thousands, digits=9),
             ]
         )  # fmt: skip
     yield "# The smallest base for a context: Table 2 of Men et al."
@@ -106,7 +114,8 @@ def table2(bar: Progress) -> Iterator[str]:
         "",
         "b* is the infimum, from above: it passes, and every base below is proved to fail, but for",
         "the intervals counted as undecided, of relative width 5e-10. Just below b* the binding",
-        "distance fails; the next failing distance is the first beyond L that fails at b*.",
+        "distance fails; the next failing distance is the first beyond L that fails at b*. b* and",
+        "the safe base are rounded up at the digits shown, and pass as they are printed.",
         "",
     )
     heads = [
@@ -139,12 +148,21 @@ def heads(bar: Progress) -> Iterator[str]:
         for head_dim in HEAD_DIMS
     }
 
-    def rows(cell: Callable[[MinBase, SafeBase | None], str], upto: int) -> list[list[str]]:
+    def rows(cell: Callable[[int, int, MinBase, Any], str], upto: int) -> list[list[str]]:
         return [
-            [label(k), *(cell(*results[k, head_dim]) for head_dim in HEAD_DIMS)]
+            [label(k), *(cell(K * k, d, *results[k, d]) for d in HEAD_DIMS)]
             for k in HEAD_LENGTHS
             if k <= upto
         ]
+
+    def smallest(context: int, head_dim: int, best: MinBase, _: Any) -> str:
+        return passing(best.base, context, head_dim, digits=7)
+
+    def distances(context: int, head_dim: int, best: MinBase, _: Any) -> str:
+        return f"{best.binding:,}; {best.next_failing:,}"
+
+    def safe(context: int, head_dim: int, best: MinBase, above: SafeBase) -> str:
+        return f"{passing(above.base, context, head_dim)} ({above.passing_share:.2f})"
 
     columns = ["L", *(f"d = {head_dim}" for head_dim in HEAD_DIMS)]
     undecided = sum(best.undecided for best, _ in results.values())
@@ -153,21 +171,20 @@ def heads(bar: Progress) -> Iterator[str]:
     yield from (
         "The certified infimum b* of [table2.md](table2.md) for other head sizes d, whole head",
         "rotated, k = 1024. A narrow head mostly needs a larger base: few pairs average less well.",
+        "All bases here are rounded up at the digits shown, and pass as they are printed.",
         f"Undecided intervals in all of these searches: {undecided}.",
         "",
     )
-    yield from table(columns, rows(lambda best, _: short(best.base, 7), 128))
+    yield from table(columns, rows(smallest, 128))
     yield from ("", "Binding distance, and the next that fails at b*:", "")
-    yield from table(columns, rows(lambda best, _: f"{best.binding:,}; {best.next_failing:,}", 128))
+    yield from table(columns, rows(distances, 128))
     yield from (
         "",
         "Above the largest failing base of a grid from b* to 12 b* or more, with the share that",
         "passes; not certified:",
         "",
     )
-    yield from table(
-        columns, rows(lambda _, safe: f"{short(safe.base)} ({safe.passing_share:.2f})", 32)
-    )
+    yield from table(columns, rows(safe, 32))
 
 
 def counts(bar: Progress) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare
-from .analysis.search import MinBase, SafeBase, min_base, safe_base
+from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import whole_number
 from .configs import choose, from_hf_config, to_hf_config
 from .reach import lengths
@@ -45,8 +45,18 @@ class Plan(NamedTuple):
     rope_parameters: dict[str, Any]
     reason: str
 
+    def shown(self, base: float) -> str:
+        """A base that passes as text of 6 digits or more, rounded up so that it passes as text too.
+
+        >>> found = plan(1024, Rotary(head_dim=64))
+        >>> found.shown(found.min_base.base)
+        '7,752.99'
+        """
+        spec = self.spec
+        return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON-ready data; the two bases as numbers.
+        """All fields as JSON-ready data; the two bases as numbers with every digit.
 
         >>> found = plan(1024, Rotary(head_dim=64)).to_dict()
         >>> round(found["min_base"], 1), found["recommended"]["base"] >= found["safe_base"]
@@ -173,9 +183,9 @@ def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
     """The spec itself if it passes with room, or with the first base of two digits that does."""
     if spec.schedule == "default" and spec.base >= safe and _passes(spec, context):
         return spec
-    step = 10.0 ** (math.floor(math.log10(safe)) - 1)
-    digits = math.ceil(safe / step)
-    while not _passes(made := _plain(spec, digits * step), context):
+    exponent = math.floor(math.log10(safe)) - 1
+    digits = math.ceil(safe / 10.0**exponent)
+    while not _passes(made := _plain(spec, float(f"{digits}e{exponent}")), context):
         digits += 1
     return made
 
@@ -223,12 +233,12 @@ def _sentences(found: Plan) -> Iterator[str]:
     spec, context = found.spec, found.context
     if found.first_failure is None:
         yield (
-            f"As it is (base {spec.base:,.0f}, {spec.schedule}) a similar key is favoured over a "
+            f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is favoured over a "
             f"random one at every distance up to {context:,} tokens (B_m >= 0)."
         )
     else:
         yield (
-            f"As it is (base {spec.base:,.0f}, {spec.schedule}) a similar key is first no longer "
+            f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is first no longer "
             f"favoured over a random one at a distance of {found.first_failure:,} of {context:,} "
             f"tokens (B_m < 0), and so at {found.failures:,} distances."
         )
@@ -243,16 +253,17 @@ def _sentences(found: Plan) -> Iterator[str]:
 
 def _keep(found: Plan) -> str:
     if found.trained is None:
-        return f"Keep the base: it is above the safe one, {found.safe_base.base:,.0f}."
+        return "Keep the base: no larger one was found to fail."
     return "The model reaches this context as it was trained: keep its RoPE."
 
 
 def _base(found: Plan) -> str:
+    least, safe = found.shown(found.min_base.base), found.shown(found.safe_base.base)
     return (
-        f"No base below {found.min_base.base:,.0f} does that for head_dim {found.spec.head_dim}"
-        f"{_share(found.spec)} (certified), and some above it fail again; none was found to fail "
-        f"above {found.safe_base.largest_failing:,.0f}. Train with rope_theta "
-        f"{found.recommended.base:,.0f}, which passes at every distance."
+        f"The smallest base that passes at every distance, with head_dim {found.spec.head_dim}"
+        f"{_share(found.spec)}, is {least} (certified, rounded up). Some above it fail again; none "
+        f"was found to fail from {safe} on. Train with rope_theta "
+        f"{found.recommended.base:,.15g}, which passes at every distance."
     )
 
 
@@ -281,8 +292,10 @@ def _scaling(found: Plan) -> str:
     )
     if made.params["factor"] > 40:
         words.append("Factors above 40 are hardly published: consider steps, with tuning between.")
+    least, safe = found.shown(found.min_base.base), found.shown(found.safe_base.base)
     words.append(
-        "Who can train for long on long documents may raise the base instead: rope_theta of at "
-        f"least {found.min_base.base:,.0f} passes, from {found.safe_base.base:,.0f} on safely."
+        "Who can train for long on long documents may raise the base instead: the smallest "
+        f"rope_theta that passes is {least} (certified, rounded up), and none was found to fail "
+        f"from {safe} on."
     )
     return " ".join(words)

@@ -166,11 +166,17 @@ def _plan_rows(found: Any) -> list[tuple[str, str]]:
     return [
         (
             "recommended",
-            f"{found.action}: {made.schedule}, base {made.base:,.0f} {params}".rstrip(),
+            f"{found.action}: {made.schedule}, base {made.base:,.15g} {params}".rstrip(),
         ),
         ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
-        ("smallest base", f"{least.base:,.6g}, certified for head_dim {found.spec.head_dim}"),
-        ("safe base", f"{safe.base:,.6g}; {safe.passing_share:.0%} of the bases between pass"),
+        (
+            "smallest base",
+            f"{found.shown(least.base)}, certified for head_dim {found.spec.head_dim}, rounded up",
+        ),
+        (
+            "safe base",
+            f"{found.shown(safe.base)}; {safe.passing_share:.0%} of the bases between pass",
+        ),
     ]
 
 

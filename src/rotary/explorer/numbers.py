@@ -259,16 +259,18 @@ def smallest_base(look: Look) -> str:
     """Words on the smallest base that never fails in the context, where that is quickly found.
 
     >>> smallest_base(look(Side(model="llama-2-7b"), 1024))
-    'With base 4,293.4376 a similar key is preferred at every distance up to 1,024, and with no \
-smaller one: certified for a plain RoPE of head_dim 128.'
+    'With base 4,293.4376 a similar key is preferred at every distance up to 1,024. It is the \
+smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     """
     spec, context = look.spec, look.context
     if not (spec.rotary_dim == spec.head_dim <= 256 and spec.head_dim >= 8 and context <= 2**15):
         return f"This takes more than a moment: run rotary plan --context {context}."
-    base = _smallest_base(context, spec.head_dim)
+    base = search.rounded_up(
+        _smallest_base(context, spec.head_dim), context, spec.head_dim, digits=8
+    )
     return (
-        f"With base {base:,.4f} a similar key is preferred at every distance up to {context:,}, "
-        f"and with no smaller one: certified for a plain RoPE of head_dim {spec.head_dim}."
+        f"With base {base:,f} a similar key is preferred at every distance up to {context:,}. It "
+        f"is the smallest one, rounded up: certified for a plain RoPE of head_dim {spec.head_dim}."
     )
 
 

@@ -82,7 +82,7 @@ def base_bound(
     contexts  {name in specs: context it is made for}: a line from the first failure to there
     Men et al. (arXiv 2405.14591). A diagnostic, not a limit. Raises ValueError for an empty table.
 
-    >>> figure = base_bound({128: {1024: 4293.44, 8192: 83763.84}})
+    >>> figure = base_bound({128: {1024: 4293.44, 8192: 83763.85}})
     >>> figure.axes[0].get_xscale(), figure.axes[0].get_yscale()
     ('log', 'log')
     """
@@ -136,7 +136,8 @@ def comb(
     """Which bases keep B_m >= 0 up to a context: a comb, because a larger base may fail again.
 
     bases  up to 4096, rising, log scale; each is drawn up to half way to its neighbours
-    marks  {name: base} drawn as lines, for example of `min_base` and `safe_base`
+    marks  {name: base} drawn as lines, for example of `min_base` and `safe_base`; one that passes
+           is rounded up in the legend, so that it passes as it is read
     Raises ValueError for bases that do not rise.
 
     >>> comb(64, [10.0, 100.0, 1000.0]).axes[0].get_xscale()
@@ -163,11 +164,14 @@ def comb(
     entries: list[Entry] = [
         (name, panel.plot([], [], "s", color=colour)[0]) for name, colour in colours
     ]
-    for index, (name, base) in enumerate((marks or {}).items()):
-        line = panel.axvline(
-            _base(base), color="black", linewidth=2, linestyle=("-", ":")[index % 2]
-        )
-        entries.append((f"{plain(name)} {base:,.6g}", line))
+    named_bases = {name: _base(base) for name, base in (marks or {}).items()}
+    passes = search.comb(context, list(named_bases.values()), head_dim, rotary_dim=rotary_dim)
+    for index, (name, base) in enumerate(named_bases.items()):
+        line = panel.axvline(base, color="black", linewidth=2, linestyle=("-", ":")[index % 2])
+        shown = f"{base:,.15g} fails"
+        if passes[index]:
+            shown = f"{search.rounded_up(base, context, head_dim, rotary_dim=rotary_dim):,f}"
+        entries.append((f"{plain(name)} {shown}", line))
     label(panel, "base", "", f"Bases for a context of {context:,} tokens, head_dim {head_dim}")
     legend(figure, entries)
     return figure
