@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from rotary import Rotary, cos_sin, from_hf_config, plots
 from rotary.analysis import extension, search
+from rotary.reach import reaches
 
 FOLDER = Path(__file__).parent / "pictures"
 CONFIGS = FOLDER.parent.parent / "tests" / "configs"
@@ -93,14 +94,15 @@ def stretched() -> dict[str, Rotary]:
 
 
 def gallery_picture() -> Figure:
-    """Models side by side."""
+    """Models side by side, each at its length: the numbers of docs/results/models.md."""
     plain = ("llama-2-7b", "llama-3-8b", "llama-3.1-8b", "qwen2.5-7b", "qwen2.5-7b-yarn")
     others = ("qwen2-vl-7b", "mistral-nemo", "deepseek-v3", "gpt-oss-20b", "phi-3-mini-128k")
     older = ("gpt-neox-20b", "gpt-j-6b", "stablelm-2-zephyr-1.6b", "glm-4-9b-0414")
-    specs = {name: model(name) for name in (*plain, *others, *older)}
-    for kind in ("sliding_attention", "full_attention"):
-        specs[f"gemma-3-27b, {kind.removesuffix('_attention')}"] = model("gemma-3-27b", kind)
-    return plots.gallery(specs)
+    rows = {name: reaches(CONFIGS / f"{name}.json")[None] for name in (*plain, *others, *older)}
+    for kind, layer in reaches(CONFIGS / "gemma-3-27b.json").items():
+        rows[f"gemma-3-27b, {kind.removesuffix('_attention')}"] = layer
+    specs = {name: layer.spec for name, layer in rows.items()}
+    return plots.gallery(specs, seq_len={name: layer.length for name, layer in rows.items()})
 
 
 def base_bound_picture() -> Figure:

@@ -265,6 +265,7 @@ def models(bar: Progress) -> Iterator[str]:
         "their advertised length, and trained queries and keys make up for it. Where B is negative",
         "is where to look first if retrieval over such distances is weak.",
         "",
+        "F, the failures and the lowest are after scaling, the critical dimension is before it.",
         "F is searched up to 2^20. The length is max_position_embeddings, or the window of a layer",
         "with a sliding window; rows that depend on it are scaled for it. Lowest is the smallest",
         "B_m / n up to that length, 1 at distance 0. Channels that are not rotated count as pairs",

@@ -229,7 +229,7 @@ def test_the_numbers_of_wavelengths_and_the_critical_dimension():
     assert legend_names(figure) == [
         "two, critical dimension 92",
         "custom: 1 pairs stand still, critical dimension 4",
-        "less than one turn in training",
+        "less than one turn in 4,096 tokens",
     ]
 
 
@@ -519,6 +519,17 @@ def test_the_gallery_compares_models_cell_by_cell():
     assert second["500,000"] == second["85,133"] == "black"
     for image, spec in zip(panel.images, (LLAMA_2, LLAMA_3_1), strict=True):
         np.testing.assert_array_equal(image.get_array()[0], np.log10(spectrum.wavelengths(spec)))
+
+
+def test_a_row_of_the_gallery_is_taken_at_its_own_length():
+    spec = SPECS["longrope"]
+    figure = plots.gallery({"short": spec, "long": spec}, 100, seq_len={"long": 4096})
+    for image, size in zip(figure.axes[0].images, (None, 4096), strict=True):
+        waves = np.log10(spectrum.wavelengths(spec, size))
+        np.testing.assert_array_equal(image.get_array()[0], waves)
+    assert not np.array_equal(figure.axes[0].images[0].get_array(), image.get_array())
+    with pytest.raises(ValueError, match="seq_len names 'other', which is not among the specs"):
+        plots.gallery({"short": spec}, 100, seq_len={"other": 4096})
 
 
 def test_the_cells_of_the_gallery_do_not_overlap():

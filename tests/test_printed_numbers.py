@@ -1,5 +1,6 @@
 """Numbers that are printed hold as they are printed: bases on pages, in commands and pictures."""
 
+import importlib.util
 import json
 import math
 import re
@@ -12,8 +13,9 @@ from command import document, in_process
 import rotary
 from rotary import Rotary, plots
 from rotary.analysis.bounds import first_failure
-from rotary.analysis.search import min_base, rounded_up, safe_base
-from rotary.explorer import numbers
+from rotary.analysis.search import MinBase, min_base, rounded_up, safe_base
+from rotary.analysis.spectrum import before_scaling
+from rotary.explorer import models, numbers
 from rotary.explorer.numbers import look
 from rotary.explorer.state import Side
 from rotary.plan import plan
@@ -198,3 +200,75 @@ def test_a_base_where_nothing_fails_is_printed_as_it_is():
 def test_what_does_not_pass_cannot_be_rounded_up(arguments, message):
     with pytest.raises(ValueError, match=message):
         rounded_up(*arguments)
+
+
+# --- models ---
+
+
+def published_reach() -> dict[str, dict[str, str]]:
+    """Model and layer type -> the cells of docs/results/models.md, by their heads."""
+    ((heads, *rows),) = tables("models")
+    cells = [dict(zip(heads, row, strict=True)) for row in rows]
+    return {", ".join(filter(None, (row["model"], row["layers"]))): row for row in cells}
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """docs/make_pictures.py, as a module."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gallery_shows_the_numbers_of_the_table_of_models(pictures):
+    panel = pictures.gallery_picture().axes[0]
+    rows: dict[float, dict[float, str]] = {}
+    for text in panel.texts:
+        x, y = text.get_position()
+        rows.setdefault(y, {})[x] = text.get_text()
+    places = {heading: x for x, heading in rows[-1].items()}
+    published, compared = published_reach(), []
+    for row in (row for y, row in rows.items() if y >= 0):
+        name = row[places["model"]]
+        name += "_attention" if ", " in name else ""
+        for heading, column in (("first failure", "F"), ("base", "base")):
+            assert row[places[heading]] == published[name][column], name
+        compared.append(name)
+    assert len(compared) == 16
+    assert published["phi-3-mini-128k"]["F"] == "46,828"
+    assert "after scaling" in rows[-2][0]
+
+
+def test_wavelengths_show_the_critical_dimensions_of_the_table_of_models(pictures):
+    figure = pictures.PICTURES["wavelengths"]()
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    published = published_reach()
+    before = published["llama-3-8b"]["critical dimension"]
+    after = published["llama-3.1-8b"]["critical dimension"]
+    assert (before, after) == ("70", "70")
+    assert shown[:2] == [
+        f"Llama 3 8B, critical dimension {before}",
+        f"Llama 3.1 8B, critical dimension {after} before scaling",
+    ]
+
+
+def test_other_pictures_of_models_show_the_first_failures_of_the_table(pictures, monkeypatch):
+    monkeypatch.setattr(pictures.search, "min_base", lambda context, _: MinBase(9e3, 1, None, 0))
+    names = {"Llama 2 7B": "llama-2-7b", "Llama 3 8B": "llama-3-8b"}
+    names |= {"Llama 3.1 8B": "llama-3.1-8b", "Qwen2.5 7B": "qwen2.5-7b"}
+    wanted = {f"{name}: first failure {published_reach()[key]['F']}" for name, key in names.items()}
+    for draw in (pictures.PICTURES["similarity"], pictures.base_bound_picture):
+        shown = [text.get_text() for text in draw().legends[0].get_texts()]
+        assert wanted <= set(shown)
+
+
+def test_the_page_counts_the_critical_dimensions_of_the_table_of_models():
+    for name, row in published_reach().items():
+        if "sliding" in name:  # the page knows no window
+            continue
+        made = models.published(name)
+        found = numbers.wavelengths(look(Side(model=name), made.context))
+        assert found.marks["critical_dimension"] == int(row["critical dimension"]), name
+        scaled = made.spec != before_scaling(made.spec)
+        assert ("Before scaling" in found.words) == scaled, name

@@ -1,6 +1,5 @@
 """How far the RoPE of a model reaches: the numbers of `rotary.analysis`, and what they mean."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from .analysis.bounds import failures, first_failure, lowest
 from .analysis.extension import unseen_share
 from .analysis.precision import longest_safe_position
 from .analysis.spectrum import (
+    before_scaling,
     critical_dimension,
     never_turning,
     still_pairs,
@@ -100,18 +100,6 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
         verdict="",
     )
     return found._replace(verdict=" ".join(_sentences(found)))
-
-
-def before_scaling(spec: Rotary) -> Rotary:
-    """The RoPE that the training before any scaling had; the spec itself where it was not scaled.
-
-    >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
-    >>> before_scaling(Rotary(head_dim=8, schedule="yarn", params=params))
-    Rotary(head_dim=8)
-    """
-    if "original_max_position_embeddings" not in spec.params:
-        return spec
-    return dataclasses.replace(spec, schedule="default", params={})
 
 
 def reaches(

@@ -29,6 +29,7 @@ from .precision import longest_safe_position as longest_safe_position
 from .precision import table_error as table_error
 from .simulate import retrieval as retrieval
 from .simulate import theorem_1 as theorem_1
+from .spectrum import before_scaling as before_scaling
 from .spectrum import critical_dimension as critical_dimension
 from .spectrum import digits as digits
 from .spectrum import extrapolation_length as extrapolation_length

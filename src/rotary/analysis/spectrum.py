@@ -1,5 +1,6 @@
 """Which frequencies a RoPE has, and how far each of them turns."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -103,6 +104,21 @@ def number(name: str, value: object) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return float(value)
+
+
+def before_scaling(spec: Rotary) -> Rotary:
+    """The RoPE that the training before any scaling had; the spec itself where it was not scaled.
+
+    A scaling is known by its `original_max_position_embeddings`, the length of that training. One
+    that names none (linear, ntk) is taken as part of the training.
+
+    >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
+    >>> before_scaling(Rotary(head_dim=8, schedule="yarn", params=params))
+    Rotary(head_dim=8)
+    """
+    if "original_max_position_embeddings" not in spec.params:
+        return spec
+    return dataclasses.replace(spec, schedule="default", params={})
 
 
 def wavelengths(spec: Rotary, seq_len: int | None = None) -> Array:

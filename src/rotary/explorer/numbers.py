@@ -31,11 +31,13 @@ class Look:
     """What one figure is about: a RoPE, the plain one it was made from, and two lengths in tokens.
 
     plain    the same base and channels without any scaling
+    before   what the training had, by `spectrum.before_scaling`: the critical dimension is of it
     trained  length of the training before an extension;  context  length that is asked about
     """
 
     spec: Rotary
     plain: Rotary
+    before: Rotary
     trained: int
     context: int
 
@@ -60,10 +62,11 @@ def look(side: Side, context: int) -> Look:
     plain = spec
     if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
+    before = spectrum.before_scaling(spec)
     if side.method != AS_MADE:
         scaled = extension.methods(plain, trained, context) if context > trained else {}
-        spec = scaled.get(side.method, plain)
-    return Look(spec, plain, trained, context)
+        spec, before = scaled.get(side.method, plain), plain
+    return Look(spec, plain, before, trained, context)
 
 
 def _changed(spec: Rotary, side: Side) -> Rotary:
@@ -87,19 +90,20 @@ def wavelengths(look: Look) -> Numbers:
     92
     """
     waves = spectrum.wavelengths(look.spec, look.context)
-    never = int(spectrum.never_turning(look.spec, look.trained, look.context).sum())
-    critical = spectrum.critical_dimension(look.spec, look.trained)
+    never = int(spectrum.never_turning(look.before, look.trained).sum())
+    critical = spectrum.critical_dimension(look.before, look.trained)
+    before = "" if look.before == look.spec else "Before scaling "
     moving = waves[np.isfinite(waves)]
     still = f"; {len(waves) - len(moving)} stand still" if len(moving) < len(waves) else ""
     words = (
         f"{len(waves)} pairs in {look.spec.head_dim} channels{still}; one turn takes from "
-        f"{moving.min():,.1f} to {moving.max():,.0f} tokens. {never} pairs never turn once in the "
-        f"{look.trained:,} tokens of training: the critical dimension is {critical}."
+        f"{moving.min():,.1f} to {moving.max():,.0f} tokens. {before}{never} pairs never turn once "
+        f"in the {look.trained:,} tokens of training: the critical dimension is {critical}."
     )
     columns = {
         "pair": np.arange(len(waves)),
         "wavelength_tokens": waves,
-        "turns_in_training": spectrum.turns_completed(look.spec, look.trained, look.context),
+        "turns_in_training": spectrum.turns_completed(look.before, look.trained),
         "turns_in_context": spectrum.turns_completed(look.spec, look.context, look.context),
     }
     return Numbers(columns, {"critical_dimension": critical}, words)

@@ -22,12 +22,17 @@ STRIP = (0.79, 1.0)
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("B", 1.0))
 
 
-def gallery(specs: Specs, length: int = 131_072) -> Figure:
+def gallery(
+    specs: Specs, length: int = 2**20, *, seq_len: int | Mapping[str, int] | None = None
+) -> Figure:
     """Models side by side, one row each: what their RoPE is, and the wavelengths of their pairs.
 
-    The first failure is searched for up to `length`. Cells that differ from the first row are
-    black, the others grey. The strip is the wavelength of every pair, from the first to the last,
-    on one log scale for all rows; pairs that stand still are white. Up to 40 specs.
+    length   up to where the first failure is searched for
+    seq_len  length of the row, {name in specs: length} for several: wavelengths and first failures
+             are those after scaling, and LongRoPE and dynamic NTK take effect at this length
+    Cells that differ from the first row are black, the others grey. The strip is the wavelength of
+    every pair, from the first to the last, on one log scale for all rows; pairs that stand still
+    are white. Up to 40 specs. Raises ValueError for a name in seq_len that is not in specs.
 
     >>> figure = gallery({"Llama 2": Rotary(head_dim=128)}, length=4096)
     >>> "1,707" in [text.get_text() for text in figure.axes[0].texts]
@@ -35,10 +40,19 @@ def gallery(specs: Specs, length: int = 131_072) -> Figure:
     """
     length = whole_number("length", length)
     models = named(specs, MAX_ROWS)
-    rows = [_cells(name, spec, length) for name, spec in models.items()]
+    sizes: list[int | None]
+    if isinstance(seq_len, Mapping):
+        at = {plain(name): size for name, size in seq_len.items()}
+        if unknown := set(at) - set(models):
+            raise ValueError(f"seq_len names {sorted(unknown)[0]!r}, which is not among the specs")
+        sizes = [at.get(name) for name in models]
+    else:
+        sizes = [seq_len] * len(models)
+    drawn = list(zip(models.items(), sizes, strict=True))
+    rows = [_cells(name, spec, length, size) for (name, spec), size in drawn]
     figure, (panel,) = panels(width=12, height=1.6 + 0.27 * len(rows))
     panel.set_axis_off()
-    waves = [np.log10(spectrum.wavelengths(spec)) for spec in models.values()]
+    waves = [np.log10(spectrum.wavelengths(spec, size)) for (_, spec), size in drawn]
     moving = np.concatenate([wave[np.isfinite(wave)] for wave in waves])
     low, high = (moving.min(), moving.max()) if moving.size else (0.0, 1.0)
     for heading, x in (*COLUMNS, ("wavelength of every pair", STRIP[0])):
@@ -51,23 +65,24 @@ def gallery(specs: Specs, length: int = 131_072) -> Figure:
             np.ma.masked_invalid(wave[None]), aspect="auto", cmap="cividis", vmin=low, vmax=high,
             interpolation="nearest", extent=(*STRIP, row + 0.4, row - 0.4),
         )  # fmt: skip
-    write(panel, 0, -2, "Models side by side; lengths in tokens", fontsize=11, color="black")
+    title = f"Models side by side, after scaling; in tokens, first failure up to {length:,}"
+    write(panel, 0, -2, title, fontsize=11, color="black")
     panel.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -2.6))
     bar = figure.colorbar(image, ax=panel, location="bottom", shrink=0.4, aspect=40, anchor=(1, 1))
     bar.set_label("wavelength, log10 of tokens", fontsize=9)
     return figure
 
 
-def _cells(name: str, spec: Rotary, length: int) -> tuple[str, ...]:
+def _cells(name: str, spec: Rotary, length: int, seq_len: int | None) -> tuple[str, ...]:
     width = f"{spec.rotary_dim}"
     width += f" of {spec.head_dim}" if spec.rotary_dim < spec.head_dim else ""
     pairs = spec.layout + ("" if spec.out_layout == spec.layout else f" to {spec.out_layout}")
     factor = spec.params.get("factor")
     scale = f" x {factor:g}" if isinstance(factor, int | float) else ""
     scale += f", {spec.num_axes} axes" if spec.num_axes > 1 else ""
-    waves = spectrum.wavelengths(spec)
+    waves = spectrum.wavelengths(spec, seq_len)
     longest = waves[np.isfinite(waves)].max(initial=0.0)
-    failing = bounds.first_failure(spec, length)
+    failing = bounds.first_failure(spec, length, seq_len=seq_len)
     return (
         plain(name, 24),
         width,
@@ -75,7 +90,7 @@ def _cells(name: str, spec: Rotary, length: int) -> tuple[str, ...]:
         "any" if spec.schedule == "custom" else f"{spec.base:,.7g}",
         spec.schedule + scale,
         f"{longest:,.0f}" if longest else "none",
-        f"none to {length:,}" if failing is None else f"{failing:,}",
+        "none" if failing is None else f"{failing:,}",
     )
 
 

@@ -79,7 +79,8 @@ def base_bound(
 
     smallest  {head_dim: {context: base}}, from `rotary.analysis.search.min_base(...).base`
     specs     each is a dot at its base and its first failure, searched for up to 2^20
-    contexts  {name in specs: context it is made for}: a line from the first failure to there
+    contexts  {name in specs: context it is made for}: a line from the first failure to there, and
+              LongRoPE and dynamic NTK take effect at it
     Men et al. (arXiv 2405.14591). A diagnostic, not a limit. Raises ValueError for an empty table.
 
     >>> figure = base_bound({128: {1024: 4293.44, 8192: 83763.85}})
@@ -101,7 +102,7 @@ def base_bound(
         raise ValueError(f"contexts names {sorted(unknown)[0]!r}, which is not among the specs")
     limit = 2**20
     for index, (name, spec) in enumerate(models.items(), start=len(smallest)):
-        failing = bounds.first_failure(spec, limit)
+        failing = bounds.first_failure(spec, limit, seq_len=made_for.get(name))
         style = curve(index)
         reach = limit if failing is None else failing
         mark = "o" if failing is not None else ">"

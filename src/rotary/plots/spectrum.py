@@ -28,10 +28,11 @@ def wavelengths(
     target: int | None = None,
     seq_len: int | None = None,
 ) -> Figure:
-    """Wavelength of every pair in tokens, log scale: which pairs turn inside a length.
+    """Wavelength of every pair in tokens, after scaling, log scale: which pairs turn in a length.
 
-    trained  length trained on; pairs above its line never complete a turn in training, and the
-             legend gives the critical dimension (Liu et al., arXiv 2310.05209)
+    trained  length trained on; pairs above its line complete no turn within it, and the legend
+             gives the critical dimension (Liu et al., arXiv 2310.05209), that of the spec before
+             scaling, as `rotary.reach` counts it
     target   length wanted
     Pairs that stand still have no wavelength: triangles at the top. Points are not joined where
     several axes share the pairs. Raises ValueError for no spec or for a length that is none.
@@ -57,14 +58,16 @@ def wavelengths(
                 color=style["color"], transform=panel.get_xaxis_transform(),
             )  # fmt: skip
         if trained is not None:
-            critical = spectrum.critical_dimension(spec, trained)
-            entries[-1] = (f"{entries[-1][0]}, critical dimension {critical}", entries[-1][1])
+            before = spectrum.before_scaling(spec)
+            critical = f"critical dimension {spectrum.critical_dimension(before, trained)}"
+            critical += "" if before == spec else " before scaling"
+            entries[-1] = (f"{entries[-1][0]}, {critical}", entries[-1][1])
     panel.set_yscale("log")
     panel.margins(y=0.08)
-    label(panel, PAIR, "wavelength, tokens", "Wavelength of every pair")
+    label(panel, PAIR, "wavelength, tokens", "Wavelength of every pair, after scaling")
     _lengths(panel, trained, target)
     if trained is not None:
-        entries.append(("less than one turn in training", Patch(color=SHADE)))
+        entries.append((f"less than one turn in {trained:,} tokens", Patch(color=SHADE)))
     legend(figure, entries)
     return figure
 
