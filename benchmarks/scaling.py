@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from rotary import Rotary, from_hf_config
-from rotary.analysis import longest_safe_position, table_error
+from rotary.analysis import error_near, longest_safe_position
 
 RESULTS = Path(__file__).parent / "results" / "scaling"
 CONFIG = Path(__file__).parent.parent / "src" / "rotary" / "configs" / "llama-3.1-8b.json"
@@ -313,7 +311,7 @@ def balance_table() -> str:
 
 
 def precision_table() -> str:
-    """How far cos or sin is off in the last 1024 positions, whichever pair is worst."""
+    """How far cos or sin is off near the last position of each length, whichever pair is worst."""
     spec = from_hf_config(CONFIG)
     assert spec is not None
     names = {
@@ -323,13 +321,11 @@ def precision_table() -> str:
     }
     rows = []
     for label, arithmetic in names.items():
-        cells = []
-        for seq in LENGTHS.values():
-            error = table_error(spec, np.arange(seq - 1024, seq), arithmetic).max()
-            cells.append(f"{error:.1g}")
+        errors = error_near(spec, list(LENGTHS.values()), arithmetic)
+        cells = [f"{error:.1g}" for error in errors]
         last = longest_safe_position(spec, 1e-2, arithmetic)
         rows.append([label, *cells, f"{last:,}" if last < 2**40 else "2^40 and more"])
-    return table(["error of cos or sin at", *LENGTHS, "angles right to 1e-2 rad up to"], rows)
+    return table(["error of cos or sin near", *LENGTHS, "angles right to 1e-2 rad up to"], rows)
 
 
 def constants_table(report: dict[str, Any]) -> str:

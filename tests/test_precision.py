@@ -1,6 +1,8 @@
 """Errors of angles and tables, against 50 digits and the number types of other libraries."""
 
 import math
+import re
+from pathlib import Path
 
 import ml_dtypes
 import mpmath
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rotary import Rotary, inv_freq, turns
+from rotary import Rotary, cos_sin, inv_freq, turns
 from rotary.analysis import precision
 
+ROOT = Path(__file__).resolve().parent.parent
 LLAMA_2 = Rotary(head_dim=128)
 LLAMA_3_1 = Rotary(
     head_dim=128,
@@ -156,6 +159,118 @@ def test_the_errors_are_of_the_size_that_is_documented(arithmetic):
         places = np.linspace(0.9 * last, last, 250).astype(np.int64)
         found = precision.table_error(LLAMA_2, places, arithmetic).max()
         assert expected / 2 < found < 2 * expected
+
+
+# --- the one number that pages state ---
+
+
+@pytest.mark.parametrize("place", [1, 2, 63, 64, 65, 1000, 6401, 131_072, 10**6, 2**24, 2**40])
+def test_nearby_positions_are_strewn_over_the_last_hundredth(place):
+    (near,) = precision.nearby([place])
+    width = min(place, max(place // 100, 64))
+    assert near.shape == (64,)
+    assert place - width <= near.min() <= near.max() <= place - 1
+    if width >= 64:
+        parts = (place - 1 - near) * 64 // width
+        assert np.abs(parts - np.arange(64)).max() <= 1  # one from each 64th
+    if place == 64:
+        assert sorted(near.tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16_table", "exact"])
+def test_the_error_near_a_position_is_the_worst_of_those_nearby(arithmetic):
+    places = [70, 10_000, 131_072]
+    found = precision.error_near(LLAMA_2, places, arithmetic)
+    for place, error in zip(places, found, strict=True):
+        tables = precision.table_error(LLAMA_2, precision.nearby([place])[0], arithmetic)
+        assert error == tables.max()
+        assert error == precision.error_near(LLAMA_2, [place], arithmetic)[0]
+
+
+def test_a_power_of_two_flatters_float32_and_positions_near_it_do_not():
+    at, near = (f(LLAMA_2, [2**17, 2**24]) for f in (precision.table_error, precision.error_near))
+    everywhere = [
+        precision.table_error(LLAMA_2, np.arange(place - place // 100, place)[-40_000:]).max()
+        for place in (2**17, 2**24)
+    ]
+    assert (near > 2 * at).all()
+    assert (near <= everywhere).all()
+    assert (near > 0.9 * np.array(everywhere)).all()
+
+
+SAID = {
+    "README.md": r"float32 angles are off by (\S+) near position 131 072 and by (\S+) near 2\^24",
+    "src/rotary/angles.py": r"grows with the position, (\S+) near 131 072",
+    "src/rotary/ranks/compare.py": r"float32 angles by (\S+) near position 131 072",
+    "docs/exactness.md": r"at 131 072 the error is \S+, near it (\S+)\.",
+}
+
+
+@pytest.mark.parametrize("path", SAID)
+def test_what_is_said_of_float32_angles_is_the_error_near_the_position(path):
+    text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+    found = precision.error_near(LLAMA_2, [2**17, 2**24])
+    said = re.search(SAID[path], text).groups()
+    for number, error in zip(said, found, strict=False):
+        digits = len(number.split("e")[0].replace(".", "").lstrip("0"))
+        assert float(number) == float(f"{error:.{digits - 1}e}")
+
+
+def test_what_is_said_of_one_position_is_the_error_there():
+    said = re.search(r"at 131 072 the error is (\S+),", (ROOT / "docs/exactness.md").read_text())
+    assert said[1] == f"{precision.table_error(LLAMA_2, [2**17])[0]:.1e}".replace("e-0", "e-")
+
+
+def score_errors(place: int) -> dict[str, float]:
+    """Rms error of scores of normal q and k at the positions near a place, by what is rounded."""
+    near = precision.nearby([place])[0]
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 64, 128), np.float32)
+
+    def scores(cos, sin, kept=np.asarray, dtype=np.float64):
+        cos, sin = np.asarray(cos, dtype), np.asarray(sin, dtype)
+        turned = []
+        for x in (q.astype(dtype), k.astype(dtype)):
+            a, b = x[:, :64], x[:, 64:]
+            turned.append(kept(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)))
+        return turned[0] @ turned[1].T / np.sqrt(dtype(128))
+
+    with mpmath.workdps(40):
+        angles = [[mpmath.mpf(int(m)) * mpmath.mpf(w) for w in inv_freq(LLAMA_2)[0]] for m in near]
+        true = scores(*([[float(f(x)) for x in row] for row in angles] for f in FUNCTIONS))
+    exact = cos_sin(LLAMA_2, near)
+    found = {
+        "float32 angles": scores(*cos_sin(LLAMA_2, near, "float32")),
+        "exact angles, then q and k in bfloat16": scores(*exact, kept=precision.bfloat16),
+        "exact angles, cos and sin in bfloat16": scores(*map(precision.bfloat16, exact)),
+        "exact angles, all in float32": scores(*exact, dtype=np.float32),
+    }
+    return {name: float(np.sqrt(((each - true) ** 2).mean())) for name, each in found.items()}
+
+
+FUNCTIONS = (mpmath.cos, mpmath.sin)
+PLACES = {"10 000": 10_000, "131 072": 2**17, "300 000": 300_000, "1 000 000": 10**6, "2^24": 2**24}
+
+
+def test_the_errors_of_scores_on_the_page_are_those_that_are_measured():
+    text = (ROOT / "docs/exactness.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| error of a score near.*\n(?:\|.*\n)+", text, re.MULTILINE)
+    (_, *heads), _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    ]
+    assert heads == list(PLACES)
+    shown = {name: cells for name, *cells in rows}
+    errors = [score_errors(place) for place in PLACES.values()]
+    measured = {
+        name: [f"{each[name]:.0e}".replace("e-0", "e-") for each in errors] for name in errors[0]
+    }
+    assert measured == shown
+    float32, kept, tables, rest = ([each[name] for each in errors] for name in shown)
+    assert float32[0] / rest[0] == pytest.approx(400, rel=0.1)
+    assert float32[1] < kept[1] / 2
+    assert float32[2] == pytest.approx(kept[2], rel=0.2)  # at 300 000
+    assert float32[3] > 3 * kept[3]
+    assert float32[1] < tables[1]  # at 131 072
 
 
 def float32_patterns():

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rotary import Rotary, apply, cos_sin, from_hf_config, turns
+from rotary.analysis.precision import nearby
 from rotary.positions import packed, shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,7 +179,7 @@ def test_errors_of_angles_are_those_of_the_angles_of_transformers():
         for row in scaling.precision_table().splitlines()[2:]
     }
     for column, seq in enumerate(scaling.LENGTHS.values()):
-        place = np.arange(seq - 1024, seq)
+        place = nearby([seq])[0]
         right = cos_sin(spec, place)
         rounded = torch.from_numpy(place).bfloat16().double().numpy()
         for name, held in (("float32 angles", place), ("positions in bfloat16", rounded)):

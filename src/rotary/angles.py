@@ -77,7 +77,7 @@ def cos_sin(
                fractional positions and take a float64 product; float16 and bfloat16 are refused.
     precision  "exact": right to 1.5e-7 (times the attention factor, if above 1) up to 2^39.
                "float32": the float32 arithmetic of transformers, bit for bit on torch tensors;
-               its error grows with the position, 3e-3 at 131 072.
+               its error grows with the position, 8e-3 near 131 072.
     seq_len    length of the row, for `dynamic` and `longrope`: one number, or one per row. Default:
                the largest position of the row plus one, for each row by itself.
     Returns (cos, sin), each (..., seq, rotary_dim / 2) float32, in the library of `positions`.

@@ -4,6 +4,9 @@ An angle is position * inv_freq. An arithmetic rounds some of three things, the 
 position and their product, and then stores cos and sin in some type. The error is followed through
 these steps one by one, without loss, against the float64 `inv_freq` of the spec times the position
 as real numbers. So it is right where float64 angles themselves are not.
+
+One number says how far an arithmetic is off near a position, on every page and picture here:
+`error_near`, the largest error of cos or sin, of all pairs and 64 positions of the last 1 %.
 """
 
 import math
@@ -21,6 +24,7 @@ from ..spec import Rotary
 from .spectrum import Array, check_size, frequencies, number, whole_numbers
 
 MAX_POSITION = 2**40  # where 64-bit turns are off by 2e-7 rad
+NEARBY = 64  # positions that `error_near` looks at
 _BLOCK = 2**16  # angles at work at a time
 _TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021")
 _SPLITTER = 2.0**27 + 1  # cuts the 53 bits of a float64 into two halves
@@ -199,6 +203,39 @@ def table_error(
         )
         worst[part] = _infinite_if_none(apart).max(axis=1)
     return worst
+
+
+def error_near(
+    spec: Rotary, positions: npt.ArrayLike, arithmetic: str = "float32", seq_len: int | None = None
+) -> Array:
+    """(len,) float64: the largest error of cos or sin near each position, of all pairs.
+
+    The largest |cos - exact| or |sin - exact| at the 64 positions that `nearby` gives for each. One
+    position alone says little: float32 products of a power of two are exact, and of other round
+    ones nearly. positions are whole numbers in 1 .. 2^40; the rest is as in `table_error`.
+
+    >>> spec = Rotary(head_dim=128)
+    >>> table_error(spec, [131_072]).round(4), error_near(spec, [131_072]).round(4)
+    (array([0.0034]), array([0.0076]))
+    """
+    near = nearby(positions)
+    return table_error(spec, near.ravel(), arithmetic, seq_len).reshape(near.shape).max(axis=1)
+
+
+def nearby(positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """(len, 64) positions: 64 below each of `positions`, strewn over the last 1 % before it.
+
+    One is drawn from each 64th of that 1 %, or of the last 64 tokens where those are more; always
+    the same ones. Raises ValueError for positions that are not whole numbers in 1 .. 2^40.
+
+    >>> near = nearby([131_072])
+    >>> near.shape, int(near.min()) >= 131_072 - 1310, int(near.max()) < 131_072
+    ((1, 64), True, True)
+    """
+    places = whole_numbers("positions", positions, 1, MAX_POSITION)[:, None]
+    width = np.minimum(places, np.maximum(places // 100, NEARBY))
+    share = (np.arange(NEARBY) + np.random.default_rng(0).random(NEARBY)) / NEARBY
+    return places - 1 - (share * width).astype(np.int64)
 
 
 def longest_safe_position(
