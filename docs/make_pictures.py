@@ -19,6 +19,7 @@ CONFIGS = FOLDER.parent.parent / "tests" / "configs"
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 EXACT, FLOAT32 = "#0072b2", "#d55e00"  # told apart by people who do not see colours alike
 PLAIN = Rotary(head_dim=128)
+SHOWN = ("bfloat16", "tf32", "inv_freq_bfloat16", "float32", "bfloat16_table", "exact")
 
 
 def relative_errors(spec: Rotary, precision: str, offsets: np.ndarray) -> np.ndarray:
@@ -158,7 +159,7 @@ PICTURES = {
     ),
     "cosine-map": lambda: plots.cosine_map(PLAIN),
     "unit-circle": lambda: plots.unit_circle(PLAIN, 1000, 8),
-    "angle-error": lambda: plots.precision(PLAIN),
+    "angle-error": lambda: plots.precision(PLAIN, 2**24, arithmetics=SHOWN),
     "layout": lambda: plots.layout(Rotary(head_dim=16, rotary_dim=8, layout="interleaved")),
     "grid": lambda: plots.grid(model("qwen2-vl-7b")),
     "base-bound": base_bound_picture,

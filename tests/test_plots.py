@@ -105,7 +105,7 @@ LABELS = {
     "terms": ("pair", "term of the score", "sum of the terms"),
     "similarity": ("distance, tokens", "B_m / B_0"),
     "base_bound": ("context or first failure, tokens", "base"),
-    "precision": ("position, tokens", "largest error of an angle, rad"),
+    "precision": ("position, tokens", "largest error of cos or sin"),
     "layout": (
         "channel of a head, coloured by its pair",
         "row before, half",
@@ -439,15 +439,14 @@ def test_the_comb_is_coloured_by_what_passes():
     assert panel.lines[-1].get_xdata()[0] == 4293.4376
 
 
-def test_rounding_shows_the_worst_pair_of_sixteen_positions():
+def test_rounding_shows_the_error_near_each_position():
     figure = plots.precision(LLAMA_2, 2**20, arithmetics=["float32", "exact"])
     for line, kind in zip(figure.axes[0].lines[:2], ("float32", "exact"), strict=True):
         at = line.get_xdata()
         assert at[-1] == 2**20
-        for end, value in list(zip(at, line.get_ydata(), strict=True))[::9]:
-            near = np.arange(end - 15, end + 1)
-            assert value == np.abs(precision.angle_error(LLAMA_2, near, kind)).max()
-    # float32 angles are off by 0.06 rad at a million: two roundings of half a unit each
+        for end, value in list(zip(at, line.get_ydata(), strict=True))[::-9]:
+            assert value == precision.error_near(LLAMA_2, [end], kind)[0]
+    # float32 angles are off by 0.06 near a million: two roundings of half a unit each
     assert 0.03 < figure.axes[0].lines[0].get_ydata()[-1] < 0.0625 + 0.0625
     assert legend_names(figure) == ["float32", "exact"]
 

@@ -84,9 +84,9 @@ def coverage(look: Look, numbers: Numbers) -> go.Figure:
 
 
 def precision(look: Look, numbers: Numbers) -> go.Figure:
-    """Largest error of cos or sin against position, for each arithmetic."""
+    """Largest error of cos or sin near a position, for each arithmetic."""
     figure = _frame(
-        "position, tokens", "largest error so far, of cos and sin", log_x=True, log_y=True
+        "position, tokens", "largest error of cos or sin nearby", log_x=True, log_y=True
     )
     styles = {
         "bfloat16": (RED, "dot"), "tf32": (PURPLE, "dash"), "float32": (BLUE, "solid"),

@@ -209,21 +209,20 @@ def coverage(look: Look) -> Numbers:
 
 
 def error_of_angles(look: Look) -> Numbers:
-    """The largest error of cos or sin, of all pairs and positions so far, in four arithmetics.
+    """The largest error of cos or sin near a position, in four arithmetics: `error_near`.
 
     >>> found = error_of_angles(look(Side(model="llama-2-7b"), 131072)).columns
     >>> bool(found["float32"].max() > 1e-3 > 1e-6 > found["exact"].max())
     True
     """
-    positions = spaced(max(look.context - 1, 1), 256)
+    positions = spaced(look.context, 48)
     columns: dict[str, npt.NDArray[Any]] = {"position": positions}
     for name in ARITHMETICS:
-        error = precision.table_error(look.spec, positions, name, look.context)
-        columns[name] = np.maximum.accumulate(error)
+        columns[name] = precision.error_near(look.spec, positions, name, look.context)
     worst = {name: columns[name][-1] for name in ARITHMETICS}
     safe = precision.longest_safe_position(look.spec, TOLERANCE, seq_len=look.context)
     words = (
-        f"Up to position {positions[-1]:,} float32 angles put cos or sin wrong by as much as "
+        f"Near position {positions[-1]:,} float32 angles put cos or sin wrong by as much as "
         f"{worst['float32']:.2g}, positions in bfloat16 by {worst['bfloat16']:.2g}, and exact "
         f"angles, the default here, by {worst['exact']:.1g}. "
         f"No float32 angle is off by over {TOLERANCE:g} rad up to position {safe:,}."

@@ -1,4 +1,4 @@
-"""The picture of rounding: how far the angle of each arithmetic is off, by position."""
+"""The picture of rounding: how far cos and sin of each arithmetic are off, by position."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,9 @@ from matplotlib.figure import Figure
 
 from ..analysis import precision as numbers
 from ..analysis.spectrum import whole_number
-from .points import Indices
 from .style import GREY, Entry, Specs, curve, label, legend, named, panels, write
 
 PLACES = 64  # along the log axis
-NEIGHBOURS = 16  # positions looked at around each place: a round number has no error of its own
 
 
 def precision(
@@ -21,10 +19,12 @@ def precision(
     arithmetics: Sequence[str] = numbers.ARITHMETICS,
     seq_len: int | None = None,
 ) -> Figure:
-    """Largest error of an angle in rad against position, both log scales, for each arithmetic.
+    """Largest error of cos or sin near a position, both log scales, for each arithmetic.
 
-    At 64 log-spaced places: the worst of all pairs and of the 16 positions that end there. Above
-    the line at pi an angle says nothing. An error of exactly 0 has no place on a log scale.
+    `rotary.analysis.error_near` at 64 log-spaced places: the worst of all pairs and of 64 positions
+    before each. Where it is near 1 an angle says nothing, and 2 is the most. An error of exactly
+    0 has no place on a log scale, nor have positions that a type cannot hold (float16 beyond
+    65,504).
     Several specs are drawn for one arithmetic each, several arithmetics for one spec.
     Raises ValueError for an arithmetic that is not known.
 
@@ -39,30 +39,21 @@ def precision(
             f"draw one spec in several arithmetics or several specs in one, "
             f"got {len(models)} specs and {len(kinds)} arithmetics"
         )
-    at = windows(whole_number("length", length, NEIGHBOURS))
+    ends = np.geomspace(1, whole_number("length", length, 2), PLACES)
+    at = np.unique(ends.round().astype(np.int64))
     figure, (panel,) = panels()
     entries: list[Entry] = []
     curves = [(name, spec, kind) for name, spec in models.items() for kind in kinds]
     for index, (name, spec, kind) in enumerate(curves):
-        errors = np.abs(numbers.angle_error(spec, at.ravel(), kind, seq_len))
-        worst = errors.reshape(*at.shape, -1).max(axis=(1, 2))
-        shown = np.where(worst > 0, worst, np.nan)
-        line = panel.plot(at[:, -1], shown, marker=".", markersize=4, **curve(index))[0]
+        worst = numbers.error_near(spec, at, kind, seq_len)
+        shown = np.where((worst > 0) & np.isfinite(worst), worst, np.nan)
+        line = panel.plot(at, shown, marker=".", markersize=4, **curve(index))[0]
         entries.append((kind if len(models) == 1 else f"{name}, {kind}", line))
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.axhline(np.pi, color=GREY, linewidth=0.8, linestyle=":")
-    write(panel, 0.01, np.pi, "half a turn", va="bottom", transform=panel.get_yaxis_transform())
-    label(panel, "position, tokens", "largest error of an angle, rad", "Rounding of the angles")
+    panel.axhline(2.0, color=GREY, linewidth=0.8, linestyle=":")
+    write(panel, 0.01, 2.0, "2, the most", va="bottom", transform=panel.get_yaxis_transform())
+    title = "Largest error of cos or sin near a position"
+    label(panel, "position, tokens", "largest error of cos or sin", title)
     legend(figure, entries)
     return figure
-
-
-def windows(length: int) -> Indices:
-    """(places, 16) positions: the 16 whole numbers that end at each of 64 log-spaced places.
-
-    >>> windows(32)[[0, -1], -1].tolist()
-    [16, 32]
-    """
-    ends = np.unique(np.geomspace(NEIGHBOURS, length, PLACES).round().astype(np.int64))
-    return ends[:, None] + np.arange(1 - NEIGHBOURS, 1)
