@@ -1,4 +1,4 @@
-"""E4, the base against retrieval: what is asked, what is seen of it, and the smoke run."""
+"""E4, the base against retrieval: what is asked, what is seen of it, and the quick run."""
 
 import itertools
 import math
@@ -160,8 +160,8 @@ def test_without_training_a_match_is_lost_where_similarity_ends():
 
 
 @pytest.mark.slow
-def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(sys, "argv", ["run", "--smoke", "--out", str(tmp_path)])
+def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run", "--quick", "--out", str(tmp_path)])
     base.main()
     rows = results.rows(tmp_path / "results.jsonl")
     for row in rows:

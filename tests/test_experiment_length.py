@@ -147,7 +147,7 @@ def test_a_difference_is_taken_seed_by_seed():
 
 @pytest.mark.slow
 def test_one_model_is_read_in_every_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["run", "--smoke", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["run", "--quick", "--seeds", "3", "--out", str(tmp_path)])
     length.main()
     rows = results.rows(tmp_path / "results.jsonl")
     before = (tmp_path / "results.jsonl").read_bytes()

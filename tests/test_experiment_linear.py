@@ -165,7 +165,7 @@ def test_a_run_that_diverges_is_a_result_and_not_the_end(tmp_path):
         if "diverged" in row:
             assert (row["diverged"], row["looks"]) == (1, [])
             assert "weights" not in row
-    assert best_rate(rows, "rope", 0) == 1e-3
+    assert best_rate(rows, "rope") == 1e-3
     written = (tmp_path / "results.jsonl").read_text()
     assert [json.loads(line, parse_constant=pytest.fail)["run"] for line in written.splitlines()]
     assert not list(tmp_path.glob("checkpoints/*"))

@@ -1,6 +1,7 @@
 """Which frequencies turn in p-RoPE and in partial rotation, and that nothing else differs."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -67,11 +68,18 @@ def test_two_methods_differ_in_their_frequencies_alone():
 
 def test_the_interval_is_that_of_student():
     """The quantile of 2 degrees of freedom has a closed form: u sqrt(2 / (1 - u^2)), u = 2p - 1."""
-    assert abs(partial.STUDENT - 0.95 * (2 / (1 - 0.95**2)) ** 0.5) < 5e-4
+    assert abs(partial.STUDENT[3] - 0.95 * (2 / (1 - 0.95**2)) ** 0.5) < 5e-4
     assert partial.interval([1.0, 1.0, 1.0]) == 0
     assert partial.interval([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
-    with pytest.raises(ValueError, match="STUDENT is for 3 differences, got 2"):
-        partial.interval([1.0, 2.0])
+    for count, quantile in partial.STUDENT.items():  # the others by integrating the density
+        t = np.linspace(-quantile, quantile, 200_001)
+        freedom = count - 1
+        scale = math.gamma(count / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+        within = scale * np.trapezoid((1 + t * t / freedom) ** (-count / 2), t)
+        assert within == pytest.approx(0.95, abs=1e-4)
+    assert partial.interval([1.0]) == math.inf
+    with pytest.raises(ValueError, match="STUDENT has quantiles for up to 9 seeds, got 10"):
+        partial.interval([1.0] * 10)
 
 
 def told(method, rate, seed, bits):

@@ -1,6 +1,6 @@
 """Linear attention with and without RoPE: how a causal byte model learns, and what its weights are.
 
-    python -m experiments.e2_linear.run [--smoke]
+    python -m experiments.e2_linear.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e2_linear.run      # on two cores
 
 Killed, it goes on where it was. The learning rate of each method is the best of the same sweep on
@@ -24,7 +24,6 @@ from ..lab.sweep import Run, best_rate, chosen, end_bits
 from ..lab.train import Looks, Recipe
 
 FOLDER = Path(__file__).parent
-SEEDS = (0, 1, 2)
 
 
 class Method(NamedTuple):
@@ -64,7 +63,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128), 600, 8, 128, 128, 32, (1e-3, 3e-3))
-SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, 8, (1e-3, 3e-3))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 32, 8, (1e-3, 3e-3))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -166,11 +165,11 @@ def table(rows: Sequence[results.Row]) -> str:
     """Bits at the end and what the weights are; then the differences, seed by seed."""
     lines = []
     for name, method in METHODS.items():
-        of = list(chosen(rows, name, SEEDS).values())
+        of = list(chosen(rows, name).values())
         every = [row for row in rows if row["run"]["method"] == name]
         steps = sorted(row["diverged"] for row in every if "diverged" in row)
         lines.append([
-            method.title, f"{best_rate(rows, name, SEEDS[0]):g}", spread_or_diverged(of),
+            method.title, f"{best_rate(rows, name):g}", spread_or_diverged(of),
             f"{len(steps)} of {len(every)}" + (f", step {steps}" if steps else ""),
             *weight_cells([row for row in of if "weights" in row]),
         ])  # fmt: skip
@@ -212,8 +211,8 @@ def weight_cells(of: Sequence[results.Row]) -> list[str]:
 
 def difference(rows: Sequence[results.Row], name: str, other: str) -> str:
     """Bits of one method minus those of another, seed by seed: mean and spread."""
-    own, its = chosen(rows, name, SEEDS), chosen(rows, other, SEEDS)
-    apart = [end_bits(own[seed]) - end_bits(its[seed]) for seed in SEEDS]
+    own, its = chosen(rows, name), chosen(rows, other)
+    apart = [end_bits(own[seed]) - end_bits(its[seed]) for seed in own]
     return results.mean_spread(apart, "+.3f") if all(map(math.isfinite, apart)) else "diverged"
 
 
@@ -222,7 +221,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     picture = Figure(figsize=(9, 4.4), layout="constrained")
     left, right = picture.subplots(1, 2)
     for name, method in METHODS.items():
-        for index, row in enumerate(chosen(rows, name, SEEDS).values()):
+        for index, row in enumerate(chosen(rows, name).values()):
             line = {"color": method.color, "linestyle": method.dash, "linewidth": 1.0}
             label = method.title if index == 0 else None
             at = [look["step"] for look in row["looks"]]
@@ -240,7 +239,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
 
 
 SWEEP = Sweep(
-    __doc__, FOLDER, FULL, SMOKE, tuple(METHODS), SEEDS, data.text, settings_of, trained,
+    __doc__, FOLDER, FULL, QUICK, tuple(METHODS), data.text, settings_of, trained,
     table, figure, "linear.png",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """One trained model at up to eight times its length, by the way its positions are stretched.
 
-    python -m experiments.e3_length.run [--smoke]
+    python -m experiments.e3_length.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e3_length.run      # on two cores
 
 Killed, it goes on where it was. The learning rate is the best of a sweep on the first seed.
@@ -23,7 +23,6 @@ from ..lab.train import Looks, Processes, Recipe, processes, train
 from .methods import METHODS, read_by
 
 FOLDER = Path(__file__).parent
-SEEDS = (0, 1, 2)
 MULTIPLES = (1, 2, 4, 8)
 TRAINED, UNTUNED = "trained", "untuned"  # methods of runs, beside "tuned PI" and the like
 TUNED = ("direct", "PI", "YaRN")
@@ -50,7 +49,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128), 600, 16, 128, 16, (1e-3, 3e-3), (50, 200), 2, 1e-3)
-SMOKE = Plan(Config(length=64, layers=2, width=32), 20, 8, 64, 2, (1e-3, 3e-3), (2, 4), 2, 1e-3)
+QUICK = Plan(Config(length=64, layers=2, width=32), 20, 8, 64, 2, (1e-3, 3e-3), (2, 4), 2, 1e-3)
 
 
 @dataclasses.dataclass
@@ -82,14 +81,14 @@ class Job:
 def main() -> None:
     """Train what is not trained yet, read longer rows in every way, write the results."""
     with command.options(__doc__, FOLDER) as options:
-        plan = SMOKE if options.smoke else FULL
+        plan = QUICK if options.quick else FULL
         text = data.text(options.text)
         with processes(options.device) as these:
             job = Job(plan, text, options.out, these, results.rows(options.out / "results.jsonl"))
-            for run in runs((TRAINED,), plan.rates, SEEDS, job.rows):
+            for run in runs((TRAINED,), plan.rates, options.seeds, job.rows):
                 if not job.is_done(run):
                     job.write(run, trained(job, run)[1])
-            for seed, row in chosen(job.rows, TRAINED, SEEDS).items():
+            for seed, row in chosen(job.rows, TRAINED).items():
                 lengthen(job, Run(TRAINED, row["run"]["recipe"]["learning_rate"], seed))
         if these.rank == 0:
             for checkpoint in (options.out / "checkpoints").glob("*.pt"):
@@ -207,9 +206,9 @@ def ending(pieces: torch.Tensor, length: int, asked: int) -> data.Batch:
 
 
 def of_seeds(rows: Sequence[results.Row], method: str) -> list[results.Row]:
-    """The row of every seed whose runs have a method; of `TRAINED` there may be several rates."""
+    """The row of every seed, in order, whose runs have a method."""
     found = {row["run"]["recipe"]["seed"]: row for row in rows if row["run"]["method"] == method}
-    return [found[seed] for seed in SEEDS]
+    return [found[seed] for seed in sorted(found)]
 
 
 def table(rows: Sequence[results.Row]) -> str:

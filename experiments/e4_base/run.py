@@ -1,6 +1,6 @@
 """The base of RoPE against the distance at which a trained model retrieves, and against perplexity.
 
-    python -m experiments.e4_base.run [--smoke]
+    python -m experiments.e4_base.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e4_base.run      # on two cores
 
 Killed, it goes on where it was. The learning rate of each base is the best of the same sweep on the
@@ -31,7 +31,6 @@ from ..lab.train import Recipe
 from .recall import VOCABULARY, Recall, held_out, make_similar, training
 
 FOLDER = Path(__file__).parent
-SEEDS = (0, 1, 2)
 BASES = ("10", "100", "1000", "10000", "100000")
 REFERENCE = "10000"
 COLORS = ("#d55e00", "#e69f00", "#009e73", "#0072b2", "#000000")
@@ -54,7 +53,7 @@ class Plan(NamedTuple):
 
 MODEL = Config(layers=1, width=128, heads=2, vocabulary=VOCABULARY)
 FULL = Plan(MODEL, 1300, 8, 256, 8, 64, 128, (3e-3, 6e-3))
-SMOKE = Plan(dataclasses.replace(MODEL, width=32), 30, 8, 64, 5, 24, 32, (3e-3, 6e-3))
+QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 32, (3e-3, 6e-3))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -121,12 +120,12 @@ def seen(model: Model, asked: Recall) -> dict[str, float]:
 
 def ends(rows: Sequence[results.Row], base: str) -> list[dict[str, float]]:
     """The last look of every seed at the best rate of a base."""
-    return [row["looks"][-1] for row in chosen(rows, base, SEEDS).values()]
+    return [row["looks"][-1] for row in chosen(rows, base).values()]
 
 
 def spec_of(rows: Sequence[results.Row], base: str) -> rotary.Rotary:
     """The RoPE of the heads of the models with a base."""
-    return Config(**chosen(rows, base, SEEDS)[SEEDS[0]]["run"]["model"]).spec
+    return Config(**next(iter(chosen(rows, base).values()))["run"]["model"]).spec
 
 
 def untrained(spec: rotary.Rotary, low: int, high: int, rivals: int) -> float:
@@ -155,7 +154,7 @@ def table(rows: Sequence[results.Row]) -> str:
             for name in ("before", "beyond")
         ]
         lines.append([
-            base, f"{best_rate(rows, base, SEEDS[0]):g}", *measured, first_failure(spec), *shares,
+            base, f"{best_rate(rows, base):g}", *measured, first_failure(spec), *shares,
         ])  # fmt: skip
         names = [f"recall {low}" for low, _ in spans]
         trained_lines.append(
@@ -186,7 +185,7 @@ def orders(rows: Sequence[results.Row]) -> list[float]:
             [ends(rows, base)[index]["text"] for base in BASES],
             [ends(rows, base)[index]["recall"] for base in BASES],
         )
-        for index in range(len(SEEDS))
+        for index in range(len(ends(rows, REFERENCE)))
     ]
 
 
@@ -215,7 +214,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     rivals = rows[0]["run"]["marks"] - 1
     for base, color in zip(BASES, COLORS, strict=True):
         spec = spec_of(rows, base)
-        for index, row in enumerate(chosen(rows, base, SEEDS).values()):
+        for index, row in enumerate(chosen(rows, base).values()):
             end, name = row["looks"][-1], f"base {base}" if index == 0 else None
             spans = [pair for pair in itertools.pairwise(BINS) if f"recall {pair[0]}" in end]
             middles = [math.sqrt(low * high) for low, high in spans]
@@ -242,7 +241,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
 
 
 SWEEP = Sweep(
-    __doc__, FOLDER, FULL, SMOKE, BASES, SEEDS, data.text, settings_of, trained,
+    __doc__, FOLDER, FULL, QUICK, BASES, data.text, settings_of, trained,
     table, figure, "base.png",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """How many frequencies of RoPE have to turn: p-RoPE and partial rotation, on a causal byte model.
 
-    python -m experiments.e5_partial.run [--smoke]
+    python -m experiments.e5_partial.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e5_partial.run      # on two cores
 
 Killed, it goes on where it was. The learning rate of each method is the best of the same sweep on
@@ -27,8 +27,8 @@ from ..lab.sweep import Run, best_rate, chosen, end_bits
 from ..lab.train import Recipe
 
 FOLDER = Path(__file__).parent
-SEEDS = (0, 1, 2)
-STUDENT = 4.303  # 97.5 % quantile of Student's t with 2 degrees of freedom, for 3 seeds
+# 97.5 % quantile of Student's t with one degree of freedom less than seeds
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 WHOLE = "p 1"
 SHARES = ("p 0", "p 0.25", "p 0.5", "p 0.75", WHOLE)
 PARTS = ("part 0.25", "part 0.5")
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128), 600, 8, 128, 128, (1e-3, 3e-3))
-SMOKE = Plan(Config(length=32, layers=2, width=32), 40, 8, 32, 32, (1e-3, 3e-3))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 32, (1e-3, 3e-3))
 
 
 def spec_of(method: str, head_dim: int, base: float) -> rotary.Rotary:
@@ -129,7 +129,7 @@ def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
 
 def ends(rows: Sequence[results.Row], method: str) -> list[float]:
     """Bits at the end for every seed, at the best rate of a method."""
-    return [end_bits(row) for row in chosen(rows, method, SEEDS).values()]
+    return [end_bits(row) for row in chosen(rows, method).values()]
 
 
 def apart(rows: Sequence[results.Row], method: str) -> list[float]:
@@ -138,14 +138,17 @@ def apart(rows: Sequence[results.Row], method: str) -> list[float]:
 
 
 def interval(differences: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean of 3 differences, by Student's t.
+    """Half the width of the 95 % interval of the mean of differences, by Student's t; inf of one.
 
-    >>> round(interval([0.0, 1.0, 2.0]), 3)
-    2.484
+    >>> round(interval([0.0, 1.0, 2.0]), 3), interval([0.5])
+    (2.484, inf)
     """
-    if len(differences) != len(SEEDS):
-        raise ValueError(f"STUDENT is for {len(SEEDS)} differences, got {len(differences)}")
-    return STUDENT * float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+    count = len(differences)
+    if count == 1:
+        return math.inf
+    if count not in STUDENT:
+        raise ValueError(f"STUDENT has quantiles for up to {max(STUDENT)} seeds, got {count}")
+    return STUDENT[count] * float(np.std(differences, ddof=1)) / math.sqrt(count)
 
 
 def slowest(row: results.Row) -> tuple[int, float]:
@@ -164,11 +167,11 @@ def table(rows: Sequence[results.Row]) -> str:
     lines = []
     for method in METHODS:
         differences = apart(rows, method)
-        pairs, wavelength = slowest(chosen(rows, method, SEEDS)[SEEDS[0]])
+        pairs, wavelength = slowest(next(iter(chosen(rows, method).values())))
         beyond = abs(float(np.mean(differences))) > interval(differences)
         lines.append([
             method, pairs, f"{wavelength:.0f}" if pairs else "-",
-            f"{best_rate(rows, method, SEEDS[0]):g}", results.mean_spread(ends(rows, method)),
+            f"{best_rate(rows, method):g}", results.mean_spread(ends(rows, method)),
             *(["", ""] if method == WHOLE else [
                 results.mean_spread(differences, "+.3f"), "yes" if beyond else "no",
             ]),
@@ -198,7 +201,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
 
 
 SWEEP = Sweep(
-    __doc__, FOLDER, FULL, SMOKE, METHODS, SEEDS, data.text, settings_of, trained,
+    __doc__, FOLDER, FULL, QUICK, METHODS, data.text, settings_of, trained,
     table, figure, "partial.png",
 )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Job(NamedTuple):
 class Sweep(NamedTuple):
     """An experiment whose methods are all trained alike.
 
-    full, smoke  its plans, which have `rates`; the command line says which
+    full, quick  its plans, which have `rates`; the command line says which
     subject      what is learned from, given the name of a text
     settings_of  (plan, subject, run) -> everything that a run follows from
     trained      (plan, subject, job) -> the row that `Job.written` gives
@@ -89,9 +89,8 @@ class Sweep(NamedTuple):
     doc: str | None
     folder: Path
     full: Any
-    smoke: Any
+    quick: Any
     methods: Sequence[str]
-    seeds: Sequence[int]
     subject: Callable[[str], Any]
     settings_of: Callable[[Any, Any, Run], results.Row]
     trained: Callable[[Any, Any, Job], results.Row]
@@ -104,7 +103,7 @@ class Task(NamedTuple):
     """A run for a worker: what leads to the same `Job` in another process."""
 
     experiment: str
-    smoke: bool
+    quick: bool
     text: str
     run: Run
     settings: results.Row
@@ -120,7 +119,7 @@ def carry_out(sweep: Sweep, executor: Executor | None = None) -> None:
     by side, and this process alone writes the rows, as the runs end.
     """
     with command.options(sweep.doc, sweep.folder, fans_out=True) as options:
-        plan = sweep.smoke if options.smoke else sweep.full
+        plan = sweep.quick if options.quick else sweep.full
         subject = sweep.subject(options.text)
         with (
             processes(options.device) as these,
@@ -131,7 +130,7 @@ def carry_out(sweep: Sweep, executor: Executor | None = None) -> None:
             if executor is not None and these.size > 1:
                 raise ValueError("torchrun and --dask both deal out the work; take one of them")
             rows = results.rows(options.out / "results.jsonl")
-            for stage in stages(sweep.methods, plan.rates, sweep.seeds, rows):
+            for stage in stages(sweep.methods, plan.rates, options.seeds, rows):
                 asked = ((run, sweep.settings_of(plan, subject, run)) for run in stage)
                 new = [pair for pair in asked if not results.is_done(rows, pair[1])]
                 if executor is not None:
@@ -154,7 +153,7 @@ def _fan_out(
     """Have workers train the runs of a stage; keep their rows as they come."""
     tasks = [
         Task(
-            sweep.folder.name, options.smoke, options.text, run, settings,
+            sweep.folder.name, options.quick, options.text, run, settings,
             os.path.abspath(options.out), options.device, options.threads,
         )
         for run, settings in asked
@@ -180,7 +179,7 @@ def trained_elsewhere(task: Task) -> results.Row:
     run would follow from something else than it does there.
     """
     sweep = importlib.import_module(_module(task.experiment)).SWEEP
-    plan = sweep.smoke if task.smoke else sweep.full
+    plan = sweep.quick if task.quick else sweep.full
     with _ALONE, processes(task.device) as these:
         torch.set_num_threads(task.threads)
         subject = sweep.subject(task.text)

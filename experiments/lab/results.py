@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -65,11 +64,13 @@ def versions() -> dict[str, str]:
 def mean_spread(values: Sequence[float], form: str = ".3f") -> str:
     """Mean and standard deviation of a few runs, as they are written in a table.
 
-    >>> mean_spread([1.0, 2.0, 3.0], ".1f")
-    '2.0 ± 1.0'
+    >>> mean_spread([1.0, 2.0, 3.0], ".1f"), mean_spread([1.0], ".1f")
+    ('2.0 ± 1.0', '1.0')
     """
-    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-    return f"{float(np.mean(values)):{form}} ± {spread:{form.lstrip('+')}}"
+    mean = f"{float(np.mean(values)):{form}}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {float(np.std(values, ddof=1)):{form.lstrip('+')}}"
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

@@ -29,7 +29,7 @@ def stages(
     [[1.0, 2.0], []]
     """
     yield [Run(method, rate, seeds[0]) for method in methods for rate in rates]
-    best = {method: best_rate(rows, method, seeds[0]) for method in methods if seeds[1:]}
+    best = {method: best_rate(rows, method) for method in methods if seeds[1:]}
     yield [Run(method, best[method], seed) for seed in seeds[1:] for method in methods]
 
 
@@ -47,13 +47,14 @@ def runs(
         yield from stage
 
 
-def best_rate(rows: Sequence[Row], method: str, seed: int) -> float:
+def best_rate(rows: Sequence[Row], method: str) -> float:
     """The learning rate with the fewest bits on held-out data at the end, on the first seed.
 
     A run that diverged has no bits at the end: it is the worst. Of equal ones the smaller rate.
     """
     swept = [row for row in rows if row["run"]["method"] == method]
-    swept = [row for row in swept if row["run"]["recipe"]["seed"] == seed]
+    first = min(row["run"]["recipe"]["seed"] for row in swept)
+    swept = [row for row in swept if row["run"]["recipe"]["seed"] == first]
     return min((end_bits(row), float(row["run"]["recipe"]["learning_rate"])) for row in swept)[1]
 
 
@@ -66,12 +67,12 @@ def end_bits(row: Row) -> float:
     return math.inf if "diverged" in row else float(row["looks"][-1]["bits"])
 
 
-def chosen(rows: Sequence[Row], method: str, seeds: Sequence[int]) -> dict[int, Row]:
-    """The row of every seed at the best rate of a method."""
-    rate = best_rate(rows, method, seeds[0])
+def chosen(rows: Sequence[Row], method: str) -> dict[int, Row]:
+    """The row of every seed, in order, at the best rate of a method."""
+    rate = best_rate(rows, method)
     found = {}
     for row in rows:
         recipe = row["run"]["recipe"]
         if row["run"]["method"] == method and recipe["learning_rate"] == rate:
             found[recipe["seed"]] = row
-    return {seed: found[seed] for seed in seeds}
+    return dict(sorted(found.items()))
