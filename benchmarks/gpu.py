@@ -5,7 +5,9 @@ outputs full of NaN, against angles in float64. Times on the GPU are replays of 
 several sets of tensors, together larger than its cache; times on the host are of eager calls. Every
 line is measured twice in a run, and everything is compared with a copy of 2 GB. Prints a page and
 writes it to --out; without a GPU the page says what would be measured. --table makes one page of
-the numbers of several runs. How to bring peers along: benchmarks/README.md.
+the numbers of several runs. --quick checks our calls on the CPU where there is no GPU, and measures
+one small line of each part, without peers, where there is one. How to bring peers along:
+benchmarks/README.md.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import gpu_clock, gpu_peers, gpu_plan
+from . import command, gpu_clock, gpu_peers, gpu_plan
 from .gpu_gate import LIMITS, PEER_LIMITS, error_of, poisoned
 from .gpu_peers import Case, buffers_of, tables_of
 from .gpu_plan import OURS, PARTS, Line, Report, Rows, Work
@@ -32,41 +34,60 @@ Entry = dict[str, Any]
 
 def main() -> None:
     """Measure the parts asked for, or put a page together; print it and write it."""
-    arguments = parsed()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.table:
-        reports = [json.loads(path.read_text()) for path in arguments.table]
-    elif not torch.cuda.is_available():
+    given = parsed()
+    has_gpu = torch.cuda.is_available()
+    if given.quick:
+        command.gate(errors("cuda" if has_gpu else "cpu"), "angles and products in float64")
+    if given.table:
+        reports = [json.loads(path.read_text()) for path in given.table]
+    elif not has_gpu:
         print("no CUDA device: nothing is measured\n", file=sys.stderr)
-        publish(None, arguments.out)
+        publish(None, given.out)
         return
     else:
-        reports, deadline = [], time.monotonic() + arguments.seconds
-        for part in arguments.part or PARTS:
-            reports.append(measured(part, deadline))
-            text = json.dumps(reports[-1], indent=1)
-            (arguments.out / f"gpu-{part}.json").write_text(text + "\n")
+        reports, deadline = [], time.monotonic() + given.seconds
+        for part in given.part or PARTS:
+            lines = list(gpu_plan.lines(part))
+            if given.quick:
+                lines = [gpu_plan.small(lines[0])]
+            reports.append(measured(part, lines, deadline))
+            text = json.dumps(reports[-1], indent=1) + "\n"
+            command.write(given.out, {f"gpu-{part}.json": text})
     whole = gpu_plan.merged(reports)
-    publish(whole, arguments.out)
+    publish(whole, given.out)
     if wrong := failures(whole["rows"]):
         sys.exit("wrong or failed, so not timed: " + "; ".join(wrong))
 
 
 def parsed() -> argparse.Namespace:
     """What to measure, and where to write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all of them")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="default: build/gpu")
     parser.add_argument("--seconds", type=float, default=480, help="no line is begun after these")
     parser.add_argument("--table", type=Path, nargs="+", help="gpu-PART.json of earlier runs")
-    return parser.parse_args()
+    return command.parsed(parser, {}, Path(__file__).parents[1] / "build" / "gpu")
 
 
-def publish(report: Report | None, folder: Path) -> None:
+def publish(report: Report | None, out: Path | None) -> None:
     """Print the page, and write it as DATE-gpu.md, or gpu.md where nothing was measured."""
     text = gpu_plan.page(report)
-    (folder / (f"{max(report['dates'])}-gpu.md" if report else "gpu.md")).write_text(text)
+    command.write(out, {f"{max(report['dates'])}-gpu.md" if report else "gpu.md": text})
     print(text, end="")
+
+
+def errors(device: str) -> Iterator[tuple[str, float, float]]:
+    """(what, ulps of the pair, limit) of all our ways, in all forms of memory, at a small size."""
+    small = gpu_plan.COUNTED
+    works = [*gpu_plan.memory_forms(small), small._replace(layout="interleaved")]
+    works += [small._replace(dtype=dtype) for dtype in LIMITS]
+    for work in works:
+        tables = tables_of(work, device)
+        for way in ("out=", "in place", "new", "apply", "backward"):
+            with poisoned():
+                ulp, _ = error_of(
+                    gpu_peers.ours(way, work, tables), way == "backward", work, device
+                )
+            yield f"{way} {work.name}", ulp, LIMITS[work.dtype]
 
 
 def failures(rows: Rows) -> list[str]:
@@ -82,13 +103,13 @@ def failures(rows: Rows) -> list[str]:
 # --- a part, twice ---
 
 
-def measured(part: str, deadline: float) -> Report:
-    """Every line of a part, twice, between copies."""
+def measured(part: str, lines: Sequence[Line], deadline: float) -> Report:
+    """Lines of a part, twice, between copies."""
     there, missing = gpu_peers.found()
     rows: Rows = {}
     copies, clocks = [gpu_clock.copy_speed()], [gpu_clock.clocks()]
     for _ in range(2):
-        for line in gpu_plan.lines(part):
+        for line in lines:
             if time.monotonic() < deadline:
                 collect(rows.setdefault(line.name, {}), line, there, copies[-1])
         copies.append(gpu_clock.copy_speed())

@@ -128,6 +128,11 @@ def memory_forms(work: Work) -> list[Work]:
     return [*(work._replace(memory=form) for form in ("hf view", "bhsd", "packed qkv")), packed]
 
 
+def small(line: Line) -> Line:
+    """A line of the same kind that takes a moment: 64 tokens at most, and no peers."""
+    return line._replace(work=line.work._replace(seq=min(line.work.seq, 64)), has_peers=False)
+
+
 def sets_of(work: Work, l2_bytes: int = L2_BYTES) -> int:
     """How many inputs and outputs to rotate among, so that no call finds its data in the cache.
 

@@ -6,15 +6,17 @@ Exits with status 1 if a rotation, of given tables or of tables made inside, tak
 formula by more than the noise.
 
 Times are those of all threads of the process, which a busy machine stretches little; a ratio is the
-median of those of the rounds. `python -m benchmarks.jax 128` is the same at sequence length 128, in
-the cache: at the default of 4096 all wait for the memory of their new outputs.
+median of those of the rounds. `python -m benchmarks.jax --seq 128` is the same in the cache: at the
+default of 4096 all wait for the memory of their new outputs. `--quick` has one dtype, and no time
+fails it.
 """
 
+import datetime
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,39 +26,53 @@ import numpy as np
 from rotary import Rotary, apply, cos_sin, rotate
 from rotary import bench as timing
 
-SEQ = 4096
-ROUNDS = 31
+from . import command
+from .reference import rotated
+
+BASE = 500_000.0
 NOISE = 0.1  # of a ratio, from run to run
 DTYPES = ("float32", "bfloat16")
+LAYOUTS = ("half", "interleaved")
 LIMITS = {"float32": 2.0**-21, "bfloat16": 2.0**-7}
 Function = Callable[..., Any]
+Group = tuple[dict[str, Function], tuple[Any, ...]]  # functions to compile, their arguments
 
 
-def main(seq: int = SEQ) -> None:
+def main() -> None:
     """Verify, measure, print."""
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {timing.versions()['cpu']}\n")
-    print("| group | case | CPU ms | x copy | formula / it |\n|---|---|---|---|---|")
-    slower = []
-    for dtype in DTYPES:
-        for layout in ("half", "interleaved"):
-            for group, functions, arguments in groups(layout, dtype, timing.Shape(seq)):
-                name = f"{dtype} {layout} {group}"
-                times = measured(functions, arguments)
-                for case, spent in times.items():
-                    ratio = _ratio(times["formula"], spent)
-                    print(f"| {name} | {case} | {statistics.median(spent):.3g} "
-                          f"| {_ratio(spent, times['copy']):.2f} | {ratio:.2f} |")  # fmt: skip
-                    if case.startswith("rotary") and ratio < 1 - NOISE:
-                        slower.append(f"{name}, {case}")
-    if slower:
+    parser = command.parser(__doc__)
+    parser.add_argument("--seq", type=int, default=4096, help="tokens; default 4096, 64 if quick")
+    parser.set_defaults(rounds=31, dtypes=DTYPES)
+    given = command.parsed(parser, {"seq": 64, "rounds": 3, "dtypes": DTYPES[1:]})
+    kinds = [(dtype, layout) for dtype in given.dtypes for layout in LAYOUTS]
+    named = {kind: groups(*kind, timing.Shape(given.seq)) for kind in kinds}
+    command.gate(
+        (error for kind in kinds for error in errors(*kind, *named[kind]["forward"])),
+        "complex numbers in float64",
+    )
+    rows, slower = [], []
+    for kind in kinds:
+        for group, (functions, arguments) in named[kind].items():
+            name = " ".join((*kind, group))
+            times = measured(functions, arguments, given.rounds)
+            for case, spent in times.items():
+                ratio = _ratio(times["formula"], spent)
+                rows.append((name, case, f"{statistics.median(spent):.3g}",
+                             f"{_ratio(spent, times['copy']):.2f}", f"{ratio:.2f}"))  # fmt: skip
+                if case.startswith("rotary") and ratio < 1 - NOISE:
+                    slower.append(f"{name}, {case}")
+    machine = f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {timing.versions()['cpu']}"
+    heads = ("group", "case", "CPU ms", "x copy", "formula / it")
+    text = f"{machine}\n\n{command.table(heads, rows)}\n"
+    print(text)
+    command.write(given.out, {f"{datetime.date.today().isoformat()}-jax.md": text})
+    if slower and not given.quick:
         sys.exit("slower than the formula: " + "; ".join(slower))
 
 
-def groups(
-    layout: str, dtype: str, shape: timing.Shape
-) -> list[tuple[str, dict[str, Function], tuple[Any, ...]]]:
-    """(name, functions to compile, their arguments) of the rotation and of its gradient."""
-    spec = Rotary(head_dim=128, base=500_000.0, layout=layout)
+def groups(dtype: str, layout: str, shape: timing.Shape) -> dict[str, Group]:
+    """The rotation and its gradient."""
+    spec = Rotary(head_dim=128, base=BASE, layout=layout)
     keys = jax.random.split(jax.random.key(0), 2)
     q, k = (
         jax.random.normal(key, shape.of(heads, 128)).astype(dtype)
@@ -74,7 +90,6 @@ def groups(
         "rotary": lambda q, k, cos, sin: rotate((q, k), cos, sin, spec),
         "rotary, tables inside": lambda q, k, cos, sin: apply(spec, q, k),
     }
-    check(forward, spec, dtype, (q, k, *tables))
 
     def gradient(function: Function) -> Function:
         def back(q: Any, k: Any, cos: Any, sin: Any) -> Any:
@@ -84,27 +99,30 @@ def groups(
 
     backward = {"copy": forward["copy"]}
     backward |= {name: gradient(forward[name]) for name in ("formula", "rotary")}
-    return [("forward", forward, (q, k, *tables)), ("gradient", backward, (q, k, *tables))]
+    return {"forward": (forward, (q, k, *tables)), "gradient": (backward, (q, k, *tables))}
 
 
-def check(functions: dict[str, Function], spec: Rotary, dtype: str, arguments: Any) -> None:
-    """The gate: every case against NumPy's float64, one head of it."""
+def errors(
+    dtype: str, layout: str, functions: dict[str, Function], arguments: tuple[Any, ...]
+) -> Iterator[tuple[str, float, float]]:
+    """(what, largest error over the largest result, limit) of one head of every rotation."""
     x = np.asarray(arguments[0][:, :1]).astype(np.float64)
-    wanted = apply(spec, x)
+    wanted = rotated(x, layout, BASE)
     for name, function in functions.items():
         if name != "copy":
             got = np.asarray(jax.jit(function)(*arguments)[0][:, :1]).astype(np.float64)
             error = np.abs(got - wanted).max() / np.abs(wanted).max()
-            if not error <= LIMITS[dtype]:
-                sys.exit(f"gate is red, no time is measured: {name} {dtype} is off by {error:.1e}")
+            yield f"{name} {dtype} {layout}", float(error), LIMITS[dtype]
 
 
-def measured(functions: dict[str, Function], arguments: tuple[Any, ...]) -> dict[str, list[float]]:
+def measured(
+    functions: dict[str, Function], arguments: tuple[Any, ...], rounds: int
+) -> dict[str, list[float]]:
     """CPU milliseconds of each compiled function, in turn, for every round."""
     compiled = {name: jax.jit(function) for name, function in functions.items()}
     spent: dict[str, list[float]] = {name: [] for name in compiled}
     order = random.Random(0)
-    for number in range(ROUNDS + 2):
+    for number in range(rounds + 2):
         # a case writes to memory that the one before it has freed: none always follows the same
         for name in order.sample(list(compiled), len(compiled)):
             start = time.process_time()
@@ -134,4 +152,4 @@ def _turned(x: Any, layout: str) -> Any:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

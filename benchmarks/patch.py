@@ -5,14 +5,17 @@ Both states run in turns on the same instance, so that a busy machine slows both
 is the time of transformers' own rotation, measured alone at the same shapes, in the time before.
 
     python -m benchmarks.patch
+
+Writes benchmarks/results/DATE-patch.md. With --quick the model is 512 wide and has 2 layers.
 """
 
 import argparse
+import datetime
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,45 +24,65 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rotary
-from rotary.integrations.transformers import patch, unpatch
+from rotary import patch, unpatch
+
+from . import command
+
+HEAD_DIM = 128
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # of the logits, relative
 
 
 def main() -> None:
-    """Measure, check that both states give the same logits, print a table."""
-    arguments = parsed()
-    dtype = getattr(torch, arguments.dtype)
-    model = llama(arguments.layers, dtype)
-    ids = torch.randint(0, model.config.vocab_size, (1, arguments.prompt))
-    print(f"{machine()}; {arguments.layers} layers, {arguments.dtype}")
-    print(f"prefill {arguments.prompt} tokens, decode {arguments.tokens} tokens behind them")
+    """Check that both states give the same logits, measure, print a table."""
+    given = parsed()
+    dtype = getattr(torch, given.dtype)
+    model = llama(given.width, given.layers, dtype)
+    ids = torch.randint(0, model.config.vocab_size, (1, given.prompt))
+    rows = []
     with torch.inference_mode():
-        check(model, ids[:, :64])
-        print(f"{'':8} {'before, s':>12} {'patched, s':>12} {'ratio':>7} {'RoPE before':>12}")
+        command.gate(errors(model, ids[:, :64]), "the logits of the model before")
         for name, run, seq, tokens in (
-            ("prefill", lambda: prefill(model, ids), arguments.prompt, 1),
-            ("decode", decoding(model, ids, arguments), 1, arguments.tokens),
-        ):
-            before, after = measured(model, run, arguments.repeats)
-            share = rotation(model, seq, dtype) * arguments.layers * tokens / before
-            print(f"{name:8} {before:12.3f} {after:12.3f} {before / after:7.3f} {share:12.1%}")
+            (f"prefill of {given.prompt} tokens", lambda: prefill(model, ids), given.prompt, 1),
+            (f"decoding {given.tokens} tokens behind them", decoding(model, ids, given), 1,
+             given.tokens),
+        ):  # fmt: skip
+            before, after = measured(model, run, given.repeats)
+            share = rotation(model, seq, dtype) * given.layers * tokens / before
+            rows.append((name, f"{before:.3g}", f"{after:.3g}", f"{before / after:.3f}",
+                         f"{100 * share:.1f} %"))  # fmt: skip
+    date = datetime.date.today().isoformat()
+    heads = ("", "before, s", "patched, s", "ratio", "share of RoPE before")
+    text = f"""\
+# Measured {date}: `rotary.patch` on a whole model
+
+`python -m benchmarks.patch --repeats {given.repeats}`, {machine()}:
+{given.layers} layers of width {given.width}, {given.dtype}, random weights, medians in turns.
+
+{command.table(heads, rows)}
+"""
+    print(text)
+    command.write(given.out, {f"{date}-patch.md": text})
 
 
 def parsed() -> argparse.Namespace:
-    """Sizes of the run; small ones make a quick try."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    """Sizes of the run."""
+    parser = command.parser(__doc__)
+    sizes = {"prompt": 4096, "tokens": 16, "layers": 4, "repeats": 5}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    return parser.parse_args()
+    parser.set_defaults(width=4096)
+    quick = {"prompt": 64, "tokens": 2, "layers": 2, "repeats": 1, "width": 512}
+    return command.parsed(parser, quick, command.RESULTS)
 
 
-def llama(layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Llama 3 8B but for its depth and vocabulary."""
+def llama(width: int, layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Llama 3 8B but for its depth and vocabulary, and its width if that is not 4096."""
+    heads = width // HEAD_DIM
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=1024,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=layers,
+        vocab_size=1024, num_attention_heads=heads, num_key_value_heads=heads // 4,
+        max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, dtype=dtype,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -69,17 +92,12 @@ def llama(layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
-def check(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """No time is printed for a patch that changes the logits."""
+def errors(model: LlamaForCausalLM, ids: torch.Tensor) -> Iterator[tuple[str, float, float]]:
+    """(what, difference of the logits over their size, limit) of the patched model."""
     before = model(ids).logits.float()
     with patch(model) as patched:
         after = model(ids).logits.float()
-        print(patched)
-    limit = 1e-5 if model.dtype == torch.float32 else 5e-2
-    error = float((after - before).norm() / before.norm())
-    print(f"logits differ by {error:.1e}, allowed {limit:.0e}")
-    if not error <= limit:
-        raise SystemExit("the patch changes the logits: nothing is measured")
+    yield str(patched), float((after - before).norm() / before.norm()), LIMITS[model.dtype]
 
 
 def prefill(model: LlamaForCausalLM, ids: torch.Tensor) -> Any:
@@ -90,15 +108,15 @@ def prefill(model: LlamaForCausalLM, ids: torch.Tensor) -> Any:
 
 
 def decoding(
-    model: LlamaForCausalLM, ids: torch.Tensor, arguments: argparse.Namespace
+    model: LlamaForCausalLM, ids: torch.Tensor, given: argparse.Namespace
 ) -> Callable[[], None]:
     """One token at a time behind the prompt, whose cache is cut back for every run."""
     cache = prefill(model, ids)
 
     def run() -> None:
-        for _ in range(arguments.tokens):
+        for _ in range(given.tokens):
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-        cache.crop(-arguments.tokens)
+        cache.crop(-given.tokens)
 
     return run
 
@@ -122,7 +140,7 @@ def rotation(model: LlamaForCausalLM, seq: int, dtype: torch.dtype) -> float:
     """Median seconds of transformers' rotation in one layer, after a matmul as in the model."""
     config = model.config
     q, k = (
-        torch.randn(1, seq, heads, 128).to(dtype).transpose(1, 2)
+        torch.randn(1, seq, heads, HEAD_DIM).to(dtype).transpose(1, 2)
         for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
     cos, sin = model.model.rotary_emb(q, torch.arange(seq)[None])

@@ -10,6 +10,13 @@ from rotary import Rotary, cos_sin
 from rotary.bench import Case
 
 
+def cases(spec: Rotary, q: Any, k: Any, compiled: bool = True) -> dict[str, Case]:
+    """The peers that rotate in the layout of the spec; `compiled` ones, which start slowly, too."""
+    if spec.layout == "interleaved":
+        return lucidrains_cases(spec, q, k)
+    return transformers_cases(spec, q, k, compiled)
+
+
 def full_width_tables(spec: Rotary, seq: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Tables as transformers has them: (1, seq, head_dim), in the dtype of the model."""
     halves = cos_sin(spec, torch.arange(seq))
@@ -17,15 +24,15 @@ def full_width_tables(spec: Rotary, seq: int, dtype: torch.dtype) -> tuple[Any, 
     return cos, sin
 
 
-def transformers_cases(spec: Rotary, q: Any, k: Any) -> dict[str, Case]:
+def transformers_cases(spec: Rotary, q: Any, k: Any, compiled: bool = True) -> dict[str, Case]:
     """Half layout: the function of modeling_llama, eager and under torch.compile."""
-    torch.compiler.reset()  # or the many shapes of a run use up its recompilations
-    compiled = torch.compile(apply_rotary_pos_emb)
     cos, sin = full_width_tables(spec, q.shape[-2], q.dtype)
-    return {
-        "transformers eager": lambda: apply_rotary_pos_emb(q, k, cos, sin),
-        "transformers compiled": lambda: compiled(q, k, cos, sin),
-    }
+    found = {"transformers eager": lambda: apply_rotary_pos_emb(q, k, cos, sin)}
+    if compiled:
+        torch.compiler.reset()  # or the many shapes of a run use up its recompilations
+        function = torch.compile(apply_rotary_pos_emb)
+        found["transformers compiled"] = lambda: function(q, k, cos, sin)
+    return found
 
 
 def lucidrains_cases(spec: Rotary, q: Any, k: Any) -> dict[str, Case]:

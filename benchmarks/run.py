@@ -1,45 +1,76 @@
-"""All benchmarks in one run: `python -m benchmarks.run [--quick]`, or `make bench`.
+"""All benchmarks of the CPU in one run: `python -m benchmarks.run`, or `make bench`.
 
 The gate first; then every case side by side, medians and ratios; last, each bar the project set
-itself with what was measured. Writes benchmarks/results/DATE.md and .json.
+itself with what was measured. Writes benchmarks/results/DATE.md and .json. `--table` prints the
+numbers of the README from the newest of these and measures nothing. `--quick` leaves out what is
+compiled, by torch or by Numba into an empty cache.
 """
 
-import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from rotary import Rotary, apply, cos_sin, rotate
 from rotary import bench as timing
-from rotary.kernels.geometry import Options, geometry_of
-from rotary.kernels.torch import _formula as formula
 
-from . import peers, verify
+from . import command, peers, verify
 
-RESULTS = Path(__file__).parent / "results"
 BASE = 500_000.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Rows = dict[str, dict[str, float]]  # case group -> case -> median milliseconds
+Bar = tuple[str, float, str, bool]  # what, measured, limit, met
+
+
+class Plan(NamedTuple):
+    """The sizes of a run.
+
+    rounds     of every sequence length of a prefill
+    seq, long  the lengths that the bars are of, and that growth is measured from and to
+    calls      of one token in a row
+    positions  of the tables
+    starts     fresh processes for each kind of start
+    compiled   whether torch.compile and the first call of a process are measured
+    """
+
+    rounds: dict[int, int]
+    seq: int
+    long: int
+    calls: int
+    positions: int
+    starts: int
+    compiled: bool
+
+
+FULL = Plan({1: 201, 512: 51, 4096: 15, 32_768: 5}, 4096, 32_768, 1000, 131_072, 5, True)
+QUICK = Plan({1: 3, 64: 3}, 64, 128, 10, 1024, 1, False)
 
 
 def main() -> None:
     """Verify, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, no sequence of 32 768")
-    quick = parser.parse_args().quick
+    parser = command.parser(__doc__)
+    parser.add_argument(
+        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
+        help="print the tables of the README; default: of the newest results",
+    )  # fmt: skip
+    parser.set_defaults(plan=FULL)
+    given = command.parsed(parser, {"plan": QUICK}, command.RESULTS)
+    if given.table is not None:
+        print(readme_tables(json.loads(newest(given.table).read_text())))
+        return
     torch.manual_seed(0)
-    verify.main()
+    verify.gate(given.plan.compiled)
     rows: Rows = {}
     with Console(stderr=True).status("measuring") as status:
-        for name, medians in groups(quick):
+        for name, medians in groups(given.plan):
             rows[name] = medians
             status.update(name)
     report = {
@@ -48,264 +79,308 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "milliseconds": rows,
         "bars": [dict(zip(("bar", "measured", "limit", "met"), bar, strict=True))
-                 for bar in bars(rows)],
+                 for bar in bars(rows, given.plan)],
     }  # fmt: skip
     text = as_markdown(report)
-    Console().print(_console_table(report))
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{report['date']}.md").write_text(text)
-        (RESULTS / f"{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(text)
+    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
+    command.write(given.out, {report["date"] + suffix: text for suffix, text in files.items()})
 
 
-def groups(quick: bool) -> Iterator[tuple[str, dict[str, float]]]:
+def newest(path: Path) -> Path:
+    """The file itself, or the newest DATE.json of a folder."""
+    return max(path.glob("????-??-??.json")) if path.is_dir() else path
+
+
+def groups(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
     """Every group of cases that are timed side by side."""
-    for seq in (1, 512, 4096) if quick else (1, 512, 4096, 32768):
-        rounds = {1: 201, 512: 51, 4096: 15, 32768: 5}[seq] // (3 if quick else 1)
+    spec, seq = Rotary(head_dim=128, base=BASE), plan.seq
+    for length, rounds in plan.rounds.items():
         for dtype in DTYPES:
             for layout in ("half", "interleaved"):
-                name = f"{_short(dtype)} {layout} seq {seq}"
-                yield name, _prefill(seq, dtype, layout, rounds)
-    for dtype in () if quick else DTYPES:
-        yield f"{_short(dtype)} growth", _growth(dtype)
+                name = f"{_short(dtype)} {layout} seq {length}"
+                yield name, _prefill(length, dtype, layout, rounds, plan.compiled)
+    for dtype in DTYPES:
+        yield f"{_short(dtype)} growth", _growth(spec, dtype, plan)
     for dtype in DTYPES[:2]:
-        yield f"{_short(dtype)} transposed view seq 4096", _transposed(dtype)
-        yield f"{_short(dtype)} forward + backward seq 4096", _backward(dtype)
-        yield f"{_short(dtype)} decode, loop of calls", _decode(dtype)
-        yield f"{_short(dtype)} under torch.compile seq 4096", _compiled(dtype)
+        yield f"{_short(dtype)} transposed view seq {seq}", _transposed(spec, dtype, plan)
+        yield f"{_short(dtype)} forward + backward seq {seq}", _backward(spec, dtype, plan)
+        yield f"{_short(dtype)} decode, loop of calls", _decode(spec, dtype, plan)
+        if plan.compiled:
+            yield f"{_short(dtype)} under torch.compile seq {seq}", _compiled(spec, dtype, plan)
     yield (
-        "numpy float32 half seq 4096",
-        _medians(timing.numpy_cases(Rotary(head_dim=128, base=BASE), timing.Shape(4096)), 11),
+        f"numpy float32 half seq {seq}",
+        _medians(timing.numpy_cases(spec, timing.Shape(seq)), _rounds(plan, 11)),
     )
     yield (
-        "tables of 131 072 positions",
-        _medians(timing.table_cases(Rotary(head_dim=128, base=BASE), 131_072), 15),
+        f"tables of {plan.positions:,} positions".replace(",", " "),
+        _medians(timing.table_cases(spec, plan.positions), _rounds(plan, 15)),
     )
-    yield "start", _start()
+    yield "start", _start(plan)
 
 
-def _prefill(seq: int, dtype: torch.dtype, layout: str, rounds: int) -> dict[str, float]:
+def _rounds(plan: Plan, rounds: int) -> int:
+    """So many rounds; in a quick run no more than it has for the shortest prefill."""
+    return min(rounds, max(plan.rounds.values()))
+
+
+def _prefill(
+    seq: int, dtype: torch.dtype, layout: str, rounds: int, compiled: bool
+) -> dict[str, float]:
     spec, shape = Rotary(head_dim=128, base=BASE, layout=layout), timing.Shape(seq)
     cases = timing.torch_cases(spec, shape, dtype)
-    q, k = (torch.randn(shape.of(heads, 128)).to(dtype) for heads in (32, 8))
-    is_half = layout == "half"
-    more = peers.transformers_cases(spec, q, k) if is_half else peers.lucidrains_cases(spec, q, k)
     with torch.no_grad():
+        more = peers.cases(spec, *_inputs(shape, dtype), compiled)
         return _medians({**cases, **more}, rounds, timing.torch_matmul())
 
 
-def _growth(dtype: torch.dtype) -> dict[str, float]:
+def _inputs(shape: timing.Shape, dtype: torch.dtype) -> list[torch.Tensor]:
+    heads = shape.q_heads, shape.k_heads
+    return [torch.randn(shape.of(count, 128)).to(dtype) for count in heads]
+
+
+def _growth(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
     """A short and a long sequence side by side, without the peers, whose intermediate results take
     the memory of the long one from it every round."""
-    spec = Rotary(head_dim=128, base=BASE)
     cases = {}
-    for seq in (4096, 32768):
+    for seq in (plan.seq, plan.long):
         made = timing.torch_cases(spec, timing.Shape(seq), dtype)
         for name in ("copy", "rotary out="):
             cases[f"{name} {seq}"] = made[name]
     with torch.no_grad():
-        return _medians(cases, 31, timing.torch_matmul())
+        return _medians(cases, _rounds(plan, 31), timing.torch_matmul())
 
 
-def _transposed(dtype: torch.dtype) -> dict[str, float]:
-    spec, shape = Rotary(head_dim=128, base=BASE), timing.Shape(4096)
+def _transposed(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
+    shape = timing.Shape(plan.seq)
     plain = timing.torch_cases(spec, shape, dtype)
     views = timing.torch_cases(spec, shape, dtype, transposed=True)
     cases = {}
     for name in ("rotary", "rotary out=", "rotary in place"):
         cases[f"{name}, contiguous"], cases[f"{name}, view"] = plain[name], views[name]
-    return _medians(cases, 31, timing.torch_matmul())
+    return _medians(cases, _rounds(plan, 31), timing.torch_matmul())
 
 
-def _backward(dtype: torch.dtype) -> dict[str, float]:
-    spec, shape = Rotary(head_dim=128, base=BASE), timing.Shape(4096)
-    q, k = (torch.randn(shape.of(n, 128)).to(dtype).requires_grad_() for n in (32, 8))
+def _backward(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
+    q, k = (x.requires_grad_() for x in _inputs(timing.Shape(plan.seq), dtype))
     grads = torch.randn_like(q), torch.randn_like(k)
 
     def with_backward(forward: timing.Case) -> timing.Case:
         return lambda: torch.autograd.grad(forward(), (q, k), grads)
 
-    cases = {"rotary": lambda: apply(spec, q, k), **peers.transformers_cases(spec, q, k)}
+    cases = {"rotary": lambda: apply(spec, q, k), **peers.cases(spec, q, k, plan.compiled)}
     timed = {name: with_backward(case) for name, case in cases.items()}
-    return _medians(timed, 9, timing.torch_matmul())
+    return _medians(timed, _rounds(plan, 9), timing.torch_matmul())
 
 
-def _decode(dtype: torch.dtype) -> dict[str, float]:
-    """One token, a thousand calls in a row: what a call costs, in milliseconds."""
-    spec = Rotary(head_dim=128, base=BASE)
-    q, k = torch.randn(1, 32, 1, 128).to(dtype), torch.randn(1, 8, 1, 128).to(dtype)
+def _decode(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
+    """One token, many calls in a row: what a call costs, in milliseconds."""
+    q, k = _inputs(timing.Shape(1), dtype)
     position = torch.tensor([[1000]])
     cos, sin = cos_sin(spec, position)
     cases = {
         "rotate": lambda: rotate((q, k), cos, sin, spec),
         "apply": lambda: apply(spec, q, k, positions=position),
-        **peers.transformers_cases(spec, q, k),
+        **peers.transformers_cases(spec, q, k, plan.compiled),
         **peers.lucidrains_cases(spec, q, k),
     }
 
     def many(case: timing.Case) -> timing.Case:
-        return lambda: [case() and None for _ in range(1000)]
+        return lambda: [case() and None for _ in range(plan.calls)]
 
     with torch.no_grad():
-        medians = _medians({name: many(case) for name, case in cases.items()}, 9)
-    return {name: spent / 1000 for name, spent in medians.items()}
+        medians = _medians({name: many(case) for name, case in cases.items()}, _rounds(plan, 9))
+    return {name: spent / plan.calls for name, spent in medians.items()}
 
 
-def _compiled(dtype: torch.dtype) -> dict[str, float]:
+def _compiled(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
     """What torch.compile should see: the operator, or the formula for Inductor to fuse."""
-    spec, shape = Rotary(head_dim=128, base=BASE), timing.Shape(4096)
-    q, k = (torch.randn(shape.of(n, 128)).to(dtype) for n in (32, 8))
-    cos, sin = cos_sin(spec, torch.arange(4096))
-    geometry = geometry_of((q.shape, k.shape), cos.shape, None, Options())
+    q, k = _inputs(timing.Shape(plan.seq), dtype)
+    cos, sin = cos_sin(spec, torch.arange(plan.seq))
+
+    def formula() -> list[torch.Tensor]:
+        turned = []
+        for x in (q, k):
+            first, second = x.float().chunk(2, -1)
+            both = first * cos - second * sin, second * cos + first * sin
+            turned.append(torch.cat(both, -1).to(x.dtype))
+        return turned
+
     torch.compiler.reset()
-    cases = {
-        "operator": torch.compile(lambda: rotate((q, k), cos, sin, spec), fullgraph=True),
-        "formula": torch.compile(
-            lambda: formula((q, k), cos, sin, None, geometry, False), fullgraph=True
-        ),
-    }
+    operator = torch.compile(lambda: rotate((q, k), cos, sin, spec), fullgraph=True)
+    cases = {"operator": operator, "formula": torch.compile(formula, fullgraph=True)}
     with torch.no_grad():
-        return _medians(cases, 15, timing.torch_matmul())
+        return _medians(cases, _rounds(plan, 15), timing.torch_matmul())
 
 
-def _start() -> dict[str, float]:
+def _start(plan: Plan) -> dict[str, float]:
     """Milliseconds in fresh processes: imports, the first rotation with a cold and a warm cache."""
-    import tempfile
-
     clock = "import time; start = time.perf_counter();"
     done = "; print(time.perf_counter() - start)"
     first = (
         "import numpy as np, rotary; q = np.ones((1, 32, 4096, 128), np.float32);"
         f"spec = rotary.Rotary(head_dim=128); {clock} rotary.apply(spec, q)"
     )
-    spent: dict[str, list[float]] = {}
-    for _ in range(5):
+    starts = {"import numpy": f"{clock} import numpy", "import rotary": f"{clock} import rotary"}
+    if plan.compiled:
+        starts |= {"first call, cold cache": first, "first call, warm cache": first}
+    spent: dict[str, list[float]] = {name: [] for name in starts}
+    for _ in range(plan.starts):
         with tempfile.TemporaryDirectory() as folder:
-            for name, code in (
-                ("import numpy", f"{clock} import numpy"),
-                ("import rotary", f"{clock} import rotary"),
-                ("first call, cold cache", first),
-                ("first call, warm cache", first),
-            ):
+            for name, code in starts.items():
                 answer = subprocess.run(
                     [sys.executable, "-c", code + done],
                     check=True,
                     capture_output=True,
-                    env={"NUMBA_CACHE_DIR": folder},
+                    env={**os.environ, "NUMBA_CACHE_DIR": folder},
                 )
-                spent.setdefault(name, []).append(float(answer.stdout) * 1e3)
+                spent[name].append(float(answer.stdout) * 1e3)
     return {name: sorted(times)[len(times) // 2] for name, times in spent.items()}
 
 
-def bars(rows: Rows) -> Iterator[tuple[str, float, str, bool]]:
-    """(bar, measured, limit, met) of every bar the project set itself."""
-    at_4096 = {
-        (dtype, layout): rows[f"{dtype} {layout} seq 4096"]
-        for dtype in map(_short, DTYPES)
-        for layout in ("half", "interleaved")
-    }
+def bars(rows: Rows, plan: Plan) -> Iterator[Bar]:
+    """Every bar the project set itself whose cases were measured."""
+
+    def most(name: str, group: str, case: str, other: str, limit: float) -> Iterator[Bar]:
+        """At most so many times as long as another case of the group."""
+        ratio = rows[group][case] / rows[group][other]
+        yield name, ratio, f"<= {limit}", ratio <= limit
+
+    def least(name: str, group: str, case: str, own: str, limit: float) -> Iterator[Bar]:
+        """At least so many times as long as our case of the group."""
+        if case in rows.get(group, {}):
+            ratio = rows[group][case] / rows[group][own]
+            yield name, ratio, f">= {limit}", ratio >= limit
+
+    eager, compiled, lucid = PEERS
     limits = {"float32": (1.2, 1.0), "bfloat16": (1.35, 1.2), "float16": (1.35, 1.2)}
-    for (dtype, layout), row in at_4096.items():
-        out, own = limits[dtype]
-        for name, limit in (("rotary out=", out), ("rotary in place", own)):
-            ratio = row[name] / row["copy"]
-            yield f"{name} / copy, {dtype} {layout}", ratio, f"<= {limit}", ratio <= limit
-    faster = {
-        "float32": (4, 1.8, 7),
-        "bfloat16": (10, 2.5, 25),
-    }
-    for dtype, (eager, compiled, lucid) in faster.items():
-        half, interleaved = at_4096[dtype, "half"], at_4096[dtype, "interleaved"]
-        yield _at_least(f"transformers eager / apply, {dtype}", half["transformers eager"],
-                        half["rotary"], eager)  # fmt: skip
-        yield _at_least(f"transformers compiled / apply, {dtype}", half["transformers compiled"],
-                        half["rotary"], compiled)  # fmt: skip
-        yield _at_least(
-            f"rotary-embedding-torch / apply, {dtype}",
-            interleaved["rotary-embedding-torch"],
-            interleaved["rotary"],
-            lucid,
-        )
-    half, interleaved = at_4096["float32", "half"], at_4096["float32", "interleaved"]
-    for name, row, limit in (
-        ("transformers eager", half, 12),
-        ("transformers compiled", half, 5),
-        ("rotary-embedding-torch", interleaved, 20),
-    ):
-        yield _at_least(f"{name} / out=, float32", row[name], row["rotary out="], limit)
+    for dtype, (out, own) in limits.items():
+        for layout in ("half", "interleaved"):
+            group = f"{dtype} {layout} seq {plan.seq}"
+            for name, limit in (("rotary out=", out), ("rotary in place", own)):
+                yield from most(f"{name} / copy, {dtype} {layout}", group, name, "copy", limit)
+    for dtype, faster in {"float32": (4, 1.8, 7), "bfloat16": (10, 2.5, 25)}.items():
+        for name, limit in zip(PEERS, faster, strict=True):
+            yield from least(f"{name} / apply, {dtype}", _group_of(name, dtype, plan), name,
+                             "rotary", limit)  # fmt: skip
+    for name, limit in ((eager, 12), (compiled, 5), (lucid, 20)):
+        yield from least(f"{name} / out=, float32", _group_of(name, "float32", plan), name,
+                         "rotary out=", limit)  # fmt: skip
     for dtype in ("float32", "bfloat16"):
-        row = rows[f"{dtype} forward + backward seq 4096"]
-        for name, limit in (("transformers eager", 6), ("transformers compiled", 3)):
-            yield _at_least(f"{name} / rotary, {dtype} with backward", row[name], row["rotary"],
-                            limit)  # fmt: skip
-        row = rows[f"{dtype} decode, loop of calls"]
-        micro = row["rotate"] * 1e3
+        group = f"{dtype} forward + backward seq {plan.seq}"
+        for name, limit in ((eager, 6), (compiled, 3)):
+            yield from least(f"{name} / rotary, {dtype} with backward", group, name, "rotary",
+                             limit)  # fmt: skip
+        group = f"{dtype} decode, loop of calls"
+        micro = rows[group]["rotate"] * 1e3
         yield f"one token, us a call, {dtype}", micro, "<= 25", micro <= 25
-        yield _at_least(f"transformers eager / rotate, one token {dtype}",
-                        row["transformers eager"], row["rotate"], 3)  # fmt: skip
-        row = rows[f"{dtype} transposed view seq 4096"]
+        yield from least(f"{eager} / rotate, one token {dtype}", group, eager, "rotate", 3)
+        group = f"{dtype} transposed view seq {plan.seq}"
         for name in ("rotary", "rotary out=", "rotary in place"):
-            ratio = row[f"{name}, view"] / row[f"{name}, contiguous"]
-            yield f"{name}, view / contiguous, {dtype}", ratio, "<= 1.1", ratio <= 1.1
-    row = rows["tables of 131 072 positions"]
-    yield _at_least("numpy float32 / rotary, tables", row["numpy float32"], row["rotary"], 5)
-    for dtype in map(_short, DTYPES) if "float32 growth" in rows else ():
-        row = rows[f"{dtype} growth"]
-        ratio = row["rotary out= 32768"] / row["rotary out= 4096"]
-        yield f"growth from 4096 to 32768, {dtype}", ratio, "<= 8.8", ratio <= 8.8
+            yield from most(f"{name}, view / contiguous, {dtype}", group, f"{name}, view",
+                            f"{name}, contiguous", 1.1)  # fmt: skip
+    group = f"tables of {plan.positions:,} positions".replace(",", " ")
+    yield from least("numpy float32 / rotary, tables", group, "numpy float32", "rotary", 5)
+    for dtype in map(_short, DTYPES):
+        yield from most(f"growth from {plan.seq} to {plan.long}, {dtype}", f"{dtype} growth",
+                        f"rotary out= {plan.long}", f"rotary out= {plan.seq}",
+                        1.1 * plan.long / plan.seq)  # fmt: skip
     for dtype in ("float32", "bfloat16"):
-        row = rows[f"{dtype} under torch.compile seq 4096"]
-        yield _at_least(f"compiled formula / operator, {dtype}", row["formula"], row["operator"], 1)
+        group = f"{dtype} under torch.compile seq {plan.seq}"
+        yield from least(f"compiled formula / operator, {dtype}", group, "formula", "operator", 1)
     row = rows["start"]
-    for name, measured, limit in (
-        ("import rotary over numpy, s", row["import rotary"] - row["import numpy"], 0.15),
-        ("first call, cold cache, s", row["first call, cold cache"], 5),
-        ("first call, warm cache, s", row["first call, warm cache"], 0.6),
-    ):
-        yield name, measured / 1e3, f"<= {limit}", measured / 1e3 <= limit
+    seconds = {"import rotary over numpy, s": (row["import rotary"] - row["import numpy"], 0.15)}
+    for name, limit in (("first call, cold cache", 5), ("first call, warm cache", 0.6)):
+        if name in row:
+            seconds[f"{name}, s"] = row[name], limit
+    for name, (spent, limit) in seconds.items():
+        yield name, spent / 1e3, f"<= {limit}", spent / 1e3 <= limit
 
 
-def _at_least(
-    name: str, slower: float, faster: float, limit: float
-) -> tuple[str, float, str, bool]:
-    return name, slower / faster, f">= {limit}", slower / faster >= limit
+PEERS = ("transformers eager", "transformers compiled", "rotary-embedding-torch")
+
+
+def _group_of(peer: str, dtype: str, plan: Plan) -> str:
+    layout = "interleaved" if peer == "rotary-embedding-torch" else "half"
+    return f"{dtype} {layout} seq {plan.seq}"
+
+
+# --- the page, and the tables of the README ---
 
 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page: machine, bars, every median."""
     facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
-    lines = [
-        f"# Measured {report['date']}",
-        "",
-        f"{facts}; {report['threads']} threads. `python -m benchmarks.run` prints this page.",
-        "Llama-3-8B shape: q 32 heads, k 8 heads, head_dim 128, one sequence; medians of one run.",
-        "",
-        "| bar | measured | limit | |",
-        "|---|---|---|---|",
+    bars = [
+        (bar["bar"], f"{bar['measured']:.2f}", bar["limit"], "met" if bar["met"] else "**missed**")
+        for bar in report["bars"]
     ]
-    for bar in report["bars"]:
-        verdict = "met" if bar["met"] else "**missed**"
-        lines.append(f"| {bar['bar']} | {bar['measured']:.2f} | {bar['limit']} | {verdict} |")
-    lines += ["", "| group | case | ms | x copy |", "|---|---|---|---|"]
-    for group, cases in report["milliseconds"].items():
-        for case, spent in cases.items():
-            ratio = f"{spent / cases['copy']:.2f}" if "copy" in cases else ""
-            lines.append(f"| {group} | {case} | {spent:.4g} | {ratio} |")
-    return "\n".join(lines) + "\n"
+    times = [
+        (group, case, f"{spent:.4g}", f"{spent / cases['copy']:.2f}" if "copy" in cases else "")
+        for group, cases in report["milliseconds"].items()
+        for case, spent in cases.items()
+    ]
+    return f"""\
+# Measured {report["date"]}
+
+{facts}; {report["threads"]} threads. `python -m benchmarks.run` prints this page.
+Llama-3-8B shape: q 32 heads, k 8 heads, head_dim 128, one sequence; medians of one run.
+
+{command.table(("bar", "measured", "limit", ""), bars)}
+
+{command.table(("group", "case", "ms", "x copy"), times)}
+"""
 
 
-def _console_table(report: dict[str, Any]) -> Table:
-    table = Table("bar", "measured", "limit", "", box=None)
-    for bar in report["bars"]:
-        verdict = "met" if bar["met"] else "[red]missed[/red]"
-        table.add_row(bar["bar"], f"{bar['measured']:.2f}", bar["limit"], verdict)
-    return table
+def readme_tables(report: dict[str, Any]) -> str:
+    """The numbers of the README: times over that of a copy of the same bytes, then times."""
+    rows = report["milliseconds"]
+
+    def over_copy(label: str, layout: str, case: str) -> list[str]:
+        groups = (rows[f"{dtype} {layout} seq {FULL.seq}"] for dtype in ("float32", "bfloat16"))
+        ratios = [group[case] / group["copy"] for group in groups]
+        return [label, *(f"{ratio:.0f}" if ratio > 5 else f"{ratio:.2f}" for ratio in ratios)]
+
+    def against(label: str, ours: float, theirs: float, note: str = "") -> list[str]:
+        return [label, f"{ours:.3g}", f"{note}{theirs:.3g}"]
+
+    backward = rows[f"float32 forward + backward seq {FULL.seq}"]
+    token, tables = rows["float32 decode, loop of calls"], rows["tables of 131 072 positions"]
+    copies = [
+        times["copy"] for name, times in rows.items()
+        if name.startswith("bfloat16 ") and name.endswith(f" seq {FULL.seq}") and "copy" in times
+    ]  # fmt: skip
+    ratios = [
+        over_copy("`rotate(..., out=)`, half layout", "half", "rotary out="),
+        over_copy("`rotate(..., out=)`, interleaved layout", "interleaved", "rotary out="),
+        over_copy("in place, half layout", "half", "rotary in place"),
+        over_copy("`apply`, new outputs", "half", "rotary"),
+        over_copy("transformers, eager", "half", "transformers eager"),
+        over_copy("transformers, `torch.compile`", "half", "transformers compiled"),
+        over_copy("rotary-embedding-torch, interleaved", "interleaved", "rotary-embedding-torch"),
+    ]
+    times = [
+        against("forward and backward, float32, ms", backward["rotary"],
+                backward["transformers eager"]),
+        against("one token, q and k, float32, a loop of such calls, us", 1e3 * token["rotate"],
+                1e3 * token["transformers eager"]),
+        against("cos and sin of 131 072 positions x 64 pairs, ms", tables["rotary"],
+                tables["numpy float32"], "NumPy float32: "),
+    ]  # fmt: skip
+    return f"""\
+Measured {report["date"]} on {report["versions"]["cpu"]}, {report["threads"]} threads:
+
+{command.table((f"seq {FULL.seq}", "float32", "bfloat16"), ratios)}
+
+{command.table(("", "rotary", "transformers eager"), times)}
+
+In that run a copy of q and k in bfloat16 took {min(copies):.1f} to {max(copies):.1f} ms."""
 
 
 def _medians(
     cases: dict[str, timing.Case], rounds: int, between: timing.Case | None = None
 ) -> dict[str, float]:
-    measured = timing.measure(cases, rounds=max(rounds, 3), between=between)
+    measured = timing.measure(cases, rounds=rounds, between=between)
     return {name: each.median * 1e3 for name, each in measured.items()}
 
 

@@ -4,21 +4,23 @@ Bytes and rows are formulas of one model, one length and one way to share the wo
 bytes times what `--measure` found on one machine; it also times shapes that no constant was taken
 from. It writes both to benchmarks/results/scaling/DATE.json, or exits with status 1 if a time is
 further than FACTOR from what the formulas say. Times are the fastest of many rounds: what else runs
-on a shared machine is no part of the model.
+on a shared machine is no part of the model. `--quick` measures small shapes, and no time fails it.
 """
 
-import argparse
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rotary import Rotary, from_hf_config
 from rotary.analysis import error_near, longest_safe_position
 
-RESULTS = Path(__file__).parent / "results" / "scaling"
+from . import command
+from .command import table
+
+RESULTS = command.RESULTS / "scaling"
 CONFIG = Path(__file__).parent.parent / "src" / "rotary" / "configs" / "llama-3.1-8b.json"
 FACTOR = 2.0
 ITEMS = {"float32": 4, "bfloat16": 2}
@@ -165,37 +167,48 @@ HELD_OUT: tuple[Shape, ...] = (
 ROWS = (131_072, 16_384)  # of the tables: fitted, held out
 
 
-def measure() -> dict[str, Any]:
-    """Constants from some shapes, and the times of shapes that they were not taken from."""
+def measure(smaller: int = 1, rounds: int = 61) -> dict[str, Any]:
+    """Constants from some shapes, and the times of shapes that they were not taken from.
+
+    Every shape has one in `smaller` of its tokens.
+    """
     import torch
 
     from rotary import bench
 
+    from . import verify
+
+    verify.gate(compiled=False)
+    one, *others = (
+        (max(shape[0] // smaller, 1), *shape[1:]) for shape in (ONE, *FITTED, *HELD_OUT)
+    )
+    fitted, held_out = others[: len(FITTED)], others[len(FITTED) :]
+    fitted_rows, held_out_rows = (count // smaller for count in ROWS)
     cases: dict[str, bench.Case] = {}
-    for shape in (ONE, *FITTED, *HELD_OUT):
+    for shape in (one, *others):
         count, q, k, dim, dtype = shape
         sizes = bench.Shape(count, q_heads=q, k_heads=k)
         made = bench.torch_cases(Rotary(head_dim=dim, base=5e5), sizes, getattr(torch, dtype))
         cases |= {f"{name} {shape}": made[name] for name in ("copy", "rotary out=")}
-    for count in ROWS:
+    for count in (fitted_rows, held_out_rows):
         made = bench.table_cases(Rotary(head_dim=128, base=5e5), count)
         cases |= {f"{name} {count}": case for name, case in made.items()}
-    timed = bench.measure(cases, rounds=61, between=bench.torch_matmul())
+    timed = bench.measure(cases, rounds=rounds, between=bench.torch_matmul())
     best = {name: each.best for name, each in timed.items()}
 
-    constants = {"call_us": best[f"rotary out= {ONE}"] * 1e6}
-    for shape in FITTED:
+    constants = {"call_us": best[f"rotary out= {one}"] * 1e6}
+    for shape in fitted:
         dtype, bytes_ = shape[4], moved(*shape[:4], ITEMS[shape[4]])
         constants[f"{dtype}_copy_GB_per_s"] = bytes_ / best[f"copy {shape}"] * 1e-9
         constants[f"{dtype}_ns_per_byte"] = best[f"rotary out= {shape}"] / bytes_ * 1e9
     for name, of in (("table", "rotary"), ("numpy_float32_table", "numpy float32")):
-        constants[f"{name}_ns_per_entry"] = best[f"{of} {ROWS[0]}"] / (ROWS[0] * 64) * 1e9
-    predicted = [seconds(constants, *shape) for shape in HELD_OUT]
-    names = ["{} tokens, {} + {} heads x {}, {}".format(*shape) for shape in HELD_OUT]
-    found = [best[f"rotary out= {shape}"] for shape in HELD_OUT]
-    names.append(f"cos and sin of {ROWS[1]} rows")
-    predicted.append(constants["table_ns_per_entry"] * 1e-9 * ROWS[1] * 64)
-    found.append(best[f"rotary {ROWS[1]}"])
+        constants[f"{name}_ns_per_entry"] = best[f"{of} {fitted_rows}"] / (fitted_rows * 64) * 1e9
+    predicted = [seconds(constants, *shape) for shape in held_out]
+    names = ["{} tokens, {} + {} heads x {}, {}".format(*shape) for shape in held_out]
+    found = [best[f"rotary out= {shape}"] for shape in held_out]
+    names.append(f"cos and sin of {held_out_rows} rows")
+    predicted.append(constants["table_ns_per_entry"] * 1e-9 * held_out_rows * 64)
+    found.append(best[f"rotary {held_out_rows}"])
     keys = ("case", "predicted", "measured")
     checks = zip(names, predicted, found, strict=True)
     return {
@@ -233,19 +246,6 @@ def size(count: int | None) -> str:
             break
         value /= 1024
     return f"{value:.4g} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
-
-    >>> print(table(["a", "b"], [["1", "2"]]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    lines = [header, *rows]
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "---|" * len(header), *text[1:]])
 
 
 def moved_table(model: Model) -> str:
@@ -376,18 +376,19 @@ def latest() -> dict[str, Any]:
 
 def main() -> None:
     """Print the tables; with --measure, measure first, and write what the formulas predict."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="measure on this machine and write")
-    is_new = parser.parse_args().measure
-    report = measure() if is_new else latest()
+    parser.set_defaults(smaller=1, rounds=61)
+    given = command.parsed(parser, {"measure": True, "smaller": 64, "rounds": 3}, RESULTS)
+    report = measure(given.smaller, given.rounds) if given.measure else latest()
     for title, text in tables(report).items():
         print(f"## {title}\n\n{text}\n")
     far = [each["case"] for each in report["checks"] if not is_near(each)]
-    if far:
+    if far and not given.quick:
         sys.exit(f"further than a factor of {FACTOR:g} from the prediction: {'; '.join(far)}")
-    if is_new:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
+    if given.measure:
+        text = json.dumps(report, indent=1) + "\n"
+        command.write(given.out, {f"{report['date']}.json": text})
 
 
 if __name__ == "__main__":

@@ -1,46 +1,34 @@
-"""The gate: no time is printed unless what is timed gives the right numbers.
+"""The checks before a time is taken: our results, and those of the peers, against float64."""
 
-Every kernel, layout and dtype of the benchmark against the law evaluated in float64, and the peers
-against the same law within the rounding of their own dtype policy.
-"""
-
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from rotary import Rotary, apply, cos_sin
-from rotary.kernels import numpy as law
-from rotary.kernels.geometry import Options
+from rotary import Rotary, apply
 
-from . import peers
+from . import command, peers
+from .reference import rotated
 
-# float32: three roundings of a product or sum below 2 |x|; the others: one rounding of the result
-LIMITS = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+SEQ = 515
+# float32: the tables, two products and a sum are rounded; the others: the result is, once
+LIMITS = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 PEER_FACTOR = 4  # peers round tables and products to the dtype of x as well
+PEER_ANGLES = 5e-5  # and have float32 angles, whose error at SEQ positions this is
 
 
-def main() -> None:
-    """Check everything; exit with status 1 and the list of failures if the gate is red."""
-    checked, failures = 0, []
-    for name, error, limit in errors():
-        checked += 1
-        if not error <= limit:
-            failures.append(f"{name}: {error:.2e} > {limit:.2e}")
-    if failures:
-        sys.exit("gate is red, no time is measured:\n" + "\n".join(failures))
-    print(f"gate is green: {checked} checks against the law in float64")
+def gate(compiled: bool = True) -> None:
+    """Check everything that `benchmarks.run` times; exit with status 1 if a result is wrong."""
+    command.gate(errors(compiled), "complex numbers in float64")
 
 
-def errors() -> Iterator[tuple[str, float, float]]:
-    """(what, largest error relative to the pair's larger member, limit) of every check."""
+def errors(compiled: bool) -> Iterator[tuple[str, float, float]]:
+    """(what, largest error over the largest result, limit); compiled peers as well if asked for."""
     for layout in ("half", "interleaved"):
         spec = Rotary(head_dim=128, base=500_000.0, layout=layout)
         for dtype, limit in LIMITS.items():
-            q = torch.randn(1, 4, 515, 128).to(dtype)
-            k = torch.randn(1, 2, 515, 128).to(dtype)
-            wanted = [_exact(spec, x) for x in (q, k)]
+            q, k = (torch.randn(1, heads, SEQ, 128).to(dtype) for heads in (4, 2))
+            wanted = [rotated(x.double().numpy(), layout, spec.base) for x in (q, k)]
             view = q.transpose(1, 2).contiguous().transpose(1, 2)
             own = q.clone()
             results = {
@@ -51,33 +39,17 @@ def errors() -> Iterator[tuple[str, float, float]]:
             }
             for name, got in results.items():
                 yield f"{name} {layout} {dtype}", _error(got, wanted), limit
-            cases = (
-                peers.transformers_cases(spec, q, k)
-                if layout == "half"
-                else peers.lucidrains_cases(spec, q, k)
-            )
-            for name, case in cases.items():
-                # the error of a peer's float32 angles is its own: 515 positions of it
-                allowed = PEER_FACTOR * limit + 5e-5
+            for name, case in peers.cases(spec, q, k, compiled).items():
+                allowed = PEER_FACTOR * limit + PEER_ANGLES
                 yield f"{name} {layout} {dtype}", _error(case(), wanted), allowed
-        x = np.random.default_rng(0).standard_normal((1, 4, 515, 128), np.float32)
-        wanted = [_exact(spec, torch.from_numpy(x))]
+        x = np.random.default_rng(0).standard_normal((1, 4, SEQ, 128), np.float32)
+        wanted = [rotated(x, layout, spec.base)]
         yield f"numpy {layout}", _error((apply(spec, x),), wanted), LIMITS[torch.float32]
 
 
-def _exact(spec: Rotary, x: torch.Tensor) -> np.ndarray:
-    tables = (table.astype(np.float64) for table in cos_sin(spec, np.arange(x.shape[-2])))
-    wide = x.double().numpy()
-    return law.rotate((wide,), *tables, None, Options(spec.layout), False, None)[0]
-
-
-def _error(got: tuple[object, ...], wanted: list[np.ndarray]) -> float:
+def _error(got: Sequence[object], wanted: Sequence[np.ndarray]) -> float:
     worst = 0.0
     for result, exact in zip(got, wanted, strict=False):
         values = torch.as_tensor(result).double().numpy()
         worst = max(worst, float(np.abs(values - exact).max() / np.abs(exact).max()))
     return worst
-
-
-if __name__ == "__main__":
-    main()
