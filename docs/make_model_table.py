@@ -1,5 +1,6 @@
 """Write docs/models.md: what RoPE the published configs in tests/configs have."""
 
+import argparse
 from pathlib import Path
 
 from rotary import Rotary, from_hf_config, inv_freq
@@ -63,4 +64,5 @@ def row(spec: Rotary | None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -3,8 +3,8 @@
 Needs the extra `plots`. Without names all are drawn, in half a minute.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -179,4 +179,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; default: all")
+    main(parser.parse_args().names)

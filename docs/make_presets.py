@@ -3,6 +3,7 @@
 A key is left out if the config without it gives the same `Rotary` and the same trained length.
 """
 
+import argparse
 import contextlib
 import json
 from pathlib import Path
@@ -39,4 +40,5 @@ def rotating(config: dict[str, Any]) -> list[str | None]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -4,6 +4,7 @@ table2, heads: the smallest bases of Men et al.; counts: their Table 4; figure2:
 RoFormer; models: the reach of published models. All take a few minutes on two cores.
 """
 
+import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -312,4 +313,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PAGES)}; default: all")
+    main(parser.parse_args().names)

@@ -3,13 +3,13 @@
 import ast
 import contextlib
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from benchmarks import command, gpu_peers, verify
+from programs import ran
 
 import rotary
 from rotary import checkpoint
@@ -43,21 +43,6 @@ def imported(path: Path) -> set[str]:
             name = ".".join(part for part in base if part)
             found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
     return found
-
-
-def ran(module: str, *arguments: str) -> None:
-    """What `python -m module arguments` does, in this process."""
-    before = sys.modules.pop(module, None)  # or it is found there, and not run
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", [module, *arguments])
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as stop:
-            if stop.code:
-                raise
-        finally:
-            if before is not None:
-                sys.modules[module] = before
 
 
 def test_there_are_programs_and_every_other_file_serves_one():

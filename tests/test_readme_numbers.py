@@ -1,0 +1,69 @@
+"""The numbers of the README are those of the committed results, by the command that prints them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import command, run
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+NUMBERS = README.split("\n## Numbers\n")[1].split("\n## ")[0]
+NEWEST = run.newest(command.RESULTS)
+
+
+@pytest.fixture
+def report():
+    return json.loads(NEWEST.read_text())
+
+
+def test_the_tables_of_the_readme_are_those_that_the_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run", "--table"])
+    run.main()
+    assert capsys.readouterr().out in NUMBERS, "print them by python -m benchmarks.run --table"
+
+
+def test_the_readme_has_no_other_table_of_numbers(report):
+    shown = [line for line in NUMBERS.splitlines() if line.startswith("|")]
+    assert shown == [line for line in run.readme_tables(report).splitlines() if line[:1] == "|"]
+
+
+def test_the_readme_leads_to_the_page_of_these_numbers(report):
+    assert f"benchmarks/results/{report['date']}.md" in NUMBERS
+    assert report["date"] == NEWEST.stem
+
+
+def test_the_page_is_that_of_its_numbers(report):
+    assert NEWEST.with_suffix(".md").read_text() == run.as_markdown(report)
+
+
+def test_the_bars_of_the_page_are_those_of_its_medians(report):
+    """All 44 of a whole run: a case whose name has changed would leave its bar out."""
+    names = ("bar", "measured", "limit", "met")
+    bars = [
+        dict(zip(names, bar, strict=True)) for bar in run.bars(report["milliseconds"], run.FULL)
+    ]
+    assert bars == report["bars"]
+    assert len(bars) == 44
+
+
+def test_a_number_that_changes_changes_the_table(report):
+    before = run.readme_tables(report)
+    for cases in report["milliseconds"].values():
+        for case in cases:
+            if case != "copy":
+                cases[case] *= 1.5
+    old, new = (set(re.findall(r"^\|.*\d.*\|$", text, re.MULTILINE))
+                for text in (before, run.readme_tables(report)))  # fmt: skip
+    assert len(old) == len(new) == 11
+    assert {line for line in old & new if not line.startswith("| seq ")} == set()
+
+
+def test_the_share_of_rope_in_a_model_is_that_of_the_newest_measurement():
+    page = max(command.RESULTS.glob("*-patch.md"))
+    share = re.search(r"(\d+\.\d %) of the prefill of four Llama-3-8B-wide layers", NUMBERS)
+    row = re.search(r"^\| prefill of 4096 tokens \|.*\| (.*) \|$", page.read_text(), re.MULTILINE)
+    assert share[1] == row[1]
+    assert f"benchmarks/results/{page.name}" in NUMBERS
