@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rotary
 from rotary import Rotary, from_hf_config, to_hf_config
 from rotary.configs import MODELS
-from rotary.configs.entries import MAX_CONFIG_BYTES
+from rotary.configs.files import MAX_CONFIG_BYTES
 from rotary.kernels.torch import FLOAT32
 from rotary.schedules import SCHEDULES
 

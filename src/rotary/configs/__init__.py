@@ -1,16 +1,16 @@
 """A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
 
-`entries` reads the file and chooses the entry that is meant, `hf` gives its keys their meaning, and
-`models.json` holds what is known of each model; `gguf`, `megatron` and `vllm` are other formats.
+`files` reads the file, `entries` chooses the entry that is meant, `hf` gives its keys their meaning,
+and `models.json` holds what is known of each model; `gguf`, `megatron` and `vllm` are other formats.
 """
 
 from .entries import MODELS as MODELS
 from .entries import Config as Config
 from .entries import choose as choose
 from .entries import layer_types as layer_types
-from .entries import load as load
-from .entries import parsed as parsed
 from .entries import parts as parts
+from .files import load as load
+from .files import parsed as parsed
 from .gguf import from_gguf as from_gguf
 from .gguf import gguf_layer_types as gguf_layer_types
 from .gguf import read_gguf as read_gguf
