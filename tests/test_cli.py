@@ -364,7 +364,7 @@ def test_doctor_reports_every_finding(main):
     findings = document(main("doctor", "--json"))
     assert all(set(finding) == {"what", "found", "advice"} for finding in findings)
     by_name = {finding["what"]: finding for finding in findings}
-    assert by_name["kernel"]["found"] == "compiled loops, equal to the law"
+    assert by_name["kernel"]["found"] == "compiled loops, equal to the reference implementation"
     assert by_name["numpy"]["found"] == np.__version__
     shown = main("doctor")
     assert (shown.code, shown.err) == (0, "")

@@ -401,3 +401,15 @@ def test_the_probe_would_notice(name):
 def test_numpy_work_does_not_load_torch():
     script = WORK + "work('numpy')\n" + PROBE
     assert not {"torch", "transformers", "typer"} & set(python(script).split())
+
+
+def test_without_a_compiler_the_plain_formula_rotates():
+    code = (
+        "import numpy as np, rotary; from rotary.kernels import host; print(host().__name__,"
+        "rotary.apply(rotary.Rotary(head_dim=2), np.ones((2, 2), 'f4'))[0].tolist())"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "rotary.kernels.numpy [1.0, 1.0]\n"

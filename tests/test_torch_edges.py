@@ -206,3 +206,24 @@ def test_a_compiled_call_refuses_overlapping_memory_like_an_eager_one():
     inside = memory[:5].clone()
     expected = rotary.rotate(inside, COS, SIN, SPEC)
     torch.testing.assert_close(compiled(inside, inside), expected, rtol=0, atol=0)
+
+
+def test_out_is_refused_where_forward_mode_wants_a_derivative():
+    """The tangent that was there before stayed, and was wrong."""
+    message = "out= does not take part in forward-mode autograd"
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X.clone(), X.clone())
+        with pytest.raises(RuntimeError, match=message):
+            rotary.rotate(x, COS, SIN, SPEC, out=x)
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(
+            lambda a: rotary.rotate(a, COS, SIN, SPEC, out=torch.empty_like(a)), (X,), (X,)
+        )
+
+
+def test_a_list_of_fractions_is_as_fine_for_torch_as_for_numpy():
+    """torch takes a list as float32: 0.066 off at four million."""
+    x, positions = torch.ones(3, 8), [4000000.3, 1234567.7, 0.1]
+    expected = rotary.apply(SPEC, x.numpy(), positions=positions)
+    found = rotary.apply(SPEC, x, positions=positions)
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=0, atol=1e-6)

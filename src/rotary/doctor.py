@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import kernels
 from .angles import cos_sin
 from .kernels import numpy as law
 from .kernels.geometry import Options
@@ -47,22 +46,26 @@ def _kernel() -> list[Finding]:
     try:
         import numba
 
-        from .kernels import threads, vector
+        from .kernels import cpu, threads, vector
     except ImportError as error:
-        advice = "rotations run on the plain formula, right but slow: pip install 'numba>=0.60'"
-        return [Finding("kernel", f"numba cannot be loaded: {error}", advice)]
+        advice = (
+            "rotations run on the plain formula, right but slow: pip install 'numba>=0.60', "
+            "without NUMBA_DISABLE_JIT"
+        )
+        return [Finding("kernel", f"no compiled loops: {error}", advice)]
     q = np.random.default_rng(0).standard_normal((1, 16, 512, 128), np.float32)
     tables = cos_sin(Rotary(head_dim=128), np.arange(512))
     results = [
-        module.rotate((q,), *tables, None, Options(), False, None)[0]
-        for module in (kernels.host(), law)
+        module.rotate((q,), *tables, None, Options(), False, None)[0] for module in (cpu, law)
     ]
     is_equal = np.array_equal(*results)
     return [
         Finding("numba", numba.__version__),
         Finding(
             "kernel",
-            "compiled loops, equal to the law" if is_equal else "differs from the law",
+            "compiled loops, equal to the reference implementation"
+            if is_equal
+            else "differs from the reference implementation",
             "" if is_equal else "report this: the compiled loops give wrong numbers here",
         ),
         _threads(threads.count(), threads.pool()),

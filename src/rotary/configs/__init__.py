@@ -1,7 +1,7 @@
 """A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
 
-`files` reads the file, `entries` chooses the entry that is meant, `hf` gives its keys their meaning,
-and `models.json` holds what is known of each model; `gguf`, `megatron` and `vllm` are other formats.
+`files` reads the file, `entries` chooses the entry that is meant, `hf` gives its keys their
+meaning, `models.json` is what is known of each model; `gguf`, `megatron`, `vllm`: other formats.
 """
 
 from .entries import MODELS as MODELS

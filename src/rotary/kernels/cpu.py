@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
+
+if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
+    raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 from . import numpy as law
 from . import threads, vector

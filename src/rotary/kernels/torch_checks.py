@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import is_distributed
 from .memory import check_overlap
@@ -73,6 +74,12 @@ def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         raise RuntimeError(
             "out= does not take part in autograd: call it under torch.no_grad(), or without out="
         )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (*inputs, *out))):
+        raise RuntimeError("out= does not take part in forward-mode autograd: call it without out=")
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:

@@ -122,8 +122,13 @@ def owns(tensor: Any) -> bool:
 
 
 def taken_over(positions: Any, like: Tensor) -> Tensor:
-    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over."""
-    return positions if owns(positions) else torch.as_tensor(positions, device=like.device)
+    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
+
+    A list goes through NumPy, whose fractions are float64; torch would take them as float32.
+    """
+    if owns(positions):
+        return positions
+    return torch.as_tensor(np.asarray(positions), device=like.device)
 
 
 def stacked(positions: Tensor, rows: int) -> Tensor:
