@@ -466,6 +466,7 @@ def measure(node, tensors):
     first = start + (np.arange(rotary_dim // 2) if half else np.arange(0, rotary_dim, 2))
     second = first + (rotary_dim // 2 if half else 1)
     inv_freq = np.arctan2(turned[first, second], turned[first, first])
+    inv_freq[np.abs(inv_freq) < 1e-25] = 0  # divided by 1e30, so that it stands still
     built = np.eye(width) * 1.0  # nothing but these pairs may have moved
     cos, sin = turned[first, first], turned[first, second]
     built[first, first], built[second, second] = cos, cos
@@ -596,7 +597,11 @@ def head():
 
 
 def every_config(configs, out):
-    """Convert, load and measure every config; the metadata goes into a second file beside OUT."""
+    """Convert, load and measure every config; the metadata goes into a second file beside OUT.
+
+    The context is what the config is made for; rows of a shorter one, where a file has factors for
+    short and long contexts, stand beside its metadata as "short_context".
+    """
     rows, files = [], []
     for path in sorted(Path(configs).glob("*.json")):
         config = json.loads(path.read_text())
@@ -605,8 +610,11 @@ def every_config(configs, out):
             reason = "skipped" if result.startswith("NotImplementedError") else "refused"
             rows.append({"config": path.name, "layer_type": None, reason: result})
         else:
-            rows += result[0]
-            files.append({"config": path.name, "metadata": result[1]})
+            measured, written = result
+            longest = max(row["seq_len"] for row in measured)
+            rows += [row for row in measured if row["seq_len"] == longest]
+            short = [row for row in measured if row["seq_len"] < longest]
+            files.append({"config": path.name, "metadata": written, "short_context": short})
         outcome = rows[-1].get("refused") or rows[-1].get("skipped") or "measured"
         print(path.name, outcome, flush=True)  # noqa: T201
     write(Path(out), head(), rows)
