@@ -1,16 +1,64 @@
 """What llama.cpp computes from the GGUF file that its converter writes of a config."""
 
+from ..configs.gguf import axes_of
 from . import rules
-from .case import Case, Program, Result
+from .case import Case, NotComparedError, Program, Result
+
+# model types without a class in its converter; conversion/*.py
+NOT_CONVERTED = {
+    "blt", "codegen", "csm", "diffllama", "doge", "esm", "eurobert", "flex_olmo", "fuyu",
+    "gpt_neox_japanese", "gptj", "helium", "jetmoe", "longcat_flash", "minicpmv", "mllama",
+    "mllama_text_model", "modernbert-decoder", "moshi", "nanochat", "olmo_hybrid", "persimmon",
+    "phi3_v", "roformer", "vaultgemma", "zamba2", "zaya",
+}  # fmt: skip
+# model types whose sections it deals out in turn; src/llama-model.cpp, llama_model_rope_type
+INTERLEAVED_SECTIONS = {
+    "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5", "qwen3_5_text",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text",
+}  # fmt: skip
+# model types whose mscale_all_dim it reads; src/models/deepseek2.cpp, deepseek32.cpp, mistral3.cpp
+READS_MSCALE = {
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "ministral3", "mistral4",
+}  # fmt: skip
 
 
 def opens(case: Case) -> Case:
     """What the converter writes: of sliding layers the base alone, of a scaling its factor."""
+    if case.config.model_type in NOT_CONVERTED:
+        raise NotComparedError(f"its converter has no file for {case.config.model_type}")
     if case.config.layer_type == "sliding_attention":  # rope.freq_base_swa
         return case._replace(rope={}, rope_type="default")
     if case.rope_type in ("linear", "yarn") and case.rope.get("factor") is None:
         return case._replace(rope_type=f"{case.rope_type} without a factor")
     return case
+
+
+def plain(case: Case) -> Result:
+    """Frequencies of the base; of M-RoPE in turn, a pair too many for its axis stands still.
+
+    Such a pair goes to a fourth position, which is 0 for text.
+    """
+    result = rules.plain(case)
+    sections = case.rope.get("mrope_section")
+    if not sections or case.config.model_type not in INTERLEAVED_SECTIONS:
+        return result
+    axes = axes_of(sections, len(result.inv_freq), {"sections": "interleaved"})
+    still = [pair for pair, axis in enumerate(axes) if axis == 3]
+    if not still:
+        return result
+    inv_freq = result.inv_freq.copy()
+    inv_freq[still] = 0.0
+    listed = ", ".join(map(str, still))
+    note = f"llama.cpp gives pairs {listed} to a fourth position, 0 for text: they stand still"
+    return result._replace(inv_freq=inv_freq, notes=(*result.notes, note))
+
+
+def dynamic(case: Case) -> Result:
+    """Not scaled, but for Hunyuan's alpha, of which the converter makes a base."""
+    alpha = case.rope.get("alpha")
+    if alpha and case.config.model_type.startswith("hunyuan"):
+        return rules.grown(case, alpha)
+    return rules.unscaled("llama.cpp")(case)
 
 
 def longrope(case: Case) -> Result:
@@ -22,14 +70,24 @@ def longrope(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """YaRN with the amplitude of the paper."""
-    # written to every GGUF file, but read back by two architectures only
-    reads_betas = case.config.model_type in ("mistral3", "ministral3")
-    betas = () if reads_betas else ("beta_fast", "beta_slow")
-    keys = ("attention_factor", "mscale", "truncate", *betas)
+    """YaRN with the amplitude of the paper, or with mscale_all_dim where that is read."""
+    model, mscale = case.config.model_type, case.rope.get("mscale_all_dim")
+    # written to every GGUF file, but read back by few architectures
+    reads_betas = model == "ministral3"
+    keys = ["attention_factor", "truncate"]
+    keys += [] if reads_betas else ["beta_fast", "beta_slow"]
+    factor = rules.need(case, "factor")
+    amplitude = rules.gain(factor)
+    if model == "deepseek_v4":
+        amplitude = 1.0
+    elif model in READS_MSCALE and mscale:
+        # mscale is 1 there, but for deepseek2, where it is as mscale_all_dim
+        over = mscale if model in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 1.0
+        amplitude = rules.gain(factor, over) / rules.gain(factor, mscale)
+    else:
+        keys.append("mscale")
     ignored = [name for name in keys if case.rope.get(name) is not None]
     advice = f"llama.cpp ignores {', '.join(ignored)}" if ignored else ""
-    amplitude = rules.gain(rules.need(case, "factor"))
     return rules.yarn(case, amplitude, advice, reads_betas=reads_betas)
 
 
@@ -44,7 +102,8 @@ LLAMA_CPP = Program(
     "llama.cpp",
     "as in llama-cpp-python 0.3.36",
     {
-        "default": (rules.plain, f"{_BASE}; ggml-cpu/ops.cpp"),
+        "default": (plain, f"{_BASE}; ggml-cpu/ops.cpp"),
+        "dynamic": (dynamic, "conversion/hunyuan.py, set_gguf_parameters"),
         "linear": (rules.linear, f"{_BASE}: rope.scaling.factor"),
         "yarn": (yarn, "conversion/base.py; src/llama-context.cpp; ggml-cpu/ops.cpp"),
         "longrope": (
