@@ -26,6 +26,7 @@ def recorded(name):
 
 FILES = {row["config"]: row["metadata"] for row in recorded("gguf_metadata.json")}
 COMPUTED = [row for row in recorded("llama_cpp.json") if "inv_freq" in row]
+COMPUTED += [row for file in recorded("gguf_metadata.json") for row in file["short_context"]]
 
 
 def assert_as_computed(spec, row):
@@ -36,7 +37,7 @@ def assert_as_computed(spec, row):
     still = axes == 3  # the fourth position, which is 0 for text
     assert (theirs[still] == 0).all()
     tolerance = 1e-6 + 2.0**-24 * np.arange(len(theirs))
-    assert (np.abs(ours - theirs) <= np.abs(ours) * tolerance + 1e-29)[~still].all()
+    assert (np.abs(ours - theirs) <= np.abs(ours) * tolerance)[~still].all()
     assert amplitude == pytest.approx(row["attention_factor"], rel=1e-6)
     assert spec.layout == spec.out_layout == row["layout"]
     assert (spec.rotary_dim, spec.start) == (row["rotary_dim"], row["start"])
@@ -134,11 +135,12 @@ def test_a_factor_without_a_type_is_linear():
     assert from_gguf({**BASE, **none}).schedule == "default"
 
 
-def written_file(path, metadata, weights=0):
+def written_file(path, metadata, weights=0, words=2):
     """A GGUF file with `metadata`, its RoPE tensors, and a weight of so many floats."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
-    writer.add_token_list(["a", "b"])
+    writer.add_token_list([f"word {number}" for number in range(words)])
+    writer.add_token_types([1] * words)
     for key, value in metadata.items():
         if key.endswith(".weight"):
             writer.add_tensor(key, np.asarray(value, np.float32))
@@ -163,7 +165,7 @@ def written_file(path, metadata, weights=0):
     ],
 )
 def test_a_file_is_read_as_its_metadata(tmp_path, config, layer_type):
-    path = written_file(tmp_path / "model.gguf", FILES[config])
+    path = written_file(tmp_path / "model.gguf", FILES[config], words=2000)
     of_file, of_keys = from_gguf(path, layer_type), from_gguf(FILES[config], layer_type)
     for length in (4096, 131072):
         ours, theirs = rotary.inv_freq(of_file, length), rotary.inv_freq(of_keys, length)
@@ -180,6 +182,23 @@ def test_weights_are_not_read(tmp_path):
     with path.open("r+b") as stream:
         stream.truncate(20 * 10**9)
     assert read_gguf(path) == before
+
+
+def test_the_tensors_of_a_model_in_several_files_are_found(tmp_path):
+    """A first file of keys alone, as the option --no-tensor-first-split writes it."""
+    metadata = FILES["llama-3.1-8b.json"]
+    keys = {key: value for key, value in metadata.items() if not key.endswith(".weight")}
+    first = tmp_path / "model-00001-of-00002.gguf"
+    written_file(first, {**keys, "split.count": 2})
+    second = tmp_path / "model-00002-of-00002.gguf"
+    with pytest.raises(FileNotFoundError, match="00002-of-00002"):
+        from_gguf(first)
+    tensor = {key: value for key, value in metadata.items() if key not in keys}
+    written_file(second, {"general.architecture": "llama", "split.count": 2, **tensor})
+    ours, theirs = from_gguf(first), from_gguf(metadata)
+    np.testing.assert_allclose(rotary.inv_freq(ours)[0], rotary.inv_freq(theirs)[0], rtol=1e-7)
+    with pytest.raises(ValueError, match="give the first"):
+        from_gguf(second)
 
 
 def test_a_damaged_file_is_one_line(tmp_path):

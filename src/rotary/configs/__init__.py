@@ -13,7 +13,7 @@ from .files import load as load
 from .files import parsed as parsed
 from .gguf import from_gguf as from_gguf
 from .gguf import gguf_layer_types as gguf_layer_types
-from .gguf import read_gguf as read_gguf
+from .gguf_file import read_gguf as read_gguf
 from .gguf_writing import to_gguf as to_gguf
 from .hf import from_hf_config as from_hf_config
 from .hf import to_hf_config as to_hf_config

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from ..angles import inv_freq
 from ..spec import Rotary, nearest
+from .gguf_file import TENSORS, read_gguf
 
 ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("gguf.json").read_text()
 )
-TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # what may follow "<architecture>.rope."; gguf-py/gguf/constants.py
 _KEYS = (
     "dimension_count", "dimension_count_swa", "dimension_sections", "freq_base", "freq_base_swa",
@@ -118,38 +118,12 @@ def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, Any]) -> tupl
     return _layer_types(name, keys)
 
 
-def read_gguf(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a GGUF file says about its RoPE: keys of the header, and the RoPE tensors as lists.
-
-    Weights are not read, however large the file is. Of a model in several files give the first.
-    Raises FileNotFoundError, ValueError for a damaged file, ImportError without `gguf`.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; give a .gguf file")
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading a GGUF file needs the package gguf: pip install 'rotary[gguf]'"
-        ) from error
-    try:
-        reader = GGUFReader(path)
-        kept: dict[str, Any] = {
-            key: field.contents()
-            for key, field in reader.fields.items()
-            if key == "general.architecture" or not key.startswith(("general.", "tokenizer."))
-        }
-        for tensor in reader.tensors:
-            if tensor.name in TENSORS:
-                kept[tensor.name] = [float(value) for value in tensor.data]
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path}: not a GGUF file, or cut short: {reason}") from error
-    return kept
-
-
 def model_of(architecture: Any) -> dict[str, Any]:
+    """What llama.cpp does in an architecture; ValueError for one that is unknown or has no RoPE.
+
+    >>> model_of("llama")["layout"]
+    'interleaved'
+    """
     if not isinstance(architecture, str):
         raise ValueError('GGUF metadata must have "general.architecture"')
     if architecture not in ARCHITECTURES:
