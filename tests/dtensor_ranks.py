@@ -293,6 +293,21 @@ def the_loops_write_into_the_shards(world):
     assert torch.equal(b, bits[1])
 
 
+def heads_and_tokens_are_counted_in_the_whole(world):
+    """A rank with as many heads as tokens knows which is which where the whole has more tokens."""
+    mesh = next(meshes(world))
+    xs = [torch.randn(BATCH, 4, 4 * world, 8) for _ in range(2)]
+    tables = rotary.cos_sin(SPEC, torch.arange(4 * world))
+    shards = [cut(x, mesh, [Shard(2)]) for x in xs]
+    want = rotary.rotate(xs, *tables, SPEC)
+    for got, whole in zip(rotary.rotate(shards, *tables, SPEC), want, strict=True):
+        same(got, whole)
+    square, few = cut(torch.randn(BATCH, 4, 4, 8), mesh, [Shard(1)]), torch.arange(4)
+    words = "seq_dim=-2", "seq_dim=-3"
+    refused(lambda: rotary.rotate(square, *rotary.cos_sin(SPEC, few), SPEC), ValueError, *words)
+    refused(lambda: rotary.apply(SPEC, square, positions=few), ValueError, *words)
+
+
 def tables_that_want_a_gradient_get_that_of_the_whole(world):
     rows = torch.stack([torch.arange(SEQ) + 5 * row for row in range(BATCH)])
     for positions, dims in ((rows[1], (None, None, 0)), (rows, (0, None, 1))):
@@ -656,6 +671,7 @@ EAGER = (
     row_numbers_pick_from_whole_tables,
     q_and_k_may_lie_differently,
     the_loops_write_into_the_shards,
+    heads_and_tokens_are_counted_in_the_whole,
     tables_that_want_a_gradient_get_that_of_the_whole,
     a_rank_makes_angles_for_its_own_tokens_alone,
     a_kernel_without_tables_is_given_the_positions_of_the_shard,

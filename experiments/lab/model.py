@@ -183,9 +183,10 @@ class Model(nn.Module):
             x = x + _sines(seq, config.width).to(x)
         if config.encoding == "rope":
             cos, sin = self.tables(seq) if tables is None else tables
+            spec = config.spec
 
             def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-                return rotary.rotate((q, k), cos, sin, config.spec, seq_dim=-2)
+                return rotary.rotate((q, k), cos, sin, spec, seq_dim=-2)
         else:
 
             def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,10 @@ class RotaryEmbedding(torch.nn.Module):
         RotaryEmbedding(Rotary(head_dim=64, layout="interleaved"))   # the paper, GPT-J, lucidrains
         RotaryEmbedding(Rotary(head_dim=64))                         # Llama, transformers
 
+    precision  as in `rotary.cos_sin`
+    seq_dim    axis of the tokens, default -2; to be given where positions are passed and there may
+               be as many heads as tokens, see `rotary.rotate`
+
     `.to(bfloat16)`, `to_empty()`, autocast and state dicts do not touch its angles.
 
     >>> RotaryEmbedding(Rotary(head_dim=64, base=5e5))

@@ -35,6 +35,8 @@ def rerotate(
                     `spec`. Base, schedule, params, axes and sign may differ.
     seq_len, new_seq_len  lengths that `dynamic` and `longrope` were, and are now, scaled for; as in
                     `cos_sin`. Growth alone: `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
+    seq_dim         axis of the tokens, default -2; to be given where there are as many heads as
+                    tokens, more than one, and the arrays of a tuple do not differ in heads
     Returns new arrays (or `out`, which may be `k`) of the dtype of k. Channels that are not rotated
     are copied. The attention factor is in there once: what k carries is divided out.
 

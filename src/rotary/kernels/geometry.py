@@ -1,7 +1,7 @@
 """How the arrays of one rotation fit together, worked out from their shapes alone."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import layouts
@@ -143,19 +143,21 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
     Sizes that are symbols of torch.compile or torch.export count as different: comparing them
     would compile a call for each number of tokens.
     """
-    shape = shapes[0]
-    if len(shape) < 3 or any(other != shape for other in shapes[1:]):
-        return False
+    is_known: Callable[[Any], bool] = bool
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(shape[-3] == shape[-2]) and shape[-2] != 1
-    return shape[-3] == shape[-2] > 1
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
+    shape = shapes[0]
+    return (
+        len(shape) > 2
+        and is_known(shape[-3] == shape[-2])
+        and shape[-2] > 1
+        and all(is_known(other[-3] == shape[-3]) for other in shapes[1:])
+    )
 
 
 def _other_axis_hint(shapes: tuple[tuple[int, ...], ...], axis: int) -> str:
-    """What to say of arrays that differ only in the axis before the last."""
+    """What to say of arrays that differ in the axis before the last, and in nothing else."""
     is_heads_last = all(
         len(shape) == len(shapes[0]) > 2
         and (*shape[:-2], shape[-1]) == (*shapes[0][:-2], shapes[0][-1])
