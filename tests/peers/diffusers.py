@@ -1,7 +1,7 @@
 """diffusers: RoPE classes of its image and video models, built with their own arguments.
 
-None of them reads a config of tests/configs: a row is a class with its arguments, and says which axis
-of the grid drives each pair.
+None of them reads a config of tests/configs: a row is a class with its arguments, and says which
+axis of the grid drives each pair.
 """
 
 import sys

@@ -56,7 +56,7 @@ def rows_of(name, config):
     try:
         converter = TransformersPresetLoader(None, filled).converter
     except ValueError:
-        return [measure.row(name, skipped=f"no converter for model type {config['model_type']}")]
+        return [measure.row(name, skipped="no converter for its model type")]
     try:
         attentions = attentions_of(built(converter, filled))
         by_label = {}

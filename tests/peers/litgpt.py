@@ -1,7 +1,7 @@
 """litgpt: its own config of each model that both it and tests/configs have, as its GPT rotates.
 
-litgpt reads no config.json; the file is matched by the model's name, and rows for the other files are
-left out. The numbers of `GPT.rope_cache` go through its `apply_rope` on unit vectors.
+litgpt reads no config.json; the file is matched by the model's name. The tables of
+`GPT.rope_cache` go through its `apply_rope` on unit vectors.
 """
 
 import sys

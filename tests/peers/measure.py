@@ -6,6 +6,7 @@ imports it first and then calls `leave_this_folder`, for its own file is named l
 
 import json
 import sys
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,7 @@ def reason(error):
 
 def write(path, program, version, rows):
     """The recorded result: one row per line."""
-    head = f'{{"program": {json.dumps(program)}, "version": {json.dumps(version)}, "rows": [\n'
+    about = {"program": program, "version": version, "date": date.today().isoformat()}
+    head = json.dumps(about)[:-1] + ', "rows": [\n'
     body = ",\n".join(json.dumps(each, separators=(",", ":")) for each in rows)
     Path(path).write_text(f"{head}{body}\n]}}\n")

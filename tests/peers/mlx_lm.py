@@ -36,8 +36,8 @@ read_args = BaseModelArgs.from_dict.__func__
 def rows_of(name, config):
     try:
         model_class, args_class = _get_classes(config)
-    except ValueError as error:
-        return [measure.row(name, skipped=str(error))]
+    except ValueError:
+        return [measure.row(name, skipped="no model file for its model type")]
     try:
         model = model_class(args_class.from_dict(config))
         calls = calls_of(model)

@@ -1,4 +1,4 @@
-"""rotary-embedding-torch: `RotaryEmbedding.rotate_queries_or_keys` on unit vectors, ten plain RoPEs."""
+"""rotary-embedding-torch: `rotate_queries_or_keys` on unit vectors, for ten plain RoPEs."""
 
 import sys
 from importlib.metadata import version

@@ -1,8 +1,8 @@
 """timm: its RoPE classes for vision transformers, each on a grid of 8 by 8 patches.
 
-None of them reads a config of tests/configs: a row is a class with its arguments, and says which axis
-of the grid drives each pair. DINOv3 and the pixel bands count in fractions of the image: `positions`
-says where the first patch is and how far the next.
+None of them reads a config of tests/configs: a row is a class with its arguments, and says which
+axis of the grid drives each pair. DINOv3 and the pixel bands count in fractions of the image:
+`positions` says where the first patch is and how far the next.
 """
 
 import sys

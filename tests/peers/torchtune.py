@@ -1,7 +1,7 @@
-"""torchtune: its own builder of each model that both it and tests/configs have, as its layers rotate.
+"""torchtune: its own builder of each model that both it and tests/configs have, as its layers turn.
 
-torchtune reads no config.json; the file is matched by the model's name. The model is built on the meta
-device, and the rotary module of its first layer is then filled in and run on unit vectors.
+torchtune reads no config.json; the file is matched by the model's name. The model is built on the
+meta device, and the rotary module of its first layer is then filled in and run on unit vectors.
 """
 
 import sys

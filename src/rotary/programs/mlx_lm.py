@@ -69,16 +69,21 @@ def opens(case: Case) -> Case:
             "TypeError: missing d_model, n_layers, n_heads: it reads OLMo's own file"
         )
     rope, base = _rope_and_base(case, model_type)
+    advice = ""
+    if base != case.base and model_type in BASES:
+        advice = f"Write rope_theta: without it mlx-lm takes {base:g}"
+    if model_type == "glm":
+        advice = "mlx-lm turns the whole head of glm"
     if layer_type is not None and layer_type != SCALED_LAYERS.get(model_type, layer_type):
         rope = {}
     if model_type in UNSCALED:
         rope = {}
     new = data.get("rope_parameters")
-    is_unread = new and model_type not in READ_TYPES | READ_NESTED
-    advice = "Write rope_theta and rope_scaling at the top level: mlx-lm reads no rope_parameters"
+    if new and model_type not in READ_TYPES | READ_NESTED:
+        advice = "Write rope_theta and rope_scaling at the top level: mlx-lm reads no rope_parameters"
     return case._replace(
         rope=rope,
-        advice=advice if is_unread else "",
+        advice=advice,
         rope_type=rope.get("type") or rope.get("rope_type") or "default",
         base=float(base),
         dim=config.head_dim if model_type == "glm" else case.dim,  # never a share of the head
@@ -118,7 +123,7 @@ def longrope(case: Case) -> Result:
     data = case.config.data
     is_phi3 = case.config.model_type in PHI3
     case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
-    advice = "mlx-lm uses the long list for every row, and its own attention factor"
+    advice = case.advice or "mlx-lm uses the long list for every row, and its own attention factor"
     switch = "never: the long list always"
     amplitude = rules.stretched(case)
     if case.config.model_type == "phimoe":
