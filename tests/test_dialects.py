@@ -5,7 +5,7 @@ import pytest
 
 import rotary
 from rotary import Rotary, from_hf_config
-from rotary.configs import from_gguf, from_megatron, to_gguf, to_vllm
+from rotary.configs import from_gguf, to_gguf, to_vllm
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -104,40 +104,3 @@ def test_vllm_gets_ntk_as_another_base_and_no_int_factor():
     with pytest.raises(ValueError, match="drops the factor"):
         to_vllm(Rotary(head_dim=8, schedule="proportional",
                        params={"partial_rotary_factor": 0.5, "factor": 2.0}))  # fmt: skip
-
-
-def test_megatron_arguments():
-    plain = {"kv_channels": 128, "rotary_base": 500_000}
-    assert from_megatron(plain) == Rotary(head_dim=128, base=5e5)
-    assert from_megatron({"hidden_size": 512, "num_attention_heads": 8}) == Rotary(head_dim=64)
-    assert from_megatron({**plain, "use_rope_scaling": True}) == Rotary(
-        head_dim=128, base=5e5, schedule="llama3", params=LLAMA3
-    )
-    turned = from_megatron({**plain, "rotary_percent": 0.5, "rotary_interleaved": True})
-    assert (turned.rotary_dim, turned.layout, turned.out_layout) == (
-        64,
-        "interleaved",
-        "interleaved",
-    )
-    stretched = from_megatron({**plain, "rotary_seq_len_interpolation_factor": 4})
-    assert (stretched.schedule, stretched.params["factor"]) == ("linear", 4)
-    mla = {**plain, "rope_type": "yarn", "qk_pos_emb_head_dim": 64, "rope_scaling_factor": 40.0,
-           "original_max_position_embeddings": 4096,
-           "mscale": 0.707, "mscale_all_dim": 0.707}  # fmt: skip
-    spec = from_megatron(mla)
-    assert (spec.head_dim, rotary.inv_freq(spec)[1]) == (64, 1.0)
-    other = from_megatron({**mla, "mscale_all_dim": 0.0})  # 0 is a value there, and not missing
-    assert rotary.inv_freq(other)[1] == pytest.approx(1.2608, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "kv_channels"),
-        ({"kv_channels": 64, "rotary_bas": 1e4}, "did you mean 'rotary_base'"),
-        ({"kv_channels": 64, "rotary_percent": 2.0}, "partial_rotary_factor"),
-    ],
-)
-def test_megatron_arguments_that_make_no_sense(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        from_megatron(arguments)

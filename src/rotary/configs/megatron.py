@@ -1,69 +1,180 @@
-"""Arguments of Megatron-LM's training and serving scripts."""
+"""Arguments of Megatron: of Megatron-LM's scripts, and of megatron-core's configs and models."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..spec import Rotary, nearest
-from .hf import from_hf_config
 
-# Megatron: arguments of training and serving scripts -> ours. Source: Megatron-LM, arguments.py
-_MEGATRON = {
-    "kv_channels", "hidden_size", "num_attention_heads", "rotary_base", "rotary_percent",
-    "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-    "rope_scaling_factor", "use_rotary_position_embeddings", "position_embedding_type",
-    "max_position_embeddings", "qk_pos_emb_head_dim", "original_max_position_embeddings",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rope_type",
+# what a missing argument is, for each way in which Megatron builds its RoPE
+_YARN = {
+    "rotary_scaling_factor": 1.0, "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+    "correction_range_round_to_int": True,
+}  # fmt: skip
+_LATENT_YARN = {**_YARN, "rotary_scaling_factor": 40.0}
+_BAND_FACTOR = 8.0
+_BAND = ("use_rope_scaling", "rope_scaling")  # of the scripts, of GPTModel
+_STRETCH = ("rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor")
+_READ = {
+    "kv_channels", "hidden_size", "num_attention_heads", "multi_latent_attention",
+    "qk_pos_emb_head_dim", "position_embedding_type", "use_rotary_position_embeddings",
+    "rope_type", "rotary_base", "rotary_percent", "rotary_interleaved", "mrope_section",
+    "rope_scaling_factor", *_BAND, *_STRETCH, *_YARN, *(f"yarn_{name}" for name in _YARN),
+}  # fmt: skip
+# which layers rotate, and with which kernel
+_NO_BEARING = {
+    "no_rope_freq", "apply_rope_fusion", "fused_single_qkv_rope", "dsa_indexer_rope_interleaved",
 }  # fmt: skip
 
 
 def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
-    """The RoPE of Megatron-LM's arguments: {"kv_channels": 128, "rotary_base": 500000, ...}.
+    """The RoPE of Megatron's arguments: {"kv_channels": 128, "rotary_base": 500000, ...}.
+
+    arguments  as a dict under their Python names, with or without the arguments of other subjects:
+               `vars(args)` of a script, or the fields of a TransformerConfig and what GPTModel is
+               given besides. A value of None counts as missing.
 
     `use_rope_scaling` is the llama3 band with 1, 4 and 8192 built in; `rotary_percent` a leading
-    slice; `rope_type` "yarn" takes YaRN's own names, and rotates `qk_pos_emb_head_dim` channels.
-    Raises ValueError for an argument of RoPE that is not known.
-    Source: Megatron-LM, core/models/common/embeddings/rotary_pos_embedding.py.
+    slice; `position_embedding_type` "mrope" deals the pairs out to three axes by `mrope_section`,
+    "yarn" reads `yarn_rotary_scaling_factor` and its companions. Multi-latent attention
+    (`multi_latent_attention`, or `qk_pos_emb_head_dim` alone) rotates `qk_pos_emb_head_dim`
+    channels, reads interleaved pairs, writes half-split ones, and is YaRN unless `rope_type` is
+    "rope". There a missing `rotary_scaling_factor` is 40, as in MLATransformerConfig; the scripts
+    of Megatron-LM give 1.0, so `vars(args)` has it.
+    Raises ValueError for an argument of RoPE that is not known, for one that Megatron ignores or
+    refuses beside the others, and for positions that are not rotary.
+    Source: megatron-core 0.16.1, models/gpt/gpt_model.py, transformer/multi_latent_attention.py and
+    models/common/embeddings; compared with its models, run, in tests/golden/peers/megatron.json.
 
     >>> from_megatron({"kv_channels": 128, "rotary_base": 500000, "rotary_percent": 0.5}).rotary_dim
     64
+    >>> latent = from_megatron({"qk_pos_emb_head_dim": 64, "rotary_scaling_factor": 40.0})
+    >>> latent.schedule, latent.layout, latent.out_layout
+    ('yarn', 'interleaved', 'half')
     """
     for name in arguments:
-        if name not in _MEGATRON and any(word in name for word in ("rope", "rotary", "pos_emb")):
-            raise ValueError(f"argument {name!r} is not known{nearest(name, _MEGATRON)}")
-    width = arguments.get("qk_pos_emb_head_dim") or arguments.get("kv_channels")
-    if width is None and not {"hidden_size", "num_attention_heads"} <= arguments.keys():
-        raise ValueError("the arguments need kv_channels, or hidden_size and num_attention_heads")
-    width = width or arguments["hidden_size"] // arguments["num_attention_heads"]
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": arguments.get("rotary_base", 10_000),
+        if name not in _READ | _NO_BEARING and any(
+            word in name for word in ("rope", "rotary", "pos_emb", "yarn")
+        ):
+            raise ValueError(f"argument {name!r} is not known{nearest(name, _READ)}")
+    mscales = ("yarn_mscale", "yarn_mscale_all_dim")  # None is a value there
+    given = {
+        name: value for name, value in arguments.items() if value is not None or name in mscales
     }
-    stretch = arguments.get("rotary_seq_len_interpolation_factor")
+    if given.get("multi_latent_attention", "qk_pos_emb_head_dim" in given):
+        return _latent(given)
+    kind = given.get("position_embedding_type", "rope")
+    if given.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind == "yarn":
+        return _yarn_rotary(given, _head_dim(given), _YARN, "yarn_")
+    if kind not in ("rope", "mrope"):
+        raise ValueError(f"position_embedding_type {kind!r} is no rotary embedding")
+    if given.get("rope_type", "rope") != "rope":
+        raise ValueError(
+            f"Megatron takes rope_type {given['rope_type']!r} for multi_latent_attention alone; "
+            'for other attention give position_embedding_type "yarn"'
+        )
+    return _plain(given, _head_dim(given), has_axes=kind == "mrope")
+
+
+def _head_dim(given: Mapping[str, Any]) -> int:
+    if "kv_channels" in given:
+        return int(given["kv_channels"])
+    if not {"hidden_size", "num_attention_heads"} <= given.keys():
+        raise ValueError("the arguments need kv_channels, or hidden_size and num_attention_heads")
+    return int(given["hidden_size"] // given["num_attention_heads"])
+
+
+def _latent(given: Mapping[str, Any]) -> Rotary:
+    """The slice of multi-latent attention."""
+    if given.get("rotary_interleaved"):
+        raise ValueError("Megatron refuses rotary_interleaved with multi_latent_attention")
+    if "qk_pos_emb_head_dim" not in given:
+        raise ValueError("multi_latent_attention needs qk_pos_emb_head_dim (Megatron's is 64)")
+    _refuse_ignored(given, "multi_latent_attention", *_BAND, *_STRETCH)
+    head_dim, kind = given["qk_pos_emb_head_dim"], given.get("rope_type", "yarn")
+    if kind == "yarn":
+        spec = _yarn_rotary(given, head_dim, _LATENT_YARN, "")
+    elif kind == "rope":
+        spec = _plain(given, head_dim)
+    else:
+        raise ValueError(f"rope_type {kind!r} is not known: Megatron has 'rope' and 'yarn'")
+    return Rotary.from_dict({**spec.to_dict(), "layout": "interleaved", "out_layout": "half"})
+
+
+def _refuse_ignored(given: Mapping[str, Any], beside: str, *names: str) -> None:
+    for name in names:
+        if given.get(name):
+            raise ValueError(f"Megatron ignores {name} beside {beside}: leave it out")
+    if given.get("rope_scaling_factor", _BAND_FACTOR) != _BAND_FACTOR:
+        raise ValueError(f"Megatron ignores rope_scaling_factor beside {beside}: leave it out")
+
+
+def _plain(given: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) -> Rotary:
+    """RotaryEmbedding, or MultimodalRotaryEmbedding with three axes."""
+    share = given.get("rotary_percent", 1.0)
+    if not 0 < share <= 1:
+        raise ValueError(f"rotary_percent must be in (0, 1], got {share!r}")
+    rotary_dim = int(head_dim * share)
+    stretch = next((given[name] for name in _STRETCH if name in given), None)
+    has_band = any(given.get(name) for name in _BAND)
+    schedule, params = "default", {}
+    axes: tuple[int, ...] = ()
+    if has_axes:
+        _refuse_ignored(given, 'position_embedding_type "mrope"', *_BAND)
+        if given.get("rotary_interleaved"):
+            raise ValueError('Megatron cannot run rotary_interleaved with "mrope"')
+        if "mrope_section" not in given:
+            raise ValueError('position_embedding_type "mrope" needs mrope_section')
+        counts = given["mrope_section"]
+        if len(counts) != 3 or sum(counts) != rotary_dim // 2:
+            raise ValueError(f"mrope_section must be three counts that sum to {rotary_dim // 2} "
+                             f"pairs, got {counts}")  # fmt: skip
+        axes = tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    elif stretch is not None and has_band:
+        raise ValueError(
+            "use_rope_scaling and rotary_seq_len_interpolation_factor scale the same frequencies "
+            "twice; no Rotary says that: give one of them"
+        )
     if stretch is not None:
-        rope |= {"rope_type": "linear", "factor": stretch}
-    elif arguments.get("use_rope_scaling"):
-        rope |= {
-            "rope_type": "llama3", "factor": arguments.get("rope_scaling_factor", 8.0),
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+        schedule, params = "linear", {"factor": stretch}
+    elif has_band:
+        schedule, params = "llama3", {
+            "factor": given.get("rope_scaling_factor", _BAND_FACTOR), "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         }  # fmt: skip
-    elif arguments.get("rope_type") == "yarn":
-        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
-        rope |= {"rope_type": "yarn", "factor": arguments.get("rope_scaling_factor", 1.0)}
-        rope |= {name: arguments[name] for name in names if name in arguments}
-        if rope["factor"] > 1 and ("mscale" in arguments or "mscale_all_dim" in arguments):
-            over, under = arguments.get("mscale", 1.0), arguments.get("mscale_all_dim", 0.0)
-            gain = [0.1 * each * math.log(rope["factor"]) + 1 for each in (over, under)]
-            rope["attention_factor"] = gain[0] / gain[1]
-            rope.pop("mscale", None)
-    share = arguments.get("rotary_percent", 1.0)
-    spec = from_hf_config(
-        {"head_dim": width, "partial_rotary_factor": share, "rope_parameters": rope}
-    )
-    assert spec is not None  # no layer type is asked for
-    if not arguments.get("rotary_interleaved"):
-        return spec
-    return Rotary.from_dict(
-        {**spec.to_dict(), "layout": "interleaved", "out_layout": "interleaved"}
-    )
+    return Rotary(
+        head_dim=head_dim, rotary_dim=rotary_dim, base=given.get("rotary_base", 10_000),
+        layout="interleaved" if given.get("rotary_interleaved") else "half",
+        schedule=schedule, params=params, axes=axes,
+    )  # fmt: skip
+
+
+def _yarn_rotary(
+    given: Mapping[str, Any], head_dim: int, silent: Mapping[str, Any], prefix: str
+) -> Rotary:
+    """YarnRotaryEmbedding, which turns the whole width whatever rotary_percent says."""
+    if given.get("rotary_interleaved"):
+        raise ValueError("Megatron refuses rotary_interleaved with YaRN")
+    if given.get("rotary_percent", 1.0) != 1.0:
+        raise ValueError("Megatron ignores rotary_percent beside YaRN: leave it out")
+    _refuse_ignored(given, "YaRN", *_BAND, *_STRETCH)
+    value = {name: given.get(prefix + name, given.get(name, silent[name])) for name in silent}
+    factor, mscales = value["rotary_scaling_factor"], (value["mscale"], value["mscale_all_dim"])
+    over, under = (1.0, 0.0) if None in mscales else mscales
+    params = {
+        "factor": factor,
+        "original_max_position_embeddings": value["original_max_position_embeddings"],
+        "beta_fast": value["beta_fast"],
+        "beta_slow": value["beta_slow"],
+        "attention_factor": _gain(factor, over) / _gain(factor, under),
+        "truncate": value["correction_range_round_to_int"],
+    }
+    base = given.get("rotary_base", 10_000)
+    return Rotary(head_dim=head_dim, base=base, schedule="yarn", params=params)
+
+
+def _gain(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
