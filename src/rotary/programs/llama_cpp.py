@@ -49,8 +49,8 @@ def plain(case: Case) -> Result:
     inv_freq = result.inv_freq.copy()
     inv_freq[still] = 0.0
     listed = ", ".join(map(str, still))
-    note = f"llama.cpp gives pairs {listed} to a fourth position, 0 for text: they stand still"
-    return result._replace(inv_freq=inv_freq, notes=(*result.notes, note))
+    advice = f"llama.cpp gives pairs {listed} to a fourth position, 0 for text: they stand still"
+    return result._replace(inv_freq=inv_freq, advice=advice)
 
 
 def dynamic(case: Case) -> Result:
