@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_identify_bugs import LADDER, D, half, rope
 
+import rotary
 from rotary import Rotary
 from rotary.blackbox.probe import Box, check
 from rotary.identify import identify
@@ -286,14 +287,14 @@ def test_angles_as_a_running_product(base, d, scale):
     assert found.spec.base == base
 
 
-@pytest.mark.parametrize("base", [1e4, 5e5])
-def test_float32_angles_are_no_running_product(base):
-    rates = (base ** (-np.arange(0, D, 2) / D)).astype(np.float32)
+@pytest.mark.parametrize(("base", "d"), [(1e4, 64), (5e5, 128), (5e4, 14), (5e4, 8)])
+def test_float32_angles_are_no_running_product(base, d):
+    spec = Rotary(head_dim=d, base=base)
 
-    def plain(x, positions):
-        return rope(x, np.ones(1), inv_freq=(positions.astype(np.float32)[:, None] * rates))
+    def in_float32(x, positions):
+        return rotary.apply(spec, x, positions=positions, precision="float32", seq_dim=-2)
 
-    assert found_in(plain).codes == ("float32_angles",)
+    assert identify(in_float32, d).codes == ("float32_angles",)
 
 
 # --- what is not one rotation per pair ---

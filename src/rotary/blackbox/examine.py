@@ -17,6 +17,7 @@ from .pairs import (
     Pairs,
     arithmetic,
     find_pairs,
+    is_running_product,
     passes_through,
     shift_error,
     table_type,
@@ -366,7 +367,10 @@ def _with_precision(
     unit = max(5e-6, turning.noise)
     reached = numbers[safe] + rates.offset, measured[safe]
     flat = [part.reshape(-1, part.shape[-1]) for part in reached]
-    kinds = arithmetic(flat[0], flat[1], explained.inv_freq, unit, explained.base)
+    kinds = arithmetic(flat[0], flat[1], explained.inv_freq, unit)
+    rules = explained.inv_freq, rates.inv_freq, explained.base
+    if kinds in ((), ("float32 angles",)) and is_running_product(flat[0], flat[1], *rules):
+        kinds = ("float32 running product",)
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
     until = f", off by more than 1e-3 rad from position {2 * right or 1:,} on" if len(wrong) else ""

@@ -188,15 +188,12 @@ def table_type(blocks: Array) -> str:
     return "float32"
 
 
-def arithmetic(
-    numbers: Array, angles: Array, inv_freq: Array, unit: float, base: float = 1e4
-) -> tuple[str, ...]:
+def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> tuple[str, ...]:
     """Which roundings explain the measured angles: ("exact",), ("float32 angles",), ...
 
     numbers, angles  (tokens, pairs): the position that drives a pair, and the angle measured there
     inv_freq         (pairs,) of the schedule, before any rounding
     unit             how far off an angle may be because of the tables and of x
-    base             that the frequencies were scaled from
     Returns () if no combination of rounded positions, frequencies and angles explains them.
 
     >>> numbers = np.array([[255.0], [256.0], [257.0]])
@@ -210,8 +207,6 @@ def arithmetic(
     if not tells.any():
         return ()
     limit = (unit + 1e-6 * np.abs(exact))[tells]  # 1e-6: base^x of float32 formulas
-    if _is_running_product(numbers, angles, inv_freq, tells, base):
-        return ("float32 running product",)
     # fewest roundings first; of two that explain it, positions are the likelier cause
     choices = sorted(itertools.product(FLOATS, repeat=3), key=lambda c: 3 - c.count("float32"))
     for angle_type, frequency_type, position_type in choices:
@@ -228,16 +223,20 @@ def arithmetic(
     return ()
 
 
-def _is_running_product(
-    numbers: Array, angles: Array, inv_freq: Array, tells: Array, base: float
+def is_running_product(
+    numbers: Array, angles: Array, inv_freq: Array, measured: Array, base: float
 ) -> bool:
     """Whether the angle of a pair is that of the pair before it times one ratio, in float32.
+
+    numbers, angles  as for `arithmetic`
+    inv_freq         (pairs,) of the schedule; `measured` what it is in float32
+    base             that the frequencies were scaled from
 
     So llama.cpp computes them, and scales them afterwards. Each product is rounded, and those
     roundings fit the angles several times better than position times frequency does.
     """
-    count = len(inv_freq)
-    if count < 4 or not inv_freq.all():
+    count, tells = len(inv_freq), (numbers > 0) & (np.abs(numbers * inv_freq) < FAST)
+    if count < 4 or not inv_freq.all() or not tells.any():
         return False
     ratio = (inv_freq[-1] / inv_freq[0]) ** (1 / (count - 1))
     if not np.allclose(inv_freq, inv_freq[0] * ratio ** np.arange(count), atol=0):
@@ -255,5 +254,5 @@ def _is_running_product(
 
     middle = np.float32(ratio)
     steps = (middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(2)))
-    plain = first * inv_freq.astype(np.float32)
-    return min(error(running(step)) for step in steps) < error(plain) / 4
+    plain = first * measured.astype(np.float32)
+    return min(error(running(step)) for step in steps) < error(plain.astype(np.float64)) / 4
