@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128), 600, 8, 128, 128, 32, (1e-3, 3e-3))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 32, 8, (1e-3, 3e-3))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (1e-3, 3e-3))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:

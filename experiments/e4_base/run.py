@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 MODEL = Config(layers=1, width=128, heads=2, vocabulary=VOCABULARY)
 FULL = Plan(MODEL, 1300, 8, 256, 8, 64, 128, (3e-3, 6e-3))
-QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 32, (3e-3, 6e-3))
+QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (3e-3, 6e-3))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
