@@ -1,5 +1,6 @@
 """The timings and the doctor: that what is timed is right, and in turn."""
 
+import importlib.metadata
 import sys
 import types
 from typing import Any
@@ -163,6 +164,12 @@ def test_versions_name_the_machine_and_what_is_loaded():
     assert found["numpy"] == np.__version__
     assert found["torch"] == str(torch.__version__)
     assert found["cpu"]
+
+
+def test_a_package_without_a_version_of_its_own_has_that_of_its_metadata():
+    pytest.importorskip("rotary_embedding_torch")
+    found = bench.versions()["rotary_embedding_torch"]
+    assert found == importlib.metadata.version("rotary-embedding-torch")
 
 
 # --- the doctor ---

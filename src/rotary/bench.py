@@ -4,6 +4,7 @@ Every round runs every case once, in turn, so that a noisy neighbour or a change
 all of them; medians and their ratios are then comparable even where the times are not.
 """
 
+import importlib.metadata
 import statistics
 import sys
 import time
@@ -160,7 +161,8 @@ def versions() -> dict[str, str]:
     for name in ("numpy", "numba", "torch", "transformers", "rotary_embedding_torch"):
         module = sys.modules.get(name)
         if module is not None:
-            found[name] = str(getattr(module, "__version__", "unknown"))
+            own = getattr(module, "__version__", None)
+            found[name] = str(own or importlib.metadata.version(name))
     return found
 
 
