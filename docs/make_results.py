@@ -116,7 +116,8 @@ def table2(bar: Progress) -> Iterator[str]:
         "b* is the infimum, from above: it passes, and every base below is proved to fail, but for",
         "the intervals counted as undecided, of relative width 5e-10. Just below b* the binding",
         "distance fails; the next failing distance is the first beyond L that fails at b*. b* and",
-        "the safe base are rounded up at the digits shown, and pass as they are printed.",
+        "the safe base are rounded up at the digits shown, and pass as they are printed, with the",
+        "float64 frequencies of the base. In float32, as in models, one so near b* may fail.",
         "",
     )
     heads = [

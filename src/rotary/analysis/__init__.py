@@ -27,6 +27,7 @@ from .extension import unseen_share as unseen_share
 from .precision import angle_error as angle_error
 from .precision import error_near as error_near
 from .precision import longest_safe_position as longest_safe_position
+from .precision import nearby as nearby
 from .precision import table_error as table_error
 from .simulate import retrieval as retrieval
 from .simulate import theorem_1 as theorem_1
