@@ -11,6 +11,7 @@ from command import run
 import rotary
 from rotary import Rotary
 from rotary.configs import from_gguf, gguf_layer_types, read_gguf, to_gguf
+from rotary.configs.gguf import ARCHITECTURES
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 TWO_AMPLITUDES = {
@@ -60,7 +61,24 @@ def test_every_layer_type_of_a_file_was_computed():
         assert types == set(gguf_layer_types(metadata) or (None,)), config
 
 
-@pytest.mark.parametrize("row", recorded("to_gguf.json"), ids=lambda row: row["name"])
+ROWS = recorded("to_gguf.json")
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "spec" not in row], ids=lambda row: row["name"]
+)
+def test_keys_that_others_may_write_are_read_as_llama_cpp_reads_them(row):
+    sizes = {key: value for key, value in FILES[row["config"]].items() if ".rope." not in key}
+    metadata = {**{key: sizes[key] for key in sizes if not key.startswith("rope_")}, **row["keys"]}
+    if isinstance(row["computed"], str):  # it does not load such a file
+        with pytest.raises(ValueError, match=row["message"]):
+            from_gguf(metadata)
+        return
+    for computed in row["computed"]:
+        assert_as_computed(from_gguf(metadata, computed["layer_type"]), computed)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "spec" in row], ids=lambda row: row["name"])
 def test_llama_cpp_computes_the_spec_from_what_is_written(row):
     spec = Rotary.from_dict(row["spec"])
     architecture = row["keys"]["general.architecture"]
@@ -242,3 +260,16 @@ def test_inspect_and_freqs_take_a_gguf_file(tmp_path):
     refused = run("freqs", path)
     assert refused.code == 1
     assert "full_attention, sliding_attention" in refused.err
+
+
+def test_layouts_are_those_of_llama_cpp():
+    """As libllama answers for each architecture; 40 deals out sections in turn."""
+    recorded_types = json.loads((PEERS / "gguf_metadata.json").read_text())["rope_types"]
+    layouts = {-1: None, 0: "interleaved", 2: "half", 8: "half", 40: "half"}
+    newer = {"clef", "dflash", "gemma-embedding2", "k2-horizon"}  # of code that was not read
+    assert recorded_types.keys() - ARCHITECTURES.keys() == newer
+    for name, number in recorded_types.items():
+        if name not in newer:
+            model = ARCHITECTURES[name]
+            assert model["layout"] == layouts[number], name
+            assert (model.get("sections") == "interleaved") == (number == 40), name

@@ -252,6 +252,10 @@ rope_multi = declare("ggml_rope_multi", tensor_p, pointer, tensor_p, tensor_p, t
 new_graph = declare("ggml_new_graph", pointer, pointer)
 expand = declare("ggml_build_forward_expand", None, pointer, tensor_p)
 compute = declare("ggml_graph_compute_with_ctx", i32, pointer, pointer, i32)
+arch_name = declare("_Z13llm_arch_name8llm_arch", ctypes.c_char_p, i32)
+model_of_arch = declare(
+    "_Z18llama_model_create8llm_archRK18llama_model_params", pointer, i32, pointer
+)
 graph_reserve = lib["_Z19llama_graph_reserveP13llama_contextjjj"]
 graph_reserve.restype, graph_reserve.argtypes = pointer, [pointer, u32, u32, u32]
 tensor_map = lib["_Z29llama_internal_get_tensor_mapPK11llama_model"]
@@ -552,6 +556,23 @@ def rows_of(config, name, folder, keys=None):
     return rows, {**written, **tensors}
 
 
+def rope_type_of(index, _folder):
+    """(name, the number of its RoPE type) of an architecture of libllama, without sections."""
+    params = model_params()
+    return arch_name(index).decode(), rope_type(model_of_arch(index, ctypes.byref(params)))
+
+
+def rope_types():
+    """Architecture -> the number of its RoPE type in llama.h, of all that libllama can make."""
+    names = iter(range(1000))
+    found = {}
+    while not arch_name(index := next(names)).endswith(b"unknown)"):
+        result = apart(rope_type_of, index)
+        if not isinstance(result, str):
+            found[result[0]] = result[1]
+    return found
+
+
 def apart(job, *arguments):
     """`job` in a process of its own: a failed assertion of ggml ends the process."""
 
@@ -618,7 +639,8 @@ def every_config(configs, out):
         outcome = rows[-1].get("refused") or rows[-1].get("skipped") or "measured"
         print(path.name, outcome, flush=True)  # noqa: T201
     write(Path(out), head(), rows)
-    write(Path(out).with_name("gguf_metadata.json"), head(), files)
+    types = {"rope_types": rope_types()}
+    write(Path(out).with_name("gguf_metadata.json"), head() | types, files)
 
 
 def every_key(configs, path):

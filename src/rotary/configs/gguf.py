@@ -39,6 +39,8 @@ _KEYS = (
 )  # fmt: skip
 _TYPES = ("none", "linear", "yarn", "longrope")
 BETAS = (32.0, 1.0)
+# without sections the loader stops
+NEEDS_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp")
 STANDS_STILL = 1e30  # the divisor that is written for a pair that is not to turn
 
 
@@ -89,10 +91,17 @@ def from_gguf(
         known = ", ".join(kinds) if kinds else "none: all layers of this file are alike"
         raise ValueError(f"layer_type must be one of {known}; got {layer_type!r}")
     numbers = _numbers(name, keys, layer_type)
+    if name in NEEDS_SECTIONS and not keys.get("rope.dimension_sections"):
+        raise ValueError(f"llama.cpp needs {name}.rope.dimension_sections, the metadata has none")
     sliding = "_swa" if layer_type == "sliding_attention" else ""
     head_dim = _head_dim(name, keys, sliding)
     rotary_dim = keys.get(f"rope.dimension_count{sliding}", keys.get("rope.dimension_count"))
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if model.get("whole_head") and rotary_dim != head_dim:
+        raise ValueError(
+            f"llama.cpp turns the whole head in {name!r}, the metadata has rope.dimension_count "
+            f"{rotary_dim} of {head_dim}"
+        )
     spec = Rotary(
         head_dim=head_dim,
         rotary_dim=rotary_dim,
@@ -154,6 +163,12 @@ def _opened(
         kind = "rope_freqs" if tensor == TENSORS[0] else "rope_factors"
         if kind not in model.get("divisors", ()):
             raise ValueError(f"llama.cpp reads no {tensor} in the architecture {name!r}")
+        longrope = keys.get("rope.scaling.type") == "longrope"
+        if len(model["divisors"]) > 1 and longrope != (kind == "rope_factors"):
+            raise ValueError(
+                f"llama.cpp reads rope_factors with rope.scaling.type longrope, and rope_freqs "
+                f"without, in the architecture {name!r}"
+            )
     return name, keys, tensors
 
 

@@ -6,10 +6,7 @@ from typing import Any
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .gguf import ARCHITECTURES, BETAS, STANDS_STILL, axes_of, model_of, yarn_gain
-
-# without sections the loader stops
-_NEEDS_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp")
+from .gguf import ARCHITECTURES, BETAS, NEEDS_SECTIONS, STANDS_STILL, axes_of, model_of, yarn_gain
 
 
 def to_gguf(
@@ -101,7 +98,7 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
         f"{architecture}.attention.key_length{'_mla' if latent else ''}": spec.head_dim,
         f"{architecture}.rope.dimension_count": spec.rotary_dim,
     }
-    if spec.axes or architecture in _NEEDS_SECTIONS:
+    if spec.axes or architecture in NEEDS_SECTIONS:
         sections = [spec.axes.count(axis) for axis in range(4)]
         if not spec.axes or axes_of(sections, len(spec.axes), model) != tuple(spec.axes):
             raise ValueError(
