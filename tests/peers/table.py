@@ -128,15 +128,16 @@ def lines_of(folder):
 TEXT = """\
 # Other programs, run
 
-Each program was run on every file of `tests/configs`, in an environment of its own, and its rotation
-measured on unit vectors: `make peers` does it again. A row is one config, layer type and length.
-"As transformers" compares with what `from_hf_config` reads, "our file" with what `rotary diff` says
-of the program. "Not run" has the reason below. diffusers and timm read no such config: their classes
-and the `Rotary` that equals each stand in `tests/test_peers_grids.py`.
+Each program was run on every file of `tests/configs`, in an environment of its own, and its
+rotation measured on unit vectors: `make peers` does it again. A row is one config, layer type and
+length. "As transformers" compares with what `from_hf_config` reads, "our file" with what
+`rotary diff` says of the program; frequencies and amplitudes count as equal within 1e-5, what
+float32 tables hold. "Not run" has the reason below. diffusers and timm read no such config: their
+classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`.
 """
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED
     page = "\n".join([TEXT, *lines_of(folder), ""])
     PAGE.write_text(page)
-    print(page)
+    sys.stdout.write(page)

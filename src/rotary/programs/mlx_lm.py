@@ -80,7 +80,8 @@ def opens(case: Case) -> Case:
         rope = {}
     new = data.get("rope_parameters")
     if new and model_type not in READ_TYPES | READ_NESTED:
-        advice = "Write rope_theta and rope_scaling at the top level: mlx-lm reads no rope_parameters"
+        keys = "rope_theta and rope_scaling"
+        advice = f"Write {keys} at the top level: mlx-lm reads no rope_parameters"
     return case._replace(
         rope=rope,
         advice=advice,

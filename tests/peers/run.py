@@ -1,0 +1,108 @@
+"""Run other programs on every config, each in an environment of its own, and print the table.
+
+    python tests/peers/run.py [program ...]    # all of them where none is named
+
+Environments are made once in .venv-peers/, from tests/peers/requirements; results go to
+build/peers/ and are compared with those recorded in tests/golden/peers. A program that does not
+install or run is a line with the reason. To record a new release: pin it, run, copy its result, run
+table.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import table
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENTS, OUT = table.ROOT / ".venv-peers", table.ROOT / "build/peers"
+PARTS = {"conftest", "grids", "measure", "plain", "run", "servers", "table"}  # no programs
+SHARED = dict.fromkeys(  # program -> requirements that it shares with others
+    ("diffusers", "litgpt", "onnxruntime", "rotary_embedding_torch", "torchtune", "x_transformers"),
+    "torch",
+)
+NO_DEPS = "# no-deps"  # first words of a requirements file that lists everything
+HOURS_2 = 7200
+
+
+def environment(name):
+    """The Python of an environment, made if it is not there or its requirements have changed."""
+    requirements = HERE / "requirements" / f"{name}.txt"
+    folder = ENVIRONMENTS / name
+    python, stamp = folder / "bin/python", folder / "requirements.txt"
+    wanted = requirements.read_text()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        call([sys.executable, "-m", "venv", "--clear", folder])
+        no_deps = ["--no-deps"] if wanted.startswith(NO_DEPS) else []
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        call([*pip, *no_deps, "-r", requirements])
+        stamp.write_text(wanted)
+    return python
+
+
+def call(command):
+    """Run a command; RuntimeError with the last line that it wrote if it fails."""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=table.ROOT, env=clean, capture_output=True, text=True,
+        timeout=HOURS_2, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise RuntimeError(f"{last} (exit {done.returncode})")
+
+
+def compared(name):
+    """How the fresh result of a program differs from the recorded one, in words."""
+    fresh, recorded = (
+        {(row["config"], row.get("layer_type"), row.get("seq_len")): row for row in rows}
+        for rows in (
+            json.loads((folder / f"{name}.json").read_text())["rows"]
+            for folder in (OUT, table.RECORDED)
+        )
+    )
+    moved = [key for key in fresh.keys() | recorded.keys()
+             if not same(fresh.get(key), recorded.get(key))]  # fmt: skip
+    if not moved:
+        return f"as recorded, {len(fresh)} rows"
+    return f"{len(moved)} of {len(fresh)} rows are others: {sorted(map(str, moved))[:5]}"
+
+
+def same(fresh, recorded):
+    if fresh is None or recorded is None or fresh.keys() != recorded.keys():
+        return False
+    return all(
+        np.shape(fresh[key]) == np.shape(recorded[key])
+        and np.allclose(fresh[key], recorded[key], rtol=table.RTOL, atol=0)
+        if key in ("inv_freq", "attention_factor")
+        else fresh[key] == recorded[key]
+        for key in recorded
+    )
+
+
+def ran(name):
+    """What became of one program, in words."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / f"{name}.json").unlink(missing_ok=True)
+    try:
+        python = environment(SHARED.get(name, name))
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"does not install: {error}"
+    try:
+        call([python, "-W", "ignore", HERE / f"{name}.py", table.CONFIGS, OUT / f"{name}.json"])
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"does not run: {error}"
+    return compared(name)
+
+
+if __name__ == "__main__":
+    programs = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in PARTS)
+    for name in sys.argv[1:] or programs:
+        if name not in programs:
+            sys.exit(f"no program {name!r}; there are {', '.join(programs)}")
+        sys.stdout.write(f"{name}: {ran(name)}\n")
+        sys.stdout.flush()
+    sys.stdout.write("\n".join(["", *table.lines_of(OUT), ""]))
