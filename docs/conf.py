@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     # types of other libraries, and of the standard one: links to other sites are not checked here
     (
         r"py:.*",
-        r"(collections|concurrent|fastapi|gradio|inspect|matplotlib|np|numpy|os|pathlib|torch|typing)\..*",
+        r"(collections|concurrent|decimal|fastapi|gradio|inspect|matplotlib|np|numpy|os|pathlib|torch|typing)\..*",
     ),
 ]
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, RECORDED = ROOT / "tests/configs", ROOT / "tests/golden/peers"
 PAGE = ROOT / "docs/results/peers.md"
 RTOL = 1e-5  # tables in float32, and angles measured on rotated vectors
+CLASSES = {"diffusers", "timm"}  # their rows are classes, not configs
 LISTED = 30  # names in one line of the page
 WITH_FILE = {program.name for program in PROGRAMS}
 REASONS = {  # programs without a file in rotary.programs, where they differ
@@ -50,20 +51,20 @@ def percent(share):
 
 
 def read(row, name):
-    """Our reading of a row's config for the program `name`; None if we refuse it for all."""
+    """Our reading of a row's config for the program `name`; our words if we refuse it for all."""
     where = {key: row.get(key) for key in ("seq_len", "layer_type")}
     try:
         found = readings(CONFIGS / row["config"], **where)
-    except ValueError:
-        return None
+    except ValueError as error:
+        return str(error)
     return next(each for each in found if each.framework == name)
 
 
 def fault(row, name):
     """What is wrong with our file for the program, or "" if the row is what it says."""
     ours = read(row, name)
-    if ours is None:
-        return ""  # `rotary diff` refuses the config for all programs
+    if isinstance(ours, str):  # a model type that nobody here knows is no program's matter
+        return "" if {"skipped", "refused"} & row.keys() or "is not known" in ours else ours
     if "skipped" in row:
         return "" if ours.not_compared else f"never run: {row['skipped']}"
     if "refused" in row:
@@ -78,11 +79,13 @@ def kind_of(row, name):
     for kind in ("skipped", "refused"):
         if kind in row:
             return kind, row[kind]
-    if "axes" in row:
+    if "config" not in row or "inv_freq" not in row or name in CLASSES:
         return "class", ""
     reference = read(row, "transformers")
-    if reference is None or reference.inv_freq is None:
-        return "skipped", "transformers has no reading to compare with"
+    if isinstance(reference, str):
+        return "skipped", f"it ran, but {reference}"
+    if reference.inv_freq is None:
+        return "skipped", f"it ran, but transformers refuses: {reference.refuses}"
     off = apart(row, reference)
     if not off:
         return "equal", ""
@@ -100,22 +103,23 @@ def lines_of(folder):
     table, details = [head, ["---"] * len(head)], []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
-        if "program" not in data:
-            continue
+        if not Path(__file__).with_name(path.name).with_suffix(".py").exists():
+            continue  # recorded for one test alone
         name, groups = data["program"], defaultdict(lambda: defaultdict(list))
         faults = 0
         for row in data["rows"]:
             kind, why = kind_of(row, name)
             layer = f" ({row['layer_type']})" if row.get("layer_type") else ""
             length = f" at {row['seq_len']}" if row.get("seq_len") else ""
-            groups[kind][why].append(row["config"].removesuffix(".json") + layer + length)
+            config = row.get("config") or ", ".join(map(str, row["arguments"]))
+            groups[kind][why].append(config.removesuffix(".json") + layer + length)
             faults += name in WITH_FILE and bool(fault(row, name))
         count = {kind: sum(map(len, whys.values())) for kind, whys in groups.items()}
         ran = count.get("equal", 0) + count.get("different", 0) + count.get("class", 0)
         agrees = f"{len(data['rows']) - faults} of {len(data['rows'])}"
         numbers = [count.get(kind, 0) for kind in ("equal", "different", "refused", "skipped")]
-        classes = f"{count['class']} classes" if "class" in count else str(ran)
-        table.append([name, data["version"], data.get("date", ""), classes, *map(str, numbers),
+        compared = f"{ran}, none a config" if "class" in count else str(ran)
+        table.append([name, data["version"], data.get("date", ""), compared, *map(str, numbers),
                       agrees if name in WITH_FILE else "no file"])  # fmt: skip
         details += ["", f"## {name}", ""]
         for kind in ("different", "refused", "skipped"):
@@ -133,7 +137,8 @@ rotation measured on unit vectors: `make peers` does it again. A row is one conf
 length. "As transformers" compares with what `from_hf_config` reads, "our file" with what
 `rotary diff` says of the program; frequencies and amplitudes count as equal within 1e-5, what
 float32 tables hold. "Not run" has the reason below. diffusers and timm read no such config: their
-classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`.
+classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`; megatron-core takes
+arguments, which `tests/test_megatron.py` holds against `from_megatron`.
 """
 
 if __name__ == "__main__":
