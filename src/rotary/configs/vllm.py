@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..angles import inv_freq
 from ..spec import Rotary
 from .hf import to_hf_config
 
@@ -9,9 +10,11 @@ from .hf import to_hf_config
 def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, Any]:
     """The dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
 
-    Raises ValueError for what vLLM reads otherwise than transformers and so cannot say: dynamic,
-    whose static reading there is plain RoPE, and proportional with a factor, which it drops.
-    Source: vLLM 0.33, model_executor/layers/rotary_embedding/__init__.py.
+    LongRoPE is written with short_mscale and long_mscale, for vLLM ignores factor and
+    attention_factor there. Raises ValueError for what vLLM reads otherwise than transformers and so
+    cannot say: dynamic, whose static reading there is plain RoPE, and proportional with a factor,
+    which it drops.
+    Source: vLLM 0.32, started with such dicts: tests/golden/peers/to_vllm.json.
 
     >>> to_vllm(Rotary(head_dim=64, base=5e5))
     {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0}}
@@ -34,4 +37,8 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
     rope = written["rope_parameters"]
     if isinstance(rope.get("factor"), int):  # an int raises TypeError in its linear scaling
         rope["factor"] = float(rope["factor"])
+    if spec.schedule == "longrope":
+        trained = spec.params["original_max_position_embeddings"]
+        rope["short_mscale"] = inv_freq(spec, trained)[1]
+        rope["long_mscale"] = inv_freq(spec, trained + 1)[1]
     return written
