@@ -81,7 +81,7 @@ def rotate(
     if spec is not None:
         if not isinstance(spec, Rotary):
             raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
-        if (layout, out_layout, rotary_dim, start) != (None, None, None, None):
+        if not (layout is None and out_layout is None and rotary_dim is None and start is None):
             raise TypeError(
                 f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}"
             )
