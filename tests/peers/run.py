@@ -19,7 +19,6 @@ import table
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS, OUT = table.ROOT / ".venv-peers", table.ROOT / "build/peers"
-PARTS = {"conftest", "grids", "measure", "plain", "run", "servers", "table"}  # no programs
 SHARED = dict.fromkeys(  # program -> requirements that it shares with others
     ("diffusers", "litgpt", "onnxruntime", "rotary_embedding_torch", "torchtune", "x_transformers"),
     "torch",
@@ -99,7 +98,8 @@ def ran(name):
 
 
 if __name__ == "__main__":
-    programs = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in PARTS)
+    own = {path.stem for path in (HERE / "requirements").glob("*.txt")}
+    programs = sorted(SHARED.keys() | own - set(SHARED.values()))
     for name in sys.argv[1:] or programs:
         if name not in programs:
             sys.exit(f"no program {name!r}; there are {', '.join(programs)}")

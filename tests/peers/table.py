@@ -92,7 +92,8 @@ def kind_of(row, name):
     own = read(row, name) if name in WITH_FILE else None
     why = REASONS.get((name, row["config"]), "")
     if own is not None:
-        why = "; ".join(each for each in (reference.advice, own.advice) if each) or own.schedule
+        said = [each for each in (reference.advice, own.advice) if each]
+        why = "; ".join(said or own.notes[-1:]) or own.schedule
     return "different", f"{off}: {why}"
 
 
@@ -137,8 +138,8 @@ rotation measured on unit vectors: `make peers` does it again. A row is one conf
 length. "As transformers" compares with what `from_hf_config` reads, "our file" with what
 `rotary diff` says of the program; frequencies and amplitudes count as equal within 1e-5, what
 float32 tables hold. "Not run" has the reason below. diffusers and timm read no such config: their
-classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`; megatron-core takes
-arguments, which `tests/test_megatron.py` holds against `from_megatron`.
+classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`; megatron-core
+takes arguments, which `tests/test_megatron.py` holds against `from_megatron`.
 """
 
 if __name__ == "__main__":
