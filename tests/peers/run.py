@@ -57,17 +57,19 @@ def call(command):
 def compared(name):
     """How the fresh result of a program differs from the recorded one, in words."""
     fresh, recorded = (
-        {(row["config"], row.get("layer_type"), row.get("seq_len")): row for row in rows}
-        for rows in (
-            json.loads((folder / f"{name}.json").read_text())["rows"]
-            for folder in (OUT, table.RECORDED)
-        )
+        {key_of(row): row for row in json.loads((folder / f"{name}.json").read_text())["rows"]}
+        for folder in (OUT, table.RECORDED)
     )
     moved = [key for key in fresh.keys() | recorded.keys()
              if not same(fresh.get(key), recorded.get(key))]  # fmt: skip
     if not moved:
         return f"as recorded, {len(fresh)} rows"
     return f"{len(moved)} of {len(fresh)} rows are others: {sorted(map(str, moved))[:5]}"
+
+
+def key_of(row):
+    """What a row was run on: a config, or the arguments of a program that reads none."""
+    return row.get("config") or str(row["arguments"]), row.get("layer_type"), row.get("seq_len")
 
 
 def same(fresh, recorded):

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import traceback
 from multiprocessing import get_context
 
@@ -31,7 +32,8 @@ MADE_UP = {
 }  # fmt: skip
 NEVER_MADE_UP = ("rope", "rotary", "theta", "position", "head_dim", "layer_types")
 OWN = {  # what a model needs before any program says so
-    "deepseek_v2": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+                    "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     "deepseek_v32": {"index_topk": 2048, "index_n_heads": 8, "index_head_dim": 128},
     "deepseek_v4": {"vocab_size": 1024},
@@ -127,11 +129,11 @@ def plain_config_class(base, model_type):
 
 
 def rotary_modules(model):
-    """[(module, layers that use it)] of the text part."""
+    """[(module, layers that use it)] of the attention of the text part."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        in_vision = any(word in path for word in ("visual", "vision", "audio", "vpm"))
-        if path.split(".")[-1] == "rotary_emb" and hasattr(module, "rotary_dim") and not in_vision:
+        is_other = any(word in path for word in ("visual", "vision", "audio", "vpm", "indexer"))
+        if path.split(".")[-1] == "rotary_emb" and hasattr(module, "rotary_dim") and not is_other:
             layer = next(int(part) for part in path.split(".") if part.isdigit())
             found.setdefault(id(module), (module, set()))[1].add(layer)
     return list(found.values())
@@ -160,25 +162,39 @@ def rows_of_modules(name, model, text, seq_len=None):
 
 def rows_of_transformers(name, model):
     """Rows of a model that the program runs through transformers' class."""
-    module = next(
-        module for path, module in model.named_modules()
+    found = [
+        module
+        for path, module in model.named_modules()
         if path.endswith("rotary_emb") and "vision" not in path
-    )  # fmt: skip
+    ]
+    if not found:
+        raise LookupError("no module rotary_emb in the model")
+    module = found[0]
     code = importlib.import_module(type(module).__module__)
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    lengths = [None]
+    if rope.get("rope_type") == "dynamic" and "alpha" not in rope:
+        trained = module.original_max_seq_len
+        lengths = [trained, int(trained * rope["factor"])]
+
+    def row(layer_type, seq_len):
+        def rotate(position):
+            positions = torch.tensor([[position, (seq_len or 1) - 1]])
+            own = (layer_type,) if layer_type else ()
+            cos, sin = (table[:, :1] for table in module(torch.zeros(1, 2, 8), positions, *own))
+            unit = torch.eye(cos.shape[-1])[None, :, None]
+            return code.apply_rotary_pos_emb(unit, unit, cos, sin)[0][0, :, 0].numpy()
+
+        numbers = measure.measured(rotate, rotate(0).shape[0], farthest=FARTHEST)
+        note = "run through transformers' class of it"
+        return measure.row(name, layer_type, seq_len, **numbers, note=note)
+
     types = getattr(module, "layer_types", None)
-
-    def rows():
-        for layer_type in sorted(set(types)) if types else [None]:
-
-            def rotate(position, own=(layer_type,) if layer_type else ()):
-                cos, sin = module(torch.zeros(1, 1, 8), torch.tensor([[position]]), *own)
-                unit = torch.eye(cos.shape[-1])[None, :, None]
-                return code.apply_rotary_pos_emb(unit, unit, cos, sin)[0][0, :, 0].numpy()
-
-            row = measure.measured(rotate, rotate(0).shape[0], farthest=FARTHEST)
-            yield measure.row(name, layer_type, **row, note="run through transformers' class of it")
-
-    return list(rows())
+    return [
+        row(layer_type, seq_len)
+        for seq_len in lengths
+        for layer_type in (sorted(set(types)) if types else [None])
+    ]
 
 
 def turning(module, seq_len=None):
@@ -237,6 +253,7 @@ def _answer(rows_of, name, config, sender):
         traceback.print_exc()
         unknown = re.search("Model architectures .* are not supported for now", str(error))
         reason = "no model file for it" if unknown else measure.reason(error)
+        reason = re.sub(rf"{tempfile.gettempdir()}/\w+", "the folder", reason)
         calls = traceback.extract_tb(error.__traceback__)
         about_rope = any("rope" in call.name or "rotary" in call.filename for call in calls)
         rows = [measure.row(name, **{"refused" if about_rope else "skipped": reason})]
