@@ -1,11 +1,28 @@
 """What SGLang 0.5.23 computes from a config."""
 
 from . import rules, transformers
-from .case import Case, Program, RefusedError, Result
+from .case import Case, NotComparedError, Program, RefusedError, Result
+
+# it has no model file for these, and cannot run transformers' class in its place
+NO_FILE = frozenset({
+    "codegen", "csm", "esm", "falcon", "glm", "mistral4", "phi3_v", "qwen2_5_omni_text", "roformer",
+})  # fmt: skip
+THROUGH_TRANSFORMERS = frozenset({"internvl"})  # model types of files whose dynamic NTK it follows
+# its config class rewrites the key; its model file has a table of its own, with amplitude 1
+OBEYS_ATTENTION_FACTOR = frozenset({"laguna", "deepseek_v4"})
+
+
+def opens(case: Case) -> Case:
+    """The config as transformers' class loads it."""
+    if case.config.model_type in NO_FILE:
+        raise NotComparedError(f"SGLang does not run model type {case.config.model_type}")
+    return transformers.opens(case)
 
 
 def dynamic(case: Case) -> Result:
     """A fixed base, by alpha or as if every row were factor times the context."""
+    if case.config.file_type in THROUGH_TRANSFORMERS:
+        return transformers.computed(case)
     if "alpha" in case.rope:
         return rules.grown(case, case.rope["alpha"])
     factor = case.rope["factor"]
@@ -16,6 +33,8 @@ def dynamic(case: Case) -> Result:
 def yarn(case: Case) -> Result:
     """YaRN, whose amplitude is scaled by attn_factor."""
     factor, rope = rules.need(case, "factor"), case.rope
+    if case.config.model_type in OBEYS_ATTENTION_FACTOR:
+        return rules.yarn(case, rules.amplitude_of(case, factor))
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if "mrope_section" in rope and rope.keys() & {"mscale", "mscale_all_dim"}:
         raise RefusedError("TypeError: unexpected keyword argument 'mscale', with mrope_section")
@@ -64,5 +83,5 @@ SGLANG = Program(
         ),
     },
     (rules.refuse("ValueError: Unknown RoPE scaling type {}"), f"{_DIR}factory.py, get_rope"),
-    transformers.opens,
+    opens,
 )  # fmt: skip
