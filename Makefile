@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test docs debian quick lint types bench clean
+.PHONY: demo test docs debian quick lint types bench peers clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -27,6 +27,10 @@ docs: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.run
 
+# Other programs on every config, each in an environment of its own below .venv-peers; not in CI
+peers: .venv/dev.stamp
+	$(BIN)/python tests/peers/run.py
+
 .venv/core.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -e .
@@ -45,4 +49,4 @@ debian:
 		chromium fonts-liberation bible-kjv bible-kjv-text >/dev/null; }
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache
