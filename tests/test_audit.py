@@ -58,17 +58,21 @@ def test_frequencies_of_another_config(model):
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_weights_in_the_other_layout(layout):
     config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=1,
         intermediate_size=64, vocab_size=32,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    assert "rows look" not in advice(model)  # random weights have no layout
-    # as training leaves them: slow pairs larger, partners alike up to some noise
-    pairs = torch.linspace(0.5, 2.0, 32) * (1 + 0.02 * torch.randn(2, 32))
-    scale = torch.cat((pairs, pairs), 1) if layout == "half" else pairs.repeat_interleave(2, 1)
-    model.model.layers[0].self_attn.k_proj.weight.data.mul_(scale.reshape(-1, 1))
+    assert "look" not in advice(model)  # random weights have no layout
+    # as training leaves them: high frequencies larger, members of a pair alike up to some noise
+    falling = torch.linspace(0.3, -0.3, 16)
+    scale = torch.cat((falling, falling)) if layout == "half" else falling.repeat_interleave(2)
+    attention = model.model.layers[0].self_attn
+    for weight in (attention.q_proj.weight, attention.k_proj.weight):
+        noise = 0.1 * torch.randn(len(weight) // 32, 32, generator=torch.Generator().manual_seed(1))
+        weight.data.mul_((scale + noise).exp().reshape(-1, 1))
     found = advice(model)
-    assert ("rows look interleaved, the code reads half" in found) == (layout == "interleaved")
+    assert ("look interleaved" in found) == (layout == "interleaved")
+    assert ("the config means half" in found) == (layout == "interleaved")
 
 
 def test_keys_that_nothing_reads():

@@ -77,6 +77,28 @@ def test_layouts_and_direction_belong_to_the_model():
     assert from_hf_config({**gptj, "rope_traditional": False}).layout == "half"
 
 
+@pytest.mark.parametrize("value", ["false", 0, None, [True]])
+@pytest.mark.parametrize("key", ["rope_traditional", "rope_interleave"])
+def test_a_mark_that_is_no_yes_or_no_is_refused(key, value):
+    name = "llama" if key == "rope_traditional" else "deepseek_v3"
+    with pytest.raises(ValueError, match=f"{key} must be true or false, got"):
+        from_hf_config({"model_type": name, key: value})
+
+
+def test_two_keys_that_say_different_layouts_are_refused():
+    config = {"model_type": "deepseek_v3", "rope_interleave": True, "rope_traditional": False}
+    with pytest.raises(ValueError, match="say different layouts of the weights: keep one"):
+        from_hf_config(config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "longcat_flash", "glm_moe_dsa", "axk2",
+                                  "bailing_hybrid", "mistral_large4_text", "kimi_k2"])  # fmt: skip
+def test_a_key_that_the_code_of_a_model_ignores_says_nothing_or_is_refused(name):
+    assert from_hf_config({"model_type": name, "rope_interleave": True}).layout == "interleaved"
+    with pytest.raises(ValueError, match="'rope_interleave' is not known"):
+        from_hf_config({"model_type": name, "rope_interleave": False})
+
+
 def test_a_slice_may_be_the_last_channels():
     spec = from_hf_config({"model_type": "deepseek_v4"}, "compress")
     assert (spec.head_dim, spec.rotary_dim, spec.start, spec.base) == (512, 64, 448, 160_000.0)
@@ -175,7 +197,8 @@ def test_what_is_not_a_rotation_is_refused_with_the_reason():
 
 
 def test_models_of_other_code_that_compute_the_same():
-    assert MODELS["kimi_k2"] == MODELS["deepseek_v3"]
+    key = {"layout_key": "rope_interleave"}  # which the class of transformers alone reads
+    assert {**MODELS["kimi_k2"], **key} == MODELS["deepseek_v3"]
     assert from_hf_config({"model_type": "internlm2"}) == Rotary(head_dim=128)
 
 

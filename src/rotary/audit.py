@@ -3,13 +3,20 @@
 import math
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .analysis.precision import longest_safe_position
 from .angles import inv_freq
+from .checkpoint.journal import MANIFEST, read_manifest
+from .checkpoint.labels import CONFIG, unread_layout
+from .checkpoint.measure import Seen, disagreement, seen_in_folder, seen_in_model
 from .configs import Config, choose, from_hf_config, layer_types, parts
+from .configs.hf import LAYOUT_MARK
+from .integrations.marks import is_patched
+from .layouts import LAYOUTS
 from .spec import Rotary
 
 # an angle that is off by this much is seen in float32 attention
@@ -17,31 +24,51 @@ _TOLERANCE = 1e-2
 
 
 class Remark(NamedTuple):
-    """`where` in the config or the model, what was `found`, and `advice` if something is wrong."""
+    """`where` in the config or the model, what was `found`, and `advice` if it can be mended.
+
+    is_hint  the numbers are those of the model as it was trained, and could be better
+    """
 
     where: str
     found: str
     advice: str = ""
+    is_hint: bool = False
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong, and what is computed with it."""
+        return bool(self.advice) and not self.is_hint
 
 
 def audit(subject: Any) -> list[Remark]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
     Configs: keys that no code reads or that this model's code ignores, a context longer than what
-    was trained times the factor, positions at which float32 angles are off by more than 1e-2 rad.
-    Models: the same of `model.config`; buffers of frequencies that are in half precision, on the
-    meta device, not finite, or not what the config says; projections whose rows look as if they
-    were trained for the other layout (the two channels of a pair have rows of like norm).
+    was trained times the factor, positions at which float32 angles are off by more than 1e-2 rad,
+    weights in a layout that transformers does not know of.
+    Folders with safetensors: the same; a layout in the config that is not that of the conversion,
+    or not that of the weights, where their norms show one.
+    Models: the same of `model.config` and the weights; buffers of frequencies that are in half
+    precision, on the meta device, not finite, or not what the config says.
     Raises ValueError for a config that cannot be read at all.
 
     >>> [each.where for each in audit({"model_type": "llama", "rope_thata": 1e4}) if each.advice]
     ['config']
+    >>> [each.advice for each in audit({"model_type": "gptj", "rope_traditional": False})][-1]
+    'transformers loads them and computes wrong results: call rotary.patch(model) after loading, \
+or move them back by rotary convert'
     """
     if hasattr(subject, "named_modules"):
-        remarks = list(_buffers(subject))
-        config = getattr(subject, "config", None)
-        return remarks if config is None else [*audit(config), *remarks, *_weights(subject, config)]
-    remarks = []
+        config, buffers = getattr(subject, "config", None), list(_buffers(subject))
+        if config is None:
+            return buffers
+        layout = _compared(config, seen_in_model(subject), is_patched(subject))
+        return [*_configs(config), *buffers, *layout]
+    return [*_configs(subject), *_layout_of_files(subject)]
+
+
+def _configs(subject: Any) -> list[Remark]:
+    remarks: list[Remark] = []
     names = parts(subject) or (None,)
     for part in names:
         try:
@@ -92,6 +119,7 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
             f"max_position_embeddings {context:,} is more than {trained:,} trained times "
             f"{factor:g}",
             f"positions beyond {trained * factor:,.0f} were never seen: raise factor or serve less",
+            is_hint=True,
         )
     safe = longest_safe_position(spec, _TOLERANCE)
     if context and context > safe + 1:
@@ -99,6 +127,7 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
             where,
             f"float32 angles may be off by more than {_TOLERANCE:g} rad beyond position {safe:,}",
             "compute angles exactly: rotary.apply, or rotary.patch(model, exact=True)",
+            is_hint=True,
         )
 
 
@@ -162,45 +191,52 @@ def _against(place: str, name: str, module: Any, values: np.ndarray[Any, Any]) -
     yield Remark(place, f"{len(values)} frequencies, as the config says")
 
 
-def _weights(model: Any, config: Any) -> Iterator[Remark]:
-    """Whether the rows of W_k lie in the layout that the code reads, where that can be told."""
+# --- the layout of the weights ---
+
+
+def _layout_of_files(subject: Any) -> Iterator[Remark]:
+    """The layout of a config against that of the weights that are beside it."""
+    folder = Path(subject) if isinstance(subject, str | Path) else None
+    if folder is not None and not folder.is_dir():
+        folder = folder.parent if folder.name == CONFIG else None
+    if folder is None or not any(folder.glob("*.safetensors")):
+        yield from _compared(subject, None)
+        return
     try:
-        kinds = layer_types(config) or (None,)
-        spec = from_hf_config(config, kinds[0], strict=False)
-    except ValueError:
+        manifest = read_manifest(folder) or {}
+    except ValueError as error:
+        yield Remark("weights", "not whole", str(error))
         return
-    if spec is None or spec.rotary_dim < max(spec.head_dim, 16) or spec.num_axes > 1:
+    written = manifest.get("to")
+    if written in LAYOUTS:
+        yield from _compared(subject, Seen(written, f"{written} by {MANIFEST}"))
         return
-    for where, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not where.endswith("k_proj") or weight is None or weight.device.type == "meta":
-            continue
-        if weight.ndim != 2 or weight.shape[0] % spec.head_dim:
-            continue
-        rows = weight.detach().double().norm(dim=1).cpu().numpy().reshape(-1, spec.head_dim)
-        looks = layout_of_rows(rows)
-        if looks is not None and looks != spec.layout:
-            yield Remark(
-                f"{where}.weight",
-                f"rows look {looks}, the code reads {spec.layout}",
-                "converted twice or not at all: permute with rotary.layouts.row_permutation",
-            )
+    seen = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an index with another total size
+            seen = seen_in_folder(folder, subject)
+    except ValueError as error:
+        yield Remark("weights", f"layout not measured: {error}")
+    yield from _compared(subject, seen)
 
 
-def layout_of_rows(norms: np.ndarray[Any, Any]) -> str | None:
-    """The layout in which partners have like norms; None where that cannot be told.
-
-    norms  (heads, head_dim), of the rows of W_q or W_k, or of channels of q or k. Training moves
-           the two channels of a pair together; random weights show no layout.
-
-    >>> layout_of_rows(np.repeat(np.linspace(1, 2, 32), 2)[None])
-    'interleaved'
-    """
-    logs = np.log(np.maximum(norms, 1e-30))
-    half = logs.shape[1] // 2
-    apart = {
-        "half": np.abs(logs[:, :half] - logs[:, half:]).mean(),
-        "interleaved": np.abs(logs[:, 0::2] - logs[:, 1::2]).mean(),
-    }
-    near, far = sorted(apart, key=lambda name: apart[name])
-    return near if apart[near] < 0.5 * apart[far] else None
+def _compared(config: Any, seen: Seen | None, is_patched: bool = False) -> Iterator[Remark]:
+    """The layout that the config means against that of the weights and that of the code."""
+    if found := disagreement(config, seen):
+        yield Remark("weights", *found)
+        return
+    if seen is not None:
+        yield Remark("weights", f"{seen.text}, as the config means")
+    try:
+        unread = unread_layout(config)
+    except ValueError:  # which `_configs` tells
+        return
+    if unread is not None and not is_patched:
+        yield Remark(
+            "weights",
+            f"{unread.weights} by {LAYOUT_MARK}; {unread.model} of transformers rotates "
+            f"{unread.code}",
+            "transformers loads them and computes wrong results: call rotary.patch(model) after "
+            "loading, or move them back by rotary convert",
+        )

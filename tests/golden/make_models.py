@@ -24,7 +24,8 @@ READ = {"rope_parameters", "rope_scaling", THETA, SHARE, "layer_rope_theta", "ro
 SWITCHES = ("use_mem_rope", "use_rotary_embedding")  # False: this model does without RoPE
 
 INTERLEAVED = {"layout": "interleaved"}
-DEEPSEEK = {"layout": "interleaved", "out_layout": "half", "layout_key": "rope_interleave"}
+MIXED = {"layout": "interleaved", "out_layout": "half"}
+DEEPSEEK = {**MIXED, "layout_key": "rope_interleave"}
 TWO_AXES = {"axes": "blocks", "num_axes": 2}
 GEMMA = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
 BERT = {
@@ -53,10 +54,9 @@ CODE: dict[str, dict[str, Any]] = {
         INTERLEAVED,
     ),
     **dict.fromkeys(
-        ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
-         "longcat_flash", "mistral4", "youtu", "mistral_large4_text"),
-        DEEPSEEK,
+        ("axk2", "bailing_hybrid", "deepseek_v32", "longcat_flash", "mistral_large4_text"), MIXED
     ),
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"), DEEPSEEK),
     "deepseek_v4": {
         "layout": "interleaved", "slice": "trailing",
         "layer_names": {"compress": {THETA: "compress_rope_theta"}}, "scaled_layers": ["compress"],
@@ -107,7 +107,7 @@ CODE: dict[str, dict[str, Any]] = {
         },
     ),
     "clvp_encoder": {"rotary_dim": 32},
-    "glm_moe_dsa": {**DEEPSEEK, "other": ["indexer_rope_interleave"]},  # of its indexer alone
+    "glm_moe_dsa": {**MIXED, "other": ["indexer_rope_interleave"]},  # of its indexer alone
     "esm": {"only": ["default"]},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
     "phimoe": {"mscales": True},
@@ -118,8 +118,7 @@ CODE: dict[str, dict[str, Any]] = {
         SHARE: None, "only": ["default"],
     },
     "dots3_note_text": {
-        "layout": "interleaved", "out_layout": "half", "head_dim": 64,
-        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
+        **MIXED, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
         "layer_names": {"sliding_attention": {THETA: "swa_rope_theta"}},
     },
     "musicflamingo": {"not_one": "angles are products of two positions"},
@@ -162,7 +161,9 @@ def main() -> None:
         if not says["other"]:
             del says["other"]
     for name, same in SAME.items():
-        table.setdefault(name, table[same])
+        # no class of transformers reads their key, and code beside the weights may not
+        says = {key: value for key, value in table[same].items() if key != "layout_key"}
+        table.setdefault(name, says)
     for name in list(transformers.CONFIG_MAPPING):
         parts = parts_of(name, table)
         if parts:

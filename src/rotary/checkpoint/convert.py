@@ -11,21 +11,27 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import configs
 from . import journal, writing
 from .files import Checkpoint, read_checkpoint
-from .labels import CONFIG, Labels, labels_of
+from .labels import CONFIG, Labels, labels_of, warning_of
+from .names import code_base
 from .plan import Plan, plan
 from .shards import Advance, Hashes, Job, Written, check_movable, write_shards
 from .verify import Proof, check_which, prove
 
 
 class Ready(NamedTuple):
-    """What is there, what is to be done, and the config that is read and written."""
+    """What is there, what is to be done, and the config that is read and written.
+
+    warning  what will load the result and compute wrong results, and the way out; "" for nothing
+    """
 
     source: Path
     checkpoint: Checkpoint
     plan: Plan
     labels: Labels
+    warning: str
 
     @property
     def size(self) -> int:
@@ -34,11 +40,15 @@ class Ready(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What was done: the plan, the shards that this call wrote, and what was proved."""
+    """What was done: the plan, the shards that this call wrote, and what was proved.
+
+    warning  what will load the result and compute wrong results, and the way out; "" for nothing
+    """
 
     plan: Plan
     written: tuple[str, ...]
     proof: Proof
+    warning: str
 
 
 def convert_checkpoint(
@@ -69,6 +79,7 @@ def convert_checkpoint(
                   that write, or here after some shards with an `executor`
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
+    `.warning` of the result says what will load it and compute wrong results, if anything will.
     Raises ValueError for whatever is refused, before anything is written, and OSError where a disk
     fails. Whatever ends it, the source is as it was, and the same call goes on.
 
@@ -109,7 +120,9 @@ def prepared(
     for move in todo.moves.values():
         check_movable(tensors[move.tensor], move)
     labels = labels_of(root, config, from_layout, to_layout, before)
-    return Ready(Path(source), checkpoint, todo, labels)
+    written = configs.parsed(labels.written.decode("utf-8-sig"), CONFIG)
+    warning = warning_of(written, to_layout, code_base(tensors))
+    return Ready(Path(source), checkpoint, todo, labels, warning)
 
 
 def carried_out(
@@ -153,7 +166,7 @@ def carried_out(
             writing.copy(checkpoint.listing, folder / checkpoint.listing.name)
         content = journal.manifest_of(checkpoint, todo, hashes, proof, ready.labels.original)
         journal.finish(folder, content)
-    return Converted(todo, tuple(sorted(written)), proof)
+    return Converted(todo, tuple(sorted(written)), proof, ready.warning)
 
 
 def _absolute(ready: Ready) -> Ready:

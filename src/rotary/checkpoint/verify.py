@@ -232,7 +232,7 @@ def _outputs(path: Path, tensor: Tensor, move: Move) -> Vector:
     left, right = chance.standard_normal(before), chance.standard_normal(after)
     with open_regular(path) as file:
         sums = [
-            _numbers(read_piece(file, begin, min(begin + step, tensor.end)), tensor.dtype)
+            numbers(read_piece(file, begin, min(begin + step, tensor.end)), tensor.dtype)
             .reshape(-1, after) @ right
             for begin in range(tensor.begin, tensor.end, step)
         ]  # fmt: skip
@@ -245,11 +245,15 @@ def _kind(dtype: str) -> str:
     return "<u2" if dtype == "BF16" else NUMPY.get(dtype, "u1")
 
 
-def _numbers(raw: Bytes, dtype: str) -> Vector:
-    """Bytes of a tensor as float64; what is no number counts as 0, for it would spoil its row."""
-    numbers = raw.view(_kind(dtype))
+def numbers(raw: Bytes, dtype: str) -> Vector:
+    """Bytes of a tensor as float64; what is no number counts as 0, for it would spoil its row.
+
+    >>> numbers(np.array([0x80, 0x3F], np.uint8), "BF16")
+    array([1.])
+    """
+    values = raw.view(_kind(dtype))
     if dtype == "BF16":
-        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+        values = (values.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        wide = numbers.astype(np.float64)
+        wide = values.astype(np.float64)
     return np.nan_to_num(wide, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

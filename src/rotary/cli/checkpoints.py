@@ -10,7 +10,7 @@ import typer
 
 from .app import Json, app
 from .cluster import Dask, cluster
-from .terminal import print_json, print_table
+from .terminal import print_json, print_table, printable
 
 if TYPE_CHECKING:
     from ..checkpoint.plan import Move, Plan
@@ -56,10 +56,11 @@ def convert(
     not_copied = [str(path) for path in ready.checkpoint.left]
     if dry_run:
         if as_json:
-            print_json({**todo.to_dict(), "not_copied": not_copied})
+            print_json({**todo.to_dict(), "not_copied": not_copied, "warning": ready.warning})
         else:
             _print_plan(str(source), todo)
             _print_not_copied(not_copied)
+            _print_warning(ready.warning)
         return
     if target is None:
         raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
@@ -73,7 +74,7 @@ def convert(
     proof = done.proof
     if as_json:
         document = {"written": done.written, "not_copied": not_copied, "proof": proof._asdict()}
-        print_json({**todo.to_dict(), **document})
+        print_json({**todo.to_dict(), **document, "warning": done.warning})
         return
     rows = [
         ("tensors moved", str(len(todo.moves))),
@@ -85,6 +86,7 @@ def convert(
     ]
     print_table(f"{target}: {to_layout}", ("", ""), rows)
     _print_not_copied(not_copied)
+    _print_warning(done.warning)
 
 
 def _print_plan(title: str, todo: "Plan") -> None:
@@ -115,6 +117,11 @@ def _rows(move: "Move") -> str:
 def _print_not_copied(names: list[str]) -> None:
     if names:
         print_table("not converted and not copied", ("",), [(name,) for name in names])
+
+
+def _print_warning(text: str) -> None:
+    if text:
+        typer.echo(f"warning: {printable(text)}", err=True)
 
 
 @contextmanager

@@ -150,7 +150,10 @@ def doctor(
     layer_type: LayerType = None,
     as_json: Json = False,
 ) -> None:
-    """What is in the way: of speed on this machine, or of exact RoPE in a config or a model."""
+    """What is in the way: of speed on this machine, or of exact RoPE in a config or a model.
+
+    Exit status 1 if a config, its weights or a model are wrong.
+    """
     if distributed:
         from .ranks import examine_ranks
 
@@ -161,8 +164,7 @@ def doctor(
     if target is None:
         from ..doctor import examine
 
-        findings: list[tuple[str, ...]] = [tuple(each) for each in examine()]
-        names = ("what", "found", "advice")
+        findings = [each._asdict() for each in examine()]
     else:
         from ..audit import audit
         from ..identify import load
@@ -173,12 +175,18 @@ def doctor(
             subject = (
                 subject() if callable(subject) and not hasattr(subject, "modules") else subject
             )
-        findings = [tuple(each) for each in audit(subject)]
-        names = ("where", "found", "advice")
+        findings = [
+            {"where": each.where, "found": each.found, "advice": each.advice,
+             "is_fault": each.is_fault}
+            for each in audit(subject)
+        ]  # fmt: skip
     if as_json:
-        print_json([dict(zip(names, each, strict=True)) for each in findings])
-        return
-    print_table(f"rotary doctor {target or ''}".strip(), ("", *names[1:]), findings)
+        print_json(findings)
+    else:
+        rows = [tuple(each.values())[:3] for each in findings]
+        print_table(f"rotary doctor {target or ''}".strip(), ("", "found", "advice"), rows)
+    if any(each.get("is_fault") for each in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -22,6 +22,7 @@ ALIASES = {
     "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
     "openpangu": "default", "ntk": "ntk",
 }  # fmt: skip
+LAYOUT_MARK = "rope_traditional"  # of mlx-lm: true for interleaved; read here for every model
 _COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # keys beside a schedule's own that do not change cos and sin, or are read elsewhere
 _NEUTRAL_KEYS = (
@@ -29,7 +30,7 @@ _NEUTRAL_KEYS = (
 )  # fmt: skip
 # keys around the rope parameters that are read here for every model
 _TOP_KEYS = (
-    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_traditional",
+    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", LAYOUT_MARK,
     "rope_dim", "mrope_section", "layer_rope_theta", "rope_scaling_layers",
 )  # fmt: skip
 # keys that published files carry and that say nothing at this value
@@ -191,8 +192,9 @@ def _check_top(data: Mapping[str, Any], model: Model, complain: Complain) -> Non
     known |= {model.get("layout_key", ""), model.get("switch", "")}
     for names in model.get("layer_names", {}).values():
         known |= set(names.values())
+    harmless = {**_HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
     for key, value in data.items():
-        is_harmless = key in _HARMLESS and _HARMLESS[key] == value
+        is_harmless = key in harmless and harmless[key] == value
         if re.search("rope|rotary", str(key)) and key not in known and not is_harmless:
             complain(f"config key {key!r} is not known{nearest(key, known)}")
 
@@ -298,15 +300,17 @@ def _check_share(found: Config, complain: Complain) -> None:
 
 
 def _layouts(found: Config) -> tuple[str, str]:
+    """(layout, out_layout): the model's own, unless a key says that its weights have the other."""
     layout = found.model.get("layout", "half")
-    out_layout = found.model.get("out_layout", layout)
-    key = found.model.get("layout_key")
-    if key and found.data.get(key) is False:
-        return "half", "half"
-    traditional = found.data.get("rope_traditional")  # mlx-lm
-    if isinstance(traditional, bool):
-        return ("interleaved", "interleaved") if traditional else ("half", "half")
-    return layout, out_layout
+    keys = (found.model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
+    said = {key: found.data[key] for key in keys if key in found.data}
+    for key, value in said.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, got {value!r}")
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{said} say different layouts of the weights: keep one of the keys")
+    told = layout if not said else "interleaved" if any(said.values()) else "half"
+    return told, found.model.get("out_layout", told) if told == layout else told
 
 
 def _axial(head_dim: int, model: Model) -> tuple[int, dict[str, Any]]:

@@ -102,13 +102,19 @@ def way_of(function: Callable[..., Any]) -> Way:
 
 
 def replacement_of(
-    function: Callable[..., Any], way: Way, *, keeps_dtype: bool = False
+    function: Callable[..., Any],
+    way: Way,
+    *,
+    keeps_dtype: bool = False,
+    is_other_layout: bool = False,
 ) -> Callable[..., Any]:
     """A function called as `function` is, which rotates by `rotary.rotate`.
 
     A call that does not fit (another argument, shape or dtype) goes to `function` itself.
     `keeps_dtype` is for tables that are wider than the model made them: the result has the dtype of
     x, and `function` gets them in that dtype.
+    `is_other_layout` is for a `way` in another layout than `function` has: a call that does not fit
+    raises ValueError, for `function` would rotate the wrong channels.
     """
     kept = way._replace(promotes=False) if keeps_dtype else way
 
@@ -116,6 +122,12 @@ def replacement_of(
         given = dict(zip(kept.parameters, args, strict=False), **kwargs)
         call = _call_of(kept, given) if len(given) == len(args) + len(kwargs) else None
         if call is None:
+            if is_other_layout:
+                raise ValueError(
+                    f"{function.__name__} is called with shapes or dtypes that rotary does not "
+                    f"take, and its own code does not rotate {kept.layout} weights; convert the "
+                    "weights back to its own layout"
+                )
             if keeps_dtype:
                 args, kwargs = _narrowed(kept, args, kwargs)
             return function(*args, **kwargs)

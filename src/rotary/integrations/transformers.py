@@ -11,6 +11,7 @@ import dataclasses
 import dis
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType
@@ -18,19 +19,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..checkpoint.measure import disagreement, seen_in_model
 from . import tables
+from .marks import PATCHED, marked_layouts
 from .rotations import Way, replacement_of, way_of
 
 _ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
 _SHARED = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "STORE_GLOBAL")  # index the same names
-_MARK = "_rotary_original"  # on a function of ours: the function whose place it takes
 
 
 @dataclasses.dataclass
 class Patch:
     """What `patch` did to a model; a context manager that takes it back at the end.
 
-    patched  (name of the module, layout of its rotation, or "exact tables")
+    patched  (name of the module, layout of its rotation, or "exact tables"); "as the config says"
+             where the model's own code has another layout than the weights
     skipped  (name of the module, why it was left as it is)
 
     >>> Patch(nn.Linear(2, 2), [("layers.0.attn", "half"), ("layers.1.attn", "half")], []).patched
@@ -84,9 +87,14 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
                  where it knows the model and agrees with the buffer, else `inv_freq` as it is; the
                  attention factor is kept. Dynamic NTK and LongRoPE keep their own tables.
 
+    Weights that `rotary convert` wrote in another layout than the model's code has are rotated in
+    theirs: `rope_traditional` of the config says which it is.
+
     Returns a `Patch`: a context manager with `.unpatch()`, `.patched`, `.skipped`. A deep copy of a
     patched model is patched; an unpickled one is not.
-    Raises ValueError if the model is patched already, or has nothing that rotates.
+    Raises ValueError if the model is patched already, has nothing that rotates, or has weights in
+    another layout and a rotation that cannot be replaced. UserWarning where the norms of its query
+    and key rows look as if they had another layout than the config means.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2,
@@ -106,13 +114,15 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
             f"{type(model).__qualname__} has no module that calls a rotation with cos and sin"
         )
     forwards = _exact_forwards(model, sites, skipped) if exact else {}
-    patched = [(site.path, " and ".join(sorted(map(str, site.ways.values())))) for site in sites]
+    patched = [(site.path, str(site)) for site in sites]
     patched += [(name, "exact tables") for name in forwards]
     for site in sites:
         _bind(site.module, site.target, site.rebound(is_exact=site.producer in forwards))
     for name, forward in forwards.items():
         module = model.get_submodule(name)
         _bind(module, _target(module, "forward", type(module).forward), forward)
+    if found := disagreement(getattr(model, "config", None), seen_in_model(model)):
+        warnings.warn(f"weights {found[0]}: {found[1]}", stacklevel=2)
     return Patch(model, patched, skipped)
 
 
@@ -143,11 +153,21 @@ class _Site(NamedTuple):
         for home, function in _called(self.method):
             if function not in self.ways:
                 continue
-            names[function] = f"_rotary_{'exact_' if is_exact else ''}{function.__name__}"
-            if getattr(home.get(names[function]), _MARK, None) is not function:
-                ours = replacement_of(function, self.ways[function], keeps_dtype=is_exact)
+            way = self.ways[function]
+            is_other = way != way_of(function)
+            kind = f"{'exact_' if is_exact else ''}{f'{way.layout}_' if is_other else ''}"
+            names[function] = f"_rotary_{kind}{function.__name__}"
+            if getattr(home.get(names[function]), PATCHED, None) is not function:
+                ours = replacement_of(function, way, keeps_dtype=is_exact, is_other_layout=is_other)
                 home[names[function]] = _marked(ours, function)
         return _shared(self.method, tuple(names.items()))
+
+    def __str__(self) -> str:
+        texts = {
+            f"{way}, as the config says" if way != way_of(function) else str(way)
+            for function, way in self.ways.items()
+        }
+        return " and ".join(sorted(texts))
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,8 +183,10 @@ def _sites(model: nn.Module) -> tuple[list[_Site], list[tuple[str, str]]]:
     sites: list[_Site] = []
     skipped: list[tuple[str, str]] = []
     styles = {name: _styles(module) for name, module in tables.producers(model).items()}
+    layouts = marked_layouts(model)
     for path, module in model.named_modules():
         producer = tables.nearest(styles, path)
+        layout = layouts[path]
         for name, method in _methods(type(module)):
             ways: dict[Callable[..., Any], Way] = {}
             for _, function in _called(method):
@@ -174,8 +196,15 @@ def _sites(model: nn.Module) -> tuple[list[_Site], list[tuple[str, str]]]:
                     _target(module, name, method)
                     _rebound(method, {function: "_"})
                 except ValueError as error:
+                    if layout is not None:
+                        raise ValueError(
+                            f"{path}: {function.__name__} {error}, and by rope_traditional of the "
+                            f"config the weights are {layout}; convert them back"
+                        ) from error
                     skipped.append((path, f"{function.__name__} {error}"))
                 else:
+                    if layout is not None and layout != way.layout:
+                        way = way._replace(layout=layout, out_layout=layout)
                     ways[function] = way
             if ways:
                 target = _target(module, name, method)
@@ -325,7 +354,7 @@ def _target(module: nn.Module, name: str, method: Callable[..., Any]) -> str:
 
 
 def _marked(function: Any, original: Any) -> Any:
-    setattr(function, _MARK, original)
+    setattr(function, PATCHED, original)
     return function
 
 
@@ -336,10 +365,10 @@ def _bind(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
 def _ours(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """(module, attribute, original function) of every method that `patch` set."""
     return [
-        (module, name, getattr(value.__func__, _MARK))
+        (module, name, getattr(value.__func__, PATCHED))
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, MethodType) and hasattr(value.__func__, _MARK)
+        if isinstance(value, MethodType) and hasattr(value.__func__, PATCHED)
     ]
 
 
