@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -411,7 +412,7 @@ def test_half_precision_is_rotated_in_float32_and_rounded_once(tmp_path, dtype):
 
 def test_float64_is_rotated_in_float64_by_plain_operators(tmp_path):
     cos, sin = rotary.cos_sin(HALF, torch.arange(5))
-    rotate = Call(rotary.rotate, cos=cos, sin=sin, layout="half")
+    rotate = Call(partial(rotary.rotate, spec=HALF), cos=cos, sin=sin)
     x = draw(2, 4, 5, 64).double()
     model = exported(tmp_path, rotate, (x,))
     assert operators(model) == []
