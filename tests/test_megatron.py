@@ -81,6 +81,11 @@ def test_yarn_of_the_scripts_has_some_names_without_a_prefix():
         ({**LATENT, "rope_type": "ntk"}, "'rope' and 'yarn'"),
         ({**LATENT, "use_rope_scaling": True}, "ignores use_rope_scaling"),
         ({**LATENT, "rope_scaling_factor": 40.0}, "ignores rope_scaling_factor"),
+        ({"hidden_size": 64, "num_attention_heads": 0}, "num_attention_heads must be a whole"),
+        ({**LATENT, "rotary_scaling_factor": "40"}, "rotary_scaling_factor must be a number"),
+        ({**LATENT, "mscale": float("nan")}, "mscale must be a number, got nan"),
+        ({**PLAIN, "rotary_interleaved": "no"}, "rotary_interleaved must be true or false"),
+        ({**PLAIN, "mrope_section": [16, 24, 24.0]}, "mrope_section must be a list of whole"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, message):

@@ -1,6 +1,7 @@
 """Arguments of Megatron: of Megatron-LM's scripts, and of megatron-core's configs and models."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ _YARN = {
     "correction_range_round_to_int": True,
 }  # fmt: skip
 _LATENT_YARN = {**_YARN, "rotary_scaling_factor": 40.0}
+_MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")  # None is a value there
 _BAND_FACTOR = 8.0
+_LARGEST = 2**24  # channels of all heads together
 _BAND = ("use_rope_scaling", "rope_scaling")  # of the scripts, of GPTModel
 _STRETCH = ("rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor")
 _READ = {
@@ -21,6 +24,12 @@ _READ = {
     "qk_pos_emb_head_dim", "position_embedding_type", "use_rotary_position_embeddings",
     "rope_type", "rotary_base", "rotary_percent", "rotary_interleaved", "mrope_section",
     "rope_scaling_factor", *_BAND, *_STRETCH, *_YARN, *(f"yarn_{name}" for name in _YARN),
+}  # fmt: skip
+_WORDS = {"position_embedding_type", "rope_type"}
+_SIZES = {"kv_channels", "hidden_size", "num_attention_heads", "qk_pos_emb_head_dim"}
+_SWITCHES = {
+    "multi_latent_attention", "use_rotary_position_embeddings", "rotary_interleaved", *_BAND,
+    "correction_range_round_to_int", "yarn_correction_range_round_to_int",
 }  # fmt: skip
 # which layers rotate, and with which kernel
 _NO_BEARING = {
@@ -58,10 +67,13 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
             word in name for word in ("rope", "rotary", "pos_emb", "yarn")
         ):
             raise ValueError(f"argument {name!r} is not known{nearest(name, _READ)}")
-    mscales = ("yarn_mscale", "yarn_mscale_all_dim")  # None is a value there
     given = {
-        name: value for name, value in arguments.items() if value is not None or name in mscales
+        name: value
+        for name, value in arguments.items()
+        if name in _READ and (value is not None or name in _MSCALES)
     }
+    for name, value in given.items():
+        _check(name, value)
     if given.get("multi_latent_attention", "qk_pos_emb_head_dim" in given):
         return _latent(given)
     kind = given.get("position_embedding_type", "rope")
@@ -77,6 +89,31 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
             'for other attention give position_embedding_type "yarn"'
         )
     return _plain(given, _head_dim(given), has_axes=kind == "mrope")
+
+
+def _check(name: str, value: Any) -> None:
+    if name in _WORDS:
+        is_right, kind = isinstance(value, str), "a name"
+    elif name in _SWITCHES:
+        is_right, kind = isinstance(value, bool), "true or false"
+    elif name in _SIZES:
+        is_right, kind = _is_whole(value) and 0 < value <= _LARGEST, "a whole number > 0"
+    elif name == "mrope_section":
+        is_right = isinstance(value, list | tuple) and all(map(_is_whole, value))
+        kind = "a list of whole numbers"
+    else:
+        is_right = (value is None and name in _MSCALES) or (
+            isinstance(value, float | int)
+            and not isinstance(value, bool)
+            and abs(value) <= sys.float_info.max
+        )
+        kind = "a number"
+    if not is_right:
+        raise ValueError(f"{name} must be {kind}, got {value!r:.60}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _head_dim(given: Mapping[str, Any]) -> int:
