@@ -578,6 +578,12 @@ def test_su_is_longrope_in_two_of_them():
 # --- the file, and what it says beside the type ---
 
 
+def test_mlx_has_files_that_never_scale():
+    config = scaled("linear", model_type="qwen3_moe", factor=2.0)
+    np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(), rtol=1e-12)
+    assert read(config)["mlx-lm"].advice == "mlx-lm does not scale qwen3_moe at all"
+
+
 def test_keras_reads_what_its_converters_read():
     found = read(scaled("linear", factor=2.0))["keras-hub"]
     assert found.refuses.startswith("ValueError: The config should be a valid llama3 config")

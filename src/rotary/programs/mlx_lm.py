@@ -77,6 +77,7 @@ def opens(case: Case) -> Case:
     if layer_type is not None and layer_type != SCALED_LAYERS.get(model_type, layer_type):
         rope = {}
     if model_type in UNSCALED:
+        advice = f"mlx-lm does not scale {model_type} at all" if rope else advice
         rope = {}
     new = data.get("rope_parameters")
     if new and model_type not in READ_TYPES | READ_NESTED:
