@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import traceback
 from multiprocessing import get_context
 
@@ -161,11 +162,14 @@ def rows_of_modules(name, model, text, seq_len=None):
 
 def rows_of_transformers(name, model):
     """Rows of a model that the program runs through transformers' class."""
-    module = next(
+    found = [
         module
         for path, module in model.named_modules()
         if path.endswith("rotary_emb") and "vision" not in path
-    )
+    ]
+    if not found:
+        raise LookupError("no module rotary_emb in the model")
+    module = found[0]
     code = importlib.import_module(type(module).__module__)
     rope = getattr(module.config, "rope_parameters", None) or {}
     lengths = [None]
@@ -181,9 +185,9 @@ def rows_of_transformers(name, model):
             unit = torch.eye(cos.shape[-1])[None, :, None]
             return code.apply_rotary_pos_emb(unit, unit, cos, sin)[0][0, :, 0].numpy()
 
-        found = measure.measured(rotate, rotate(0).shape[0], farthest=FARTHEST)
+        numbers = measure.measured(rotate, rotate(0).shape[0], farthest=FARTHEST)
         note = "run through transformers' class of it"
-        return measure.row(name, layer_type, seq_len, **found, note=note)
+        return measure.row(name, layer_type, seq_len, **numbers, note=note)
 
     types = getattr(module, "layer_types", None)
     return [
@@ -249,6 +253,7 @@ def _answer(rows_of, name, config, sender):
         traceback.print_exc()
         unknown = re.search("Model architectures .* are not supported for now", str(error))
         reason = "no model file for it" if unknown else measure.reason(error)
+        reason = re.sub(rf"{tempfile.gettempdir()}/\w+", "the folder", reason)
         calls = traceback.extract_tb(error.__traceback__)
         about_rope = any("rope" in call.name or "rotary" in call.filename for call in calls)
         rows = [measure.row(name, **{"refused" if about_rope else "skipped": reason})]
