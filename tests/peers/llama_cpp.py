@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -612,6 +613,7 @@ def write(path, head, rows):
 def head():
     return {
         "program": "llama.cpp", "version": f"b{version('xllamacpp').rsplit('.', 1)[1]}",
+        "date": date.today().isoformat(),
         "environment": f"xllamacpp {version('xllamacpp')}, converter of {ARCHIVE}, "
         f"transformers {version('transformers')}",
     }  # fmt: skip
