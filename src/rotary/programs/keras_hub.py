@@ -86,12 +86,12 @@ KERAS_HUB = Program(
     "keras-hub",
     "0.32.0",
     {
-        "default": (rules.plain, f"{_FILE}, _get_inverse_freq"),
+        "default": (rules.plain_on_one_axis, f"{_FILE}, _get_inverse_freq"),
         "linear": (rules.linear, f"{_FILE}, _get_inverse_freq"),
         "yarn": (yarn, f"{_FILE}, _get_yarn_inverse_freq"),
         "llama3": (rules.llama3, "models/llama/llama_rotary_embedding.py, _get_inverse_freq"),
         "proportional": (rules.proportional_unscaled, "models/gemma4/gemma4_attention.py"),
     },
-    (rules.plain, f"{_FILE}, _get_inverse_freq"),
+    (rules.plain_on_one_axis, f"{_FILE}, _get_inverse_freq"),
     opens,
 )

@@ -110,6 +110,12 @@ def _rope_and_base(case: Case, model_type: str) -> tuple[Mapping[str, Any], floa
     return rope, BASES.get(model_type, 10_000.0) if given is None else given
 
 
+def mrope(case: Case) -> Result:
+    """rope_type mrope of older files, on one axis."""
+    rules.need(case, "mrope_section")
+    return rules.plain_on_one_axis(case)
+
+
 def llama3(case: Case) -> Result:
     """The band of Llama 3.1; a wavelength on its edge is kept."""
     trained = case.rope.get(TRAINED, 8192)
@@ -155,8 +161,8 @@ MLX_LM = Program(
     "mlx-lm",
     "0.32.2",
     {
-        "default": (rules.plain, f"{_FILE}, initialize_rope"),
-        "mrope": (rules.legacy_mrope, f"{_FILE}, initialize_rope: nn.RoPE, one axis"),
+        "default": (rules.plain_on_one_axis, f"{_FILE}, initialize_rope"),
+        "mrope": (mrope, f"{_FILE}, initialize_rope: nn.RoPE, one axis"),
         "linear": (rules.linear, f"{_FILE}, initialize_rope"),
         "dynamic": (dynamic, f"{_FILE}, DynamicNTKScalingRoPE"),
         "yarn": (yarn, f"{_FILE}, YarnRoPE"),

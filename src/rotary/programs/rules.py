@@ -35,11 +35,14 @@ def known(value: int | None) -> int:
 
 def plain(case: Case) -> Result:
     """Frequencies of the base alone."""
-    mrope = "mlx-lm and keras-hub read mrope_section as one axis: right for text alone"
-    notes = (mrope,) if "mrope_section" in case.rope else ()
-    return Result(
-        f"plain, base {case.base:g}", frequencies("default", case.dim, case.base), notes=notes
-    )
+    inv_freq = frequencies("default", case.dim, case.base)
+    return Result(f"plain, base {case.base:g}", inv_freq)
+
+
+def plain_on_one_axis(case: Case) -> Result:
+    """The same by a program that reads the sections of M-RoPE as one axis."""
+    notes = ("reads mrope_section as one axis: right for text alone",)
+    return plain(case)._replace(notes=notes if "mrope_section" in case.rope else ())
 
 
 def unscaled(who: str) -> Rule:
@@ -194,6 +197,5 @@ def longrope_mscale(case: Case, is_long: bool) -> float:
 
 def legacy_mrope(case: Case) -> Result:
     """rope_type mrope of older files: plain frequencies on three axes."""
-    if "mrope_section" not in case.rope:
-        raise RefusedError("rope_type mrope needs mrope_section, of three axes")
+    need(case, "mrope_section")
     return plain(case)
