@@ -748,3 +748,23 @@ def test_a_file_that_is_not_there_or_not_json(tmp_path):
         file.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(ValueError, match=r"config\.json"):
             diff(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "theirs"),
+    [  # pairs 25, 30 and 40 as vLLM 0.32 computed them, its whole model built from such a config
+        ("qwen2.5-vl-7b", {"mrope_section": [16, 24, 24],
+                           "original_max_position_embeddings": 32768},
+         (0.00453158375, 0.00153992651, 9.93744337e-05)),
+        ("qwen3-vl-8b", {"mrope_section": [24, 20, 20], "mrope_interleaved": True,
+                         "original_max_position_embeddings": 65536},
+         (0.0022958233, 0.000506939188, 1.62586218e-05)),
+    ],
+)  # fmt: skip
+def test_vllm_widens_the_yarn_ramp_of_some_models_with_three_axes(name, rope, theirs):
+    config = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    config.get("text_config", config)["rope_scaling"] = {
+        "rope_type": "yarn", "factor": 4.0, **rope,
+    }  # fmt: skip
+    (vllm,) = (reading for reading in readings(config) if reading.framework == "vLLM")
+    np.testing.assert_allclose(vllm.inv_freq[[25, 30, 40]], theirs, rtol=FLOAT32_RTOL)

@@ -7,6 +7,10 @@ from .case import Case, NotComparedError, Program, RefusedError, Result
 
 # it has no model file for these, and cannot run transformers' class in its place
 NO_FILE = frozenset({"codegen", "csm", "esm", "mistral4", "mllama_text_model", "roformer"})
+# their model files pass mrope_positions_factor=1, but where videos are pruned
+RAMP_AS_TRAINED = frozenset({
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text",
+})  # fmt: skip
 
 
 def opens(case: Case) -> Case:
@@ -44,12 +48,9 @@ def yarn(case: Case) -> Result:
     """YaRN; with mrope_section its ramp starts from another trained length."""
     factor, trained = rules.need(case, "factor"), rules.known(case.trained)
     amplitude, truncate = rules.amplitude_of(case, factor), case.rope.get("truncate", True)
-    if "mrope_section" not in case.rope:
+    if "mrope_section" not in case.rope or case.config.model_type in RAMP_AS_TRAINED:
         return rules.yarn(case, amplitude, truncate=truncate)
-    advice = (
-        "vLLM takes the YaRN ramp of mrope_section from 4 times the trained length, but for "
-        "model files that pass mrope_positions_factor=1"
-    )
+    advice = "vLLM takes the YaRN ramp of mrope_section from 4 times the trained length"
     return rules.yarn(case, amplitude, advice, trained=4 * trained, truncate=truncate)
 
 
