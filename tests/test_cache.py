@@ -14,7 +14,12 @@ def test_what_is_evicted_dies_after_the_lock():
         nbytes = 80
 
         def __del__(self):
-            seen = threading.Thread(target=lambda: held.append(cache.lock.acquire(timeout=0)))
+            def look():
+                held.append(cache.lock.acquire(timeout=0))
+                if held[-1]:
+                    cache.lock.release()
+
+            seen = threading.Thread(target=look)
             seen.start()
             seen.join()
 

@@ -8,6 +8,7 @@ from Python integers, and are right to 2^-65 turn per token.
 """
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -363,3 +364,9 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
 
 
 _cache = Cache(CACHE_BYTES)
+if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
+    os.register_at_fork(
+        before=_cache.lock.acquire,
+        after_in_parent=_cache.lock.release,
+        after_in_child=_cache.lock.release,
+    )

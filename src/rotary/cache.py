@@ -1,6 +1,5 @@
 """Values kept for the next call: least recently used first out, bounded in bytes."""
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -8,7 +7,7 @@ from typing import Any
 
 
 class Cache:
-    """Arrays, or tuples of arrays, under a key. Threads, forks and signals are safe.
+    """Arrays, or tuples of arrays, under a key. Threads and signals are safe.
 
     The thread that holds the lock may want it again: a signal handler, or the destructor of
     whatever the garbage collector finds, may rotate. Such a call is answered without the cache.
@@ -20,12 +19,6 @@ class Cache:
         self.lock = threading.RLock()
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._in_use = False  # by the thread that has the lock
-        if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
-            os.register_at_fork(
-                before=self.lock.acquire,
-                after_in_parent=self.lock.release,
-                after_in_child=self.lock.release,
-            )
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """The value kept under `key`, or what `build` makes, kept if it fits."""
