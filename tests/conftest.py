@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
+
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):

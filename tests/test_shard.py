@@ -95,7 +95,7 @@ def test_the_rotated_shards_of_all_ranks_are_the_whole_bit_for_bit(
     x = rng.standard_normal((2, HEADS, seq, HEAD_DIM)).astype(np.float32)
     if library == "torch":
         x, place = torch.from_numpy(x).bfloat16(), torch.from_numpy(place)
-    whole = rotary.apply(spec, x, positions=place)
+    whole = rotary.apply(spec, x, positions=place, seq_dim=-2)
     union = whole * np.nan
     for rank in range(world):
         held = shard(seq, rank, world, order, cu_seqlens=cu_seqlens)

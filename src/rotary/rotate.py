@@ -43,8 +43,9 @@ def rotate(
                heads. So always give it where they have equally many and the number of tokens
                varies. Lengths that are symbols of torch.compile or torch.export are not compared.
     positions  row numbers into tables of shape (rows, pairs): (seq,) or (batch, seq)
-    conjugate  turn by -angle and keep the amplitude: the transpose, that is, the gradient. The way
-               back is conjugate=True divided by the square of the attention factor.
+    conjugate  turn by -angle and keep the amplitude: the transpose, that is, the gradient. With a
+               spec it reads the spec's out_layout and writes its layout; by hand, what you say.
+               The way back is conjugate=True divided by the square of the attention factor.
     out        where to write: arrays of the shape of x; `out=x` rotates in place
     Returns new arrays (or `out`) of the dtype of x: float32 inside, rounded once.
 
@@ -85,7 +86,7 @@ def rotate(
             raise TypeError(
                 f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}"
             )
-        options = _options(spec, seq_dim)
+        options = _options(spec, seq_dim, conjugate)
     elif layout is not None:
         options = Options(layout, out_layout, rotary_dim, start or 0, seq_dim)
     else:
@@ -100,10 +101,10 @@ _BOTH_FORMS = (
 )
 
 
-def _options(spec: Rotary, seq_dim: int | None) -> Options:
-    return Options(
-        spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim, spec.head_dim
-    )
+def _options(spec: Rotary, seq_dim: int | None, conjugate: bool) -> Options:
+    layouts = spec.layout, spec.out_layout
+    read, written = layouts[::-1] if conjugate else layouts
+    return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
 
 
 def _outputs(out: Any, count: int) -> tuple[Any, ...]:
@@ -163,7 +164,7 @@ def apply(
                 inv_freq(spec, length)[1],
                 spec.axes,
                 positions,
-                _options(spec, seq_dim),
+                _options(spec, seq_dim, conjugate),
                 conjugate != (spec.sign < 0),
                 outs,
             )

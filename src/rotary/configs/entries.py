@@ -40,6 +40,14 @@ MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").re
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
+# names in the layer_types of a config whose layers do not differ in their RoPE; transformers 5.23,
+# configuration_utils.py, with the names of older files
+LAYERS_WITH_ROPE = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "window_attention", "attention",
+    "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", "hybrid",
+    "hybrid_sliding", "reference_sliding_attention", "minimax_m3_sparse",
+})  # fmt: skip
+LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "dense", "sparse"})
 Rope = dict[str, Any]
 
 
@@ -211,12 +219,20 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
             f"rope_parameters is nested by layer type; pass layer_type, one of "
             f"{', '.join(known)}; got {layer_type!r}{nearest(layer_type, known)}"
         )
-    if None in found and layer_type is not None and layer_type not in _listed_layer_types(data):
-        raise ValueError(
-            f"layer_type {layer_type!r} is not one of this model's: all its layers have one RoPE; "
-            "leave layer_type out"
-        )
     rope = found[None if None in found else layer_type]  # None: all layers are alike
+    if None in found and layer_type is not None:
+        if layer_type not in _listed_layer_types(data):
+            raise ValueError(
+                f"layer_type {layer_type!r} is not one of this model's: all its layers have one "
+                "RoPE; leave layer_type out"
+            )
+        if layer_type in LAYERS_WITHOUT_ROPE:
+            rope = None
+        elif layer_type not in LAYERS_WITH_ROPE:
+            raise ValueError(
+                f"whether layers of type {layer_type!r} have a RoPE is not known; leave layer_type "
+                "out for the RoPE of those that have"
+            )
     file_type = str(whole.get("model_type") or "")
     return Config(rope or {}, data, model, layer_type, rope is not None, file_type)
 

@@ -68,7 +68,7 @@ def from_hf_config(
     >>> from_hf_config({"model_type": "nanochat"}).sign
     -1
     """
-    return rotary_of(choose(config, layer_type, part), _refuse if strict else _warn)
+    return rotary_of(choose(config, layer_type, part), refuse if strict else _warn)
 
 
 def rotary_of(found: Config, complain: Complain) -> Rotary | None:
@@ -80,7 +80,7 @@ def rotary_of(found: Config, complain: Complain) -> Rotary | None:
     rope, data, model = found.rope, found.data, found.model
     if "not_one" in model:
         raise ValueError(f"{data['model_type']!r} is not one rotation: {model['not_one']}")
-    _check_top(data, model, complain)
+    check_top(found, complain)
     if not found.rotates:
         return None
     head_dim = found.head_dim
@@ -178,7 +178,13 @@ def _share(spec: Rotary) -> float:
     return share if int(spec.head_dim * share) == spec.rotary_dim else math.nextafter(share, 1)
 
 
-def _refuse(message: str) -> None:
+def refuse(message: str) -> None:
+    """Complain by a ValueError.
+
+    >>> refuse("a key")
+    Traceback (most recent call last):
+    ValueError: a key
+    """
     raise ValueError(message)
 
 
@@ -186,8 +192,13 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _check_top(data: Mapping[str, Any], model: Model, complain: Complain) -> None:
-    """A key that looks like RoPE and that this model does not read may be a misspelt one."""
+def check_top(found: Config, complain: Complain) -> None:
+    """Complain about keys that look like RoPE and that this model does not read: misspelt ones.
+
+    >>> check_top(choose({"model_type": "llama", "rope_thata": 1e4}), print)
+    config key 'rope_thata' is not known; did you mean 'rope_theta'?
+    """
+    data, model = found.data, found.model
     known = {*_TOP_KEYS, *model.get("names", {}).values(), *model.get("other", ())}
     known |= {model.get("layout_key", ""), model.get("switch", "")}
     for names in model.get("layer_names", {}).values():

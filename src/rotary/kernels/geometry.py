@@ -144,8 +144,9 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
     would compile a call for each number of tokens.
     """
     is_known: Callable[[Any], bool] = bool
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_compiling():
+    # another thread may be in the middle of importing torch
+    compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
+    if compiler is not None and compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
     shape = shapes[0]
     return (

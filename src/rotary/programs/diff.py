@@ -14,6 +14,9 @@ import numpy as np
 
 from ..configs import Config, choose
 from ..configs.entries import TEXT_PARTS
+from ..configs.hf import check_top, refuse
+from ..schedules import SCHEDULES, parameters
+from ..spec import Rotary, nearest
 from .case import Array, Case, NotComparedError, Program, RefusedError
 from .keras_hub import KERAS_HUB
 from .llama_cpp import LLAMA_CPP
@@ -29,6 +32,12 @@ NUMBERS = frozenset({
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
     "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim",
 })  # fmt: skip
+KEYS = NUMBERS | {  # of rope parameters, read by some program
+    *(key for schedule in SCHEDULES for key in parameters(schedule)),
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "rope_dim", "interleaved"),
+    *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings"),
+    *("apply_yarn_scaling", "original_max_position_embeddings", "use_fope", "finetuned"),
+}
 RENAME = {  # what to write instead of a type that some program refuses
     "su": "write rope_type longrope",
     "mrope": "write rope_type default beside mrope_section",
@@ -199,16 +208,25 @@ def _case(config: Config, seq_len: int | None) -> Case:
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int)
                                 or seq_len < 1):  # fmt: skip
         raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
+    Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # or an error
     for name, value in config.rope.items():
         if name in NUMBERS and value is not None:
             _check_number(name, value)
+        if name not in KEYS:
+            raise ValueError(f"rope key {name!r} is read by no program{nearest(name, KEYS)}")
+    check_top(config, refuse)
     rope_type, context = config.rope_type, config.context
+    if context is not None and context < 1:
+        raise ValueError(f"max_position_embeddings must be at least 1, got {context}")
     growth = config.rope.get("factor") or 1 if rope_type == "dynamic" else 1
     if seq_len is None:
         seq_len = math.ceil((context or 1) * growth)
-    return Case(
-        config, config.rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len
-    )
+    rope = {
+        name: False if name == "truncate" and value is None else value
+        for name, value in config.rope.items()
+        if value is not None or name in ("truncate", "factor")  # a null says nothing, but for these
+    }
+    return Case(config, rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len)
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -233,6 +251,10 @@ def _read(program: Program, case: Case, is_text: bool) -> Reading:
         refuses = str(error)
     except NotComparedError as error:
         not_compared = str(error)
+    except (ArithmeticError, TypeError) as error:
+        if program is TRANSFORMERS:
+            raise ValueError(f"this config gives no rotation: {error}") from error
+        not_compared = f"its formula fails on these values: {error}"
     else:
         notes = (*program.notes, *result.notes)
         return Reading(
@@ -296,11 +318,13 @@ def _verdict(
     far = ", ".join(f"{each.framework} {_size(each, found)}" for each in apart)
     said.append(f"off from {reference}: {far}" if apart else "all others agree")
     first = "; ".join(said)
-    advice = _advice(rows, apart)
-    if refusing and rope_type in RENAME:
+    of_reference = next(r.advice for r in found if r.framework == reference)
+    advice = (of_reference if apart else "") or _advice(rows, apart)
+    is_refused_for_type = rope_type != "linear" or {"vLLM", "SGLang"} & set(refusing)
+    if refusing and rope_type in RENAME and is_refused_for_type:
         advice = f"To be read by more, {RENAME[rope_type]}"
     elif refusing and not apart:
-        advice = next(r.advice for r in found if r.framework == reference)
+        advice = of_reference
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 

@@ -58,10 +58,15 @@ def computed(case: Case) -> Result:
     steps, factor = inv_freq(spec, case.seq_len)
     advice = ""
     if spec.schedule == "longrope" and config.model_type == "phimoe":
-        is_long = case.seq_len > spec.params["original_max_position_embeddings"]
+        trained = spec.params["original_max_position_embeddings"]
         steps, _ = inv_freq(spec)
-        advice = "transformers keeps the short list of phimoe beyond L" if is_long else ""
-    if config.layer_type is not None and case.rope.get("truncate") is False:
+        if case.seq_len > trained:
+            advice = "transformers keeps the short list of phimoe beyond L, with long_mscale"
+        return Result(
+            _words(spec, trained), np.asarray(steps), factor,
+            "never: the short list always, with long_mscale beyond L", advice=advice,
+        )  # fmt: skip
+    if _is_nested(config) and case.rope.get("truncate") is False:
         advice = "transformers ignores truncate inside a nested rope_parameters"
     switch = {
         "dynamic": "with the longest row of the batch, at every forward",
@@ -75,7 +80,7 @@ def _as_its_code_reads(case: Case) -> Config:
     config = case.config
     ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
     ignored |= set() if config.model.get("alpha") else {"alpha"}
-    ignored |= {"truncate"} if config.layer_type is not None else set()
+    ignored |= {"truncate"} if _is_nested(config) else set()
     data, model = config.data, config.model
     if not config.reads_share and case.rope_type == "default":
         ignored.add("partial_rotary_factor")
@@ -84,6 +89,11 @@ def _as_its_code_reads(case: Case) -> Config:
         model = {**model, "partial_rotary_factor": 1.0}
     rope = {key: value for key, value in config.rope.items() if key not in ignored}
     return config._replace(rope={**rope, "rope_type": case.rope_type}, data=data, model=model)
+
+
+def _is_nested(config: Config) -> bool:
+    """Whether the file has an object of rope parameters for each layer type."""
+    return config.layer_type in (config.data.get("rope_parameters") or {})
 
 
 def _words(spec: Rotary, seq_len: int) -> str:
