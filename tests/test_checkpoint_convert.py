@@ -284,7 +284,7 @@ def test_trusting_the_source_is_for_weights_that_another_program_has_moved(tmp_p
     target = there(llama(tmp_path / "a"), tmp_path / "b")
     (target / MANIFEST).unlink()
     (target / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(ValueError, match="trust the source"):
+    with pytest.raises(ValueError, match="give --trust-source"):
         converted(target, tmp_path / "c", "interleaved", "half")
     back = there(target, tmp_path / "c", before="interleaved", after="half", trust_source=True)
     assert contents(back)[name_of(1)] == contents(tmp_path / "a")[name_of(1)]

@@ -768,3 +768,42 @@ def test_vllm_widens_the_yarn_ramp_of_some_models_with_three_axes(name, rope, th
     }  # fmt: skip
     (vllm,) = (reading for reading in readings(config) if reading.framework == "vLLM")
     np.testing.assert_allclose(vllm.inv_freq[[25, 30, 40]], theirs, rtol=FLOAT32_RTOL)
+
+
+def test_a_misspelt_key_is_refused_as_inspect_refuses_it():
+    for key, where in (("rope_thata", {}), ("facter", {"rope_scaling": {"type": "linear"}})):
+        config = {**LLAMA, **copy.deepcopy(where)}
+        config.get("rope_scaling", config)[key] = 2.0
+        with pytest.raises(ValueError, match=f"{key}.*did you mean"):
+            diff(config)
+
+
+def test_sizes_are_bounded_for_a_type_that_only_other_programs_read():
+    with pytest.raises(ValueError, match="head_dim must be a whole number from 1 to 65,536"):
+        diff({**scaled("nonsense", factor=2.0), "head_dim": 60_000_000})
+
+
+@pytest.mark.parametrize("key", ["mscale", "attention_factor", "truncate", "beta_fast"])
+def test_a_null_is_read_like_a_key_that_is_missing(key):
+    config = scaled("yarn", **ROPES["yarn"], **{key: None})
+    assert_transformers(config)
+    assert len(readings(config)) == 6
+
+
+def test_a_listed_layer_type_is_read_like_none():
+    """gpt-oss has one RoPE for both of its layer types; truncate is false there, and read."""
+    path = Path(__file__).parent / "configs" / "gpt-oss-20b.json"
+    of_all = diff(path).to_dict()
+    for layer_type in ("full_attention", "sliding_attention"):
+        found = diff(path, layer_type=layer_type).to_dict()
+        assert found["readings"][0] == of_all["readings"][0]
+        np.testing.assert_array_equal(
+            readings(path, layer_type=layer_type)[0].inv_freq,
+            rotary.inv_freq(rotary.from_hf_config(path))[0],
+        )
+
+
+def test_the_short_list_that_transformers_keeps_is_said():
+    path = Path(__file__).parent / "configs" / "phi-3.5-moe.json"
+    assert "transformers keeps the short list of phimoe" in diff(path).verdict
+    assert readings(path)[0].schedule.startswith("LongRoPE, short list")

@@ -131,7 +131,7 @@ BASE = {
 @pytest.mark.parametrize(
     ("keys", "layer_type", "message"),
     [
-        ({}, "full_attention", "all layers of this file are alike"),
+        ({}, "full_attention", "all layers of this file have one RoPE"),
         ({"gemma3.attention.sliding_window": 512}, None, "full_attention, sliding_attention"),
         ({"gemma3.attention.sliding_window": 512}, "sliding", "got 'sliding'"),
         ({"rope_freqs.weight": [1.0] * 32}, None, "reads no rope_freqs.weight"),
@@ -273,3 +273,46 @@ def test_layouts_are_those_of_llama_cpp():
             model = ARCHITECTURES[name]
             assert model["layout"] == layouts[number], name
             assert (model.get("sections") == "interleaved") == (number == 40), name
+
+
+LLAMA = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.attention.head_count": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_freqs.weight": ["1"] * 8}, "finite numbers > 0"),
+        ({"rope_freqs.weight": [0.0] * 8}, "finite numbers > 0"),
+        ({"rope_freqs.weight": 3}, "finite numbers > 0"),
+        ({"llama.attention.head_count": 0}, "needs llama.attention.key_length"),
+    ],
+)
+def test_malformed_metadata_is_one_line(change, message):
+    with pytest.raises(ValueError, match=message):
+        rotary.configs.from_gguf({**LLAMA, **change})
+
+
+def test_divisors_may_be_an_array():
+    divisors = np.linspace(1, 2, 8, dtype=np.float32)
+    found = rotary.configs.from_gguf({**LLAMA, "rope_freqs.weight": divisors})
+    assert found == rotary.configs.from_gguf({**LLAMA, "rope_freqs.weight": divisors.tolist()})
+
+
+def test_a_layer_type_of_a_file_whose_layers_are_alike():
+    with pytest.raises(ValueError, match="all layers of this file have one RoPE; leave it out"):
+        rotary.configs.from_gguf(LLAMA, "sliding_attention")
+
+
+@pytest.mark.parametrize("length", [-1, 0, "4k", 2.5])
+def test_a_length_that_is_written_is_a_whole_number(length):
+    spec = rotary.Rotary(head_dim=64)
+    with pytest.raises(ValueError, match="context_length must be"):
+        rotary.configs.to_gguf(spec, "qwen2", context_length=length)
+    with pytest.raises(ValueError, match="max_position_embeddings must be"):
+        rotary.configs.to_vllm(spec, max_position_embeddings=length)
+    with pytest.raises(TypeError, match="spec must be a Rotary"):
+        rotary.configs.to_gguf(spec.to_dict(), "qwen2")

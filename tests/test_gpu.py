@@ -118,8 +118,9 @@ def test_apply_is_exact_up_to_the_last_32_bit_position(name, launches):
     ids = np.random.default_rng(0).integers(0, 2**31, (2, 33, *axes))
     q, k = randn(2, 8, 33, spec.head_dim), randn(2, 2, 33, spec.head_dim, seed=1)
     cos, sin = map(torch.from_numpy, rotary.cos_sin(spec, ids))
-    options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
     for conjugate in (False, True):
+        layouts = (spec.layout, spec.out_layout)[:: -1 if conjugate else 1]
+        options = Options(*layouts, spec.rotary_dim, spec.start)
         got = rotary.apply(spec, q, k, positions=torch.from_numpy(ids).cuda(), conjugate=conjugate)
         for x, y in zip((q, k), got, strict=True):
             want = wanted(x, cos, sin, options, conjugate)

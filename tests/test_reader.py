@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,3 +220,18 @@ def test_a_layer_type_that_the_model_does_not_have_is_refused():
 def test_a_part_that_the_model_does_not_have_is_refused(config):
     with pytest.raises(ValueError, match="part 'vision_config'"):
         from_hf_config(config, part="vision_config")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lfm2-8b-a1b", "conv"), ("qwen3.5-27b", "linear_attention")]
+)
+def test_a_listed_layer_type_that_does_not_rotate_is_none(name, kind):
+    path = Path(__file__).parent / "configs" / f"{name}.json"
+    assert from_hf_config(path, kind) is None
+    assert from_hf_config(path, "full_attention") == from_hf_config(path)
+
+
+def test_a_listed_layer_type_that_nobody_knows_is_refused():
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match="whether layers of type 'foo' have a RoPE is not known"):
+        from_hf_config({**config, "layer_types": ["foo"]}, "foo")

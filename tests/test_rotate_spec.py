@@ -262,3 +262,23 @@ def test_systems_say_where_their_tokens_are():
     attention.linear_attention(q, k, v, spec, positions=ids)
     attention.xpos(spec, q, k, positions=ids)
     attention.distance_attention(q, k, v, spec, attention.rerope(2), q_positions=ids)
+
+
+@pytest.mark.parametrize("layouts", [("half", "half"), ("interleaved", "interleaved"),
+                                     ("interleaved", "half"), ("half", "interleaved")])  # fmt: skip
+@pytest.mark.parametrize("as_array", [np.asarray, torch.from_numpy, jnp.asarray])
+def test_conjugate_is_the_transpose_and_the_way_back(layouts, as_array):
+    """Also where pairs are read in one layout and written in the other: DeepSeek's keys came back
+    in the wrong order."""
+    spec = rotary.Rotary(
+        head_dim=12, rotary_dim=8, start=4, layout=layouts[0], out_layout=layouts[1]
+    )
+    chance = np.random.default_rng(0)
+    x, y = (as_array(chance.standard_normal((5, 12)).astype(np.float32)) for _ in range(2))
+    cos, sin = rotary.cos_sin(spec, as_array(np.arange(5)))
+    there, back = rotary.rotate(x, cos, sin, spec), rotary.rotate(y, cos, sin, spec, conjugate=True)
+    np.testing.assert_allclose((there * y).sum(), (x * back).sum(), rtol=1e-5)
+    again = rotary.rotate(there, cos, sin, spec, conjugate=True)
+    np.testing.assert_allclose(np.asarray(again), np.asarray(x), atol=1e-5)
+    applied = rotary.apply(spec, rotary.apply(spec, x), conjugate=True)
+    np.testing.assert_allclose(np.asarray(applied), np.asarray(x), atol=1e-5)

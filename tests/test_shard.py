@@ -99,7 +99,7 @@ def test_the_rotated_shards_of_all_ranks_are_the_whole_bit_for_bit(
     union = whole * np.nan
     for rank in range(world):
         held = shard(seq, rank, world, order, cu_seqlens=cu_seqlens)
-        local = rotary.apply(spec, x[:, :, held], positions=taken(place, held, axes))
+        local = rotary.apply(spec, x[:, :, held], positions=taken(place, held, axes), seq_dim=-2)
         union[:, :, held] = local
     assert bits(union) == bits(whole)
 

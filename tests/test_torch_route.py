@@ -341,7 +341,8 @@ def no_tables(monkeypatch):
 
 def law_of(spec, xs, positions, conjugate=False, seq_len=None):
     cos, sin = rotary.cos_sin(spec, positions, seq_len=seq_len, allow_negative=True)
-    options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
+    layouts = (spec.layout, spec.out_layout)[:: -1 if conjugate else 1]
+    options = Options(*layouts, spec.rotary_dim, spec.start)
     return wanted(xs, *map(torch.from_numpy, (cos, sin)), options, conjugate)
 
 

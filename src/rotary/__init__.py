@@ -1,4 +1,4 @@
-"""Rotary Position Embedding: exact at every position, for every model, at the speed of a copy."""
+"""Rotary Position Embedding: exact at every position, for every model, as fast as a copy."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,5 @@
 """Softmax attention with rotary q and k, with rotary v, and the scaling of q by log n."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -124,11 +123,8 @@ def vo_rope_attention(
         k_positions=k_positions,
         causal=causal,
     )
-    back = dataclasses.replace(
-        value_spec, layout=value_spec.out_layout, out_layout=value_spec.layout
-    )
     output = apply(
-        back, attended, positions=q_positions, seq_dim=-2, seq_len=seq_len, conjugate=True
+        value_spec, attended, positions=q_positions, seq_dim=-2, seq_len=seq_len, conjugate=True
     )
     return output / float(inv_freq(value_spec)[1]) ** 2
 

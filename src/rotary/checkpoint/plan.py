@@ -229,7 +229,7 @@ def _check_source(tensors: Mapping[str, Tensor], model: _Model, source: str) -> 
     if source not in known:
         raise ValueError(
             f"weights of {who} are {' or '.join(known)}, not {source}: say --from {known[0]}; for "
-            "weights that were moved before, trust the source"
+            "weights that were moved before give --trust-source (trust_source=True)"
         )
 
 

@@ -19,6 +19,9 @@ app = typer.Typer(
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Config = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder that holds it.")
+]
+ConfigOrGguf = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="A config.json, the folder that holds it, or a .gguf."),
 ]
@@ -54,10 +57,17 @@ def is_gguf(config: str) -> bool:
     return config.endswith(".gguf")
 
 
+def refuse_part(config: str, part: str | None) -> None:
+    """A GGUF file holds one model."""
+    if part is not None:
+        raise ValueError(f"{config}: --part {part}: a .gguf has no parts; leave it out")
+
+
 def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
     from ..configs import from_gguf, from_hf_config
 
     if is_gguf(config):
+        refuse_part(config, part)
         return from_gguf(config, layer_type)
     spec = from_hf_config(config, layer_type, part=part)
     if spec is None:

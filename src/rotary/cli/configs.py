@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Config, Json, LayerType, Part, app, is_gguf, read_spec
+from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, refuse_part
 from .terminal import print_json, print_table, short
 
 if TYPE_CHECKING:
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @app.command()
 def inspect(
-    config: Config, layer_type: LayerType = None, part: Part = None, as_json: Json = False
+    config: ConfigOrGguf,
+    layer_type: LayerType = None,
+    part: Part = None,
+    as_json: Json = False,
 ) -> None:
     """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
     from ..configs import parts
@@ -49,6 +52,7 @@ def _specs(
 
     kinds: tuple[str | None, ...] = (layer_type,)
     if is_gguf(config):
+        refuse_part(config, part)
         metadata = read_gguf(config)
         if layer_type is None:
             kinds = gguf_layer_types(metadata) or kinds
@@ -96,15 +100,16 @@ def _inspection_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 @app.command()
 def freqs(
-    config: Config,
+    config: ConfigOrGguf,
     layer_type: LayerType = None,
+    part: Part = None,
     seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
     as_json: Json = False,
 ) -> None:
     """Frequency and wavelength of every pair."""
     from ..angles import inv_freq
 
-    spec = read_spec(config, layer_type)
+    spec = read_spec(config, layer_type, part)
     frequencies, factor = inv_freq(spec, seq_len)
     pairs = [
         {

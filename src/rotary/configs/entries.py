@@ -241,16 +241,12 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 # what the keys that are more than one number or name must hold
 _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layer_types": ("a list of names", lambda value: isinstance(value, str)),
     "layer_rope_theta": (
         "a list of numbers, null where a layer has no RoPE",
-        lambda value: value is None or _is_number(value),
+        lambda value: value is None or _is_whole(value) or isinstance(value, float),
     ),
     "rope_scaling_layers": ("a list of layer numbers", _is_whole),
     "mrope_section": (

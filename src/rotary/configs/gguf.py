@@ -88,8 +88,11 @@ def from_gguf(
     model = ARCHITECTURES[name]
     kinds = _layer_types(name, keys)
     if layer_type not in (kinds or (None,)):
-        known = ", ".join(kinds) if kinds else "none: all layers of this file are alike"
-        raise ValueError(f"layer_type must be one of {known}; got {layer_type!r}")
+        if not kinds:
+            raise ValueError(
+                f"layer_type {layer_type!r}: all layers of this file have one RoPE; leave it out"
+            )
+        raise ValueError(f"layer_type must be one of {', '.join(kinds)}; got {layer_type!r}")
     numbers = _numbers(name, keys, layer_type)
     if name in NEEDS_SECTIONS and not keys.get("rope.dimension_sections"):
         raise ValueError(f"llama.cpp needs {name}.rope.dimension_sections, the metadata has none")
@@ -145,7 +148,7 @@ def model_of(architecture: Any) -> dict[str, Any]:
 
 def _opened(
     source: str | os.PathLike[str] | Mapping[str, Any],
-) -> tuple[str, dict[str, Any], dict[str, Sequence[float]]]:
+) -> tuple[str, dict[str, Any], dict[str, list[float]]]:
     """(architecture, its keys without that prefix, the RoPE tensors), all known by name."""
     if not isinstance(source, Mapping):
         source = read_gguf(source)
@@ -158,7 +161,11 @@ def _opened(
         if key.startswith("rope.") and key.removeprefix("rope.") not in _KEYS:
             known = nearest(key, [f"rope.{each}" for each in _KEYS])
             raise ValueError(f"GGUF key {prefix + key!r} is not known{known}")
-    tensors = {tensor: source[tensor] for tensor in TENSORS if source.get(tensor) is not None}
+    tensors = {
+        tensor: _divisors(tensor, source[tensor])
+        for tensor in TENSORS
+        if source.get(tensor) is not None
+    }
     for tensor in tensors:
         kind = "rope_freqs" if tensor == TENSORS[0] else "rope_factors"
         if kind not in model.get("divisors", ()):
@@ -170,6 +177,15 @@ def _opened(
                 f"without, in the architecture {name!r}"
             )
     return name, keys, tensors
+
+
+def _divisors(tensor: str, values: Any) -> list[float]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or not all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in values
+    ):
+        raise ValueError(f"{tensor} must be a list of finite numbers > 0")
+    return list(map(float, values))
 
 
 def _layer_types(name: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
@@ -196,7 +212,7 @@ def _head_dim(name: str, keys: Mapping[str, Any], sliding: str) -> int:
         if isinstance(heads, Sequence):  # one number for each layer, 0 where it has no attention
             heads = next(count for count in heads if count)
         return int(keys["embedding_length"] // heads)
-    except (KeyError, StopIteration):
+    except (KeyError, StopIteration, ZeroDivisionError):
         raise ValueError(
             f"GGUF metadata needs {name}.attention.key_length, or embedding_length and "
             "attention.head_count"

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..angles import inv_freq
 from ..spec import Rotary
+from .entries import whole_number
 from .gguf import ARCHITECTURES, BETAS, NEEDS_SECTIONS, STANDS_STILL, axes_of, model_of, yarn_gain
 
 
@@ -27,6 +28,8 @@ def to_gguf(
     >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
     1000000.0
     """
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     model = model_of(architecture)
     written: dict[str, Any] = {
         "general.architecture": architecture,
@@ -34,6 +37,8 @@ def to_gguf(
         f"{architecture}.rope.freq_base": float(spec.base),
     }
     if context_length is not None:
+        if whole_number("context_length", context_length) < 1:
+            raise ValueError(f"context_length must be >= 1, got {context_length}")
         written[f"{architecture}.context_length"] = context_length
     scaling = f"{architecture}.rope.scaling"
     if spec.schedule == "default":

@@ -129,6 +129,13 @@ def to_hf_config(
     >>> to_hf_config(Rotary(head_dim=64))
     {'head_dim': 64, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
     """
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    if (
+        max_position_embeddings is not None
+        and whole_number("max_position_embeddings", max_position_embeddings) < 1
+    ):
+        raise ValueError(f"max_position_embeddings must be >= 1, got {max_position_embeddings}")
     if version not in (4, 5):
         raise ValueError(f"version must be 4 or 5, got {version!r}")
     if spec.schedule not in TYPES:

@@ -62,6 +62,8 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
     >>> latent.schedule, latent.layout, latent.out_layout
     ('yarn', 'interleaved', 'half')
     """
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise ValueError(f"arguments must be a dict of names to values, got {arguments!r:.60}")
     for name in arguments:
         if name not in _READ | _NO_BEARING and any(
             word in name for word in ("rope", "rotary", "pos_emb", "yarn")

@@ -57,7 +57,7 @@ def rotate(
     conjugate: bool,
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...]:
-    """Rotate NumPy arrays; the same law as `kernels/numpy.py`, at the speed of a copy."""
+    """Rotate NumPy arrays, as `kernels/numpy.py` does."""
     if positions is None:
         arrays = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
         call = _ready_call(
