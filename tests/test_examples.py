@@ -39,9 +39,13 @@ def assert_runs(arguments, folder):
     # away from the checkout, and with warnings as errors in what the example itself does
     command = [sys.executable, "-W", "error::UserWarning", *arguments]
     environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+        )
+        # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr
