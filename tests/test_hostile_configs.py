@@ -1,5 +1,6 @@
 """Configs that are broken on purpose: a reading, or one sentence; no other error, and quickly."""
 
+import contextlib
 import copy
 import json
 import random
@@ -11,6 +12,7 @@ import pytest
 
 import rotary
 from rotary.configs import layer_types
+from rotary.programs import diff
 
 CONFIGS = [json.loads(path.read_text()) for path in
            sorted((Path(__file__).parent / "configs").glob("*.json"))]  # fmt: skip
@@ -73,6 +75,17 @@ def test_a_broken_config_is_a_reading_or_one_sentence(seed):
         slow.append(time.process_time() - start)
     assert not [sentence for sentence in sentences if "\n" in sentence]
     assert sorted(slow)[-3] < 0.05, "seconds for one config"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_diff_reads_a_broken_config_or_says_one_sentence(seed):
+    chance = random.Random(seed)
+    for _ in range(CASES):
+        config = mutated(chance)
+        with warnings.catch_warnings(), contextlib.suppress(ValueError):
+            warnings.simplefilter("ignore")
+            kinds = layer_types(config) or (None,)
+            diff(config, layer_type=chance.choice(kinds))
 
 
 def test_keys_that_transformers_reads_otherwise():

@@ -301,9 +301,8 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
 def _check_trained(found: Config, complain: Complain) -> None:
     name = "original_max_position_embeddings"
     outside, inside = found.data.get(name), found.rope.get(name)
-    if name in found.model:
-        return  # Phi-3's code reads the outer one
-    if None not in (outside, inside) and outside != inside:
+    reads_outer = name in found.model  # Phi-3's code
+    if not reads_outer and None not in (outside, inside) and outside != inside:
         complain(
             f"{name} is {outside} beside the rope parameters and {inside} among them; keep one"
         )

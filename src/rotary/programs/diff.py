@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..configs import Config, choose
-from ..configs.entries import TEXT_PARTS
+from ..configs.entries import TEXT_PARTS, whole_number
 from ..configs.hf import check_top, refuse
 from ..schedules import SCHEDULES, parameters
 from ..spec import Rotary, nearest
@@ -30,8 +30,9 @@ TOLERANCE = 1e-9  # two formulas in float64; programs compute in float32, and di
 NUMBERS = frozenset({
     "factor", "alpha", "mixed_b", "max_trained_positions", "beta_fast", "beta_slow",
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
-    "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim",
+    "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim", "rope_theta",
 })  # fmt: skip
+LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
 KEYS = NUMBERS | {  # of rope parameters, read by some program
     *(key for schedule in SCHEDULES for key in parameters(schedule)),
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "rope_dim", "interleaved"),
@@ -209,15 +210,13 @@ def _case(config: Config, seq_len: int | None) -> Case:
                                 or seq_len < 1):  # fmt: skip
         raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
     Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # or an error
-    for name, value in config.rope.items():
-        if name in NUMBERS and value is not None:
-            _check_number(name, value)
+    for name in config.rope:
         if name not in KEYS:
             raise ValueError(f"rope key {name!r} is read by no program{nearest(name, KEYS)}")
+    for keys in (config.rope, config.data):  # also what one program alone reads beside the entry
+        _check_values(keys)
     check_top(config, refuse)
     rope_type, context = config.rope_type, config.context
-    if context is not None and context < 1:
-        raise ValueError(f"max_position_embeddings must be at least 1, got {context}")
     growth = config.rope.get("factor") or 1 if rope_type == "dynamic" else 1
     if seq_len is None:
         seq_len = math.ceil((context or 1) * growth)
@@ -229,9 +228,28 @@ def _case(config: Config, seq_len: int | None) -> Case:
     return Case(config, rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len)
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+def _check_values(keys: Mapping[str, Any]) -> None:
+    """Refuse a value of the wrong kind, wherever the file has it."""
+    for name, value in keys.items():
+        if value is None:
+            continue
+        if name in LENGTHS:
+            if whole_number(name, value) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        elif name in ("rope_type", "type"):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a name, got {value!r}")
+        elif name in NUMBERS and (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        elif name in ("short_factor", "long_factor"):
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{name} must be a list of numbers, got {value!r}")
+        elif isinstance(value, Mapping) and name not in NUMBERS:
+            _check_values(value)
 
 
 def _read_all(case: Case, is_text: bool) -> tuple[Reading, ...]:
@@ -251,10 +269,6 @@ def _read(program: Program, case: Case, is_text: bool) -> Reading:
         refuses = str(error)
     except NotComparedError as error:
         not_compared = str(error)
-    except (ArithmeticError, TypeError) as error:
-        if program is TRANSFORMERS:
-            raise ValueError(f"this config gives no rotation: {error}") from error
-        not_compared = f"its formula fails on these values: {error}"
     else:
         notes = (*program.notes, *result.notes)
         return Reading(

@@ -64,6 +64,8 @@ def _gemma3(case: Case) -> Case:
     if "head_dim" not in case.config.data:
         raise RefusedError("KeyError: 'head_dim'")
     layer_type = case.config.layer_type or "full_attention"
+    if layer_type not in GEMMA3_BASES:
+        raise NotComparedError(f"keras-hub has no layers of type {layer_type} in gemma3")
     factor = case.rope.get("factor", 1.0)
     return case._replace(rope={"factor": factor}, rope_type="linear", base=GEMMA3_BASES[layer_type])
 
@@ -77,6 +79,8 @@ def _dropped(case: Case, kept: str) -> str:
 def yarn(case: Case) -> Result:
     """GPT-OSS: the numbers of its own config, but for the factor."""
     factor = case.rope.get("factor", 32.0)
+    if factor is None:
+        raise NotComparedError("a factor of null was never run")
     case = case._replace(rope={"factor": factor})
     return rules.yarn(case, rules.gain(factor), trained=4096, truncate=False)
 

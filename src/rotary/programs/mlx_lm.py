@@ -69,6 +69,8 @@ def opens(case: Case) -> Case:
             "TypeError: missing d_model, n_layers, n_heads: it reads OLMo's own file"
         )
     rope, base = _rope_and_base(case, model_type)
+    if base is None or None in rope.values():
+        raise NotComparedError("a null that only mlx-lm reads was never run")
     advice = ""
     if base != case.base and model_type in BASES:
         advice = f"Write rope_theta: without it mlx-lm takes {base:g}"

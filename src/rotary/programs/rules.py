@@ -8,11 +8,13 @@ import warnings
 from typing import Any
 
 from ..schedules import SCHEDULES
-from .case import Array, Case, RefusedError, Result, Rule
+from .case import Array, Case, NotComparedError, RefusedError, Result, Rule
 
 
 def frequencies(schedule: str, dim: int, base: float, **params: Any) -> Array:
     """The frequencies of a schedule of ours, (dim / 2,) float64 in rad per token."""
+    if base <= 0:
+        raise NotComparedError(f"its base would be {base:g}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
         return SCHEDULES[schedule](dim, base, **params)[0]
@@ -119,6 +121,8 @@ def dynamic(switch: str) -> Rule:
 
 def grown(case: Case, growth: float, advice: str = "") -> Result:
     """A fixed base, grown by `growth`."""
+    if growth <= 0:
+        raise NotComparedError(f"it would grow the base by {growth:g}")
     base = case.base * growth ** (case.dim / (case.dim - 2)) if case.dim > 2 else case.base
     return Result(
         f"NTK, fixed base {base:.4g}", frequencies("default", case.dim, base), advice=advice
@@ -176,6 +180,8 @@ def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: s
 def stretched(case: Case, factor: float | None = None) -> float:
     """LongRoPE's amplitude, sqrt(1 + ln(factor) / ln(trained length))."""
     trained = known(case.trained)
+    if trained == 1:
+        raise NotComparedError("it would divide by the logarithm of a trained length of 1")
     factor = known(case.config.context) / trained if factor is None else factor
     return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
