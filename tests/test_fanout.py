@@ -40,8 +40,17 @@ from rotary.cli.cluster import cluster
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """As it was afterwards: a cluster with processes leaves one thread for OpenMP and MKL in it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
 @pytest.fixture(scope="module")
-def two_workers():
+def two_workers(environment):
     with LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
     ) as made:

@@ -58,8 +58,8 @@ def work(library, learn=True):
 
 def python(script, *arguments, timeout=60, **environment):
     """What a fresh interpreter prints; a variable that is None is removed."""
-    # Dask leaves OMP_NUM_THREADS=1 in the environment of a process that started workers
-    merged = {**os.environ, "OMP_NUM_THREADS": None, **environment}
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"))  # of the machine, not a test's
+    merged = {**os.environ, **limits, **environment}
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", script, *arguments],
         capture_output=True,
