@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 import rotary
+from rotary.kernels.compiled import compiled
 
 PACKAGE = Path(rotary.__file__).parent
 LIBRARIES = ["numpy", "torch"]
@@ -370,15 +372,75 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write of a file fails
     assert in_copy(installed, script + RUN, **cache) == work("numpy")
 
 
+DAMAGE = {
+    "cut short": lambda content, at: content[:at],
+    "a flipped bit": lambda content, at: (
+        content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+    ),
+    "zeros": lambda content, at: content[:at] + bytes(len(content) - at),
+    "noise": lambda content, at: np.random.default_rng(at).bytes(len(content)),
+}
+
+
 @pytest.mark.slow
-def test_a_cache_cut_short_is_not_used(tmp_path, installed):
+def test_a_damaged_cache_is_compiled_anew(tmp_path, installed):
     cache = {"NUMBA_CACHE_DIR": tmp_path / "cache"}
     assert in_copy(installed, RUN, **cache) == work("numpy")
     entries = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert entries
-    for path in entries:
-        path.write_bytes(path.read_bytes()[:10])
+    before = {path: path.read_bytes() for path in entries}
+    for path, content in before.items():
+        path.write_bytes(DAMAGE["a flipped bit"](content, len(content) // 2))
     assert in_copy(installed, RUN, **cache) == work("numpy")
+    for path in entries:  # written over
+        content = path.read_bytes()
+        assert hashlib.sha256(content[32:]).digest() == content[:32]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_anywhere_in_a_file_of_the_cache(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    rng = np.random.default_rng(0)
+
+    def loaded():
+        function = compiled()(plus_one)
+        assert function(41) == 42
+        return function.stats.cache_hits[(numba.int64,)] == 1
+
+    assert [loaded() for _ in range(2)] == [False, True]
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for at in (0, 31, 32, len(content) - 1, *rng.integers(1, len(content), 6).tolist()):
+            path.write_bytes(DAMAGE[damage](content, at))
+            assert [loaded() for _ in range(2)] == [False, True]
+
+
+def plus_one(x):
+    return x + 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    function = compiled()(plus_one)
+
+    def disk_is_full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(function._cache._cache_file, "_open_for_write", disk_is_full)
+    assert function(41) == 42
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_file_beside_a_loop_that_changed(tmp_path, monkeypatch):
+    """Numba asks for the file of the loop alone, not for those whose code it calls."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    hits = []
+    for digest in ("one", "one", "other"):
+        monkeypatch.setattr("rotary.kernels.compiled._digest_of_folder", lambda _, as_=digest: as_)
+        function = compiled()(plus_one)
+        function(41)
+        hits.append(sum(function.stats.cache_hits.values()))
+    assert hits == [0, 1, 0]
 
 
 # --- what an import loads ---

@@ -225,24 +225,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads(threads):
     assert told.stdout.strip() == repr((min_base(3000, 96), safe_base(500, 64)))
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch):
-    tried = []
-
-    def disk_is_full(value):
-        tried.append(value)
-        if len(tried) == 1:
-            raise OSError("No space left on device")
-        return value
-
-    caches = {name: each._cache for name, each in vars(loops).items() if hasattr(each, "_cache")}
-    assert loops.call(disk_is_full, 7) == 7
-    assert len(tried) == 2
-    for name, cache in caches.items():
-        assert getattr(loops, name)._cache is not cache
-        monkeypatch.setattr(getattr(loops, name), "_cache", cache)
-        getattr(loops, name)._cache = cache
-
-
 # --- safe base ---
 
 

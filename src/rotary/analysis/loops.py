@@ -10,34 +10,20 @@ negative every base there fails at m, and the search steps to its root.
 # compiled by Numba, from types mypy does not know
 
 import math
-import pickle
-from collections.abc import Callable
-from typing import Any
 
-import numba
 import numpy as np
-from numba.core.caching import NullCache
-from numba.core.dispatcher import Dispatcher
+
+from ..kernels.compiled import compiled
 
 GAP = 5e-10  # of ln b: steps shorter than this are counted as undecided
 _BLOCK = 128  # distances of one product
 _POOL = 128  # distances that are tried again at the next bases
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    def compile_(function: Callable[..., Any]) -> Any:
-        try:
-            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
-        except RuntimeError:  # Numba found no folder for the cache
-            return numba.njit(nogil=True, error_model="numpy", **options)(function)
-
-    return compile_
-
-
 # --- B_m of many distances at one base, float32: only says where to look ---
 
 
-@_compiled()
+@compiled()
 def _fill(theta, cos, sin):
     """cos and sin of j theta_i, (pairs, _BLOCK) float32."""
     for i in range(theta.size):
@@ -48,7 +34,7 @@ def _fill(theta, cos, sin):
             c, s = c * step_cos - s * step_sin, s * step_cos + c * step_sin
 
 
-@_compiled(fastmath={"contract"})
+@compiled(fastmath={"contract"})
 def _add(cos, sin, c0, s0, c1, s1, i, total0, total1):
     """Add four pairs to the similarities of two blocks."""
     a0, a1, a2, a3 = c0[i], c0[i + 1], c0[i + 2], c0[i + 3]
@@ -70,13 +56,13 @@ def _add(cos, sin, c0, s0, c1, s1, i, total0, total1):
         total0[j], total1[j] = first, other
 
 
-@_compiled()
+@compiled()
 def _phases(theta, distance, c, s):
     for i in range(theta.size):
         c[i], s[i] = math.cos(distance * theta[i]), math.sin(distance * theta[i])
 
 
-@_compiled()
+@compiled()
 def _scan(theta, cos, sin, still, first, last, threshold, found):
     """Distances of first .. last whose similarity is below `threshold`, into `found`.
 
@@ -128,7 +114,7 @@ _S = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(10))
 _C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(11))
 
 
-@_compiled(fastmath={"contract"})
+@compiled(fastmath={"contract"})
 def _turned(m, theta, u, cos, sin):
     """u = m theta and its cos and sin, to 1e-15, in loops that become vector instructions."""
     for i in range(theta.size):
@@ -162,7 +148,7 @@ def _turned(m, theta, u, cos, sin):
         u[i], cos[i], sin[i] = angle, sign * b, sign * r * a
 
 
-@_compiled(fastmath=True)
+@compiled(fastmath=True)
 def _sums(k, u, cos, sin):
     """B_m, its first two derivatives by ln b, and a bound of the third for all larger bases.
 
@@ -180,7 +166,7 @@ def _sums(k, u, cos, sin):
     return value, slope, curve, bound
 
 
-@_compiled()
+@compiled()
 def _step(value, slope, curve, bound):
     """A length s such that value + slope t + curve t^2/2 + bound t^3/6 < 0 for all t in [0, s]."""
     # with a rising slope the polynomial may turn twice; without the falling term it is convex
@@ -203,7 +189,7 @@ def _step(value, slope, curve, bound):
     return s if s > 0.0 and is_sound else 0.0
 
 
-@_compiled()
+@compiled()
 def _reach(m, k, theta, still, noise, u, cos, sin):
     """How far to the right of this base every base fails at m; 0 if this one may pass at m."""
     _turned(float(m), theta, u, cos, sin)
@@ -212,7 +198,7 @@ def _reach(m, k, theta, still, noise, u, cos, sin):
     return _step(value, slope, curve, bound) if value < 0.0 else 0.0
 
 
-@_compiled()
+@compiled()
 def search(low, high, k, still, context, stop):
     """Exclude bases from x = low on; (x, last distance, undecided, largest distance).
 
@@ -258,7 +244,7 @@ def search(low, high, k, still, context, stop):
     return x, binding, undecided, largest
 
 
-@_compiled()
+@compiled()
 def passing(logs, k, still, context, stop, passes):
     """Whether B_m >= 0 at every distance of the context, of bases e^x, x = `logs`, which rise.
 
@@ -291,13 +277,13 @@ def passing(logs, k, still, context, stop, passes):
         passes[n] = failing == size
 
 
-@_compiled()
+@compiled()
 def _unsure(pairs, still):
     """Above the error of a float32 similarity of `_scan`: 2 pairs additions, each rounded."""
     return 1e-4 + 2e-7 * pairs * (pairs + still)
 
 
-@_compiled()
+@compiled()
 def _negative(pool, size, first, k, theta, still, u, cos, sin):
     """Index of a distance of the pool with B_m < 0, looking from `first` on; `size` if none."""
     for n in range(size):
@@ -308,20 +294,9 @@ def _negative(pool, size, first, k, theta, still, u, cos, sin):
     return size
 
 
-@_compiled()
+@compiled()
 def _workspace(pairs):
     padded = (pairs + 3) // 4 * 4  # `_add` takes four pairs at a time
     rows = np.empty((4, pairs))
     tables = np.zeros((2, padded, _BLOCK), np.float32)
     return rows[0], rows[1], rows[2], rows[3], tables[0], tables[1]
-
-
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a compiled function returns, also where Numba's files on disk are full or cut short."""
-    try:
-        return function(*arguments)
-    except (OSError, EOFError, pickle.UnpicklingError):
-        for each in list(globals().values()):
-            if isinstance(each, Dispatcher):
-                each._cache = NullCache()
-        return function(*arguments)

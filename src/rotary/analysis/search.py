@@ -261,7 +261,7 @@ def _searched(
     n: int, k: Array, still: float, context: int, stop: Stop
 ) -> tuple[float, int, int, int]:
     """What `loops.search` finds in one chunk of ln b."""
-    return loops.call(loops.search, n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop)
+    return loops.search(n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop)
 
 
 def _refined(
@@ -317,7 +317,7 @@ def _passing(
 ) -> npt.NDArray[np.bool_]:
     """Whether each base of one part of a comb passes."""
     passes = np.zeros(len(logs), np.bool_)
-    loops.call(loops.passing, logs, k, still, context, stop, passes)
+    loops.passing(logs, k, still, context, stop, passes)
     return passes
 
 

@@ -219,14 +219,12 @@ def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, 
     if call.can_stream and all([out % _LINE == 0 for out in outs]):
         mode += vector.STREAMING
     if not call.offsets and call.size < threads.SERIAL_BYTES:
-        try:  # one token: nothing stands between this call and the loop
-            vector.rotate_serial(
-                call.tag, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
-                cos, sin, rows, call.pairs, mode, call.sign, 1,
-            )  # fmt: skip
-            return
-        except vector.CACHE_ERRORS:
-            vector.forget_cache()
+        # one token: nothing stands between this call and the loop
+        vector.rotate_serial(
+            call.tag, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
+            cos, sin, rows, call.pairs, mode, call.sign, 1,
+        )  # fmt: skip
+        return
     if not call.offsets:
         _rotate(
             call.dtype, call.size, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],

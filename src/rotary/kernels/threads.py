@@ -37,7 +37,7 @@ def start(
 ) -> None:
     """Do a job on this thread if it is small, or else on the threads of OpenMP, or of Numba."""
     if size < SERIAL_BYTES or _in_forked_child or (wanted := count()) == 1:
-        _call(serial, *tag, *arguments, 1)
+        serial(*tag, *arguments, 1)
         return
     parts = wanted * _PARTS_PER_THREAD
     if (openmp := _openmp()) is not None:
@@ -45,15 +45,7 @@ def start(
         openmp.GOMP_parallel(vector.worker(worker), job.ctypes.data, wanted, 0)
         return
     with nullcontext() if _may_overlap() else _one_at_a_time:
-        _call(parallel, *tag, *arguments, parts)
-
-
-def _call(compiled: Any, *arguments: Any) -> None:
-    try:
-        compiled(*arguments)
-    except vector.CACHE_ERRORS:  # the cache is full or damaged, and nothing is computed yet
-        vector.forget_cache()
-        compiled(*arguments)
+        parallel(*tag, *arguments, parts)
 
 
 @cache

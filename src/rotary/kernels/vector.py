@@ -11,19 +11,17 @@ scalar of the type that holds the bits: float32, float64, uint16 for bfloat16, i
 """
 
 import functools
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.core.caching import NullCache
-from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
+
+from .compiled import c_function, compiled
 
 TAGS = {
     "float32": np.float32(0),
@@ -347,25 +345,6 @@ def _load_double(context, address):
     return types.float64(types.int64), generate
 
 
-def _compiled(**options: bool) -> Callable[[Callable[..., None]], Any]:
-    """Numba's `njit`, without the lock of Python, cached on disk where a folder can be written."""
-
-    def decorate(function: Callable[..., None]) -> Any:
-        try:
-            return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)
-        except RuntimeError:  # Numba found no folder for the cache
-            return numba.njit(nogil=True, error_model="numpy", **options)(function)
-
-    return decorate
-
-
-def forget_cache() -> None:
-    """Compile anew from now on, and keep nothing on disk."""
-    for function in list(globals().values()):
-        if isinstance(function, Dispatcher):
-            function._cache = NullCache()
-
-
 # The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
 # 0-2 sizes, 3-5 strides of x, 6-8 of out, 9-11 of the table or of the row numbers, 12 of a row
 # number's table row, 13 offset of the first rotated channel, 14 bytes copied before it,
@@ -375,7 +354,7 @@ def forget_cache() -> None:
 PLAN = 19
 
 
-@_compiled()
+@compiled()
 def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, last):
     size_1, size_2 = _at(plan, 1), _at(plan, 2)
     x_0, x_1, x_2 = _at(plan, 3), _at(plan, 4), _at(plan, 5)
@@ -427,7 +406,7 @@ def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, l
         _fence()
 
 
-@_compiled()
+@compiled()
 def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts):  # fmt: skip
     q_rows = _at(q_plan, 0) * _at(q_plan, 1) * _at(q_plan, 2)
     total = q_rows + _at(k_plan, 0) * _at(k_plan, 1) * _at(k_plan, 2)
@@ -439,20 +418,20 @@ def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs
             _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, start, stop)
 
 
-@_compiled()
+@compiled()
 def rotate_serial(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
     """Rotate every row of two tensors, on the calling thread."""
     _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, 0, 1)
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def rotate_parallel(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
     """The same in `parts` shares on Numba's threads; the bits do not depend on `parts`."""
     for part in prange(parts):
         _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts)  # fmt: skip
 
 
-@_compiled()
+@compiled()
 def _rotate_parts(tag, job):
     parts = _at(job, 1)
     part = _take(job)
@@ -556,7 +535,7 @@ _table_row = _table_filler(per_pair=False)
 _table_row_axes = _table_filler(per_pair=True)
 
 
-@_compiled()
+@compiled()
 def _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, first, last):  # fmt: skip
     spread = np.empty(pairs if axes else 0, np.int64)
     for row in range(first, last):
@@ -574,13 +553,13 @@ def _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, sc
             _table_row(position, step, pairs, scale, backwards, cos + offset, sin + offset)
 
 
-@_compiled()
+@compiled()
 def table_serial(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
     """Fill cos and sin, (batch, seq, pairs) float32, from positions and turns; one thread."""
     _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, 0, batch * seq)  # fmt: skip
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def table_parallel(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
     """The same in `parts` shares on Numba's threads."""
     total = batch * seq
@@ -588,7 +567,7 @@ def table_parallel(positions, batch, seq, num_axes, axes, turns, turns_stride, s
         _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, total * part // parts, total * (part + 1) // parts)  # fmt: skip
 
 
-@_compiled()
+@compiled()
 def _table_parts(job):
     parts, total = _at(job, 1), _at(job, 3) * _at(job, 4)
     part = _take(job)
@@ -617,16 +596,9 @@ def worker(name: str) -> int:
     A job is a counter, the number of shares, and the arguments of the serial function in their
     order. Any number of threads may call the worker on one job; each share is done once.
     """
-    signature = types.void(types.int64)
-    try:
-        compiled = numba.cfunc(signature, cache=True)(_WORKERS[name])
-    except (RuntimeError, *CACHE_ERRORS):
-        forget_cache()
-        compiled = numba.cfunc(signature)(_WORKERS[name])
-    _alive.append(compiled)
-    return int(compiled.address)
+    function = c_function(_WORKERS[name], types.void(types.int64))
+    _alive.append(function)
+    return int(function.address)
 
 
-# what Numba raises when its files on disk cannot be written, or were cut short
-CACHE_ERRORS = (OSError, EOFError, pickle.UnpicklingError)
 _alive: list[Any] = []

@@ -1,0 +1,113 @@
+"""Compiling a loop with Numba, and keeping the machine code on disk in files that are checked.
+
+Numba's own cache trusts what it reads: a flipped bit in one of its files ends the process, or
+computes something else. Here every file carries a checksum, and one that does not fit is compiled
+anew and written over. A cache that cannot be read or written costs the time to compile, never an
+answer. The checksum finds damage, not malice: whoever may write to the folder may run code.
+"""
+
+# mypy: disable-error-code="misc"
+# the classes of Numba have no types
+
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
+from numba.core.ccallback import CFunc
+
+_DIGEST = hashlib.sha256().digest_size  # bytes
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a loop: compiled when it is first called, without the lock of Python."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        result = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        if not numba.config.DISABLE_JIT:
+            result._cache = _cache_of(function)
+        return result
+
+    return decorate
+
+
+def c_function(function: Callable[..., Any], signature: Any) -> Any:
+    """The loop as a function of C, compiled now; its `address` holds while the result lives."""
+    types = signature.args, signature.return_type
+    result: Any = CFunc(function, types, locals={}, options={})
+    result._cache = _cache_of(function)
+    result.compile()
+    return result
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    try:
+        return _Cache(function)
+    except (RuntimeError, OSError):  # there is no folder for it
+        return NullCache()
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of a function; a result that cannot be written is not kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        stamp = locator.get_source_stamp(), _digest_of_folder(Path(function.__code__.co_filename))
+        self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(signature, data)
+
+
+class _Files(IndexDataCacheFile):
+    """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there."""
+
+    def _load_index(self) -> dict[Any, str]:
+        content = _checked(Path(self._index_path))
+        if content is None:
+            return {}
+        *stamps, names = pickle.loads(content)
+        if stamps != [self._version, self._source_stamp]:  # another Numba may not know the types
+            return {}
+        return dict(pickle.loads(names))
+
+    def _save_index(self, overloads: dict[Any, str]) -> None:
+        stamped = [self._version, self._source_stamp, self._dump(overloads)]
+        self._write(self._index_path, stamped)
+
+    def _load_data(self, name: str) -> Any:
+        content = _checked(Path(self._data_path(name)))
+        return None if content is None else pickle.loads(content)
+
+    def _save_data(self, name: str, data: Any) -> None:
+        self._write(self._data_path(name), data)
+
+    def _write(self, path: str, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(path) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+
+
+def _checked(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = content[:_DIGEST], content[_DIGEST:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+@functools.cache
+def _digest_of_folder(path: Path) -> str:
+    """Of all sources of the folder: a loop calls code of other files, which Numba does not see."""
+    digest = hashlib.sha256()
+    for source in sorted(path.parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
