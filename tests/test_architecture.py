@@ -61,7 +61,7 @@ LOADED_BY_IMPORT = {
 MAX_LINES = 400
 LONGER = {
     "schedules": "one function for each published schedule, with its source",
-    "kernels/vector": "vector code is written out, and read from top to bottom",
+    "kernels/llvm": "vector code is written out, and read from top to bottom",
 }
 FILES = {
     path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import mmap
 import sys
 from typing import NamedTuple
@@ -602,11 +603,11 @@ def test_steps_of_a_huge_array_do_not_wrap():
     table = Block((2**14, 64), (64 * 4, 4), "float32")
     geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     call = cpu.prepare((x,), (x,), (True,), table, None, geometry, False)
-    plan = call.steps[0]
-    assert plan.dtype == np.int64
+    steps = call.steps[0]
+    sizes = [int(steps[f"size_{axis}"]) for axis in range(3)]
     reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
-    assert sum((int(plan[a]) - 1) * int(plan[3 + a]) for a in range(3)) == reach > 2**45
-    assert int(plan[0]) * int(plan[1]) * int(plan[2]) == 2**36
+    assert sum((sizes[n] - 1) * int(steps[f"x_{n}"]) for n in range(3)) == reach > 2**45
+    assert math.prod(sizes) == 2**36
     assert call.size == 2**45
 
 

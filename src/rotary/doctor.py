@@ -46,7 +46,7 @@ def _kernel() -> list[Finding]:
     try:
         import numba
 
-        from .kernels import cpu, threads, vector
+        from .kernels import cpu, loops, threads
     except ImportError as error:
         advice = (
             "rotations run on the plain formula, right but slow: pip install 'numba>=0.60', "
@@ -69,7 +69,7 @@ def _kernel() -> list[Finding]:
             "" if is_equal else "report this: the compiled loops give wrong numbers here",
         ),
         _threads(threads.count(), threads.pool()),
-        _cache(vector.rotate_serial),
+        _cache(loops.on_numba_threads),
     ]
 
 

@@ -1,10 +1,11 @@
-"""The CPU kernel: hands memory to the compiled loops of `vector.py`, serially or on all threads.
+"""The CPU kernel: hands memory to the compiled loops of `loops.py`, serially or on all threads.
 
 Works on addresses with shapes, strides and types, so that NumPy arrays and torch tensors take the
 same way and nothing is wrapped or copied.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ import numpy.typing as npt
 if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
     raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
+from . import loops, threads
 from . import numpy as law
-from . import threads, vector
 from .blocks import empty
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
@@ -28,15 +29,14 @@ STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is rea
 _LINE = 64
 _TILE_BYTES = 1 << 21  # of both tables; smaller tiles gain nothing and break the runs of rows
 _AHEAD = 1 << 13  # bytes; 4 to 16 KiB are alike
-_NOTHING = np.zeros(vector.PLAN, np.int64)  # the plan of no rows
+_NOTHING = np.zeros((), loops.STEPS)  # the steps of no rows
 
 
 class Call(NamedTuple):
     """All that is known of a rotation before the addresses are."""
 
-    dtype: str
-    tag: Any  # of the compiled loops, for this dtype
-    steps: tuple[Array, ...]  # of each block, see vector.PLAN; of nothing, where a second would be
+    loop: loops.Loop
+    steps: tuple[Array, ...]  # of each block, see loops.STEPS; of nothing, where a second would be
     # where blocks run one after the other: of x, out and table, for every index of the axes beyond
     # three; empty if one or two blocks can go in one parallel region
     offsets: tuple[tuple[tuple[int, int, int], ...], ...]
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     mode: int
     sign: int
     size: int  # bytes of all blocks
-    plans: tuple[int, ...]  # the addresses of steps
+    addresses: tuple[int, ...]  # of steps
     can_stream: bool  # whether every store is aligned, once the addresses are
 
 
@@ -153,7 +153,7 @@ def ready_call(
     count = len(blocks) - 2 if is_in_place is None else (len(blocks) - 2) // 2
     xs, (cos, sin) = blocks[:count], blocks[count : count + 2]
     outs = blocks[count + 2 :] if is_in_place is not None else [contiguous(x) for x in xs]
-    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in vector.TAGS:
+    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in loops.TAGS:
         return None
     if not all(map(is_contiguous_last, (*xs, cos, *outs))) or len({x.dtype for x in xs}) > 1:
         return None
@@ -189,12 +189,11 @@ def prepare(
     if len(steps) == 1:
         steps.append(_NOTHING)
     return Call(
-        xs[0].dtype,
-        vector.TAGS[xs[0].dtype],
+        loops.loop(xs[0].dtype),
         tuple(steps),
         tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
         geometry.pairs,
-        vector.MODES[geometry.layout, geometry.out_layout],
+        loops.MODES[geometry.layout, geometry.out_layout],
         -1 if conjugate else 1,
         sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs),
         tuple(map(address, steps)),
@@ -217,27 +216,22 @@ def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, 
     """Rotate the blocks at these addresses; what is there must outlive the call."""
     mode = call.mode
     if call.can_stream and all([out % _LINE == 0 for out in outs]):
-        mode += vector.STREAMING
-    if not call.offsets and call.size < threads.SERIAL_BYTES:
-        # one token: nothing stands between this call and the loop
-        vector.rotate_serial(
-            call.tag, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
-            cos, sin, rows, call.pairs, mode, call.sign, 1,
-        )  # fmt: skip
-        return
+        mode += loops.STREAMING
     if not call.offsets:
-        _rotate(
-            call.dtype, call.size, call.plans[0], xs[0], outs[0], call.plans[1], xs[-1], outs[-1],
+        q, k = call.addresses
+        threads.run(call.loop, call.size, array("q", (
+            0, 1, q, xs[0], outs[0], k, xs[-1], outs[-1],
             cos, sin, rows, call.pairs, mode, call.sign,
-        )  # fmt: skip
+        )))  # fmt: skip
         return
-    for x, out, plan, offsets in zip(xs, outs, call.plans[: len(xs)], call.offsets, strict=True):
+    blocks = zip(xs, outs, call.addresses[: len(xs)], call.offsets, strict=True)
+    for x, out, steps, offsets in blocks:
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
-            _rotate(
-                call.dtype, call.size // len(offsets), plan, x + source, out + target,
-                address(_NOTHING), 0, 0, *table, call.pairs, mode, call.sign,
-            )  # fmt: skip
+            threads.run(call.loop, call.size // len(offsets), array("q", (
+                0, 1, steps, x + source, out + target, address(_NOTHING), 0, 0,
+                *table, call.pairs, mode, call.sign,
+            )))  # fmt: skip
 
 
 def _walk(
@@ -257,16 +251,18 @@ def _walk(
             for o in offsets
             for i in range(size)
         )
-    steps = np.zeros(vector.PLAN, np.int64)
-    for column in range(4):
-        steps[3 * column : 3 * column + 3] = [axis[column] for axis in inner]
+    steps = np.zeros((), loops.STEPS)
+    for axis, (size, *strides) in enumerate(inner):
+        steps[f"size_{axis}"] = size
+        for name, stride in zip(("x", "out", "table"), strides, strict=True):
+            steps[f"{name}_{axis}"] = stride
     stop = geometry.start + 2 * geometry.pairs
-    steps[12], steps[13] = row_size, geometry.start * itemsize
+    steps["row_size"], steps["start"] = row_size, geometry.start * itemsize
     if not (is_in_place and x.strides == out.strides):
-        steps[14] = geometry.start * itemsize
-        steps[15], steps[16] = stop * itemsize, (head_dim - stop) * itemsize
-    steps[17] = _AHEAD if is_gapless(x) else 0
-    steps[18] = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+        steps["head"] = geometry.start * itemsize
+        steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
+    steps["ahead"] = _AHEAD if is_gapless(x) else 0
+    steps["tile"] = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
     return offsets, steps
 
 
@@ -297,13 +293,12 @@ def tables(
     both = empty((2, batch, seq, pairs), np.float32)
     cos, sin = both
     per_pair = np.array(axes, np.int64)
-    threads.start(
-        vector.table_serial, vector.table_parallel, "table", both.nbytes, (),
-        address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
+    threads.run(loops.loop("table"), both.nbytes, array("q", (
+        0, 1, address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
         address(turns), turns.strides[0] if len(turns) > 1 else 0,
         address(scales), scales.strides[0] if len(scales) > 1 else 0,
         int(backwards), pairs, address(cos), address(sin),
-    )  # fmt: skip
+    )))  # fmt: skip
     return cos, sin
 
 
@@ -328,8 +323,3 @@ address = law.address
 
 def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(law.block(array))
-
-
-def _rotate(dtype: str, size: int, *arguments: int) -> None:
-    tag = (vector.TAGS[dtype],)
-    threads.start(vector.rotate_serial, vector.rotate_parallel, dtype, size, tag, *arguments)

@@ -8,14 +8,14 @@ import ctypes
 import os
 import sys
 import threading
+from array import array
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import numba
-import numpy as np
 
-from . import vector
+from . import loops
 
 SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
 _PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
@@ -32,20 +32,21 @@ def count() -> int:
     return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
 
 
-def start(
-    serial: Any, parallel: Any, worker: str, size: int, tag: tuple[Any, ...], *arguments: int
-) -> None:
-    """Do a job on this thread if it is small, or else on the threads of OpenMP, or of Numba."""
+def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
+    """Do a job of one part, over `size` bytes: on this thread if it is small, or on all, in parts.
+
+    `job` is a record of `loops.py`, whose second number is that of the parts.
+    """
+    address = job.buffer_info()[0]
     if size < SERIAL_BYTES or _in_forked_child or (wanted := count()) == 1:
-        serial(*tag, *arguments, 1)
+        loop.call(address)
         return
-    parts = wanted * _PARTS_PER_THREAD
+    job[1] = wanted * _PARTS_PER_THREAD
     if (openmp := _openmp()) is not None:
-        job = np.array((0, parts, *arguments), np.int64)
-        openmp.GOMP_parallel(vector.worker(worker), job.ctypes.data, wanted, 0)
+        openmp.GOMP_parallel(loop.address, address, wanted, 0)
         return
     with nullcontext() if _may_overlap() else _one_at_a_time:
-        parallel(*tag, *arguments, parts)
+        loops.on_numba_threads(loop.address, address, wanted)
 
 
 @cache

@@ -1,42 +1,25 @@
-"""Compiled loops of the CPU kernel: rows of a tensor, and rows of a table, as vector instructions.
+"""One row of a tensor and one row of a table, as LLVM vector instructions.
 
-The inner loops are written as LLVM vector code and not left to the auto-vectoriser. It would have
-to prove that six streams do not overlap, and cannot when the rotation is in place; here every load
-of a pair comes before its stores by construction, so the same code serves both. A fused
-multiply-add is never used in the rotation: products and sums are rounded one by one, as in the
-plain formula, so the bits do not depend on the machine or on where a chunk ends.
+They are not left to the auto-vectoriser. It would have to prove that six streams do not overlap,
+and cannot when the rotation is in place; here every load of a pair comes before its stores by
+construction, so the same code serves both. A fused multiply-add is never used in the rotation:
+products and sums are rounded one by one, as in the plain formula, so the bits do not depend on the
+machine or on where a chunk ends.
 
-Tensors come in as addresses and strides in bytes. The element type is told by a tag, a NumPy
-scalar of the type that holds the bits: float32, float64, uint16 for bfloat16, int16 for float16.
+The element type is told by a tag, a NumPy scalar of the type that holds the bits: float32, float64,
+uint16 for bfloat16, int16 for float16.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from .compiled import c_function, compiled
-
-TAGS = {
-    "float32": np.float32(0),
-    "float64": np.float64(0),
-    "bfloat16": np.uint16(0),
-    "float16": np.int16(0),
-}
-MODES = {
-    ("half", "half"): 0,
-    ("interleaved", "interleaved"): 1,
-    ("half", "interleaved"): 2,
-    ("interleaved", "half"): 3,
-}
-
-STREAMING = 4  # added to the modes 0 and 1: stores that go past the caches
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -129,7 +112,7 @@ def _store(b: ir.IRBuilder, value: ir.Value, size: int, address: ir.Value, strea
 
 
 def _bfloat16_above(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
-    """The bits of a float32, rounded so that the upper half is a bfloat16; the lower half is lost."""
+    """The bits of a float32, rounded so that their upper half is a bfloat16."""
 
     def constant(number: int) -> ir.Constant:
         return _constant(_I32, lanes, number)
@@ -161,7 +144,7 @@ def _loop(b: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int) -> Iterat
 def _each(
     b: ir.IRBuilder, count: ir.Value, widths: tuple[int, ...], body: Callable[[ir.Value, int], None]
 ) -> None:
-    """`body(index, lanes)` in the widest vectors that fit, then in narrower ones, then one by one."""
+    """`body(index, lanes)` in the widest vectors that fit, then in narrower ones."""
     done: ir.Value = _constant(_I64, 1, 0)
     for lanes in (*widths, 1):
         whole = b.and_(count, _constant(_I64, 1, -lanes))
@@ -285,16 +268,16 @@ def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool =
     return rotate_row
 
 
-_row_half = _rotation(False, False)
-_row_half_streaming = _rotation(False, False, streaming=True)
-_row_interleaved_streaming = _rotation(True, True, streaming=True)
-_row_interleaved = _rotation(True, True)
-_row_half_to_interleaved = _rotation(False, True)
-_row_interleaved_to_half = _rotation(True, False)
+row_half = _rotation(False, False)
+row_half_streaming = _rotation(False, False, streaming=True)
+row_interleaved_streaming = _rotation(True, True, streaming=True)
+row_interleaved = _rotation(True, True)
+row_half_to_interleaved = _rotation(False, True)
+row_interleaved_to_half = _rotation(True, False)
 
 
 @intrinsic
-def _copy(context, target, source, size):
+def copy(context, target, source, size):
     def generate(context, b, signature, arguments):
         target, source, size = arguments
         pointers = (b.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
@@ -305,18 +288,7 @@ def _copy(context, target, source, size):
 
 
 @intrinsic
-def _at(context, address, index):
-    """The int64 with this index behind an address."""
-
-    def generate(context, b, signature, arguments):
-        address, index = arguments
-        return _load(b, _I64, 8, _address(b, address, index, 8), 1)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _fence(context):
+def fence(context):
     """Make streaming stores visible before anything that follows."""
 
     def generate(context, b, signature, arguments):
@@ -327,7 +299,7 @@ def _fence(context):
 
 
 @intrinsic
-def _take(context, address):
+def take(context, address):
     """The int64 at an address, which then is one more: atomic, so every thread takes another."""
 
     def generate(context, b, signature, arguments):
@@ -338,122 +310,45 @@ def _take(context, address):
 
 
 @intrinsic
-def _load_double(context, address):
+def load_int(context, address):
+    def generate(context, b, signature, arguments):
+        return _load(b, _I64, 8, arguments[0], 1)
+
+    return types.int64(types.int64), generate
+
+
+def record(fields: np.dtype[np.void]) -> Any:
+    """The reader of a record: from its address to a value with these fields, in compiled code."""
+    kind = numba.from_dtype(fields)
+
+    @intrinsic
+    def at(context, address):
+        def generate(context, b, signature, arguments):
+            return b.inttoptr(arguments[0], context.get_value_type(kind))
+
+        return kind(types.int64), generate
+
+    return at
+
+
+@intrinsic
+def call_address(context, function, argument):
+    """Call a C function `void (int64_t)` by its address."""
+
+    def generate(context, b, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_I64]).as_pointer()
+        b.call(b.inttoptr(arguments[0], kind), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def load_double(context, address):
     def generate(context, b, signature, arguments):
         return _load(b, _F64, 8, arguments[0], 1)
 
     return types.float64(types.int64), generate
-
-
-# The strides of one tensor, filled in by cpu.py: index -> meaning, all in bytes but the sizes
-# 0-2 sizes, 3-5 strides of x, 6-8 of out, 9-11 of the table or of the row numbers, 12 of a row
-# number's table row, 13 offset of the first rotated channel, 14 bytes copied before it,
-# 15 offset and 16 size of what is copied after the slice, 17 how far ahead memory is asked for,
-# 18 how many indices of the last axis make a tile. Rows run through a tile for every index of the
-# other axes before the next tile, so that the table rows of one stay in a cache
-PLAN = 19
-
-
-@compiled()
-def _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, first, last):
-    size_1, size_2 = _at(plan, 1), _at(plan, 2)
-    x_0, x_1, x_2 = _at(plan, 3), _at(plan, 4), _at(plan, 5)
-    out_0, out_1, out_2 = _at(plan, 6), _at(plan, 7), _at(plan, 8)
-    table_0, table_1, table_2 = _at(plan, 9), _at(plan, 10), _at(plan, 11)
-    row_size, start, head = _at(plan, 12), _at(plan, 13), _at(plan, 14)
-    tail, tail_size, ahead = _at(plan, 15), _at(plan, 16), _at(plan, 17)
-    tile, outer = _at(plan, 18), _at(plan, 0) * size_1
-    at = first
-    while at < last:
-        number, inside = at // (outer * tile), at % (outer * tile)
-        height = min(tile, size_2 - number * tile)
-        i, j, k = inside // height // size_1, inside // height % size_1, inside % height
-        stop = min(last, at + height - k)
-        k += number * tile
-        source = x + i * x_0 + j * x_1 + k * x_2
-        target = out + i * out_0 + j * out_1 + k * out_2
-        step = i * table_0 + j * table_1 + k * table_2
-        while at < stop:
-            offset = _at(rows + step, 0) * row_size if rows else step
-            c, s = cos + offset, sin + offset
-            if mode == 0:
-                _row_half(tag, source + start, target + start, c, s, pairs, sign, ahead)
-            elif mode == 1:
-                _row_interleaved(tag, source + start, target + start, c, s, pairs, sign, ahead)
-            elif mode == STREAMING:
-                _row_half_streaming(tag, source + start, target + start, c, s, pairs, sign, ahead)
-            elif mode == STREAMING + 1:
-                _row_interleaved_streaming(
-                    tag, source + start, target + start, c, s, pairs, sign, ahead
-                )
-            elif mode == 2:
-                _row_half_to_interleaved(
-                    tag, source + start, target + start, c, s, pairs, sign, ahead
-                )
-            else:
-                _row_interleaved_to_half(
-                    tag, source + start, target + start, c, s, pairs, sign, ahead
-                )
-            if head:
-                _copy(target, source, head)
-            if tail_size:
-                _copy(target + tail, source + tail, tail_size)
-            source += x_2
-            target += out_2
-            step += table_2
-            at += 1
-    if mode >= STREAMING:
-        _fence()
-
-
-@compiled()
-def _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts):  # fmt: skip
-    q_rows = _at(q_plan, 0) * _at(q_plan, 1) * _at(q_plan, 2)
-    total = q_rows + _at(k_plan, 0) * _at(k_plan, 1) * _at(k_plan, 2)
-    first, last = total * part // parts, total * (part + 1) // parts
-    for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
-        plan, x, out, low, high = (q_plan, q, q_out, 0, q_rows) if side == 0 else (k_plan, k, k_out, q_rows, total)  # fmt: skip
-        start, stop = max(first, low) - low, min(last, high) - low
-        if start < stop:
-            _rotate_range(tag, plan, x, out, cos, sin, rows, pairs, mode, sign, start, stop)
-
-
-@compiled()
-def rotate_serial(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
-    """Rotate every row of two tensors, on the calling thread."""
-    _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, 0, 1)
-
-
-@compiled(parallel=True)
-def rotate_parallel(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, parts):  # fmt: skip
-    """The same in `parts` shares on Numba's threads; the bits do not depend on `parts`."""
-    for part in prange(parts):
-        _rotate_share(tag, q_plan, q, q_out, k_plan, k, k_out, cos, sin, rows, pairs, mode, sign, part, parts)  # fmt: skip
-
-
-@compiled()
-def _rotate_parts(tag, job):
-    parts = _at(job, 1)
-    part = _take(job)
-    while part < parts:
-        _rotate_share(tag, _at(job, 2), _at(job, 3), _at(job, 4), _at(job, 5), _at(job, 6), _at(job, 7), _at(job, 8), _at(job, 9), _at(job, 10), _at(job, 11), _at(job, 12), _at(job, 13), part, parts)  # fmt: skip
-        part = _take(job)
-
-
-def _rotate_float32(job):
-    _rotate_parts(np.float32(0), job)
-
-
-def _rotate_float64(job):
-    _rotate_parts(np.float64(0), job)
-
-
-def _rotate_bfloat16(job):
-    _rotate_parts(np.uint16(0), job)
-
-
-def _rotate_float16(job):
-    _rotate_parts(np.int16(0), job)
 
 
 # sin(x)/x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; errors 3e-9, 5e-11
@@ -531,74 +426,5 @@ def _table_filler(per_pair: bool) -> Any:
     return table_row
 
 
-_table_row = _table_filler(per_pair=False)
-_table_row_axes = _table_filler(per_pair=True)
-
-
-@compiled()
-def _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, first, last):  # fmt: skip
-    spread = np.empty(pairs if axes else 0, np.int64)
-    for row in range(first, last):
-        batch = row // seq
-        step = turns + batch * turns_stride
-        scale = _load_double(scales + batch * scales_stride)
-        offset = row * pairs * 4
-        if axes:
-            for pair in range(pairs):
-                axis = _at(axes, pair)
-                spread[pair] = _at(positions, row * num_axes + axis)
-            _table_row_axes(spread.ctypes.data, step, pairs, scale, backwards, cos + offset, sin + offset)  # fmt: skip
-        else:
-            position = _at(positions, row)
-            _table_row(position, step, pairs, scale, backwards, cos + offset, sin + offset)
-
-
-@compiled()
-def table_serial(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
-    """Fill cos and sin, (batch, seq, pairs) float32, from positions and turns; one thread."""
-    _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, 0, batch * seq)  # fmt: skip
-
-
-@compiled(parallel=True)
-def table_parallel(positions, batch, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, parts):  # fmt: skip
-    """The same in `parts` shares on Numba's threads."""
-    total = batch * seq
-    for part in prange(parts):
-        _table_share(positions, seq, num_axes, axes, turns, turns_stride, scales, scales_stride, backwards, pairs, cos, sin, total * part // parts, total * (part + 1) // parts)  # fmt: skip
-
-
-@compiled()
-def _table_parts(job):
-    parts, total = _at(job, 1), _at(job, 3) * _at(job, 4)
-    part = _take(job)
-    while part < parts:
-        _table_share(_at(job, 2), _at(job, 4), _at(job, 5), _at(job, 6), _at(job, 7), _at(job, 8), _at(job, 9), _at(job, 10), _at(job, 11), _at(job, 12), _at(job, 13), _at(job, 14), total * part // parts, total * (part + 1) // parts)  # fmt: skip
-        part = _take(job)
-
-
-def _table(job):
-    _table_parts(job)
-
-
-_WORKERS = {
-    "float32": _rotate_float32,
-    "float64": _rotate_float64,
-    "bfloat16": _rotate_bfloat16,
-    "float16": _rotate_float16,
-    "table": _table,
-}
-
-
-@functools.cache
-def worker(name: str) -> int:
-    """Address of a C function `void (int64_t *job)` that does shares of a job until none is left.
-
-    A job is a counter, the number of shares, and the arguments of the serial function in their
-    order. Any number of threads may call the worker on one job; each share is done once.
-    """
-    function = c_function(_WORKERS[name], types.void(types.int64))
-    _alive.append(function)
-    return int(function.address)
-
-
-_alive: list[Any] = []
+table_row = _table_filler(per_pair=False)
+table_row_axes = _table_filler(per_pair=True)
