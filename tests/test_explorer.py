@@ -9,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import gradio
 import numpy as np
@@ -383,11 +385,19 @@ def test_the_page_of_gradio_keeps_no_address_and_every_script_has_the_nonce():
     assert (template.parent / "assets" / preloaded[0]).is_file()
 
 
-def ask(path, query="", host="127.0.0.1", body=b"<head></head>", kind=b"text/html"):
-    """(status, headers, body) of the guard around an app that answers with `body`, in two parts."""
-    sent = []
+passed = []  # paths that the guard let through to the app behind it
+
+
+def ask(path, query="", host="127.0.0.1", body=b"<head></head>", kind=b"text/html", given=(),
+        method="GET", sends=()):  # fmt: skip
+    """(status, headers, body) of the guard around an app that answers with `body`, in two parts.
+
+    given  more headers;  sends  the parts of the body of the request
+    """
+    sent, parts = [], [*sends]
 
     async def inner(scope, receive, send):
+        passed.append(scope["path"])
         assert (b"accept-encoding", b"br") not in scope["headers"] or host != "127.0.0.1"
         headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -397,9 +407,15 @@ def ask(path, query="", host="127.0.0.1", body=b"<head></head>", kind=b"text/htm
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "path": path, "query_string": query.encode(), "client": (host, 1),
-             "headers": [(b"accept-encoding", b"br")]}  # fmt: skip
-    asyncio.run(guard.Guard(inner)(scope, None, send))
+    async def receive():
+        if not parts:
+            await asyncio.sleep(60)  # a body that never ends
+        return {"type": "http.request", "body": parts.pop(0), "more_body": parts != [b""]}
+
+    headers = [(b"host", b"localhost:7860"), (b"accept-encoding", b"br"), *given]
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(),
+             "client": (host, 1), "headers": headers}  # fmt: skip
+    asyncio.run(guard.Guard(inner)(scope, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent)
 
@@ -482,6 +498,194 @@ def test_a_download_that_cannot_be_is_refused_in_one_line_of_text(file, query, m
     assert (status, headers["content-type"]) == (422, "text/plain; charset=utf-8")
     assert message in body.decode()
     assert body.count(b"\n") == 1
+
+
+# Who is answered, and how much
+
+
+OWN = [(b"origin", b"http://localhost:7860"), (b"sec-fetch-site", b"same-origin")]
+STRANGERS = {
+    "another port": [(b"sec-fetch-site", b"same-site")],
+    "another site": [(b"sec-fetch-site", b"cross-site")],
+    "an origin alone": [(b"origin", b"http://localhost:9000")],
+    "an origin of one name": [(b"origin", b"http://localhost")],
+    "a frame without an origin": [(b"origin", b"null")],
+    "both": [(b"origin", b"https://evil.example"), (b"sec-fetch-site", b"cross-site")],
+    "a value not known": [(b"sec-fetch-site", b"")],
+}
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """What was computed or passed on since the test began."""
+    done = []
+    for name, (kind, _) in guard.DOWNLOADS.items():
+        monkeypatch.setitem(guard.DOWNLOADS, name, (kind, lambda query: done.append(query) or "x"))
+    monkeypatch.setattr(sys.modules[__name__], "passed", done)
+    return done
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/"), ("GET", "/download/numbers.csv"), ("GET", "/explore.js"), ("GET", "/theme.css"),
+     ("GET", "/gradio_api/queue/data"), ("POST", "/gradio_api/queue/join"),
+     ("OPTIONS", "/gradio_api/queue/join")],
+)  # fmt: skip
+def test_another_site_gets_one_line_and_causes_no_work(who, method, path, work):
+    status, headers, body = ask(path, method=method, given=STRANGERS[who], sends=[b"{}", b""])
+    assert (status, headers["content-type"]) == (403, "text/plain; charset=utf-8")
+    assert body == b"another site asked for this page: copy the address into a tab of its own\n"
+    assert "access-control-allow-origin" not in headers
+    assert work == []
+
+
+@pytest.mark.parametrize(
+    "given", [OWN, OWN[1:], [(b"sec-fetch-site", b"none")], []], ids=["own", "get", "typed", "curl"]
+)
+def test_its_own_page_a_typed_address_and_a_program_are_answered(given, work):
+    assert ask("/gradio_api/queue/data", given=given)[0] == 200
+    assert ask("/gradio_api/queue/join", method="POST", given=given, sends=[b"{}", b""])[0] == 200
+    assert ask("/download/numbers.csv", given=given)[::2] == (200, b"x")
+    assert len(work) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "status"),
+    [("evil.example", "127.0.0.1", 400), ("evil.example:7860", "::1", 400), ("", "localhost", 400),
+     ("127.0.0.1.evil.example", "127.0.0.1", 400), ("[::1]:7860", "127.0.0.1", 200),
+     ("[::1]", "::1", 200), ("LOCALHOST", "127.0.0.1", 200), ("rope.example", "0.0.0.0", 200)],
+)  # fmt: skip
+def test_a_page_of_this_machine_is_asked_by_its_own_names_alone(name, served, status):
+    scope = {"method": "GET", "path": "/", "headers": [(b"host", name.encode())]}
+    found = guard.refused(scope, served)
+    assert (found.status if found else 200) == status
+
+
+def test_a_websocket_is_closed_and_not_passed_on(work):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(guard.Guard(None)({"type": "websocket"}, None, send))
+    assert sent == [{"type": "websocket.close"}]
+
+
+def test_no_answer_may_be_framed_or_read_by_another_page():
+    for path in ("/", "/theme.css", "/download/numbers.csv", "/none"):
+        headers = ask(path)[1]
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE"])
+def test_methods_that_the_page_does_not_use_are_refused(method, work):
+    assert ask("/", method=method)[0] == 405
+    assert work == []
+
+
+def test_a_long_address_and_long_headers_are_refused(work):
+    long = "x" * guard.MAX_HEAD
+    for request in ({"query": f"a.config={long}"}, {"given": [(b"cookie", long.encode())]},
+                    {"given": [(b"x", b"y" * 100)] * 700}):  # fmt: skip
+        status, _, body = ask("/download/numbers.csv", **request)
+        assert (status, body) == (431, b"address and headers must be at most 65,536 bytes\n")
+    assert work == []
+
+
+def test_two_long_configs_fit_into_a_link():
+    text = json.dumps({"head_dim": 64, "rope_theta": 1e4, "_name_or_path": '"' * 3950})
+    side = Side(model=PASTED, config=text)
+    assert 7900 < len(side.link_config()) <= 8000
+    assert len(to_query(State(a=side, b=side, compared=True))) < guard.MAX_HEAD - 8192
+
+
+def test_a_body_is_passed_on_whole_up_to_its_limit_and_no_further(work):
+    part = b"x" * 2**20
+    for count, status in ((5, 200), (6, 413)):
+        assert (
+            ask("/gradio_api/queue/join", method="POST", sends=[part] * count + [b""])[0] == status
+        )
+    assert len(work) == 1
+
+
+def test_a_body_that_does_not_arrive_is_given_up(work, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    status, _, body = ask("/gradio_api/queue/join", method="POST", sends=[b"{"])
+    assert (status, body) == (408, b"a request must arrive within 0.05 seconds\n")
+    assert work == []
+
+
+def test_a_slow_download_stops_no_other_request(monkeypatch):
+    release, seen = threading.Event(), []
+    monkeypatch.setitem(
+        guard.DOWNLOADS, "download/config.json", ("text/plain", lambda _: str(release.wait(20)))
+    )
+    head = {"type": "http", "method": "GET", "query_string": b"", "client": ("127.0.0.1", 1),
+            "headers": [(b"host", b"localhost")]}  # fmt: skip
+
+    async def main():
+        app = guard.Guard(None)
+
+        def asked(path):
+            async def send(message):
+                if "status" in message:
+                    seen.append((path, message["status"]))
+
+            return asyncio.create_task(app({**head, "path": path}, None, send))
+
+        slow = [asked("/download/config.json") for _ in range(guard.WAITING + 3)]
+        await asyncio.wait_for(asked("/explore.js"), 5)
+        assert seen[-1] == ("/explore.js", 200)
+        assert seen[:-1] == [("/download/config.json", 503)] * 3
+        release.set()
+        await asyncio.wait_for(asyncio.gather(*slow), 10)
+        await asked("/download/config.json")
+
+    asyncio.run(main())
+    assert seen[4:] == [("/download/config.json", 200)] * (guard.WAITING + 1)
+
+
+# What the worst request costs
+
+
+@pytest.mark.parametrize("length", [10**8, 10**12, 10**400])
+def test_a_length_beyond_every_picture_is_refused(length):
+    text = json.dumps({"head_dim": 64, "max_position_embeddings": length})
+    with pytest.raises(ValueError, match="must be at most 16,777,216 tokens"):
+        pasted(text)
+    values = {**controls.shown(State()), "a.model": PASTED, "a.config": text}
+    assert set(page.update("a.config", values)) >= {"error"}
+    assert page.update("context", {**controls.shown(State()), "context": length})
+
+
+def test_a_number_of_four_hundred_digits_is_no_number():
+    values = {**controls.shown(State()), "a.base": 10**400}
+    assert page.update("a.base", values)["error"].startswith("Not drawn: base must be a number")
+
+
+def test_the_width_of_a_head_is_refused_before_it_is_drawn():
+    started = time.perf_counter()
+    for width in (1026, 60_000_000, 10**18):
+        status, _, body = ask("/download/numbers.csv", urlencode(
+            {"a.model": PASTED, "a.config": json.dumps({"head_dim": width})}
+        ))  # fmt: skip
+        assert status == 422
+        assert b"head_dim must be" in body
+    assert time.perf_counter() - started < 2
+
+
+def test_a_megabyte_of_layer_types_is_shortened_in_bounded_time():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    text = json.dumps({"head_dim": 64, "rope_parameters": {f"l{i}": rope for i in range(15_000)}})
+    assert 700_000 < len(text) < models.MAX_PASTED
+    read, tried = models.read, []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(models, "read", lambda *given: tried.append(0) or read(*given))
+        models.shortened(text)
+    assert len(tried) < 30  # 401 before there was a limit: a minute
 
 
 def test_nothing_is_counted_whatever_the_environment_says():

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .models import PASTED, Model
-from .state import MAX_LENGTH, VIEWS, Side, State, number, one_of, side
+from .models import MAX_LENGTH, PASTED, Model
+from .state import VIEWS, Side, State, number, one_of, side
 
 # the controls of one side, and those that both share; `_log` is a slider beside a number
 SIDE = (

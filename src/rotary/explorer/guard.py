@@ -1,8 +1,10 @@
-"""What stands between the browser and Gradio: the files to download, and rules against leaks.
+"""What stands between the browser and Gradio: who is answered, the files to download, the policy.
 
 A download is a link that holds the whole state, so nothing is written to disk and nothing is kept.
+Requests that another site causes are refused before anything is read or computed for them.
 """
 
+import asyncio
 import ipaddress
 import json
 import re
@@ -10,8 +12,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import cache
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
 import gradio
 
@@ -31,8 +33,12 @@ ASSETS = Path(gradio.__file__).parent / "templates" / "frontend" / "assets"
 POLICY = (
     "default-src 'self'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; "
-    "base-uri 'self'; form-action 'self'"
+    "base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
+MAX_HEAD = 2**16  # bytes of path, query and headers: two long configs in a link are 48,000
+MAX_BODY = 5 * 2**20  # bytes: two pasted configs with every quote and line end escaped
+BODY_SECONDS = 30.0  # that a body may take to arrive
+AT_ONCE, WAITING = 4, 32  # downloads that are computed at once, and that wait for it
 # What the page asks for. Gradio serves more, such as uploads, and files and hosts by their name
 ASKED = re.compile(
     r"|(assets|static/js|static/fonts/\w+)/[\w.-]+|theme\.css|favicon\.ico|manifest\.json|config"
@@ -44,20 +50,38 @@ OUTSIDE = re.compile(r'<meta\b[^>]*"https?://[^>]*>')
 BASE = re.compile(r"<base\b[^>]*>")
 
 
+class Refusal(NamedTuple):
+    """A request that is not answered: its status, and one line that says why."""
+
+    status: int
+    why: str
+
+
 class Guard:
     """An ASGI app around Gradio's: adds downloads and the policy, lets through what the page asks.
+
+    host  where it is served; on this machine's own, no other name is answered to
 
     >>> Guard(None).app is None
     True
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, host: str = "127.0.0.1") -> None:
         self.app = app
+        self.host = host
+        self.waiting = 0
+        self.places = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer what is ours, pass on the rest."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the page opens no websocket
+            await send({"type": "websocket.close"})
+            return
+        if refusal := refused(scope, self.host):
+            await _refuse(send, refusal)
             return
         name = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/")
         if not name or _is_near(scope):  # to rewrite a page, and to save the time on one machine
@@ -67,21 +91,94 @@ class Guard:
             script = (HERE / "explore.js").read_bytes()
             await _answer(send, 200, "text/javascript", script)
         elif name in DOWNLOADS:
-            query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-            kind, write = DOWNLOADS[name]
-            try:
-                body = write(query).encode()
-            except ValueError as error:
-                await _answer(send, 422, "text/plain; charset=utf-8", f"{error}\n".encode())
-                return
-            await _answer(send, 200, kind, body, name.rpartition("/")[2])
+            await self._download(name, scope["query_string"].decode("latin-1"), send)
         elif name.startswith("assets/") and _is_near(scope) and (path := _asset(name)):
             await _answer(send, 200, KINDS.get(path.suffix, "application/octet-stream"),
                           path.read_bytes(), keep=True)  # fmt: skip
-        elif ASKED.fullmatch(name):
+        elif not ASKED.fullmatch(name):
+            await _refuse(send, Refusal(404, "no such page"))
+        elif scope["method"] != "POST":
             await self.app(scope, receive, _guarded(send))
+        elif isinstance(body := await _whole(receive), Refusal):
+            await _refuse(send, body)
         else:
-            await _answer(send, 404, "text/plain; charset=utf-8", b"no such page\n")
+            await self.app(scope, _again(body, receive), _guarded(send))
+
+    async def _download(self, name: str, query: str, send: Send) -> None:
+        """Compute a file beside the event loop, so that no other request waits for it."""
+        kind, write = DOWNLOADS[name]
+        if self.waiting >= WAITING:
+            await _refuse(send, Refusal(503, "too many files are being computed; ask again later"))
+            return
+        self.waiting += 1
+        try:
+            async with self.places:
+                body = await asyncio.to_thread(write, dict(parse_qsl(query)))
+        except ValueError as error:
+            await _refuse(send, Refusal(422, str(error)))
+            return
+        finally:
+            self.waiting -= 1
+        await _answer(send, 200, kind, body.encode(), name.rpartition("/")[2])
+
+
+def refused(scope: Message, host: str) -> Refusal | None:
+    """Why a request is not answered: it is for another name, from another site, or too large.
+
+    Browsers say in `Sec-Fetch-Site` and `Origin` which site causes a request, and no script can
+    change these. "none": a person typed the address. A program such as curl says neither.
+
+    >>> refused({"method": "GET", "path": "/", "headers": [(b"host", b"evil.example")]}, "::1")
+    Refusal(status=400, why="this page is not 'evil.example'")
+    """
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    if size + len(scope["path"]) + len(scope.get("query_string", b"")) > MAX_HEAD:
+        return Refusal(431, f"address and headers must be at most {MAX_HEAD:,} bytes")
+    asked = headers.get(b"host", "")
+    name = re.sub(r":\d*$", "", asked).strip("[]").lower()
+    if is_loopback(host) and not is_loopback(name):
+        return Refusal(400, f"this page is not {name[:80]!r}")
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    is_own = site in (None, "same-origin", "none")
+    if not is_own or (origin is not None and urlsplit(origin).netloc != asked):
+        return Refusal(
+            403, "another site asked for this page: copy the address into a tab of its own"
+        )
+    if scope["method"] not in ("GET", "HEAD", "POST"):
+        return Refusal(405, "GET, HEAD and POST are answered")
+    return None
+
+
+async def _whole(receive: Receive) -> bytes | Refusal:
+    """The body of a request, which must be small and arrive in time."""
+
+    async def read() -> bytes | Refusal:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return Refusal(400, "the request was cut off")
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY:
+                return Refusal(413, f"a request must be at most {MAX_BODY:,} bytes")
+            if not message.get("more_body"):
+                return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        return Refusal(408, f"a request must arrive within {BODY_SECONDS:g} seconds")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` of a body that was read, and after it of what follows: that the browser left."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 def _guarded(send: Send) -> Send:
@@ -134,6 +231,8 @@ def _early() -> list[str]:
 def _headers(nonce: str) -> list[tuple[bytes, bytes]]:
     return [
         (b"content-security-policy", POLICY.format(nonce=nonce).encode()),
+        (b"x-frame-options", b"DENY"),
+        (b"cross-origin-resource-policy", b"same-origin"),
         (b"referrer-policy", b"no-referrer"),
         (b"x-content-type-options", b"nosniff"),
     ]
@@ -160,6 +259,10 @@ def _asset(name: str) -> Path | None:
     """A part of Gradio's page, which then need not pass through all of Gradio: sixty are asked."""
     path = ASSETS / name.removeprefix("assets/")
     return path if ASKED.fullmatch(name) and path.is_file() else None
+
+
+async def _refuse(send: Send, refusal: Refusal) -> None:
+    await _answer(send, refusal.status, "text/plain; charset=utf-8", f"{refusal.why}\n".encode())
 
 
 async def _answer(

@@ -13,6 +13,9 @@ from ..spec import Rotary
 
 MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
 MAX_HEAD_DIM = 1024
+MAX_LENGTH = 2**24  # tokens
+MAX_TRIED = 2**24  # characters of configs that are read while one is shortened
+READING = 2**15  # characters that take as long to read as any config, however short
 PASTED = "a config.json, pasted below"
 
 
@@ -97,6 +100,8 @@ def read(config: Mapping[str, Any], layer_type: str | None) -> Model:
     found, advertised = lengths(spec, choose(config, layer_type))
     context = advertised if isinstance(advertised, int) and advertised > 0 else 4096
     trained = found if isinstance(found, int) and found > 0 else context
+    if max(context, trained) > MAX_LENGTH:
+        raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
     return Model(spec, trained, context, layer_types(config), layer_type)
 
 
@@ -114,22 +119,27 @@ def shortened(text: str, layer_type: str | None = None) -> str:
     return json.dumps(cut(json.loads(text), layer_type), separators=(",", ":"))
 
 
-def cut(config: dict[str, Any], layer_type: str | None, tries: int = 400) -> dict[str, Any]:
+def cut(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     """A copy without the keys, at any depth and the longest first, that change nothing.
+
+    Each key that is tried costs a reading of what is left, so fewer are tried in a longer config.
 
     >>> cut({"rope_theta": 5e5, "head_dim": 64, "id2label": {"0": "no"}}, None)
     {'rope_theta': 500000.0, 'head_dim': 64}
     """
-    wanted, kept, left = _model(config, layer_type), json.loads(json.dumps(config)), tries
+    text = json.dumps(config)
+    wanted, kept, size, left = _model(config, layer_type), json.loads(text), len(text), MAX_TRIED
 
     def look_in(part: dict[str, Any]) -> None:
-        nonlocal left
-        for key in sorted(part, key=lambda key: -len(json.dumps(part[key]))):
-            left -= 1
+        nonlocal left, size
+        long = {key: len(json.dumps(value)) for key, value in part.items()}
+        for key in sorted(long, key=lambda key: -long[key]):
+            left -= size + READING
             if left < 0 or (part is kept and key == "model_type"):
                 continue
             order, value = list(part), part.pop(key)
             if _model(kept, layer_type) == wanted:
+                size -= long[key]
                 continue
             rest = {**part, key: value}
             part.clear()

@@ -30,6 +30,7 @@ HEAD = (
     "# RoPE explorer\nLook at the rotary position embedding of a model, and at what an extension "
     "of its context does. All of it is computed on this machine."
 )
+MAX_WAITING = 64  # moves of controls, of all open pages, that wait for their turn
 Updates = dict[Any, Any]
 
 
@@ -94,7 +95,8 @@ def build() -> gr.Blocks:
             lambda *given: certified_base(dict(zip(controls.NAMES, given, strict=True))),
             inputs, certified, api_visibility="private", concurrency_limit=1,
         )  # fmt: skip
-        page.load(_restored(parts), None, outputs, show_progress="hidden", api_visibility="private")
+        page.load(_restored(parts), None, outputs, **shared)
+    page.queue(max_size=MAX_WAITING)
     return page
 
 

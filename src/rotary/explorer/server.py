@@ -11,9 +11,8 @@ import gradio as gr
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from .guard import Guard, is_loopback
+from .guard import Guard
 from .page import build
 
 PORTS = range(7860, 7960)
@@ -45,8 +44,8 @@ def serve(
             if ready:
                 ready(address)
 
-        config = uvicorn.Config(
-            application(host, up), log_level="warning", ws="none", server_header=False
+        config = uvicorn.Config(  # h11 bounds what it reads before the guard sees a request
+            application(host, up), http="h11", ws="none", log_level="warning", server_header=False
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
@@ -67,12 +66,8 @@ def application(host: str = "127.0.0.1", up: Callable[[], None] = lambda: None) 
         up()
         yield
 
-    guards = [Middleware(Guard)]
-    if is_loopback(host):  # a page elsewhere may let its own name lead to this machine
-        own = ["127.0.0.1", "localhost", "[::1]", host]
-        guards.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=own))
     no_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(middleware=guards, lifespan=started, **no_docs)
+    app = FastAPI(middleware=[Middleware(Guard, host=host)], lifespan=started, **no_docs)
     theme = gr.themes.Default(
         primary_hue=gr.themes.colors.blue,
         font=("system-ui", "sans-serif"),

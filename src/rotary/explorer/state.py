@@ -9,9 +9,17 @@ from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from ..spec import nearest
-from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, Model, pasted, published, shortened
+from .models import (
+    MAX_HEAD_DIM,
+    MAX_LENGTH,
+    MAX_PASTED,
+    PASTED,
+    Model,
+    pasted,
+    published,
+    shortened,
+)
 
-MAX_LENGTH = 2**24
 MAX_BASE = 1e15
 MAX_LINK = 8000  # characters of a config in a link; servers refuse far longer ones
 AS_MADE = "as published"
@@ -144,7 +152,7 @@ def number(name: str, value: object, least: float, most: float) -> float:
     """
     try:
         found = float(value)  # type: ignore[arg-type]  # what is no number raises
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if math.isnan(found):
         raise ValueError(f"{name} must be a number, got {str(value)[:40]!r}")

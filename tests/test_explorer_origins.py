@@ -1,0 +1,222 @@
+"""The page asked by another site, in Chromium: a page on another port gets and causes nothing."""
+
+import http.server
+import subprocess
+import sys
+import threading
+
+import pytest
+from playwright.sync_api import expect
+from test_explorer_browser import browser as browser  # a fixture
+
+pytestmark = pytest.mark.slow
+DOWNLOAD = "download/numbers.csv?view=decay"
+JOIN = "gradio_api/queue/join"
+EVENTS = "gradio_api/queue/data?session_hash=stranger"
+# Scripts of the other page, with `at` the address of ours: each returns what it could read
+FETCH = "fetch(at + '{path}', {options}).then(got => got.text()).catch(() => '')"
+LOADED = """new Promise(done => {{
+    const part = document.createElement('{tag}');
+    part.rel = 'stylesheet';
+    part.onload = () => done('loaded');
+    part.onerror = () => done('');
+    part.src = part.href = at + '{path}';
+    document.body.append(part);
+}})"""
+OPENED = """new Promise(done => {{
+    const opened = new {kind}(at.replace('http', '{scheme}') + '{path}');
+    opened.onopen = () => done('opened');
+    opened.onerror = () => done('');
+}})"""
+FORM = """new Promise(done => {{
+    document.body.innerHTML = `<iframe name="to"></iframe>
+        <form method="{method}" action="${{at}}{path}" target="to"><input name="view"></form>`;
+    const frame = document.querySelector("iframe");
+    document.querySelector("form").submit();
+    setTimeout(() => done(frame.contentDocument?.body.textContent ?? ''), 1000);
+}})"""
+FRAME = """new Promise(done => {{
+    const frame = document.createElement('{tag}');
+    frame.src = frame.data = at + '{path}';
+    document.body.append(frame);
+    setTimeout(() => done(frame.contentDocument?.body?.textContent ?? ''), 1000);
+}})"""
+ATTACKS = {
+    "GET": FETCH.format(path=DOWNLOAD, options="{}"),
+    "GET of the page": FETCH.format(path="", options="{}"),
+    "GET no-cors": FETCH.format(path=DOWNLOAD, options="{mode: 'no-cors'}"),
+    "GET with cookies": FETCH.format(path=DOWNLOAD, options="{credentials: 'include'}"),
+    "HEAD": FETCH.format(path=DOWNLOAD, options="{method: 'HEAD', mode: 'no-cors'}"),
+    "POST": FETCH.format(path=JOIN, options="{method: 'POST', body: '{}'}"),
+    "POST no-cors": FETCH.format(
+        path=JOIN, options="{method: 'POST', mode: 'no-cors', body: '{}'}"
+    ),
+    "POST of JSON": FETCH.format(
+        path=JOIN,
+        options="{method: 'POST', body: '{}', headers: {'content-type': 'application/json'}}",
+    ),
+    "beacon": f"(navigator.sendBeacon(at + '{JOIN}', '{{}}'), new Promise(done => setTimeout("
+    "() => done(''), 500)))",
+    "image": LOADED.format(tag="img", path=DOWNLOAD),
+    "script": LOADED.format(tag="script", path=DOWNLOAD),
+    "style": LOADED.format(tag="link", path="theme.css"),
+    "event stream": OPENED.format(kind="EventSource", scheme="http", path=EVENTS),
+    "websocket": OPENED.format(kind="WebSocket", scheme="ws", path=EVENTS),
+    "form GET": FORM.format(method="get", path=DOWNLOAD),
+    "form POST": FORM.format(method="post", path=JOIN),
+    "iframe": FRAME.format(tag="iframe", path="?view=decay"),
+    "object": FRAME.format(tag="object", path="?view=decay"),
+}
+
+
+# The real page, which says what arrives and what the guard lets through; "open": it refuses nobody
+SERVER = """
+import sys
+from rotary.explorer import guard, serve, server
+
+def say(*words):
+    print(*words, flush=True)
+
+class Watched(guard.Guard):
+    def __init__(self, app, host):
+        async def inner(scope, receive, send):
+            if scope["type"] != "lifespan":
+                say("passed", scope["path"])
+            await app(scope, receive, send)
+
+        super().__init__(inner, host)
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "lifespan":
+            say("arrived", scope["path"])
+        await super().__call__(scope, receive, send)
+
+def watched(write):
+    return lambda query: (say("computed", "a file"), write(query))[1]
+
+server.Guard = Watched
+guard.DOWNLOADS = {name: (kind, watched(write)) for name, (kind, write) in guard.DOWNLOADS.items()}
+if sys.argv[1:] == ["open"]:
+    guard.refused = lambda scope, host: None
+serve(ready=lambda address: say("ready", address))
+"""
+
+
+class Served:
+    """The page in a process of its own: `address`, and what it said since `forget`."""
+
+    def __init__(self, *given):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, *given], stdout=subprocess.PIPE, text=True
+        )
+        _, self.address = self.process.stdout.readline().split()
+        self.said = []
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        for line in self.process.stdout:
+            self.said.append(line.strip())
+
+    def forget(self):
+        self.said.clear()
+
+    def arrived(self):
+        return [line for line in self.said if line.startswith("arrived")]
+
+    def done(self):
+        return [line for line in self.said if not line.startswith("arrived")]
+
+    def end(self):
+        self.process.terminate()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def served():
+    found = Served()
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def other():
+    """The port of another server, whose only page is empty."""
+
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # the name that http.server calls
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>other</title><body></body>")
+
+        def log_message(self, *given):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Empty) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found.server_port
+        found.shutdown()
+
+
+@pytest.fixture
+def stranger(served, other, browser):
+    """Opens a page of another server: the same name with another port, or another name."""
+    contexts = []
+
+    def opened(name):
+        contexts.append(browser.new_context())
+        page = contexts[-1].new_page()
+        page.set_default_timeout(20_000)
+        page.goto(f"http://{name}:{other}/")
+        served.forget()
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_another_page_gets_nothing_and_causes_no_work(stranger, served, attack, name):
+    page = stranger(name)
+    got = page.evaluate(f"at => {ATTACKS[attack]}", served.address)
+    assert served.arrived()  # it was asked
+    assert served.done() == []
+    assert got == ""
+    for frame in page.frames[1:]:
+        assert "RoPE" not in frame.content()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_a_link_or_a_window_of_another_page_shows_one_line(stranger, served, name):
+    page = stranger(name)
+    with page.expect_popup() as opened:
+        page.evaluate("at => { window.open(at) }", f"{served.address}?context=4096")
+    page.evaluate("at => { location = at }", f"{served.address}?context=4096")
+    for each in (page, opened.value):
+        expect(each.locator("body")).to_contain_text("another site asked for this page")
+    assert set(served.done()) <= {"passed /favicon.ico"}  # of the page with the one line
+
+
+def test_the_address_typed_into_the_same_tab_is_answered(stranger, served):
+    page = stranger("127.0.0.1")
+    page.goto(f"{served.address}?context=4096")
+    page.wait_for_selector("#links-a a")
+    with page.expect_download() as got:
+        page.locator("#links-a").get_by_role("link", name="Numbers (CSV)").click()
+    assert got.value.suggested_filename == "numbers.csv"
+    assert "computed a file" in served.done()
+
+
+def test_a_page_that_is_answered_is_not_shown_in_a_frame(stranger):
+    """The policy holds by itself, for browsers that do not say who asks."""
+    unguarded = Served("open")
+    try:
+        page = stranger("127.0.0.1")
+        page.evaluate(f"at => {ATTACKS['iframe']}", unguarded.address)
+        assert unguarded.done() == ["passed /"]
+        assert "RoPE" not in page.frames[1].content()
+    finally:
+        unguarded.end()
