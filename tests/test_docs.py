@@ -116,6 +116,43 @@ def test_every_claim_names_tests_that_exist(claim):
         assert test in names_of_tests(ROOT / "tests" / file), f"{file} has no {test}"
 
 
+# --- faults and security ---
+
+SHOWN = re.compile(r"^\|(?: (\d+) \|)?.*\| ([^|]*) \|$", re.MULTILINE)
+
+
+def rows_of(page: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(number, [(file, test)]) of every row of a page's tables, but for their heads."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [(number, re.findall(r"`(test_\w+\.py)::(test_\w+)`", cell))
+            for number, cell in SHOWN.findall(text)
+            if cell != "shown by" and not cell.startswith("---")]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["faults.md", "security.md"])
+def test_every_test_that_a_table_names_exists(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 30
+    assert len(named) == text.count("`test_")
+    for file in sorted({file for file, _ in named}):
+        wanted = {test for other, test in named if other == file}
+        assert wanted - names_of_tests(ROOT / "tests" / file) == set(), file
+
+
+def test_faults_are_counted_without_a_gap():
+    numbers = [int(number) for number, _ in rows_of("faults.md")]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 107
+
+
+@pytest.mark.parametrize("page", ["faults.md", "security.md"])
+def test_every_row_names_a_test_or_says_that_there_is_none(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    bare = [(number, tests) for number, tests in rows_of(page) if not tests]
+    assert len(bare) == (text.count("| - |") if page == "faults.md" else 0)
+
+
 def test_years_are_those_of_the_arxiv_numbers():
     """A number such as 2104.09864 says its year and month: 2021, April."""
     texts = [path.read_text(encoding="utf-8") for path in PAGES]

@@ -648,6 +648,30 @@ def test_a_slow_download_stops_no_other_request(monkeypatch):
     assert seen[4:] == [("/download/config.json", 200)] * (guard.WAITING + 1)
 
 
+def test_moves_of_controls_wait_in_a_queue_of_bounded_length():
+    built = page.build()
+    assert built._queue.max_size == 64
+    together = {each.concurrency_id: each.concurrency_limit for each in built.fns.values()}
+    assert together.pop("update") == 4  # the moves of all controls, and the pages that are opened
+    assert list(together.values()) == [1]  # the search for the smallest base, beside them
+
+
+def test_a_download_writes_no_file():
+    written, is_watching = [], True
+
+    def watch(event, given):
+        if is_watching and event == "open" and set(str(given[1])) & set("wax+"):
+            written.append(given[0])
+
+    sys.addaudithook(watch)
+    for name in guard.DOWNLOADS:
+        assert ask(f"/{name}")[0] == 200
+    assert written == []
+    with open(os.devnull, "w"):  # it would have been seen
+        assert written == [os.devnull]
+    is_watching = False
+
+
 # What the worst request costs
 
 

@@ -345,6 +345,7 @@ FAULTS = [
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs parameter 'low_freq_factor'"),
     ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 .* num_attention_heads 3"),
     ({"hidden_size": None}, "needs head_dim, or hidden_size and num_attention_heads"),
+    ({"num_attention_heads": True}, "needs head_dim, or hidden_size and num_attention_heads"),
     ({"num_attention_heads": 0}, "needs head_dim, or hidden_size and num_attention_heads"),
     ({"head_dim": 31}, "^(?!.*rotary_dim=32).*31"),  # 32 channels would not fit
     ({"head_dim": "64"}, "head_dim .*'64'"),

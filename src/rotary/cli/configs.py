@@ -158,6 +158,8 @@ def doctor(
     """What is in the way: of speed on this machine, or of exact RoPE in a config or a model.
 
     Exit status 1 if a config, its weights or a model are wrong.
+    With module:object or FILE.py:FUNCTION the module is imported and called: name no file whose
+    code you would not run. A config or a folder is only read.
     """
     if distributed:
         from .ranks import examine_ranks
@@ -201,7 +203,10 @@ def identify(
     num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Which RoPE a function computes: f(x, positions) or f(q, k, cos, sin)."""
+    """Which RoPE a function computes: f(x, positions) or f(q, k, cos, sin).
+
+    The module is imported and called: name no file whose code you would not run.
+    """
     from ..identify import identify as examine
     from ..identify import load
 
