@@ -41,6 +41,12 @@ def users_of(pattern):
     return sorted(found)
 
 
+def test_a_planted_call_is_seen(tmp_path):
+    path = tmp_path / "planted.py"
+    path.write_text("import pickle\ndef f(x):\n    return pickle.loads(eval(x))\n")
+    assert [name for name, _ in calls(path)] == ["pickle.loads", "eval"]
+
+
 # What runs code
 
 

@@ -1,5 +1,6 @@
 """The page: controls, and one `update` from controls to pictures, words and links."""
 
+import hashlib
 from typing import Any
 
 import gradio as gr
@@ -78,7 +79,7 @@ def build() -> gr.Blocks:
                             parts[f"{letter}.links"] = gr.Markdown("", elem_id=f"links-{letter}")
         inputs = [parts[name] for name in controls.NAMES]
         for letter in ("a", "b"):
-            parts[f"{letter}.read"] = gr.State("")
+            parts[f"{letter}.read"] = gr.State(_digest(""))
         outputs = list(parts.values())
         shared: dict[str, Any] = {
             "show_progress": "hidden", "trigger_mode": "always_last", "concurrency_limit": 4,
@@ -249,8 +250,8 @@ def _read_config(changed: str, parts: dict[str, Any]) -> Any:
     def called(last: str, *values: Any) -> list[Any]:
         given = dict(zip(controls.NAMES, values, strict=True))
         found: Updates = {}
-        if given[changed] != last:
-            found = {**update(changed, given), f"{changed[0]}.read": given[changed]}
+        if (read := _digest(given[changed])) != last:
+            found = {**update(changed, given), f"{changed[0]}.read": read}
         return [_merged(name, found) for name in parts]
 
     return called
@@ -271,11 +272,16 @@ def _restored(parts: dict[str, Any]) -> Any:
         for name, value in controls.shown(state).items():
             extra = found.get(name, {})
             found[name] = gr.update(**{**extra, "value": value})
-        found |= {"a.read": state.a.config, "b.read": state.b.config}
+        found |= {"a.read": _digest(state.a.config), "b.read": _digest(state.b.config)}
         found["error"] = error or found["error"]
         return [_merged(name, found) for name in parts]
 
     return called
+
+
+def _digest(config: object) -> str:
+    """What is kept of a config that was read, of ten thousand open pages: not the config."""
+    return hashlib.sha256(str(config).encode("utf-8", "replace")).hexdigest()
 
 
 def _merged(name: str, found: Updates) -> Any:
