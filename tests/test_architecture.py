@@ -15,7 +15,7 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other. The same table is in CONTRIBUTING.md.
 FLOORS = (
-    {"schedules", "layouts", "positions", "cache", "fanout"},
+    {"schedules", "layouts", "positions", "cache", "fanout", "strict_json"},
     {"spec"},
     {"kernels"},
     {"angles"},
@@ -57,6 +57,7 @@ LOADED_BY_IMPORT = {
     "layouts",
     "positions",
     "spec",
+    "strict_json",
 }
 MAX_LINES = 400
 LONGER = {

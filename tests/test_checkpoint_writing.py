@@ -1,5 +1,6 @@
 """Writing a checkpoint: whole files or none, one writer, whatever kills it."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rotary.checkpoint import writing
+from rotary.checkpoint.files import state_of
 
 # Replaces a file, and kills itself at system call number argument 2; prints how many there were.
 CHILD = textwrap.dedent("""
@@ -144,6 +146,10 @@ def test_a_target_that_overlaps_the_source_is_refused(tmp_path, target):
 
 
 def test_a_copy_has_the_same_bytes(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(range(256)) * 7)
-    writing.copy(tmp_path / "a", tmp_path / "deep" / "er" / "b")
-    assert Path(tmp_path / "deep/er/b").read_bytes() == bytes(range(256)) * 7
+    (tmp_path / "source" / "deep").mkdir(parents=True)
+    (tmp_path / "source" / "deep" / "a").write_bytes(bytes(range(256)) * 7)
+    state = state_of(tmp_path / "source" / "deep" / "a")
+    found = writing.copy(tmp_path / "source", Path("deep/a"), tmp_path / "target", state)
+    content = (tmp_path / "target" / "deep" / "a").read_bytes()
+    assert content == bytes(range(256)) * 7
+    assert found == hashlib.sha256(content).hexdigest()

@@ -164,7 +164,7 @@ def test_the_layer_type_is_passed_on(main, tmp_path):
 
 BAD = {
     "no.json": (None, "no.json"),
-    "text.json": ("head_dim: 64", "not a JSON file"),
+    "text.json": ("head_dim: 64", "is not JSON in UTF-8"),
     "model.json": ('{"model_type": "lama"}', "did you mean 'llama'"),
     "type.json": ('{"head_dim": 64, "rope_scaling": {"type": "yarm"}}', "did you mean 'yarn'"),
     "head.json": ('{"head_dim": 63}', "63"),

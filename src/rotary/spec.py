@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .schedules import SCHEDULES, depends_on_length, parameters
+from .strict_json import parsed
 
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
@@ -139,7 +140,7 @@ class Rotary:
         >>> Rotary.from_json('{"head_dim": 4}').rotary_dim
         4
         """
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parsed(text, "a spec"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Rotary":

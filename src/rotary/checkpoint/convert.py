@@ -5,25 +5,28 @@ the index, and the manifest last of all. Until the manifest is there the folder 
 the same call goes on.
 """
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import configs
+from ..strict_json import parsed
 from . import journal, writing
-from .files import Checkpoint, read_checkpoint
+from .files import Checkpoint, State, check_unchanged, read_checkpoint, state_of
 from .labels import CONFIG, Labels, labels_of, warning_of
 from .names import code_base
 from .plan import Plan, plan
 from .shards import Advance, Hashes, Job, Written, check_movable, write_shards
-from .verify import Proof, check_which, prove
+from .verify import Proof, check_files, check_which, prove
 
 
 class Ready(NamedTuple):
     """What is there, what is to be done, and the config that is read and written.
 
+    inputs   what every file of the source was when it was read
     warning  what will load the result and compute wrong results, and the way out; "" for nothing
     """
 
@@ -31,6 +34,7 @@ class Ready(NamedTuple):
     checkpoint: Checkpoint
     plan: Plan
     labels: Labels
+    inputs: Mapping[Path, State]
     warning: str
 
     @property
@@ -72,7 +76,7 @@ def convert_checkpoint(
     config        path or dict, where the folder has no config.json
     trust_source  take `from_layout` as given, for weights that another program has moved before
     verify        "sample" proves the scores of three layers, "full" those of all, and reads every
-                  byte again
+                  byte of every file again
     executor      what writes the shards and reads them again, of concurrent.futures or like it (of
                   Dask, `client.get_executor(pure=False)`); default two threads
     advance       called with numbers of bytes that are done, `Ready.size` in all; from the threads
@@ -115,14 +119,26 @@ def prepared(
         raise ValueError(f"{root}: has no {CONFIG}; give the model's with --config")
     tensors = checkpoint.tensors
     trusted = trust_source or before is not None
-    whole = root if config is None else config
-    todo = plan(tensors, whole, from_layout, to_layout, trust_source=trusted)
+    inputs = {root / name: state for name, state in checkpoint.states.items()}
+    inputs |= {shard.path: shard.state for shard in checkpoint.shards}
+    data, text, states = _read_config(root if config is None else config)
+    inputs = {**states, **inputs}  # a file that was found before is the one that was meant
+    todo = plan(tensors, data, from_layout, to_layout, trust_source=trusted)
     for move in todo.moves.values():
         check_movable(tensors[move.tensor], move)
-    labels = labels_of(root, config, from_layout, to_layout, before)
-    written = configs.parsed(labels.written.decode("utf-8-sig"), CONFIG)
-    warning = warning_of(written, to_layout, code_base(tensors))
-    return Ready(Path(source), checkpoint, todo, labels, warning)
+    labels = labels_of(data, text, from_layout, to_layout, before)
+    warning = warning_of(parsed(labels.written, CONFIG), to_layout, code_base(tensors))
+    return Ready(Path(source), checkpoint, todo, labels, inputs, warning)
+
+
+def _read_config(config: Any) -> tuple[Mapping[str, Any], str | None, dict[Path, State]]:
+    """The keys of a config; of a path also its text, and what the file was when it was read."""
+    if not isinstance(config, str | os.PathLike):
+        return configs.load(config), None, {}
+    path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
+    states = {path: state_of(path)} if path.exists() else {}
+    raw = configs.read_config(path)
+    return parsed(raw, str(path)), raw.decode(), states
 
 
 def carried_out(
@@ -143,6 +159,7 @@ def carried_out(
     known = journal.written_before(folder, identity)
     writing.check_space(folder, sum(_missing(ready, folder, known)))
     with writing.made(folder), writing.locked(folder) as ticket:
+        writing.check_target(ready.source, folder)  # by the folder that it has become
         known = journal.written_before(folder, identity)  # another process may have ended just now
         journal.begin(folder, identity, known)
         hashes: dict[str, Hashes] = {}
@@ -156,15 +173,26 @@ def carried_out(
                 written.extend(new)
 
         write_shards(_jobs(ready, folder, known, ticket), finished, executor, advance)
-        for sidecar in checkpoint.sidecars:
-            if str(sidecar) not in (journal.MANIFEST, CONFIG, writing.LOCK):
-                writing.copy(checkpoint.root / sidecar, folder / sidecar)
+        beside = {
+            str(name): writing.copy(checkpoint.root, name, folder, checkpoint.states[name])
+            for name in checkpoint.sidecars
+            if str(name) not in (journal.MANIFEST, CONFIG, writing.LOCK)
+        }
         with writing.replacing(folder / CONFIG) as file:
             file.write(ready.labels.written)
+        beside[CONFIG] = hashlib.sha256(ready.labels.written).hexdigest()
+        outputs = {folder / name: state_of(folder / name) for name in (*beside, *hashes)}
         proof = prove(checkpoint, folder, todo, hashes, verify, executor)
         if checkpoint.listing is not None:
-            writing.copy(checkpoint.listing, folder / checkpoint.listing.name)
-        content = journal.manifest_of(checkpoint, todo, hashes, proof, ready.labels.original)
+            name = Path(checkpoint.listing.name)
+            beside[str(name)] = writing.copy(checkpoint.root, name, folder, checkpoint.states[name])
+        if verify == "full":
+            check_files(folder, beside)
+        for path, state in {**ready.inputs, **outputs}.items():
+            check_unchanged(path, state, state_of(path))
+        content = journal.manifest_of(
+            checkpoint, todo, hashes, beside, proof, ready.labels.original
+        )
         journal.finish(folder, content)
     return Converted(todo, tuple(sorted(written)), proof, ready.warning)
 

@@ -6,7 +6,6 @@ errors.
 Source of the format: the README of safetensors 0.8.
 """
 
-import json
 import math
 import os
 import re
@@ -14,11 +13,12 @@ import stat
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from ..configs import parsed
+from ..strict_json import parsed
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+MAX_AXES = 64  # the limit of NumPy and of torch
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -57,6 +57,7 @@ class State(NamedTuple):
     size: int
     modified: int  # nanoseconds
     inode: int
+    changed: int  # nanoseconds; unlike `modified`, no program can put it back
 
 
 class Shard(NamedTuple):
@@ -75,6 +76,7 @@ class Checkpoint(NamedTuple):
     shards    its files, by name
     listing   the index, which says in which file a tensor is, or None
     sidecars  other files under the folder, relative, to be copied as they are
+    states    what the index and the sidecars were when they were found, by their relative path
     left      weights in other forms or in folders below, relative, which are not copied
     """
 
@@ -83,6 +85,7 @@ class Checkpoint(NamedTuple):
     listing: Path | None
     sidecars: tuple[Path, ...]
     left: tuple[Path, ...]
+    states: Mapping[Path, State]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -105,8 +108,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not given.exists():
         raise FileNotFoundError(f"{given}: no such file; give a folder or a .safetensors file")
     if not given.is_dir():
-        _check_inside(given.parent, given)
-        return Checkpoint(given.parent, (read_shard(given),), None, (), ())
+        known = _inside(given.parent, given)
+        return Checkpoint(given.parent, (read_shard(given, known),), None, (), (), {})
     files = _files(given)
     weights = [file for file in files if file.suffix == ".safetensors" and len(file.parts) == 1]
     indices = [file for file in files if file.name.endswith(INDEX) and len(file.parts) == 1]
@@ -121,16 +124,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{given}: no .safetensors file" + f", only {_shown(left)}; {how}" * bool(left)
         )
     if indices:
-        shards = _indexed(given, given / indices[0], weights)
+        shards = _indexed(given, indices[0], weights, files)
     elif len(weights) > 1:
         raise ValueError(
             f"{given}: {len(weights)} files and no model{INDEX}, {_shown(weights)}; "
             "give the path of one file"
         )
     else:
-        shards = (read_shard(given / weights[0]),)
+        shards = (read_shard(given / weights[0], files[weights[0]]),)
     sidecars = tuple(file for file in files if file not in {*kept, *left})
-    return Checkpoint(given, shards, given / indices[0] if indices else None, sidecars, left)
+    states = {file: files[file] for file in (*sidecars, *indices)}
+    return Checkpoint(
+        given, shards, given / indices[0] if indices else None, sidecars, left, states
+    )
 
 
 def _holds_weights(file: Path) -> bool:
@@ -139,11 +145,14 @@ def _holds_weights(file: Path) -> bool:
     return form in (*OTHER_WEIGHTS, ".safetensors")
 
 
-def read_shard(path: Path) -> Shard:
-    """The header of one file. Raises ValueError for whatever breaks the format."""
-    with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        size = found.st_size
+def read_shard(path: Path, known: State | None = None) -> Shard:
+    """The header of one file. Raises ValueError for whatever breaks the format.
+
+    known  as in `open_regular`
+    """
+    with open_regular(path, known) as file:
+        state = _state(os.fstat(file.fileno()))
+        size = state.size
         start = file.read(32)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -151,20 +160,48 @@ def read_shard(path: Path) -> Shard:
         file.seek(8)
         text = file.read(length)
     tensors, metadata = _parsed_header(text, size - 8 - length, 8 + length, path)
-    return Shard(path, tensors, metadata, State(size, found.st_mtime_ns, found.st_ino))
+    return Shard(path, tensors, metadata, state)
 
 
 def state_of(path: Path) -> State:
     """What a file is now; another than a shard's own `state` if somebody changed it."""
-    found = os.stat(path)
-    return State(found.st_size, found.st_mtime_ns, found.st_ino)
+    return _state(os.stat(path))
 
 
-def open_regular(path: Path) -> Any:
-    """A regular file to read bytes from; never a device or a pipe, which could wait for ever."""
+def _state(found: os.stat_result) -> State:
+    return State(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+
+
+def open_regular(path: Path, known: State | None = None) -> BinaryIO:
+    """A regular file to read bytes from; never a device or a pipe, which could wait for ever.
+
+    known  what the file was when it was found: ValueError if the one that is opened is another,
+           as where it was changed since, or a link to somewhere else was put in its place
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+    def opened(name: str, flags: int) -> int:
+        handle = os.open(name, flags | os.O_NONBLOCK)
+        try:
+            found = os.fstat(handle)  # of what is open: a name may be another's by now
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{path}: not a regular file")
+            check_unchanged(path, known, _state(found))
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    return open(path, "rb", opener=opened)
+
+
+def check_unchanged(path: Path, known: State | None, now: State) -> None:
+    """Raise ValueError where a file is not what it was when it was found."""
+    if known is not None and now != known:
+        raise ValueError(
+            f"{path}: changed while it was converted; delete the target and begin again"
+        )
 
 
 def _reason(start: bytes, length: int, size: int) -> str:
@@ -184,7 +221,7 @@ def _parsed_header(
     """Tensors in the order of their bytes, which they must fill without a gap, and the metadata."""
     if not text.startswith(b"{"):
         raise ValueError(f"{path}: the header does not begin with an open brace")
-    header = dict(_decoded(text, f"{path}: the header"))
+    header = dict(parsed(text, f"{path}: the header"))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{path}: __metadata__ must hold text alone")
@@ -197,7 +234,9 @@ def _parsed_header(
     at = data_start
     for name, tensor in tensors.items():
         if tensor.begin != at:
-            raise ValueError(f"{path}: tensor {name!r} begins at byte {tensor.begin}, not at {at}")
+            raise ValueError(
+                f"{path}: tensor {name!r:.200} begins at byte {tensor.begin}, not at {at}"
+            )
         at = tensor.end
     if at != data_start + data_bytes:
         raise ValueError(
@@ -208,18 +247,20 @@ def _parsed_header(
 
 
 def _entry(name: str, value: Any, data_start: int, path: Path) -> Tensor:
-    where = f"{path}: tensor {name!r}"
+    where = f"{path}: tensor {name!r:.200}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where} must have dtype, shape and data_offsets alone")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"{where}: dtype {dtype!r} is not known; known: {', '.join(BITS)}")
+        raise ValueError(f"{where}: dtype {dtype!r:.80} is not known; known: {', '.join(BITS)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{where}: shape and data_offsets must be whole numbers >= 0")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"{where}: a shape of {len(shape)} axes; NumPy and torch have {MAX_AXES}")
     bits = math.prod(shape) * BITS[dtype]
     begin, end = offsets
     if bits != 8 * (end - begin):
-        raise ValueError(f"{where}: shape {shape} of {dtype} is not {end - begin} bytes")
+        raise ValueError(f"{where}: shape {shape!s:.200} of {dtype} is not {end - begin} bytes")
     return Tensor(dtype, tuple(shape), data_start + begin, data_start + end)
 
 
@@ -227,20 +268,20 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: Path) -> dict[Path, State]:
     """All files under a folder, relative and sorted, hidden folders left out."""
-    found = []
+    found: dict[Path, State] = {}
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in [*inner, *names]:
-            if (Path(folder) / name).is_symlink() or name in names:
-                _check_inside(root, Path(folder) / name)
-        found += [(Path(folder) / name).relative_to(root) for name in names]
-    return sorted(found)
+            path = Path(folder) / name
+            if path.is_symlink() or name in names:
+                found[path.relative_to(root)] = _inside(root, path)
+    return dict(sorted(found.items()))
 
 
-def _check_inside(root: Path, path: Path) -> None:
-    """Refuse what is no regular file, and a link that leads out of the folder.
+def _inside(root: Path, path: Path) -> State:
+    """What a file is; ValueError for no regular file, and for a link that leads out of the folder.
 
     Hugging Face's cache keeps its files in `blobs`, beside `snapshots`; that is inside.
     """
@@ -253,13 +294,21 @@ def _check_inside(root: Path, path: Path) -> None:
         raise ValueError(f"{path}: a link to nothing; download the file again")
     if real.is_dir():
         raise ValueError(f"{path}: a link to a folder; copy the folder")
-    if not real.is_file():
+    found = os.lstat(real)  # a link that was put there since is none
+    if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path}: not a regular file")
+    return _state(found)
 
 
-def _indexed(root: Path, index: Path, weights: list[Path]) -> tuple[Shard, ...]:
-    """The shards that an index lists, if they hold what it says and nothing else is there."""
-    where, total = weight_map(index)
+def _indexed(
+    root: Path, listing: Path, weights: list[Path], states: Mapping[Path, State]
+) -> tuple[Shard, ...]:
+    """The shards that an index lists, if they hold what it says and nothing else is there.
+
+    listing, weights, states  relative to the folder `root`
+    """
+    index = root / listing
+    where, total = weight_map(index, states[listing])
     problems = [
         f"tensor {name!r} is said to be in {file!r}, which is no name of a .safetensors file"
         for name, file in where.items()
@@ -270,7 +319,7 @@ def _indexed(root: Path, index: Path, weights: list[Path]) -> tuple[Shard, ...]:
     problems += [f"{file!r} is missing" for file in sorted(listed - there)]
     problems += [f"{file!r} is not in the index, move it away" for file in sorted(there - listed)]
     _refuse(index, problems)
-    shards = tuple(read_shard(root / name) for name in sorted(listed))
+    shards = tuple(read_shard(root / name, states[Path(name)]) for name in sorted(listed))
     seen: dict[str, str] = {}
     for shard in shards:
         for name in shard.tensors:
@@ -291,9 +340,9 @@ def _indexed(root: Path, index: Path, weights: list[Path]) -> tuple[Shard, ...]:
     return shards
 
 
-def weight_map(index: Path) -> tuple[dict[str, str], int | None]:
+def weight_map(index: Path, known: State | None = None) -> tuple[dict[str, str], int | None]:
     """Tensor -> file, and the size of all, as an index says. Raises ValueError for another form."""
-    content = read_json(index)
+    content = read_json(index, known)
     where, metadata = content.get("weight_map"), content.get("metadata") or {}
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise ValueError(f"{index}: weight_map must hold a file name for each tensor")
@@ -301,20 +350,13 @@ def weight_map(index: Path) -> tuple[dict[str, str], int | None]:
     return where, total if type(total) is int else None
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path, known: State | None = None) -> Mapping[str, Any]:
     """An object in a file that may be as long as a header. Raises ValueError for anything else."""
-    with open_regular(path) as file:
+    with open_regular(path, known) as file:
         text = file.read(MAX_HEADER_BYTES + 1)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"{path}: larger than {MAX_HEADER_BYTES} bytes; is it the right file?")
-    return _decoded(text, str(path))
-
-
-def _decoded(text: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        return parsed(text.decode("utf-8"), where)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON in UTF-8: {error}") from error
+    return parsed(text, str(path))
 
 
 def _refuse(index: Path, problems: list[str]) -> None:

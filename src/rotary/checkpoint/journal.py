@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..strict_json import parsed
 from . import writing
 from .files import Checkpoint, read_json
 from .plan import Plan
@@ -37,7 +38,10 @@ def identity_of(checkpoint: Checkpoint, todo: Plan) -> Identity:
     return {
         "from": todo.source,
         "to": todo.target,
-        "source": {shard.path.name: list(shard.state[:2]) for shard in checkpoint.shards},
+        "source": {
+            shard.path.name: [shard.state.size, shard.state.modified, shard.state.changed]
+            for shard in checkpoint.shards
+        },
         "plan": hashlib.sha256(planned).hexdigest(),
     }
 
@@ -71,10 +75,9 @@ def _lines(journal: Path) -> list[dict[str, Any]]:
     lines = []
     for line in journal.read_bytes().split(b"\n"):
         try:
-            found = json.loads(line)
+            lines.append(dict(parsed(line, JOURNAL)))
         except ValueError:
-            found = None
-        lines.append(found if isinstance(found, dict) else {})
+            lines.append({})
     return lines
 
 
@@ -108,7 +111,9 @@ def _line(file: str, hashes: Hashes) -> dict[str, Any]:
 
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, the last file of all, and end the journal."""
-    writing.write_json(folder / MANIFEST, content)
+    text = writing.write_json(folder / MANIFEST, content)
+    if (folder / MANIFEST).read_bytes() != text:
+        raise OSError(f"{folder / MANIFEST}: is not what was written; check the disk")
     (folder / JOURNAL).unlink()
     writing.sync_folder(folder)
 
@@ -117,11 +122,13 @@ def manifest_of(
     checkpoint: Checkpoint,
     todo: Plan,
     hashes: Mapping[str, Hashes],
+    beside: Mapping[str, str],
     proof: Proof,
     config: str | None,
 ) -> dict[str, Any]:
-    """What was converted, how, from what, and what every tensor is now.
+    """What was converted, how, from what, and what every tensor and every file beside is now.
 
+    beside  file that is no shard -> the sha256 of its bytes
     config  text of the source's config.json, which the way back writes again
     """
     plan = todo.to_dict()
@@ -135,6 +142,7 @@ def manifest_of(
         "config": config,
         **plan,
         "sha256": {name: value for each in in_order for name, value in each.items()},
+        "sha256_beside": dict(beside),
     }
 
 

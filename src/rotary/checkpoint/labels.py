@@ -3,13 +3,13 @@
 import json
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import configs
 from ..configs import from_hf_config
 from ..configs.entries import TEXT_PARTS
 from ..configs.hf import LAYOUT_MARK
+from ..strict_json import parsed
 
 CONFIG = "config.json"
 
@@ -30,31 +30,31 @@ class Labels(NamedTuple):
 
 
 def labels_of(
-    root: Path, config: Any, source: str, target: str, before: Mapping[str, Any] | None
+    data: Mapping[str, Any],
+    text: str | None,
+    source: str,
+    target: str,
+    before: Mapping[str, Any] | None,
 ) -> Labels:
     """What is to be in config.json beside the weights, byte for byte.
 
-    config  path or dict, where the folder `root` has none
+    data    the config of the source
+    text    of its file; None if it was given as a dict
     before  the manifest of the folder, if it was converted: on the way back the text of the
             original is written again
     Raises ValueError where no key can say the layout, or a value is none of JSON.
     """
-    whole = root if config is None else config
-    data = configs.load(whole)
-    text = _text(Path(whole)) if isinstance(whole, str | Path) else None
     changed = with_layout(data, target)
     original = (before or {}).get("config")
     if text is not None and changed == data:
         written = text.encode()
-    elif isinstance(original, str) and _is_origin(_parsed(original), data, source, target):
+    elif isinstance(original, str) and _is_origin(
+        parsed(original.encode(), CONFIG), data, source, target
+    ):
         written = original.encode()
     else:
         written = _as_json(changed)
     return Labels(text, written)
-
-
-def _text(path: Path) -> str:
-    return (path / CONFIG if path.is_dir() else path).read_bytes().decode()
 
 
 def _as_json(data: Mapping[str, Any]) -> bytes:
@@ -62,10 +62,6 @@ def _as_json(data: Mapping[str, Any]) -> bytes:
         return json.dumps(data, indent=2).encode() + b"\n"
     except TypeError as error:
         raise ValueError(f"config: {error}; give a config.json or plain values") from error
-
-
-def _parsed(text: str) -> Mapping[str, Any]:
-    return configs.parsed(text.removeprefix("\ufeff"), CONFIG)
 
 
 def _is_origin(

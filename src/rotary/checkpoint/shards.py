@@ -16,7 +16,7 @@ import numpy as np
 
 from ..fanout import Batch, batches, fan_out
 from . import writing
-from .files import Shard, Tensor, open_regular, read_shard, state_of
+from .files import Shard, Tensor, check_unchanged, open_regular, read_shard, state_of
 from .plan import Bytes, Move, moved
 
 CHUNK = 2**22
@@ -126,7 +126,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     the folder is not that of a call that is going on.
     """
     writing.check_ticket(job.target.parent, job.ticket)
-    _check_unchanged(job.shard)
+    check_unchanged(job.shard.path, job.shard.state, state_of(job.shard.path))
     if job.known and _is_there(job):
         if advance is not None:
             advance(job.shard.state.size)
@@ -134,7 +134,10 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     hashes, room = {}, np.empty(0, np.uint8)
     tensors = job.shard.tensors
     data = min((tensor.begin for tensor in tensors.values()), default=job.shard.state.size)
-    with open_regular(job.shard.path) as source, writing.replacing(job.target) as target:
+    with (
+        open_regular(job.shard.path, job.shard.state) as source,
+        writing.replacing(job.target) as target,
+    ):
         target.write(source.read(data))
         if advance is not None:
             advance(data)
@@ -150,7 +153,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
                 if advance is not None:
                     advance(end - begin)
             hashes[name] = known.hexdigest()
-        _check_unchanged(job.shard)
+        check_unchanged(job.shard.path, job.shard.state, state_of(job.shard.path))
         writing.check_ticket(job.target.parent, job.ticket)
     return Written(hashes, True)
 
@@ -184,13 +187,6 @@ def _is_there(job: Job) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     return True
-
-
-def _check_unchanged(shard: Shard) -> None:
-    if state_of(shard.path) != shard.state:
-        raise ValueError(
-            f"{shard.path}: changed while it was converted; delete the target and begin again"
-        )
 
 
 def write_batch(batch: Batch[Job], advance: Advance | None = None) -> list[Written]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,29 +154,55 @@ def _sample(layers: list[int]) -> set[int]:
     return {layers[0], layers[len(layers) // 2], layers[-1]} if layers else set()
 
 
+def _source(ask: Ask) -> BinaryIO:
+    return open_regular(ask.shard.path, ask.shard.state)
+
+
 def _check_header(ask: Ask) -> None:
-    written, shard = read_shard(ask.written), ask.shard
-    if (written.tensors, written.metadata) != (shard.tensors, shard.metadata):
-        raise ValueError(f"{ask.written}: has another header than {shard.path}; run it again")
+    """A written header has the bytes of the source's, and its file their size."""
+    size = read_shard(ask.written).state.size
+    data = min((tensor.begin for tensor in ask.shard.tensors.values()), default=size)
+    with _source(ask) as source, open_regular(ask.written) as target:
+        if size != ask.shard.state.size or source.read(data) != target.read(data):
+            raise ValueError(
+                f"{ask.written}: has another header than {ask.shard.path}; run it again"
+            )
 
 
 def _check(ask: Ask, tensor: Tensor, name: str, move: Move | None) -> None:
     """A written tensor has the bytes that were meant, and undoing its move gives the source's."""
     back = move and move._replace(source=move.target, target=move.source)
     known, is_undone = hashlib.sha256(), True
-    with open_regular(ask.shard.path) as source, open_regular(ask.written) as target:
+    with _source(ask) as source, open_regular(ask.written) as target:
         for begin, end, turn in pieces(tensor, back):
             raw = read_piece(target, begin, end)
             known.update(raw.data)
-            if turn is not None:
-                is_undone &= np.array_equal(turn(raw), read_piece(source, begin, end))
+            undone = raw if turn is None else turn(raw)
+            is_undone &= np.array_equal(undone, read_piece(source, begin, end))
     if known.hexdigest() != ask.hashes[name]:
         raise ValueError(
             f"{ask.written}: tensor {name!r} is not what was written; check the disk, and run it "
             "again"
         )
     if not is_undone:
-        raise ValueError(f"tensor {name!r} does not come back when its move is undone")
+        what = "does not come back when its move is undone" if move else "is not the source's"
+        raise ValueError(f"{ask.written}: tensor {name!r} {what}")
+
+
+def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Read files that are no shards again: name -> the sha256 that was written.
+
+    >>> check_files(Path("."), {})
+    """
+    for name, known in hashes.items():
+        found = hashlib.sha256()
+        with open_regular(folder / name) as file:
+            while piece := file.read(CHUNK):
+                found.update(piece)
+        if found.hexdigest() != known:
+            raise ValueError(
+                f"{folder / name}: is not what was written; check the disk, and run it again"
+            )
 
 
 # --- scores ---

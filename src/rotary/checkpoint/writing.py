@@ -5,23 +5,27 @@ name in one step. So a kill, a full disk or a power cut leaves the old file or t
 """
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from .files import open_regular
+from .files import State, check_unchanged, open_regular, state_of
 
 UNFINISHED = ".rotary-{}"  # names of files that are not whole yet
 LOCK = ".rotary.lock"
+LOCK_BYTES = 32  # a ticket
 CHUNK = 2**24
 SPARE = 2**20  # bytes of headers and small files, beside the weights
 
@@ -54,10 +58,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON as people read it, whole or not at all; ASCII, whatever is in a name."""
+def write_json(path: Path, content: Any) -> bytes:
+    """Write JSON as people read it, whole or not at all; ASCII, whatever is in a name.
+
+    Gives the bytes that were written.
+    """
+    text = json.dumps(content, indent=2).encode() + b"\n"
     with replacing(path) as file:
-        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.write(text)
+    return text
 
 
 def write_sparse(file: BinaryIO, piece: Any) -> None:
@@ -68,11 +77,23 @@ def write_sparse(file: BinaryIO, piece: Any) -> None:
         file.seek(len(piece), os.SEEK_CUR)
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copy the bytes of a file, and make the folder it belongs in."""
+def copy(root: Path, name: Path, folder: Path, known: State) -> str:
+    """Copy the file `name` of the folder `root` into `folder`; gives the sha256 of its bytes.
+
+    known  what the file was when it was found; ValueError if it is another now
+    Raises ValueError too where a folder on the way is a link, which could lead anywhere.
+    """
+    source, target = root / name, folder / name
+    if Path(os.path.realpath(target.parent)) != Path(os.path.realpath(folder)) / name.parent:
+        raise ValueError(f"{target.parent}: a link, in a folder that is written here; delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(source) as file, replacing(target) as written:
-        shutil.copyfileobj(file, written, CHUNK)
+    copied = hashlib.sha256()
+    with open_regular(source, known) as file, replacing(target) as written:
+        while piece := file.read(CHUNK):
+            copied.update(piece)
+            written.write(piece)
+        check_unchanged(source, known, state_of(source))
+    return copied.hexdigest()
 
 
 @contextlib.contextmanager
@@ -86,7 +107,7 @@ def locked(folder: Path) -> Iterator[str]:
     path = folder / LOCK
     handle = _taken(path)
     try:
-        ticket = secrets.token_hex(16)
+        ticket = secrets.token_hex(LOCK_BYTES // 2)
         os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
         os.fsync(handle)
         _clear(folder)
@@ -143,7 +164,16 @@ def made(folder: Path) -> Iterator[None]:
 
 def _taken(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            found = os.fstat(handle)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"{path}: a link, and no lock of rotary; delete it") from None
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > LOCK_BYTES:
+            os.close(handle)  # the ticket would be written into another file
+            raise ValueError(f"{path}: no lock of rotary; delete it, or give a new folder")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -171,11 +201,28 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def check_target(source: Path, target: Path) -> None:
-    """Refuse a folder to write in that is the source, is inside it, holds it, or is a link."""
+    """Refuse a folder to write in that is the source, is inside it, holds it, or is a link.
+
+    Folders are compared by device and inode as well as by path: one that is mounted in a second
+    place (`mount --bind`) has two paths.
+    """
     here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if target.is_symlink():
         raise ValueError(f"{target}: a link; give the folder that is meant")
-    if here == there or here in there.parents or there in here.parents:
+    above = [_identity(each) for each in (there, *there.parents) if each.exists()]
+    below = {_identity(Path(folder)) for folder, _, _ in os.walk(here)}
+    if (
+        here == there
+        or here in there.parents
+        or there in here.parents
+        or not below.isdisjoint(above)
+        or (there.exists() and above[0] in map(_identity, here.parents))
+    ):
         raise ValueError(f"{target}: overlaps the source {source}; give another folder")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target}: not a folder")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino

@@ -10,7 +10,7 @@ from .entries import choose as choose
 from .entries import layer_types as layer_types
 from .entries import parts as parts
 from .files import load as load
-from .files import parsed as parsed
+from .files import read_config as read_config
 from .gguf import from_gguf as from_gguf
 from .gguf import gguf_layer_types as gguf_layer_types
 from .gguf_file import read_gguf as read_gguf

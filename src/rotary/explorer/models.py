@@ -7,9 +7,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..configs import choose, from_hf_config, layer_types, parsed
+from ..configs import choose, from_hf_config, layer_types
 from ..reach import lengths
 from ..spec import Rotary
+from ..strict_json import parsed
 
 MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
 MAX_HEAD_DIM = 1024
@@ -73,14 +74,7 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
     """
     if len(text.encode("utf-8", "replace")) > MAX_PASTED:
         raise ValueError(f"the config is over {MAX_PASTED:,} bytes; paste a config.json alone")
-    try:
-        config = parsed(text, "the config")
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"the config is not JSON: {error.msg}, line {error.lineno}, column {error.colno}"
-        ) from error
-    except RecursionError as error:
-        raise ValueError("the config is not a config.json: it is nested too deep") from error
+    config = parsed(text, "the config")
     layers = layer_types(config)
     name = config.get("_name_or_path") or config.get("model_type") or "no name"
     return read(config, _layer(config, layers, layer_type))._replace(name=str(name)[:80])
@@ -116,7 +110,7 @@ def shortened(text: str, layer_type: str | None = None) -> str:
         pasted(text, layer_type)
     except ValueError:
         return text
-    return json.dumps(cut(json.loads(text), layer_type), separators=(",", ":"))
+    return json.dumps(cut(dict(parsed(text, "the config")), layer_type), separators=(",", ":"))
 
 
 def cut(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""The one reader of JSON from outside: config.json, an index, a header, a manifest, a pasted text.
+
+Python's own reader takes what JSON does not have (NaN), keeps the last of two equal keys, and
+spends minutes on a number of a million digits. Here each of these is refused with one sentence.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 4 to 6
+MAX_NUMBER = 100  # characters of one number; a float64 written exactly enough has 24
+
+
+def parsed(text: str | bytes, where: str) -> Mapping[str, Any]:
+    """The keys of an object that is JSON text; `where` it is from stands in the errors.
+
+    text   str, or bytes in UTF-8 with or without a byte order mark
+    Raises ValueError of one line for what is no JSON or no object, a number that JSON does not have
+    or that is longer than 100 characters, a key twice, and more than 64 levels.
+
+    >>> parsed('{"head_dim": 64}', "a test")
+    {'head_dim': 64}
+    >>> parsed('{"head_dim": 64, "head_dim": 32}', "a test")
+    Traceback (most recent call last):
+    ValueError: a test: key 'head_dim' appears twice
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{where}: {constant} is not JSON")
+
+    def integer(digits: str) -> int:
+        return int(_checked(digits, where))
+
+    def real(digits: str) -> float:
+        return float(_checked(digits, where))
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(pairs)
+        if len(data) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            raise ValueError(f"{where}: key {keys.most_common(1)[0][0]!r:.200} appears twice")
+        return data
+
+    try:
+        data = json.loads(
+            text.decode("utf-8-sig") if isinstance(text, bytes) else text,
+            parse_constant=refuse,
+            parse_int=integer,
+            parse_float=real,
+            object_pairs_hook=unique,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not JSON in UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{where} is not JSON in UTF-8: {error.msg}, {at}") from error
+    except RecursionError as error:
+        raise ValueError(_too_deep(where)) from error
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: must hold an object, got {type(data).__name__}")
+    level: list[Any] = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return data
+    raise ValueError(_too_deep(where))
+
+
+def _checked(digits: str, where: str) -> str:
+    if len(digits) > MAX_NUMBER:
+        raise ValueError(f"{where}: a number of {len(digits):,} digits, {digits[:20]}...")
+    return digits
+
+
+def _too_deep(where: str) -> str:
+    return f"{where}: objects and lists are nested more than {MAX_DEPTH} deep"
