@@ -20,7 +20,8 @@ KINDS = {"float32": "F32", "int32": "I32", "uint32": "U32", "uint8": "U8", "int8
 
 
 def config_of(heads, head_dim, **values):
-    return {"model_type": "llama", "num_attention_heads": heads, "head_dim": head_dim, **values}
+    sizes = {"num_attention_heads": heads, "head_dim": head_dim, "hidden_size": 64}
+    return {"model_type": "llama", **sizes, **values}
 
 
 def tensor_of(array):
@@ -58,7 +59,8 @@ def test_bytes_are_carried_whatever_they_mean(dtype):
     random, size = np.random.default_rng(0), {"BF16": 2, "F8_E4M3": 1, "F32": 4}[dtype]
     raw = random.integers(0, 256, 64 * 3 * size, dtype=np.uint8)  # NaN of every kind among them
     tensor = Tensor(dtype, (64, 3), 7, 7 + raw.nbytes)
-    (move,) = plan({Q + "weight": tensor}, config_of(4, 16), "half", "interleaved").moves.values()
+    config = config_of(4, 16, hidden_size=3)
+    (move,) = plan({Q + "weight": tensor}, config, "half", "interleaved").moves.values()
     got = moved(raw, tensor, move)
     wanted = raw.reshape(64, 3 * size)[half_to_interleaved(4, 16)]
     np.testing.assert_array_equal(got, wanted.reshape(-1))
@@ -270,7 +272,7 @@ def permuted_for_gguf(weight, heads):
 def test_gguf_files_of_llama_are_interleaved(heads, pairs, is_key):
     name = f"blk.0.attn_{'k' if is_key else 'q'}.weight"
     weight = np.random.default_rng(pairs).random((heads * 2 * pairs, 3), np.float32)
-    config = config_of(5 if is_key else heads, 2 * pairs)
+    config = config_of(5 if is_key else heads, 2 * pairs, hidden_size=3)
     config["num_key_value_heads"] = heads
     raw, tensors = weight.reshape(-1).view(np.uint8), {name: tensor_of(weight)}
     there = plan(tensors, config, "half", "interleaved").moves[name]

@@ -127,6 +127,7 @@ def test_every_packing_moves_as_its_definition_says_and_back(case, source, colum
     name, config, rows, by_definition = case
     shape = (rows,) if name.endswith("bias") else (rows, columns)
     weight = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    config = {**config, "hidden_size": columns}
     after, _ = carried({name: weight}, config, source, OTHER[source], trust_source=True)
     np.testing.assert_array_equal(after[name], by_definition(weight, source))
     back, _ = carried(after, config, OTHER[source], source, trust_source=True)
@@ -140,6 +141,7 @@ def test_every_packing_moves_as_its_definition_says_and_back(case, source, colum
 def test_of_a_latent_model_only_the_slices_that_rotate_move(heads, pairs, nope, value, latent):
     rope = 2 * pairs
     config = {"model_type": "deepseek_v3", "num_attention_heads": heads, "kv_lora_rank": latent,
+              "hidden_size": 3, "q_lora_rank": 3,
               "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}  # fmt: skip
     rows = {
         "q_b_proj": heads * (nope + rope),
@@ -345,7 +347,7 @@ def test_the_output_moves_only_where_keys_are_the_values():
         ("half", "interleaved", {"model_type": "pixtral"}, "is a vision tower"),
         ("half", "interleaved", {"model_type": "clvp_encoder"}, "values are rotated as well"),
         ("half", "interleaved", {**LLAMA, "hidden_size": 96},
-         r"q_proj.weight' has 64 output channels, and the config says 4 heads of 24"),
+         r"q_proj.weight' of shape \(64, 64\) .* has 64 output channels, and 4 heads of 24 are"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(source, target, config, message):
@@ -354,7 +356,7 @@ def test_what_cannot_be_right_is_refused(source, target, config, message):
 
 
 def test_heads_that_do_not_make_up_a_packed_tensor_are_refused_with_both_numbers():
-    message = r"has 200 output channels, and the config's heads need 192 = 1 x \(4 x 16 \+ 4 x 16"
+    message = r"has 200 output channels, and its heads need 192 = 1 x \(4 x 16 \+ 4 x 16"
     with pytest.raises(ValueError, match=message):
         plan(
             shapes(qkv_proj__weight=(200, 64)),
@@ -366,8 +368,10 @@ def test_heads_that_do_not_make_up_a_packed_tensor_are_refused_with_both_numbers
 
 def test_a_packed_tensor_with_room_for_other_key_heads_than_told_is_refused():
     config = {**LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
-    with pytest.raises(ValueError, match=r"room for 3 key heads beside 4 .*config says 2"):
-        plan(shapes(qkv_proj__weight=(160, 64)), config, "half", "interleaved")
+    for rows, room in ((160, 3), (192, 4), (64, 0)):
+        message = rf"room for {room} key heads beside 4 .*num_key_value_heads 2, head_dim 16"
+        with pytest.raises(ValueError, match=message):
+            plan(shapes(qkv_proj__weight=(rows, 64)), config, "half", "interleaved")
     assert plan(shapes(qkv_proj__weight=(128, 64)), config, "half", "interleaved").moves
 
 
@@ -377,3 +381,97 @@ def test_files_of_meta_are_interleaved_whatever_the_config_says():
     with pytest.raises(ValueError, match="Meta's or Mistral's own files are interleaved, not half"):
         plan(tensors, LLAMA, "half", "interleaved")
     assert plan(tensors, LLAMA, "half", "interleaved", trust_source=True).moves
+
+
+GROUPED = {**LLAMA, "num_key_value_heads": 2, "head_dim": 16}
+PHI3, NEOX = ({**GROUPED, "model_type": name} for name in ("phi3", "gpt_neox"))
+FALCON = {"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4}
+GROUPED_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 40, "num_attention_heads": 4,
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+            "v_head_dim": 16}  # fmt: skip
+JETMOE = {"model_type": "jetmoe", "hidden_size": 48, "num_key_value_heads": 2, "kv_channels": 16,
+          "num_attention_heads": 4}  # fmt: skip
+# config, name, the right shape: every form in which the converter knows queries and keys
+FORMS = {
+    "query": ({**GROUPED, "hidden_size": 48}, "self_attn.q_proj", (64, 48)),
+    "key": (GROUPED, "self_attn.k_proj", (32, 64)),
+    "fused": (PHI3, "self_attn.qkv_proj", (128, 64)),
+    "fused, silent": ({**LLAMA, "head_dim": 16}, "attn.c_attn", (128, 64)),
+    "fused, per head": (NEOX, "attention.query_key_value", (192, 64)),
+    "fused, grouped": ({**GROUPED, "model_type": "internlm2"}, "attention.wqkv", (128, 64)),
+    "fused, 4 blocks": ({"model_type": "codegen", "n_embd": 64, "n_head": 4, "rotary_dim": 8},
+                        "attn.qkv_proj", (192, 64)),
+    "fused, one key": (FALCON, "self_attention.query_key_value", (96, 64)),
+    "fused, grouped falcon": (GROUPED_FALCON, "self_attention.query_key_value", (128, 64)),
+    "gated": ({"model_type": "qwen3_next", "hidden_size": 64, "num_attention_heads": 4,
+               "head_dim": 16}, "self_attn.q_proj", (128, 64)),
+    "latent query": (DEEPSEEK, "self_attn.q_b_proj", (96, 24)),
+    "latent key": (DEEPSEEK, "self_attn.kv_a_proj_with_mqa", (24, 40)),
+    "key and value": (JETMOE, "self_attention.kv_proj", (64, 48)),
+}  # fmt: skip
+
+
+def planned(form, shape):
+    config, module, _ = FORMS[form]
+    tensors = {f"model.layers.0.{module}.weight": Tensor("F32", shape, 0, 4 * shape[0] * shape[1])}
+    return plan(tensors, config, "half", "interleaved", trust_source=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_transposed_weight_is_refused_in_every_form(form):
+    """Its rows may make up heads as well: of the config only the right number of them does."""
+    rows, columns = FORMS[form][2]
+    assert len(planned(form, (rows, columns)).moves) == 1
+    with pytest.raises(ValueError, match=rf"of shape \({columns}, {rows}\)") as error:
+        planned(form, (columns, rows))
+    assert "the config says" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("more", [-2, -1, 1, 2])
+def test_heads_that_the_config_does_not_say_are_refused_in_every_form(form, more):
+    (rows, columns), width = FORMS[form][2], 8 if "latent" in form else 16
+    if form == "fused, silent" and more == -2:
+        return  # one key head where the config is silent
+    with pytest.raises(ValueError, match=r"output channels.*; the config says"):
+        planned(form, (rows + more * width, columns))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_read_another_hidden_size_are_refused_in_every_form(form):
+    rows, columns = FORMS[form][2]
+    message = rf"has {columns + 8} input channels, and the config says \w+ \d+"
+    with pytest.raises(ValueError, match=message):
+        planned(form, (rows, columns + 8))
+
+
+def test_a_refusal_names_the_tensor_its_shape_and_the_keys_of_the_config():
+    with pytest.raises(ValueError, match=r"\(key\)") as error:
+        plan(shapes(k_proj__weight=(64, 32)), GROUPED, "half", "interleaved")
+    assert str(error.value) == (
+        "tensor 'model.layers.0.self_attn.k_proj.weight' of shape (64, 32) (key) has 64 output "
+        "channels, and 2 heads of 16 are expected; the config says hidden_size 64, "
+        "num_attention_heads 4, num_key_value_heads 2, head_dim 16; it looks transposed, for a "
+        "weight is (outputs, inputs)"
+    )
+
+
+def test_a_key_that_the_class_does_not_read_says_nothing_of_its_heads():
+    config = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": 8,
+              "num_key_value_heads": 2}  # fmt: skip
+    name = "transformer.h.0.attn.k_proj.weight"
+    assert plan({name: Tensor("F32", (64, 64), 0, 2**14)}, config, "interleaved", "half").moves
+    with pytest.raises(ValueError, match="and 4 heads of 16 are expected"):
+        plan({name: Tensor("F32", (32, 64), 0, 2**13)}, config, "interleaved", "half")
+
+
+def test_of_a_list_of_head_counts_the_one_of_the_layer_counts():
+    config = {**LLAMA, "head_dim": 16, "num_key_value_heads": [1, 2]}
+    tensors = {f"model.layers.{i}.self_attn.k_proj.weight": Tensor("F32", (16 * rows, 64), 0, 0)
+               for i, rows in ((0, 1), (1, 2))}  # fmt: skip
+    assert len(plan(tensors, config, "half", "interleaved").moves) == 2
+    with pytest.raises(ValueError, match=r"layers\.0.*and 1 heads of 16 are expected"):
+        plan(dict(zip(tensors, [*tensors.values()][::-1], strict=True)), config, "half",
+             "interleaved")  # fmt: skip

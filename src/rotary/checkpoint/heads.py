@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 from ..configs import Config
 from ..spec import Rotary
+from .files import Tensor
 from .names import Name
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class Run(NamedTuple):
@@ -84,10 +87,15 @@ _KEYS = re.compile(
 )
 
 
-def runs_of(name: Name, rows: int, spec: Rotary, found: Config) -> tuple[Run, ...]:
+def runs_of(
+    name: Name, rows: int, spec: Rotary, found: Config, shape: tuple[int, ...] = ()
+) -> tuple[Run, ...]:
     """Where the rotated slices of a tensor are among its `rows` output channels.
 
-    Raises ValueError where the heads of the config do not make up these rows, with both numbers.
+    shape  of the tensor, for the error and to see a transposed one
+    Raises ValueError where the heads of the config do not make up these rows, with what the config
+    says. The count of heads is the config's own; it is never made up from the rows, unless the
+    config is silent about key heads.
 
     >>> from rotary.configs import choose
     >>> gain = Name("k_norm", "k_norm", 0, "weight", "key norm")
@@ -102,27 +110,81 @@ def runs_of(name: Name, rows: int, spec: Rotary, found: Config) -> tuple[Run, ..
     if kind == "query" and found.data.get("kv_lora_rank") is not None:
         kind = "latent query"
     if kind not in _PACKED:
-        return (_plain(name, rows, spec, found),)
+        return (_plain(name, rows, spec, found, shape),)
     heads = found.get("num_attention_heads")
     if not isinstance(heads, int):
         raise ValueError(f"the config needs num_attention_heads, got {heads!r}")
     sizes = _Sizes(rows, heads, spec.head_dim, found)
     repeat, parts = _PACKED[kind](sizes)
     stride = sum(count * width for _, count, width in parts)
+    is_solved = kind in ("query and key", "query and key, grouped", "key and value")
+    keys = rows // spec.head_dim // 2 if kind == "key and value" else sizes.kv_heads
+    if is_solved and keys not in _key_heads(name, heads, found):
+        wrong = f"which has room for {keys} key heads"
+        wrong += f" beside {heads} query heads" * (kind != "key and value")
+        raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
     if repeat < 1 or stride * repeat != rows:
         widths = " + ".join(f"{count} x {width}" for _, count, width in parts)
-        raise ValueError(
-            f"tensor {name.tensor!r} ({kind}) has {rows} output channels, and the config's heads "
-            f"need {stride * repeat} = {repeat} x ({widths})"
-        )
-    told = _counts(found.data, _KEYS)
-    is_solved = name.kind in ("query and key", "query and key, grouped")
-    if is_solved and told and sizes.kv_heads not in told | {heads}:
-        raise ValueError(
-            f"tensor {name.tensor!r} ({kind}) has room for {sizes.kv_heads} key heads beside "
-            f"{heads} query heads, and the config says {' or '.join(map(str, sorted(told)))}"
-        )
+        wrong = f"and its heads need {stride * repeat} = {repeat} x ({widths})"
+        raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
     return tuple(_packed(repeat, parts, stride, spec.start))
+
+
+def _refusal(
+    name: Name, rows: int, shape: tuple[int, ...], wrong: str, spec: Rotary, found: Config
+) -> str:
+    """What a tensor has, what is wrong with it, and which keys of the config say so."""
+    names = found.model.get("names", {})
+    said = {
+        names.get(key, key): found.get(key)
+        for key in ("hidden_size", "num_attention_heads", "qk_nope_head_dim", "kv_lora_rank")
+    }
+    said |= dict(_named(found.data, _KEYS)) | {"head_dim": spec.head_dim}
+    keys = ", ".join(f"{key} {value}" for key, value in said.items() if value is not None)
+    of = f" of shape {shape}" if shape else ""
+    turned = len(shape) == 2 and shape[0] == found.get("hidden_size") != shape[1]
+    return (
+        f"tensor {name.tensor!r}{of} ({name.kind}) has {rows} output channels, {wrong}; the config "
+        f"says {keys}" + "; it looks transposed, for a weight is (outputs, inputs)" * turned
+    )
+
+
+# their classes have no count of key heads: whatever a file says, there are as many as queries
+_KEYS_OF_QUERIES = (
+    "gptj", "gte", "hrm_text", "idefics", "jina_embeddings_v3", "modernbert", "modernbert-decoder",
+    "nomic_bert", "roformer",
+)  # fmt: skip
+_WIDTHS = re.compile(
+    r"(?:.*_)?(?:hidden_size|hidden_dim|n_embd|d_model|embed_dim)|q_lora_rank|adapter_rank"
+)
+
+
+def check_inputs(name: Name, tensor: Tensor, found: Config) -> None:
+    """Raise ValueError where a weight has another number of input channels than the config says.
+
+    A matrix of whole numbers may be packed, and is not looked at.
+
+    >>> from rotary.configs import choose
+    >>> weight = Name("wq", "wq", 0, "weight", "query")
+    >>> config = choose({"hidden_size": 32, "num_attention_heads": 4})
+    >>> check_inputs(weight, Tensor("F32", (32, 64), 0, 8192), config)
+    Traceback (most recent call last):
+    ValueError: tensor 'wq' of shape (32, 64) has 64 input channels, and the config says \
+hidden_size 32
+    """
+    hidden = found.get("hidden_size")
+    said = [(found.model.get("names", {}).get("hidden_size", "hidden_size"), hidden)]
+    said += [pair for pair in _named(found.data, _WIDTHS) if isinstance(pair[1], int)]
+    is_matrix = name.parameter == "weight" and len(tensor.shape) > 1
+    if hidden is None or not is_matrix or tensor.dtype not in FLOATS or name.kind.endswith("norm"):
+        return
+    count = 2 if name.kind.endswith("with a gate") and "latent" in name.kind else 1  # two latents
+    if tensor.shape[-1] not in {value * count for _, value in said}:
+        keys = " or ".join(dict.fromkeys(f"{key} {value}" for key, value in said))
+        raise ValueError(
+            f"tensor {name.tensor!r} of shape {tensor.shape} has {tensor.shape[-1]} input "
+            f"channels, and the config says {keys}"
+        )
 
 
 def _packed(
@@ -137,39 +199,53 @@ def _packed(
         begin += count * width
 
 
-def _plain(name: Name, rows: int, spec: Rotary, found: Config) -> Run:
+def _plain(name: Name, rows: int, spec: Rotary, found: Config, shape: tuple[int, ...]) -> Run:
     """Heads side by side; a gain may be of one head, for all of them."""
     if name.kind.endswith("norm") and rows == spec.head_dim:
         return Run(spec.start, 1, spec.head_dim)
     is_key = name.kind.startswith("key") or name.kind == "query of an expert"
-    queries = _counts(found.data, _QUERIES) | {found.get("num_attention_heads")} - {None}
-    counts = _counts(found.data, _KEYS) if is_key else queries
-    if found.data.get("model_type") == "mimo_v2_flash":  # twice as many where a window slides
-        counts |= {2 * count for count in counts}
+    queries = found.get("num_attention_heads")
+    counts = _counts(name, found, _QUERIES) | {queries} - {None}
+    if is_key:
+        counts = _key_heads(name, queries, found)
     heads, rest = divmod(rows, spec.head_dim)
-    if rest or (counts and heads not in counts | queries):
-        told = " or ".join(map(str, sorted(counts | queries))) or "a number of"
-        raise ValueError(
-            f"tensor {name.tensor!r} has {rows} output channels, and the config says {told} heads "
-            f"of {spec.head_dim}"
-        )
+    if rest or (counts and heads not in counts):
+        told = " or ".join(map(str, sorted(counts))) or "a number of"
+        wrong = f"and {told} heads of {spec.head_dim} are expected"
+        raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
     return Run(spec.start, heads, spec.head_dim)
 
 
-def _counts(data: Any, pattern: re.Pattern[str]) -> set[int]:
-    """Every head count that a config names, for layers may differ."""
-    found: set[int] = set()
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            if pattern.fullmatch(str(key)):
-                found |= {each for each in _flat(value) if isinstance(each, int)}
-            elif isinstance(value, Mapping):
-                found |= _counts(value, pattern)
-    return found
+def _key_heads(name: Name, heads: Any, found: Config) -> set[int]:
+    """How many key heads a layer may have, by the config; by its query heads if silent.
+
+    A config that is silent means as many as its class: some number that divides the query heads.
+    """
+    if name.kind.endswith("falcon") and not found.get("new_decoder_architecture"):
+        return {1} if found.get("multi_query") is not False else {heads}
+    if found.model_type in _KEYS_OF_QUERIES:
+        return {heads}
+    told = _counts(name, found, _KEYS)
+    if found.data.get("model_type") == "mimo_v2_flash":  # twice as many where a window slides
+        told |= {2 * count for count in told}
+    if not told and isinstance(heads, int):
+        return {count for count in range(1, heads + 1) if heads % count == 0}
+    return told
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        yield from value
-    elif value is not None:
-        yield value
+def _counts(name: Name, found: Config, pattern: re.Pattern[str]) -> set[int]:
+    """The head counts that a config names, for layers may differ; of a list that of this layer."""
+    counts = set()
+    for _, value in _named(found.data, pattern):
+        is_list = isinstance(value, list | tuple)
+        counts.add(value[name.layer] if is_list and name.layer < len(value) else value)
+    return {each for each in counts if isinstance(each, int) and not isinstance(each, bool)}
+
+
+def _named(data: Any, pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:
+    """Keys that match and their values, at any depth."""
+    for key, value in data.items():
+        if pattern.fullmatch(str(key)):
+            yield str(key), value
+        elif isinstance(value, Mapping):
+            yield from _named(value, pattern)

@@ -15,7 +15,7 @@ from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from .files import Tensor
-from .heads import Run, runs_of
+from .heads import Run, check_inputs, runs_of
 from .names import LEFT, Name, code_base, recognised, treatment
 from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
 
@@ -302,7 +302,8 @@ def _decided(
         runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
     else:
         size = _gain_size(group) if name.kind.endswith("norm") else channels(name.group, group)
-        runs = runs_of(name, size, spec, model.found[kind])
+        runs = runs_of(name, size, spec, model.found[kind], group[name.parameter].shape)
+        check_inputs(name, group[name.parameter], model.found[kind])
         where = _place_of(name, group, size, model)
     move = Move(name.tensor, name.kind, size, runs, spec.rotary_dim, where, source, target)
     if where.block and not stays_inside(move.order, where.block):
