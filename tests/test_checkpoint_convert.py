@@ -205,7 +205,7 @@ def quantised(kind, rows):
         return {"weight": random.integers(-9, 9, (rows, 16)).astype(np.int8),
                 "weight_scale": random.random((rows, 1), np.float32)}  # fmt: skip
     if kind == "float64":
-        return {"weight": random.random((rows, 16))}
+        return {"weight": random.random((rows, WIDTH))}
     if kind == "LoRA":
         return {"lora_A.weight": random.random((3, 16), np.float32),
                 "lora_B.weight": random.random((rows, 3), np.float32)}  # fmt: skip
@@ -315,6 +315,27 @@ def test_a_format_whose_channels_are_no_whole_bytes_is_refused_before_a_folder_i
     with pytest.raises(ValueError, match="not whole bytes"):
         converted(path, tmp_path / "b", config=LLAMA)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_is_unknown_in_attention_is_listed_and_warned_of(tmp_path):
+    name = "model.layers.0.self_attn.first.weight"
+    save_file({**weights(0), name: np.ones((32, WIDTH), np.float32)}, tmp_path / "m.safetensors")
+    done = converted(tmp_path / "m.safetensors", tmp_path / "b", config=LLAMA)
+    assert [left.tensor for left in done.plan.left] == [name]
+    assert done.warning.startswith(f"{name} stays as it is: it is in attention, and no rule knows")
+    assert json.loads((tmp_path / "b" / MANIFEST).read_text())["left"][0]["tensor"] == name
+
+
+def test_a_tensor_that_is_left_on_purpose_keeps_its_bytes(tmp_path):
+    name = "model.layers.0.memory.keys.weight"
+    save_file({**weights(0), name: np.eye(9, dtype=np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(
+        ValueError, match=r"looks like a query or a key.*--leave \(leave=\[\.\.\.\]\)"
+    ):
+        converted(tmp_path / "m.safetensors", tmp_path / "b", config=LLAMA)
+    done = converted(tmp_path / "m.safetensors", tmp_path / "b", config=LLAMA, leave=["*.memory.*"])
+    assert [tuple(left) for left in done.plan.left] == [(name, "asked for")]
+    np.testing.assert_array_equal(load_file(tmp_path / "b" / "m.safetensors")[name], np.eye(9))
 
 
 # --- the proof ---

@@ -173,12 +173,36 @@ def test_names_of_other_code_bases_are_known(tensor, model, kind):
     ["model.layers.0.self_attn.q_projection.weight", "model.layers.0.attn.query.0.weight",
      "encoder.Wqkv.weight", "model.layers.0.self_attn.q_proj.parametrizations.weight.original0",
      "model.layers.0.attn.to_q.weight", "layers.0.keys.weight",
-     "layers.0.attention.query_key_value.weight", "layers.0.attention.wqkv.weight"],
+     "layers.0.attention.query_key_value.weight", "layers.0.attention.wqkv.weight",
+     "model.layers.1.attn.queries.weight", "layers.0.attn.in_proj_weight",
+     "layers.0.attn.in_proj.weight", "layers.0.mha.block_in_proj.bias", "layers.0.attn.queries.b"],
 )  # fmt: skip
 def test_a_name_that_looks_like_a_query_or_a_key_and_fits_no_rule_is_refused(tensor):
     known = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(ValueError, match=re.escape(f"{tensor!r} looks like a query or a key")):
         names.recognised([known, tensor], "llama")
+
+
+def test_a_name_that_is_left_on_purpose_is_listed_and_one_that_is_not_there_refused():
+    known, odd = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.memory.keys.weight"
+    found = names.recognised([known, odd], "llama", ["*.memory.keys.*"])
+    assert [(name.tensor, name.kind) for name in found] == [(known, "key"), (odd, "left")]
+    with pytest.raises(
+        ValueError, match=r"leave names '\*\.values', and no tensor has such a name"
+    ):
+        names.recognised([known, odd], "llama", [odd, "*.values"])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_unknown"),
+    [("model.layers.1.attn.first.weight", True), ("h.0.attention.kernel", True),
+     ("blocks.3.mha.lin.weight", True), ("model.layers.0.self_attn.v_proj.weight", False),
+     ("model.layers.0.post_attention_layernorm.weight", False), ("blk.0.attn_output.weight", False),
+     ("model.layers.0.self_attn.o_proj.lora_A.weight", False), ("attn.first.weight", False),
+     ("layers.0.attention.wo.weight", False), ("visual.blocks.0.attn.first.weight", False)],
+)  # fmt: skip
+def test_what_is_in_attention_under_a_name_that_says_nothing_is_told_apart(tensor, is_unknown):
+    assert names.unknown_in_attention(tensor) == is_unknown
 
 
 def test_no_query_and_no_key_at_all_is_refused_with_a_few_names():

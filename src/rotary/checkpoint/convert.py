@@ -63,6 +63,7 @@ def convert_checkpoint(
     to_layout: str,
     config: Any = None,
     trust_source: bool = False,
+    leave: Sequence[str] = (),
     verify: str = "sample",
     executor: Executor | None = None,
     advance: Advance | None = None,
@@ -75,6 +76,8 @@ def convert_checkpoint(
     from_layout   the layout of the weights: "half" or "interleaved"
     config        path or dict, where the folder has no config.json
     trust_source  take `from_layout` as given, for weights that another program has moved before
+    leave         names of tensors to leave as they are, with * for any text, where one is refused
+                  that looks like a query or a key and is neither
     verify        "sample" proves the scores of three layers, "full" those of all, and reads every
                   byte of every file again
     executor      what writes the shards and reads them again, of concurrent.futures or like it (of
@@ -92,7 +95,7 @@ def convert_checkpoint(
     FileNotFoundError: no such folder: no such file; give a folder or a .safetensors file
     """
     check_which(verify)
-    ready = prepared(source, from_layout, to_layout, config, trust_source)
+    ready = prepared(source, from_layout, to_layout, config, trust_source, leave)
     return carried_out(ready, target, verify, executor, advance)
 
 
@@ -102,6 +105,7 @@ def prepared(
     to_layout: str,
     config: Any = None,
     trust_source: bool = False,
+    leave: Sequence[str] = (),
 ) -> Ready:
     """What is there and what is to be done; whatever can be refused without a target is refused.
 
@@ -123,11 +127,12 @@ def prepared(
     inputs |= {shard.path: shard.state for shard in checkpoint.shards}
     data, text, states = _read_config(root if config is None else config)
     inputs = {**states, **inputs}  # a file that was found before is the one that was meant
-    todo = plan(tensors, data, from_layout, to_layout, trust_source=trusted)
+    todo = plan(tensors, data, from_layout, to_layout, trust_source=trusted, leave=leave)
     for move in todo.moves.values():
         check_movable(tensors[move.tensor], move)
     labels = labels_of(data, text, from_layout, to_layout, before)
-    warning = warning_of(parsed(labels.written, CONFIG), to_layout, code_base(tensors))
+    misread = warning_of(parsed(labels.written, CONFIG), to_layout, code_base(tensors))
+    warning = "; ".join(filter(None, (todo.warning, misread)))
     return Ready(Path(source), checkpoint, todo, labels, inputs, warning)
 
 

@@ -3,11 +3,13 @@
 A name is cut into (what stands before the layers, the layer, the module, the parameter). A rule is
 a regular expression that the whole module must match. A name that looks like a query or a key and
 that no rule knows is an error: such a tensor left where it is would spoil a model silently.
+Whoever knows better says so with `leave`.
 """
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
@@ -132,8 +134,16 @@ _OTHER_PART = re.compile(
     r"|token2wav|code2wav|qformer|perceiver|resampler|projector|connector|multi_modal|mm)\w*\."
 )
 _LOOKS = re.compile(
-    r"(?:^|[._])(?:q|k|qk|kv|qkv)(?:[._\d]|$)|query|(?:^|[._])keys?(?:[._]|$)|qkv"
-    r"|(?:^|[._])w(?:q|k)|W_pack|c_attn",
+    r"(?:^|[._])(?:q|k|qk|kv|qkv)(?:[._\d]|$)|quer(?:y|ies)|(?:^|[._])keys?(?:[._]|$)|qkv"
+    r"|(?:^|[._])w(?:q|k)|W_pack|c_attn|(?:att|mha)[\w.]*[._]in_proj",
+    re.IGNORECASE,
+)
+_ATTENTION = re.compile(r"(?:.*\.)?\w*(?:att|mha)\w*\..+", re.IGNORECASE)
+# parts of the names of what else an attention module holds
+_NOT_ROTATED = re.compile(
+    r"(?:attn_)?(?:[vogbrf](?:_[ab])?(?:_proj)?|w[vo]|values?|dense|proj|c_proj|dt_proj|experts|mlp"
+    r"|(?:linear|to|dense)_\w+|out\w*|\w*(?:norm|ln|gate|conv|router|compressor|bias|scal|emb|decay|rate|_hc"
+    r"|sink)\w*)",
     re.IGNORECASE,
 )
 
@@ -145,6 +155,21 @@ def looks(tensor: str) -> bool:
     (True, False)
     """
     return bool(_LOOKS.search(tensor))
+
+
+def unknown_in_attention(tensor: str) -> bool:
+    """Whether a tensor of a layer is in a module of attention under a name that says nothing.
+
+    >>> unknown_in_attention("model.layers.0.self_attn.alpha.weight")
+    True
+    >>> unknown_in_attention("model.layers.0.self_attn.v_proj.weight")
+    False
+    """
+    found = _LAYER.fullmatch(tensor)
+    if not found or not _ATTENTION.fullmatch(found["rest"]):
+        return False
+    is_other = _OTHER_PART.search(tensor[: found.start("layer")])
+    return not is_other and not any(map(_NOT_ROTATED.fullmatch, found["rest"].split(".")))
 
 
 def classify(tensor: str, model: str = "") -> Name | None:
@@ -210,31 +235,40 @@ def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def recognised(tensors: Iterable[str], model: str = "") -> tuple[Name, ...]:
+def recognised(
+    tensors: Iterable[str], model: str = "", leave: Sequence[str] = ()
+) -> tuple[Name, ...]:
     """What the rules say of all tensors that hold or look like queries or keys, in their order.
 
+    leave  names of tensors to leave as they are, with * for any text
     Raises ValueError for a tensor that looks like one and that no rule knows, for one whose rule
-    does not know its parameter, and if no tensor is to be moved.
+    does not know its parameter, if no tensor is to be moved, and for a name of `leave` that no
+    tensor has.
 
     >>> [name.kind for name in recognised(["layers.0.attention.wk.weight"])]
     ['key']
     >>> recognised(["layers.0.self_attn.my_q_proj.weight"])
     Traceback (most recent call last):
     ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, and \
-no rule knows it; add one to RULES, or convert without this tensor
+no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
     """
     seen = list(tensors)
     if model in REFUSED:
         raise ValueError(f"{model!r} cannot be converted: {REFUSED[model]}")
+    for pattern in leave:
+        if not any(fnmatchcase(tensor, pattern) for tensor in seen):
+            raise ValueError(f"leave names {pattern!r}, and no tensor has such a name")
     names = []
     for tensor in seen:
         name = classify(tensor, model)
+        if any(fnmatchcase(tensor, pattern) for pattern in leave):
+            name = Name(tensor, tensor, -1, "", LEFT, "asked for")
         if name is not None:
             names.append(name)
         elif looks(tensor):
             raise ValueError(
-                f"tensor {tensor!r} looks like a query or a key, and no rule knows it; add one to "
-                "RULES, or convert without this tensor"
+                f"tensor {tensor!r} looks like a query or a key, and no rule knows it; if it is "
+                "neither, leave it as it is with --leave (leave=[...])"
             )
     if all(name.kind == LEFT for name in names):
         few = ", ".join(seen[:4]) or "none"

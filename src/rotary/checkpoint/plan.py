@@ -5,7 +5,7 @@ layer without rotation may be moved or left, whatever is right for its rotating 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from .files import Tensor
 from .heads import Run, check_inputs, runs_of
-from .names import LEFT, Name, code_base, recognised, treatment
+from .names import LEFT, Name, code_base, recognised, treatment, unknown_in_attention
 from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
 
+UNKNOWN = "in attention, and no rule knows it"
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -89,6 +90,18 @@ class Plan(NamedTuple):
     moves: Mapping[str, Move]
     left: tuple[Left, ...]
 
+    @property
+    def warning(self) -> str:
+        """Which tensors stay that may hold queries or keys under a name of no rule; "" for none."""
+        names = [left.tensor for left in self.left if left.reason == UNKNOWN]
+        if not names:
+            return ""
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        return (
+            f"{names[0]}{more} stays as it is: it is {UNKNOWN}; if it holds queries or keys, the "
+            "result computes wrong results"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready data.
 
@@ -113,6 +126,7 @@ def plan(
     target: str,
     *,
     trust_source: bool = False,
+    leave: Sequence[str] = (),
 ) -> Plan:
     """What to move in a checkpoint whose weights are in layout `source`, for `target`.
 
@@ -121,6 +135,7 @@ def plan(
     source        the layout the weights have: that of the config, unless the names are of a code
                   base whose files have another one (Meta's own Llama files are interleaved)
     trust_source  take `source` as given: for weights that were moved before
+    leave         names of tensors to leave as they are, with * for any text
     Raises ValueError for a layout the weights do not have, for a tensor that no rule knows, for
     shapes that the config's heads do not divide, and for formats that cannot be moved.
 
@@ -138,7 +153,7 @@ def plan(
     model = _model(config)
     if not trust_source:
         _check_source(tensors, model, source)
-    names = recognised(tensors, model.name)
+    names = recognised(tensors, model.name, leave)
     groups: dict[str, dict[str, Tensor]] = {}
     for name in names:
         if name.kind != LEFT:
@@ -153,6 +168,12 @@ def plan(
             left.append(found)
     if not moves:
         raise ValueError(f"no tensor is to be moved: {left[0].tensor!r} is {left[0].reason}")
+    known = {name.tensor for name in names}
+    left += [
+        Left(name, UNKNOWN)
+        for name, tensor in tensors.items()
+        if name not in known and len(tensor.shape) > 1 and unknown_in_attention(name)
+    ]
     return Plan(model.name, source, target, moves, tuple(left))
 
 

@@ -38,8 +38,17 @@ def convert(
     trust_source: Annotated[
         bool, typer.Option("--trust-source", help="The weights were moved before: believe --from.")
     ] = False,
+    leave: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--leave",
+            help="A tensor to leave as it is, * for any text; for what is no query and no key.",
+            metavar="NAME",
+        ),
+    ] = None,
     verify: Annotated[
-        Literal["sample", "full"], typer.Option(help="Layers whose scores are compared.")
+        Literal["sample", "full"],
+        typer.Option(help="Layers whose scores are compared; full reads every byte again."),
     ] = "sample",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
@@ -51,7 +60,7 @@ def convert(
     from ..checkpoint.convert import carried_out, prepared
 
     told = None if config is None else str(config)
-    ready = prepared(source, from_layout, to_layout, told, trust_source)
+    ready = prepared(source, from_layout, to_layout, told, trust_source, leave or ())
     todo = ready.plan
     not_copied = [str(path) for path in ready.checkpoint.left]
     if dry_run:
