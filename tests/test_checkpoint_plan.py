@@ -475,3 +475,14 @@ def test_of_a_list_of_head_counts_the_one_of_the_layer_counts():
     with pytest.raises(ValueError, match=r"layers\.0.*and 1 heads of 16 are expected"):
         plan(dict(zip(tensors, [*tensors.values()][::-1], strict=True)), config, "half",
              "interleaved")  # fmt: skip
+
+
+def test_a_square_weight_is_refused_where_the_weights_beside_it_are_transposed():
+    config = {**LLAMA, "intermediate_size": 96}
+    right = shapes(q_proj__weight=(64, 64), k_proj__weight=(64, 64))
+    up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+    wide, narrow = (Tensor("F32", shape, 0, 24576) for shape in ((96, 64), (64, 96)))
+    assert plan({**right, up: wide, down: narrow}, config, "half", "interleaved").moves
+    message = r"q_proj.weight' of shape \(64, 64\) looks transposed, for '.*up_proj.weight' beside"
+    with pytest.raises(ValueError, match=message):
+        plan({**right, up: narrow, down: wide}, config, "half", "interleaved")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..configs import Config
 from ..spec import Rotary
 from .files import Tensor
-from .names import Name
+from .names import Name, layer_of
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -184,6 +184,30 @@ hidden_size 32
         raise ValueError(
             f"tensor {name.tensor!r} of shape {tensor.shape} has {tensor.shape[-1]} input "
             f"channels, and the config says {keys}"
+        )
+
+
+def check_orientation(
+    name: Name, tensor: Tensor, found: Config, wide: Mapping[str, tuple[str, Tensor]]
+) -> None:
+    """Refuse a square weight beside transposed ones, for it shows nothing itself: ValueError.
+
+    wide  layer -> the name and the tensor of a weight that makes more channels of a hidden state
+
+    >>> from rotary.configs import choose
+    >>> square = Tensor("F32", (32, 32), 0, 4096)
+    >>> up = {"layers.0.": ("layers.0.mlp.up_proj.weight", Tensor("F32", (96, 32), 0, 12288))}
+    >>> name = Name("layers.0.attn.wq.weight", "layers.0.attn.wq", 0, "weight", "query")
+    >>> check_orientation(name, square, choose({"hidden_size": 32}), up)
+    """
+    hidden = found.get("hidden_size")
+    other, beside = wide.get(layer_of(name.tensor), ("", tensor))
+    is_square = name.parameter == "weight" and tensor.shape == (hidden, hidden)
+    if is_square and len(beside.shape) == 2 and beside.shape[0] == hidden != beside.shape[1]:
+        raise ValueError(
+            f"tensor {name.tensor!r} of shape {tensor.shape} looks transposed, for {other!r} "
+            f"beside it is {beside.shape}, and its inputs are hidden_size {hidden}; a weight is "
+            "(outputs, inputs)"
         )
 
 

@@ -138,6 +138,10 @@ _LOOKS = re.compile(
     r"|(?:^|[._])w(?:q|k)|W_pack|c_attn|(?:att|mha)[\w.]*[._]in_proj",
     re.IGNORECASE,
 )
+_WIDE = re.compile(
+    r"(?:\w*(?:mlp|ffn|feed_forward)\w*\.)(?:up_proj|gate_proj|gate_up_proj|fc1|fc_in|c_fc|w1|w3"
+    r"|dense_h_to_4h)\.weight"
+)
 _ATTENTION = re.compile(r"(?:.*\.)?\w*(?:att|mha)\w*\..+", re.IGNORECASE)
 # parts of the names of what else an attention module holds
 _NOT_ROTATED = re.compile(
@@ -155,6 +159,28 @@ def looks(tensor: str) -> bool:
     (True, False)
     """
     return bool(_LOOKS.search(tensor))
+
+
+def layer_of(tensor: str) -> str:
+    """The name of a tensor up to its layer; "" for one of no layer.
+
+    >>> layer_of("model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.'
+    """
+    found = _LAYER.fullmatch(tensor)
+    return tensor[: found.start("rest")] if found else ""
+
+
+def widened_layer(tensor: str) -> str:
+    """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others.
+
+    >>> widened_layer("model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.'
+    >>> widened_layer("model.layers.0.mlp.down_proj.weight")
+    ''
+    """
+    layer = layer_of(tensor)
+    return layer if _WIDE.fullmatch(tensor.removeprefix(layer)) else ""
 
 
 def unknown_in_attention(tensor: str) -> bool:

@@ -15,8 +15,8 @@ from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from .files import Tensor
-from .heads import Run, check_inputs, runs_of
-from .names import LEFT, Name, code_base, recognised, treatment, unknown_in_attention
+from .heads import Run, check_inputs, check_orientation, runs_of
+from .names import LEFT, Name, code_base, recognised, treatment, unknown_in_attention, widened_layer
 from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
 
 UNKNOWN = "in attention, and no rule knows it"
@@ -158,10 +158,11 @@ def plan(
     for name in names:
         if name.kind != LEFT:
             groups.setdefault(name.group, {})[name.parameter] = tensors[name.tensor]
+    wide = {widened_layer(name): (name, tensor) for name, tensor in tensors.items()}
     moves: dict[str, Move] = {}
     left: list[Left] = []
     for name in names:
-        found = _decided(name, groups, model, source, target)
+        found = _decided(name, groups, wide, model, source, target)
         if isinstance(found, Move):
             moves[name.tensor] = found
         elif found is not None:
@@ -304,7 +305,12 @@ def _is_still(model: _Model, name: Name) -> bool:
 
 
 def _decided(
-    name: Name, groups: Mapping[str, Mapping[str, Tensor]], model: _Model, source: str, target: str
+    name: Name,
+    groups: Mapping[str, Mapping[str, Tensor]],
+    wide: Mapping[str, tuple[str, Tensor]],
+    model: _Model,
+    source: str,
+    target: str,
 ) -> Move | Left | None:
     """The move of a tensor, or why it is left; None for an output that has no part in it."""
     if name.kind == LEFT:
@@ -325,6 +331,7 @@ def _decided(
         size = _gain_size(group) if name.kind.endswith("norm") else channels(name.group, group)
         runs = runs_of(name, size, spec, model.found[kind], group[name.parameter].shape)
         check_inputs(name, group[name.parameter], model.found[kind])
+        check_orientation(name, group[name.parameter], model.found[kind], wide)
         where = _place_of(name, group, size, model)
     move = Move(name.tensor, name.kind, size, runs, spec.rotary_dim, where, source, target)
     if where.block and not stays_inside(move.order, where.block):
