@@ -486,3 +486,33 @@ def test_a_square_weight_is_refused_where_the_weights_beside_it_are_transposed()
     message = r"q_proj.weight' of shape \(64, 64\) looks transposed, for '.*up_proj.weight' beside"
     with pytest.raises(ValueError, match=message):
         plan({**right, up: narrow, down: wide}, config, "half", "interleaved")
+
+
+HOSTILE = {
+    "true": ({"num_key_value_heads": True}, "num_key_value_heads must be a whole number >= 1"),
+    "a text": ({"num_key_value_heads": "2"}, "num_key_value_heads must be a whole number >= 1"),
+    "none": ({"num_key_value_heads": 0}, "num_key_value_heads must be a whole number >= 1, got 0"),
+    "less": ({"num_key_value_heads": -2}, "num_key_value_heads must be a whole number >= 1"),
+    "a list of lists": ({"num_key_value_heads": [[2]]}, "num_key_value_heads must be a whole"),
+    "in another object": ({"other": {"num_key_value_heads": 3}}, "and 2 heads of 16 are expected"),
+    "10^9 query heads": ({"num_attention_heads": 10**9, "num_key_value_heads": None},
+                         "a divisor of 1000000000 heads of 16"),
+    "hidden_size is a list": ({"hidden_size": [64], "num_key_value_heads": 3},
+                              "hidden_size must be a whole number"),
+    "quantised is a text": ({"quantization_config": "fp8"}, "quantization_config must be an obj"),
+    "blocks of 0": ({"quantization_config": {"weight_block_size": [0, 0]}}, "whole numbers >= 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_config_gives_one_sentence(case):
+    values, message = HOSTILE[case]
+    with pytest.raises(ValueError, match=message) as error:
+        plan(shapes(k_proj__weight=(48, 64)), {**GROUPED, **values}, "half", "interleaved")
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_number_of_5000_digits_is_no_layer():
+    tensors = {f"model.layers.{'9' * 5000}.self_attn.k_proj.weight": Tensor("F32", (32, 64), 0, 0)}
+    with pytest.raises(ValueError, match="looks like a query or a key, and no rule knows it"):
+        plan(tensors, GROUPED, "half", "interleaved")

@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp reads them, and as it reads what we write: against recorded numbers."""
 
 import json
+import struct
 import sys
 from pathlib import Path
 
@@ -316,3 +317,26 @@ def test_a_length_that_is_written_is_a_whole_number(length):
         rotary.configs.to_vllm(spec, max_position_embeddings=length)
     with pytest.raises(TypeError, match="spec must be a Rotary"):
         rotary.configs.to_gguf(spec.to_dict(), "qwen2")
+
+
+@pytest.mark.parametrize("count", [2**62, 10**9])
+@pytest.mark.parametrize("kind", [4, 8, 9])
+def test_a_list_of_more_items_than_the_file_has_bytes_is_refused_at_once(tmp_path, count, kind):
+    """Each item took its time, and 2^62 of them for ever."""
+    name, value = b"general.architecture", b"llama"
+    text = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value)) + value
+    key = struct.pack("<Q", 7) + b"llama.x" + struct.pack("<IIQ", 9, kind, count) + bytes(640)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + text + key)
+    with pytest.raises(ValueError, match=f"a list of {count} items in a file of"):
+        read_gguf(path)
+
+
+def test_lists_in_lists_in_lists_are_refused(tmp_path):
+    key = struct.pack("<Q", 7) + b"llama.x" + struct.pack("<I", 9)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<IQ", 9, 1) * 5000 + bytes(64)
+    )
+    with pytest.raises(ValueError, match="not a GGUF file, or cut short"):
+        read_gguf(path)

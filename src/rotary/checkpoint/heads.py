@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..configs import Config
+from ..configs.entries import whole_number
 from ..spec import Rotary
 from .files import Tensor
 from .names import Name, layer_of
@@ -119,7 +120,7 @@ def runs_of(
     stride = sum(count * width for _, count, width in parts)
     is_solved = kind in ("query and key", "query and key, grouped", "key and value")
     keys = rows // spec.head_dim // 2 if kind == "key and value" else sizes.kv_heads
-    if is_solved and keys not in _key_heads(name, heads, found):
+    if is_solved and not _is_key_count(keys, name, heads, found):
         wrong = f"which has room for {keys} key heads"
         wrong += f" beside {heads} query heads" * (kind != "key and value")
         raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
@@ -176,6 +177,8 @@ hidden_size 32
     said = [(found.model.get("names", {}).get("hidden_size", "hidden_size"), hidden)]
     said += [pair for pair in _named(found.data, _WIDTHS) if isinstance(pair[1], int)]
     is_matrix = name.parameter == "weight" and len(tensor.shape) > 1
+    if hidden is not None:
+        whole_number("hidden_size", hidden)
     if hidden is None or not is_matrix or tensor.dtype not in FLOATS or name.kind.endswith("norm"):
         return
     count = 2 if name.kind.endswith("with a gate") and "latent" in name.kind else 1  # two latents
@@ -229,41 +232,67 @@ def _plain(name: Name, rows: int, spec: Rotary, found: Config, shape: tuple[int,
         return Run(spec.start, 1, spec.head_dim)
     is_key = name.kind.startswith("key") or name.kind == "query of an expert"
     queries = found.get("num_attention_heads")
-    counts = _counts(name, found, _QUERIES) | {queries} - {None}
+    heads, rest = divmod(rows, spec.head_dim)
     if is_key:
         counts = _key_heads(name, queries, found)
-    heads, rest = divmod(rows, spec.head_dim)
-    if rest or (counts and heads not in counts):
-        told = " or ".join(map(str, sorted(counts))) or "a number of"
+        is_right = _is_key_count(heads, name, queries, found)
+    else:
+        counts = _counts(name, found, _QUERIES) | {queries} - {None}
+        is_right = heads in counts or not counts
+    if rest or heads < 1 or not is_right:
+        told = " or ".join(map(str, sorted(counts))) or f"a divisor of {queries}"
         wrong = f"and {told} heads of {spec.head_dim} are expected"
         raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
     return Run(spec.start, heads, spec.head_dim)
 
 
-def _key_heads(name: Name, heads: Any, found: Config) -> set[int]:
-    """How many key heads a layer may have, by the config; by its query heads if silent.
+def _is_key_count(count: int, name: Name, heads: Any, found: Config) -> bool:
+    """Whether a layer may have so many key heads, by the config; `heads` are of the queries.
 
     A config that is silent means as many as its class: some number that divides the query heads.
     """
+    told = _key_heads(name, heads, found)
+    if told:
+        return count in told
+    return count >= 1 and (heads is None or heads % count == 0)
+
+
+def _key_heads(name: Name, heads: Any, found: Config) -> set[int]:
+    """The counts of key heads that the config names for a layer; empty if it is silent."""
     if name.kind.endswith("falcon") and not found.get("new_decoder_architecture"):
         return {1} if found.get("multi_query") is not False else {heads}
     if found.model_type in _KEYS_OF_QUERIES:
         return {heads}
     told = _counts(name, found, _KEYS)
-    if found.data.get("model_type") == "mimo_v2_flash":  # twice as many where a window slides
+    if found.model_type == "mimo_v2_flash":  # twice as many where a window slides
         told |= {2 * count for count in told}
-    if not told and isinstance(heads, int):
-        return {count for count in range(1, heads + 1) if heads % count == 0}
     return told
 
 
 def _counts(name: Name, found: Config, pattern: re.Pattern[str]) -> set[int]:
-    """The head counts that a config names, for layers may differ; of a list that of this layer."""
+    """The head counts that a config names, for layers may differ; of a list that of this layer.
+
+    Keys of objects inside, but for per_layer_config, count only where the config itself has none.
+    """
+    own = [
+        (key, value)
+        for key, value in found.data.items()
+        if pattern.fullmatch(str(key)) and value is not None
+    ]
+    layers = found.data.get("per_layer_config") or {}
+    inner = _named(layers if own else found.data, pattern)
+    own += [(key, value) for key, value in inner if value is not None]
     counts = set()
-    for _, value in _named(found.data, pattern):
-        is_list = isinstance(value, list | tuple)
-        counts.add(value[name.layer] if is_list and name.layer < len(value) else value)
-    return {each for each in counts if isinstance(each, int) and not isinstance(each, bool)}
+    for key, value in own:
+        is_list = isinstance(value, list | tuple) and name.layer < len(value)
+        count = value[name.layer] if is_list else value
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{key} must be a whole number >= 1, got {count!r:.80}; it is the number of heads "
+                f"of {name.tensor!r}"
+            )
+        counts.add(count)
+    return counts
 
 
 def _named(data: Any, pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:

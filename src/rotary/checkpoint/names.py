@@ -122,7 +122,7 @@ CODE_BASES = {
 }
 
 _LAYER = re.compile(
-    r"(?P<before>(?:.*?\.)??)(?:\w+_)?(?:layers|layer|h|blocks|block|blk)\.(?P<layer>\d+)\.(?P<rest>.+)"
+    r"(?P<before>(?:.*?\.)??)(?:\w+_)?(?:layers|layer|h|blocks|block|blk)\.(?P<layer>\d{1,9})\.(?P<rest>.+)"
 )
 _PARAMETER = re.compile(
     r"(?P<module>.+?)(?:\.(?:linear|base_layer|original_module))?\.(?P<parameter>"

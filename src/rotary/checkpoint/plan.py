@@ -235,7 +235,13 @@ def _model(config: Any) -> _Model:
     if not any(specs.values()):
         raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
     quantised = data.get("quantization_config") or first.data.get("quantization_config") or {}
-    block = (quantised.get("weight_block_size") or [BLOCK])[0]
+    blocks = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
+    block = blocks[0] if isinstance(blocks, list | tuple) and blocks else blocks or BLOCK
+    if not isinstance(quantised, Mapping) or not isinstance(block, int) or block < 1:
+        raise ValueError(
+            "quantization_config must be an object, and its weight_block_size hold whole numbers "
+            f">= 1, got {quantised!r:.200}"
+        )
     return _Model(name, first.data, block, found, specs)
 
 

@@ -62,6 +62,8 @@ def _read_file(path: Path) -> dict[str, Any]:
                 content = self.data.data
                 kind, count = struct.unpack_from("<IQ", content, orig_offs)
                 end = orig_offs + 12
+                if count > len(content) - end:
+                    raise ValueError(f"a list of {count} items in a file of {len(content)} bytes")
                 if 1000 < count <= len(content) and kind in _BYTES:
                     end += count * _BYTES[kind]
                     return end - orig_offs, [], [], [GGUFValueType.ARRAY]
@@ -82,7 +84,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             if tensor.name in TENSORS:
                 kept[tensor.name] = [float(value) for value in tensor.data]
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError,
-            struct.error) as error:  # fmt: skip
+            RecursionError, struct.error) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path}: not a GGUF file, or cut short: {reason}") from error
     return kept
