@@ -19,7 +19,6 @@ if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` 
 
 from . import loops, threads
 from . import numpy as law
-from .blocks import empty
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
 
@@ -68,7 +67,7 @@ def rotate(
         )
         if call is not None:
             if out is None:
-                out = tuple([empty(x.shape, x.dtype) for x in xs])
+                out = tuple([np.empty(x.shape, x.dtype) for x in xs])
             else:
                 law.check_out((*xs, cos, sin), out)
             run(call, [address(x) for x in xs], [address(y) for y in out],
@@ -82,13 +81,13 @@ def rotate(
     geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
     if cos.strides != sin.strides or not _is_ready(cos):
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-    results = tuple(empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)
+    results = tuple(np.empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)
     is_mixed = geometry.layout != geometry.out_layout
     sources = [x if _is_ready(x) else np.ascontiguousarray(x) for x in xs]
     targets = [
         y
         if _is_ready(y) and not (is_mixed and address(x) == address(y))
-        else empty(y.shape, y.dtype)
+        else np.empty(y.shape, y.dtype)
         for x, y in zip(xs, results, strict=True)
     ]
     call = prepare(
@@ -290,7 +289,7 @@ def tables(
     scales = np.ascontiguousarray(scales, np.float64)
     batch, seq = positions.shape[:2]
     pairs = turns.shape[-1]
-    both = empty((2, batch, seq, pairs), np.float32)
+    both = np.empty((2, batch, seq, pairs), np.float32)
     cos, sin = both
     per_pair = np.array(axes, np.int64)
     threads.run(loops.loop("table"), both.nbytes, array("q", (

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from .. import layouts
-from . import blocks, host, torch_tables
+from . import host, torch_tables
 from .geometry import Geometry, Options, geometry_of
 from .memory import is_contiguous
+from .pages import LARGE
 from .torch_checks import check_no_grad, check_writable
 from .torch_checks import check_operands as check_operands
 from .torch_checks import check_rows as check_rows
@@ -192,7 +193,7 @@ def _run(
     if out is not None:
         check_writable((*xs, cos, sin), out)
         outs = tuple(out)
-    elif call.size < blocks.LARGE:
+    elif call.size < LARGE:  # nothing stands between one token and its outputs
         outs = tuple([torch.empty_like(x) for x in xs])
     else:
         outs = tuple([empty_like(x) for x in xs])

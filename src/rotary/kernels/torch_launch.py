@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import blocks, host
+from . import host
 from .geometry import Geometry, check_fit
 from .memory import Block
+from .pages import ask_for_huge_pages
 from .torch_formula import check_row_range, formula
 from .torch_state import FLOATS, are_at_hand, are_plain, is_on_gpu, is_on_host
 
@@ -132,22 +132,19 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor in the memory order of x; a large one from `blocks.empty`."""
-    if x.nbytes < blocks.LARGE or not x.is_cpu:
-        return torch.empty_like(x)
-    stride = torch.empty_like(x, device="meta").stride()
-    return _large(x).as_strided(x.shape, stride)
+    """An uninitialised tensor in the memory order of x; a large one on huge pages."""
+    return _on_huge_pages(torch.empty_like(x))
 
 
 def empty_contiguous(x: Tensor) -> Tensor:
     """The same without regard to the order of x, as a fake tensor of the operator promises."""
-    if x.nbytes < blocks.LARGE or not x.is_cpu:
-        return x.new_empty(x.shape)
-    return _large(x).view(x.shape)
+    return _on_huge_pages(x.new_empty(x.shape))
 
 
-def _large(x: Tensor) -> Tensor:
-    return torch.from_numpy(blocks.empty((x.nbytes,), np.uint8)).view(x.dtype)
+def _on_huge_pages(x: Tensor) -> Tensor:
+    if x.is_cpu:
+        ask_for_huge_pages(x.data_ptr(), x.nbytes)
+    return x
 
 
 def mark_written(out: Sequence[Tensor]) -> None:
