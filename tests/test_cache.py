@@ -1,6 +1,12 @@
 """The cache of tables beside forks, signals and destructors."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+
+import pytest
 
 from rotary.cache import Cache
 
@@ -43,3 +49,100 @@ def test_a_signal_in_the_middle_of_the_cache_is_answered():
     thread.join(5)
     assert not thread.is_alive()
     assert set(answers) == {7}
+
+
+EVICTING = """
+import os, signal, sys, threading, warnings
+import numpy as np
+import rotary
+from rotary.angles import _cache
+
+warnings.simplefilter("ignore", DeprecationWarning)
+count = int(sys.argv[1])
+_cache.max_bytes = 1 << 14  # three tables
+q = np.ones((1, 1, 8, 128), np.float16)
+stop = threading.Event()
+
+def evict(seed):
+    base = 1e3 + seed * 1e6
+    while not stop.is_set():
+        base += 1
+        rotary.apply(rotary.Rotary(head_dim=128, base=base), q)
+
+def fork(codes):
+    for _ in range(count // 2):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)  # a child that hangs dies of it
+            rotary.apply(rotary.Rotary(head_dim=128, base=77.0), q)
+            os._exit(0)
+        codes.append(os.waitpid(pid, 0)[1])
+
+rotary.apply(rotary.Rotary(head_dim=128), q)
+evicting = [threading.Thread(target=evict, args=(seed,)) for seed in range(2)]
+for thread in evicting:
+    thread.start()
+codes = []
+other = threading.Thread(target=fork, args=(codes,))
+other.start()
+fork(codes)
+other.join()
+stop.set()
+print(len(codes), set(codes))
+"""
+
+SIGNALLED = """
+import signal, sys
+import numpy as np
+import rotary
+
+count, seen, wrong = int(sys.argv[1]), 0, 0
+specs = [rotary.Rotary(head_dim=64, base=1e4 + index) for index in range(8)]
+q = np.ones((1, 1, 4, 64), np.float32)
+right = [rotary.apply(spec, q) for spec in specs]
+
+def check(index):
+    global wrong
+    wrong += not np.array_equal(rotary.apply(specs[index % 8], q), right[index % 8])
+
+def handle(*_):
+    global seen
+    seen += 1
+    check(seen)
+    if seen < count:
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + seen % 97 * 2e-6)
+
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 1e-4)
+index = 0
+while seen < count:
+    check(index)
+    index += 1
+print(seen, wrong)
+"""
+
+FEW_AND_MANY = [(60, 120), pytest.param(10_000, 1800, marks=pytest.mark.slow)]
+
+
+def python(script, count, timeout):
+    """What a fresh interpreter prints; it is killed if it hangs."""
+    answer = subprocess.run(
+        [sys.executable, "-c", script, str(count)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return answer.stdout.strip()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize(("count", "timeout"), FEW_AND_MANY)
+def test_forks_in_two_threads_beside_threads_that_evict(count, timeout):
+    assert python(EVICTING, count, timeout) == f"{count} {{0}}"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+@pytest.mark.parametrize(("count", "timeout"), FEW_AND_MANY)
+def test_signals_whose_handler_rotates(count, timeout):
+    assert python(SIGNALLED, count, timeout) == f"{count} 0"
