@@ -141,7 +141,8 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
 
 
 def _picked(table: Array, rows: Array) -> Array:
-    inside = jnp.where(rows < 0, len(table), rows)  # JAX would count negative numbers from the end
+    # JAX counts negative numbers from the end, and cuts 64-bit ones to 32 bits
+    inside = jnp.where((rows < 0) | (rows >= len(table)), len(table), rows)
     picked = table.at[inside]
     if any(_mesh_axes(rows)):
         where = rows.aval.sharding.update(spec=(*_mesh_axes(rows), None))
