@@ -67,7 +67,7 @@ def geometry_of(
                 "arrays rotated together may differ in the number of heads only, got "
                 f"{shapes}{_other_axis_hint(shapes, axis)}"
             )
-    if head_dim not in (None, shape[-1]):
+    if head_dim is not None and head_dim != shape[-1]:
         raise ValueError(f"the spec has head_dim {head_dim}, x has {shape[-1]}")
     pairs = _pairs(shape[-1], table, options)
     if rows is not None and len(table) != 2:
