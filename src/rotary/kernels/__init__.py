@@ -73,12 +73,17 @@ def _described(array: Any) -> str:
 
 
 def way_on(kind: type) -> str:
-    """What to do with an array of a library for GPUs that is not known here; else nothing.
+    """What to do with an array that is not known here, of a library for GPUs or of torch.fx.
 
     >>> way_on(np.ndarray)
     ''
     """
     library = kind.__module__.partition(".")[0]
+    if kind.__module__ == "torch.fx.proxy":
+        return (
+            "; torch.fx.symbolic_trace does not look into rotary: record with torch.export.export "
+            "or make_fx, or mark your function that calls rotary by torch.fx.wrap"
+        )
     if library == "mlx":
         return "; go on with torch.from_dlpack(x) or numpy.array(x)"
     if hasattr(kind, "__cuda_array_interface__") and library not in ("jax", "jaxlib"):
