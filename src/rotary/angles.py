@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .cache import Cache
-from .kernels import host, is_traced, kernel_of
+from .kernels import NEEDS_LENGTH, host, is_open, is_traced, kernel_of
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
@@ -287,7 +287,9 @@ def _known_length(spec: Rotary, seq_len: Any) -> int | None:
     if seq_len is None or not spec.depends_on_length:
         return None
     _check_known(seq_len)
-    length = seq_len.item() if hasattr(seq_len, "item") else seq_len
+    # isinstance comes first: a length may be a symbol of torch.compile, which has no attributes
+    is_python = isinstance(seq_len, int) or not hasattr(seq_len, "item")
+    length = seq_len if is_python else seq_len.item()
     if isinstance(length, bool) or not isinstance(length, int) or length < 0:
         raise ValueError(f"seq_len must be a whole number >= 0, got {seq_len!r}")
     return length
@@ -298,6 +300,8 @@ def _check_known(seq_len: Any) -> None:
         raise ValueError(
             "seq_len must be known when the call is traced: make it a static argument of jax.jit"
         )
+    if is_open(seq_len):
+        raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
 
 
 def _row_lengths(
@@ -308,6 +312,8 @@ def _row_lengths(
         return (None,)
     if seq_len is None:
         lengths = kernel.row_lengths(positions)
+    elif isinstance(seq_len, int):
+        return (_known_length(spec, seq_len),)
     else:
         _check_known(seq_len)
         given = np.asarray(seq_len.tolist() if hasattr(seq_len, "tolist") else seq_len)

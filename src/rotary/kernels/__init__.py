@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 KNOWN = "numpy, torch, jax"
+NEEDS_LENGTH = "a spec that depends on the length needs seq_len as a whole number"
 
 
 def kernel_of(array: Any) -> ModuleType:
@@ -115,6 +116,16 @@ def is_traced(value: Any) -> bool:
     """
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value is a size that torch.export leaves open, for the program to take any.
+
+    >>> is_open(3)
+    False
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def _load_torch_kernel(torch: ModuleType) -> ModuleType:

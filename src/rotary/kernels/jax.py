@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from ..schedules import FLOAT32 as FLOAT32
-from . import is_traced
+from . import NEEDS_LENGTH, is_traced
 from . import numpy as law
 from .geometry import Geometry, Options, geometry_of
 
@@ -336,9 +336,7 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
 def row_lengths(positions: Array) -> list[int]:
     """Largest position of each row, plus one."""
     if is_traced(positions):
-        raise ValueError(
-            "under jax.jit a spec that depends on the length needs seq_len as a whole number"
-        )
+        raise ValueError(f"under jax.jit {NEEDS_LENGTH}")
     return law.row_lengths(np.asarray(positions))
 
 

@@ -45,6 +45,7 @@ from .torch_state import (
     has_memory,
     is_on_gpu,
     is_tracing,
+    is_tracing_a_transform,
     is_transforming,
     wants_grad,
 )
@@ -111,7 +112,12 @@ def _rotate(
     conjugate: bool,
 ) -> tuple[Tensor, ...]:
     if is_tracing():
-        if torch.compiler.is_exporting() or wants_grad(cos, sin) or xs[0].device.type != "cpu":
+        if (
+            torch.compiler.is_exporting()
+            or wants_grad(cos, sin)
+            or xs[0].device.type != "cpu"
+            or is_tracing_a_transform()
+        ):
             return formula(xs, cos, sin, rows, geometry, conjugate)
         return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *_flat(geometry), conjugate))
     if wants_grad(cos, sin) or not are_plain((*xs, cos, sin)):
@@ -130,6 +136,10 @@ def _rotate_into(
     conjugate: bool,
     out: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
+    if is_tracing_a_transform():
+        raise RuntimeError(
+            "out= cannot be used where torch.compile records vmap, grad or jvp: call without out="
+        )
     check_no_grad((*xs, cos, sin), out)
     if is_tracing():
         torch.ops.rotary.rotate_out(
@@ -281,7 +291,17 @@ def _checked(xs, cos, sin, rows, geometry, out=None):
     return rows
 
 
+def _check_no_forward_mode():
+    """An operator sees no tangent, and torch takes its results for constants."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
+            "of a compiled program, compile the call of torch.func.jvp"
+        )
+
+
 def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
+    _check_no_forward_mode()
     geometry = _geometry(start, pairs, layout, out_layout, dims)
     rows = _checked(xs, cos, sin, rows, geometry)
     out = [empty_contiguous(x) for x in xs]
@@ -289,6 +309,7 @@ def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjug
 
 
 def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
+    _check_no_forward_mode()
     geometry = _geometry(start, pairs, layout, out_layout, dims)
     rows = _checked(xs, cos, sin, rows, geometry, out)
     launch(xs, cos, sin, rows, geometry, conjugate, out)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from . import is_distributed
 from .memory import check_overlap
 from .torch_launch import form
-from .torch_state import FLOATS, INTEGERS, has_memory, wants_grad
+from .torch_state import FLOATS, INTEGERS, has_memory, unmapped, wants_grad
 
 
 def check_operands(
@@ -70,6 +70,7 @@ def check_rows(positions: Any, like: Tensor) -> Tensor:
 
 def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Refuse `out` where autograd would have to know of it."""
+    inputs, out = [[unmapped(x) for x in each] for each in (inputs, out)]
     if wants_grad(*inputs, *out):
         raise RuntimeError(
             "out= does not take part in autograd: call it under torch.no_grad(), or without out="

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..layouts import pair_slices
 from .geometry import Geometry
-from .torch_state import host_values
+from .torch_state import host_array, host_values
 
 
 def formula(
@@ -43,24 +42,11 @@ def formula(
     return tuple(results)
 
 
-class _Memory:
-    """The int64 numbers of a plain tensor, whose own methods would go through vmap."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.__array_interface__ = {
-            "data": (x.data_ptr(), True),
-            "shape": tuple(x.shape),
-            "strides": tuple([8 * step for step in x.stride()]),
-            "typestr": np.dtype(np.int64).str,
-            "version": 3,
-        }
-
-
 def check_row_range(rows: Tensor, table: Tensor) -> None:
     """Refuse row numbers outside the tables; to be asked on the host only."""
     if not rows.numel():
         return
-    numbers = np.asarray(_Memory(rows))
+    numbers = host_array(rows)
     low, high = int(numbers.min()), int(numbers.max())
     if low < 0 or high >= table.shape[0]:
         raise ValueError(

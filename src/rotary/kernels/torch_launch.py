@@ -13,7 +13,7 @@ from .geometry import Geometry, check_fit
 from .memory import Block
 from .pages import ask_for_huge_pages
 from .torch_formula import check_row_range, formula
-from .torch_state import FLOATS, are_at_hand, are_plain, is_on_gpu, is_on_host
+from .torch_state import FLOATS, are_plain, is_on_gpu, is_on_host
 
 _NAMES = {**FLOATS, torch.int64: "int64"}
 _FIRST_CAPABILITY = (7, 0)  # what Triton compiles for
@@ -37,7 +37,7 @@ def launch(
     if rows is not None and is_on_host(rows):
         check_row_range(rows, cos)
     indices = () if rows is None else (rows,)
-    if cos.dtype == torch.float32 and are_at_hand((*xs, cos, sin, *indices, *(out or ()))):
+    if cos.dtype == torch.float32 and are_plain((*xs, cos, sin, *indices, *(out or ()))):
         kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
         if kernel is not None and xs[0].dtype in kernel.DTYPES:
             return kernel.rotate(xs, cos, sin, rows, geometry, conjugate, out)

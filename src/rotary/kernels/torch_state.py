@@ -1,7 +1,11 @@
 """What a torch tensor is at this moment: memory to read and write, or something torch watches."""
 
-from collections.abc import Sequence
+# mypy: disallow-untyped-decorators=False
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +17,34 @@ FLOATS = {
 }
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
+_DispatchModeKey: Any = torch._C._TorchDispatchModeKey
 
 
 def is_tracing() -> bool:
     """Whether torch.compile or torch.export is recording this call."""
     return torch.compiler.is_compiling()
+
+
+def is_recording() -> bool:
+    """Whether this call is recorded, by torch.jit.trace or make_fx too: later values may differ."""
+    return (
+        is_tracing()
+        or torch._C._is_tracing()
+        or torch._C._get_dispatch_mode(_DispatchModeKey.PROXY) is not None
+    )
+
+
+def is_tracing_a_transform() -> bool:
+    """Whether torch.compile records a call inside vmap, grad, or jvp."""
+    return is_tracing() and _is_in_a_transform()
+
+
+@torch.compiler.assume_constant_result
+def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def is_transforming() -> bool:
@@ -68,13 +95,44 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     return not is_transforming() and are_at_hand(tensors)
 
 
+def unmapped(x: Tensor) -> Tensor:
+    """The tensor that vmap takes apart, of which grad and jvp around it know; x outside vmap."""
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def host_values(x: Tensor) -> Tensor | None:
     """A plain tensor on the host with the values of x, seen through vmap and grad; None if not so.
 
     Nothing can be known while a program is recorded: what it is called with later is not here.
     """
-    if is_tracing() or torch._C._is_tracing():
+    if is_recording():
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x if is_on_host(x) else None
+
+
+class _Memory:
+    """What NumPy asks for the memory of a plain tensor, whose own methods transforms would see."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.owner = x
+        kind = np.dtype(str(x.dtype).removeprefix("torch."))
+        self.__array_interface__ = {
+            "data": (x.data_ptr(), True),
+            "shape": tuple(x.shape),
+            "strides": tuple([kind.itemsize * step for step in x.stride()]),
+            "typestr": kind.str,
+            "version": 3,
+        }
+
+
+def host_array(x: Tensor) -> Any:
+    """The memory of a plain tensor on the host as a NumPy array, not to be written.
+
+    >>> host_array(torch.arange(3))
+    array([0, 1, 2])
+    """
+    return np.asarray(_Memory(x)) if is_transforming() else x.detach().numpy()

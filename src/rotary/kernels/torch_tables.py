@@ -17,13 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..schedules import Arithmetic
+from . import NEEDS_LENGTH
 from . import numpy as law
 from .torch_state import (
     FLOATS,
     INTEGERS,
     TENSORS,
+    host_array,
+    host_values,
     is_on_gpu,
     is_on_host,
+    is_recording,
     is_tracing,
     is_transforming,
 )
@@ -138,9 +142,9 @@ def stacked(positions: Tensor, rows: int) -> Tensor:
 
 def to_numpy(positions: Tensor) -> Any:
     """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
-    if is_tracing() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
+    if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
         return None
-    return positions.detach().numpy()
+    return host_array(positions)
 
 
 def from_numpy(array: Any) -> Tensor:
@@ -173,18 +177,19 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
         raise TypeError(
             f"positions must be whole numbers, or float64 if fractional, got {positions.dtype}"
         )
-    if is_tracing() or not is_on_host(positions):
-        return kind, None, None
-    return kind, *law.inspect(positions.detach().numpy())[1:]
+    values = host_values(positions)
+    return (kind, None, None) if values is None else (kind, *law.inspect(host_array(values))[1:])
 
 
 def row_lengths(positions: Tensor) -> list[int]:
     """Largest position of each row, plus one."""
-    if is_tracing() or not isinstance(positions, Tensor):
+    if is_recording() or torch._C._functorch.is_batchedtensor(positions):
         raise ValueError(
-            "under torch.compile a spec that depends on the length needs seq_len as a whole number"
+            f"under torch.compile, torch.jit.trace, and vmap over positions {NEEDS_LENGTH}"
         )
-    return law.row_lengths(positions.detach().cpu().numpy())
+    values = host_values(positions)
+    values = positions.detach().cpu() if values is None else values
+    return law.row_lengths(host_array(values))
 
 
 def arange(like: Tensor, count: int) -> Tensor:
