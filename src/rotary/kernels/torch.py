@@ -337,6 +337,9 @@ _library.impl("rotate_out", _operator_out, "CompositeExplicitAutograd")
 torch.library.register_fake("rotary::rotate", _fake, lib=_library)
 torch.library.register_fake("rotary::rotate_out", lambda *_: None, lib=_library)
 torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setup, lib=_library)
+_library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
+_library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")
+torch.library.register_fake("rotary::of_lengths", torch_tables.fake_of_lengths, lib=_library)
 
 
 # --- tables, and what else is asked of a kernel ---

@@ -209,11 +209,20 @@ def place(like: Tensor) -> str:
     return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
-def constant(function: Callable[..., Any], spec: Any, *arguments: Any) -> Any:
-    """`function(spec, *arguments)`: an array on the host, or a constant of the traced graph."""
+def constant(function: Callable[..., Any], spec: Any, lengths: Any, *arguments: Any) -> Any:
+    """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
+
+    Where a compiled call takes any length it is worked out when the call runs.
+    """
     if not torch.compiler.is_dynamo_compiling():
-        return function(spec, *arguments)
-    kind, *rows = _traced(function, spec, *arguments).split(";")
+        return function(spec, lengths, *arguments)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to load
+
+    if spec.depends_on_length and not all(map(has_static_value, lengths)):
+        if torch.compiler.is_exporting():
+            raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
+        return torch.ops.rotary.of_lengths(_named(function, spec, *arguments), lengths)
+    kind, *rows = _traced(function, spec, lengths, *arguments).split(";")
     if kind == "float64":
         numbers = [[float(value) for value in row.split()] for row in rows]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -228,3 +237,25 @@ def _traced(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
     array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
     rows = [" ".join(map(repr, row)) for row in array.tolist()]
     return ";".join([array.dtype.name, *rows])
+
+
+_of_lengths: dict[str, Callable[[Sequence[int]], Any]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _named(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
+    name = f"{function.__name__} {spec.to_json()} {arguments}"
+    _of_lengths[name] = lambda lengths: function(spec, tuple(lengths), *arguments)
+    return name
+
+
+def operator_of_lengths(name: str, lengths: Sequence[int]) -> Tensor:
+    """Frequencies or scales for lengths that a compiled program knows when it runs."""
+    return from_numpy(_of_lengths[name](lengths))
+
+
+def fake_of_lengths(name: str, lengths: Sequence[Any]) -> Tensor:
+    """A tensor of the same form, while the program is compiled."""
+    array = _of_lengths[name]([1] * len(lengths))
+    kind = torch.int64 if array.dtype == np.uint64 else torch.float64
+    return torch.empty(array.shape, dtype=kind, device="cpu")
