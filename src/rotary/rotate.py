@@ -53,7 +53,8 @@ def rotate(
     floating point, or an array of a library that is not known. ValueError for shapes that do not
     fit the spec or each other, or could mean two things, for a row number outside the tables, for
     memory that overlaps. On a GPU no row number is looked at, because that would wait for the
-    device: one outside the tables gives NaN.
+    device, nor where a program is recorded or traced: one outside the tables gives NaN there. The
+    page docs/modes.md says so mode by mode.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> import numpy as np
@@ -134,8 +135,8 @@ def apply(
     seq_dim    axis of the tokens, default -2. With positions it must be given where they would fit
                axis -3 as well, see `rotate`; without, there are as many tokens as axis -2 has.
     Other arguments as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is None.
-    On a GPU exact angles are worked out where they are used, without tables; positions there are
-    not looked at, and negative ones turn backwards.
+    On a GPU exact angles are worked out where they are used, without tables; positions there, and
+    where a program is recorded or traced, are not looked at, and negative ones turn backwards.
 
     >>> import numpy as np
     >>> q = np.ones((1, 2, 3, 4), np.float32)
