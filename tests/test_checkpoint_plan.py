@@ -290,12 +290,12 @@ def layers_of(count, rows=64):
         ("llama4_text", {"head_dim": 16, "no_rope_layer_interval": 2}, {1, 3}),
         ("cohere2", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3
                      + ["full_attention"]}, {3}),
-        ("granite", {"layer_rope_theta": [1e4, 0, 1e4, 0]}, {1, 3}),
+        ("granite_swa", {"layer_rope_theta": [1e4, 0, 1e4, 0]}, {1, 3}),
     ],
 )  # fmt: skip
 def test_layers_without_rotation_are_left_and_listed(family, values, still):
     config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 4, **values}
-    source = "half" if family in ("smollm3", "granite") else "interleaved"
+    source = "half" if family in ("smollm3", "granite_swa") else "interleaved"
     made = plan(layers_of(4), config, source, OTHER[source])
     names = {left.tensor: left.reason for left in made.left}
     assert set(names.values()) == {"of a layer that does not rotate"}

@@ -721,7 +721,7 @@ BAD = {
     "list": (scaled("longrope", **{**ROPES["longrope"], "long_factor": [1.0]}), "64 values"),
     "context": ({"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs max"),
     "length": ({**LLAMA, "max_position_embeddings": 0.5}, "whole number"),
-    "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "one of full_attention"),
+    "nested": ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "write one object"),
     "kind": (7, "config must be a path, a dict"),
 }
 

@@ -83,7 +83,10 @@ NONSENSE = {
     "an unknown model": (json.dumps({"model_type": MARKUP}), "is not known"),
     "an odd head": ('{"head_dim": 127}', "rotary_dim must be even"),
     "a wide head": ('{"head_dim": 4096}', "head_dim must be at most 1024"),
-    "no rotation": ('{"model_type": "lfm2", "layer_rope_theta": [0]}', "no rotation|rope_theta=0"),
+    "no rotation": (
+        '{"model_type": "granite_swa", "layer_rope_theta": [0]}',
+        "no rotation|rope_theta=0",
+    ),
     "a base that is none": ('{"head_dim": 64, "rope_theta": -5}', "base must be finite"),
     "nothing": ("  ", "paste a config.json"),
 }

@@ -1,59 +1,18 @@
 """Configs that are broken on purpose: a reading, or one sentence; no other error, and quickly."""
 
 import contextlib
-import copy
-import json
 import random
 import time
 import warnings
-from pathlib import Path
 
 import pytest
+from mutations import mutated
 
 import rotary
 from rotary.configs import layer_types
 from rotary.programs import diff
 
-CONFIGS = [json.loads(path.read_text()) for path in
-           sorted((Path(__file__).parent / "configs").glob("*.json"))]  # fmt: skip
-ODD = [
-    None, True, False, 0, -1, 1, 2, 3, 63, 2**31, 2**63, 10**25, 0.0, -0.5, 1.5, 1e-300, 1e300, "",
-    "yarn", "1", "\u202e", [], {}, [1], [None], ["x"], [16, 24, 24], [16.0, 24, 24], [[16, 24, 24]],
-    {"a": 1}, {"rope_type": "linear", "factor": 2.0}, {"full_attention": None}, {"type": "dynamic"},
-    {"rope_type": ["yarn"]}, {"rope_type": {}}, [0, 0, 64], [-1, 1, 64], [True, 31, 32],
-    "full_attention", ["full_attention"] * 3, ["full_attention", 3, None],
-]  # fmt: skip
-KEYS = [
-    "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "partial_rotary_factor",
-    "rotary_dim", "mrope_section", "layer_types", "max_position_embeddings",
-    "original_max_position_embeddings", "rope_traditional", "rope_interleave", "layer_rope_theta",
-    "per_layer_config", "rope_scaling_layers", "num_hidden_layers", "text_config",
-    "qk_rope_head_dim", "kv_lora_rank", "model_type", "no_rope_layers", "rope_dim", "use_fope",
-    "num_attention_heads", "hidden_size",
-]  # fmt: skip
-CASES = 4000  # for each of four seeds; 100,000 were run once
-
-
-def places(data):
-    """Every key and list entry inside, as (container, key)."""
-    for key, value in data.items():
-        yield data, key
-        if isinstance(value, dict):
-            yield from places(value)
-        if isinstance(value, list):
-            yield from ((value, at) for at in range(min(len(value), 3)))
-
-
-def mutated(chance):
-    config = copy.deepcopy(chance.choice(CONFIGS))
-    for _ in range(chance.choice([1, 1, 2, 3])):
-        if chance.random() < 0.6:
-            inside, key = chance.choice(list(places(config)))
-        else:
-            parts = [each for each in config.values() if isinstance(each, dict)]
-            inside, key = chance.choice([config, *parts]), chance.choice(KEYS)
-        inside[key] = copy.deepcopy(chance.choice(ODD))
-    return config
+CASES = 4000  # for each of four seeds; tests/against_transformers.py has any number of them
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -20,12 +20,13 @@ MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
 SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 SHARE, THETA = "partial_rotary_factor", "rope_theta"
+LISTS = ("layer_rope_theta", "rope_scaling_layers")
 READ = {"rope_parameters", "rope_scaling", THETA, SHARE, "layer_rope_theta", "rope_scaling_layers"}
 SWITCHES = ("use_mem_rope", "use_rotary_embedding")  # False: this model does without RoPE
 
 INTERLEAVED = {"layout": "interleaved"}
 MIXED = {"layout": "interleaved", "out_layout": "half"}
-DEEPSEEK = {**MIXED, "layout_key": "rope_interleave"}
+DEEPSEEK = {**MIXED, "layout_key": "rope_interleave", "plain_head_dim": "wins"}
 TWO_AXES = {"axes": "blocks", "num_axes": 2}
 GEMMA = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
 BERT = {
@@ -49,23 +50,29 @@ CODE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
          "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",
-         "glm_ocr_text", "openai_privacy_filter", "llama4_text", "deepseek_v2", "pe_audio_encoder",
+         "glm_ocr_text", "openai_privacy_filter", "llama4_text", "pe_audio_encoder",
          "pe_audio_video_encoder", "pe_video_encoder", "gptj", "codegen", "roformer"),
         INTERLEAVED,
     ),
     **dict.fromkeys(
-        ("axk2", "bailing_hybrid", "deepseek_v32", "longcat_flash", "mistral_large4_text"), MIXED
+        ("axk2", "bailing_hybrid", "deepseek_v32", "mistral_large4_text"),
+        {**MIXED, "plain_head_dim": "ignored"},
     ),
+    "longcat_flash": MIXED,
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"), DEEPSEEK),
     "deepseek_v4": {
         "layout": "interleaved", "slice": "trailing",
-        "layer_names": {"compress": {THETA: "compress_rope_theta"}}, "scaled_layers": ["compress"],
-        "names": {"rotary_dim": "qk_rope_head_dim"},
-        "scaled_defaults": {"attention_factor": 1.0},
+        "layer_names": {"compress": {THETA: "compress_rope_theta"}, "main": {THETA: THETA}},
+        "scaled_layers": ["compress"], "flat": True,
+        "names": {"rotary_dim": "qk_rope_head_dim"}, "rotary_dim": 64,
+        "layers": {"compress": {SHARE: None}, "main": {SHARE: None}},  # follows qk_rope_head_dim
+        "scaled_defaults": {"attention_factor": 1.0}, "scaled_unread": [THETA, SHARE],
     },
     "mistral4": {
-        **DEEPSEEK, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
+        **MIXED, "layout_key": "rope_interleave", "head_dim": 64,
+        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
     },
+    "deepseek_v2": {**INTERLEAVED, "plain_head_dim": "ignored"},
     "nanochat": {"sign": -1},
     **dict.fromkeys(
         ("gemma3_text", "gemma3n_text", "t5gemma2_text", "t5gemma2_decoder"),
@@ -81,7 +88,14 @@ CODE: dict[str, dict[str, Any]] = {
     ),
     "gemma4_vision": {"not_one": "each half of the head is a rotation of its own, by one axis"},
     "hunyuan_vl_text": {"not_one": "pair (j, j + head_dim / 2) mixes two axes, norms change"},
-    "olmo3": {"scaled_layers": ["full_attention"]},
+    **dict.fromkeys(
+        ("olmo3", "step3p5"),
+        {"layer_names": {"full_attention": {THETA: THETA}}, "scaled_layers": ["full_attention"]},
+    ),
+    **dict.fromkeys(
+        ("hy_v4", "minicpm3"), {"plain_head_dim": "ignored"}
+    ),
+    **dict.fromkeys(("jetmoe",), {"plain_head_dim": "wins"}),
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_japanese"),
         {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
@@ -107,8 +121,11 @@ CODE: dict[str, dict[str, Any]] = {
         },
     ),
     "clvp_encoder": {"rotary_dim": 32},
-    "glm_moe_dsa": {**MIXED, "other": ["indexer_rope_interleave"]},  # of its indexer alone
-    "esm": {"only": ["default"]},
+    "glm_moe_dsa": {
+        **MIXED, "plain_head_dim": "ignored",
+        "other": ["indexer_rope_interleave"],  # of its indexer alone
+    },
+    "esm": {"only": ["default"], "fixed_base": True},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
     "phimoe": {"mscales": True},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
@@ -119,7 +136,11 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {
         **MIXED, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
-        "layer_names": {"sliding_attention": {THETA: "swa_rope_theta"}},
+        "layer_names": {
+            "indexed_attention": {THETA: THETA}, "sliding_attention": {THETA: "swa_rope_theta"},
+        },
+        "scaled_layers": ["indexed_attention", "sliding_attention"], "flat": True,
+        "plain_head_dim": "ignored",
     },
     "musicflamingo": {"not_one": "angles are products of two positions"},
     "inkling2_vision": {**TWO_AXES, "axes": "blocks reversed", "layout": "interleaved"},
@@ -128,8 +149,11 @@ CODE: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_vision": {"axes": "blocks", "num_axes": 3},
     "pixtral": {**TWO_AXES, "ladder": "dealt"},
     "ernie4_5_vl_moe_text": {**INTERLEAVED, "mrope": "alternating", "mrope_section": [22, 22, 20]},
-    "cohere_compass_text": {"mrope": "interleaved"},
-    "neomme": {"axes": "turns of one ladder", "num_axes": 2},
+    "cohere_compass_text": {"mrope": "interleaved", "nested": True},
+    "neomme": {
+        "axes": "turns of one ladder", "num_axes": 2,
+        "layer_names": {kind: {THETA: THETA} for kind in ("full_attention", "sliding_attention")},
+    },
     "sam3_vit_model": {**TWO_AXES, "layout": "interleaved"},
 }  # fmt: skip
 
@@ -304,6 +328,8 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
     if names:
         says["names"] = names
     own = config.to_dict()
+    if lists := [key for key in LISTS if key in own]:
+        says["lists"] = lists
     for key in set(SWITCHES) & own.keys():
         says["switch"], says[key] = key, own[key]
     says["other"] = sorted(key for key in own if re.search("rope|rotary", key))

@@ -7,12 +7,15 @@ is ever executed, and transformers is not imported.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..spec import MAX_HEAD_DIM, nearest
+from ..spec import nearest
 from .files import load
+from .layers import Model, Rope, listed_layer_types, ropes
+from .values import is_whole, length, whole_number
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
 # Written by tests/golden/make_models.py; keys:
@@ -23,6 +26,11 @@ from .files import load
 #   parts                         key of a sub-config -> its model_type
 #   layers, layer_names           the same for each layer type, where rope_parameters is nested
 #   scaled_layers                 the layer types that a flat rope_scaling is meant for
+#   flat                          a flat rope_parameters is read like that rope_scaling
+#   nested                        layer types are read, and the class names none
+#   lists                         the keys that say by layer which base or scaling it has
+#   fixed_base                    the code has its own base and reads none
+#   plain_head_dim                where head_dim has another name: what head_dim is beside it
 #   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
 #   axes, num_axes, ladder        vision towers: order of the axes, and whose frequencies they have
@@ -31,15 +39,23 @@ from .files import load
 #   other                         keys of this config that look like RoPE and have no bearing
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base
-#   scaled_defaults               what such a rope_scaling has beside its own keys
+#   scaled_defaults               what such a rope_scaling has beside its own keys, if it is yarn
+#   scaled_unread                 keys of such a rope_scaling that the code replaces
 #   only                          the rope types that the code reads, where not all are right
 #   not_one                       why it is not one rotation
-Model = Mapping[str, Any]
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
 # where the text of a model of several parts is, if no part is asked for
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
+# models of several parts whose older files have the keys of the text beside the parts
+FLAT_FILES = frozenset({"fuyu", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
+# those whose class has another text, where the config has none, than the class of that text
+OWN_TEXTS = frozenset({
+    "ernie4_5_vl_moe", "got_ocr2", "lighton_ocr", "mistral3", "moss_transcribe_diarize",
+    "pp_chart2table", "voxtral", "voxtral_realtime",
+})  # fmt: skip
+_TEXT_KEYS = re.compile("rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_")
 # names in the layer_types of a config whose layers do not differ in their RoPE; transformers 5.23,
 # configuration_utils.py, with the names of older files
 LAYERS_WITH_ROPE = frozenset({
@@ -48,7 +64,6 @@ LAYERS_WITH_ROPE = frozenset({
     "hybrid_sliding", "reference_sliding_attention", "minimax_m3_sparse",
 })  # fmt: skip
 LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "dense", "sparse"})
-Rope = dict[str, Any]
 
 
 class Config(NamedTuple):
@@ -105,6 +120,13 @@ class Config(NamedTuple):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
         is_null = name in self.data and self.data[name] is None  # not silent: the code divides
+        plain = None if name == "head_dim" else self.data.get("head_dim")
+        if plain is not None and self.model.get("plain_head_dim") == "wins":
+            named = self.data.get(name, self.model["head_dim"])
+            if plain != named:
+                raise ValueError(
+                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
+                )
         head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
             return whole_number("head_dim", head_dim)
@@ -112,7 +134,7 @@ class Config(NamedTuple):
             whole, *others = (whole_number(n, self.get(n)) for n in self.model["head_dim_of"])
             return whole // math.prod(others) if all(others) else 0
         hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
-        if not _is_whole(hidden) or not _is_whole(heads) or heads < 1:
+        if not is_whole(hidden) or not is_whole(heads) or heads < 1:
             raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
         if hidden % heads:
             raise ValueError(
@@ -144,7 +166,7 @@ class Config(NamedTuple):
     @property
     def rotary_dim(self) -> int:
         """How many channels the model's code rotates; `share` of the head where it reads that."""
-        if self.data.get("rope_dim") is not None:  # another name of the width, whatever the model
+        if self.data.get("rope_dim") is not None and not self.model_type:  # vLLM's name of it
             return whole_number("rope_dim", self.data["rope_dim"])
         width = self.get("rotary_dim") if self.reads_width else None
         if width is not None and self.rope.get("partial_rotary_factor") is None:
@@ -163,7 +185,7 @@ class Config(NamedTuple):
     @property
     def context(self) -> int | None:
         """max_position_embeddings."""
-        return _length("max_position_embeddings", self.get("max_position_embeddings"))
+        return length("max_position_embeddings", self.get("max_position_embeddings"))
 
     @property
     def trained(self) -> int | None:
@@ -172,7 +194,7 @@ class Config(NamedTuple):
         # Phi-3 has it outside the rope parameters, and it wins
         for source in (self.data, self.model, self.rope):
             if source.get(name) is not None:
-                return _length(name, source[name])
+                return length(name, source[name])
         return self.context
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -180,28 +202,36 @@ class Config(NamedTuple):
         layer = self.model.get("layers", {}).get(self.layer_type) or {}
         if name not in ("rope_theta", "head_dim"):
             layer = {}  # the rest of a default is taken whole, by `ropes`, or not at all
-        alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
-        names = (alias,) if alias else (self.model.get("names", {}).get(name, name), name)
-        sources = (self.rope.get(name), *(self.data.get(each) for each in names))
+        sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
+        if name == "rope_theta" and self.model.get("fixed_base"):
+            sources = ()
         for value in (*sources, layer.get(name), self.model.get(name)):
             if value is not None:
                 return value
         return default
 
+    def _names(self, name: str) -> tuple[str, ...]:
+        """The keys of the file, beside the rope parameters, that this model's code reads."""
+        alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
+        if alias:
+            return (alias,)
+        if name == "rope_theta" and "layers" in self.model:
+            return ()
+        alias = self.model.get("names", {}).get(name, name)
+        is_alone = name == "head_dim" and self.model.get("plain_head_dim") == "ignored"
+        return (alias,) if is_alone else (alias, name)
 
-def whole_number(name: str, value: Any) -> int:
-    """`value`, if it is a whole number; ValueError with its name if not.
+    @property
+    def unread_base(self) -> float | None:
+        """A rope_theta of the file that the model's code does not read, or None.
 
-    >>> whole_number("head_dim", 64)
-    64
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return value
-
-
-def _length(name: str, value: Any) -> int | None:
-    return None if value is None else whole_number(name, value)
+        >>> choose({"model_type": "esm", "rope_theta": 5e5}).unread_base
+        500000.0
+        """
+        inside, outside = self.rope.get("rope_theta"), self.data.get("rope_theta")
+        if self.model.get("fixed_base"):
+            return inside if inside is not None else outside
+        return None if inside is not None or self._names("rope_theta") else outside
 
 
 def choose(config: Any, layer_type: str | None = None, part: str | None = None) -> Config:
@@ -221,7 +251,7 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
         )
     rope = found[None if None in found else layer_type]  # None: all layers are alike
     if None in found and layer_type is not None:
-        if layer_type not in _listed_layer_types(data):
+        if layer_type not in listed_layer_types(data):
             raise ValueError(
                 f"layer_type {layer_type!r} is not one of this model's: all its layers have one "
                 "RoPE; leave layer_type out"
@@ -235,46 +265,6 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
             )
     file_type = str(whole.get("model_type") or "")
     return Config(rope or {}, data, model, layer_type, rope is not None, file_type)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-# what the keys that are more than one number or name must hold
-_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "layer_types": ("a list of names", lambda value: isinstance(value, str)),
-    "layer_rope_theta": (
-        "a list of numbers, null where a layer has no RoPE",
-        lambda value: value is None or _is_whole(value) or isinstance(value, float),
-    ),
-    "rope_scaling_layers": ("a list of layer numbers", _is_whole),
-    "mrope_section": (
-        "a list of 2 to 8 numbers of pairs",
-        lambda value: _is_whole(value) and 0 <= value <= MAX_HEAD_DIM,
-    ),
-}
-
-
-def _check_shapes(keys: Mapping[str, Any]) -> None:
-    for name, (words, is_item) in _SHAPES.items():
-        value = keys.get(name)
-        if value is None:
-            continue
-        is_list = isinstance(value, list | tuple) and all(map(is_item, value))
-        if not is_list or (name == "mrope_section" and not 2 <= len(value) <= 8):
-            raise ValueError(f"{name} must be {words}, got {value!r}")
-    layers = keys.get("per_layer_config")
-    if layers and not (
-        isinstance(layers, Mapping)
-        and all(str(layer).isdecimal() for layer in layers)
-        and all(isinstance(each, Mapping) for each in layers.values())
-    ):
-        raise ValueError(f"per_layer_config must hold an object for each layer number: {layers!r}")
-
-
-def _listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(data.get("layer_types") or ())
 
 
 def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
@@ -295,78 +285,10 @@ def parts(config: Any) -> tuple[str, ...]:
     return tuple(MODELS.get(str(load(config).get("model_type")), {}).get("parts", ()))
 
 
-def ropes(data: Mapping[str, Any], model: Model) -> dict[str | None, Rope | None]:
-    """Layer type -> rope parameters, None for layers that do not rotate; {None: ...} for all alike.
-
-    >>> ropes({"rope_theta": 5e5}, {})
-    {None: {}}
-    """
-    rope = rope_parameters(data) or dict(model.get("rope", {}))
-    _check_shapes(data)
-    for entry in (rope, *rope.values()):
-        if isinstance(entry, Mapping):
-            _check_shapes(entry)
-    if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
-        if len(set(thetas)) > 1 or not thetas[0]:
-            return {
-                f"rope_theta={theta or 0:g}": {**rope, "rope_theta": theta} if theta else None
-                for theta in thetas
-            }
-        rope["rope_theta"] = thetas[0]
-    scaled = data.get("rope_scaling_layers")
-    layers = _length("num_hidden_layers", data.get("num_hidden_layers"))
-    if scaled is not None and layers is not None and len(scaled) < layers:  # Molmo 2
-        return {"scaled": rope, "unscaled": {key: rope[key] for key in rope if key == "rope_theta"}}
-    own = {
-        kind: value
-        and {key: value[key] for key in value if key != "head_dim"}  # `Config.get` has it
-        for kind, value in model.get("layers", {}).items()
-    }
-    if _is_nested(rope, data, own):
-        given = {key: value for key, value in rope.items() if _is_entry(value)}
-        return {key: value and dict(value) for key, value in {**own, **given}.items()}
-    if not own:
-        return {None: rope}
-    # an older config with one rope_scaling, meant for some of the layers
-    meant = model.get("scaled_layers", own) if rope else ()
-    scaling = {**model.get("scaled_defaults", {}), **rope}
-    silent = {
-        kind: value and {key: value[key] for key in value if key != "rope_theta"}
-        for kind, value in own.items()
-    }
-    return {kind: scaling if value and kind in meant else value for kind, value in silent.items()}
-
-
-def rope_parameters(data: Mapping[str, Any]) -> Rope:
-    """What a config says under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
-
-    >>> rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})
-    {'type': 'linear', 'factor': 2.0}
-    """
-    new, old = data.get("rope_parameters"), data.get("rope_scaling")
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be an object, got {value!r}")
-    if new and old and new != old:
-        raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
-    return dict(new or old or {})
-
-
-def _is_nested(rope: Rope, data: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    labels = {*own, *_listed_layer_types(data)}
-    return bool(rope) and (
-        any(key in labels for key in rope) or all(_is_entry(value) for value in rope.values())
-    )
-
-
-def _is_entry(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
-
-
 def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any], Model]:
     """The sub-config that is meant, and what is known of its model."""
     name = data.get("model_type")
-    if not name:  # a bare dict, or an empty PretrainedConfig
+    if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {part!r} of a config without model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
@@ -388,6 +310,11 @@ def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any],
         )
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
+        if part is None and name not in FLAT_FILES:
+            outside = [each for each in data if _TEXT_KEYS.search(str(each))]
+            if outside or name in OWN_TEXTS:
+                beside = f" but {outside[0]} outside of it, where it is not read" if outside else ""
+                raise ValueError(f"model_type {name!r} needs {key}: the config has none{beside}")
         inner = {} if part else {k: v for k, v in data.items() if k not in known}
         inner = {**inner, "model_type": known[key]}
     if not isinstance(inner, Mapping):

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .entries import whole_number
 from .gguf import ARCHITECTURES, BETAS, NEEDS_SECTIONS, STANDS_STILL, axes_of, model_of, yarn_gain
+from .values import whole_number
 
 
 def to_gguf(

@@ -13,7 +13,9 @@ from typing import Any
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters
 from ..spec import Rotary, nearest
-from .entries import Config, Model, Rope, choose, whole_number
+from .entries import Config, choose
+from .layers import Model, Rope
+from .values import whole_number
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
 # names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
@@ -31,7 +33,7 @@ _NEUTRAL_KEYS = (
 # keys around the rope parameters that are read here for every model
 _TOP_KEYS = (
     "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", LAYOUT_MARK,
-    "rope_dim", "mrope_section", "layer_rope_theta", "rope_scaling_layers",
+    "mrope_section", "layer_rope_theta", "rope_scaling_layers",
 )  # fmt: skip
 # keys that published files carry and that say nothing at this value
 _HARMLESS = {
@@ -208,6 +210,15 @@ def check_top(found: Config, complain: Complain) -> None:
     data, model = found.data, found.model
     known = {*_TOP_KEYS, *model.get("names", {}).values(), *model.get("other", ())}
     known |= {model.get("layout_key", ""), model.get("switch", "")}
+    if not found.model_type:
+        known.add("rope_dim")  # vLLM's name of the width
+    unread = found.unread_base
+    if unread is not None and unread != found.base:
+        where = f"layers of {found.layer_type!r}" if found.layer_type else "this model"
+        complain(
+            f"rope_theta {unread!r} is not read for {where} of model_type {found.model_type!r}, "
+            f"whose base is {found.base:g}; a layer type takes it from its rope_parameters"
+        )
     for names in model.get("layer_names", {}).values():
         known |= set(names.values())
     harmless = {**_HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..configs import Config, choose
-from ..configs.entries import TEXT_PARTS, whole_number
+from ..configs.entries import MODELS, TEXT_PARTS
 from ..configs.hf import check_top, refuse
+from ..configs.values import whole_number
 from ..schedules import SCHEDULES, parameters
 from ..spec import Rotary, nearest
 from .case import Array, Case, NotComparedError, Program, RefusedError
@@ -32,6 +33,12 @@ NUMBERS = frozenset({
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
     "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim", "rope_theta",
 })  # fmt: skip
+BASE_KEYS = frozenset(  # where the files of some model have a base
+    names["rope_theta"]
+    for model in MODELS.values()
+    for names in (model.get("names", {}), *model.get("layer_names", {}).values())
+    if "rope_theta" in names
+)
 LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
 KEYS = NUMBERS | {  # of rope parameters, read by some program
     *(key for schedule in SCHEDULES for key in parameters(schedule)),
@@ -239,7 +246,7 @@ def _check_values(keys: Mapping[str, Any]) -> None:
         elif name in ("rope_type", "type"):
             if not isinstance(value, str):
                 raise ValueError(f"{name} must be a name, got {value!r}")
-        elif name in NUMBERS and (
+        elif name in NUMBERS | BASE_KEYS and (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not math.isfinite(value)

@@ -1,0 +1,180 @@
+"""The rope parameters of each layer type: nested, flat, in lists by layer, or one for all.
+
+transformers reads a nested `rope_parameters` only where the model's code has layer types, and
+every such model has its own rule for what is missing or flat. A config that it would read
+otherwise than it looks is refused here, with what to write.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from .values import check_shapes, length
+
+Model = Mapping[str, Any]
+Rope = dict[str, Any]
+Entries = dict[str | None, Rope | None]  # by layer type; None for a layer type without rotation
+# keys that say by layer what holds for it, of a few models
+_LISTS = ("layer_rope_theta", "rope_scaling_layers")
+
+
+def ropes(data: Mapping[str, Any], model: Model) -> Entries:
+    """Layer type -> rope parameters, None for layers that do not rotate; {None: ...} for all alike.
+
+    >>> ropes({"rope_theta": 5e5}, {})
+    {None: {}}
+    """
+    given = rope_parameters(data)
+    rope = given or dict(model.get("rope", {}))
+    check_shapes(data)
+    for entry in (rope, *rope.values()):
+        if isinstance(entry, Mapping):
+            check_shapes(entry)
+    by_layer = _by_layer(rope, data, model)
+    if by_layer is not None:
+        return by_layer
+    own: Entries = {
+        kind: value
+        and {key: value[key] for key in value if key != "head_dim"}  # `Config.get` has it
+        for kind, value in model.get("layers", {}).items()
+    }
+    if _is_nested(rope, (*own, *listed_layer_types(data))):
+        return _nested(rope, own, data, model)
+    if not own:
+        return {None: rope}
+    return _flat(given, own, data, model)
+
+
+def rope_parameters(data: Mapping[str, Any]) -> Rope:
+    """What a config says under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
+
+    >>> rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})
+    {'type': 'linear', 'factor': 2.0}
+    """
+    new, old = data.get("rope_parameters"), data.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be an object, got {value!r}")
+    if new and old and new != old:
+        raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
+    return dict(new or old or {})
+
+
+def listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layer type of each layer, as the config lists them; empty if it does not.
+
+    >>> listed_layer_types({"layer_types": ["full_attention"]})
+    ('full_attention',)
+    """
+    return tuple(data.get("layer_types") or ())
+
+
+def _by_layer(rope: Rope, data: Mapping[str, Any], model: Model) -> Entries | None:
+    """The entries where a list says which layers have which; None if there is no such list."""
+    for name in _LISTS:
+        if data.get(name) is not None and model and name not in model.get("lists", ()):
+            raise ValueError(
+                f"{name} is not read by model_type {data.get('model_type')!r}; remove the key"
+            )
+    if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
+        if len(set(thetas)) > 1 or not thetas[0]:
+            return {
+                f"rope_theta={theta or 0:g}": {**rope, "rope_theta": theta} if theta else None
+                for theta in thetas
+            }
+        rope["rope_theta"] = thetas[0]
+    scaled = data.get("rope_scaling_layers")
+    layers = length("num_hidden_layers", data.get("num_hidden_layers"))
+    if scaled is not None and layers is not None and len(scaled) < layers:  # Molmo 2
+        return {"scaled": rope, "unscaled": {key: rope[key] for key in rope if key == "rope_theta"}}
+    return None
+
+
+def _is_nested(rope: Rope, labels: Container[str | None]) -> bool:
+    return bool(rope) and (
+        any(key in labels for key in rope) or all(_is_entry(value) for value in rope.values())
+    )
+
+
+def _is_entry(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _nested(rope: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
+    """The entries of a nested rope_parameters, refused where transformers takes something else."""
+    name = data.get("model_type")
+    entries = [value for value in rope.values() if isinstance(value, Mapping)]
+    flat = {key: value for key, value in rope.items() if not _is_entry(value)}
+    if beside := [key for key in flat if not any(each.get(key) == flat[key] for each in entries)]:
+        raise ValueError(
+            f"rope_parameters is nested by layer type and has {beside[0]!r} beside the entries, "
+            "which no layer reads; move it into them"
+        )
+    found: Entries = {key: value and dict(value) for key, value in rope.items() if key not in flat}
+    if not name:
+        return {**own, **found}
+    if not own and not model.get("nested"):
+        raise ValueError(
+            f"rope_parameters is nested by {', '.join(map(repr, rope))}, but all layers of "
+            f"model_type {name!r} have one RoPE, and transformers ignores such entries; write "
+            "one object that is not nested"
+        )
+    if _fills(model):
+        if not data.get("rope_parameters"):
+            raise ValueError(
+                f"rope_scaling of model_type {name!r} is nested by layer type, and transformers "
+                "ignores its entries; write them under rope_parameters"
+            )
+        if empty := [key for key, value in found.items() if value is None]:
+            raise ValueError(
+                f"rope_parameters of {empty[0]!r} is null, for which transformers takes "
+                f"{own.get(empty[0])}; write what is meant"
+            )
+        return {**own, **found}
+    if missing := [kind for kind in own if kind not in found]:
+        raise ValueError(
+            f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
+            "each layer type"
+        )
+    for kind, entry in found.items():
+        if entry is not None and entry.get("rope_theta") is None:
+            raise ValueError(f"rope_parameters of {kind!r} needs rope_theta")
+    return {**own, **found}
+
+
+def _fills(model: Model) -> bool:
+    """True for models made before rope_parameters was nested: the class fills in what is missing.
+
+    They read an older flat rope_scaling too, meant for some of the layers.
+    """
+    return "scaled_layers" in model and not model.get("flat")
+
+
+def _flat(given: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
+    """The entries where the config has none of its own: the model's, and one flat rope_scaling."""
+    meant, name = model.get("scaled_layers", ()), data.get("model_type")
+    if given and not model.get("flat"):
+        if data.get("rope_parameters") or not meant:
+            example = ", ".join(f'"{kind}": {{...}}' for kind in own)
+            raise ValueError(
+                f"rope_parameters of model_type {name!r} must be nested by layer type: "
+                f"{{{example}}}; transformers does not read a flat one"
+            )
+        if given.get("rope_type") is None:
+            raise ValueError(
+                f"rope_scaling of model_type {name!r} needs rope_type; transformers does not read "
+                "its type here"
+            )
+    for key in model.get("scaled_unread", ()):
+        if given.get(key) is not None:
+            raise ValueError(
+                f"rope_scaling of model_type {name!r} has {key}, which its code replaces by that "
+                "of the model; remove the key"
+            )
+    silent = {
+        kind: value and {key: value[key] for key in value if key != "rope_theta"}
+        for kind, value in own.items()
+    }
+    kind_of = given.get("rope_type") or given.get("type")
+    scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **given}
+    meant = meant if given else ()
+    return {kind: scaling if value and kind in meant else value for kind, value in silent.items()}

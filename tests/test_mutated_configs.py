@@ -1,0 +1,167 @@
+"""Broken configs: transformers' numbers or one sentence; and each way it once was neither.
+
+`python tests/against_transformers.py 100000` is the same at full length.
+"""
+
+import contextlib
+import copy
+import re
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary.configs import MODELS, entries
+from rotary.programs import diff
+
+against = pytest.importorskip("against_transformers", reason="needs transformers")
+
+LAYERED = ("full_attention", "sliding_attention")
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA = {"model_type": "llama", "head_dim": 64}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed):
+    counts, faults = against.run(seed, 2000)
+    assert faults == []
+    assert counts["both read, equal"] > 600
+    assert counts["slower than 50 ms"] <= 2  # of a machine that does other things too
+
+
+def read_as_transformers(data, kind=None):
+    """What both read, which must be the same; or our refusal."""
+    spec = rotary.from_hf_config(data, kind)
+    got, wanted = against.ours(spec, None), against.numbers(data, kind, None)
+    np.testing.assert_allclose(got.inv_freq, wanted.inv_freq, rtol=against.CLOSE)
+    assert got.attention_factor == pytest.approx(wanted.attention_factor)
+    return spec
+
+
+FILLED = ("gemma3_text", "gemma3n_text", "olmo3", "t5gemma2_text")
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_a_flat_rope_parameters_is_ignored_by_transformers_and_refused_here(name):
+    """Where layer types differ: it was read as the older rope_scaling, for some of the layers."""
+    flat = {"model_type": name, "rope_parameters": {**LINEAR, "rope_theta": 5e4}}
+    silent = against.numbers({"model_type": name}, "full_attention", None)
+    same = against.numbers({**flat, "rope_parameters": dict(flat["rope_parameters"])},
+                           "full_attention", None)  # fmt: skip
+    np.testing.assert_array_equal(same.inv_freq, silent.inv_freq)
+    for kind in LAYERED:
+        with pytest.raises(ValueError, match=r"must be nested by layer type: \{\"full_attention\""):
+            rotary.from_hf_config(flat, kind)
+    scaled = {"model_type": name, "rope_scaling": LINEAR}
+    assert read_as_transformers(scaled, "full_attention").schedule == "linear"
+    assert read_as_transformers(scaled, "sliding_attention").schedule == "default"
+
+
+def test_a_rope_scaling_that_layered_models_of_transformers_do_not_read():
+    old = {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(ValueError, match="needs rope_type; transformers does not read its type"):
+        rotary.from_hf_config(old, "full_attention")
+    nested = {"model_type": "gemma3_text", "rope_scaling": dict.fromkeys(LAYERED, LINEAR)}
+    with pytest.raises(ValueError, match="write them under rope_parameters"):
+        rotary.from_hf_config(nested, "full_attention")
+    with pytest.raises(ValueError, match="must be nested by layer type"):
+        rotary.from_hf_config({"model_type": "gemma4_text", "rope_scaling": LINEAR}, LAYERED[0])
+    v4 = {"model_type": "deepseek_v4", "rope_scaling": {**LINEAR, "rope_theta": 5e5}}
+    with pytest.raises(ValueError, match="has rope_theta, which its code replaces"):
+        rotary.from_hf_config(v4, "compress")
+    assert read_as_transformers({**v4, "rope_scaling": dict(LINEAR)}, "compress").base == 160_000
+
+
+def nested(name, full, sliding, **beside):
+    rope = {"full_attention": full, "sliding_attention": sliding, **beside}
+    return {"model_type": name, "rope_parameters": rope}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (nested("gemma3_text", LINEAR, LINEAR, rope_theta=5e5), "'rope_theta' beside the entries"),
+        (nested("gemma3_text", None, LINEAR), "is null, for which transformers takes"),
+        (nested("gemma4_text", LINEAR, LINEAR), "needs rope_theta"),
+        ({"model_type": "gemma4_text", "rope_parameters": {LAYERED[0]: LINEAR}}, "no entry for"),
+        ({**LLAMA, "rope_parameters": {LAYERED[0]: LINEAR}}, "have one RoPE, and transformers"),
+        ({"model_type": "gemma4_text", "rope_theta": 5e5}, "rope_theta 500000.0 is not read"),
+        ({**LLAMA, "layer_rope_theta": [1e4, 5e5]}, "layer_rope_theta is not read by model_type"),
+        ({**LLAMA, "rope_dim": 32}, "config key 'rope_dim' is not known"),
+        ({"model_type": "esm", "rope_theta": 5e5}, "is not read for this model"),
+        ({"model_type": "deepseek_v3", "head_dim": 48, "qk_rope_head_dim": 64}, "head_dim 48 is"),
+        ({"model_type": "llava", "hidden_size": 512}, "needs text_config: .* but hidden_size"),
+        ({"model_type": "mistral3"}, "needs text_config: the config has none$"),
+        ({**LLAMA, "num_attention_heads": True}, "num_attention_heads must be a whole number"),
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size must be a whole number"),
+        ({**LLAMA, "max_position_embeddings": 2**63}, "must be less than 2\\^63"),
+        ({"model_type": 0, "head_dim": 64}, "model_type 0 is not known"),
+    ],
+)
+def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        rotary.from_hf_config(data, LAYERED[0] if "gemma" in str(data["model_type"]) else None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ({"model_type": "olmo3", "rope_theta": 5e4}, "full_attention"),
+        ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "main"),
+        ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "compress"),
+        ({"model_type": "deepseek_v4"}, "compress"),
+        ({"model_type": "deepseek_v2", "head_dim": 48}, None),
+        (nested("gemma3_text", LINEAR, LINEAR), "full_attention"),
+        (nested("gemma3_text", LINEAR, LINEAR), "sliding_attention"),
+        ({"model_type": "step3p5", "rope_theta": 5e4}, "full_attention"),
+        ({"model_type": "neomme", "rope_theta": 5e4}, "full_attention"),
+    ],
+)
+def test_what_was_read_otherwise_is_now_read_as_transformers_does(data, kind):
+    read_as_transformers(data, kind)
+
+
+FLAT = {
+    "rope_theta": 12345.0, "hidden_size": 2048, "num_attention_heads": 64, "head_dim": 32,
+    "num_key_value_heads": 64, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
+}  # fmt: skip
+COMPOSITES = [
+    name
+    for name, model in MODELS.items()
+    if set(model) == {"parts"} and set(model["parts"]) & set(entries.TEXT_PARTS)
+]
+
+
+def test_the_models_that_read_the_text_beside_their_parts():
+    reads = set()
+    for name in COMPOSITES:
+        with contextlib.suppress(against.NoAnswerError):
+            data = {"model_type": name, **copy.deepcopy(FLAT)}
+            inv_freq = against.numbers(data, None, None).inv_freq
+            if np.isclose(inv_freq[1], FLAT["rope_theta"] ** (-1 / len(inv_freq))):
+                reads.add(name)
+    assert reads == entries.FLAT_FILES
+
+
+def test_the_models_that_have_a_text_of_their_own():
+    own = set()
+    for name in COMPOSITES:
+        try:
+            theirs = against.numbers({"model_type": name}, None, None)
+            got = against.ours(rotary.from_hf_config({"model_type": name}), None)
+        except against.NoAnswerError:
+            continue
+        except ValueError as error:
+            if re.search("needs .*_config: the config has none", str(error)):
+                own.add(name)
+        else:
+            np.testing.assert_allclose(got.inv_freq, theirs.inv_freq, rtol=against.CLOSE)
+    assert own == entries.OWN_TEXTS
+
+
+def test_diff_refuses_a_base_that_is_no_number_wherever_a_model_has_one():
+    """A program may read it though the entry that is compared has a base of its own."""
+    data = nested("gemma3_text", {**LINEAR, "rope_theta": 1e6}, {**LINEAR, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="rope_local_base_freq must be a number"):
+        diff({**data, "rope_local_base_freq": {"a": 1}}, layer_type="sliding_attention")
