@@ -19,6 +19,10 @@ import numpy as np
 
 KNOWN = "numpy, torch, jax"
 NEEDS_LENGTH = "a spec that depends on the length needs seq_len as a whole number"
+NESTED = (
+    "a nested tensor is not rotated as it is: rotate every tensor of x.unbind(), or "
+    "x.to_padded_tensor(0.0), or x.values() of a jagged one with one position per token"
+)
 
 
 def kernel_of(array: Any) -> ModuleType:
@@ -28,10 +32,12 @@ def kernel_of(array: Any) -> ModuleType:
     >>> kernel_of(numpy.zeros(2)).__name__
     'rotary.kernels.cpu'
     """
-    if isinstance(array, np.ndarray):
+    if type(array) is np.ndarray or (isinstance(array, np.ndarray) and not way_on(type(array))):
         return host()
     torch = sys.modules.get("torch")  # a torch tensor cannot exist before torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
+        if array.is_nested:
+            raise TypeError(NESTED)
         if type(array) is not torch.Tensor and is_distributed(array):
             from . import dtensor
 
@@ -56,12 +62,14 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def check_positions(positions: Any) -> None:
-    """Refuse positions that could be read only by a copy from a GPU to the host that nobody sees.
+    """Refuse positions that only a copy from a GPU, or the loss of their mask, would read.
 
     >>> check_positions([0, 1, 2])
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(positions, torch.Tensor):
+        if positions.is_nested:
+            raise TypeError(NESTED)
         return
     if way_on(type(positions)):
         raise TypeError(f"cannot take positions from a {_described(positions)}")
@@ -74,7 +82,7 @@ def _described(array: Any) -> str:
 
 
 def way_on(kind: type) -> str:
-    """What to do with an array that is not known here, of a library for GPUs or of torch.fx.
+    """What to do with an array that is not taken: of a GPU library, of torch.fx, or masked.
 
     >>> way_on(np.ndarray)
     ''
@@ -89,6 +97,8 @@ def way_on(kind: type) -> str:
         return "; go on with torch.from_dlpack(x) or numpy.array(x)"
     if hasattr(kind, "__cuda_array_interface__") and library not in ("jax", "jaxlib"):
         return "; go on with torch.from_dlpack(x), which copies nothing"
+    if issubclass(kind, np.ma.MaskedArray):
+        return "; a mask would be lost: go on with x.data, or x.filled(0), and mask the result"
     return ""
 
 

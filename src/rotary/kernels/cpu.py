@@ -75,6 +75,8 @@ def rotate(
             return tuple(out)
     law.check_operands(xs, cos, sin, out)
     rows = None if positions is None else law.check_rows(positions, cos)
+    if out is not None and rows is not None:
+        law.check_out((*xs, cos, sin, rows), out)
     if cos.dtype != np.float32:
         return law.rotate(xs, cos, sin, positions, options, conjugate, out)
     shapes = tuple(x.shape for x in xs)

@@ -112,8 +112,9 @@ def check_fit(
         if (
             len(shape) != len(geometry.dims) + 1
             or table[-1] != geometry.pairs
+            or geometry.pairs < 1
             or not 0 <= geometry.start <= stop <= shape[-1]
-            or any(dim is not None and along[dim] not in (1, size) for size, dim in sizes)
+            or any(dim is not None and along[dim] not in (size, 1) for size, dim in sizes)
         ):
             raise ValueError(
                 f"x {tuple(shape)}, cos {tuple(table)} and positions {rows} do not fit {geometry}"

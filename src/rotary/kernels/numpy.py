@@ -71,13 +71,20 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name if dtype.isnative else f"{dtype.byteorder}{dtype.name}"
 
 
+def _described(dtype: np.dtype[Any]) -> str:
+    if not dtype.isnative:
+        return f"{name_of(dtype)}: pass x.astype(x.dtype.newbyteorder('='))"
+    is_short = name_of(dtype) in ("float16", "bfloat16")
+    return f"{name_of(dtype)}: they were rounded before" if is_short else name_of(dtype)
+
+
 def check_operands(
     xs: Sequence[Array], cos: Array, sin: Array, out: Sequence[Array] | None
 ) -> None:
     """Refuse what cannot be rotated: dtypes, mixed libraries, unusable `out`."""
     for x in xs:
         if name_of(x.dtype) not in FLOATS:
-            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {name_of(x.dtype)}")
+            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {_described(x.dtype)}")
         if x.dtype != xs[0].dtype:
             raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
@@ -85,7 +92,7 @@ def check_operands(
             f"cos and sin must be alike, got {cos.dtype} {cos.shape} and {sin.dtype} {sin.shape}"
         )
     if cos.dtype not in (np.float32, np.float64):
-        raise TypeError(f"tables must be float32, got {cos.dtype.name}: they were rounded before")
+        raise TypeError(f"tables must be float32, got {_described(cos.dtype)}")
     if out is not None:
         check_out((*xs, cos, sin), out)
 
@@ -136,7 +143,7 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
         kind = dtype.name
     else:
         raise TypeError(
-            f"positions must be whole numbers, or float64 if fractional, got {dtype.name}"
+            f"positions must be whole numbers, or float64 if fractional, got {_described(dtype)}"
         )
     if not positions.size:
         return kind, None, None
@@ -157,7 +164,7 @@ def arange(like: Array, count: int) -> Array:
 
 def owns(array: Any) -> bool:
     """Whether this kernel is the one for an array."""
-    return isinstance(array, np.ndarray)
+    return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
 
 
 def taken_over(positions: Any, like: Array) -> Array:

@@ -17,13 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import layouts
 from . import host, torch_tables
-from .geometry import Geometry, Options, geometry_of
+from .geometry import Geometry, Options, check_fit, geometry_of
 from .memory import is_contiguous
 from .pages import LARGE
-from .torch_checks import check_no_grad, check_writable
+from .torch_checks import (
+    check_device,
+    check_memory,
+    check_no_grad,
+    check_storage,
+    check_strided,
+    check_writable,
+)
 from .torch_checks import check_operands as check_operands
 from .torch_checks import check_rows as check_rows
 from .torch_exact import makes_angles as makes_angles
@@ -43,6 +51,7 @@ from .torch_state import (
     TENSORS,
     are_plain,
     has_memory,
+    is_lazy,
     is_on_gpu,
     is_tracing,
     is_tracing_a_transform,
@@ -69,14 +78,18 @@ def rotate(
     """
     is_eager = positions is None and not is_tracing() and not is_transforming()
     key = len(xs), options, conjugate
+    for tensor in (*xs, cos, sin):
+        if tensor.is_nested:  # the guards below would end the process
+            check_strided((tensor,))
     if is_eager and out is None and not wants_grad(*xs, cos, sin):
         for guard, call in _recent.get(key, ()):
             if guard.check(*xs, cos, sin):
                 return call(xs, cos, sin, None)
     if is_eager and not is_on_gpu(xs[0]) and (out is None or all(map(has_memory, (*xs, *out)))):
         tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
+        check_strided(tensors)
         ready = _ready_call(
-            tuple([(type(t), t.dtype, t.is_cpu, t.is_neg(), t.shape, t.stride()) for t in tensors]),
+            tuple([(type(t), t.dtype, t.is_cpu, is_lazy(t), t.shape, t.stride()) for t in tensors]),
             None if out is None else _in_place(xs, out),
             options,
             conjugate,
@@ -146,7 +159,7 @@ def _rotate_into(
             list(xs), cos, sin, rows, *_flat(geometry), conjugate, list(out)
         )
         return tuple(out)
-    check_writable((*xs, cos, sin), out)
+    check_writable((*xs, cos, sin, *(() if rows is None else (rows,))), out)
     launch(xs, cos, sin, rows, geometry, conjugate, out)
     mark_written(out)
     return tuple(out)
@@ -171,8 +184,8 @@ def _ready_call(
     if not hasattr(loops, "ready_call"):
         return None
     if not all(
-        kind in TENSORS and is_cpu and not is_neg and dtype in FLOATS and shape
-        for kind, dtype, is_cpu, is_neg, shape, _ in signature
+        kind in TENSORS and is_cpu and not is_lazy and dtype in FLOATS and shape
+        for kind, dtype, is_cpu, is_lazy, shape, _ in signature
     ):
         return None
     blocks = [form_of(shape, stride, dtype) for _, dtype, _, _, shape, stride in signature]
@@ -201,7 +214,7 @@ def _run(
     call: Any, xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...]:
     if out is not None:
-        check_writable((*xs, cos, sin), out)
+        check_memory((*xs, cos, sin), out)
         outs = tuple(out)
     elif call.size < LARGE:  # nothing stands between one token and its outputs
         outs = tuple([torch.empty_like(x) for x in xs])
@@ -267,27 +280,40 @@ def _flat(geometry: Geometry) -> tuple[int, int, str, str, list[int]]:
 def _geometry(
     start: int, pairs: int, layout: str, out_layout: str, dims: Sequence[int]
 ) -> Geometry:
-    known = tuple(None if dim < 0 else dim for dim in dims)
+    known = tuple(None if dim == -1 else dim for dim in dims)
     return Geometry(start, pairs, layout, out_layout, known)
 
 
 def _checked(xs, cos, sin, rows, geometry, out=None):
-    """Refuse what an operator may be called with and its kernel would read or write past."""
+    """Row numbers as int64, after what the kernel would read or write past has been refused."""
     if not xs:
         raise ValueError("xs must hold at least one tensor")
+    if forward_ad._current_level >= 0:  # the tangents cannot be seen from here, and would be lost
+        raise RuntimeError(
+            "the operators of rotary have no forward-mode derivative: call rotary.rotate"
+        )
+    indices = () if rows is None else (rows,)
+    given = (*xs, cos, sin, *indices, *(out or ()))
+    check_strided(given)
+    check_storage(given)
     check_operands(xs, cos, sin, out)
     layouts.check(geometry.layout)
     layouts.check(geometry.out_layout, "out_layout")
-    rows = None if rows is None else check_rows(rows, xs[0])
+    if rows is not None:
+        check_device(rows, xs[0])
+        rows = check_rows(rows, xs[0])
+        indices = (rows,)
     along = cos.ndim - 1 if rows is None else rows.ndim
     used = [dim for dim in geometry.dims if dim is not None]
     if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
         raise ValueError(
-            f"dims {list(geometry.dims)} must name each of the {along} leading axes of "
+            f"dims {_flat(geometry)[-1]} must name each of the {along} leading axes of "
             f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
         )
+    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
     if out is not None:
-        check_writable((*xs, cos, sin), out)
+        check_no_grad((*xs, cos, sin), out)
+        check_writable((*xs, cos, sin, *indices), out)
     return rows
 
 
@@ -313,14 +339,25 @@ def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, co
     geometry = _geometry(start, pairs, layout, out_layout, dims)
     rows = _checked(xs, cos, sin, rows, geometry, out)
     launch(xs, cos, sin, rows, geometry, conjugate, out)
+    mark_written(out)
 
 
-def _fake(xs, *_):
+def _fake(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
+    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims))
     return [x.new_empty(x.shape) for x in xs]
+
+
+def _fake_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
+    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims), out)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, cos, sin, rows, *rest, ctx.conjugate = inputs
+    if cos.requires_grad or sin.requires_grad:
+        raise RuntimeError(
+            "the operator rotary::rotate gives cos and sin no gradient: call rotary.rotate, which "
+            "does, or pass cos.detach() and sin.detach()"
+        )
     ctx.geometry = _geometry(*rest)
     ctx.save_for_backward(cos, sin, rows)
 
@@ -335,7 +372,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
 _library.impl("rotate", _operator, "CompositeExplicitAutograd")
 _library.impl("rotate_out", _operator_out, "CompositeExplicitAutograd")
 torch.library.register_fake("rotary::rotate", _fake, lib=_library)
-torch.library.register_fake("rotary::rotate_out", lambda *_: None, lib=_library)
+torch.library.register_fake("rotary::rotate_out", _fake_out, lib=_library)
 torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setup, lib=_library)
 _library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
 _library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import is_distributed
+from . import NESTED, is_distributed
 from .memory import check_overlap
 from .torch_launch import form
 from .torch_state import FLOATS, INTEGERS, has_memory, unmapped, wants_grad
@@ -17,8 +17,9 @@ def check_operands(
     xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
 ) -> None:
     """Refuse what cannot be rotated: dtypes, mixed libraries or devices, unusable `out`."""
+    check_strided((cos, sin))
     for table in (cos, sin):
-        _check_device(table, xs[0])
+        check_device(table, xs[0])
     check_xs(xs, out)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
@@ -32,8 +33,9 @@ def check_operands(
 def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
     """The same where angles come from no table."""
     x = xs[0]
+    check_strided((*xs, *(out or ())))
     for tensor in (*xs[1:], *(out or ())):
-        _check_device(tensor, x)
+        check_device(tensor, x)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be one of {', '.join(FLOATS.values())}, got {x.dtype}")
     for other in xs[1:]:
@@ -49,7 +51,17 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
             )
 
 
-def _check_device(tensor: Tensor, x: Tensor) -> None:
+def check_strided(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors whose numbers do not lie in strides: nested and sparse ones."""
+    for x in tensors:
+        if x.is_nested:
+            raise TypeError(NESTED)
+        if x.layout is not torch.strided:
+            raise TypeError(f"tensors must be dense, got {x.layout}: pass x.to_dense()")
+
+
+def check_device(tensor: Tensor, x: Tensor) -> None:
+    """Refuse a tensor on another device than x, or distributed where x is not."""
     if type(tensor) is not type(x) and is_distributed(tensor):
         raise TypeError(
             "x is a plain tensor and another operand a DTensor: pass its to_local(), or wrap x by "
@@ -61,8 +73,10 @@ def _check_device(tensor: Tensor, x: Tensor) -> None:
 
 def check_rows(positions: Any, like: Tensor) -> Tensor:
     """Row numbers as int64; whether they are inside the table is seen when they are read."""
+    if isinstance(positions, Tensor):
+        check_strided((positions,))
     rows = torch.as_tensor(positions, device=like.device)
-    _check_device(rows, like)
+    check_device(rows, like)
     if rows.dtype not in INTEGERS:
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
     return rows.long()
@@ -85,8 +99,31 @@ def _has_tangent(x: Tensor) -> bool:
 
 def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Refuse outputs that must not be written, or that share memory with what is still read."""
+    if all(map(has_memory, (*inputs, *out))):
+        check_memory(inputs, out)
+    else:
+        _check_no_inference(out)
+
+
+def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """The same for tensors that all have memory."""
+    _check_no_inference(out)
+    check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
+
+
+def _check_no_inference(out: Sequence[Tensor]) -> None:
     for y in out:
         if y.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError("out is an inference tensor: write to it under inference_mode only")
-    if all(map(has_memory, (*inputs, *out))):
-        check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
+
+
+def check_storage(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that reach beyond their memory, as after `untyped_storage().resize_(0)`."""
+    for x in filter(has_memory, tensors):
+        last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        end = (x.storage_offset() + last + 1) * x.itemsize
+        if x.numel() and end > x.untyped_storage().nbytes():
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} ends at byte {end} of a storage that has "
+                f"{x.untyped_storage().nbytes()}: it was released or made smaller"
+            )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import host
-from .geometry import Geometry, check_fit
+from .geometry import Geometry
 from .memory import Block
 from .pages import ask_for_huge_pages
 from .torch_formula import check_row_range, formula
@@ -33,7 +33,6 @@ def launch(
     On a GPU no row number is looked at, for that would wait for the device: one outside the tables
     gives NaN, by the kernel and by the formula.
     """
-    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
     if rows is not None and is_on_host(rows):
         check_row_range(rows, cos)
     indices = () if rows is None else (rows,)

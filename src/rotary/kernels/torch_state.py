@@ -67,12 +67,17 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def is_lazy(x: Tensor) -> bool:
+    """Whether the values of x are not its bytes: a view yet to be negated, zeros without memory."""
+    return x.is_neg() or x._is_zerotensor()
+
+
 def has_memory(x: Tensor) -> bool:
     """Whether the values of a tensor are bytes at its address, on the host or on a GPU."""
     return (
         type(x) in TENSORS
         and (x.is_cpu or is_on_gpu(x))
-        and not x.is_neg()  # the bytes of a negated view are not its values
+        and not is_lazy(x)
         and x.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
