@@ -338,6 +338,8 @@ def check(number, counts, errors):
             xs, cos, sin, rows, *rest = arguments
             if any(map(is_released, (*xs, cos, sin, *(() if rows is None else (rows,))))):
                 raise ValueError("no memory")
+            if any(x.dtype not in FLOATS for x in (*xs, cos, sin)):
+                raise TypeError("no numbers to rotate; torch itself cannot copy some of these")
             copies = [x.detach().clone() for x in (*xs, cos, sin)]
             row_copy = None if rows is None else rows.clone()
             expected = rotated(copies[:-2], *copies[-2:], row_copy, *rest)
