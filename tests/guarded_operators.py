@@ -225,7 +225,7 @@ def another_kind(operands, chance):
             lambda: x.to_mkldnn(),
             lambda: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
             lambda: torch.nested.nested_tensor(list(x)),
-            lambda: torch._neg_view(x),
+            lambda: torch._neg_view(x) if x.is_floating_point() else x,
             lambda: torch._efficientzerotensor(x.shape, dtype=x.dtype),
             lambda: x.clone().requires_grad_(),
             lambda: torch.nn.Parameter(x),
