@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..configs import Config
-from ..configs.entries import whole_number
+from ..configs.values import whole_number
 from ..spec import Rotary
 from .files import Tensor
 from .names import Name, layer_of
