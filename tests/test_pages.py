@@ -117,7 +117,7 @@ def test_a_large_array_can_be_resized():
 
 @pytest.mark.parametrize("library", MAKE)
 def test_what_is_released_goes_back_to_the_allocator(library):
-    """No memory is kept for the next call: 200 outputs of ever other sizes leave nothing behind."""
+    """No memory is kept for the next call: outputs of eight sizes leave nothing behind."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
 
