@@ -129,11 +129,11 @@ def rotate_otherwise(model, source, target, monkeypatch):
             if not name.startswith("apply_") or "rot" not in name:
                 continue
             try:
-                way = rotations.way_of(function)
+                convention = rotations.convention_of(function)
             except ValueError:
                 continue
-            if way.layout == source:
-                other = way._replace(layout=target, out_layout=target)
+            if convention.layout == source:
+                other = convention._replace(layout=target, out_layout=target)
                 monkeypatch.setattr(module, name, rotations.replacement_of(function, other))
                 replaced += 1
     assert replaced, f"{type(model).__name__} has no rotation in layout {source}"

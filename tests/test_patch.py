@@ -31,7 +31,7 @@ def logits(model, ids=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What our kernel was called with, but for the tries of `way_of`."""
+    """What our kernel was called with, but for the tries of `convention_of`."""
     counted, is_trying = [], []
 
     def counting(xs, *args, **kwargs):

@@ -24,11 +24,11 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olm
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
 from rotary.integrations import rotations
-from rotary.integrations.rotations import replacement_of, way_of
+from rotary.integrations.rotations import convention_of, replacement_of
 from rotary.integrations.transformers import patch, unpatch
 
-# function -> style, layout, out_layout, clockwise, where a narrower table turns, insert, promotes
-WAYS = {
+# function -> style, layout, out_layout, clockwise, where a narrower table turns, new_axis, promotes
+CONVENTIONS = {
     cohere: ("repeat", "interleaved", "interleaved", False, None, "unsqueeze_dim", False),
     deepseek: ("first", "interleaved", "half", False, None, "unsqueeze_dim", True),
     glm: ("first", "interleaved", "interleaved", False, "leading", "unsqueeze_dim", True),
@@ -48,22 +48,18 @@ def name_of(function):
     return function.__module__.rpartition("_")[2] if callable(function) else str(function)
 
 
-@pytest.mark.parametrize("function", WAYS, ids=name_of)
-def test_the_way_of_a_function_of_transformers(function):
-    way = way_of(function)
-    found = way.style, way.layout, way.out_layout, way.clockwise, way.start, way.insert
-    assert (*found, way.promotes) == WAYS[function]
-
-
-def refuses(*args, **kwargs):
-    raise AssertionError("our kernel should have been used")
+@pytest.mark.parametrize("function", CONVENTIONS, ids=name_of)
+def test_the_convention_of_a_function_of_transformers(function):
+    convention = convention_of(function)
+    names = ("style", "layout", "out_layout", "clockwise", "start", "new_axis", "promotes")
+    assert tuple(getattr(convention, name) for name in names) == CONVENTIONS[function]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seq", [1, 7])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_call_of_llama_is_the_same_to_the_rounding_of_its_dtype(dtype, seq, rows):
-    ours = replacement_of(llama, way_of(llama))
+    ours = replacement_of(llama, convention_of(llama))
     random = torch.Generator().manual_seed(0)
     q = torch.randn(2, seq, 4, 16, generator=random).to(dtype)
     k = torch.randn(2, seq, 2, 16, generator=random).to(dtype)
@@ -76,7 +72,7 @@ def test_a_call_of_llama_is_the_same_to_the_rounding_of_its_dtype(dtype, seq, ro
             assert (x - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
-WAY = way_of(llama)._replace(
+CONVENTION = convention_of(llama)._replace(
     parameters=("q", "k", "cos", "sin", "unsqueeze_dim", "position_ids"),
     defaults={"unsqueeze_dim": 1, "position_ids": None},
 )
@@ -85,8 +81,7 @@ WAY = way_of(llama)._replace(
 @pytest.mark.parametrize(
     "case", ["float64", "queries shorter", "odd width", "keyword", "ranks", "batches"]
 )
-def test_a_call_that_does_not_fit_goes_to_the_function_itself(case, monkeypatch):
-    monkeypatch.setattr(rotations, "rotate", refuses)
+def test_a_call_that_does_not_fit_goes_to_the_function_itself(case):
     seen = []
 
     def function(q, k, cos, sin, unsqueeze_dim=1, position_ids=None):
@@ -94,7 +89,7 @@ def test_a_call_that_does_not_fit_goes_to_the_function_itself(case, monkeypatch)
         return "its own result"
 
     ours = replacement_of(
-        function, WAY._replace(defaults={"unsqueeze_dim": 1, "position_ids": None})
+        function, CONVENTION._replace(defaults={"unsqueeze_dim": 1, "position_ids": None})
     )
     q, k, cos = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16), torch.ones(1, 3, 16)
     extra = {}
@@ -117,7 +112,7 @@ def test_a_call_that_does_not_fit_goes_to_the_function_itself(case, monkeypatch)
 
 
 def test_wrong_arguments_raise_what_the_function_raises():
-    ours = replacement_of(llama, way_of(llama))
+    ours = replacement_of(llama, convention_of(llama))
     x = torch.ones(1, 1, 1, 4)
     for args, kwargs in (((x, x), {}), ((x,) * 6, {}), ((x, x, x, x), {"q": x}), ((), {"y": x})):
         with pytest.raises(TypeError) as theirs:
@@ -134,15 +129,15 @@ def test_wider_tables_promote_as_they_did_unless_they_are_ours():
         torch.ones(1, 3, 16),
     )
     assert llama(q, k, cos, cos)[0].dtype == torch.float32
-    assert replacement_of(llama, way_of(llama))(q, k, cos, cos)[0].dtype == torch.float32
-    exact = replacement_of(llama, way_of(llama), keeps_dtype=True)
+    assert replacement_of(llama, convention_of(llama))(q, k, cos, cos)[0].dtype == torch.float32
+    exact = replacement_of(llama, convention_of(llama), keeps_dtype=True)
     assert exact(q, k, cos, cos)[0].dtype == torch.bfloat16
     short = exact(q[:, :, :1], k, cos[:, :1].expand(1, 3, 16), sin=cos)  # goes to llama, narrowed
     assert {x.dtype for x in short} == {torch.bfloat16}
 
 
 def test_tables_written_in_place_are_read_again():
-    ours = replacement_of(llama, way_of(llama))
+    ours = replacement_of(llama, convention_of(llama))
     q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
     cos, sin = torch.ones(1, 3, 16), torch.zeros(1, 3, 16)
     assert torch.equal(ours(q, k, cos, sin)[0], q)
@@ -153,7 +148,7 @@ def test_tables_written_in_place_are_read_again():
 
 
 def test_prepared_tables_die_with_the_tables_of_the_model():
-    ours = replacement_of(llama, way_of(llama))
+    ours = replacement_of(llama, convention_of(llama))
     q, k, cos = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.ones(1, 3, 16)
     ours(q, k, cos, sin=cos.clone())
     ((_, _, (prepared, _)),) = vars(cos)["_rotary_prepared"].values()
@@ -163,7 +158,7 @@ def test_prepared_tables_die_with_the_tables_of_the_model():
 
 
 def test_gradients_flow_into_tables():
-    ours = replacement_of(llama, way_of(llama))
+    ours = replacement_of(llama, convention_of(llama))
     q, k, angles = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 3, 8)
     grads = []
     for function in (llama, ours):
@@ -193,7 +188,7 @@ def forgets_key(q, k, cos, sin):
 @pytest.mark.parametrize("function", [shears, scales, ignores_axis, forgets_key])
 def test_what_is_almost_a_rotation_is_refused(function):
     with pytest.raises(ValueError, match=r"no rotation|not known"):
-        way_of(function)
+        convention_of(function)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +196,7 @@ def test_what_is_almost_a_rotation_is_refused(function):
 )
 def test_other_signatures_are_refused_by_name(function):
     with pytest.raises(ValueError, match=r"takes \(.*\), not x or q, k and then cos, sin"):
-        way_of(function)
+        convention_of(function)
 
 
 # --- the code that calls it ---
@@ -282,7 +277,7 @@ def counted(monkeypatch):
         return rotate(xs, *args, **kwargs)
 
     rotate = rotations.rotate
-    way_of(apply_rotary)
+    convention_of(apply_rotary)
     monkeypatch.setattr(rotations, "rotate", counting)
     return calls
 

@@ -15,7 +15,7 @@ from .checkpoint.labels import CONFIG, unread_layout
 from .checkpoint.measure import Seen, disagreement, seen_in_folder, seen_in_model
 from .configs import Config, choose, from_hf_config, layer_types, parts
 from .configs.hf import LAYOUT_MARK
-from .integrations.marks import is_patched
+from .integrations.methods import is_patched
 from .layouts import LAYOUTS
 from .spec import Rotary
 

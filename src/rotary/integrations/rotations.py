@@ -1,319 +1,240 @@
-"""What a model's own rotation function computes, found by trying it, and ours in its place.
+"""The convention of a model's own rotation function, found by trying it, and ours in its place.
 
-Nothing is concluded from names or source text: a function is called on small random tensors, and
-a `Way` counts only if our replacement, the very code that will run, returns the same numbers.
+Nothing is concluded from names or source text: a function is called on small random tensors, and a
+`Convention` counts only if the very code that will run in its place returns the same numbers.
 """
 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..rotate import rotate
+from .styles import full_width, half_width
 
 TOLERANCE = 4e-6  # float32: some roundings of values below 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)  # what a wrong shape raises
 _KEPT = "_rotary_prepared"
+_LAYOUTS = ("half", "interleaved")
 
 _BATCH, _SEQ, _HEAD_DIM = 2, 5, 16
 
 
-class Way(NamedTuple):
-    """How to compute what a rotation function computes.
+class Convention(NamedTuple):
+    """What a rotation function takes, and which channels it turns by which column of a table.
 
     parameters  its parameters; the first `operands` are rotated
     tables      the one or two among them that hold cos and sin
     defaults    of the parameters that must not be given another value
-    insert      axis of size one that the tables get; "unsqueeze_dim" if a parameter says it
-    style       how a table of width W holds its pairs: "half" one column each, "first" in its first
-                half, "halves" twice over, "repeat" in neighbours, "complex" as one complex number
+    new_axis    axis of size one that the tables get; "unsqueeze_dim" if a parameter says it
+    style       how a table holds its pairs, one of those in `styles`
     start       where a narrower table turns the head: "leading", "trailing", or None: nowhere
     clockwise   pairs turn by -angle
     promotes    the result takes the wider dtype of x and table; else that of x
+    by_config   the layout is that of the weights by the config, not that of the function
     """
 
     parameters: tuple[str, ...]
     operands: int
     tables: tuple[str, ...]
     defaults: Mapping[str, Any]
-    insert: int | str | None
+    new_axis: int | str | None
     style: str
     layout: str
     out_layout: str
     clockwise: bool
     start: str | None = None
     promotes: bool = False
+    by_config: bool = False
 
     def __str__(self) -> str:
         layout = self.layout
         layout += f" in, {self.out_layout} out" if self.out_layout != layout else ""
         layout += ", clockwise" if self.clockwise else ""
-        return layout
-
-
-def signature_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
-    """(parameter names, how many come before the tables, table names) of a rotation function.
-
-    Raises ValueError if it does not take one or two tensors and then cos and sin, or one complex
-    table, and nothing else without a default.
-
-    >>> signature_of(lambda q, k, cos, sin, unsqueeze_dim=1: ...)
-    (('q', 'k', 'cos', 'sin', 'unsqueeze_dim'), 2, ('cos', 'sin'))
-    """
-    parameters = inspect.signature(function).parameters
-    named = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = tuple(p.name for p in named)
-    tables: tuple[str, ...] = ("cos", "sin")
-    if not {"cos", "sin"} <= set(names):
-        tables = tuple(name for name in names if name.startswith("freqs_ci"))
-    count = min((names.index(name) for name in tables), default=0)
-    needed = {p.name for p in named[count:] if p.default is p.empty} - set(tables)
-    if len(tables) == 0 or count not in (1, 2) or needed:
-        raise ValueError(f"takes ({', '.join(names)}), not x or q, k and then cos, sin")
-    return names, count, tables
+        return layout + (", as the config says" if self.by_config else "")
 
 
 @functools.lru_cache(maxsize=256)
-def way_of(function: Callable[..., Any]) -> Way:
-    """The first `Way` that gives what `function` gives; ValueError if none does.
+def convention_of(function: Callable[..., Any]) -> Convention:
+    """The first `Convention` that gives what `function` gives.
 
-    >>> way_of(lambda x, cos, sin: torch.cat((x[..., :8] * cos - x[..., 8:] * sin,
-    ...                                       x[..., 8:] * cos + x[..., :8] * sin), -1)).style
+    Raises ValueError if none does, or if it does not take one or two tensors and then cos and sin,
+    or one complex table, and nothing else without a default.
+
+    >>> def turned(x, cos, sin):
+    ...     first, second = x.chunk(2, dim=-1)
+    ...     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    >>> convention_of(turned).style
     'half'
     """
-    names, count, tables = signature_of(function)
-    parameters = inspect.signature(function).parameters
-    defaults = {n: parameters[n].default for n in names[count:] if n not in tables}
-    for style, probe in itertools.product(_STYLES, _probes("unsqueeze_dim" in names)):
-        if (style == "complex") != (len(tables) == 1):
-            continue
-        for layout, out_layout, clockwise in itertools.product(_LAYOUTS, _LAYOUTS, (False, True)):
-            way = Way(
-                names, count, tables, defaults, probe.insert, style, layout, out_layout, clockwise
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    names = tuple(defaults)
+    tables: tuple[str, ...] = ("cos", "sin")
+    if not {"cos", "sin"} <= set(names):
+        tables = tuple(name for name in names if name.startswith("freqs_ci"))
+    operands = min((names.index(name) for name in tables), default=0)
+    for name in (*names[:operands], *tables):
+        del defaults[name]
+    if operands not in (1, 2) or inspect.Parameter.empty in defaults.values():
+        raise ValueError(f"takes ({', '.join(names)}), not x or q, k and then cos, sin")
+    styles = ("complex",) if len(tables) == 1 else ("half", "first", "halves", "repeat")
+    trials = _trials("unsqueeze_dim" in defaults)
+    for style, trial in itertools.product(styles, trials):
+        for layouts_and_sign in itertools.product(_LAYOUTS, _LAYOUTS, (False, True)):
+            convention = Convention(
+                names, operands, tables, defaults, trial.new_axis, style, *layouts_and_sign
             )
-            if _agrees(function, way, probe, _HEAD_DIM):
-                return _completed(function, way, probe)
+            if _agrees(function, convention, trial, _HEAD_DIM):
+                return _completed(function, convention, trial)
     raise ValueError("computes no rotation of q and k that is known")
 
 
 def replacement_of(
-    function: Callable[..., Any],
-    way: Way,
-    *,
-    keeps_dtype: bool = False,
-    is_other_layout: bool = False,
+    function: Callable[..., Any], convention: Convention, *, keeps_dtype: bool = False
 ) -> Callable[..., Any]:
     """A function called as `function` is, which rotates by `rotary.rotate`.
 
-    A call that does not fit (another argument, shape or dtype) goes to `function` itself.
+    A call that does not fit (another argument, shape or dtype) goes to `function` itself; with
+    `convention.by_config` it raises ValueError, for `function` would rotate the wrong channels.
     `keeps_dtype` is for tables that are wider than the model made them: the result has the dtype of
     x, and `function` gets them in that dtype.
-    `is_other_layout` is for a `way` in another layout than `function` has: a call that does not fit
-    raises ValueError, for `function` would rotate the wrong channels.
     """
-    kept = way._replace(promotes=False) if keeps_dtype else way
+    if keeps_dtype:
+        convention = convention._replace(promotes=False)
 
+    @functools.wraps(function, updated=())
     def rotation(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(kept.parameters, args, strict=False), **kwargs)
-        call = _call_of(kept, given) if len(given) == len(args) + len(kwargs) else None
-        if call is None:
-            if is_other_layout:
-                raise ValueError(
-                    f"{function.__name__} is called with shapes or dtypes that rotary does not "
-                    f"take, and its own code does not rotate {kept.layout} weights; convert the "
-                    "weights back to its own layout"
-                )
-            if keeps_dtype:
-                args, kwargs = _narrowed(kept, args, kwargs)
-            return function(*args, **kwargs)
-        xs, cos, sin, seq_dim, start = call
-        turned = rotate(
-            xs,
-            cos,
-            sin,
-            layout=kept.layout,
-            out_layout=kept.out_layout,
-            rotary_dim=2 * cos.shape[-1],
-            start=start,
-            seq_dim=seq_dim,
-            conjugate=kept.clockwise,
-        )
-        return turned if kept.operands == 2 else turned[0]
+        given = dict(zip(convention.parameters, args, strict=False), **kwargs)
+        if len(given) == len(args) + len(kwargs):
+            rotated = _rotated(convention, given)
+            if rotated is not None:
+                return rotated
+            if keeps_dtype and not convention.by_config and convention.style != "complex":
+                dtype = given[convention.parameters[0]].dtype
+                return function(**{**given, **{t: given[t].to(dtype) for t in convention.tables}})
+        if convention.by_config:
+            raise ValueError(
+                f"{function.__name__} is called with shapes or dtypes that rotary does not take, "
+                f"and its own code does not rotate {convention.layout} weights; convert the "
+                "weights back to its own layout"
+            )
+        return function(*args, **kwargs)
 
     return rotation
 
 
-def _call_of(way: Way, given: dict[str, Any]) -> Any:
-    """(xs, cos, sin, seq_dim, start) for `rotate`; None if this call does not fit."""
-    insert: Any = way.insert
-    for name, value in given.items():
-        if name == insert:
-            insert = value
-        elif name not in way.parameters or (
-            name in way.defaults and value is not way.defaults[name]
-        ):
-            return None
-    insert = way.defaults[insert] if isinstance(insert, str) else insert
-    xs: Any = tuple([given.get(name) for name in way.parameters[: way.operands]])
-    tables: Any = tuple([given.get(name) for name in way.tables])
-    if not all([isinstance(value, Tensor) for value in (*xs, *tables)]):
+def _rotated(convention: Convention, given: Mapping[str, Any]) -> Any:
+    """What a rotation function returns for these arguments; None where `rotate` does not fit."""
+    values: dict[Any, Any] = {**convention.defaults, **given}
+    axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
+    xs: Any = tuple([values.get(name) for name in convention.parameters[: convention.operands]])
+    tables: Any = tuple([values.get(name) for name in convention.tables])
+    if (
+        len(values) != len(convention.parameters)
+        or any([not isinstance(value, Tensor) for value in (*xs, *tables)])
+        or any([values[name] is not default for name, default in convention.defaults.items()
+                if name != convention.new_axis])
+        or xs[0].ndim < 2
+        or xs[0].dtype not in _DTYPES
+        or any([x.dtype != xs[0].dtype for x in xs[1:]])
+    ):  # fmt: skip
         return None
-    x = xs[0]
-    if x.ndim < 2 or x.dtype not in _DTYPES or any([y.dtype != x.dtype for y in xs[1:]]):
-        return None
-    if way.promotes and tables[0].dtype == torch.float32 and x.dtype != torch.float32:
-        xs = tuple([other.float() for other in xs])
-    prepared = _prepared(way.style, tables, insert, x.ndim)
+    prepared = _prepared(convention.style, tables, axis, xs[0].ndim)
     if prepared is None:
         return None
     cos, sin = prepared
-    seq_dim = -2 if cos.shape[-2] == x.shape[-2] else -3
-    start = _start(way, x.shape[-1], 2 * cos.shape[-1])
-    if start is None or not _fits(xs, cos, seq_dim):
+    if convention.promotes and tables[0].dtype == torch.float32:
+        xs = tuple([x.float() for x in xs])
+    head_dim, rotary_dim = xs[0].shape[-1], 2 * cos.shape[-1]
+    if rotary_dim != head_dim and convention.start is None:
         return None
-    return xs, cos, sin, seq_dim, start
+    try:
+        rotated = rotate(
+            xs,
+            cos,
+            sin,
+            layout=convention.layout,
+            out_layout=convention.out_layout,
+            rotary_dim=rotary_dim,
+            start=head_dim - rotary_dim if convention.start == "trailing" else 0,
+            seq_dim=-2 if cos.shape[-2] == xs[0].shape[-2] else -3,
+            conjugate=convention.clockwise,
+        )
+    except ValueError:  # of shapes
+        return None
+    return rotated if convention.operands == 2 else rotated[0]
 
 
 def _prepared(
-    style: str, tables: Sequence[Tensor], insert: int | None, ndim: int
+    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Half width, float32, and as many axes as x.
+    """`half_width`, made once for all layers of a forward: kept on the first table itself.
 
-    Made once for all layers of a forward: kept on the first table itself, and gone with it.
+    So it is gone with that table.
     """
     if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
-        return _aligned(style, tables, insert, ndim)
+        return half_width(style, tables, axis, ndim)
     first, last = tables[0], tables[-1]
     versions = [0 if table.is_inference() else table._version for table in tables]
     kept = vars(first).setdefault(_KEPT, {})
-    key = style, insert, ndim
+    key = style, axis, ndim
     other = None if last is first else last  # a table must not hold itself
     if key in kept and kept[key][0] is other and kept[key][1] == versions:
         return kept[key][2]
-    prepared = _aligned(style, tables, insert, ndim)
+    prepared = half_width(style, tables, axis, ndim)
     kept[key] = other, versions, prepared
     return prepared
 
 
-def _aligned(
-    style: str, tables: Sequence[Tensor], insert: int | None, ndim: int
-) -> tuple[Tensor, Tensor] | None:
-    if style == "complex":
-        if not tables[0].is_complex():
-            return None
-        cos, sin = tables[0].real, tables[0].imag
-    else:
-        cos, sin = tables
-    width = cos.shape[-1] if cos.ndim else 0
-    if cos.shape != sin.shape or (style in ("first", "halves", "repeat") and width % 2):
-        return None
-    aligned = []
-    for table in (cos, sin):
-        if style in ("first", "halves"):
-            table = table[..., : width // 2]
-        elif style == "repeat":
-            table = table[..., ::2]
-        if insert is not None:
-            if not -table.ndim - 1 <= insert < table.ndim:  # the last axis holds the pairs
-                return None
-            table = table.unsqueeze(insert)
-        if table.ndim > ndim or table.dtype == torch.float64:
-            return None
-        aligned.append(table[(None,) * (ndim - table.ndim)].float().contiguous())
-    return aligned[0], aligned[1]
-
-
-def _fits(xs: Sequence[Tensor], cos: Tensor, seq_dim: int) -> bool:
-    first = xs[0].shape
-    ndim = len(first)
-    if ndim < 2 - (seq_dim + 2) or cos.shape[-1] == 0:
-        return False
-    seq = ndim + seq_dim
-    heads = ndim - 2 if seq_dim == -3 else ndim - 3
-    for x in xs:
-        shape = x.shape
-        if len(shape) != ndim:
-            return False
-        for axis in range(ndim):
-            if axis != heads and shape[axis] != first[axis]:
-                return False
-            rows = cos.shape[axis]
-            if axis < ndim - 1 and rows != shape[axis] and (axis == seq or rows != 1):
-                return False
-    return True
-
-
-def _start(way: Way, head_dim: int, rotary_dim: int) -> int | None:
-    if rotary_dim == head_dim:
-        return 0
-    if rotary_dim > head_dim or way.start is None:
-        return None
-    return 0 if way.start == "leading" else head_dim - rotary_dim
-
-
-def _narrowed(way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call, with its tables in the dtype of x."""
-    given = dict(zip(way.parameters, args, strict=False), **kwargs)
-    x = given.get(way.parameters[0])
-    if not isinstance(x, Tensor):
-        return args, kwargs
-
-    def cast(name: str, value: Any) -> Any:
-        is_table = name in way.tables and isinstance(value, Tensor) and not value.is_complex()
-        return value.to(x.dtype) if is_table else value
-
-    names = (*way.parameters, *[""] * len(args))
-    return (
-        tuple([cast(name, value) for name, value in zip(names, args, strict=False)]),
-        {name: cast(name, value) for name, value in kwargs.items()},
-    )
-
-
 # --- trying a function ---
 
-_STYLES = ("half", "first", "halves", "repeat", "complex")
-_LAYOUTS = ("half", "interleaved")
 
+class _Trial(NamedTuple):
+    """Shapes of one try: of q and k without their last axis, and of a table; and one argument."""
 
-class _Probe(NamedTuple):
-    """Shapes of one try: of q and k without their last axis, of a table, and the arguments."""
-
-    insert: int | str | None
+    new_axis: int | str | None
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     table: tuple[int, ...]
-    extra: Mapping[str, Any]
+    unsqueeze_dim: int | None = None
 
 
-def _probes(has_unsqueeze_dim: bool) -> Iterator[_Probe]:
-    heads_first = ((_BATCH, 3, _SEQ), (_BATCH, 2, _SEQ))
-    heads_last = ((_BATCH, _SEQ, 3), (_BATCH, _SEQ, 2))
+_HEADS_FIRST = ((_BATCH, 3, _SEQ), (_BATCH, 2, _SEQ))
+_HEADS_LAST = ((_BATCH, _SEQ, 3), (_BATCH, _SEQ, 2))
+
+
+def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
     if has_unsqueeze_dim:
-        yield _Probe("unsqueeze_dim", heads_first, (_BATCH, _SEQ), {"unsqueeze_dim": 1})
-        return
-    yield _Probe(1, heads_first, (_BATCH, _SEQ), {})
-    yield _Probe(-2, heads_last, (_BATCH, _SEQ), {})
-    yield _Probe(-2, ((_SEQ, 3), (_SEQ, 2)), (_SEQ,), {})
-    yield _Probe(None, heads_first, (_SEQ,), {})
+        return [_Trial("unsqueeze_dim", _HEADS_FIRST, (_BATCH, _SEQ), 1)]
+    return [
+        _Trial(1, _HEADS_FIRST, (_BATCH, _SEQ)),
+        _Trial(-2, _HEADS_LAST, (_BATCH, _SEQ)),
+        _Trial(-2, ((_SEQ, 3), (_SEQ, 2)), (_SEQ,)),
+        _Trial(None, _HEADS_FIRST, (_SEQ,)),
+    ]
 
 
-def _agrees(function: Callable[..., Any], way: Way, probe: _Probe, rotary_dim: int) -> bool:
+def _agrees(
+    function: Callable[..., Any], convention: Convention, trial: _Trial, rotary_dim: int
+) -> bool:
     """Whether ours and theirs give the same on random tensors with random angles."""
-    xs, tables = _random(way, probe, rotary_dim)
-    arguments = {**dict(zip(way.parameters, xs, strict=False)), **tables, **probe.extra}
+    arguments = _random(convention, trial, rotary_dim)
     with torch.no_grad():
+        ours = _rotated(convention, arguments)
+        if ours is None:
+            return False
         try:
             theirs = function(**arguments)
-            ours = replacement_of(_refuse, way)(**arguments)
         except _REFUSALS:
             return False
-    if way.operands == 1:
+    if convention.operands == 1:
         theirs, ours = (theirs,), (ours,)
-    if not isinstance(theirs, (tuple, list)) or len(theirs) != way.operands:
+    if not isinstance(theirs, (tuple, list)) or len(theirs) != convention.operands:
         return False
     return all(
         isinstance(one, Tensor)
@@ -324,47 +245,39 @@ def _agrees(function: Callable[..., Any], way: Way, probe: _Probe, rotary_dim: i
     )
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError("does not fit")
-
-
-def _random(way: Way, probe: _Probe, rotary_dim: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str, Any]:
+    """Random arguments of a rotation function, all but those with a default."""
     random = torch.Generator().manual_seed(7)
-    xs = [
-        torch.randn(*shape, _HEAD_DIM, generator=random) for shape in probe.shapes[: way.operands]
-    ]
-    pairs = rotary_dim // 2
-    angles = (torch.rand(*probe.table, pairs, generator=random) - 0.5) * 6.28
+    operands = convention.parameters[: convention.operands]
+    xs = {
+        name: torch.randn(*shape, _HEAD_DIM, generator=random)
+        for name, shape in zip(operands, trial.shapes, strict=False)
+    }
+    angles = (torch.rand(*trial.table, rotary_dim // 2, generator=random) - 0.5) * 6.28
     scale = 1.25  # an attention factor
-    if way.style == "complex":
-        return xs, {way.tables[0]: torch.polar(torch.full_like(angles, scale), angles)}
-    tables = {"cos": angles.cos() * scale, "sin": angles.sin() * scale}
-    for name, table in tables.items():
-        noise = torch.randn(table.shape, generator=random)
-        if way.style == "first":
-            tables[name] = torch.cat((table, noise), dim=-1)
-        elif way.style == "halves":
-            tables[name] = torch.cat((table, table), dim=-1)
-        elif way.style == "repeat":
-            tables[name] = table.repeat_interleave(2, dim=-1)
-    return xs, tables
+    tables = full_width(convention.style, angles.cos() * scale, angles.sin() * scale)
+    if convention.style == "first":
+        unread = torch.randn(angles.shape, generator=random)
+        tables = tuple(torch.cat((table, unread), dim=-1) for table in tables)
+    axis = {} if trial.unsqueeze_dim is None else {"unsqueeze_dim": trial.unsqueeze_dim}
+    return {**xs, **dict(zip(convention.tables, tables, strict=True)), **axis}
 
 
-def _completed(function: Callable[..., Any], way: Way, probe: _Probe) -> Way:
-    """`way` with what narrower tables, another axis order and other dtypes do."""
-    if way.insert == "unsqueeze_dim":
-        heads_last = ((_BATCH, _SEQ, 3), (_BATCH, _SEQ, 2))
-        other = probe._replace(shapes=heads_last, extra={"unsqueeze_dim": 2})
-        if not _agrees(function, way, other, _HEAD_DIM):
+def _completed(function: Callable[..., Any], convention: Convention, trial: _Trial) -> Convention:
+    """`convention` with what narrower tables, another axis order and other dtypes do."""
+    if convention.new_axis == "unsqueeze_dim":
+        other = trial._replace(shapes=_HEADS_LAST, unsqueeze_dim=2)
+        if not _agrees(function, convention, other, _HEAD_DIM):
             raise ValueError("reads unsqueeze_dim in a way that is not known")
     for start in ("leading", "trailing"):
-        narrow = way._replace(start=start)
-        if _agrees(function, narrow, probe, _HEAD_DIM // 2):
-            way = narrow
+        narrow = convention._replace(start=start)
+        if _agrees(function, narrow, trial, _HEAD_DIM // 2):
+            convention = narrow
             break
-    xs, tables = _random(way, probe, _HEAD_DIM)
-    halves = {name: x.bfloat16() for name, x in zip(way.parameters, xs, strict=False)}
+    arguments = _random(convention, trial, _HEAD_DIM)
+    for name in convention.parameters[: convention.operands]:
+        arguments[name] = arguments[name].bfloat16()
     with torch.no_grad():
-        result = function(**halves, **tables, **probe.extra)
-    first = result[0] if way.operands == 2 else result
-    return way._replace(promotes=first.dtype == torch.float32)
+        result = function(**arguments)
+    first = result[0] if convention.operands == 2 else result
+    return convention._replace(promotes=first.dtype == torch.float32)

@@ -1,7 +1,8 @@
 """What the modules that make cos and sin give, found by trying them, and exact tables instead.
 
-A module of transformers makes tables from positions: `forward(x, position_ids[, layer_type])`. It
-is tried on a copy, with few and small positions, so that the model is never touched.
+A rotary embedding of transformers makes tables from positions: `forward(x, position_ids)`, some
+with a `layer_type`. It is tried on a copy, with few and small positions, so that the model is never
+touched.
 """
 
 import copy
@@ -15,19 +16,18 @@ from torch import Tensor, nn
 from ..angles import cos_sin, inv_freq
 from ..configs import from_hf_config
 from ..spec import Rotary
+from .styles import full_width, half_width, style_of
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-_MAX_AXES = 6
 _SEQ = 3
 
 
 class Source(NamedTuple):
-    """How a module reads positions and lays out its tables.
+    """How a rotary embedding reads positions and lays out its tables.
 
     kind   "plain" (..., seq); "axes first" (axes, batch, seq); "axes last" (seq, axes)
     axes   how many position axes
-    style  as in `rotations.Way`: "complex", "halves", "repeat"; "half" where every column has an
-           angle of its own
+    style  of the tables, as `styles` lists them; "half" where every column has an angle of its own
     """
 
     kind: str
@@ -35,22 +35,22 @@ class Source(NamedTuple):
     style: str
 
 
-def producers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules, by name, that make tables from positions.
+def embeddings(model: nn.Module) -> dict[str, nn.Module]:
+    """The rotary embeddings, by name: the modules that make tables from positions.
 
-    >>> producers(nn.Linear(2, 2))
+    >>> embeddings(nn.Linear(2, 2))
     {}
     """
-    return {name: module for name, module in model.named_modules() if _makes_tables(module)}
-
-
-def _makes_tables(module: nn.Module) -> bool:
-    names = list(inspect.signature(type(module).forward).parameters)
-    return names[1:3] == ["x", "position_ids"] and set(names[3:]) <= {"layer_type"}
+    found = {}
+    for name, module in model.named_modules():
+        parameters = list(inspect.signature(type(module).forward).parameters)
+        if parameters[1:3] == ["x", "position_ids"] and set(parameters[3:]) <= {"layer_type"}:
+            found[name] = module
+    return found
 
 
 def nearest(names: dict[str, Any], path: str) -> str | None:
-    """The producer that serves the module at `path`: the one in its closest ancestor.
+    """The rotary embedding that serves the module at `path`: the one in its closest ancestor.
 
     >>> nearest({"model.rotary_emb": 1, "vision.rotary_emb": 2}, "model.layers.0.self_attn")
     'model.rotary_emb'
@@ -61,7 +61,7 @@ def nearest(names: dict[str, Any], path: str) -> str | None:
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
-    """The values of `layer_type` that a producer knows; [None] if it takes none.
+    """The values of `layer_type` that a rotary embedding knows; [None] if it takes none.
 
     >>> layer_types(nn.Linear(2, 2))
     [None]
@@ -70,32 +70,23 @@ def layer_types(module: nn.Module) -> list[str | None]:
     return list(kinds) if isinstance(kinds, dict) and kinds else [None]
 
 
-def sources_of(module: nn.Module) -> dict[str | None, Source]:
-    """The `Source` of each layer type of a producer.
-
-    Raises ValueError if it cannot be tried.
-    """
-    return {kind: _source(module, kind) for kind in layer_types(module)}
-
-
-def _source(module: nn.Module, layer_type: str | None) -> Source:
+def source_of(module: nn.Module, layer_type: str | None) -> Source:
+    """The `Source` of a rotary embedding; ValueError if it cannot be tried."""
     random = torch.Generator().manual_seed(5)
+    kinds = [("axes first", axes) for axes in range(2, 7)]
+    kinds += [("axes last", 2), ("axes last", 3), ("plain", 1)]
+    for kind, axes in kinds:
+        steps = torch.randint(1, 40, (_SEQ, axes), generator=random)
+        tables = _tried(module, _arranged(kind, steps), layer_type)
+        tokens = (_SEQ,) if kind == "axes last" else (1, _SEQ)
+        if tables is not None and tables[0].shape[:-1] == tokens:
+            return Source(kind, axes, style_of(tables))
+    raise ValueError("could not be tried")
 
-    def positions(*shape: int) -> Tensor:
-        return torch.randint(1, 40, shape, generator=random)
 
-    plain = _tried(module, positions(1, _SEQ), layer_type)
-    for axes in range(2, _MAX_AXES + 1):
-        first = _tried(module, positions(axes, 1, _SEQ), layer_type)
-        if first is not None and first[0].shape[:-1] == (1, _SEQ):
-            return Source("axes first", axes, _style(first))
-    for axes in (2, 3):
-        last = _tried(module, positions(_SEQ, axes), layer_type)
-        if last is not None and last[0].ndim == 2 and last[0].shape[0] == _SEQ:
-            return Source("axes last", axes, _style(last))
-    if plain is None or plain[0].shape[:-1] != (1, _SEQ):
-        raise ValueError("could not be tried")
-    return Source("plain", 1, _style(plain))
+def _arranged(kind: str, steps: Tensor) -> Tensor:
+    """Positions as a module of this kind takes them, from steps (seq, axes)."""
+    return {"plain": steps.T, "axes first": steps.T[:, None], "axes last": steps}[kind]
 
 
 def _tried(
@@ -114,17 +105,6 @@ def _tried(
     return tables if is_known else None
 
 
-def _style(tables: tuple[Tensor, ...]) -> str:
-    if len(tables) == 1:
-        return "complex"
-    width = tables[0].shape[-1]
-    if width % 2 == 0 and all(torch.equal(*t.chunk(2, dim=-1)) for t in tables):
-        return "halves"
-    if width % 2 == 0 and all(torch.equal(t[..., ::2], t[..., 1::2]) for t in tables):
-        return "repeat"
-    return "half"
-
-
 # --- exact tables ---
 
 
@@ -132,47 +112,40 @@ def exact_forward(module: nn.Module) -> Callable[..., Any]:
     """A forward for `module` with float32 tables from exact angles; ValueError if it cannot be."""
     if any(True for _ in module.parameters()):
         raise ValueError("its frequencies are learned")
-    made = {kind: _exact(module, kind, source) for kind, source in sources_of(module).items()}
+    exact = {}
+    for kind in layer_types(module):
+        source = source_of(module, kind)
+        exact[kind] = _spec(module, kind, source), source
 
     def forward(self: nn.Module, x: Tensor, position_ids: Tensor, layer_type: Any = None) -> Any:
-        spec, source = made[layer_type if layer_type in made else None]
-        cos, sin = cos_sin(spec, _arranged(position_ids, source), allow_negative=True)
-        if source.style == "complex":
-            return torch.complex(cos, sin)
-        return _widened(cos, source.style), _widened(sin, source.style)
+        spec, source = exact[layer_type if layer_type in exact else None]
+        if source.kind == "axes first":
+            position_ids = position_ids.expand(source.axes, -1, -1).movedim(0, -1)
+        tables = full_width(source.style, *cos_sin(spec, position_ids, allow_negative=True))
+        return tables if len(tables) == 2 else tables[0]
 
     return forward
 
 
-def _arranged(position_ids: Tensor, source: Source) -> Tensor:
-    """Positions as `cos_sin` takes them: (..., seq), or (..., seq, axes)."""
-    if source.kind == "axes first":
-        return position_ids.expand(source.axes, -1, -1).movedim(0, -1)
-    return position_ids
-
-
-def _widened(table: Tensor, style: str) -> Tensor:
-    if style == "halves":
-        return torch.cat((table, table), dim=-1)
-    return table.repeat_interleave(2, dim=-1) if style == "repeat" else table
-
-
-def _exact(module: nn.Module, layer_type: str | None, source: Source) -> tuple[Rotary, Source]:
+def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
     """The spec behind the tables of a module, from what they are at position 1 of each axis."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(buffer, Tensor) or buffer.ndim != 1:
         raise ValueError("its tables are not made of inv_freq alone")
-    if _rope_type(module, layer_type) in ("dynamic", "longrope"):
+    rope_type = getattr(module, "rope_type", "default")
+    if isinstance(rope_type, dict):
+        rope_type = rope_type.get(layer_type, "default")
+    if rope_type in ("dynamic", "longrope"):
         raise ValueError("its frequencies depend on the length, which transformers keeps as state")
-    columns = [_at(module, layer_type, source, step) for step in torch.eye(source.axes).long()]
+    columns = [_cos_sin(module, layer_type, source, step) for step in torch.eye(source.axes).long()]
     angles = torch.stack([torch.atan2(sin[0], cos[0]) for cos, sin in columns])
     axis = angles.abs().argmax(dim=0)
     own = buffer.double().cpu()
     which = (angles.amax(dim=0).double()[:, None] - own).abs().argmin(dim=-1)
-    factor = float(getattr(module, f"{prefix}attention_scaling", 1.0))
 
     def spec(frequencies: Tensor) -> Rotary:
+        factor = float(getattr(module, f"{prefix}attention_scaling", 1.0))
         return Rotary(
             head_dim=2 * len(which),
             schedule="custom",
@@ -180,53 +153,38 @@ def _exact(module: nn.Module, layer_type: str | None, source: Source) -> tuple[R
             axes=axis.tolist() if source.axes > 1 else (),
         )
 
-    _check(module, layer_type, source, spec(own))
-    return spec(_definition(module, layer_type, own, buffer.dtype)), source
+    steps = torch.randint(1, 40, (7, source.axes), generator=torch.Generator().manual_seed(3))
+    theirs = _cos_sin(module, layer_type, source, steps)
+    ours = cos_sin(spec(own), steps if source.axes > 1 else steps[:, 0])
+    for one, other in zip(theirs, ours, strict=True):
+        if not torch.allclose(one, other, rtol=2e-5, atol=2e-5):
+            raise ValueError("its tables are not made of inv_freq alone")
+    return spec(_float64_frequencies(module, layer_type, buffer))
 
 
-def _rope_type(module: nn.Module, layer_type: str | None) -> str:
-    kind = getattr(module, "rope_type", "default")
-    return str(kind.get(layer_type, "default") if isinstance(kind, dict) else kind)
-
-
-def _at(
+def _cos_sin(
     module: nn.Module, layer_type: str | None, source: Source, steps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of a module, (seq, pairs), at positions (seq, axes)."""
     steps = steps.reshape(-1, source.axes)
-    plain = {"plain": steps.T, "axes first": steps.T[:, None], "axes last": steps}[source.kind]
-    tables = _tried(module, plain, layer_type)
-    if tables is None:
+    tables = _tried(module, _arranged(source.kind, steps), layer_type)
+    halves = None if tables is None else half_width(source.style, tables)
+    if halves is None:
         raise ValueError("could not be tried")
-    if source.style == "complex":
-        tables = tables[0].real, tables[0].imag
-    cos, sin = (table.reshape(len(steps), -1) for table in tables)
-    width = cos.shape[-1]
-    if source.style == "halves":
-        return cos[:, : width // 2], sin[:, : width // 2]
-    return (cos[:, ::2], sin[:, ::2]) if source.style == "repeat" else (cos, sin)
+    return halves[0].reshape(len(steps), -1), halves[1].reshape(len(steps), -1)
 
 
-def _check(module: nn.Module, layer_type: str | None, source: Source, spec: Rotary) -> None:
-    """Refuse a spec that does not give what the module gives, within float32 at small positions."""
-    steps = torch.randint(1, 40, (7, source.axes), generator=torch.Generator().manual_seed(3))
-    theirs = _at(module, layer_type, source, steps)
-    ours = cos_sin(spec, steps if source.axes > 1 else steps[:, 0])
-    for one, other in zip(theirs, ours, strict=True):
-        if not torch.allclose(one, other, rtol=2e-5, atol=2e-5):
-            raise ValueError("its tables are not made of inv_freq alone")
-
-
-def _definition(
-    module: nn.Module, layer_type: str | None, own: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """The frequencies in float64: by the config where it is known and agrees, else as they are."""
+def _float64_frequencies(module: nn.Module, layer_type: str | None, buffer: Tensor) -> Tensor:
+    """inv_freq by the config, where that is known and agrees with the buffer; else the buffer."""
+    own = buffer.double().cpu()
     try:
         spec = from_hf_config(getattr(module, "config", None), layer_type)
     except ValueError:
         return own
-    known = own if spec is None else torch.tensor(inv_freq(spec)[0])
-    agrees = known.shape == own.shape and torch.allclose(
-        known, own, rtol=8 * torch.finfo(dtype).eps, atol=0
+    if spec is None:
+        return own
+    frequencies = torch.tensor(inv_freq(spec)[0])
+    agrees = frequencies.shape == own.shape and torch.allclose(
+        frequencies, own, rtol=8 * torch.finfo(buffer.dtype).eps, atol=0
     )
-    return known if agrees else own
+    return frequencies if agrees else own

@@ -1,0 +1,158 @@
+"""Methods of single modules: which rotation functions they call, and copies that call others.
+
+An attention of transformers calls a rotation function by a global name of its file:
+
+    query, key = apply_rotary_pos_emb(query, key, cos, sin)
+
+A copy of that method, set on one module, looks up another name in the same file:
+
+    query, key = _rotary_apply_rotary_pos_emb(query, key, cos, sin)
+
+That name is all that differs, so no other model is touched, later changes of the file are seen, and
+torch.compile sees plain Python. docs/log.md has what the wrappers without such a copy lose.
+"""
+
+import dis
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+ORIGINAL = "_rotary_original"  # attribute of a function set on a module: the one it replaces
+_ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
+
+
+# --- which functions a method calls ---
+
+
+def rotations_called(method: FunctionType) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
+    """(globals, function) for every function named like a rotation that a method calls.
+
+    Decorators count: what the method wraps is searched as well.
+    """
+    functions = [method]
+    for function in functions:
+        inner = [_content(cell) for cell in function.__closure__ or ()]
+        functions += [f for f in inner if isinstance(f, FunctionType) and f not in functions]
+        for name in sorted(_names(function.__code__, True)):
+            value = function.__globals__.get(name)
+            if _ROTATES.search(name) and callable(value) and not isinstance(value, type):
+                yield function.__globals__, value
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+@functools.lru_cache(maxsize=4096)  # of a class and its base classes, for every layer
+def _names(code: CodeType, are_global: bool) -> frozenset[str]:
+    """Names that a code object, or one inside it, reads as globals; or uses in any other way."""
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opcode in dis.hasname
+        if (instruction.opname == "LOAD_GLOBAL") == are_global
+    }
+    parts = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(names).union(*[_names(part, are_global) for part in parts])
+
+
+# --- a copy that calls others ---
+
+
+def copy_calling(method: FunctionType, names: Mapping[Callable[..., Any], str]) -> FunctionType:
+    """A copy of `method` that calls, for each function in `names`, what has that name in its file.
+
+    Raises ValueError if the code uses the name of such a function for an attribute as well, for
+    Python stores both in one place.
+
+    >>> def rotate(x): return x
+    >>> def forward(x): return rotate(x)
+    >>> copy_calling(forward, {rotate: "other"}).__code__.co_names
+    ('other',)
+    """
+    code = method.__code__
+    renamed = {
+        old: new
+        for old in _names(code, True)
+        for function, new in names.items()
+        if method.__globals__.get(old) is function
+    }
+    if not _names(code, False).isdisjoint(renamed):
+        raise ValueError("is also the name of an attribute in the code that calls it")
+    copy = FunctionType(
+        _renamed(code, renamed),
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        tuple(_copied_cell(cell, names) for cell in method.__closure__ or ()),
+    )
+    copy.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(copy, method)
+    return copy
+
+
+def _copied_cell(cell: CellType, names: Mapping[Callable[..., Any], str]) -> CellType:
+    inner = _content(cell)
+    if not isinstance(inner, FunctionType):
+        return cell
+    is_calling = any(function in names for _, function in rotations_called(inner))
+    return CellType(copy_calling(inner, names)) if is_calling else cell
+
+
+def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(
+            _renamed(part, names) if isinstance(part, CodeType) else part for part in code.co_consts
+        ),
+    )
+
+
+# --- methods set on one module ---
+
+
+def attribute_of(module: Any, name: str, method: Callable[..., Any]) -> str:
+    """The attribute to set in place of a method; ValueError if somebody has set it before."""
+    hooked = f"_old_{name}"  # accelerate keeps what it wraps there
+    attribute = hooked if hooked in vars(module) else name
+    own = vars(module).get(attribute)
+    if own is not None and getattr(own, "__func__", None) is not method:
+        raise ValueError(f"is called by a {name} that was replaced before")
+    return attribute
+
+
+def set_method(module: Any, attribute: str, function: Any, original: Any) -> None:
+    """Let `function` be called for a method of this module alone, until `restore_methods`."""
+    setattr(function, ORIGINAL, original)
+    object.__setattr__(module, attribute, MethodType(function, module))
+
+
+def restore_methods(model: Any) -> bool:
+    """Take every `set_method` in a torch model back; whether there was one."""
+    found = _methods_set(model)
+    for module, attribute, original in found:
+        if attribute.startswith("_old_"):
+            object.__setattr__(module, attribute, MethodType(original, module))
+        else:
+            object.__delattr__(module, attribute)
+    return bool(found)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether `rotary.patch` has replaced methods of a torch model."""
+    return bool(_methods_set(model))
+
+
+def _methods_set(model: Any) -> list[tuple[Any, str, Any]]:
+    """(module, attribute, original function) of every method that `set_method` set."""
+    return [
+        (module, attribute, getattr(value.__func__, ORIGINAL))
+        for module in model.modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, MethodType) and hasattr(value.__func__, ORIGINAL)
+    ]
