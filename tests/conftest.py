@@ -28,8 +28,9 @@ def once(tmp_path_factory):
     return filled
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
+    """torch on one thread: two that wait for each other take ten times as long on shared cores."""
     import torch
 
     before = torch.get_num_threads()

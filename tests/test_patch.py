@@ -15,6 +15,8 @@ from transformers.models.llama import modeling_llama
 from rotary.integrations import rotations
 from rotary.integrations.transformers import patch, unpatch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def new_model(family="llama", **more):
     return tiny_model(AutoModelForCausalLM, family, **more)
@@ -302,7 +304,7 @@ def test_all_layers_share_one_function_so_that_layers_compile_once():
 
 @pytest.mark.slow
 def test_inductor_gives_the_same():
-    model = new_model(use_cache=False)
+    model = new_model(use_cache=False, num_hidden_layers=1)
     before = logits(model)
     torch.compiler.reset()
     with patch(model), torch.no_grad():

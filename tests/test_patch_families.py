@@ -1,7 +1,5 @@
 """`patch` on small models of every layout: the same numbers, from our kernel, and exact tables."""
 
-import functools
-
 import pytest
 import torch
 from families import FAMILIES, MROPES, TABLES_OF_THEIR_OWN, distance, tiny_model
@@ -10,10 +8,7 @@ from transformers import AutoModel
 from rotary.integrations import rotations, tables
 from rotary.integrations.transformers import patch
 
-
-@functools.lru_cache(maxsize=2)
-def model_of(family):
-    return tiny_model(AutoModel, family, **FAMILIES[family][0])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(model, family):
@@ -24,6 +19,13 @@ def run(model, family):
     with torch.no_grad():
         ids = torch.randint(3, 128, (2, 12), generator=random)
         return model(ids, **extra).last_hidden_state
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, one_thread):
+    """(family, its model, what the model gives), made once for all tests of the family."""
+    model = tiny_model(AutoModel, request.param, **FAMILIES[request.param][0])
+    return request.param, model, run(model, request.param)
 
 
 @pytest.fixture
@@ -40,11 +42,8 @@ def calls(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_patched_model_gives_the_same_and_rotates_by_our_kernel(family, calls):
-    model = model_of(family)
-    before = run(model, family)
-    assert calls == []
+def test_a_patched_model_gives_the_same_and_rotates_by_our_kernel(case, calls):
+    family, model, before = case
     with patch(model) as patched:
         calls.clear()  # of the tries
         after = run(model, family)
@@ -57,42 +56,32 @@ def test_a_patched_model_gives_the_same_and_rotates_by_our_kernel(family, calls)
     assert len(calls) == count
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exact_tables_differ_little_from_the_float32_ones_at_small_positions(family, calls):
-    model = model_of(family)
-    before = run(model, family)
-    with patch(model, exact=True) as patched:
-        calls.clear()
-        after = run(model, family)
-    exact = [name for name, what in patched.patched if what == "exact tables"]
-    if family in TABLES_OF_THEIR_OWN:
-        assert {why for _, why in patched.skipped} == {"makes its own tables"}
-    else:
-        assert exact
-        assert patched.skipped == []
-    assert distance(after, before) < 1e-5
-    assert calls
-
-
 FAR = 1_000_003
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - TABLES_OF_THEIR_OWN))
-def test_exact_tables_keep_angle_differences_at_a_far_position(family):
+def test_exact_tables_differ_little_at_small_positions_and_keep_differences_at_far_ones(
+    case, calls
+):
     """exp(i w (m + n)) exp(-i w m) = exp(i w n), which the model's own tables break."""
-    model = model_of(family)
+    family, model, before = case
     with patch(model, exact=True) as patched:
+        calls.clear()
+        after = run(model, family)
+        assert calls
         names = [name for name, what in patched.patched if what == "exact tables"]
         modules = [model.get_submodule(name) for name in names]
-        cases = [(module, kind) for module in modules for kind in tables.layer_types(module)]
-        exact = [turned(*case, (0, 1, 40, FAR, FAR + 40), family) for case in cases]
-    assert exact
-    for case, (start, one, forty, far, farther) in zip(cases, exact, strict=True):
+        makers = [(module, kind) for module in modules for kind in tables.layer_types(module)]
+        exact = [turned(*maker, (0, 1, 40, FAR, FAR + 40), family) for maker in makers]
+    assert distance(after, before) < 1e-5
+    has_own = family in TABLES_OF_THEIR_OWN
+    assert bool(exact) != has_own
+    assert {why for _, why in patched.skipped} == ({"makes its own tables"} if has_own else set())
+    for maker, (start, one, forty, far, farther) in zip(makers, exact, strict=True):
         scale = start.abs().max()  # the attention factor, which each of them carries
         assert (farther * far.conj() - forty * scale).abs().max() < 6e-7 * scale**2
-        near = turned(*case, (0, 1, 40), family)
+        near = turned(*maker, (0, 1, 40), family)
         assert (torch.stack(near) - torch.stack((start, one, forty))).abs().max() < 6e-6
-        own_far, own_farther = turned(*case, (FAR, FAR + 40), family)
+        own_far, own_farther = turned(*maker, (FAR, FAR + 40), family)
         assert (own_farther * own_far.conj() - forty * scale).abs().max() > 1e-4
 
 

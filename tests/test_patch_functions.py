@@ -27,6 +27,8 @@ from rotary.integrations import rotations
 from rotary.integrations.rotations import convention_of, replacement_of
 from rotary.integrations.transformers import patch, unpatch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # function -> style, layout, out_layout, clockwise, where a narrower table turns, new_axis, promotes
 CONVENTIONS = {
     cohere: ("repeat", "interleaved", "interleaved", False, None, "unsqueeze_dim", False),
