@@ -113,8 +113,9 @@ def test_a_call_that_does_not_fit_goes_to_the_function_itself(case):
     assert (unsqueeze_dim, positions) == (1, extra.get("position_ids"))
 
 
-def test_wrong_arguments_raise_what_the_function_raises():
-    ours = replacement_of(llama, convention_of(llama))
+@pytest.mark.parametrize("keeps_dtype", [False, True])
+def test_wrong_arguments_raise_what_the_function_raises(keeps_dtype):
+    ours = replacement_of(llama, convention_of(llama), keeps_dtype=keeps_dtype)
     x = torch.ones(1, 1, 1, 4)
     for args, kwargs in (((x, x), {}), ((x,) * 6, {}), ((x, x, x, x), {"q": x}), ((), {"y": x})):
         with pytest.raises(TypeError) as theirs:

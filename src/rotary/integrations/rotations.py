@@ -107,23 +107,26 @@ def replacement_of(
     """
     if keeps_dtype:
         convention = convention._replace(promotes=False)
+    needed = (*convention.parameters[: convention.operands], *convention.tables)
 
     @functools.wraps(function, updated=())
     def rotation(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(convention.parameters, args, strict=False), **kwargs)
-        if len(given) == len(args) + len(kwargs):
-            rotated = _rotated(convention, given)
-            if rotated is not None:
-                return rotated
-            if keeps_dtype and not convention.by_config and convention.style != "complex":
-                dtype = given[convention.parameters[0]].dtype
-                return function(**{**given, **{t: given[t].to(dtype) for t in convention.tables}})
+        is_complete = len(given) == len(args) + len(kwargs) and all(
+            [isinstance(given.get(name), Tensor) for name in needed]
+        )
+        rotated = _rotated(convention, given) if is_complete else None
+        if rotated is not None:
+            return rotated
         if convention.by_config:
             raise ValueError(
                 f"{function.__name__} is called with shapes or dtypes that rotary does not take, "
                 f"and its own code does not rotate {convention.layout} weights; convert the "
                 "weights back to its own layout"
             )
+        if is_complete and keeps_dtype and convention.style != "complex":
+            dtype = given[needed[0]].dtype
+            return function(**given | {name: given[name].to(dtype) for name in convention.tables})
         return function(*args, **kwargs)
 
     return rotation
@@ -133,17 +136,19 @@ def _rotated(convention: Convention, given: Mapping[str, Any]) -> Any:
     """What a rotation function returns for these arguments; None where `rotate` does not fit."""
     values: dict[Any, Any] = {**convention.defaults, **given}
     axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
-    xs: Any = tuple([values.get(name) for name in convention.parameters[: convention.operands]])
-    tables: Any = tuple([values.get(name) for name in convention.tables])
+    xs = tuple([given[name] for name in convention.parameters[: convention.operands]])
+    tables = tuple([given[name] for name in convention.tables])
+    is_default = [
+        values[name] is default or name == convention.new_axis
+        for name, default in convention.defaults.items()
+    ]
     if (
-        len(values) != len(convention.parameters)
-        or any([not isinstance(value, Tensor) for value in (*xs, *tables)])
-        or any([values[name] is not default for name, default in convention.defaults.items()
-                if name != convention.new_axis])
+        not all(is_default)
+        or len(values) != len(convention.parameters)
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES
-        or any([x.dtype != xs[0].dtype for x in xs[1:]])
-    ):  # fmt: skip
+        or any([x.dtype != xs[0].dtype for x in xs])
+    ):
         return None
     prepared = _prepared(convention.style, tables, axis, xs[0].ndim)
     if prepared is None:
