@@ -39,6 +39,31 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """What a patched model gives our kernel to rotate: (q, k) of each call, without the trials."""
+    from rotary.integrations import rotations
+
+    calls, is_trial = [], []
+
+    def rotate(xs, *args, **kwargs):
+        if not is_trial:
+            calls.append(xs)
+        return original(xs, *args, **kwargs)
+
+    def agrees(*args):
+        is_trial.append(True)
+        try:
+            return trial(*args)
+        finally:
+            is_trial.pop()
+
+    original, trial = rotations.rotate, rotations._agrees
+    monkeypatch.setattr(rotations, "rotate", rotate)
+    monkeypatch.setattr(rotations, "_agrees", agrees)
+    return calls
+
+
 def pytest_terminal_summary(terminalreporter):
     counts = Counter()
     for report in terminalreporter.getreports("passed"):

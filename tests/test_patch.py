@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from rotary.integrations import rotations
 from rotary.integrations.transformers import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,52 +30,29 @@ def logits(model, ids=None):
     return model(tokens() if ids is None else ids).logits
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """What our kernel was called with, but for the tries of `convention_of`."""
-    counted, is_trying = [], []
-
-    def counting(xs, *args, **kwargs):
-        if not is_trying:
-            counted.append(xs)
-        return rotate(xs, *args, **kwargs)
-
-    def trying(*args):
-        is_trying.append(True)
-        try:
-            return agrees(*args)
-        finally:
-            is_trying.pop()
-
-    rotate, agrees = rotations.rotate, rotations._agrees
-    monkeypatch.setattr(rotations, "rotate", counting)
-    monkeypatch.setattr(rotations, "_agrees", trying)
-    return counted
-
-
 # --- one instance, and back ---
 
 
-def test_another_model_of_the_family_is_not_touched(calls):
+def test_another_model_of_the_family_is_not_touched(kernel_calls):
     code, function = modeling_llama.LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb
     model, sibling = new_model(), new_model()
     before = logits(sibling)
     with patch(model):
         assert torch.equal(logits(sibling), before)
-        assert calls == []
+        assert kernel_calls == []
         logits(model)
-        assert len(calls) == 2
+        assert len(kernel_calls) == 2
         for attention in (layer.self_attn for layer in sibling.model.layers):
             assert "forward" not in vars(attention)
             assert attention.forward.__func__ is code
         later = new_model()
         logits(later)
-        assert len(calls) == 2
+        assert len(kernel_calls) == 2
     assert modeling_llama.LlamaAttention.forward is code
     assert modeling_llama.apply_rotary_pos_emb is function
 
 
-def test_unpatch_restores_the_very_functions(calls):
+def test_unpatch_restores_the_very_functions(kernel_calls):
     model = new_model()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     patched = patch(model, exact=True)
@@ -88,7 +64,7 @@ def test_unpatch_restores_the_very_functions(calls):
     forward = model.model.layers[0].self_attn.forward
     assert forward.__func__ is modeling_llama.LlamaAttention.forward
     logits(model)
-    assert calls == []
+    assert kernel_calls == []
 
 
 def test_an_error_inside_the_context_unpatches():
@@ -129,7 +105,7 @@ def test_the_report_is_short_and_counts_layers():
         assert patched.patched[0] == ("model.layers.0.self_attn", "half")
 
 
-def test_a_part_without_its_tables_is_skipped_with_the_reason(calls):
+def test_a_part_without_its_tables_is_skipped_with_the_reason(kernel_calls):
     layer = new_model().model.layers[0]
     with patch(layer) as patched:
         assert patched.patched == []
@@ -139,21 +115,21 @@ def test_a_part_without_its_tables_is_skipped_with_the_reason(calls):
         assert "skipped  self_attn (1): apply_rotary_pos_emb gets" in str(patched)
 
 
-def test_a_deep_copy_of_a_patched_model_is_patched_for_itself(calls):
+def test_a_deep_copy_of_a_patched_model_is_patched_for_itself(kernel_calls):
     model = new_model()
     before = logits(model)
     patch(model, exact=True)
     other = copy.deepcopy(model)
     assert other.model.layers[0].self_attn.forward.__self__ is other.model.layers[0].self_attn
     unpatch(model)
-    assert calls == []
+    assert kernel_calls == []
     assert distance(logits(other), before) < 1e-5
-    assert len(calls) == 2
+    assert len(kernel_calls) == 2
     unpatch(other)
     assert torch.equal(logits(other), before)
 
 
-def test_a_pickled_model_comes_back_unpatched_and_can_be_patched(calls):
+def test_a_pickled_model_comes_back_unpatched_and_can_be_patched(kernel_calls):
     model = new_model()
     before = logits(model)
     with patch(model):
@@ -165,11 +141,11 @@ def test_a_pickled_model_comes_back_unpatched_and_can_be_patched(calls):
         ]
     for other in again:
         assert torch.equal(logits(other), before)
-        assert calls == []
+        assert kernel_calls == []
         with patch(other):
             assert distance(logits(other), before) < 1e-5
-        assert len(calls) == 2
-        calls.clear()
+        assert len(kernel_calls) == 2
+        kernel_calls.clear()
         assert torch.equal(logits(other), before)
 
 
@@ -202,7 +178,7 @@ def test_a_later_change_of_the_model_file_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_generate_gives_the_same_tokens(family, exact, calls):
+def test_generate_gives_the_same_tokens(family, exact, kernel_calls):
     more = {"gemma3_text": LOCAL, "gptj": GPTJ}
     model = new_model(family, **more.get(family, {}))
     arguments = {
@@ -211,13 +187,15 @@ def test_generate_gives_the_same_tokens(family, exact, calls):
         "attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]),
     }
     before = model.generate(tokens(), **arguments)
-    assert calls == []
+    assert kernel_calls == []
     with patch(model, exact=exact):
         after = model.generate(tokens(), **arguments)
     assert torch.equal(before, after)
-    assert len(calls) >= 2 * 6
+    assert len(kernel_calls) >= 2 * 6
     seq = -3 if family == "gptj" else -2
-    assert {x.shape[seq] for xs in calls for x in (xs if isinstance(xs, tuple) else [xs])} == {
+    assert {
+        x.shape[seq] for xs in kernel_calls for x in (xs if isinstance(xs, tuple) else [xs])
+    } == {
         12,
         1,
     }
@@ -231,14 +209,14 @@ def gradients(model):
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("family", ["llama", "cohere"])
-def test_gradients_are_those_of_the_model(family, checkpointing, calls):
+def test_gradients_are_those_of_the_model(family, checkpointing, kernel_calls):
     model = new_model(family).train()
     before = gradients(model)
     if checkpointing is not None:
         model.activation_checkpointing_enable({"use_reentrant": checkpointing})
     with patch(model):
         after = gradients(model)
-    assert len(calls) == (2 if checkpointing is None else 4)
+    assert len(kernel_calls) == (2 if checkpointing is None else 4)
     for name, grad in before.items():
         assert distance(after[name], grad) < 2e-5, name
 
@@ -313,7 +291,7 @@ def test_inductor_gives_the_same():
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", ["llama", "cohere", "olmo2", "gpt_neox"])
-def test_bfloat16_is_at_least_as_good_as_before(family, exact, calls):
+def test_bfloat16_is_at_least_as_good_as_before(family, exact, kernel_calls):
     model = new_model(family, num_hidden_layers=1)
     wanted = logits(model)
     model = model.to(torch.bfloat16)
@@ -324,7 +302,7 @@ def test_bfloat16_is_at_least_as_good_as_before(family, exact, calls):
     with patch(model, exact=exact):
         after = logits(model)
     assert after.dtype == before.dtype == torch.bfloat16
-    assert {xs[0].dtype for xs in calls} == {torch.bfloat16}
+    assert {xs[0].dtype for xs in kernel_calls} == {torch.bfloat16}
     assert (after - wanted).float().norm() <= 1.1 * (before - wanted).float().norm()
 
 
@@ -342,7 +320,7 @@ def test_exact_tables_heal_frequencies_that_were_cast_to_bfloat16():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_tables_that_depend_on_the_length_stay_as_they_are(kind, calls):
+def test_tables_that_depend_on_the_length_stay_as_they_are(kind, kernel_calls):
     params = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -354,7 +332,7 @@ def test_tables_that_depend_on_the_length_stay_as_they_are(kind, calls):
         ((name, reason),) = patched.skipped
         assert name == "model.rotary_emb"
         assert "depend on the length" in reason
-    assert len(calls) == 2
+    assert len(kernel_calls) == 2
     assert patched.patched[-1] == ("model.layers.1.self_attn", "half")
 
 

@@ -23,7 +23,6 @@ from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb 
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
-from rotary.integrations import rotations
 from rotary.integrations.rotations import convention_of, replacement_of
 from rotary.integrations.transformers import patch, unpatch
 
@@ -271,47 +270,33 @@ def operands():
     return q, k, angles.cos(), angles.sin()
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    calls = []
-
-    def counting(xs, *args, **kwargs):
-        calls.append(xs)
-        return rotate(xs, *args, **kwargs)
-
-    rotate = rotations.rotate
-    convention_of(apply_rotary)
-    monkeypatch.setattr(rotations, "rotate", counting)
-    return calls
-
-
 @pytest.mark.parametrize("kind", [Plain, Wrapped, Helper, Inner, Inherits])
-def test_the_call_is_reached_wherever_the_class_makes_it(kind, counted):
+def test_the_call_is_reached_wherever_the_class_makes_it(kind, kernel_calls):
     module, sibling = kind(), kind()
     before = module(*operands())
     with patch(module) as patched:
         assert patched.patched == [("", "half")]
         after = module(*operands())
-        assert len(counted) == 1
+        assert len(kernel_calls) == 1
         sibling(*operands())
-        assert len(counted) == 1
+        assert len(kernel_calls) == 1
         assert inspect.signature(module.forward) == inspect.signature(sibling.forward)
         assert module.forward.__doc__ == sibling.forward.__doc__
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after, before, strict=True))
     assert vars(module).keys() == vars(sibling).keys()
     module(*operands())
-    assert len(counted) == 1
+    assert len(kernel_calls) == 1
 
 
-def test_keyword_defaults_are_kept(counted):
+def test_keyword_defaults_are_kept(kernel_calls):
     module = Plain()
     with patch(module):
         module(*operands(), twice=True)
         module(*operands())
-    assert len(counted) == 3
+    assert len(kernel_calls) == 3
 
 
-def test_decorators_still_run(counted):
+def test_decorators_still_run(kernel_calls):
     module = Wrapped()
     with patch(module):
         calls_seen.clear()
@@ -320,14 +305,14 @@ def test_decorators_still_run(counted):
     assert calls_seen == ["forward"]
 
 
-def test_a_name_that_is_an_attribute_as_well_is_skipped(counted):
+def test_a_name_that_is_an_attribute_as_well_is_skipped(kernel_calls):
     with patch(Shared()) as patched:
         assert patched.patched == []
         ((_, reason),) = patched.skipped
         assert reason == "apply_rotary is also the name of an attribute in the code that calls it"
 
 
-def test_a_forward_that_somebody_replaced_is_left_alone(counted):
+def test_a_forward_that_somebody_replaced_is_left_alone(kernel_calls):
     module = Plain()
     module.forward = MethodType(lambda self, *args: None, module)
     mine = module.forward
@@ -337,7 +322,7 @@ def test_a_forward_that_somebody_replaced_is_left_alone(counted):
     assert module.forward is mine
 
 
-def test_a_forward_under_the_hooks_of_accelerate_is_patched_beneath_them(counted):
+def test_a_forward_under_the_hooks_of_accelerate_is_patched_beneath_them(kernel_calls):
     """accelerate keeps the method in `_old_forward` and calls it from a forward of its own."""
     module = Plain()
     module._old_forward = module.forward
@@ -346,10 +331,10 @@ def test_a_forward_under_the_hooks_of_accelerate_is_patched_beneath_them(counted
     )
     with patch(module):
         module(*operands())
-        assert len(counted) == 1
+        assert len(kernel_calls) == 1
     assert module.forward is hooked
     assert module._old_forward == MethodType(Plain.forward, module)
     module(*operands())
-    assert len(counted) == 1
+    assert len(kernel_calls) == 1
     with pytest.raises(ValueError, match="not patched"):
         unpatch(module)

@@ -77,14 +77,14 @@ def source_of(module: nn.Module, layer_type: str | None) -> Source:
     kinds += [("axes last", 2), ("axes last", 3), ("plain", 1)]
     for kind, axes in kinds:
         steps = torch.randint(1, 40, (_SEQ, axes), generator=random)
-        tables = _tried(module, _arranged(kind, steps), layer_type)
+        tables = _tried(module, _positions(kind, steps), layer_type)
         tokens = (_SEQ,) if kind == "axes last" else (1, _SEQ)
         if tables is not None and tables[0].shape[:-1] == tokens:
             return Source(kind, axes, style_of(tables))
     raise ValueError("could not be tried")
 
 
-def _arranged(kind: str, steps: Tensor) -> Tensor:
+def _positions(kind: str, steps: Tensor) -> Tensor:
     """Positions as a module of this kind takes them, from steps (seq, axes)."""
     return {"plain": steps.T, "axes first": steps.T[:, None], "axes last": steps}[kind]
 
@@ -167,7 +167,7 @@ def _cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of a module, (seq, pairs), at positions (seq, axes)."""
     steps = steps.reshape(-1, source.axes)
-    tables = _tried(module, _arranged(source.kind, steps), layer_type)
+    tables = _tried(module, _positions(source.kind, steps), layer_type)
     halves = None if tables is None else half_width(source.style, tables)
     if halves is None:
         raise ValueError("could not be tried")

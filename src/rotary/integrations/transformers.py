@@ -197,13 +197,12 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
         layout = layouts[path]
         for name, method in _methods_of(type(module)):
             conventions: dict[Callable[..., Any], Convention] = {}
-            attribute = ""
             for _, function in rotations_called(method):
                 try:
                     convention = convention_of(function)
                     _check_tables(convention, styles.get(embedding or "", set()))
-                    attribute = attribute_of(module, name, method)
-                    _copy_for_all_layers(method, ((function, "_"),))
+                    attribute_of(module, name, method)
+                    _copy_for_all_layers(method, ((function, "_"),))  # raises where it cannot be
                 except ValueError as error:
                     if layout is not None:
                         raise ValueError(
@@ -218,6 +217,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                     )
                 conventions[function] = convention
             if conventions:
+                attribute = attribute_of(module, name, method)
                 callers.append(_Caller(path, module, attribute, method, conventions, embedding))
     return callers, skipped
 
