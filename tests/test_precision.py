@@ -201,7 +201,7 @@ def test_a_power_of_two_flatters_float32_and_positions_near_it_do_not():
 SAID = {
     "README.md": r"float32 angles are off by (\S+) near position 131 072 and by (\S+) near 2\^24",
     "src/rotary/angles.py": r"grows with the position, (\S+) near 131 072",
-    "src/rotary/ranks/compare.py": r"float32 angles by (\S+) near position 131 072",
+    "src/rotary/ranks.py": r"float32 angles by (\S+) near position 131 072",
     "docs/exactness.md": r"at 131 072 the error is \S+, near it (\S+)\.",
 }
 

@@ -43,7 +43,7 @@ def examine_ranks(
 
 
 def _report(spec: Any, target: str | None, seq_len: int | None) -> Any:
-    from ..ranks.compare import Finding, Report, compare, gathered
+    from ..ranks import Finding, Report, compare, gathered
 
     given, failure = [], ""
     if target is not None:

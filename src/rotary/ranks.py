@@ -1,0 +1,325 @@
+"""Whether all ranks of a torch.distributed job turn by the same RoPE, each token by one of them.
+
+Every rank says what it has; all of it is gathered on every rank, and compared there.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from .angles import cos_sin, inv_freq, turns
+from .spec import Rotary
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
+_ROUNDED = 0.05  # another position is farther off than this in some pair
+_PACKAGES = ("rotary", "torch", "numpy")
+_SAMPLES = (0, 1, 1023, 131_071, 16_777_215, 2**39)
+
+
+class Finding(NamedTuple):
+    """One fault, in words, and the ranks that have it.
+
+    what  "versions", "spec", "kernel", "positions" or "tables"
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `compare` found, the same on every rank; nothing if `ok`.
+
+    >>> print(Report(4, ()))
+    4 ranks agree
+    """
+
+    world: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON-ready data."""
+        findings = [
+            {"what": what, "ranks": list(ranks), "text": text}
+            for what, ranks, text in self.findings
+        ]
+        return {"world": self.world, "ok": self.ok, "findings": findings}
+
+    def __str__(self) -> str:
+        """One line for each finding."""
+        lines = [f"{each.what}: {each.text}" for each in self.findings]
+        return "\n".join(lines) or f"{self.world} ranks agree"
+
+
+def compare(
+    spec: Rotary,
+    positions: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    *,
+    seq_len: int | None = None,
+    expected: Any = None,
+    tolerance: float = TOLERANCE,
+    group: Any = None,
+) -> Report:
+    """What is wrong between the ranks of a group: versions, spec, positions, tables. Collective.
+
+    spec       of the model, the same on every rank
+    positions  those of the tokens of this rank, (seq,) or (batch, seq), with several axes
+               (..., seq, axes). All positions must be held by as many ranks: with tensor
+               parallelism over 2 by two.
+    cos, sin   the tables this rank turns by, (..., seq, rotary_dim / 2), if they are to be checked
+    seq_len    tokens of the whole sequence, at positions 0 .. seq_len - 1 but for `expected`
+    expected   its positions where they are others, (seq,) or (batch, seq), with several axes
+               (..., seq, axes): packed, padded, images
+    group      the ranks that share the sequence; default: all
+    Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
+    holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. What
+    a rank gives in a wrong shape or dtype is a finding, so that the others do not wait for it.
+    Raises ValueError for positions with neither seq_len nor expected.
+
+    >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+    >>> dist.init_process_group("gloo", **alone)
+    >>> print(compare(Rotary(head_dim=64), torch.arange(8) + 1, seq_len=8))
+    positions: 0 is held by nobody; 8 is outside of the sequence, on rank 0
+    >>> dist.destroy_process_group()
+    """
+    if positions is not None and seq_len is None and expected is None:
+        raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
+    if cos is not None and (sin is None or positions is None):
+        raise ValueError("tables are checked as cos and sin of positions: all three are needed")
+    rank = dist.get_rank(group)
+    digest, error = _turns_and_error(spec, seq_len)
+    facts: dict[tuple[str, str], Any] = {
+        **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
+        **{("spec", name): value for name, value in spec.to_dict().items()},
+        ("spec", "turns"): digest,
+    }
+    faults = []
+    if error > TOLERANCE:
+        text = f"tables made on rank {rank} are off by {error:.1e}; run rotary doctor there"
+        faults.append(("kernel", text))
+    held = whole = None
+    try:
+        if positions is not None:
+            held = _rows_of(positions, spec.num_axes)
+            whole = _whole(expected, seq_len, held)
+        if cos is not None:
+            fault = _table_fault(spec, positions, cos, sin, tolerance, seq_len)
+            faults += [("tables", f"those of rank {rank} are {fault}")] if fault else []
+        facts["positions", "batch"] = None if held is None else len(held)
+        if whole is not None:
+            facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
+    except (ValueError, TypeError) as wrong:
+        faults.append(("positions", f"rank {rank}: {wrong}"))
+    told = {key: repr(value) for key, value in facts.items()}
+    said = gathered((told, held, faults), group)  # plain data: versions may differ
+    findings = [*_differing([told for told, _, _ in said])]
+    for rank, (_, _, faults) in enumerate(said):
+        findings += [Finding(what, (rank,), text) for what, text in faults]
+    if whole is not None and not any(each.what == "positions" for each in findings):
+        findings += _misplaced([held for _, held, _ in said], whole)
+    return Report(len(said), tuple(findings))
+
+
+def gathered(mine: Any, group: Any = None) -> list[Any]:
+    """What every rank of the group gives, by rank. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+# --- what a rank says ---
+
+
+def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
+    """Digest of the turns, and the error of this machine's tables against float64."""
+    length = 1 if seq_len is None else seq_len  # else it would follow from the samples
+    steps, factor = turns(spec, length), inv_freq(spec, length)[1]
+    at = np.array(_SAMPLES)
+    per_axis = np.stack([at] * spec.num_axes, axis=-1) if spec.num_axes > 1 else at
+    cos, sin = cos_sin(spec, per_axis, seq_len=length)
+    phases = (at[:, None].view(np.uint64) * steps).view(np.int64)
+    exact = factor * np.exp(2j * np.pi * spec.sign * (phases / 2**64))
+    return _digest(steps, factor), float(np.abs(cos + 1j * sin - exact).max()) / abs(factor)
+
+
+def _digest(array: Array, *more: Any) -> str:
+    return hashlib.sha256(array.tobytes() + repr((array.shape, *more)).encode()).hexdigest()[:8]
+
+
+def _numpy(values: Any) -> Array:
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    values = values.float() if values.is_floating_point() else values  # NumPy has no bfloat16
+    return np.asarray(values.detach().cpu())
+
+
+def _rows_of(positions: Any, axes: int) -> Array:
+    """Positions as (rows, seq, axes) int64; ValueError if they are not positions."""
+    array = _numpy(positions)
+    if array.dtype.kind not in "iu":
+        dtype = str(getattr(positions, "dtype", array.dtype)).removeprefix("torch.")
+        raise ValueError(f"positions must be whole numbers, got {dtype}")
+    array = array if axes > 1 else array[..., None]
+    if array.ndim not in (2, 3) or array.shape[-1] != axes:
+        shapes = f"(seq, {axes}) or (batch, seq, {axes})" if axes > 1 else "(seq,) or (batch, seq)"
+        raise ValueError(f"positions must be {shapes}, got shape {tuple(np.shape(positions))}")
+    return (array if array.ndim == 3 else array[None]).astype(np.int64)
+
+
+def _whole(expected: Any, seq_len: int | None, held: Array) -> Array:
+    """Positions of the whole sequence, for as many rows as there are: (rows, tokens, axes)."""
+    rows, _, axes = held.shape
+    if expected is None and axes > 1:
+        raise ValueError(f"positions of {axes} axes need expected: those of the whole sequence")
+    whole = _rows_of(np.arange(seq_len or 0) if expected is None else expected, axes)
+    if len(whole) not in (1, rows):
+        raise ValueError(f"expected has {len(whole)} rows, positions have {rows}")
+    return np.broadcast_to(whole, (rows, *whole.shape[1:]))
+
+
+def _table_fault(
+    spec: Rotary, positions: Any, cos: Any, sin: Any, tolerance: float, seq_len: int | None
+) -> str:
+    """What is wrong with the tables of a rank, or ""; ValueError where they have another shape."""
+    at = _numpy(positions)
+    gaps = np.zeros(at.size // spec.num_axes)  # of every token, amplitude 1
+    exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
+    for name, table, right in zip(("cos", "sin"), map(_numpy, (cos, sin)), exact, strict=True):
+        if table.size != right.size or table.shape[-1] != right.shape[-1]:
+            raise ValueError(f"{name} must be {right.shape}, got shape {table.shape}")
+        gap = np.abs(table.reshape(right.shape) - right).max(axis=-1).ravel()
+        gaps = np.maximum(gaps, np.where(np.isnan(gap), np.inf, gap))
+    gaps /= abs(inv_freq(spec, seq_len)[1])
+    if not (gaps > tolerance).any():
+        return ""
+    first = at.reshape(len(gaps), -1)[np.argmax(gaps > tolerance)].tolist()
+    where = first[0] if len(first) == 1 else tuple(first)
+    text = f"off by {gaps.max():.1e}, first at position {where}"
+    if gaps.max() < _ROUNDED:
+        return f"{text}: angles or tables of low precision"
+    if spec.num_axes == 1:
+        count = at.shape[-1]
+        local = cos_sin(spec, np.arange(count), seq_len=seq_len)[0]
+        if np.abs(_numpy(cos).reshape(-1, *local.shape) - local).max() <= tolerance:
+            return f"{text}: they are those of 0..{count - 1}, arange(local length)"
+    return f"{text}: they are those of other positions or frequencies"
+
+
+# --- what follows from it ---
+
+
+def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
+    """Every fact in which some ranks differ from most."""
+    for what, name in dict.fromkeys(key for each in facts for key in each):
+        values = [each.get((what, name)) for each in facts]  # None where a rank gives a fault
+        counts = Counter(value for value in values if value is not None)
+        usual = counts.most_common(1)[0][0]
+        for value in counts:
+            if value != usual:
+                ranks = tuple(rank for rank, each in enumerate(values) if each == value)
+                said = f"{_named(ranks)} {_verb(ranks, 'has', 'have')} {name} {value}"
+                yield Finding(what, ranks, f"{said}, most have {usual}")
+
+
+def _misplaced(held: Sequence[Array], whole: Array) -> list[Finding]:
+    """Who holds what twice, what nobody holds, what is no position of it: of the first bad row.
+
+    held   positions of each rank, (rows, seq, axes) int64
+    whole  those of the whole sequence, (rows, seq, axes); each is to be held by as many ranks
+    """
+    for row, expected in enumerate(whole):
+        ranks, texts = _misplaced_in_row([each[row] for each in held], expected)
+        if texts:
+            where = "" if len(whole) == 1 else f"row {row}: "
+            return [Finding("positions", tuple(sorted(ranks)), where + "; ".join(texts))]
+    return []
+
+
+def _misplaced_in_row(held: Sequence[Array], whole: Array) -> tuple[set[int], list[str]]:
+    """The ranks to blame, and what is wrong; parts and whole are (seq, axes)."""
+    points = np.concatenate([whole, *held])
+    points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
+    names, ids = np.unique(points, axis=0, return_inverse=True)
+    expected, found = np.split(ids.ravel(), [len(whole)])
+    replicas = max(1, round(len(found) / max(1, len(whole))))
+    wanted = np.bincount(expected, minlength=len(names)) * replicas
+    counts = np.bincount(found, minlength=len(names))
+    owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
+    owners, ends = owners[np.argsort(found, kind="stable")], np.cumsum(counts)
+
+    def by_owners(chosen: Array) -> Iterable[tuple[tuple[int, ...], list[int]]]:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for each in np.flatnonzero(chosen).tolist():
+            ranks = tuple(owners[ends[each] - counts[each] : ends[each]].tolist())
+            alike.setdefault(ranks, []).append(each)
+        return alike.items()
+
+    from_zero = {
+        rank
+        for rank, part in enumerate(held)
+        if len(part) < len(whole) and np.array_equal(part.ravel(), np.arange(len(part)))
+    }
+    copies = Counter(part.tobytes() for part in held)
+    blamed: set[int] = set()
+    texts = []
+    for ranks, some in by_owners((counts > wanted) & (wanted > 0)):
+        first = sorted(set(ranks), key=lambda rank: (-copies[held[rank].tobytes()], rank))
+        local = from_zero.intersection(ranks)
+        if len(first) <= wanted[some[0]]:
+            extra = sorted(Counter(ranks) - Counter(first))  # they hold it again
+        elif 0 < len(local) < len(first):
+            extra = sorted(local)
+        else:
+            extra = sorted(first[wanted[some[0]] :])  # they are like the fewest ranks
+        others = [rank for rank in sorted(first) if rank not in extra]
+        also = f", which {_named(others)} {_verb(others)} as well" if others else " more than once"
+        texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[some])}{also}")
+        blamed |= set(extra)
+    for ranks, some in by_owners(counts < wanted):
+        whom = f"{_named(ranks)} alone" if ranks else "nobody"
+        texts.append(f"{_spans(names[some])} {_verb(some, 'is', 'are')} held by {whom}")
+    for ranks, some in by_owners(wanted == 0):
+        are = _verb(some, "is", "are")
+        texts.append(f"{_spans(names[some])} {are} outside of the sequence, on {_named(ranks)}")
+        blamed |= set(ranks)
+    if blamed & from_zero:
+        texts.append("it looks like arange(local length)")
+    return blamed, texts
+
+
+def _named(ranks: Sequence[int]) -> str:
+    ranks = sorted(set(ranks))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _verb(things: Sequence[Any], one: str = "holds", many: str = "hold") -> str:
+    return one if len(things) == 1 else many
+
+
+def _spans(names: Array) -> str:
+    """Sorted positions as runs: '0..3, 8, 12..15'; of several axes as tuples; four at most."""
+    if names.ndim > 1:
+        runs = [str(tuple(name)) for name in names.tolist()]
+    else:
+        parts = np.split(names, np.flatnonzero(np.diff(names) != 1) + 1)
+        runs = [str(p[0]) if len(p) == 1 else f"{p[0]}..{p[-1]}" for p in parts]
+    more = f" and {len(runs) - 4} more" if len(runs) > 4 else ""
+    return ", ".join(runs[:4]) + more
