@@ -1,5 +1,6 @@
 """Small checkpoints as people have them, and what converts them in tests of many files."""
 
+import functools
 import json
 import os
 import signal
@@ -10,8 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rotary.checkpoint.journal import JOURNAL, MANIFEST
-from rotary.checkpoint.shards import write_batch
+from rotary.checkpoint.shards import write_shard
 from rotary.checkpoint.writing import LOCK, is_unfinished
+from rotary.fanout import Batch
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS = 4, 2, 8, 24, 3
 LLAMA = {
@@ -96,9 +98,10 @@ class Inline(Executor):
     def submit(self, function, /, batch):
         self.count += 1
         future = Future()
-        more = (self.tick,) if function is write_batch else ()
+        if batch.function is write_shard:
+            batch = Batch(functools.partial(write_shard, advance=self.tick), batch.jobs)
         try:
-            future.set_result(function(batch, *more))
+            future.set_result(function(batch))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -114,4 +117,5 @@ class Dying(ProcessPoolExecutor):
 
 
 def _write_and_die(batch):
-    write_batch(batch, lambda count: os.kill(os.getpid(), signal.SIGKILL))
+    (job,) = batch.jobs
+    write_shard(job, lambda count: os.kill(os.getpid(), signal.SIGKILL))

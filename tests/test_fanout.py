@@ -33,7 +33,7 @@ from rotary import fanout
 from rotary.analysis import comb, min_base, safe_base
 from rotary.checkpoint import convert_checkpoint, journal, writing
 from rotary.checkpoint.files import read_shard, state_of
-from rotary.checkpoint.shards import Job, write_batch, write_shard
+from rotary.checkpoint.shards import Job, write_shard
 from rotary.cli import cluster as door
 from rotary.cli.cluster import cluster
 
@@ -81,32 +81,33 @@ def converted(source, target, executor=None):
 
 
 class Around(Executor):
-    """An executor that has another one call `instead(function, flag, job)` where `chosen(job)`."""
+    """An executor that has another one call `instead(flag, batch)` where `chosen(batch)`."""
 
     def __init__(self, executor, instead, flag, chosen):
         self.executor, self.instead, self.flag, self.chosen = executor, instead, flag, chosen
 
-    def submit(self, function, /, job):
-        if self.chosen(function, job):
-            return self.executor.submit(self.instead, function, self.flag, job)
-        return self.executor.submit(function, job)
+    def submit(self, function, /, batch):
+        if self.chosen(batch):
+            return self.executor.submit(self.instead, self.flag, batch)
+        return self.executor.submit(function, batch)
 
 
-def is_second(function, batch):
-    return function is write_batch and batch.jobs[0].target.name == name_of(1)
+def is_second(batch):
+    return batch.function is write_shard and batch.jobs[0].target.name == name_of(1)
 
 
 def die(*ignored):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_and_die(function, flag, batch):
+def write_and_die(flag, batch):
     """Killed in the middle of a file; the next try says what the first one left."""
+    (job,) = batch.jobs
     if flag.exists():
-        flag.write_text(json.dumps(leftovers(batch.jobs[0].target.parent)))
-        return write_batch(batch)
+        flag.write_text(json.dumps(leftovers(job.target.parent)))
+        return fanout.run_batch(batch)
     flag.touch()
-    return write_batch(batch, die)
+    return write_shard(job, die)
 
 
 # --- the rule itself ---
@@ -114,7 +115,7 @@ def write_and_die(function, flag, batch):
 
 @given(st.lists(st.integers(0, 2**26), max_size=300))
 def test_small_jobs_go_together_in_order_and_never_all_in_one(sizes):
-    found = [batch.jobs for batch in fanout.batches(sizes, lambda size: size)]
+    found = list(fanout.together(sizes, lambda size: size))
     assert [size for batch in found for size in batch] == sizes
     most = min(fanout.BATCH, sum(sizes) // fanout.FEWEST)
     assert all(len(batch) == 1 or sum(batch) <= most for batch in found)
@@ -123,8 +124,8 @@ def test_small_jobs_go_together_in_order_and_never_all_in_one(sizes):
 
 
 def test_a_thousand_small_jobs_make_no_thousand_messages_and_still_serve_many_workers():
-    assert 64 <= len(fanout.batches([10**6] * 1000, lambda size: size)) <= 70
-    assert len(fanout.batches([10**6] * 20, lambda size: size)) == 20
+    assert 64 <= len(list(fanout.together([10**6] * 1000, lambda size: size))) <= 70
+    assert len(list(fanout.together([10**6] * 20, lambda size: size))) == 20
 
 
 class AtOnce(Executor):
@@ -284,8 +285,8 @@ def test_a_conversion_ends_when_a_worker_is_killed_in_the_middle_of_a_shard(
     assert leftovers(tmp_path / "b") == []
 
 
-def always_die(function, flag, batch):
-    write_batch(batch, die)
+def always_die(flag, batch):
+    write_shard(batch.jobs[0], die)
 
 
 @pytest.mark.slow
@@ -349,15 +350,16 @@ def without_time(row):
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-def train_and_die(function, flag, task):
+def train_and_die(flag, batch):
     """Killed when the last checkpoint is whole, its unfinished file still there; then only read."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if flag.exists():
             monkeypatch.setattr(train, "_step", None)
+            (task,) = batch.jobs
             flag.write_text(json.dumps(sorted(os.listdir(Path(task.out) / "checkpoints"))))
-            return function(task)
+            return fanout.run_batch(batch)
         monkeypatch.setattr(Path, "replace", lambda *paths: die(shutil.copy(*paths), flag.touch()))
-        return function(task)
+        return fanout.run_batch(batch)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +378,7 @@ def test_a_sweep_ends_with_the_same_bits_when_a_worker_is_killed(
     flag = tmp_path / "flag"
     with cluster(address) as workers:
         second = Run("axial", 0.003, 0)
-        executor = Around(workers, train_and_die, flag, lambda function, task: task.run == second)
+        executor = Around(workers, train_and_die, flag, lambda batch: batch.jobs[0].run == second)
         rows = swept(tmp_path / "out", monkeypatch, executor)
     left = json.loads(flag.read_text())
     assert "axial 0.003 seed 0.pt" in left

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..fanout import Batch, batches, fan_out
+from ..fanout import fan_out
 from . import writing
 from .files import Shard, Tensor, check_unchanged, open_regular, read_shard, state_of
 from .plan import Bytes, Move, moved
@@ -189,14 +189,9 @@ def _is_there(job: Job) -> bool:
     return True
 
 
-def write_batch(batch: Batch[Job], advance: Advance | None = None) -> list[Written]:
-    """Write shards one after the other; see `write_shard`."""
-    return [write_shard(job, advance) for job in batch.jobs]
-
-
 def write_shards(
     jobs: Sequence[Job],
-    finished: Callable[[Sequence[tuple[Job, Written]]], None],
+    finished: Callable[[list[tuple[Job, Written]]], None],
     executor: Executor | None,
     advance: Advance | None,
 ) -> None:
@@ -206,15 +201,14 @@ def write_shards(
     a cluster, which cannot be stopped, finds its ticket void before its shard takes its name.
     """
 
-    def told(found: list[tuple[Batch[Job], list[Written]]]) -> None:
-        pairs = [pair for batch, results in found for pair in zip(batch.jobs, results, strict=True)]
-        finished(pairs)
-        if executor is not None and advance is not None:  # the workers may be other processes
-            advance(sum(job.shard.state.size for job, _ in pairs))
-
     if executor is not None:
-        together = batches(jobs, lambda job: job.shard.state.size)
-        fan_out(write_batch, together, executor, told)
+
+        def told(pairs: list[tuple[Job, Written]]) -> None:
+            finished(pairs)
+            if advance is not None:  # the workers may be other processes
+                advance(sum(job.shard.state.size for job, _ in pairs))
+
+        fan_out(write_shard, jobs, executor, told, size_of=lambda job: job.shard.state.size)
         return
     stopped = threading.Event()
 
@@ -224,6 +218,6 @@ def write_shards(
         if advance is not None:
             advance(count)
 
+    write = functools.partial(write_shard, advance=tick)
     with ThreadPoolExecutor(THREADS) as threads:
-        write = functools.partial(write_batch, advance=tick)
-        fan_out(write, [Batch((job,)) for job in jobs], threads, told, stopped.set)
+        fan_out(write, jobs, threads, finished, stop=stopped.set)

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..fanout import Batch, batches, fan_out
+from ..fanout import fan_out
 from ..layouts import pair_slices
 from .files import Checkpoint, Shard, Tensor, open_regular, read_shard
 from .names import classify
@@ -104,15 +104,15 @@ def prove(
         for shard in checkpoint.shards
     ]
     outputs: dict[str, Outputs] = {}
+
+    def told(found: list[tuple[Ask, dict[str, Outputs]]]) -> None:
+        for _, each in found:
+            outputs.update(each)
+
     if executor is None:
-        outputs = read_again(Batch(tuple(asks)))
+        told([(ask, read_again(ask)) for ask in asks])
     else:
-
-        def told(found: list[tuple[Batch[Ask], dict[str, Outputs]]]) -> None:
-            for _, each in found:
-                outputs.update(each)
-
-        fan_out(read_again, batches(asks, lambda ask: ask.shard.state.size), executor, told)
+        fan_out(read_again, asks, executor, told, size_of=lambda ask: ask.shard.state.size)
     errors = [
         _error(layer, {name: outputs[name] for name in names}, todo)
         for (layer, _), names in asked.items()
@@ -120,23 +120,19 @@ def prove(
     return Proof(which, tuple(sorted(chosen)), len(todo.moves), max(errors, default=0.0))
 
 
-def read_again(batch: Batch[Ask]) -> dict[str, Outputs]:
-    """Outputs of the tensors of some shards that are wanted.
-
-    Raises ValueError where a shard is not as it must be.
-    """
+def read_again(ask: Ask) -> dict[str, Outputs]:
+    """Outputs of the tensors that are wanted. Raises ValueError for a shard that is not right."""
     outputs: dict[str, Outputs] = {}
-    for ask in batch.jobs:
-        _check_header(ask)
-        for name, tensor in ask.shard.tensors.items():
-            move = ask.moves.get(name)
-            if move is not None or ask.whole:
-                _check(ask, tensor, name, move)
-            if move is not None and name in ask.scored:
-                outputs[name] = (
-                    _outputs(ask.shard.path, tensor, move),
-                    _outputs(ask.written, tensor, move),
-                )
+    _check_header(ask)
+    for name, tensor in ask.shard.tensors.items():
+        move = ask.moves.get(name)
+        if move is not None or ask.whole:
+            _check(ask, tensor, name, move)
+        if move is not None and name in ask.scored:
+            outputs[name] = (
+                _outputs(ask.shard.path, tensor, move),
+                _outputs(ask.written, tensor, move),
+            )
     return outputs
 
 
