@@ -54,9 +54,13 @@ def cluster(
         return
     with _connected(address) as client:
         _check_versions(client, (*PACKAGES, *packages))
-        there = {os.path.abspath(path): tuple(state) for path, state in (files or {}).items()}
-        above = _nearest(folder) if folder is not None else None
-        for worker, problem in client.run(problem_of, modules, there, above).items():
+        seen = {os.path.abspath(path): tuple(state) for path, state in (files or {}).items()}
+        place = None
+        if folder is not None:
+            above = (folder.absolute(), *folder.absolute().parents)
+            there = next(each for each in above if each.exists())
+            place = str(there), there.stat().st_ino
+        for worker, problem in client.run(problem_of, modules, seen, place).items():
             if problem:
                 raise ValueError(f"worker {worker}: {problem}")
         yield client.get_executor(pure=False)
@@ -72,7 +76,9 @@ def _connected(address: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise ValueError(f"--dask needs {error.name}: pip install 'rotary[distributed]'") from error
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_silent("distributed.client"))
+        logger = logging.getLogger("distributed.client")  # says what is raised here in one line
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL + 1)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", VersionMismatchWarning)  # see _check_versions
@@ -101,18 +107,6 @@ def _connected(address: str) -> Iterator[Any]:
             raise OSError(f"{address}: the cluster is lost; the same call goes on") from error
 
 
-@contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """A logger that says nothing: what Dask logs of a lost connection is an error of ours."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
     """Raise ValueError where a worker has other versions than are here."""
     found = client.get_versions(packages=list(packages[1:]))
@@ -125,12 +119,6 @@ def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
                     f"worker {worker} has {name} {theirs or 'not installed'}, and here is "
                     f"{ours[name]}; install the same"
                 )
-
-
-def _nearest(folder: Path) -> tuple[str, int]:
-    """The folder that is there, of this one and those above, and its inode."""
-    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return str(above), above.stat().st_ino
 
 
 def problem_of(
