@@ -1,25 +1,24 @@
 """Executors: searches, conversions and sweeps give the same on all, though workers are killed."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
+import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import dask
 import numpy as np
 import pytest
 import torch
 from checkpoints import LAYERS, contents, is_finished, leftovers, llama, name_of
-from command import run
+from command import in_process, run
 from distributed import Client, LocalCluster, versions
 from experiments.e7_digits import run as digits
 from experiments.lab import job as jobs
@@ -27,6 +26,7 @@ from experiments.lab import results, train
 from experiments.lab.sweep import Run
 from hypothesis import given
 from hypothesis import strategies as st
+from killed import always_die, train_and_die, write_and_die
 from matplotlib.figure import Figure
 
 from rotary import fanout
@@ -96,20 +96,6 @@ def is_second(batch):
     return batch.function is write_shard and batch.jobs[0].target.name == name_of(1)
 
 
-def die(*ignored):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_and_die(flag, batch):
-    """Killed in the middle of a file; the next try says what the first one left."""
-    (job,) = batch.jobs
-    if flag.exists():
-        flag.write_text(json.dumps(leftovers(job.target.parent)))
-        return fanout.run_batch(batch)
-    flag.touch()
-    return write_shard(job, die)
-
-
 # --- the rule itself ---
 
 
@@ -128,13 +114,14 @@ def test_a_thousand_small_jobs_make_no_thousand_messages_and_still_serve_many_wo
     assert len(list(fanout.together([10**6] * 20, lambda size: size))) == 20
 
 
-class AtOnce(Executor):
-    """Everything is done when it is asked for."""
+class Pickling(Executor):
+    """Everything is done when it is asked for, from what another process would be sent."""
 
-    def submit(self, function, /, job):
+    def submit(self, function, /, *arguments):
+        function, *arguments = pickle.loads(pickle.dumps((function, *arguments)))
         future = Future()
         try:
-            future.set_result(function(job))
+            future.set_result(function(*arguments))
         except KeyError as error:
             future.set_exception(error)
         return future
@@ -150,7 +137,7 @@ def half(number):
 def test_what_is_done_together_with_a_failure_is_told_before_it_is_raised():
     told = []
     with pytest.raises(KeyError, match="three"):
-        fanout.fan_out(half, [1, 2, 3, 4], AtOnce(), told.extend)
+        fanout.fan_out(half, [1, 2, 3, 4], Pickling(), told.extend)
     assert told == [(1, 0.5), (2, 1.0), (4, 2.0)]
 
 
@@ -167,23 +154,21 @@ def test_a_failure_cancels_what_has_not_begun_and_keeps_what_runs():
 
 
 def found_by(executor):
-    bases = np.exp(np.random.default_rng(0).uniform(0, 12, 300))
-    least = min_base(500, 64, executor=executor)
+    bases = np.exp(np.random.default_rng(0).uniform(0, 12, 100))
+    least = min_base(200, 64, executor=executor)
     return (
         least,
-        safe_base(500, 64, start=least.base, executor=executor),
-        comb(500, bases, 64, executor=executor).tolist(),
+        safe_base(200, 64, start=least.base, executor=executor),
+        comb(200, bases, 64, executor=executor).tolist(),
     )
 
 
-@pytest.mark.slow
 def test_a_search_gives_the_same_bits_on_every_executor(address):
     wanted = found_by(None)
     assert {True, False} == set(wanted[2])
     with ThreadPoolExecutor(3) as threads:
         assert found_by(threads) == wanted
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        assert found_by(processes) == wanted
+    assert found_by(Pickling()) == wanted
     with cluster(address) as workers:
         assert found_by(workers) == wanted
 
@@ -285,18 +270,14 @@ def test_a_conversion_ends_when_a_worker_is_killed_in_the_middle_of_a_shard(
     assert leftovers(tmp_path / "b") == []
 
 
-def always_die(flag, batch):
-    write_shard(batch.jobs[0], die)
-
-
-@pytest.mark.slow
-def test_a_shard_that_kills_every_worker_is_one_line_and_the_next_call_goes_on(tmp_path, expected):
+def test_a_shard_that_kills_every_worker_is_one_line_and_the_next_call_goes_on(
+    tmp_path, expected, address, two_workers, monkeypatch
+):
     source, whole = expected
+    monkeypatch.setattr(two_workers.scheduler, "allowed_failures", 0)
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as made,
         pytest.raises(OSError, match="one job has killed 1 workers; have they enough") as caught,
-        cluster(made.scheduler_address) as workers,
+        cluster(address) as workers,
     ):
         converted(source, tmp_path / "b", Around(workers, always_die, None, is_second))
     assert "\n" not in str(caught.value)
@@ -318,11 +299,10 @@ def test_the_command_converts_on_a_cluster(tmp_path, expected, address, two_work
     assert contents(tmp_path / "b") == whole
 
 
-@pytest.mark.slow
-def test_the_command_searches_a_base_on_a_cluster(address, two_workers):
-    arguments = ("plan", "--context", "700", "--head-dim", "64", "--json")
+def test_the_command_searches_a_base_on_a_cluster(address, two_workers, monkeypatch, capsys):
+    plan = functools.partial(in_process(monkeypatch, capsys), "plan", "--context", "200", "--json")
     before = two_workers.scheduler.transition_counter
-    here, there = run(*arguments), run(*arguments, "--dask", address)
+    here, there = plan(), plan("--dask", address)
     assert two_workers.scheduler.transition_counter > before
     assert (there.code, there.err) == (0, "")
     assert json.loads(there.out) == json.loads(here.out)
@@ -331,35 +311,23 @@ def test_the_command_searches_a_base_on_a_cluster(address, two_workers):
 # --- sweeps ---
 
 
-def tiny(methods=("axial", "none")):
-    """Two methods of the digits: with two seeds four runs of 20 steps, then two."""
-    return digits.SWEEP._replace(
-        methods=methods, table=lambda rows: "", figure=lambda rows: Figure()
+TINY = digits.SWEEP._replace(
+    methods=("axial",), table=lambda rows: "", figure=lambda rows: Figure()
+)
+
+
+def swept(folder, monkeypatch, executor=None, seeds=2):
+    """The rows of one method of the digits: of the first seed two runs of 20 steps, then one."""
+    monkeypatch.setattr(
+        sys, "argv", ["run", "--quick", "--seeds", str(seeds), "--out", str(folder)]
     )
-
-
-def swept(folder, monkeypatch, executor=None, arguments=()):
-    options = ["--quick", "--seeds", "2", "--out", str(folder)]
-    monkeypatch.setattr(sys, "argv", ["run", *options, *arguments])
-    jobs.carry_out(tiny(), executor)
+    jobs.carry_out(TINY, executor)
     rows = results.rows(folder / "results.jsonl")
     return sorted((without_time(row) for row in rows), key=lambda row: json.dumps(row["run"]))
 
 
 def without_time(row):
     return {name: value for name, value in row.items() if name != "seconds"}
-
-
-def train_and_die(flag, batch):
-    """Killed when the last checkpoint is whole, its unfinished file still there; then only read."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if flag.exists():
-            monkeypatch.setattr(train, "_step", None)
-            (task,) = batch.jobs
-            flag.write_text(json.dumps(sorted(os.listdir(Path(task.out) / "checkpoints"))))
-            return fanout.run_batch(batch)
-        monkeypatch.setattr(Path, "replace", lambda *paths: die(shutil.copy(*paths), flag.touch()))
-        return fanout.run_batch(batch)
 
 
 @pytest.fixture(scope="module")
@@ -379,12 +347,12 @@ def test_a_sweep_ends_with_the_same_bits_when_a_worker_is_killed(
     with cluster(address) as workers:
         second = Run("axial", 0.003, 0)
         executor = Around(workers, train_and_die, flag, lambda batch: batch.jobs[0].run == second)
-        rows = swept(tmp_path / "out", monkeypatch, executor)
+        rows = swept(tmp_path / "out", monkeypatch, executor, seeds=1)
     left = json.loads(flag.read_text())
     assert "axial 0.003 seed 0.pt" in left
     assert any(name.startswith("axial 0.003 seed 0.") and "unfinished" in name for name in left)
-    assert rows == one_by_one
-    assert len({json.dumps(row["run"]) for row in rows}) == len(rows) == 6
+    assert rows == [row for row in one_by_one if row["run"]["recipe"]["seed"] == 0]
+    assert len({json.dumps(row["run"]) for row in rows}) == len(rows) == 2
     assert os.listdir(tmp_path / "out" / "checkpoints") == []
 
 
@@ -400,7 +368,7 @@ def test_runs_that_are_done_are_kept_when_another_one_fails(tmp_path, monkeypatc
     real = jobs.trained_elsewhere
 
     def failing(task):
-        if task.run == Run("none", 0.001, 0):
+        if task.run == Run("axial", 0.003, 0):
             raise RuntimeError("no memory")
         return real(task)
 
@@ -408,7 +376,7 @@ def test_runs_that_are_done_are_kept_when_another_one_fails(tmp_path, monkeypatc
     with ThreadPoolExecutor(1) as one, pytest.raises(RuntimeError, match="no memory"):
         swept(tmp_path, monkeypatch, one)
     rows = results.rows(tmp_path / "results.jsonl")
-    assert [row["run"]["recipe"]["learning_rate"] for row in rows[:2]] == [0.001, 0.003]
+    assert [row["run"]["recipe"]["learning_rate"] for row in rows] == [0.001]
 
 
 def test_a_run_that_follows_from_something_else_on_a_worker_is_refused(one_thread):
