@@ -168,8 +168,7 @@ WRITTEN = {
     "v4 and v5 equal": {
         "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e4},
         "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 3e4}},
-    "v4 theta of a model that scales": {"model_type": "apertus", "rope_theta": 5e5},
-    "v4 theta of another": {"model_type": "cwm", "rope_theta": 5e5, "rope_scaling": None},
+    "v4 theta of a model that scales": {"model_type": "gpt_oss", "rope_theta": 5e5},
     "v5 no theta": {"model_type": "llama", "rope_parameters": {"rope_type": "default"}},
     "v5 no theta, mixtral": {"model_type": "mixtral", "rope_parameters": {"rope_type": "default"}},
     "v5 no theta, apertus": {"model_type": "apertus", "rope_parameters": {"rope_type": "default"}},
@@ -345,7 +344,7 @@ FAULTS = [
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs parameter 'low_freq_factor'"),
     ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 .* num_attention_heads 3"),
     ({"hidden_size": None}, "needs head_dim, or hidden_size and num_attention_heads"),
-    ({"num_attention_heads": True}, "needs head_dim, or hidden_size and num_attention_heads"),
+    ({"num_attention_heads": True}, "num_attention_heads must be a whole number, got True"),
     ({"num_attention_heads": 0}, "needs head_dim, or hidden_size and num_attention_heads"),
     ({"head_dim": 31}, "^(?!.*rotary_dim=32).*31"),  # 32 channels would not fit
     ({"head_dim": "64"}, "head_dim .*'64'"),

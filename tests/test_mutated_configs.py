@@ -18,6 +18,7 @@ against = pytest.importorskip("against_transformers", reason="needs transformers
 
 LAYERED = ("full_attention", "sliding_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA = {"model_type": "llama", "head_dim": 64}
 
 
@@ -96,6 +97,23 @@ def nested(name, full, sliding, **beside):
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size must be a whole number"),
         ({**LLAMA, "max_position_embeddings": 2**63}, "must be less than 2\\^63"),
         ({"model_type": 0, "head_dim": 64}, "model_type 0 is not known"),
+        ({"model_type": "cwm", "rope_theta": 5e5, "rope_scaling": None}, "rope_theta .* not read"),
+        ({"model_type": "gpt_neox", "rope_theta": 5e4}, "rope_theta .* write it under rope_param"),
+        ({"model_type": "gpt_neox", "partial_rotary_factor": 0.5}, "as partial_rotary_factor$"),
+        ({"model_type": "bamba", "partial_rotary_factor": 0.25}, "0.25 is not read for model_type"),
+        ({"model_type": "nomic_bert", "rotary_emb_base": 3e4}, "rotary_emb_base .* not read"),
+        ({"model_type": "cohere2_moe", "rope_scaling": LINEAR}, "rope_scaling is not read by"),
+        ({"model_type": "gpt_oss", "rope_parameters": {}}, "rope_parameters is empty, for which"),
+        ({"model_type": "moonshine_streaming", "rope_scaling": LINEAR}, "needs partial_rotary_fa"),
+        ({"model_type": "minimax_m2", "rotary_dim": 64, "partial_rotary_factor": 0.25}, "disagree"),
+        ({"model_type": "minimax_m2", "rotary_dim": 64, "partial_rotary_factor": None}, "disagree"),
+        ({"model_type": "deepseek_v3", "head_dim": None}, "head_dim None is beside qk_rope_head"),
+        ({"model_type": "mistral4", "head_dim": 192}, "disagree: head_dim must be the sum"),
+        ({"model_type": "mistral4", "rope_scaling": LINEAR}, "partial_rotary_factor None disagree"),
+        ({"model_type": "mistral4", "rope_parameters": {"rope_type": "default"}}, "alone is read"),
+        ({"model_type": "deepseek_ocr2_text", "head_dim": 32}, "head_dim 32 is not read by"),
+        ({**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": YARN}, "write it among"),
+        ({**LLAMA, "rope_scaling": {**LINEAR, "factor": 1e-300}}, "in the range of float32"),
     ],
 )
 def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message):
@@ -116,6 +134,13 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
         (nested("gemma3_text", LINEAR, LINEAR), "sliding_attention"),
         ({"model_type": "step3p5", "rope_theta": 5e4}, "full_attention"),
         ({"model_type": "neomme", "rope_theta": 5e4}, "full_attention"),
+        ({"model_type": "phi", "partial_rotary_factor": None}, None),
+        ({"model_type": "gpt_neox", "partial_rotary_factor": None}, None),
+        ({"model_type": "gpt_oss", "rope_theta": 5e4}, None),
+        ({"model_type": "mistral4", "head_dim": 128}, None),
+        ({"model_type": "mistral4", "qk_rope_head_dim": 32}, None),
+        ({"model_type": "dots3_note_text", "qk_rope_head_dim": 32}, "sliding_attention"),
+        ({"model_type": "bamba", "partial_rotary_factor": 0.5}, None),
     ],
 )
 def test_what_was_read_otherwise_is_now_read_as_transformers_does(data, kind):

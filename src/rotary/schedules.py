@@ -48,6 +48,8 @@ def _power_float32(x: float, exponent: float) -> float:
     return float(np.float32(float(np.float32(x)) ** float(np.float32(exponent))))
 
 
+# of normal numbers: a factor that is 0 or inf there makes tables of NaN
+FLOAT32_RANGE = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))
 FLOAT64 = Arithmetic(np.float64, _powers, pow)
 FLOAT32 = Arithmetic(np.float32, _powers_float32, _power_float32)
 
@@ -480,6 +482,8 @@ def _positive(name: str, value: object) -> float:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    if not FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1]:
+        raise ValueError(f"{name} must be in the range of float32, 1.2e-38 to 3.4e38, got {value}")
     return float(value)
 
 

@@ -59,7 +59,7 @@ CODE: dict[str, dict[str, Any]] = {
         {**MIXED, "plain_head_dim": "ignored"},
     ),
     "longcat_flash": MIXED,
-    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"), DEEPSEEK),
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), DEEPSEEK),
     "deepseek_v4": {
         "layout": "interleaved", "slice": "trailing",
         "layer_names": {"compress": {THETA: "compress_rope_theta"}, "main": {THETA: THETA}},
@@ -69,9 +69,14 @@ CODE: dict[str, dict[str, Any]] = {
         "scaled_defaults": {"attention_factor": 1.0}, "scaled_unread": [THETA, SHARE],
     },
     "mistral4": {
-        **MIXED, "layout_key": "rope_interleave", "head_dim": 64,
-        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
+        **MIXED, "layout_key": "rope_interleave", "head_dim": 64, "plain_head_dim": "with the rest",
+        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None, "qk_nope_head_dim": 64,
+        "only": ["yarn", "linear", "dynamic", "longrope", "llama3"],  # default takes a whole head
     },
+    **dict.fromkeys(
+        ("deepseek_ocr2_text", "unlimited_ocr_text", "dots3_note_audio_encoder"),
+        {"plain_head_dim": "divided"},
+    ),
     "deepseek_v2": {**INTERLEAVED, "plain_head_dim": "ignored"},
     "nanochat": {"sign": -1},
     **dict.fromkeys(
@@ -126,7 +131,7 @@ CODE: dict[str, dict[str, Any]] = {
         "other": ["indexer_rope_interleave"],  # of its indexer alone
     },
     "esm": {"only": ["default"], "fixed_base": True},
-    "nomic_bert": {"names": {THETA: "rotary_emb_base"}},
+    "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
     "phimoe": {"mscales": True},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
     "recurrent_gemma": {"only": ["default"]},
@@ -137,10 +142,11 @@ CODE: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         **MIXED, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
         "layer_names": {
-            "indexed_attention": {THETA: THETA}, "sliding_attention": {THETA: "swa_rope_theta"},
+            "indexed_attention": {THETA: THETA},
+            "sliding_attention": {THETA: "swa_rope_theta", "head_dim": "swa_qk_rope_head_dim"},
         },
         "scaled_layers": ["indexed_attention", "sliding_attention"], "flat": True,
-        "plain_head_dim": "ignored",
+        "plain_head_dim": "ignored", "needed": [THETA],
     },
     "musicflamingo": {"not_one": "angles are products of two positions"},
     "inkling2_vision": {**TWO_AXES, "axes": "blocks reversed", "layout": "interleaved"},
@@ -355,6 +361,7 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
             says["rope"] = _tidy(rope)
             if type(config).default_theta != 10_000.0:
                 says[THETA] = type(config).default_theta
+    says |= unread(config, "layers" in says)
     if rotary is not None:
         source = inspect.getsource(rotary)
         if SHARE in source and SHARE not in says:
@@ -371,6 +378,45 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
         elif sections and "m[i % 3]" in source:
             says["mrope"], says["mrope_section"] = "sections", sections
     return says
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+def unread(config: Any, has_layers: bool) -> dict[str, list[str]]:
+    """Keys that the class does not read, never or where a file has no rope parameters (`alone`);
+    and those among the rope parameters that it fills in only where a file has none (`needed`).
+    """
+    found: dict[str, list[str]] = {"unread": [], "unread_alone": [], "needed": []}
+    if _rope(config, {}) is None:
+        return {}
+    for key, value in ((SHARE, 0.375),) if has_layers else ((THETA, 54_321.0), (SHARE, 0.375)):
+        if not _holds(_rope(config, {key: value}), key, value):
+            found["unread_alone"].append(key)
+        beside = _rope(config, {key: value, "rope_parameters": dict(LINEAR)})
+        if key in found["unread_alone"] and not has_layers and not _holds(beside, key, value):
+            found["unread"].append(key)
+        silent, scaled = _rope(config, {}), _rope(config, {"rope_parameters": dict(LINEAR)})
+        if not has_layers and silent and scaled and silent.get(key) != scaled.get(key):
+            found["needed"].append(key)
+    scaled = _rope(config, {"rope_scaling": dict(LINEAR)})
+    if not has_layers and scaled is not None and scaled.get("factor") != LINEAR["factor"]:
+        found["unread"].append("rope_scaling")
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def _rope(config: Any, values: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        rope = type(config)(**values).rope_parameters
+    except Exception:
+        return None
+    return None if rope is None else dict(rope)
+
+
+def _holds(rope: dict[str, Any] | None, key: str, value: float) -> bool:
+    """True if the value came in, in all entries of rope parameters that are nested."""
+    entries = [each for each in (rope or {}).values() if isinstance(each, dict)] or [rope]
+    return rope is None or all(each.get(key) == value for each in entries)
 
 
 def _get(config: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..spec import nearest
 from .files import load
-from .layers import Model, Rope, listed_layer_types, ropes
+from .layers import Model, Rope, listed_layer_types, rope_parameters, ropes
 from .values import is_whole, length, whole_number
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
@@ -30,7 +30,11 @@ from .values import is_whole, length, whole_number
 #   nested                        layer types are read, and the class names none
 #   lists                         the keys that say by layer which base or scaling it has
 #   fixed_base                    the code has its own base and reads none
-#   plain_head_dim                where head_dim has another name: what head_dim is beside it
+#   plain_head_dim                where head_dim has another name: what head_dim is beside it;
+#                                 "divided" where the code divides hidden_size, whatever it says
+#   unread, unread_alone          keys that the code does not read: never, or where the file has no
+#                                 rope parameters
+#   needed                        rope parameters whose default holds only where the file has none
 #   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
 #   axes, num_axes, ladder        vision towers: order of the axes, and whose frequencies they have
@@ -120,13 +124,7 @@ class Config(NamedTuple):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
         is_null = name in self.data and self.data[name] is None  # not silent: the code divides
-        plain = None if name == "head_dim" else self.data.get("head_dim")
-        if plain is not None and self.model.get("plain_head_dim") == "wins":
-            named = self.data.get(name, self.model["head_dim"])
-            if plain != named:
-                raise ValueError(
-                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
-                )
+        self._check_plain_head_dim(name)
         head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
             return whole_number("head_dim", head_dim)
@@ -143,10 +141,44 @@ class Config(NamedTuple):
             )
         return hidden // heads
 
+    def _check_plain_head_dim(self, name: str) -> None:
+        """Refuse a key head_dim beside `name`, the key that is meant, where it would change it."""
+        rule = self.model.get("plain_head_dim")
+        if rule == "wins" and name != "head_dim" and "head_dim" in self.data:
+            plain, named = self.data["head_dim"], self.data.get(name, self.model["head_dim"])
+            if plain != named:
+                raise ValueError(
+                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
+                )
+        whole, heads = self.get("hidden_size"), self.get("num_attention_heads")
+        if rule == "divided" and is_whole(whole) and is_whole(heads) and heads > 0:
+            plain = self.data.get("head_dim")
+            if plain is not None and plain != whole // heads:
+                raise ValueError(
+                    f"head_dim {plain!r} is not read by model_type {self.model_type!r}, which "
+                    f"divides hidden_size {whole} by {heads}"
+                )
+        if rule == "with the rest":  # the width that is rotated is a share of both together
+            named = whole_number(name, self.data.get(name, self.model["head_dim"]))
+            rest = self.data.get("qk_nope_head_dim", self.model["qk_nope_head_dim"])
+            whole = named + whole_number("qk_nope_head_dim", rest)
+            share = rope_parameters(self.data).get("partial_rotary_factor")
+            if share is None and not self.data.get("rope_scaling"):
+                share = named / max(whole, 1)
+            both = self.data.get("head_dim", whole)
+            if not isinstance(share, float) or not is_whole(both) or int(both * share) != named:
+                raise ValueError(
+                    f"head_dim {both!r}, {name} {named}, qk_nope_head_dim {rest} and "
+                    f"partial_rotary_factor {share!r} disagree: head_dim must be the sum, and the "
+                    f"factor, in rope_parameters, the part of {name} in it"
+                )
+
     @property
     def share(self) -> float:
         """partial_rotary_factor of the file or the model's class, read by the code or not."""
-        share = self.get("partial_rotary_factor", 1.0)
+        name = "partial_rotary_factor"
+        is_null = name in self._names(name) and self.data.get(name, name) is None  # a whole head
+        share = self.get(name, 1.0) if not is_null or name in self.rope else 1.0
         if self.model.get("partial_rotary_factor", share) is None:  # there, and without a bearing
             return 1.0
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -170,6 +202,12 @@ class Config(NamedTuple):
             return whole_number("rope_dim", self.data["rope_dim"])
         width = self.get("rotary_dim") if self.reads_width else None
         if width is not None and self.rope.get("partial_rotary_factor") is None:
+            if "partial_rotary_factor" in self.data and int(self.head_dim * self.share) != width:
+                raise ValueError(
+                    f"rotary_dim {width!r} and partial_rotary_factor "
+                    f"{self.data['partial_rotary_factor']!r} of head_dim {self.head_dim} disagree; "
+                    "keep one"
+                )
             return whole_number("rotary_dim", width)
         share = self.share if self.reads_share else 1.0
         rotary_dim = int(self.head_dim * share)
@@ -218,8 +256,20 @@ class Config(NamedTuple):
         if name == "rope_theta" and "layers" in self.model:
             return ()
         alias = self.model.get("names", {}).get(name, name)
-        is_alone = name == "head_dim" and self.model.get("plain_head_dim") == "ignored"
-        return (alias,) if is_alone else (alias, name)
+        rule = self.model.get("plain_head_dim")
+        is_alone = name == "head_dim" and rule in ("ignored", "with the rest")
+        names = (alias,) if is_alone else (alias, name)
+        return tuple(each for each in names if each not in self.unread)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Keys beside the rope parameters that the model's code does not read.
+
+        >>> choose({"model_type": "gpt_neox"}).unread
+        ('rope_theta', 'partial_rotary_factor')
+        """
+        alone = () if rope_parameters(self.data) else self.model.get("unread_alone", ())
+        return tuple(dict.fromkeys((*self.model.get("unread", ()), *alone)))
 
     @property
     def unread_base(self) -> float | None:

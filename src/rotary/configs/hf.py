@@ -88,7 +88,7 @@ def rotary_of(found: Config, complain: Complain) -> Rotary | None:
     head_dim = found.head_dim
     name = _rope_type(found)
     schedule = _schedule(name, rope, model)
-    _check_trained(found, complain)
+    _check_trained(found, schedule, complain)
     rope = _known_keys(rope, schedule, name, model, complain)
     if schedule == "proportional":
         rotary_dim, params = head_dim, {"partial_rotary_factor": found.share}
@@ -219,6 +219,16 @@ def check_top(found: Config, complain: Complain) -> None:
             f"rope_theta {unread!r} is not read for {where} of model_type {found.model_type!r}, "
             f"whose base is {found.base:g}; a layer type takes it from its rope_parameters"
         )
+    for key in found.unread:
+        if key == "rope_theta" and unread is not None:
+            continue  # said above
+        our_name = {theirs: ours for ours, theirs in model.get("names", {}).items()}.get(key, key)
+        used = {"rope_theta": found.base, "partial_rotary_factor": found.share}.get(our_name)
+        if used and data.get(key) is not None and data[key] != used:
+            complain(
+                f"{key} {data[key]!r} is not read for model_type {found.model_type!r}, which has "
+                f"{used:g}; write it under rope_parameters, as {our_name}"
+            )
     for names in model.get("layer_names", {}).values():
         known |= set(names.values())
     harmless = {**_HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
@@ -309,13 +319,20 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
     return {}
 
 
-def _check_trained(found: Config, complain: Complain) -> None:
+def _check_trained(found: Config, schedule: str, complain: Complain) -> None:
     name = "original_max_position_embeddings"
     outside, inside = found.data.get(name), found.rope.get(name)
-    reads_outer = name in found.model  # Phi-3's code
-    if not reads_outer and None not in (outside, inside) and outside != inside:
+    if name in found.model or outside is None:  # Phi-3's code reads the outer one
+        return
+    if inside is not None and outside != inside:
         complain(
             f"{name} is {outside} beside the rope parameters and {inside} among them; keep one"
+        )
+    is_read = schedule in ("yarn", "longrope", "llama3") and found.model_type
+    if is_read and inside is None and outside != found.context:
+        complain(
+            f"{name} {outside!r} is beside the rope parameters, where model_type "
+            f"{found.model_type!r} does not read it; write it among them"
         )
 
 

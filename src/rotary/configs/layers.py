@@ -24,7 +24,10 @@ def ropes(data: Mapping[str, Any], model: Model) -> Entries:
     {None: {}}
     """
     given = rope_parameters(data)
-    rope = given or dict(model.get("rope", {}))
+    _check_filled(given, data, model)
+    rope = given or {
+        key: value for key, value in model.get("rope", {}).items() if data.get(key) is None
+    }
     check_shapes(data)
     for entry in (rope, *rope.values()):
         if isinstance(entry, Mapping):
@@ -57,6 +60,27 @@ def rope_parameters(data: Mapping[str, Any]) -> Rope:
     if new and old and new != old:
         raise ValueError("rope_parameters and rope_scaling are both given and differ; keep one")
     return dict(new or old or {})
+
+
+def _check_filled(given: Rope, data: Mapping[str, Any], model: Model) -> None:
+    """Refuse rope parameters without what the model's class fills in only where there are none."""
+    name = f"model_type {data.get('model_type')!r}"
+    needed = model.get("needed", ())
+    if data.get("rope_scaling") and "rope_scaling" in model.get("unread", ()):
+        raise ValueError(f"rope_scaling is not read by {name}: write it under rope_parameters")
+    is_nested = any(isinstance(value, Mapping) for value in given.values())
+    if not given and data.get("rope_parameters") is not None and ("rope" in model or needed):
+        raise ValueError(
+            f"rope_parameters is empty, for which transformers takes no value of {name}; leave the "
+            "key out, or write what is meant"
+        )
+    for key in needed:
+        beside = None if "layers" in model else data.get(key)
+        if given and not is_nested and given.get(key, beside) is None:
+            raise ValueError(
+                f"rope_parameters of {name} needs {key}: transformers takes that of the model only "
+                "where a config has no rope parameters"
+            )
 
 
 def listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
