@@ -1,6 +1,6 @@
 """Broken configs as we read them and as transformers does; run as a script for a count of each.
 
-python tests/against_transformers.py 100000    # about half an hour
+python tests/against_transformers.py 100000 0    # configs and first seed, one for each thousand
 """
 
 import copy
@@ -219,11 +219,25 @@ def by_diff(config: dict[str, Any], kind: str | None, spec: rotary.Rotary | None
     return "" if is_same else f"{reading.schedule} against {spec}"
 
 
+@contextmanager
+def memory(limit: int) -> Iterator[None]:
+    """MemoryError for more than that many bytes on top: sizes that transformers would make."""
+    pages = Path("/proc/self/statm")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if pages.exists():
+        used = int(pages.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def run(seed: int, count: int) -> tuple[Counter[str], list[Outcome]]:
     """The counts, and every outcome that may not be."""
     classes()
     chance, counts, faults = random.Random(seed), Counter[str](), []
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
+    with warnings.catch_warnings(), np.errstate(all="ignore"), memory(2**31):
         warnings.simplefilter("ignore")
         for _ in range(count):
             found = outcome(chance)
@@ -236,11 +250,14 @@ def run(seed: int, count: int) -> tuple[Counter[str], list[Outcome]]:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)  # sizes that transformers would make
     torch.set_num_threads(1)
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    totals, wrong = run(seed, int(sys.argv[1]))
+    first, totals = int(sys.argv[2]) if len(sys.argv) > 2 else 0, Counter[str]()
+    for seed in range(first, first + int(sys.argv[1]) // 1000):
+        counts, wrong = run(seed, 1000)
+        totals += counts
+        sys.stdout.write(f"seed {seed}: {len(wrong)} faults\n")
+        for each in wrong:
+            sys.stdout.write(f"{each._replace(said=each.said[:400])}\n")
+        sys.stdout.flush()
     for name, number in totals.most_common():
         sys.stdout.write(f"{number:8,} {name}\n")
-    for each in wrong:
-        sys.stdout.write(f"{each._replace(said=each.said[:400])}\n")

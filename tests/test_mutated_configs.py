@@ -1,23 +1,29 @@
 """Broken configs: transformers' numbers or one sentence; and each way it once was neither.
 
-`python tests/against_transformers.py 100000` is the same at full length.
+`python tests/against_transformers.py 100000 0` is the same at full length.
 """
 
 import contextlib
 import copy
+import json
+import random
 import re
+import sys
 
 import numpy as np
 import pytest
 
 import rotary
+from rotary import cli
 from rotary.configs import MODELS, entries
 from rotary.programs import diff
 
 against = pytest.importorskip("against_transformers", reason="needs transformers")
+mutations = against.mutations
 
 LAYERED = ("full_attention", "sliding_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA = {"model_type": "llama", "head_dim": 64}
 
@@ -30,12 +36,20 @@ def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed)
     assert counts["slower than 50 ms"] <= 2  # of a machine that does other things too
 
 
+@pytest.mark.slow
+def test_more_broken_configs_give_the_numbers_of_transformers_or_one_sentence():
+    counts, faults = against.run(2, 6000)
+    assert faults == []
+    assert counts["slower than 50 ms"] <= 6
+
+
 def read_as_transformers(data, kind=None):
     """What both read, which must be the same; or our refusal."""
     spec = rotary.from_hf_config(data, kind)
-    got, wanted = against.ours(spec, None), against.numbers(data, kind, None)
-    np.testing.assert_allclose(got.inv_freq, wanted.inv_freq, rtol=against.CLOSE)
-    assert got.attention_factor == pytest.approx(wanted.attention_factor)
+    for length in (None, 10_000) if spec.depends_on_length else (None,):
+        got, wanted = against.ours(spec, length), against.numbers(data, kind, length)
+        np.testing.assert_allclose(got.inv_freq, wanted.inv_freq, rtol=against.CLOSE)
+        assert got.attention_factor == pytest.approx(wanted.attention_factor)
     return spec
 
 
@@ -114,6 +128,7 @@ def nested(name, full, sliding, **beside):
         ({"model_type": "deepseek_ocr2_text", "head_dim": 32}, "head_dim 32 is not read by"),
         ({**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": YARN}, "write it among"),
         ({**LLAMA, "rope_scaling": {**LINEAR, "factor": 1e-300}}, "in the range of float32"),
+        ({**LLAMA, "rope_scaling": {**DYNAMIC, "factor": 2**63}}, "factor must be <= 2\\^53"),
     ],
 )
 def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message):
@@ -141,10 +156,30 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
         ({"model_type": "mistral4", "qk_rope_head_dim": 32}, None),
         ({"model_type": "dots3_note_text", "qk_rope_head_dim": 32}, "sliding_attention"),
         ({"model_type": "bamba", "partial_rotary_factor": 0.5}, None),
+        ({**LLAMA, "rope_scaling": {**DYNAMIC, "max_position_embeddings": 99}}, None),
     ],
 )
 def test_what_was_read_otherwise_is_now_read_as_transformers_does(data, kind):
     read_as_transformers(data, kind)
+
+
+def test_inspect_prints_a_broken_file_or_one_line_of_error(tmp_path, capsys, monkeypatch):
+    chance, codes = random.Random(0), set()
+    path = tmp_path / "config.json"
+    monkeypatch.setattr(sys, "argv", ["rotary", "inspect", str(path)])
+    for _ in range(150):
+        path.write_text(json.dumps(mutations.mutated(chance)))
+        with pytest.raises(SystemExit) as exit_of:
+            cli.main()
+        out, err = capsys.readouterr()
+        codes.add(exit_of.value.code)
+        if exit_of.value.code == 0:
+            assert out
+        else:
+            assert exit_of.value.code == 1
+            assert err.startswith("error: ")
+            assert err.count("\n") == 1
+    assert codes == {0, 1}
 
 
 FLAT = {

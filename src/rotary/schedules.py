@@ -119,6 +119,8 @@ def dynamic(
     array([1.   , 0.002])
     """
     _check_factor(factor)
+    if factor > 2**53:
+        raise ValueError(f"factor must be <= 2^53: {factor} - 1 is rounded to another number")
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
     number = arithmetic.dtype
     length = max(seq_len or 0, trained)

@@ -222,8 +222,11 @@ class Config(NamedTuple):
 
     @property
     def context(self) -> int | None:
-        """max_position_embeddings."""
-        return length("max_position_embeddings", self.get("max_position_embeddings"))
+        """max_position_embeddings; that among the rope parameters only if there is no other."""
+        name = "max_position_embeddings"
+        beside = (self.data.get(each) for each in self._names(name))
+        values = (*beside, self.model.get(name), self.rope.get(name))
+        return length(name, next((value for value in values if value is not None), None))
 
     @property
     def trained(self) -> int | None:

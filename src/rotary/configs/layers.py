@@ -28,6 +28,8 @@ def ropes(data: Mapping[str, Any], model: Model) -> Entries:
     rope = given or {
         key: value for key, value in model.get("rope", {}).items() if data.get(key) is None
     }
+    if "not_one" in model:  # refused for that, whatever else its keys are
+        return {None: rope}
     check_shapes(data)
     for entry in (rope, *rope.values()):
         if isinstance(entry, Mapping):
