@@ -168,7 +168,6 @@ WRITTEN = {
     "v4 and v5 equal": {
         "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e4},
         "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 3e4}},
-    "v4 theta of a model that scales": {"model_type": "gpt_oss", "rope_theta": 5e5},
     "v5 no theta": {"model_type": "llama", "rope_parameters": {"rope_type": "default"}},
     "v5 no theta, mixtral": {"model_type": "mixtral", "rope_parameters": {"rope_type": "default"}},
     "v5 no theta, apertus": {"model_type": "apertus", "rope_parameters": {"rope_type": "default"}},

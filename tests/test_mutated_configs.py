@@ -126,7 +126,10 @@ def nested(name, full, sliding, **beside):
         ({"model_type": "mistral4", "rope_scaling": LINEAR}, "partial_rotary_factor None disagree"),
         ({"model_type": "mistral4", "rope_parameters": {"rope_type": "default"}}, "alone is read"),
         ({"model_type": "deepseek_ocr2_text", "head_dim": 32}, "head_dim 32 is not read by"),
-        ({**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": YARN}, "write it among"),
+        (
+            {**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": YARN},
+            "where alone it is read",
+        ),
         ({**LLAMA, "rope_scaling": {**LINEAR, "factor": 1e-300}}, "in the range of float32"),
         ({**LLAMA, "rope_scaling": {**DYNAMIC, "factor": 2**63}}, "factor must be <= 2\\^53"),
     ],

@@ -35,8 +35,7 @@ _TOP_KEYS = (
     "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", LAYOUT_MARK,
     "mrope_section", "layer_rope_theta", "rope_scaling_layers",
 )  # fmt: skip
-# keys that published files carry and that say nothing at this value
-_HARMLESS = {
+_HARMLESS = {  # keys that published files carry and that say nothing at this value
     "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
     "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
@@ -155,7 +154,7 @@ def to_hf_config(
             f"a config cannot say rotary_dim={spec.rotary_dim} beside the partial_rotary_factor of "
             "proportional: both are that key"
         )
-    params = {name: _plain(value) for name, value in spec.params.items()}
+    params = spec.to_dict()["params"]
     written: dict[str, Any] = {"head_dim": spec.head_dim}
     if spec.schedule == "dynamic":
         trained = params.pop("original_max_position_embeddings")
@@ -219,15 +218,14 @@ def check_top(found: Config, complain: Complain) -> None:
             f"rope_theta {unread!r} is not read for {where} of model_type {found.model_type!r}, "
             f"whose base is {found.base:g}; a layer type takes it from its rope_parameters"
         )
+    our_names = {theirs: ours for ours, theirs in model.get("names", {}).items()}
     for key in found.unread:
-        if key == "rope_theta" and unread is not None:
-            continue  # said above
-        our_name = {theirs: ours for ours, theirs in model.get("names", {}).items()}.get(key, key)
-        used = {"rope_theta": found.base, "partial_rotary_factor": found.share}.get(our_name)
+        name, share = our_names.get(key, key), found.share
+        used = {"rope_theta": unread or found.base, "partial_rotary_factor": share}.get(name)
         if used and data.get(key) is not None and data[key] != used:
             complain(
                 f"{key} {data[key]!r} is not read for model_type {found.model_type!r}, which has "
-                f"{used:g}; write it under rope_parameters, as {our_name}"
+                f"{used:g}; write it under rope_parameters, as {name}"
             )
     for names in model.get("layer_names", {}).values():
         known |= set(names.values())
@@ -322,17 +320,12 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
 def _check_trained(found: Config, schedule: str, complain: Complain) -> None:
     name = "original_max_position_embeddings"
     outside, inside = found.data.get(name), found.rope.get(name)
-    if name in found.model or outside is None:  # Phi-3's code reads the outer one
-        return
-    if inside is not None and outside != inside:
-        complain(
-            f"{name} is {outside} beside the rope parameters and {inside} among them; keep one"
-        )
-    is_read = schedule in ("yarn", "longrope", "llama3") and found.model_type
-    if is_read and inside is None and outside != found.context:
-        complain(
-            f"{name} {outside!r} is beside the rope parameters, where model_type "
-            f"{found.model_type!r} does not read it; write it among them"
+    is_silent = inside is None and schedule in ("yarn", "longrope", "llama3") and found.model_type
+    used = found.context if is_silent else inside
+    if name not in found.model and None not in (outside, used) and outside != used:
+        complain(  # Phi-3's code reads the outer one
+            f"{name} is {outside} beside the rope parameters and {inside} among them, where alone "
+            "it is read; keep one, there"
         )
 
 
@@ -405,7 +398,3 @@ def _filled(schedule: str, params: dict[str, Any], found: Config) -> dict[str, A
     if schedule != "llama3" and is_needed and "factor" not in params and context and trained:
         params["factor"] = context / trained
     return params
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
