@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rotary import Rotary, bench, cos_sin, doctor, kernels
+from rotary import Rotary, bench, cos_sin, doctor
 from rotary.bench import Shape, measure, numpy_cases, table_cases, torch_cases
+from rotary.kernels import cpu
 from rotary.kernels import numpy as law
 from rotary.kernels.geometry import Options
 
@@ -195,7 +196,7 @@ def test_the_doctor_sees_a_broken_kernel(monkeypatch):
         x[0, 3, 100, 17] = np.nextafter(x[0, 3, 100, 17], np.float32(9))  # one bit of one element
         return (x,)
 
-    monkeypatch.setattr(kernels.host(), "rotate", rotate)
+    monkeypatch.setattr(cpu, "rotate", rotate)
     kernel = found()["kernel"]
     assert kernel.found == "differs from the reference implementation"
     assert "report this" in kernel.advice

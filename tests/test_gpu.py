@@ -236,7 +236,7 @@ def test_a_compiled_call_in_place_is_one_launch(launches):
 def test_opcheck(dtype):
     xs = [randn(2, heads, 5, 8, dtype=dtype) for heads in (4, 2)]
     geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, Options("half", None, 6, 1))
-    arguments = xs, *tables(5, 3), None, *kernel._flat(geometry), False
+    arguments = xs, *tables(5, 3), None, *kernel.flat(geometry), False
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(torch.ops.rotary.rotate.default, arguments)
     out = [torch.empty_like(x) for x in xs]
@@ -246,7 +246,7 @@ def test_opcheck(dtype):
 def test_tensors_of_two_devices_are_refused_before_the_launch(launches):
     x, (cos, sin) = randn(5, 8), tables(5, 4)
     geometry = geometry_of(((5, 8),), (5, 4), None, Options())
-    rest = None, *kernel._flat(geometry), False
+    rest = None, *kernel.flat(geometry), False
     for mixed in (([x], cos.cpu(), sin.cpu()), ([x.cpu()], cos, sin)):
         with pytest.raises((RuntimeError, ValueError), match="device"):
             torch.ops.rotary.rotate(*mixed, *rest)

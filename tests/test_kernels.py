@@ -113,7 +113,7 @@ def _torch_operator(xs, cos, sin, rows, options, conjugate, out=None):
     geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
     rows = None if rows is None else torch.from_numpy(rows)
     tensors = [*map(to_torch, xs)], to_torch(cos), to_torch(sin), rows
-    rest = (*torch_kernel._flat(geometry), conjugate)
+    rest = (*torch_kernel.flat(geometry), conjugate)
     if out is None:
         return tuple(map(to_numpy, torch.ops.rotary.rotate(*tensors, *rest)))
     torch.ops.rotary.rotate_out(*tensors, *rest, [*map(to_torch, out)])
@@ -176,7 +176,7 @@ def _on_device(call):
 def _call_operator(xs, cos, sin, rows, options, conjugate, out):
     shape = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), tuple(cos.shape), shape, options)
-    arguments = list(xs), cos, sin, rows, *torch_kernel._flat(geometry), conjugate
+    arguments = list(xs), cos, sin, rows, *torch_kernel.flat(geometry), conjugate
     if out is None:
         return torch.ops.rotary.rotate(*arguments)
     return torch.ops.rotary.rotate_out(*arguments, list(out))

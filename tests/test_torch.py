@@ -270,7 +270,7 @@ def operands(dtype=torch.float32, grad=False, order=None):
         q, k = (x.permute(order).contiguous().permute(*_inverse(order)) for x in (q, k))
     xs = [x.requires_grad_(grad) for x in (q, k)]
     geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, Options("half", None, 6, 1))
-    return (xs, *tables(5, 3), None, *kernel._flat(geometry), False)
+    return (xs, *tables(5, 3), None, *kernel.flat(geometry), False)
 
 
 def _inverse(order):

@@ -253,7 +253,7 @@ def test_many_gradients_in_one_backward_pass(route):
 def test_the_operators_take_the_same_way(route):
     xs, (cos, sin) = [randn(2, 3, 5, 8), randn(2, 1, 5, 8, seed=1)], tables(5, 4)
     geometry = geometry_of(((2, 3, 5, 8), (2, 1, 5, 8)), (5, 4), None, Options())
-    arguments = xs, cos, sin, None, *kernel._flat(geometry), False
+    arguments = xs, cos, sin, None, *kernel.flat(geometry), False
     want = wanted(xs, cos, sin, Options())
     same(tuple(torch.ops.rotary.rotate(*arguments)), want)
     torch.ops.rotary.rotate_out(*arguments, xs)
@@ -514,7 +514,7 @@ def fake_operands(dtype, grad=False):
     table = torch.empty(5, 3, device="cuda")
     options = Options("half", None, 6, 1)
     geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, options)
-    return (xs, table, table, None, *kernel._flat(geometry), False)
+    return (xs, table, table, None, *kernel.flat(geometry), False)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -12,14 +12,13 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .cache import Cache
-from .kernels import NEEDS_LENGTH, host, is_open, is_traced, kernel_of
+from .kernels import NEEDS_LENGTH, Kernel, host, is_open, is_traced, kernel_of
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
@@ -97,7 +96,7 @@ def cos_sin(
     if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)
     library = kernel_of(positions)
-    if hasattr(library, "on_shards"):
+    if library.on_shards is not None:
         options: dict[str, Any] = {"allow_negative": allow_negative, "max_bytes": max_bytes}
         make = partial(cos_sin, spec, precision=precision, **options)
         return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)
@@ -124,7 +123,7 @@ def sequence_cos_sin(
     kernel = kernel_of(like)
     if spec.depends_on_length and hasattr(seq_len, "__len__") and np.ndim(seq_len):
         positions = kernel.arange(like, seq)
-        return cos_sin(spec, kernel.stacked(positions, len(seq_len)), precision, seq_len)
+        return cos_sin(spec, kernel.repeat_rows(positions, len(seq_len)), precision, seq_len)
     length = _known_length(spec, seq if seq_len is None else seq_len)
     if not kernel.is_cacheable(like):
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
@@ -134,7 +133,7 @@ def sequence_cos_sin(
     def build() -> tuple[Any, Any]:
         return cos_sin(spec, kernel.arange(like, rows), precision, length)
 
-    key = ("tables", spec, length, rows, precision, kernel.place(like))
+    key = ("tables", spec, length, rows, precision, kernel.device_key(like))
     cos, sin = _cache.get(key, build)
     return cos[:seq], sin[:seq]
 
@@ -204,7 +203,7 @@ def _tokens(spec: Rotary, positions: Any) -> tuple[int, ...]:
 
 def _rows(
     spec: Rotary,
-    kernel: ModuleType,
+    kernel: Kernel,
     positions: Any,
     seq_len: Any,
     allow_negative: bool,
@@ -221,7 +220,7 @@ def _rows(
 
 def _tables(
     spec: Rotary,
-    kernel: ModuleType,
+    kernel: Kernel,
     positions: Any,
     kind: str,
     precision: Precision,
@@ -230,13 +229,13 @@ def _tables(
 ) -> tuple[Any, Any]:
     """cos and sin, times that power of the attention factor."""
     if precision == "float32":
-        make, arithmetic = kernel.tables_float32, kernel.FLOAT32
+        make, arithmetic = kernel.tables_float32, kernel.arithmetic
     elif kind == "int":
         make, arithmetic = kernel.tables, None
     else:
         make, arithmetic = kernel.tables_float64, FLOAT64
-    frequencies = kernel.constant(_frequency_rows, spec, lengths, arithmetic)
-    scales = kernel.constant(_scale_rows, spec, lengths, power)
+    frequencies = kernel.host_constant(_frequency_rows, spec, lengths, arithmetic)
+    scales = kernel.host_constant(_scale_rows, spec, lengths, power)
     tables: tuple[Any, Any] = make(positions, frequencies, scales, spec.axes, spec.sign < 0)
     return tables
 
@@ -305,7 +304,7 @@ def _check_known(seq_len: Any) -> None:
 
 
 def _row_lengths(
-    spec: Rotary, kernel: ModuleType, positions: Any, seq_len: Any, lead: tuple[int, ...]
+    spec: Rotary, kernel: Kernel, positions: Any, seq_len: Any, lead: tuple[int, ...]
 ) -> tuple[int | None, ...]:
     """The length that each row is scaled for; one entry if it is the same for all."""
     if not spec.depends_on_length:

@@ -73,7 +73,7 @@ def rerotate(
     seq = shape[seq_axis(shape, seq_dim)]
     if shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
-    old, new = (kernel.taken_over(where, like) for where in (from_positions, to_positions))
+    old, new = (kernel.as_positions(where, like) for where in (from_positions, to_positions))
     _check_positions("from_positions", old, spec, seq, shape)
     _check_positions("to_positions", new, new_spec, seq, shape)
     cos, sin = moved_cos_sin(spec, new_spec, old, new, like, seq_len, new_seq_len, allow_negative)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import check_positions, kernel_of, way_on
+from .kernels import check_positions, hint_for, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .spec import Rotary
 
@@ -73,10 +73,10 @@ def rotate(
     kernel = kernel_of(xs[0])
     kind = type(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
-        if type(array) is not kind and not kernel.owns(array):
+        if type(array) is not kind and not kernel.takes(array):
             raise TypeError(
                 f"all arrays must be of one library: {kind.__qualname__} and "
-                f"{type(array).__module__}.{type(array).__qualname__}{way_on(type(array))}"
+                f"{type(array).__module__}.{type(array).__qualname__}{hint_for(type(array))}"
             )
     if positions is not None:
         check_positions(positions)
@@ -151,9 +151,9 @@ def apply(
         seq_dim = -2 if seq_dim is None else seq_dim
     else:
         check_positions(positions)
-        positions = kernel.taken_over(positions, q)
+        positions = kernel.as_positions(positions, q)
         _check_shape(spec, tuple(positions.shape), tuple(q.shape))
-    if precision == "exact" and hasattr(kernel, "rotate_exact"):
+    if precision == "exact":
         xs = (q,) if k is None else (q, k)
         outs = None if out is None else _outputs(out, len(xs))
         is_taken = kernel.makes_angles(xs, positions, outs, spec.num_axes)

@@ -9,8 +9,6 @@ from ..kernels import kernel_of
 
 Array = Any  # a NumPy array, a torch tensor or a JAX array
 
-# by the name of the kernel
-_NAMESPACES = {"cpu": "numpy", "numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 _INT32 = 2**31
 
 
@@ -22,7 +20,7 @@ def namespace(array: Array) -> Any:
     >>> namespace(np.zeros(2)).__name__
     'numpy'
     """
-    return sys.modules[_NAMESPACES[kernel_of(array).__name__.rpartition(".")[2]]]
+    return sys.modules[kernel_of(array).namespace]
 
 
 def positions_of(positions: Any, x: Array) -> Array:
@@ -32,7 +30,7 @@ def positions_of(positions: Any, x: Array) -> Array:
     array([0, 1, 2])
     """
     kernel = kernel_of(x)
-    return kernel.arange(x, x.shape[-2]) if positions is None else kernel.taken_over(positions, x)
+    return kernel.arange(x, x.shape[-2]) if positions is None else kernel.as_positions(positions, x)
 
 
 def positions_after(first: Any, x: Array) -> Array:

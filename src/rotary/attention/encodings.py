@@ -68,7 +68,7 @@ def xpos(
     pairs = np.arange(spec.rotary_dim // 2) / (spec.rotary_dim // 2)
     rates = np.log((pairs + gamma) / (1 + gamma)) / scale_base
     _check_distance(positions - origin, -rates[0], q.dtype)
-    exponents = cast(positions - origin, float64_of(q))[..., None] * kernel.taken_over(rates, q)
+    exponents = cast(positions - origin, float64_of(q))[..., None] * kernel.as_positions(rates, q)
     cos, sin = cos_sin(spec, positions)
     width = xp.promote_types(q.dtype, xp.float32)
     up, down = cast(xp.exp(exponents), width), cast(xp.exp(-exponents), width)

@@ -179,5 +179,5 @@ def _next_positions(
     first: Array = 0 if state is None else state.position
     if positions is None:
         return positions_after(first, q), first + q.shape[-2]
-    positions = kernel_of(q).taken_over(positions, q)
+    positions = kernel_of(q).as_positions(positions, q)
     return positions, positions[..., -1] + 1 if q.shape[-2] else first

@@ -18,7 +18,7 @@ from .layers import Model, Rope, listed_layer_types, rope_parameters, ropes
 from .values import is_whole, length, whole_number
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
-# Written by tests/golden/make_models.py; keys:
+# Written by tools/make_models.py; keys:
 #   hidden_size, num_attention_heads, head_dim, max_position_embeddings, rope_theta,
 #   rotary_dim, rope              what transformers takes where the config is silent
 #   partial_rotary_factor         the same; where it is missing the code ignores the key

@@ -20,9 +20,9 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,14 +103,9 @@ def _save_checked(program: Any, path: Path) -> None:
 @contextmanager
 def _recording(has_operator: bool) -> Iterator[None]:
     """While a module is traced, its tensors are served by a kernel that ONNX can express."""
-    recorder = ModuleType(f"{__name__}.recorder")
     rotate = partial(_rotate, threading.get_ident(), has_operator)
-    vars(recorder).update(vars(kernel), rotate=rotate)
-    kernels._torch_kernel = recorder
-    try:
+    with kernels.served_by(replace(kernel.KERNEL, rotate=rotate), kernel):
         yield
-    finally:
-        kernels._torch_kernel = kernel
 
 
 def _rotate(

@@ -7,6 +7,7 @@ same way and nothing is wrapped or copied.
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from . import loops, threads
 from . import numpy as law
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
+from .numpy import address
 
 Array = npt.NDArray[Any]
 
@@ -303,24 +305,9 @@ def tables(
     return cos, sin
 
 
-# what is the same for the law and for the compiled loops
-FLOAT32 = law.FLOAT32
-tables_float32 = law.tables_float32
-tables_float64 = law.tables_float64
-inspect = law.inspect
-row_lengths = law.row_lengths
-arange = law.arange
-owns = law.owns
-taken_over = law.taken_over
-stacked = law.stacked
-to_numpy = law.to_numpy
-from_numpy = law.from_numpy
-constant = law.constant
-is_cacheable = law.is_cacheable
-is_tracing = law.is_tracing
-place = law.place
-address = law.address
-
-
 def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(law.block(array))
+
+
+# positions are NumPy's, and what is rare is left to the reference
+KERNEL = replace(law.KERNEL, name="compiled loops", rotate=rotate, tables=tables)

@@ -7,6 +7,7 @@ What would need another rank (a head that is cut, a sum that is not done) is ref
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -57,7 +58,7 @@ def rotate(
     do not go together, and for plain tables that want a gradient.
     """
     _check(xs, out)
-    rows = None if positions is None else torch_tables.taken_over(positions, xs[0])
+    rows = None if positions is None else torch_tables.as_positions(positions, xs[0])
     geometry = _fit(xs, tuple(cos.shape), None if rows is None else tuple(rows.shape), options)
     dims = geometry.dims if rows is None else (None,) * len(geometry.dims)
     settled = options._replace(seq_dim=seq_axis(tuple(xs[0].shape), options.seq_dim))
@@ -264,15 +265,18 @@ def to_numpy(positions: DTensor) -> Any:
     raise TypeError("positions to move keys by must be plain: the whole, the same on every rank")
 
 
-arange = torch_tables.arange
-constant = torch_tables.constant
-from_numpy = torch_tables.from_numpy
-owns = torch_tables.owns
-place = torch_tables.place
-stacked = torch_tables.stacked
-taken_over = torch_tables.taken_over
-
-
 def is_cacheable(like: DTensor) -> bool:
     """Whether tables for this tensor can be kept, as in `torch_tables`."""
     return not is_tracing() and torch_tables.is_cacheable(like.to_local())
+
+
+KERNEL = replace(
+    kernel.KERNEL,
+    name="DTensor",
+    rotate=rotate,
+    makes_angles=makes_angles,
+    rotate_exact=rotate_exact,
+    on_shards=on_shards,
+    to_numpy=to_numpy,
+    is_cacheable=is_cacheable,
+)

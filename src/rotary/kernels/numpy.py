@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..layouts import pair_slices
 from ..schedules import FLOAT32 as FLOAT32
+from . import Kernel
 from .geometry import Geometry, Options, geometry_of
 from .memory import Block, check_overlap
 
@@ -162,17 +163,17 @@ def arange(like: Array, count: int) -> Array:
     return np.arange(count, dtype=np.int64)
 
 
-def owns(array: Any) -> bool:
+def takes(array: Any) -> bool:
     """Whether this kernel is the one for an array."""
     return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
 
 
-def taken_over(positions: Any, like: Array) -> Array:
+def as_positions(positions: Any, like: Array) -> Array:
     """Positions as an array of this library: those of another, or of lists, are taken over."""
     return np.asarray(positions)
 
 
-def stacked(positions: Array, rows: int) -> Array:
+def repeat_rows(positions: Array, rows: int) -> Array:
     """The same positions for so many rows: (rows, seq)."""
     return np.broadcast_to(positions, (rows, len(positions)))
 
@@ -187,7 +188,7 @@ def from_numpy(table: Array) -> Array:
     return table
 
 
-def constant(function: Callable[..., Array], *arguments: Any) -> Array:
+def host_constant(function: Callable[..., Array], *arguments: Any) -> Array:
     """`function(*arguments)`: what is worked out on the host, once."""
     return function(*arguments)
 
@@ -197,12 +198,7 @@ def is_cacheable(like: Array) -> bool:
     return True
 
 
-def is_tracing() -> bool:
-    """False: NumPy calls are never recorded for a compiler."""
-    return False
-
-
-def place(like: Array) -> str:
+def device_key(like: Array) -> str:
     """Where tables for this array live: part of the key of the cache."""
     return "numpy"
 
@@ -261,3 +257,25 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
     order = [dim for dim in dims if dim is not None]
     kept = [None if dim is None else slice(None) for dim in dims]
     return table.transpose(*order, table.ndim - 1)[(*kept, slice(None))]
+
+
+KERNEL = Kernel(
+    name="reference",
+    namespace="numpy",
+    rotate=rotate,
+    tables=tables,
+    tables_float64=tables_float64,
+    tables_float32=tables_float32,
+    arithmetic=FLOAT32,
+    takes=takes,
+    inspect=inspect,
+    row_lengths=row_lengths,
+    arange=arange,
+    as_positions=as_positions,
+    repeat_rows=repeat_rows,
+    to_numpy=to_numpy,
+    from_numpy=from_numpy,
+    host_constant=host_constant,
+    is_cacheable=is_cacheable,
+    device_key=device_key,
+)

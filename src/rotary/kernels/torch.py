@@ -17,18 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .. import layouts
-from . import host, torch_tables
-from .geometry import Geometry, Options, check_fit, geometry_of
+from . import NESTED, Kernel, torch_tables
+from .geometry import Geometry, Options, geometry_of
 from .memory import is_contiguous
 from .pages import LARGE
 from .torch_checks import (
-    check_device,
     check_memory,
     check_no_grad,
-    check_storage,
     check_strided,
     check_writable,
 )
@@ -38,14 +34,15 @@ from .torch_exact import makes_angles as makes_angles
 from .torch_exact import rotate_exact as rotate_exact
 from .torch_formula import formula
 from .torch_launch import (
-    empty_contiguous,
     empty_like,
     form_of,
     gpu_kernel,
     is_for_gpu,
     launch,
+    loops,
     mark_written,
 )
+from .torch_operators import flat
 from .torch_state import (
     FLOATS,
     TENSORS,
@@ -116,6 +113,34 @@ def rotate(
     return _rotate(xs, cos, sin, rows, geometry, conjugate)
 
 
+def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
+    """Which code rotates: the first line of the table that fits.
+
+    | the call | the code |
+    |---|---|
+    | torch.compile records it for a CPU, the tables want no gradient | "operator" |
+    | it is recorded otherwise: torch.export, another device, torch.func | "formula" |
+    | the tables want a gradient; a subclass, another device, vmap, a mode | "formula" |
+    | x wants a gradient | "autograd", around the same as below |
+    | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
+
+    The operator is opaque to Inductor. The formula is torch's own operators, which torch records,
+    differentiates and fuses by itself. Where out= is given no gradient is wanted, and only the
+    operator and the memory are left.
+    """
+    if is_tracing():
+        is_opaque = not (
+            torch.compiler.is_exporting()
+            or wants_grad(cos, sin)
+            or xs[0].device.type != "cpu"
+            or is_tracing_a_transform()
+        )
+        return "operator" if is_opaque else "formula"
+    if wants_grad(cos, sin) or not are_plain((*xs, cos, sin)):
+        return "formula"
+    return "autograd" if wants_grad(*xs) else "memory"
+
+
 def _rotate(
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -124,18 +149,12 @@ def _rotate(
     geometry: Geometry,
     conjugate: bool,
 ) -> tuple[Tensor, ...]:
-    if is_tracing():
-        if (
-            torch.compiler.is_exporting()
-            or wants_grad(cos, sin)
-            or xs[0].device.type != "cpu"
-            or is_tracing_a_transform()
-        ):
-            return formula(xs, cos, sin, rows, geometry, conjugate)
-        return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *_flat(geometry), conjugate))
-    if wants_grad(cos, sin) or not are_plain((*xs, cos, sin)):
+    way = route(xs, cos, sin)
+    if way == "operator":
+        return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry), conjugate))
+    if way == "formula":
         return formula(xs, cos, sin, rows, geometry, conjugate)
-    if wants_grad(*xs):
+    if way == "autograd":
         return _Rotate.apply(geometry, conjugate, rows, cos, sin, *xs)
     return launch(xs, cos, sin, rows, geometry, conjugate, None)
 
@@ -155,9 +174,7 @@ def _rotate_into(
         )
     check_no_grad((*xs, cos, sin), out)
     if is_tracing():
-        torch.ops.rotary.rotate_out(
-            list(xs), cos, sin, rows, *_flat(geometry), conjugate, list(out)
-        )
+        torch.ops.rotary.rotate_out(list(xs), cos, sin, rows, *flat(geometry), conjugate, list(out))
         return tuple(out)
     check_writable((*xs, cos, sin, *(() if rows is None else (rows,))), out)
     launch(xs, cos, sin, rows, geometry, conjugate, out)
@@ -180,10 +197,7 @@ def _ready_call(
     conjugate: bool,
 ) -> Any:
     """The prepared call of the loops; None where another way has to be taken."""
-    loops = host()
-    if not hasattr(loops, "ready_call"):
-        return None
-    if not all(
+    if loops is None or not all(
         kind in TENSORS and is_cpu and not is_lazy and dtype in FLOATS and shape
         for kind, dtype, is_cpu, is_lazy, shape, _ in signature
     ):
@@ -221,7 +235,7 @@ def _run(
     else:
         outs = tuple([empty_like(x) for x in xs])
     sources, targets = [x.data_ptr() for x in xs], [y.data_ptr() for y in outs]
-    host().run(call, sources, targets, cos.data_ptr(), sin.data_ptr(), 0)
+    loops.run(call, sources, targets, cos.data_ptr(), sin.data_ptr(), 0)
     if out is not None:
         mark_written(outs)
     return outs
@@ -261,138 +275,31 @@ class _Rotate(torch.autograd.Function):
         return *(None,) * 5, *[None if grad is None else next(turned) for grad in grads]
 
 
-# --- the operators, for torch.compile and for those who want an opaque boundary ---
+def _check(x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(NESTED)
 
-_library = torch.library.Library("rotary", "DEF")
-_OPERANDS = (
-    "Tensor[] xs, Tensor cos, Tensor sin, Tensor? rows, "
-    "int start, int pairs, str layout, str out_layout, int[] dims, bool conjugate"
+
+KERNEL = Kernel(
+    name="torch",
+    namespace="torch",
+    rotate=rotate,
+    tables=torch_tables.tables,
+    tables_float64=torch_tables.tables_float64,
+    tables_float32=torch_tables.tables_float32,
+    arithmetic=torch_tables.FLOAT32,
+    takes=torch_tables.takes,
+    inspect=torch_tables.inspect,
+    row_lengths=torch_tables.row_lengths,
+    arange=torch_tables.arange,
+    as_positions=torch_tables.as_positions,
+    repeat_rows=torch_tables.repeat_rows,
+    to_numpy=torch_tables.to_numpy,
+    from_numpy=torch_tables.from_numpy,
+    host_constant=torch_tables.host_constant,
+    is_cacheable=torch_tables.is_cacheable,
+    device_key=torch_tables.device_key,
+    check=_check,
+    makes_angles=makes_angles,
+    rotate_exact=rotate_exact,
 )
-_library.define(f"rotate({_OPERANDS}) -> Tensor[]")
-_library.define(f"rotate_out({_OPERANDS}, Tensor(a!)[] out) -> ()")
-
-
-def _flat(geometry: Geometry) -> tuple[int, int, str, str, list[int]]:
-    dims = [-1 if dim is None else dim for dim in geometry.dims]
-    return geometry.start, geometry.pairs, geometry.layout, geometry.out_layout, dims
-
-
-def _geometry(
-    start: int, pairs: int, layout: str, out_layout: str, dims: Sequence[int]
-) -> Geometry:
-    known = tuple(None if dim == -1 else dim for dim in dims)
-    return Geometry(start, pairs, layout, out_layout, known)
-
-
-def _checked(xs, cos, sin, rows, geometry, out=None):
-    """Row numbers as int64, after what the kernel would read or write past has been refused."""
-    if not xs:
-        raise ValueError("xs must hold at least one tensor")
-    if forward_ad._current_level >= 0:  # the tangents cannot be seen from here, and would be lost
-        raise RuntimeError(
-            "the operators of rotary have no forward-mode derivative: call rotary.rotate"
-        )
-    indices = () if rows is None else (rows,)
-    given = (*xs, cos, sin, *indices, *(out or ()))
-    check_strided(given)
-    check_storage(given)
-    check_operands(xs, cos, sin, out)
-    layouts.check(geometry.layout)
-    layouts.check(geometry.out_layout, "out_layout")
-    if rows is not None:
-        check_device(rows, xs[0])
-        rows = check_rows(rows, xs[0])
-        indices = (rows,)
-    along = cos.ndim - 1 if rows is None else rows.ndim
-    used = [dim for dim in geometry.dims if dim is not None]
-    if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
-        raise ValueError(
-            f"dims {_flat(geometry)[-1]} must name each of the {along} leading axes of "
-            f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
-        )
-    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
-    if out is not None:
-        check_no_grad((*xs, cos, sin), out)
-        check_writable((*xs, cos, sin, *indices), out)
-    return rows
-
-
-def _check_no_forward_mode():
-    """An operator sees no tangent, and torch takes its results for constants."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError(
-            "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
-            "of a compiled program, compile the call of torch.func.jvp"
-        )
-
-
-def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    _check_no_forward_mode()
-    geometry = _geometry(start, pairs, layout, out_layout, dims)
-    rows = _checked(xs, cos, sin, rows, geometry)
-    out = [empty_contiguous(x) for x in xs]
-    return list(launch(xs, cos, sin, rows, geometry, conjugate, out))
-
-
-def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    _check_no_forward_mode()
-    geometry = _geometry(start, pairs, layout, out_layout, dims)
-    rows = _checked(xs, cos, sin, rows, geometry, out)
-    launch(xs, cos, sin, rows, geometry, conjugate, out)
-    mark_written(out)
-
-
-def _fake(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims))
-    return [x.new_empty(x.shape) for x in xs]
-
-
-def _fake_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims), out)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, rows, *rest, ctx.conjugate = inputs
-    if cos.requires_grad or sin.requires_grad:
-        raise RuntimeError(
-            "the operator rotary::rotate gives cos and sin no gradient: call rotary.rotate, which "
-            "does, or pass cos.detach() and sin.detach()"
-        )
-    ctx.geometry = _geometry(*rest)
-    ctx.save_for_backward(cos, sin, rows)
-
-
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    known = [grad for grad in grads if grad is not None]
-    arguments = (*ctx.saved_tensors, *_flat(ctx.geometry.reversed()), not ctx.conjugate)
-    rotated = iter(torch.ops.rotary.rotate(known, *arguments) if known else ())
-    return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
-
-
-_library.impl("rotate", _operator, "CompositeExplicitAutograd")
-_library.impl("rotate_out", _operator_out, "CompositeExplicitAutograd")
-torch.library.register_fake("rotary::rotate", _fake, lib=_library)
-torch.library.register_fake("rotary::rotate_out", _fake_out, lib=_library)
-torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setup, lib=_library)
-_library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
-_library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")
-torch.library.register_fake("rotary::of_lengths", torch_tables.fake_of_lengths, lib=_library)
-
-
-# --- tables, and what else is asked of a kernel ---
-
-FLOAT32 = torch_tables.FLOAT32
-tables = torch_tables.tables
-tables_float32 = torch_tables.tables_float32
-tables_float64 = torch_tables.tables_float64
-inspect = torch_tables.inspect
-row_lengths = torch_tables.row_lengths
-arange = torch_tables.arange
-owns = torch_tables.owns
-taken_over = torch_tables.taken_over
-stacked = torch_tables.stacked
-to_numpy = torch_tables.to_numpy
-from_numpy = torch_tables.from_numpy
-constant = torch_tables.constant
-is_cacheable = torch_tables.is_cacheable
-place = torch_tables.place

@@ -4,16 +4,22 @@ import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import host
 from .geometry import Geometry
 from .memory import Block
 from .pages import ask_for_huge_pages
 from .torch_formula import check_row_range, formula
 from .torch_state import FLOATS, are_plain, is_on_gpu, is_on_host
+
+loops: Any
+try:
+    from . import cpu as loops
+except ImportError:  # without Numba the formula in torch operators rotates
+    loops = None
 
 _NAMES = {**FLOATS, torch.int64: "int64"}
 _FIRST_CAPABILITY = (7, 0)  # what Triton compiles for
@@ -40,7 +46,7 @@ def launch(
         kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
         if kernel is not None and xs[0].dtype in kernel.DTYPES:
             return kernel.rotate(xs, cos, sin, rows, geometry, conjugate, out)
-        if not is_on_gpu(xs[0]) and hasattr(host(), "prepare"):
+        if not is_on_gpu(xs[0]) and loops is not None:
             return _loop(xs, cos, sin, rows, geometry, conjugate, out)
     results = formula(xs, cos, sin, rows, geometry, conjugate)
     for target, result in zip(out or (), results, strict=out is not None):
@@ -80,7 +86,6 @@ def _loop(
     conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    loops = host()
     results = tuple(map(empty_like, xs)) if out is None else tuple(out)
     sources = [_contiguous_last(x) for x in xs]
     is_mixed = geometry.layout != geometry.out_layout

@@ -120,22 +120,22 @@ def axis_turns(
     return from_numpy(turns.copy()).to(device)
 
 
-def owns(tensor: Any) -> bool:
+def takes(tensor: Any) -> bool:
     """Whether this kernel is the one for an array."""
     return isinstance(tensor, Tensor)
 
 
-def taken_over(positions: Any, like: Tensor) -> Tensor:
+def as_positions(positions: Any, like: Tensor) -> Tensor:
     """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
 
     A list goes through NumPy, whose fractions are float64; torch would take them as float32.
     """
-    if owns(positions):
+    if takes(positions):
         return positions
     return torch.as_tensor(np.asarray(positions), device=like.device)
 
 
-def stacked(positions: Tensor, rows: int) -> Tensor:
+def repeat_rows(positions: Tensor, rows: int) -> Tensor:
     """The same positions for so many rows: (rows, seq)."""
     return positions.expand(rows, -1)
 
@@ -204,12 +204,12 @@ def is_cacheable(like: Tensor) -> bool:
     return type(like) in TENSORS and not is_transforming()
 
 
-def place(like: Tensor) -> str:
+def device_key(like: Tensor) -> str:
     """The device, as part of the key of the cache; inference tensors are kept apart."""
     return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
-def constant(function: Callable[..., Any], spec: Any, lengths: Any, *arguments: Any) -> Any:
+def host_constant(function: Callable[..., Any], spec: Any, lengths: Any, *arguments: Any) -> Any:
     """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
 
     Where a compiled call takes any length it is worked out when the call runs.
