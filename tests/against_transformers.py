@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
-import make_models  # beside the golden values, not in the package
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import mutations
+from tools import make_models
 
 import rotary
 from rotary.configs import layer_types

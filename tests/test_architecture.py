@@ -4,50 +4,12 @@ import ast
 import importlib
 import inspect
 import sys
-from pathlib import Path
 
 import pytest
+from tools.architecture import FILES, FLOORS, LIBRARIES, PICTURE, UPWARD, floor, imports, svg
 
 import rotary
 
-ROOT = Path(rotary.__file__).parent
-
-# Files and folders of the package, from the ground up. A file imports from floors below its own,
-# and from its own folder, where no two files need each other. The same table is in CONTRIBUTING.md.
-FLOORS = (
-    {"schedules", "layouts", "positions", "cache", "fanout", "strict_json"},
-    {"spec"},
-    {"kernels"},
-    {"angles"},
-    {"rotate"},
-    {"rerotate", "attention", "configs", "nn"},
-    {"analysis", "blackbox", "checkpoint", "programs"},
-    {"integrations"},
-    {"audit", "identify", "ranks", "reach"},
-    {"plan"},
-    {"plots", "explorer", "bench", "doctor"},
-    {"demo"},
-    {"cli"},
-)
-# What the files of a folder import beside numpy and the standard library; "" is everywhere else.
-LIBRARIES = {
-    "analysis": {"numba"},
-    "bench": {"torch", "transformers"},
-    "blackbox": {"torch"},
-    "cli": {"distributed", "rich", "torch", "typer"},
-    "configs": {"gguf"},
-    "demo": {"torch", "transformers"},
-    "doctor": {"numba", "torch"},
-    "explorer": {"fastapi", "gradio", "plotly", "starlette", "uvicorn"},
-    "integrations": {"onnx", "torch"},
-    "kernels": {"jax", "llvmlite", "numba", "torch", "triton"},
-    "nn": {"torch"},
-    "plots": {"matplotlib"},
-    "ranks": {"torch"},
-}
-# Imports against the order: `kernels` loads the kernel of a library on first use, the public names
-# of torch are loaded when they are asked for, and a conversion writes down the version.
-UPWARD = {("kernels", "kernels/cpu"), ("checkpoint/journal", "")}
 LOADED_BY_IMPORT = {
     "angles",
     "cache",
@@ -64,71 +26,6 @@ LONGER = {
     "schedules": "one function for each published schedule, with its source",
     "kernels/llvm": "vector code is written out, and read from top to bottom",
 }
-FILES = {
-    path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path
-    for path in sorted(ROOT.rglob("*.py"))
-}
-
-
-def imports(tree, name, is_package):
-    """(what is imported, whether at the top of the file), of the module `name` of ours."""
-    at_top = set(_at_top(tree))
-    package = name.split("/") if is_package else name.split("/")[:-1]
-    package = [part for part in package if part]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            targets = [_ours(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module.split(".") if node.module else []
-            if node.level:
-                base = package[: len(package) - node.level + 1] + module
-                targets = [_file([*base, alias.name]) for alias in node.names]
-            elif module[0] == "rotary":
-                targets = [_file([*module[1:], alias.name]) for alias in node.names]
-            else:
-                targets = [module[0]]
-        elif isinstance(node, ast.Call) and _is_dynamic(node.func):
-            targets = [
-                _ours(argument.value.split(".")) if isinstance(argument, ast.Constant) else "?"
-                for argument in node.args[:1]
-            ]
-        else:
-            continue
-        for target in targets:
-            yield target, node in at_top
-
-
-def _at_top(tree):
-    """Nodes that run when the file is imported: not in a function, not for the type checker."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from _at_top(node)
-
-
-def _is_dynamic(function):
-    return ast.unparse(function) in ("__import__", "importlib.import_module", "import_module")
-
-
-def _ours(parts):
-    return _file(parts[1:]) if parts[0] == "rotary" else parts[0]
-
-
-def _file(parts):
-    """The file of ours behind a dotted name: the longest part of it that is one."""
-    for end in range(len(parts), 0, -1):
-        if "/".join(parts[:end]) in FILES:
-            return "/".join(parts[:end])
-    return ""
-
-
-def floor(name):
-    """How high the file or folder stands; __init__.py and __main__.py are the roof."""
-    unit = name.split("/")[0]
-    return next((n for n, units in enumerate(FLOORS) if unit in units), len(FLOORS))
 
 
 def violations(source, name, is_package=False):
@@ -210,6 +107,10 @@ def test_the_checker_lets_allowed_imports_pass():
     assert violations(source, "angles") == []
     found = dict(imports(ast.parse("import a\ndef f():\n    import b\n"), "spec", False))
     assert found == {"a": True, "b": False}
+
+
+def test_the_picture_is_of_this_code():
+    assert PICTURE.read_text() == svg(), "python -m tools.architecture draws it again"
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -13,7 +13,7 @@ TEXTS = [
       for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".md", ".py")),
 ]  # fmt: skip
 COMMAND = re.compile(
-    r"(?:-m ((?:benchmarks|experiments)(?:\.\w+)+)(?![\w.{])|python (docs/make_\w+\.py))"
+    r"(?:-m ((?:benchmarks|experiments)(?:\.\w+)+)(?![\w.{])|python (tools/make_\w+\.py))"
 )
 
 
@@ -42,16 +42,16 @@ PROGRAMS = sorted({program for found in ALL.values() for program, _ in found})
 def test_commands_are_found_with_their_options():
     text = """`python -m benchmarks.run --table` and
     $ torchrun --nproc-per-node 2 -m experiments.e6_shift.run --quick    # two --processes
-    python -m experiments.{name}.run; `python docs/make_results.py counts`.
-    "Run `python -m benchmarks.gpu [--part prefill|decode]`, python docs/make_pictures.py [NAME ...]
+    python -m experiments.{name}.run; `python tools/make_results.py counts`.
+    "Run `python -m benchmarks.gpu [--part prefill]`, python tools/make_pictures.py [NAME ...]
 | `python -m benchmarks.scaling` | costs; `--measure` checks them, in 2-- |
     """
     assert commands(text) == [
         ("benchmarks.run", ("--table",)),
         ("experiments.e6_shift.run", ("--quick",)),
-        ("docs/make_results.py", ("counts",)),
+        ("tools/make_results.py", ("counts",)),
         ("benchmarks.gpu", ("--part",)),
-        ("docs/make_pictures.py", ()),
+        ("tools/make_pictures.py", ()),
         ("benchmarks.scaling", ("--measure",)),
     ]
 
@@ -59,7 +59,7 @@ def test_commands_are_found_with_their_options():
 def test_the_commands_of_the_readme_and_of_make_are_among_them():
     assert ("benchmarks.run", ()) in ALL[ROOT / "Makefile"]
     assert {program for program, _ in ALL[ROOT / "README.md"]} >= {
-        *("benchmarks.run", "benchmarks.patch", "docs/make_pictures.py"),
+        *("benchmarks.run", "benchmarks.patch", "tools/make_pictures.py"),
         "experiments.e6_shift.run",
     }
 
@@ -83,7 +83,7 @@ def places(program: str) -> list[str]:
             if program in dict(found)]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("make_*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("make_*.py")), ids=lambda p: p.name)
 def test_help_of_a_script_that_writes_pages_writes_none(path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("--help wrote a file"))
     ran(str(path), "--help")

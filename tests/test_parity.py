@@ -3,7 +3,6 @@
 import copy
 import importlib
 import inspect
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,7 @@ from rotary import Rotary, from_hf_config
 from rotary.configs import MODELS
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
-import make_models  # noqa: E402  # beside the golden values, not in the package
+from tools import make_models  # noqa: E402
 
 # class -> why it does not equal ours; told in golden/DIFFERENCES.md, shown by the tests below
 DIFFERENT = {

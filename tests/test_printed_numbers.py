@@ -214,8 +214,8 @@ def published_reach() -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def pictures():
-    """docs/make_pictures.py, as a module."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
+    """tools/make_pictures.py, as a module."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "make_pictures.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -6,7 +6,7 @@ from pathlib import Path
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.configs import layer_types
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent / "docs"
 CONFIGS = ROOT.parent / "tests" / "configs"
 HEAD = """\
 # The RoPE of published models
@@ -20,7 +20,7 @@ for the roundings in [DIFFERENCES.md](../tests/golden/DIFFERENCES.md). Not compa
 kimi_k2 and phi3_v, whose code lies beside their weights. Of gptj, codegen and roformer
 `tests/test_parity.py` compares the functions.
 
-Written by `python docs/make_model_table.py`.
+Written by `python tools/make_model_table.py`.
 
 | model | layers | channels | layout | base | schedule | amplitude |
 |---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Write the tables in docs/results: `python docs/make_results.py [NAME ...]`, all without a name.
+"""Write the tables in docs/results: `python tools/make_results.py [NAME ...]`, all without a name.
 
 table2, heads: the smallest bases of Men et al.; counts: their Table 4; figure2: the decay curve of
 RoFormer; models: the reach of published models. All take a few minutes on two cores.
@@ -21,7 +21,7 @@ from rotary.analysis.decay import decay_curve
 from rotary.analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from rotary.reach import Reach, reaches
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent / "docs"
 RESULTS = ROOT / "results"
 CONFIGS = ROOT.parent / "tests" / "configs"
 K = 1024
@@ -308,7 +308,7 @@ def main(names: list[str]) -> None:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for name in names or PAGES:
             title, *lines = PAGES[name](bar)
-            command = f"Written by `python docs/make_results.py {name}`."
+            command = f"Written by `python tools/make_results.py {name}`."
             text = "\n".join([title, "", command, *lines])
             (RESULTS / f"{name}.md").write_text(text + "\n")
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/pictures: `python docs/make_pictures.py [NAME ...]`.
+"""Draw the pictures of the README and of docs/pictures: `python tools/make_pictures.py [NAME ...]`.
 
 Needs the extra `plots`. Without names all are drawn, in half a minute.
 """
@@ -14,7 +14,7 @@ from rotary import Rotary, cos_sin, from_hf_config, plots
 from rotary.analysis import extension, search
 from rotary.reach import reaches
 
-FOLDER = Path(__file__).parent / "pictures"
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 CONFIGS = FOLDER.parent.parent / "tests" / "configs"
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 EXACT, FLOAT32 = "#0072b2", "#d55e00"  # told apart by people who do not see colours alike

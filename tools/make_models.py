@@ -5,6 +5,7 @@ model's code says (layout, direction, slice, how position axes are dealt out) is
 read in the modelling files and proved by `tests/test_parity.py`, which compares every class.
 """
 
+import argparse
 import importlib
 import inspect
 import json
@@ -15,7 +16,7 @@ from typing import Any
 
 import transformers
 
-TABLE = Path(__file__).parents[2] / "src" / "rotary" / "configs" / "models.json"
+TABLE = Path(__file__).parents[1] / "src" / "rotary" / "configs" / "models.json"
 MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
 SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -439,4 +440,5 @@ def _tidy(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -1,0 +1,1 @@
+"""What writes files of this repository: run as `python -m tools.NAME`."""
