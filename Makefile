@@ -8,6 +8,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
 
+# Threads that wait must not spin: two processes share the cores
+test quick: export OMP_WAIT_POLICY = PASSIVE
+
 test: .venv/dev.stamp debian
 	$(BIN)/python -m pytest -n 2
 
