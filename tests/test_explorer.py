@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 import rotary
 from rotary.configs import choose
 from rotary.explorer import controls, guard, models, numbers, page
-from rotary.explorer.figures import FIGURES
 from rotary.explorer.models import PASTED, pasted, presets, published
-from rotary.explorer.numbers import NUMBERS, look
-from rotary.explorer.state import METHODS, VIEWS, Side, State, from_query, side, to_query
+from rotary.explorer.side import METHODS, Side, look, side
+from rotary.explorer.state import State, from_query, to_query
+from rotary.explorer.views import VIEWS
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA_2 = Side(model="llama-2-7b")
@@ -56,7 +56,7 @@ def test_a_preset_is_what_the_whole_config_gives(name):
 def test_every_picture_of_every_model_can_be_drawn(name):
     for view in VIEWS:
         seen = look(Side(model=name), published(name).context)
-        figure = FIGURES[view](seen, NUMBERS[view](seen))
+        figure = VIEWS[view].draw(seen, VIEWS[view].numbers(seen))
         assert json.loads(figure.to_json())["data"]
         for trace in figure.data:
             assert 1 <= len(trace.x) <= 4096
@@ -95,7 +95,7 @@ NONSENSE = {
 def test_pairs_that_stand_still_by_design_are_not_called_scaled():
     seen = look(Side(model="gemma-4-31b, full_attention"), 4096)
     assert seen.plain == seen.spec  # "proportional" scales nothing
-    assert (NUMBERS["band"](seen).columns["speed_ratio"] == 1).all()
+    assert (VIEWS["band"].numbers(seen).columns["speed_ratio"] == 1).all()
 
 
 @pytest.mark.parametrize("name", NONSENSE)
@@ -149,7 +149,7 @@ SIDES = st.builds(
     trained=st.none() | st.integers(1, 2**24),
 ) | st.builds(Side, model=st.just(PASTED), config=st.sampled_from([CONFIG, "{", MARKUP]))
 STATES = st.builds(
-    State, a=SIDES, b=SIDES, compared=st.booleans(), view=st.sampled_from(VIEWS),
+    State, a=SIDES, b=SIDES, compared=st.booleans(), view=st.sampled_from(list(VIEWS)),
     context=st.integers(1, 2**24),
 )  # fmt: skip
 
@@ -279,7 +279,7 @@ def test_the_first_failure_is_the_published_one_and_stands_in_the_figure():
     found = numbers.similarity(seen)
     assert found.marks["first_failure"] == 18438
     assert "18,438" in found.words
-    marked = FIGURES["similarity"](seen, found).data[1]
+    marked = VIEWS["similarity"].draw(seen, found).data[1]
     assert marked.x[0] == 18438
     assert -1 < marked.y[0] < 0
     angles = np.arange(1, 18439)[:, None] * 500_000.0 ** (-np.arange(64) / 64)
@@ -324,7 +324,7 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_file_of_numbers_holds_every_digit(view):
-    found = NUMBERS[view](look(LLAMA_2, 4096))
+    found = VIEWS[view].numbers(look(LLAMA_2, 4096))
     rows = list(csv.DictReader(numbers.csv(found).splitlines()))
     for name, column in found.columns.items():
         np.testing.assert_array_equal([float(row[name]) for row in rows], column)
@@ -333,7 +333,7 @@ def test_the_file_of_numbers_holds_every_digit(view):
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_figure_names_its_axes_and_carries_no_address(view):
     seen = look(LLAMA_2, 4096)
-    figure = FIGURES[view](seen, NUMBERS[view](seen))
+    figure = VIEWS[view].draw(seen, VIEWS[view].numbers(seen))
     assert figure.layout.xaxis.title.text
     assert figure.layout.yaxis.title.text or view == "layout"
     assert "http" not in figure.to_json()
@@ -679,7 +679,7 @@ def test_a_download_writes_no_file():
 # What the worst request costs
 
 
-@pytest.mark.parametrize("length", [10**8, 10**12, 10**400])
+@pytest.mark.parametrize("length", [10**8, 10**12, 10**18])
 def test_a_length_beyond_every_picture_is_refused(length):
     text = json.dumps({"head_dim": 64, "max_position_embeddings": length})
     with pytest.raises(ValueError, match="must be at most 16,777,216 tokens"):

@@ -16,8 +16,7 @@ from rotary.analysis.bounds import first_failure
 from rotary.analysis.search import MinBase, min_base, rounded_up, safe_base
 from rotary.analysis.spectrum import before_scaling
 from rotary.explorer import models, numbers
-from rotary.explorer.numbers import look
-from rotary.explorer.state import Side
+from rotary.explorer.side import Side, look
 from rotary.plan import plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .models import MAX_LENGTH, PASTED, Model
-from .state import VIEWS, Side, State, number, one_of, side
+from .side import Side, number, one_of, side
+from .state import State
+from .views import VIEWS
 
 # the controls of one side, and those that both share; `_log` is a slider beside a number
 SIDE = (

@@ -3,13 +3,13 @@
 Drawn dark on white, as they are downloaded; the style sheet of the page turns them for dark mode.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from .numbers import TOLERANCE, Look, Numbers
+from .numbers import TOLERANCE, Numbers
+from .side import Look
 
 # Okabe and Ito, "Color universal design", 2008
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
@@ -130,17 +130,6 @@ def _cells(
         x=channels, y=list(rows), ygap=6, hoverongaps=False, **style,
         hovertemplate=f"channel %{{x}}<br>%{{y}}: {name} %{{z}}<extra></extra>",
     )  # fmt: skip
-
-
-FIGURES: dict[str, Callable[[Look, Numbers], go.Figure]] = {
-    "wavelengths": wavelengths,
-    "decay": decay,
-    "similarity": similarity,
-    "band": band,
-    "coverage": coverage,
-    "precision": precision,
-    "layout": layout,
-}
 
 
 def _frame(x: str, y: str, *, log_x: bool = False, log_y: bool = False) -> go.Figure:

@@ -18,9 +18,11 @@ from urllib.parse import parse_qsl, urlsplit
 import gradio
 
 from ..configs import to_hf_config
-from .figures import CONFIG, FIGURES
-from .numbers import NUMBERS, csv, look
+from .figures import CONFIG
+from .numbers import csv
+from .side import look
 from .state import from_query
+from .views import VIEWS
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -281,13 +283,14 @@ async def _answer(
 def _numbers(query: dict[str, str]) -> str:
     state = from_query(query)
     side = state.b if query.get("side") == "b" else state.a
-    return csv(NUMBERS[state.view](look(side, state.context)))
+    return csv(VIEWS[state.view].numbers(look(side, state.context)))
 
 
 def _figure(query: dict[str, str]) -> str:
     state = from_query(query)
     seen = look(state.b if query.get("side") == "b" else state.a, state.context)
-    figure = FIGURES[state.view](seen, NUMBERS[state.view](seen))
+    view = VIEWS[state.view]
+    figure = view.draw(seen, view.numbers(seen))
     written: str = figure.to_html(config=CONFIG, include_plotlyjs=True)
     return written
 

@@ -1,10 +1,8 @@
 """The numbers of each picture: columns for the file, marks for the figure, words for the ear."""
 
-import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,8 +12,7 @@ import numpy.typing as npt
 from .. import layouts
 from ..analysis import bounds, decay, extension, precision, search, spectrum
 from ..angles import inv_freq
-from ..spec import Rotary
-from .state import AS_MADE, Side
+from .side import Look
 
 Array = npt.NDArray[np.float64]
 POINTS = 1024  # of a curve: more than a screen has, and quick to send
@@ -26,22 +23,6 @@ _ONE_SEARCH = threading.Lock()  # some of Numba's threading layers break under t
 ARITHMETICS = ("bfloat16", "tf32", "float32", "exact")
 
 
-@dataclasses.dataclass(frozen=True)
-class Look:
-    """What one figure is about: a RoPE, the plain one it was made from, and two lengths in tokens.
-
-    plain    the same base and channels without any scaling
-    before   what the training had, by `spectrum.before_scaling`: the critical dimension is of it
-    trained  length of the training before an extension;  context  length that is asked about
-    """
-
-    spec: Rotary
-    plain: Rotary
-    before: Rotary
-    trained: int
-    context: int
-
-
 class Numbers(NamedTuple):
     """columns: arrays of one length; marks: single numbers; words: what they say."""
 
@@ -50,42 +31,10 @@ class Numbers(NamedTuple):
     words: str
 
 
-def look(side: Side, context: int) -> Look:
-    """The RoPE that one side asks for; ValueError of one line where that makes no sense.
-
-    >>> look(Side(model="llama-2-7b", method="linear"), 8192).spec.params["factor"]
-    2.0
-    """
-    made = side.made()
-    spec = _changed(made.spec, side)
-    trained = side.trained or made.trained
-    plain = spec
-    if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
-        plain = dataclasses.replace(spec, schedule="default", params={})
-    before = spectrum.before_scaling(spec)
-    if side.method != AS_MADE:
-        scaled = extension.methods(plain, trained, context) if context > trained else {}
-        spec, before = scaled.get(side.method, plain), plain
-    return Look(spec, plain, before, trained, context)
-
-
-def _changed(spec: Rotary, side: Side) -> Rotary:
-    """The spec with the base and the width of the side; the rotated share of the head is kept."""
-    if side.base is not None and side.base != spec.base:
-        spec = dataclasses.replace(spec, base=side.base)
-    if side.head_dim is None or side.head_dim == spec.head_dim:
-        return spec
-    if side.head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {side.head_dim}")
-    share = side.head_dim / spec.head_dim
-    rotary_dim = max(2, 2 * round(spec.rotary_dim * share / 2))
-    start = min(round(spec.start * share), side.head_dim - rotary_dim)
-    return dataclasses.replace(spec, head_dim=side.head_dim, rotary_dim=rotary_dim, start=start)
-
-
 def wavelengths(look: Look) -> Numbers:
     """Tokens for one whole turn of each pair, and the turns in both lengths.
 
+    >>> from rotary.explorer.side import Side, look
     >>> wavelengths(look(Side(model="llama-2-7b"), 4096)).marks["critical_dimension"]
     92
     """
@@ -112,6 +61,7 @@ def wavelengths(look: Look) -> Numbers:
 def decay_curve(look: Look) -> Numbers:
     """Figure 2 of RoFormer: mean |S_j| against distance, the size a score can have at most.
 
+    >>> from rotary.explorer.side import Side, look
     >>> float(decay_curve(look(Side(model="llama-2-7b"), 4096)).columns["mean_partial_sum"][0])
     32.5
     """
@@ -127,6 +77,7 @@ def decay_curve(look: Look) -> Numbers:
 def similarity(look: Look) -> Numbers:
     """B_m, by which a similar key is preferred to a random one, and where it first is negative.
 
+    >>> from rotary.explorer.side import Side, look
     >>> similarity(look(Side(model="llama-2-7b"), 4096)).marks["first_failure"]
     1707.0
     """
@@ -164,6 +115,7 @@ def _outline(look: Look) -> npt.NDArray[np.int64]:
 def band(look: Look) -> Numbers:
     """How much the scaling slowed each pair down, beside the band that YaRN would draw.
 
+    >>> from rotary.explorer.side import Side, look
     >>> found = band(look(Side(model="llama-2-7b"), 4096))
     >>> round(found.marks["kept_before"], 1), round(found.marks["interpolated_after"], 1)
     (20.9, 45.0)
@@ -188,6 +140,7 @@ def band(look: Look) -> Numbers:
 def coverage(look: Look) -> Numbers:
     """The share of the circle each pair saw in training, and of the angles that are new to it.
 
+    >>> from rotary.explorer.side import Side, look
     >>> float(coverage(look(Side(model="llama-2-7b"), 4096)).columns["unseen_at_context"].max())
     0.0
     """
@@ -211,6 +164,7 @@ def coverage(look: Look) -> Numbers:
 def error_of_angles(look: Look) -> Numbers:
     """The largest error of cos or sin near a position, in four arithmetics: `error_near`.
 
+    >>> from rotary.explorer.side import Side, look
     >>> found = error_of_angles(look(Side(model="llama-2-7b"), 131072)).columns
     >>> bool(found["float32"].max() > 1e-3 > 1e-6 > found["exact"].max())
     True
@@ -233,6 +187,7 @@ def error_of_angles(look: Look) -> Numbers:
 def layout(look: Look) -> Numbers:
     """Which pair each channel belongs to, in the layout that is read and the one that is written.
 
+    >>> from rotary.explorer.side import Side, look
     >>> layout(look(Side(model="llama-2-7b"), 4096)).columns["reads"][:3].tolist()
     [0.0, 1.0, 2.0]
     """
@@ -261,6 +216,7 @@ def layout(look: Look) -> Numbers:
 def smallest_base(look: Look) -> str:
     """Words on the smallest base that never fails in the context, where that is quickly found.
 
+    >>> from rotary.explorer.side import Side, look
     >>> smallest_base(look(Side(model="llama-2-7b"), 1024))
     'With base 4,293.4376 a similar key is preferred at every distance up to 1,024. It is the \
 smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
@@ -290,17 +246,6 @@ def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
     [1, 2, 5, 10]
     """
     return np.unique(np.geomspace(1, last, count).round().astype(np.int64))
-
-
-NUMBERS: dict[str, Callable[[Look], Numbers]] = {
-    "wavelengths": wavelengths,
-    "decay": decay_curve,
-    "similarity": similarity,
-    "band": band,
-    "coverage": coverage,
-    "precision": error_of_angles,
-    "layout": layout,
-}
 
 
 def csv(numbers: Numbers) -> str:

@@ -8,25 +8,13 @@ from gradio.components.plot import PlotData
 from plotly.io.json import to_json_plotly  # type: ignore[import-untyped]
 
 from . import controls
-from .figures import CONFIG, FIGURES
+from .figures import CONFIG
 from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, presets
-from .numbers import NUMBERS, look, smallest_base
-from .state import METHODS, QUERY, VIEWS, Side, State, from_query, to_query
+from .numbers import smallest_base
+from .side import METHODS, Side, look
+from .state import QUERY, State, from_query, to_query
+from .views import VIEWS
 
-TITLES = {
-    "wavelengths": "Wavelengths", "decay": "Decay", "similarity": "Similarity",
-    "band": "Scaling", "coverage": "Coverage", "precision": "Precision",
-    "layout": "Layout",
-}  # fmt: skip
-ABOUT = {
-    "wavelengths": "Tokens that each pair of channels needs for one whole turn.",
-    "decay": "RoFormer, figure 2: the mean size of the partial sums, which bounds a score.",
-    "similarity": "Men et al.: by how much a similar key is preferred to a random one.",
-    "band": "What the scaling does to the speed of each pair, and the band where YaRN blends.",
-    "coverage": "How much of its circle each pair saw in training, and what is new at the context.",
-    "precision": "What an angle computed in 32 or 16 bits does to cos and sin.",
-    "layout": "Which channels of a head turn together.",
-}
 HEAD = (
     "# RoPE explorer\nLook at the rotary position embedding of a model, and at what an extension "
     "of its context does. All of it is computed on this machine."
@@ -55,11 +43,11 @@ def build() -> gr.Blocks:
                 with gr.Column(visible=False) as parts["b.controls"]:
                     parts |= _side("b", "B", start)
             with gr.Column(scale=3, min_width=300, elem_id="results"):
-                choices = [(TITLES[view], view) for view in VIEWS]
+                choices = [(view.title, name) for name, view in VIEWS.items()]
                 parts["view"] = gr.Radio(
                     choices, value=start["view"], label="Picture", elem_id="view"
                 )
-                parts["about"] = gr.Markdown(ABOUT[start["view"]])
+                parts["about"] = gr.Markdown(VIEWS[start["view"]].about)
                 parts["error"] = gr.Markdown("", elem_id="error")
                 with gr.Row():
                     for letter in ("a", "b"):
@@ -123,10 +111,11 @@ def update(changed: str, values: dict[str, Any]) -> Updates:
 def drawn(state: State) -> Updates:
     """The pictures, words and links of a state; on an error of one side, that error in its place.
 
-    >>> drawn(State())["about"] == ABOUT["wavelengths"]
+    >>> drawn(State())["about"] == VIEWS["wavelengths"].about
     True
     """
-    found: Updates = {"about": ABOUT[state.view]}
+    view = VIEWS[state.view]
+    found: Updates = {"about": view.about}
     found["b.column"] = found["b.controls"] = gr.update(visible=state.compared)
     errors = []
     for letter in ("a", "b"):
@@ -142,8 +131,8 @@ def drawn(state: State) -> Updates:
                 visible=is_pasted and bool(made.layers),
             )  # fmt: skip
             seen = look(side, state.context)
-            numbers = NUMBERS[state.view](seen)
-            figure = FIGURES[state.view](seen, numbers)
+            numbers = view.numbers(seen)
+            figure = view.draw(seen, numbers)
         except ValueError as error:
             errors.append(_refusal(error, letter.upper()))
             continue
