@@ -22,7 +22,7 @@ from rotary import Rotary, positions
 from rotary.angles import sequence_cos_sin
 from rotary.cache import Cache
 from rotary.kernels import numpy as law
-from rotary.kernels import torch as torch_kernel
+from rotary.kernels import torch_tables
 
 PROMISED = 1.5e-7
 STEP = math.tau * 2.0**-65  # turns are rounded once, per token
@@ -115,7 +115,7 @@ def test_every_kernel_gives_the_same(where, base):
     loops = rotary.cos_sin(Rotary(head_dim=80, base=base), batch[0], allow_negative=True)
     assert_close(loops, law.tables(batch, turns, np.ones(1), (), False), 1.01 * ULP)
     tensors = torch.from_numpy(batch), torch.tensor(turns.view(np.int64)), torch.tensor(scales)
-    formula = torch_kernel.tables(*tensors, (), False)  # the way of other devices
+    formula = torch_tables.tables(*tensors, (), False)  # the way of other devices
     assert_close(formula, wanted, 2 * ULP)  # an ulp is twice as large above 1
 
 

@@ -20,7 +20,7 @@ import rotary
 from rotary import Rotary, from_hf_config, to_hf_config
 from rotary.configs import MODELS
 from rotary.configs.files import MAX_CONFIG_BYTES
-from rotary.kernels.torch import FLOAT32
+from rotary.kernels.torch_tables import FLOAT32
 from rotary.schedules import SCHEDULES
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import torch
 import rotary
 from rotary import Rotary, positions
 from rotary.kernels import numpy as law
-from rotary.kernels.torch import FLOAT32
+from rotary.kernels.torch_tables import FLOAT32
 from rotary.schedules import FLOAT64, SCHEDULES, depends_on_length, parameters
 
 D = 64

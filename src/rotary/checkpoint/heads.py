@@ -112,7 +112,7 @@ def runs_of(
         kind = "latent query"
     if kind not in _PACKED:
         return (_plain(name, rows, spec, found, shape),)
-    heads = found.get("num_attention_heads")
+    heads = _query_heads(name, found)
     if not isinstance(heads, int):
         raise ValueError(f"the config needs num_attention_heads, got {heads!r}")
     sizes = _Sizes(rows, heads, spec.head_dim, found)
@@ -231,7 +231,7 @@ def _plain(name: Name, rows: int, spec: Rotary, found: Config, shape: tuple[int,
     if name.kind.endswith("norm") and rows == spec.head_dim:
         return Run(spec.start, 1, spec.head_dim)
     is_key = name.kind.startswith("key") or name.kind == "query of an expert"
-    queries = found.get("num_attention_heads")
+    queries = _query_heads(name, found)
     heads, rest = divmod(rows, spec.head_dim)
     if is_key:
         counts = _key_heads(name, queries, found)
@@ -244,6 +244,13 @@ def _plain(name: Name, rows: int, spec: Rotary, found: Config, shape: tuple[int,
         wrong = f"and {told} heads of {spec.head_dim} are expected"
         raise ValueError(_refusal(name, rows, shape, wrong, spec, found))
     return Run(spec.start, heads, spec.head_dim)
+
+
+def _query_heads(name: Name, found: Config) -> Any:
+    """num_attention_heads, or of a list that of this layer."""
+    heads = found.get("num_attention_heads")
+    is_list = isinstance(heads, list | tuple) and name.layer < len(heads)
+    return heads[name.layer] if is_list else heads
 
 
 def _is_key_count(count: int, name: Name, heads: Any, found: Config) -> bool:

@@ -96,11 +96,10 @@ def listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _by_layer(rope: Rope, data: Mapping[str, Any], model: Model) -> Entries | None:
     """The entries where a list says which layers have which; None if there is no such list."""
+    kind = data.get("model_type")
     for name in _LISTS:
-        if data.get(name) is not None and model and name not in model.get("lists", ()):
-            raise ValueError(
-                f"{name} is not read by model_type {data.get('model_type')!r}; remove the key"
-            )
+        if kind and data.get(name) is not None and name not in model.get("lists", ()):
+            raise ValueError(f"{name} is not read by model_type {kind!r}; remove the key")
     if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
         if len(set(thetas)) > 1 or not thetas[0]:
             return {
