@@ -357,10 +357,15 @@ def job(tmp_path):
             *("-m", "rotary", "doctor", "--distributed", f"job.py:{function}"),
             *("--config", "config.json", "--seq-len", "1024", *arguments),
         ]
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-            env={**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        )  # fmt: skip
+        for _ in range(3):
+            done = subprocess.run(
+                command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                env={**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            )  # fmt: skip
+            # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
+            if "terminate called without an active exception" not in done.stderr:
+                break
+        return done
 
     return doctor
 
