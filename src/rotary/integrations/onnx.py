@@ -103,13 +103,17 @@ def _save_checked(program: Any, path: Path) -> None:
 @contextmanager
 def _recording(has_operator: bool) -> Iterator[None]:
     """While a module is traced, its tensors are served by a kernel that ONNX can express."""
-    rotate = partial(_rotate, threading.get_ident(), has_operator)
-    with kernels.served_by(replace(kernel.KERNEL, rotate=rotate), kernel):
-        yield
+    threads = [threading.get_ident()]
+    rotate = partial(_rotate, threads, has_operator)
+    try:
+        with kernels.served_by(replace(kernel.KERNEL, rotate=rotate), kernel):
+            yield
+    finally:
+        threads.clear()  # another thread may have just taken this kernel for its own
 
 
 def _rotate(
-    thread: int,
+    threads: Sequence[int],
     has_operator: bool,
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -120,7 +124,7 @@ def _rotate(
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
-    if threading.get_ident() != thread:  # a model that runs during the export of another
+    if threading.get_ident() not in threads:  # a model that runs during the export of another
         return kernel.rotate(xs, cos, sin, positions, options, conjugate, out)
     kernel.check_operands(xs, cos, sin, out)
     if out is not None:
