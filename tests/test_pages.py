@@ -1,7 +1,9 @@
 """Large new outputs: memory of torch and NumPy themselves, that asks for huge pages."""
 
+import ast
 import ctypes
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,3 +132,13 @@ def test_what_is_released_goes_back_to_the_allocator(library):
     for heads in range(33, 41):
         rotated(library, (1, heads, SEQ, 64))
     assert resident() - before < 1 << 26
+
+
+def test_nothing_of_ours_runs_while_an_array_dies():
+    """An exception there, as by Ctrl-C, would be printed and lost."""
+    files = Path(rotary.__file__).parent.rglob("*.py")
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    assert "__init__" in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    assert "__del__" not in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    assert not {name for name in called if name.endswith("finalize")}
