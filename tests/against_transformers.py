@@ -134,9 +134,8 @@ class Outcome(NamedTuple):
     bytes: int
 
 
-def outcome(chance: random.Random) -> Outcome:
-    """One broken config, read by us and by transformers."""
-    config = mutations.mutated(chance)
+def outcome(config: dict[str, Any], chance: random.Random) -> Outcome:
+    """One config, one of its layer types drawn by `chance`, read by us and by transformers."""
     kind: str | None = None
     tracemalloc.start()
     start = time.process_time()
@@ -240,7 +239,7 @@ def run(seed: int, count: int) -> tuple[Counter[str], list[Outcome]]:
     with warnings.catch_warnings(), np.errstate(all="ignore"), memory(2**31):
         warnings.simplefilter("ignore")
         for _ in range(count):
-            found = outcome(chance)
+            found = outcome(mutations.mutated(chance), chance)
             counts[found.kind] += 1
             if found.kind not in EQUAL | TOLD or found.bytes > BYTES:
                 faults.append(found)

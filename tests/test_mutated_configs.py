@@ -3,7 +3,6 @@
 `python tests/against_transformers.py 100000 0` is the same at full length.
 """
 
-import contextlib
 import copy
 import json
 import random
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 
 import rotary
-from rotary import cli
+from rotary import cli, from_hf_config
 from rotary.configs import MODELS, entries
 from rotary.programs import diff
 
 against = pytest.importorskip("against_transformers", reason="needs transformers")
-mutations = against.mutations
+mutations, make_models = against.mutations, against.make_models
 
 LAYERED = ("full_attention", "sliding_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -185,26 +184,33 @@ def test_inspect_prints_a_broken_file_or_one_line_of_error(tmp_path, capsys, mon
     assert codes == {0, 1}
 
 
-FLAT = {
-    "rope_theta": 12345.0, "hidden_size": 2048, "num_attention_heads": 64, "head_dim": 32,
-    "num_key_value_heads": 64, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
-}  # fmt: skip
 COMPOSITES = [
     name
     for name, model in MODELS.items()
-    if set(model) == {"parts"} and set(model["parts"]) & set(entries.TEXT_PARTS)
+    if not set(model) - {"parts", "beside_parts", "own_text"}
+    and set(model["parts"]) & set(entries.TEXT_PARTS)
 ]
 
 
-def test_the_models_that_read_the_text_beside_their_parts():
-    reads = set()
-    for name in COMPOSITES:
-        with contextlib.suppress(against.NoAnswerError):
-            data = {"model_type": name, **copy.deepcopy(FLAT)}
-            inv_freq = against.numbers(data, None, None).inv_freq
-            if np.isclose(inv_freq[1], FLAT["rope_theta"] ** (-1 / len(inv_freq))):
-                reads.add(name)
-    assert reads == entries.FLAT_FILES
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_key_beside_the_parts_is_read_as_transformers_does_or_refused(name):
+    for key, value in make_models.BESIDE.items():
+        both = against.outcome({"model_type": name, key: copy.deepcopy(value)}, random.Random(0))
+        assert both.kind in against.EQUAL | against.TOLD, both
+
+
+def test_fuyu_files_that_transformers_reads_in_part():
+    """Its class takes five keys from beside the parts, and no share of the head."""
+    flat = {"model_type": "fuyu", "hidden_size": 512, "num_attention_heads": 8, "rope_theta": 7.0}
+    spec = from_hf_config({**flat, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5})
+    assert (spec.head_dim, spec.rotary_dim, spec.base) == (64, 32, 7.0)
+    for key, value in (
+        ("partial_rotary_factor", 0.25),
+        ("head_dim", 32),
+        ("rope_parameters", {"rope_theta": 5e5}),
+    ):
+        with pytest.raises(ValueError, match=f"needs text_config: the config has none but {key} "):
+            from_hf_config({**flat, key: value})
 
 
 def test_the_models_that_have_a_text_of_their_own():
@@ -220,7 +226,7 @@ def test_the_models_that_have_a_text_of_their_own():
                 own.add(name)
         else:
             np.testing.assert_allclose(got.inv_freq, theirs.inv_freq, rtol=against.CLOSE)
-    assert own == entries.OWN_TEXTS
+    assert own == {name for name in COMPOSITES if MODELS[name].get("own_text")}
 
 
 def test_diff_refuses_a_base_that_is_no_number_wherever_a_model_has_one():

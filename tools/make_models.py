@@ -16,6 +16,8 @@ from typing import Any
 
 import transformers
 
+from rotary.configs.entries import TEXT_PARTS
+
 TABLE = Path(__file__).parents[1] / "src" / "rotary" / "configs" / "models.json"
 MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
@@ -165,6 +167,20 @@ CODE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# models of parts whose class, where a file has no text, makes another than the text's own class
+OWN_TEXTS = (
+    "ernie4_5_vl_moe", "got_ocr2", "lighton_ocr", "mistral3", "moss_transcribe_diarize",
+    "pp_chart2table", "voxtral", "voxtral_realtime",
+)  # fmt: skip
+ROPES = ("rope_parameters", "rope_scaling")
+# values that no class has where it is silent
+BESIDE: dict[str, Any] = {
+    "hidden_size": 2176, "num_attention_heads": 17, "head_dim": 34, "max_position_embeddings": 777,
+    "original_max_position_embeddings": 333, THETA: 54_321.0, SHARE: 0.375,
+    **dict.fromkeys(ROPES, {"rope_type": "linear", "factor": 3.0}),
+}  # fmt: skip
+
+
 def main() -> None:
     """Ask every config class, add what the code says, write the table."""
     warnings.filterwarnings("ignore")
@@ -199,6 +215,11 @@ def main() -> None:
         parts = parts_of(name, table)
         if parts:
             table.setdefault(name, {})["parts"] = parts
+            text = next((key for key in TEXT_PARTS if key in parts), None)
+            if text and set(table[name]) == {"parts"} and (keys := keys_beside(name, text)):
+                table[name]["beside_parts"] = keys
+    for name in OWN_TEXTS:
+        table[name]["own_text"] = True
     lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(table)} model types in {TABLE.name}")
@@ -311,6 +332,33 @@ def parts_of(name: str, table: dict[str, Any]) -> dict[str, str]:
     return {
         key: model for key, model in known.items() if model in table or _has_parts(model, table)
     }
+
+
+def keys_beside(name: str, text: str) -> list[str]:
+    """The keys that the class takes for those of its text where a file has none: older files."""
+    silent, found = _text(name, text, {}), []
+    for key, value in BESIDE.items():
+        config = _text(name, text, {key: value})
+        if config is None or silent is None:
+            continue
+        if key in ROPES:
+            reads = (config.get("rope_parameters") or {}).get("factor") == value["factor"]
+        else:
+            before, after = ({**each, **(each.get("rope_parameters") or {})}.get(key)
+                             for each in (silent, config))  # fmt: skip
+            reads = before != value == after
+        if reads:
+            found.append(key)
+    return found
+
+
+def _text(name: str, text: str, data: dict[str, Any]) -> dict[str, Any] | None:
+    """The keys of the text of such a file; None where the class refuses it."""
+    try:
+        config = transformers.CONFIG_MAPPING[name].from_dict({"model_type": name, **data})
+        return dict(getattr(config, text).to_dict())
+    except Exception:
+        return None
 
 
 def _has_parts(name: str | None, table: dict[str, Any]) -> bool:

@@ -47,19 +47,17 @@ from .values import is_whole, length, whole_number
 #   scaled_unread                 keys of such a rope_scaling that the code replaces
 #   only                          the rope types that the code reads, where not all are right
 #   not_one                       why it is not one rotation
+#   parts                         key and model_type of each part of a model of several
+#   beside_parts                  keys that are read beside the parts where a file has no text
+#   own_text                      the class, where a file has no text, makes another than its part's
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
 # where the text of a model of several parts is, if no part is asked for
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
-# models of several parts whose older files have the keys of the text beside the parts
-FLAT_FILES = frozenset({"fuyu", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
-# those whose class has another text, where the config has none, than the class of that text
-OWN_TEXTS = frozenset({
-    "ernie4_5_vl_moe", "got_ocr2", "lighton_ocr", "mistral3", "moss_transcribe_diarize",
-    "pp_chart2table", "voxtral", "voxtral_realtime",
-})  # fmt: skip
-_TEXT_KEYS = re.compile("rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_")
+_TEXT_KEYS = re.compile(
+    "rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_types"
+)
 # names in the layer_types of a config whose layers do not differ in their RoPE; transformers 5.23,
 # configuration_utils.py, with the names of older files
 LAYERS_WITH_ROPE = frozenset({
@@ -349,7 +347,7 @@ def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any],
         raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}")
     model = MODELS[name]
     known = model.get("parts", {})
-    if part is None and set(model) - {"parts"}:
+    if part is None and set(model) - {"parts", "beside_parts", "own_text"}:
         return data, model
     if not known:
         if part is not None:
@@ -363,12 +361,16 @@ def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any],
         )
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
-        if part is None and name not in FLAT_FILES:
-            outside = [each for each in data if _TEXT_KEYS.search(str(each))]
-            if outside or name in OWN_TEXTS:
-                beside = f" but {outside[0]} outside of it, where it is not read" if outside else ""
-                raise ValueError(f"model_type {name!r} needs {key}: the config has none{beside}")
-        inner = {} if part else {k: v for k, v in data.items() if k not in known}
+        beside = () if part else model.get("beside_parts", ())
+        silent = MODELS[known[key]] if beside else {}
+        unread = [
+            each for each in data if part is None and _TEXT_KEYS.search(str(each))
+            and each not in beside and data[each] not in (None, silent.get(each))
+        ]  # fmt: skip
+        if unread or (part is None and model.get("own_text")):
+            outside = f" but {unread[0]} outside of it, where it is not read" if unread else ""
+            raise ValueError(f"model_type {name!r} needs {key}: the config has none{outside}")
+        inner = {} if part else {each: data[each] for each in data if each not in known}
         inner = {**inner, "model_type": known[key]}
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} must be an object, got {inner!r}")
