@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from rotary_embedding_torch import RotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary import Rotary, cos_sin
@@ -37,6 +36,8 @@ def transformers_cases(spec: Rotary, q: Any, k: Any, compiled: bool = True) -> d
 
 def lucidrains_cases(spec: Rotary, q: Any, k: Any) -> dict[str, Case]:
     """Interleaved layout: rotary-embedding-torch, which keeps its tables after the first call."""
+    from rotary_embedding_torch import RotaryEmbedding  # not in every environment of peers
+
     module = RotaryEmbedding(spec.head_dim, theta=spec.base)
     turn = module.rotate_queries_or_keys
     # it rounds positions to the dtype of its first input: a float32 call fills its tables rightly

@@ -3,8 +3,12 @@
 import numpy as np
 
 
-def rotated(x: np.ndarray, layout: str, base: float) -> np.ndarray:
-    """x of shape (..., seq, head_dim) turned at positions 0 .. seq - 1, in float64.
+def rotated(
+    x: np.ndarray, layout: str, base: float, positions: np.ndarray | None = None
+) -> np.ndarray:
+    """x of shape (..., seq, head_dim) rotated at positions 0 .. seq - 1, in float64.
+
+    positions   others, whole numbers of a shape that fits that of x without its last axis
 
     >>> rotated(np.array([[1.0, 0.0], [1.0, 0.0]]), "half", 10_000.0).round(3)
     array([[1.   , 0.   ],
@@ -16,7 +20,8 @@ def rotated(x: np.ndarray, layout: str, base: float) -> np.ndarray:
     if layout == "interleaved":
         members = (slice(0, None, 2), slice(1, None, 2))
     first, second = (x[..., member].astype(np.float64) for member in members)
-    z = (first + 1j * second) * np.exp(1j * np.outer(np.arange(seq), inv_freq))
+    positions = np.arange(seq) if positions is None else positions
+    z = (first + 1j * second) * np.exp(1j * positions[..., None] * inv_freq)
     y = np.empty(x.shape)
     y[..., members[0]], y[..., members[1]] = z.real, z.imag
     return y

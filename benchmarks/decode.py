@@ -1,0 +1,341 @@
+"""One token in every way that servers call: `python -m benchmarks.decode`.
+
+Two tables, each case in turn: after a matrix product of a model's width, as a model meets the call;
+and a loop of calls in a row, where everything is in a cache. Then each bar with what was measured.
+Writes benchmarks/results/DATE-decode.md and .json. `--table` prints the table of the README from
+the newest of these. The operators of vLLM and onnxruntime are timed where they can be imported:
+`make peers` makes an environment with vLLM's, whose Python runs this file with PYTHONPATH=src.
+"""
+
+import datetime
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rotary import Rotary, apply, cos_sin, rotate
+from rotary import bench as timing
+
+from . import command, peers
+from .reference import rotated
+
+SPEC = Rotary(head_dim=128, base=500_000.0)
+ROWS = 4096  # of the tables
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# the result is rounded once; peers round tables and products as well
+LIMITS = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+PEER_FACTOR = 4
+EAGER, VLLM, ONNX = "transformers eager", "vLLM's operator", "onnxruntime's operator"
+# most times of transformers' eager function: in a loop with batch 1, after a product
+BARS = {
+    "rotate": (0.25, 0.5),
+    "rotate out=": (0.25, 0.5),
+    "rotate in place": (0.25, 0.5),
+    "rotate positions=": (0.3, 0.6),
+    "rotate positions=, in place": (0.3, 0.6),
+    "apply positions=": (0.45, 0.8),
+}
+
+Group = dict[str, float]  # case -> median microseconds
+
+
+class Sizes(NamedTuple):
+    """The sizes of a run: heads of q and k, batches, calls in a loop, rounds, a model's width."""
+
+    heads: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+    calls: int
+    rounds: int
+    width: int
+
+
+FULL = Sizes(((32, 8), (28, 4)), (1, 16), 1000, 101, 4096)
+QUICK = Sizes(((4, 2),), (1, 2), 3, 3, 64)
+
+
+class Call(NamedTuple):
+    """One token of each row of a batch, and the memory that the cases read and write."""
+
+    q: Any  # (batch, heads, 1, 128)
+    k: Any
+    positions: Any  # (batch, 1)
+
+
+def main() -> None:
+    """Compare with float64, measure, print, write."""
+    parser = command.parser(__doc__)
+    parser.add_argument(
+        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
+        help="print the table of the README; default: of the newest results",
+    )  # fmt: skip
+    parser.set_defaults(sizes=FULL)
+    given = command.parsed(parser, {"sizes": QUICK}, command.RESULTS)
+    if given.table is not None:
+        path = given.table
+        newest = max(path.glob("????-??-??-decode.json")) if path.is_dir() else path
+        print(readme_table(json.loads(newest.read_text())))
+        return
+    torch.manual_seed(0)
+    command.gate(errors(), "complex numbers in float64")
+    loops, after = {}, {}
+    for name, call, dtype in calls(given.sizes):
+        loops[name] = in_a_loop(cases(call), given.sizes)
+        after[name] = after_a_product(cases(call), given.sizes, dtype, len(call.q))
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "versions": timing.versions(),
+        "threads": torch.get_num_threads(),
+        "after a product": after,
+        "loop": loops,
+        "libraries": in_a_loop(library_cases(), given.sizes),
+    }
+    report["bars"] = [list(bar) for bar in bars(report)]
+    text = as_markdown(report)
+    print(text)
+    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
+    command.write(given.out, {f"{report['date']}-decode{end}": files[end] for end in files})
+
+
+def calls(sizes: Sizes) -> Iterator[tuple[str, Call, torch.dtype]]:
+    """Every call that is measured: its name, its arrays and their type."""
+    for dtype in DTYPES:
+        for heads in sizes.heads:
+            for batch in sizes.batches:
+                name = f"{str(dtype).removeprefix('torch.')}, q {heads[0]}, k {heads[1]}"
+                yield f"{name}, batch {batch}", call_of(batch, heads, dtype), dtype
+
+
+def call_of(batch: int, heads: tuple[int, int], dtype: torch.dtype) -> Call:
+    """Random q and k, each row of the batch at a position of its own."""
+    q, k = (torch.randn(batch, count, 1, SPEC.head_dim).to(dtype) for count in heads)
+    return Call(q, k, torch.randint(ROWS, (batch, 1)))
+
+
+def cases(call: Call) -> dict[str, timing.Case]:
+    """Ours, then the peers that can be imported; each returns or has written q and k."""
+    q, k, positions = call
+    cos, sin = cos_sin(SPEC, positions)
+    all_cos, all_sin = cos_sin(SPEC, torch.arange(ROWS))
+    outs, own, rows = (tuple(x.clone() for x in (q, k)) for _ in range(3))
+    ours: dict[str, timing.Case] = {
+        "rotate": lambda: rotate((q, k), cos, sin, SPEC, seq_dim=-2),
+        "rotate out=": lambda: rotate((q, k), cos, sin, SPEC, seq_dim=-2, out=outs),
+        "rotate in place": lambda: rotate(own, cos, sin, SPEC, seq_dim=-2, out=own),
+        "rotate positions=": lambda: rotate(
+            (q, k), all_cos, all_sin, SPEC, seq_dim=-2, positions=positions
+        ),
+        "rotate positions=, in place": lambda: rotate(
+            rows, all_cos, all_sin, SPEC, seq_dim=-2, positions=positions, out=rows
+        ),
+        "apply positions=": lambda: apply(SPEC, q, k, positions=positions, seq_dim=-2),
+    }
+    return {**ours, **peer_cases(call)}
+
+
+def peer_cases(call: Call) -> dict[str, timing.Case]:
+    """The peers that can be imported, each with the tables that its users give it."""
+    q, k, positions = call
+    tables = [torch.cat((half, half), -1).to(q.dtype) for half in cos_sin(SPEC, positions)]
+    found: dict[str, timing.Case] = {EAGER: lambda: peers.apply_rotary_pos_emb(q, k, *tables)}
+    operator = vllm_operator()
+    if operator is not None:
+        table = torch.cat(cos_sin(SPEC, torch.arange(ROWS)), -1).to(q.dtype)
+        ids = positions.flatten()
+        # (tokens, heads x head_dim), in place
+        flat = [x.transpose(1, 2).reshape(len(x), -1).clone() for x in (q, k)]
+        views = [y.view(len(x), -1, *x.shape[2:]) for x, y in zip((q, k), flat, strict=True)]
+
+        def by_vllm() -> Any:
+            operator(ids, *flat, SPEC.head_dim, table, True)
+            return views
+
+        found[VLLM] = by_vllm
+    if (session := onnx_session(call)) is not None:
+        found[ONNX] = session
+    return found
+
+
+def vllm_operator() -> Callable[..., None] | None:
+    """vLLM's `rotary_embedding` for the CPU, or None."""
+    try:
+        importlib.import_module("vllm._C")
+    except ImportError:
+        return None
+    operator: Callable[..., None] = torch.ops._C.rotary_embedding
+    return operator
+
+
+def onnx_session(call: Call) -> timing.Case | None:
+    """onnxruntime's `RotaryEmbedding` on memory that is bound once, or None."""
+    try:
+        import onnxruntime
+        from onnx import TensorProto, helper
+    except ImportError:
+        return None
+    kinds = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
+    if call.q.dtype not in kinds:  # it has no bfloat16 on a CPU
+        return None
+    outs = [torch.empty_like(x) for x in call[:2]]
+    tables = [half.to(call.q.dtype) for half in cos_sin(SPEC, torch.arange(ROWS))]
+    names = ("q", "k", "cos", "sin", "ids")
+    given = dict(zip(names, (*call[:2], *tables, call.positions), strict=True))
+    kind = {name: TensorProto.INT64 if name == "ids" else kinds[call.q.dtype] for name in given}
+    inputs = [helper.make_tensor_value_info(name, kind[name], x.shape) for name, x in given.items()]
+    outputs = [
+        helper.make_tensor_value_info(f"{name}_out", kind[name], given[name].shape) for name in "qk"
+    ]
+    nodes = [
+        helper.make_node("RotaryEmbedding", [name, "cos", "sin", "ids"], [f"{name}_out"])
+        for name in "qk"
+    ]
+    graph = helper.make_graph(nodes, "decode", inputs, outputs)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10
+    ).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for name, x in given.items():
+        binding.bind_input(name, "cpu", 0, _numpy_type(x), x.shape, x.data_ptr())
+    for name, y in zip("qk", outs, strict=True):
+        binding.bind_output(f"{name}_out", "cpu", 0, _numpy_type(y), y.shape, y.data_ptr())
+
+    def by_onnx(alive: Any = given) -> Any:  # the session holds addresses alone
+        session.run_with_iobinding(binding)
+        return outs
+
+    return by_onnx
+
+
+def _numpy_type(x: Any) -> Any:
+    return torch.empty(0, dtype=x.dtype).numpy().dtype
+
+
+def library_cases() -> dict[str, timing.Case]:
+    """One token of float32 in each array library, new outputs, tables ready."""
+    call = call_of(1, (32, 8), torch.float32)
+    arrays = {"torch": (call.q, call.k), "numpy": (call.q.numpy(), call.k.numpy())}
+    try:
+        jax = importlib.import_module("jax")
+    except ImportError:
+        pass
+    else:
+        arrays["jax"] = tuple(map(jax.numpy.asarray, arrays["numpy"]))
+    positions = {"torch": call.positions, "numpy": call.positions.numpy()}
+    found = {}
+    for name, (q, k) in arrays.items():
+        ids = positions.get(name)
+        tables = cos_sin(SPEC, jax.numpy.asarray(positions["numpy"]) if ids is None else ids)
+        found[name] = lambda x=(q, k), tables=tables: rotate(x, *tables, SPEC, seq_dim=-2)
+    return found
+
+
+def errors() -> Iterator[tuple[str, float, float]]:
+    """(what, largest error over the largest result, limit) of every case's first call."""
+    for dtype, limit in LIMITS.items():
+        call = call_of(3, (4, 2), dtype)
+        at = call.positions.numpy()[:, None]
+        wanted = [rotated(x.double().numpy(), "half", SPEC.base, at) for x in call[:2]]
+        for name, case in cases(call).items():
+            got = [np.asarray(torch.as_tensor(y).double()) for y in case()]
+            error = max(
+                float(np.abs(y.reshape(want.shape) - want).max() / np.abs(want).max())
+                for y, want in zip(got, wanted, strict=True)
+            )
+            is_ours = name in BARS
+            yield f"{name} {dtype}", error, limit * (1 if is_ours else PEER_FACTOR)
+
+
+def in_a_loop(cases: dict[str, timing.Case], sizes: Sizes) -> Group:
+    """Microseconds of a call among many in a row."""
+
+    def many(case: timing.Case) -> timing.Case:
+        return lambda: [case() and None for _ in range(sizes.calls)]
+
+    loops = {name: many(case) for name, case in cases.items()}
+    with torch.no_grad():
+        measured = timing.measure(loops, rounds=min(sizes.rounds, 9))
+    return {name: each.median * 1e6 / sizes.calls for name, each in measured.items()}
+
+
+def after_a_product(
+    cases: dict[str, timing.Case], sizes: Sizes, dtype: torch.dtype, batch: int
+) -> Group:
+    """Microseconds of a call behind a product with a square weight of the model's width."""
+    x = torch.randn(batch, sizes.width).to(dtype)
+    weight = torch.randn(sizes.width, sizes.width).to(dtype)
+    with torch.no_grad():
+        measured = timing.measure(
+            cases, rounds=sizes.rounds, between=lambda: torch.nn.functional.linear(x, weight)
+        )
+    return {name: each.median * 1e6 for name, each in measured.items()}
+
+
+def bars(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
+    """(what, measured, most, met): of each case the worst of all shapes and types."""
+    loops = {name: group for name, group in report["loop"].items() if name.endswith("batch 1")}
+    for place, groups in (("in a loop", loops), ("after a product", report["after a product"])):
+        for case, limits in BARS.items():
+            ratios = [group[case] / group[EAGER] for group in groups.values() if case in group]
+            limit = limits[place != "in a loop"]
+            if ratios:
+                yield f"{case} / {EAGER}, {place}", max(ratios), limit, max(ratios) <= limit
+    for name, spent in report["libraries"].items():
+        if name != "torch":
+            ratio = spent / report["libraries"]["torch"]
+            yield f"{name} arrays / torch tensors, one token", ratio, 2.0, ratio <= 2
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report as a page: machine, bars, every median."""
+    facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    rows = [
+        (name, f"{measured:.2f}", f"<= {limit}", "met" if met else "**missed**")
+        for name, measured, limit, met in report["bars"]
+    ]
+    tables = []
+    for place in ("after a product", "loop"):
+        groups = report[place]
+        names = dict.fromkeys(case for group in groups.values() for case in group)
+        lines = [
+            [case, *(f"{group[case]:.1f}" if case in group else "-" for group in groups.values())]
+            for case in names
+        ]
+        tables.append(command.table((f"{place}, us", *groups), lines))
+    libraries = [(name, f"{spent:.1f}") for name, spent in report["libraries"].items()]
+    return f"""\
+# One token, measured {report["date"]}
+
+{facts}; {report["threads"]} threads. `python -m benchmarks.decode` prints this page.
+head_dim 128, one token for each row of the batch; medians of one run, in microseconds.
+
+{command.table(("bar, worst of all shapes and types", "measured", "limit", ""), rows)}
+
+{(chr(10) * 2).join(tables)}
+
+{command.table(("loop of calls, float32, batch 1", "us"), libraries)}
+"""
+
+
+def readme_table(report: dict[str, Any]) -> str:
+    """The table of the README: one token of Llama 3 8B in bfloat16, batch 1 and 16."""
+    names = [f"bfloat16, q 32, k 8, batch {batch}" for batch in (1, 16)]
+    groups = [report[place][name] for place in ("after a product", "loop") for name in names]
+    heads = [f"{place}, batch {batch}"
+             for place in ("after a matrix product", "in a loop") for batch in (1, 16)]  # fmt: skip
+    lines = [
+        [case, *(f"{group[case]:.1f}" for group in groups)]
+        for case in groups[0]
+        if all(case in group for group in groups)
+    ]
+    return f"""\
+Microseconds of one token, measured {report["date"]} on {report["versions"]["cpu"]}:
+
+{command.table(("", *heads), lines)}"""
+
+
+if __name__ == "__main__":
+    main()
