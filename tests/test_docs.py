@@ -1,15 +1,23 @@
 """The pages: every link leads somewhere, every test they name exists, and Sphinx builds them."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import typer
 
 import rotary
+from rotary.cli.app import app
+from rotary.layouts import LAYOUTS
+from rotary.positions import Order
+from rotary.programs import readings
+from rotary.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -159,6 +167,55 @@ def test_years_are_those_of_the_arxiv_numbers():
     dated = re.findall(r"\b(20\d\d),?\s[(\[]*arXiv\s(\d\d)\d\d\.\d{5}", "\n".join(texts))
     assert len(dated) >= 5
     assert [year for year, _ in dated] == [f"20{number}" for _, number in dated]
+
+
+# --- the glossary, and the options that pages name ---
+
+
+def test_the_glossary_has_every_field_layout_schedule_order_and_program():
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert len(terms) == len(set(terms))
+    assert {field.name for field in dataclasses.fields(rotary.Rotary)} - {*terms} == set()
+    assert {*LAYOUTS} - {*terms} == set()
+    assert {*SCHEDULES, *get_args(Order)} - {*re.findall(r"`(\w+)`", text)} == set()
+    assert [
+        each.framework for each in readings({"head_dim": 4}) if each.framework not in text
+    ] == []
+
+
+def test_the_index_lists_every_page():
+    """In its table and in the list that makes the menu."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    menu = re.findall(r"^\w+$", text, re.MULTILINE)
+    for page in {path.stem for path in DOCS.glob("*.md")} - {"index"}:
+        assert f"]({page}.md)" in text
+        assert page in menu
+
+
+OPTIONS = {
+    option
+    for command in typer.main.get_command(app).commands.values()
+    for parameter in command.params
+    for option in (*parameter.opts, "--help")
+}
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_every_option_of_a_command_exists(path):
+    """An option in code, alone or after `rotary`, is one of a command of ours."""
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(r"`(--[a-z-]+)", text)
+    for line in re.findall(r"(?:^\$ |`)rotary ([a-z][^`\n#]*)", text, re.MULTILINE):
+        named += re.findall(r"(--[a-z-]+)", line)
+    assert {*named} - OPTIONS == set()
+
+
+def test_an_option_that_is_gone_is_found():
+    assert {"--dask", "--json", "--help"} <= OPTIONS
+    assert "--cluster" not in OPTIONS
 
 
 # --- the built pages ---
