@@ -1,6 +1,6 @@
 """Which file of the package imports which, and the picture of it: `python -m tools.architecture`.
 
-CONTRIBUTING.md has the same table of floors; `tests/test_architecture.py` holds files to it.
+The table of floors is here; `tests/test_architecture.py` holds files to it.
 """
 
 import ast
@@ -12,7 +12,7 @@ import rotary
 ROOT = Path(rotary.__file__).parent
 
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
-# and from its own folder, where no two files need each other. The same table is in CONTRIBUTING.md.
+# and from its own folder, where no two files need each other.
 FLOORS = (
     {"schedules", "layouts", "positions", "cache", "fanout", "strict_json"},
     {"spec"},
