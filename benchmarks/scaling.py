@@ -259,7 +259,7 @@ def moved_table(model: Model) -> str:
         count = 1 if world == "any" else int(world)
         cells = [size(rotated(model, seq, count, sharding)) for seq in LENGTHS.values()]
         rows.append([sharding, world, *cells])
-    return table(["shared by", "devices", *LENGTHS], rows)
+    return table(["split by", "devices", *LENGTHS], rows)
 
 
 def memory_table(model: Model) -> str:
