@@ -491,12 +491,12 @@ LIBRARIES = {
 
 WORDS = {
     "right": "the right answer",
-    "error": "the error of an ordinary call, with the same sentence, see below. PyTorch may wrap "
-    "an error that is raised while it records in one of its own",
-    "NaN": "the tokens of such a row are NaN and all others are right: the numbers are known only "
-    "when the program runs, and to look at them would make it wait",
-    "backwards": "right, as with `allow_negative=True`: nobody can look",
-    "shape": "there are no values; shape and dtype are right",
+    "error": "the same error as in an ordinary call, listed below. PyTorch may wrap an error that "
+    "is raised while it records in one of its own",
+    "NaN": "the tokens with such a row number are NaN and all others are right: the numbers are "
+    "known only when the program runs, and a check would make it wait for the device",
+    "backwards": "rotated backwards, as with `allow_negative=True`: the positions are not checked",
+    "shape": "the arrays have no values; shape and dtype are right",
 }
 REFUSALS = {
     "1": "out= does not take part in autograd: call it under torch.no_grad(), or without out=",
@@ -692,21 +692,28 @@ def test_a_wrapped_function_is_a_call_in_an_fx_graph():
 # --- the page ---
 
 HEAD = """\
-# What holds in which mode
+# Modes of NumPy, PyTorch and JAX
 
-`rotate` and `apply` may be called as they are, or under a gradient, mapped, compiled, recorded, on
-tensors without values. Whatever the mode, a call gives the right answer, or the same error as an
-ordinary call, or one sentence that says what to do instead. The tables say which. Every cell is run
-by `tests/test_modes.py`; `python tests/test_modes.py` writes this page.
+You can call `rotate` and `apply` directly, under a gradient, under `vmap`, compiled, recorded, and
+on tensors without values. In every mode a call gives the right answer, the same error as an
+ordinary call, or an error that says what to do instead. The tables say which.
+`tests/test_modes.py` runs every cell; `python tests/test_modes.py` writes this page.
 
 | word | meaning |
 |---|---|
 {words}
 
-The calls, one in each column: `rotate(x, cos, sin, spec)` and `apply(spec, x)`; `rotate` with
-`positions=`, which are numbers of rows in longer tables, also with a number below 0, with one that
-is too large (2^32 + 1 where positions have 64 bits), and with fractions; `apply` at fractional
-positions and at positions below 0; `rotate` with `out=`, and with an `out` that overlaps x.
+Each column is one kind of call:
+
+| column | call |
+|---|---|
+| `rotate` | `rotate(x, cos, sin, spec)` |
+| `apply` | `apply(spec, x)` |
+| rows | `rotate` with `positions=`, the row numbers into longer tables |
+| a row below 0, a fractional row | the same with such a number |
+| a row too large | the same with a row beyond the tables: 2^32 + 1 where positions have 64 bits |
+| fractional positions, a position below 0 | `apply` at such positions |
+| `out=`, overlapping `out=` | `rotate` with `out=`, and with an `out` that overlaps x |
 """
 TAIL = """
 ## The errors
@@ -715,24 +722,24 @@ TAIL = """
 |---|---|
 {errors}
 
-JAX arrays are immutable: there every `out=` is a TypeError.
+JAX arrays are immutable, so every `out=` is a TypeError there.
 
-Refused, with a RuntimeError and, by `fx.symbolic_trace`, with a TypeError:
+"Refused" is a RuntimeError, or by `fx.symbolic_trace` a TypeError, that says:
 
 {refusals}
 
-## What stands behind a row
+## How the rows are tested
 
-- `compile` is Inductor with `fullgraph=True`; `compile` of a transform uses the backend
-  `aot_eager`, which leaves out writing C++. With `dynamic=True` the program is first called with
-  another number of tokens. A spec whose frequencies depend on the length (dynamic, longrope) is
-  then one program for all lengths.
-- `compile`, `export`, `jit.trace` and `make_fx` record with other values than those they are then
-  called with.
-- The row of CUDA graphs takes CPU tensors for those of a GPU, runs the kernel in Triton's
-  interpreter after the call, and fails if the call reads a value on its way; no device is needed.
-- `shard_map` runs over a mesh of one device; `tests/test_jax_sharding.py` has four.
-- Without x64 JAX has no 64-bit numbers and cuts those it is given: there the row that is too large
+- `compile` uses Inductor with `fullgraph=True`; `compile` of a transform uses the backend
+  `aot_eager`, which generates no C++. With `dynamic=True` the program is first called with another
+  number of tokens. If the frequencies of a spec depend on the length (dynamic, longrope), one
+  program then serves all lengths.
+- `compile`, `export`, `jit.trace` and `make_fx` record with other values than those of the call
+  that is checked.
+- The row of CUDA graphs needs no device: it treats CPU tensors as tensors of a GPU, runs the kernel
+  in Triton's interpreter after the call, and fails if the call reads a value.
+- `shard_map` runs on a mesh of one device; `tests/test_jax_sharding.py` uses four.
+- Without x64 JAX has no 64-bit numbers and truncates those it gets: there the row that is too large
   is 2^31 - 1.
 """
 

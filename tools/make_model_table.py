@@ -11,16 +11,20 @@ CONFIGS = ROOT.parent / "tests" / "configs"
 HEAD = """\
 # The RoPE of published models
 
-Read by `rotary.from_hf_config` from the configs in [tests/configs](../tests/configs);
-[SOURCES.md](../tests/configs/SOURCES.md) says where they come from. Of {count} configs {read} are
-read; {refused} are refused, because their models run on code that nothing here describes.
+`rotary.from_hf_config` reads these from the configs in [tests/configs](../tests/configs);
+[SOURCES.md](../tests/configs/SOURCES.md) says where each is from. It reads {read} of {count}
+configs and refuses {refused}, because their models run on code of their own that this library does
+not know.
 
-`tests/test_configs.py` compares what is read with the classes of transformers 5.23, bit for bit but
-for the roundings in [DIFFERENCES.md](../tests/golden/DIFFERENCES.md). Not compared are internlm2,
-kimi_k2 and phi3_v, whose code lies beside their weights. Of gptj, codegen and roformer
-`tests/test_parity.py` compares the functions.
+`tests/test_configs.py` compares the results with the classes of transformers 5.23. They are equal
+bit for bit, except for the roundings in [DIFFERENCES.md](../tests/golden/DIFFERENCES.md).
+internlm2, kimi_k2 and phi3_v are not compared, because their code is published with their weights
+and not in transformers. For gptj, codegen and roformer `tests/test_parity.py` compares the
+functions.
 
-Written by `python tools/make_model_table.py`.
+A model with several layer types has one line for each. "Channels" are the rotated channels of a
+head; "schedule" shows the factor after x; "amplitude" is the attention factor.
+`python tools/make_model_table.py` writes this page.
 
 | model | layers | channels | layout | base | schedule | amplitude |
 |---|---|---|---|---|---|---|
