@@ -94,7 +94,7 @@ def ntk(
     array([1.    , 0.0025])
     """
     _check_factor(factor)
-    return default(rotary_dim, _grown_base(rotary_dim, base, factor, arithmetic), arithmetic)
+    return default(rotary_dim, grown_base(rotary_dim, base, factor, arithmetic), arithmetic)
 
 
 def dynamic(
@@ -125,7 +125,7 @@ def dynamic(
     number = arithmetic.dtype
     length = max(seq_len or 0, trained)
     growth = number(factor * length) / number(trained) - number(factor - 1)
-    grown = _grown_base(rotary_dim, base, float(growth), arithmetic)
+    grown = grown_base(rotary_dim, base, float(growth), arithmetic)
     return default(rotary_dim, grown if length > trained else base, arithmetic)
 
 
@@ -184,7 +184,9 @@ def yarn(
     ladder = _ladder(rotary_dim, base, arithmetic)
     inv_freq = 1.0 / (factor * ladder) * (1 - kept) + 1.0 / ladder * kept
     if attention_factor is None:
-        attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
+        if not (mscale and mscale_all_dim):
+            mscale, mscale_all_dim = 1.0, 0.0
+        attention_factor = yarn_amplitude(factor, mscale, mscale_all_dim)
     return inv_freq, _positive("attention_factor", attention_factor)
 
 
@@ -242,9 +244,7 @@ def longrope(
             "longrope needs factor, attention_factor, or short_mscale and long_mscale; "
             "transformers takes factor = max_position_embeddings / original_max_position_embeddings"
         )
-    if factor <= 1.0:
-        return inv_freq, 1.0
-    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(trained))
+    return inv_freq, longrope_amplitude(factor, trained)
 
 
 def llama3(
@@ -457,22 +457,41 @@ def _ladder(rotary_dim: int, base: float, arithmetic: Arithmetic) -> npt.NDArray
     return arithmetic.powers(base, np.arange(0, rotary_dim, 2).astype(number) / number(rotary_dim))
 
 
-def _grown_base(rotary_dim: int, base: float, growth: float, arithmetic: Arithmetic) -> float:
+def grown_base(
+    rotary_dim: int, base: float, growth: float, arithmetic: Arithmetic = FLOAT64
+) -> float:
+    """The base of NTK scaling: base * growth^(d / (d - 2)); `base` itself for one pair.
+
+    >>> grown_base(4, 1e4, 4.0)
+    160000.0
+    """
     if rotary_dim == 2:
         return base
     power = arithmetic.power(growth, rotary_dim / (rotary_dim - 2))
     return float(arithmetic.dtype(base) * arithmetic.dtype(power))
 
 
-def _yarn_attention_factor(
-    factor: float, mscale: float | None, mscale_all_dim: float | None
-) -> float:
-    def amplitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+def yarn_amplitude(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
+    """YaRN's attention factor, g(mscale) / g(mscale_all_dim) with g(m) = 0.1 m ln(factor) + 1.
 
-    if mscale and mscale_all_dim:
-        return amplitude(mscale) / amplitude(mscale_all_dim)
-    return amplitude(1.0)
+    The defaults are the paper's; DeepSeek has the two scales. 1 for a factor <= 1.
+
+    >>> round(yarn_amplitude(4.0), 4), yarn_amplitude(4.0, 0.7, 0.7)
+    (1.1386, 1.0)
+    """
+    if factor <= 1:
+        return 1.0
+    gain, gain_all = (0.1 * scale * math.log(factor) + 1.0 for scale in (mscale, mscale_all_dim))
+    return gain / gain_all
+
+
+def longrope_amplitude(factor: float, trained: int) -> float:
+    """LongRoPE's attention factor, sqrt(1 + ln(factor) / ln(trained length)); 1 for factor <= 1.
+
+    >>> longrope_amplitude(4.0, 4)
+    1.4142135623730951
+    """
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
 def _is_number(value: object) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..angles import inv_freq
+from ..schedules import grown_base, yarn_amplitude
 from ..spec import Rotary, nearest
 from .gguf_file import TENSORS, read_gguf
 
@@ -232,7 +233,7 @@ def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Num
         factor = 1.0
     if "alpha" in reads and keys.get("rope.scaling.alpha", 0.0) > 0:
         width = _head_dim(name, keys, "")
-        base *= keys["rope.scaling.alpha"] ** (width / (width - 2))
+        base = grown_base(width, base, keys["rope.scaling.alpha"])
     ramp = 1.0 if kind == "yarn" else 0.0
     if "yarn_ext_factor" in reads and keys.get("rope.scaling.yarn_ext_factor", -1.0) >= 0:
         ramp = keys["rope.scaling.yarn_ext_factor"]
@@ -274,18 +275,16 @@ def _yarn_amplitude(name: str, keys: Mapping[str, Any], factor: float) -> float:
             under /= 0.1  # DeepSeek's converters write a tenth of mscale_all_dim
         if name == "deepseek2":
             over = under or 1.0  # as if mscale were mscale_all_dim
-    if factor <= 1:
-        return 1.0
-    return yarn_gain(factor, over) / yarn_gain(factor, under)
+    return yarn_amplitude(factor, over, under)
 
 
-def yarn_gain(factor: float, mscale: float = 1.0) -> float:
-    """The amplitude of YaRN's paper, 1 at factor 1.
+def yarn_gain(factor: float) -> float:
+    """What ggml multiplies cos and sin by under YaRN, also where the factor is below 1.
 
     >>> round(yarn_gain(4.0), 4)
     1.1386
     """
-    return 0.1 * mscale * math.log(factor) + 1.0
+    return 0.1 * math.log(factor) + 1.0
 
 
 def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, Any]) -> tuple[int, ...]:

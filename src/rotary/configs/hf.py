@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..positions import interleaved_sections, sections
-from ..schedules import parameters
+from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, nearest
 from .entries import Config, choose
 from .layers import Model, Rope
@@ -309,11 +309,10 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
         return {"attention_factor": 1.0}
     factor = rope.get("factor")
     if name == "telechat3-yarn" and isinstance(factor, int | float) and factor > 1:
-        return {"attention_factor": 0.07 * math.log(factor) + 1}  # vLLM 0.33, config.py
+        return {"attention_factor": yarn_amplitude(factor, 0.7)}  # vLLM 0.33, config.py
     if name == "deepseek_yarn" and isinstance(factor, int | float) and factor > 1:
-        over, under = rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0)
-        gain = [0.1 * each * math.log(factor) + 1 for each in (over, under)]
-        return {"attention_factor": gain[0] / gain[1] * rope.get("attn_factor", 1.0)}
+        amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
+        return {"attention_factor": amplitude * rope.get("attn_factor", 1.0)}
     return {}
 
 

@@ -1,10 +1,10 @@
 """Arguments of Megatron: of Megatron-LM's scripts, and of megatron-core's configs and models."""
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ..schedules import yarn_amplitude
 from ..spec import Rotary, nearest
 
 # what a missing argument is, for each way in which Megatron builds its RoPE
@@ -208,12 +208,8 @@ def _yarn_rotary(
         "original_max_position_embeddings": value["original_max_position_embeddings"],
         "beta_fast": value["beta_fast"],
         "beta_slow": value["beta_slow"],
-        "attention_factor": _gain(factor, over) / _gain(factor, under),
+        "attention_factor": yarn_amplitude(factor, over, under),
         "truncate": value["correction_range_round_to_int"],
     }
     base = given.get("rotary_base", 10_000)
     return Rotary(head_dim=head_dim, base=base, schedule="yarn", params=params)
-
-
-def _gain(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..angles import inv_freq
+from ..schedules import grown_base
 from ..spec import Rotary
 from .hf import to_hf_config
 
@@ -26,11 +27,9 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
     if spec.schedule == "ntk":
         plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim, base=spec.base)
         written = to_hf_config(plain, max_position_embeddings=max_position_embeddings)
-        width = spec.rotary_dim
-        theta = (
-            spec.base * spec.params["factor"] ** (width / (width - 2)) if width > 2 else spec.base
+        written["rope_parameters"]["rope_theta"] = grown_base(
+            spec.rotary_dim, spec.base, spec.params["factor"]
         )
-        written["rope_parameters"]["rope_theta"] = theta
     else:
         written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
     del written["head_dim"]

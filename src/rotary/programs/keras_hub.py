@@ -5,6 +5,7 @@ Its layers know more than its converters hand on: a type that no converter reads
 
 from typing import Any
 
+from ..schedules import yarn_amplitude
 from . import rules
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
@@ -82,7 +83,7 @@ def yarn(case: Case) -> Result:
     if factor is None:
         raise NotComparedError("a factor of null was never run")
     case = case._replace(rope={"factor": factor})
-    return rules.yarn(case, rules.gain(factor), trained=4096, truncate=False)
+    return rules.yarn(case, yarn_amplitude(factor), trained=4096, truncate=False)
 
 
 _FILE = "layers/modeling/rotary_embedding.py"

@@ -1,6 +1,7 @@
 """What llama.cpp computes from the GGUF file that its converter writes of a config."""
 
 from ..configs.gguf import axes_of
+from ..schedules import yarn_amplitude
 from . import rules
 from .case import Case, NotComparedError, Program, Result
 
@@ -77,13 +78,13 @@ def yarn(case: Case) -> Result:
     keys = ["attention_factor", "truncate"]
     keys += [] if reads_betas else ["beta_fast", "beta_slow"]
     factor = rules.need(case, "factor")
-    amplitude = rules.gain(factor)
+    amplitude = yarn_amplitude(factor)
     if model == "deepseek_v4":
         amplitude = 1.0
     elif model in READS_MSCALE and mscale:
         # mscale is 1 there, but for deepseek2, where it is as mscale_all_dim
         over = mscale if model in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 1.0
-        amplitude = rules.gain(factor, over) / rules.gain(factor, mscale)
+        amplitude = yarn_amplitude(factor, over, mscale)
     else:
         keys.append("mscale")
     ignored = [name for name in keys if case.rope.get(name) is not None]

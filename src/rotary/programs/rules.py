@@ -3,11 +3,10 @@
 Frequencies come from `rotary.schedules`; only what deviates from there is written in this folder.
 """
 
-import math
 import warnings
 from typing import Any
 
-from ..schedules import SCHEDULES
+from ..schedules import SCHEDULES, grown_base, longrope_amplitude, yarn_amplitude
 from .case import Array, Case, NotComparedError, RefusedError, Result, Rule
 
 
@@ -123,15 +122,10 @@ def grown(case: Case, growth: float, advice: str = "") -> Result:
     """A fixed base, grown by `growth`."""
     if growth <= 0:
         raise NotComparedError(f"it would grow the base by {growth:g}")
-    base = case.base * growth ** (case.dim / (case.dim - 2)) if case.dim > 2 else case.base
+    base = grown_base(case.dim, case.base, growth)
     return Result(
         f"NTK, fixed base {base:.4g}", frequencies("default", case.dim, base), advice=advice
     )
-
-
-def gain(factor: float, scale: float = 1.0) -> float:
-    """YaRN's amplitude, 0.1 scale ln(factor) + 1."""
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def yarn(
@@ -157,14 +151,15 @@ def amplitude_of(case: Case, factor: float) -> float:
     mscale, all_dim = case.rope.get("mscale"), case.rope.get("mscale_all_dim")
     if case.rope.get("attention_factor") is not None:
         return float(case.rope["attention_factor"])
-    return gain(factor, mscale) / gain(factor, all_dim) if mscale and all_dim else gain(factor)
+    both = (mscale, all_dim) if mscale and all_dim else ()
+    return yarn_amplitude(factor, *both)
 
 
 def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
     """YaRN with DeepSeek's amplitude, where a missing mscale_all_dim is 0."""
     factor, rope = need(case, "factor"), case.rope
-    ratio = gain(factor, rope.get("mscale", 1.0)) / gain(factor, rope.get("mscale_all_dim", 0.0))
-    return yarn(case, ratio, trained=trained)
+    amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
+    return yarn(case, amplitude, trained=trained)
 
 
 def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: str = "") -> Result:
@@ -177,13 +172,12 @@ def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: s
     return Result(words, inv_freq, amplitude, switch, advice=advice)
 
 
-def stretched(case: Case, factor: float | None = None) -> float:
-    """LongRoPE's amplitude, sqrt(1 + ln(factor) / ln(trained length))."""
+def stretched(case: Case) -> float:
+    """LongRoPE's amplitude, of the factor from the trained length to the context."""
     trained = known(case.trained)
     if trained == 1:
         raise NotComparedError("it would divide by the logarithm of a trained length of 1")
-    factor = known(case.config.context) / trained if factor is None else factor
-    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return longrope_amplitude(known(case.config.context) / trained, trained)
 
 
 def longrope_advice(case: Case, is_long: bool) -> str:

@@ -1,5 +1,6 @@
 """What SGLang 0.5.23 computes from a config."""
 
+from ..schedules import yarn_amplitude
 from . import rules, transformers
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
@@ -38,9 +39,9 @@ def yarn(case: Case) -> Result:
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if "mrope_section" in rope and rope.keys() & {"mscale", "mscale_all_dim"}:
         raise RefusedError("TypeError: unexpected keyword argument 'mscale', with mrope_section")
-    amplitude = rules.gain(factor)
-    if mscale is not None and all_dim is not None:  # 0 counts as given, in transformers it does not
-        amplitude = rules.gain(factor, mscale) / rules.gain(factor, all_dim)
+    # 0 counts as given, in transformers it does not
+    both = () if mscale is None or all_dim is None else (mscale, all_dim)
+    amplitude = yarn_amplitude(factor, *both)
     advice = "SGLang ignores attention_factor: give attn_factor too, its ratio to 0.1 ln(factor)+1"
     return rules.yarn(
         case, amplitude * rope.get("attn_factor", 1.0),

@@ -1,7 +1,6 @@
 """What vLLM 0.32 computes from a config."""
 
-import math
-
+from ..schedules import yarn_amplitude
 from . import rules, transformers
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
@@ -56,7 +55,7 @@ def yarn(case: Case) -> Result:
 
 def yarn_telechat(case: Case) -> Result:
     """YaRN with an amplitude of its own."""
-    amplitude = 0.07 * math.log(rules.need(case, "factor")) + 1.0
+    amplitude = yarn_amplitude(rules.need(case, "factor"), 0.7)
     return rules.yarn(case, amplitude, truncate=case.rope.get("truncate", True))
 
 
