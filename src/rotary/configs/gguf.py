@@ -5,9 +5,14 @@
   sections    how `rope.dimension_sections` deal out the pairs: "blocks", or "interleaved"
   sliding     the RoPE of sliding-window layers: "same" as of the others, but for a base of their
               own; "own" base (10 000 if the file is silent) and no scaling; "plain": no scaling
+  layers      its layer types, where those of DeepSeek-V4: only "compress" has YaRN
   slice       "trailing": the last channels of a head are turned
-  divisors    tensors that it divides frequencies by
+  latent      those of multi-head latent attention: the head's size is in key_length_mla
+  divisors    tensors that it divides frequencies by;  undivided  but for this layer type
   reads       keys under `rope.scaling.` that only some architectures read
+  log_multiplier  it reads yarn_log_multiplier, which holds mscale_all_dim times this number;
+                  equal_mscales: with mscale equal to it, otherwise 1
+  needs_sections  the loader stops without dimension_sections
   whole_head  it refuses to turn a part of the head
 Sources: llama.cpp b11549, src/llama-model.cpp (load_hparams, llama_model_rope_type,
 get_rope_factors), src/llama-context.cpp (the constructor), src/models/*.cpp, ggml-cpu/ops.cpp
@@ -40,8 +45,6 @@ _KEYS = (
 )  # fmt: skip
 _TYPES = ("none", "linear", "yarn", "longrope")
 BETAS = (32.0, 1.0)
-# without sections the loader stops
-NEEDS_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp")
 STANDS_STILL = 1e30  # the divisor that is written for a pair that is not to turn
 
 
@@ -95,7 +98,7 @@ def from_gguf(
             )
         raise ValueError(f"layer_type must be one of {', '.join(kinds)}; got {layer_type!r}")
     numbers = _numbers(name, keys, layer_type)
-    if name in NEEDS_SECTIONS and not keys.get("rope.dimension_sections"):
+    if model.get("needs_sections") and not keys.get("rope.dimension_sections"):
         raise ValueError(f"llama.cpp needs {name}.rope.dimension_sections, the metadata has none")
     sliding = "_swa" if layer_type == "sliding_attention" else ""
     head_dim = _head_dim(name, keys, sliding)
@@ -114,8 +117,8 @@ def from_gguf(
         layout=model["layout"],
         axes=axes_of(keys.get("rope.dimension_sections", ()), rotary_dim // 2, model),
     )
-    if name == "gemma4" and sliding:
-        tensors = {}  # only the layers of full attention have divisors
+    if layer_type is not None and layer_type == model.get("undivided"):
+        tensors = {}
     trained = keys.get("rope.scaling.original_context_length") or keys.get("context_length")
     return _with_divisors(_scaled(spec, numbers, trained), numbers, trained, tensors)
 
@@ -153,9 +156,8 @@ def _opened(
     """(architecture, its keys without that prefix, the RoPE tensors), all known by name."""
     if not isinstance(source, Mapping):
         source = read_gguf(source)
-    name = source.get("general.architecture")
+    name: Any = source.get("general.architecture")
     model = model_of(name)
-    assert isinstance(name, str)  # `_model` refuses what is not
     prefix = f"{name}."
     keys = {k.removeprefix(prefix): v for k, v in source.items() if k.startswith(prefix)}
     for key in keys:
@@ -190,10 +192,10 @@ def _divisors(tensor: str, values: Any) -> list[float]:
 
 
 def _layer_types(name: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
-    if name == "deepseek4":
-        return ("main", "compress")
-    kind = ARCHITECTURES[name].get("sliding")
-    if kind is None or not keys.get("attention.sliding_window"):
+    model = ARCHITECTURES[name]
+    if "layers" in model:
+        return tuple(model["layers"])
+    if "sliding" not in model or not keys.get("attention.sliding_window"):
         return ()
     sizes = ("rope.dimension_count_swa", "attention.key_length_swa")
     if _numbers(name, keys, None) == _numbers(name, keys, "sliding_attention") and not any(
@@ -241,7 +243,11 @@ def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Num
             raise ValueError(f"rope.scaling.yarn_ext_factor must be 0 or 1, got {ramp}")
     attn_factor = keys.get("rope.scaling.attn_factor", 1.0)
     if ramp:
-        attn_factor *= _yarn_amplitude(name, keys, factor) / yarn_gain(factor)
+        under = 0.0
+        if "log_multiplier" in model:
+            under = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
+        over = under if under and model.get("equal_mscales") else 1.0
+        attn_factor *= yarn_amplitude(factor, over, under) / yarn_gain(factor)
     elif "yarn_attn_factor" in reads:
         attn_factor *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
     names = ("yarn_beta_fast", "yarn_beta_slow")
@@ -250,9 +256,9 @@ def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Num
         for each, silent in zip(names, BETAS, strict=True)
     )
     numbers = _Numbers(base, factor, ramp, attn_factor, (fast, slow))
-    if layer_type == "main":  # DeepSeek-V4: only layers that compress have YaRN, without amplitude
+    if layer_type == "main":
         return _Numbers(base, 1.0, 0.0, 1.0)
-    if layer_type == "compress":
+    if layer_type == "compress":  # YaRN without an amplitude
         base = keys["attention.compress_rope_freq_base"]
         return numbers._replace(base=base, attn_factor=1.0 / yarn_gain(factor) if ramp else 1.0)
     if layer_type != "sliding_attention":
@@ -263,19 +269,6 @@ def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Num
     if model["sliding"] == "plain":
         return _Numbers(own_base or base, 1.0, 0.0, 1.0)
     return numbers._replace(base=own_base or 10_000.0, factor=1.0)
-
-
-def _yarn_amplitude(name: str, keys: Mapping[str, Any], factor: float) -> float:
-    """What cos and sin are multiplied by under YaRN, but for `attn_factor`."""
-    over = 1.0
-    under = 0.0
-    if "yarn_log_multiplier" in ARCHITECTURES[name].get("reads", ()):
-        under = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
-        if name != "mistral3":
-            under /= 0.1  # DeepSeek's converters write a tenth of mscale_all_dim
-        if name == "deepseek2":
-            over = under or 1.0  # as if mscale were mscale_all_dim
-    return yarn_amplitude(factor, over, under)
 
 
 def yarn_gain(factor: float) -> float:
@@ -322,9 +315,9 @@ def _scaled(spec: Rotary, numbers: _Numbers, trained: int | None) -> Rotary:
                 params[name] = beta
         if not math.isclose(numbers.amplitude, yarn_gain(numbers.factor), rel_tol=1e-7):
             params["attention_factor"] = numbers.amplitude
-        return _with(spec, "yarn", params)
+        return dataclasses.replace(spec, schedule="yarn", params=params)
     if numbers.factor != 1.0:
-        spec = _with(spec, "linear", {"factor": numbers.factor})
+        spec = dataclasses.replace(spec, schedule="linear", params={"factor": numbers.factor})
     return spec if numbers.amplitude == 1.0 else _divided(spec, (), numbers.amplitude)
 
 
@@ -349,7 +342,7 @@ def _with_divisors(
         "original_max_position_embeddings": trained,
         "attention_factor": numbers.amplitude,
     }
-    return _with(spec, "longrope", params)
+    return dataclasses.replace(spec, schedule="longrope", params=params)
 
 
 def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotary:
@@ -364,8 +357,4 @@ def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotar
     params: dict[str, Any] = {"inv_freq": steps}
     if amplitude != 1.0:
         params["attention_factor"] = amplitude
-    return _with(spec, "custom", params)
-
-
-def _with(spec: Rotary, schedule: str, params: Mapping[str, Any]) -> Rotary:
-    return dataclasses.replace(spec, schedule=schedule, params=params)
+    return dataclasses.replace(spec, schedule="custom", params=params)

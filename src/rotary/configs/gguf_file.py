@@ -8,19 +8,8 @@ from typing import Any
 
 TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-_BYTES = {
-    0: 1,
-    1: 1,
-    2: 2,
-    3: 2,
-    4: 4,
-    5: 4,
-    6: 4,
-    7: 1,
-    10: 8,
-    11: 8,
-    12: 8,
-}  # of a type of number
+# type of number -> its bytes
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def read_gguf(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .gguf import ARCHITECTURES, BETAS, NEEDS_SECTIONS, STANDS_STILL, axes_of, model_of, yarn_gain
+from .gguf import ARCHITECTURES, BETAS, STANDS_STILL, axes_of, model_of, yarn_gain
 from .values import whole_number
 
 
@@ -98,12 +98,12 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
         )
     if spec.sign != 1:
         raise ValueError("GGUF metadata cannot say sign -1")
-    latent = trailing and architecture not in ("minicpm3", "plm", "deepseek4")
+    key_length = "key_length_mla" if model.get("latent") else "key_length"
     keys: dict[str, Any] = {
-        f"{architecture}.attention.key_length{'_mla' if latent else ''}": spec.head_dim,
+        f"{architecture}.attention.{key_length}": spec.head_dim,
         f"{architecture}.rope.dimension_count": spec.rotary_dim,
     }
-    if spec.axes or architecture in NEEDS_SECTIONS:
+    if spec.axes or model.get("needs_sections"):
         sections = [spec.axes.count(axis) for axis in range(4)]
         if not spec.axes or axes_of(sections, len(spec.axes), model) != tuple(spec.axes):
             raise ValueError(
@@ -116,7 +116,7 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
 
 def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """What stands under rope.scaling for YaRN; refuses what llama.cpp does not read there."""
-    if model.get("slice") == "trailing" and architecture not in ("minicpm3", "plm"):
+    if model.get("latent") or "layers" in model:
         raise ValueError(
             f"to_gguf writes no YaRN for {architecture!r}, where llama.cpp makes its amplitude "
             "and the scale of the scores of more keys than those of RoPE"
