@@ -25,10 +25,10 @@ ALIASES = {
     "openpangu": "default", "ntk": "ntk",
 }  # fmt: skip
 LAYOUT_MARK = "rope_traditional"  # of mlx-lm: true for interleaved; read here for every model
-_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# keys beside a schedule's own that do not change cos and sin, or are read elsewhere
-_NEUTRAL_KEYS = (
-    "mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings",
+# keys beside a schedule's own; the last two do not change cos and sin
+_COMMON_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section",
+    "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings",
 )  # fmt: skip
 # keys around the rope parameters that are read here for every model
 _TOP_KEYS = (
@@ -72,47 +72,45 @@ def from_hf_config(
     return rotary_of(choose(config, layer_type, part), refuse if strict else _warn)
 
 
-def rotary_of(found: Config, complain: Complain) -> Rotary | None:
+def rotary_of(config: Config, complain: Complain) -> Rotary | None:
     """The RoPE of a config that was read; `complain` is given each key that has no meaning here.
 
     >>> rotary_of(choose({"head_dim": 64}), print)
     Rotary(head_dim=64)
     """
-    rope, data, model = found.rope, found.data, found.model
+    model = config.model
     if "not_one" in model:
-        raise ValueError(f"{data['model_type']!r} is not one rotation: {model['not_one']}")
-    check_top(found, complain)
-    if not found.rotates:
+        raise ValueError(f"{config.model_type!r} is not one rotation: {model['not_one']}")
+    check_top(config, complain)
+    if not config.rotates:
         return None
-    head_dim = found.head_dim
-    name = _rope_type(found)
-    schedule = _schedule(name, rope, model)
-    _check_trained(found, schedule, complain)
-    rope = _known_keys(rope, schedule, name, model, complain)
-    if schedule == "proportional":
-        rotary_dim, params = head_dim, {"partial_rotary_factor": found.share}
-    else:
-        _check_share(found, complain)
-        rotary_dim, params = found.rotary_dim, {}
-    start = head_dim - rotary_dim if model.get("slice") == "trailing" else 0
-    layout, out_layout = _layouts(found)
-    taken = {key: value for key, value in rope.items() if key in parameters(schedule)}
-    params = {**taken, **_renamed(name, schedule, rope), **params}
-    if "truncate" in params and params["truncate"] is None:
-        params["truncate"] = False  # null counts as false where transformers asks
-    params = {key: value for key, value in params.items() if value is not None}
+    head_dim = config.head_dim
+    rope_type = _rope_type(config)
+    schedule = _schedule(rope_type, config)
+    params = _parameters(rope_type, schedule, config, complain)
     if schedule == "axial":
-        rotary_dim, params = _axial(head_dim, model)
+        count = model["num_axes"]
+        rotary_dim = 2 * count * (head_dim // count // 2)
+    elif schedule == "proportional":
+        rotary_dim = head_dim
+    else:
+        if config.share != 1 and not config.reads_share:
+            complain(
+                f"partial_rotary_factor is {config.share}, but the code of {config.model_type!r} "
+                "rotates the whole head and ignores it; remove the key"
+            )
+        rotary_dim = config.rotary_dim
+    layout, out_layout = _layouts(config)
     return Rotary(
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        start=start,
-        base=found.base,
+        start=head_dim - rotary_dim if model.get("slice") == "trailing" else 0,
+        base=config.base,
         layout=layout,
         out_layout=out_layout,
         schedule=schedule,
-        params=_filled(schedule, params, found),
-        axes=_axes(found, rotary_dim // 2),
+        params=_filled(schedule, params, config),
+        axes=_axes(config, rotary_dim // 2),
         sign=model.get("sign", 1),
     )
 
@@ -167,23 +165,18 @@ def to_hf_config(
     if max_position_embeddings is not None:
         written["max_position_embeddings"] = max_position_embeddings
     if spec.rotary_dim != spec.head_dim:
-        params["partial_rotary_factor"] = _share(spec)
+        share = spec.rotary_dim / spec.head_dim
+        is_exact = int(spec.head_dim * share) == spec.rotary_dim  # a reader truncates
+        params["partial_rotary_factor"] = share if is_exact else math.nextafter(share, 1)
     if version == 5:
         rope = {"rope_type": spec.schedule, "rope_theta": spec.base, **params}
         return {**written, "rope_parameters": rope}
-    share = params.pop("partial_rotary_factor", None)
-    if share is not None:
-        written["partial_rotary_factor"] = share
+    if "partial_rotary_factor" in params:
+        written["partial_rotary_factor"] = params.pop("partial_rotary_factor")
     written["rope_theta"] = spec.base
     if spec.schedule != "default":
         written["rope_scaling"] = {"rope_type": spec.schedule, **params}
     return written
-
-
-def _share(spec: Rotary) -> float:
-    """The share that a reader, who truncates, turns back into rotary_dim."""
-    share = spec.rotary_dim / spec.head_dim
-    return share if int(spec.head_dim * share) == spec.rotary_dim else math.nextafter(share, 1)
 
 
 def refuse(message: str) -> None:
@@ -200,51 +193,51 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def check_top(found: Config, complain: Complain) -> None:
+def check_top(config: Config, complain: Complain) -> None:
     """Complain about keys that look like RoPE and that this model does not read: misspelt ones.
 
     >>> check_top(choose({"model_type": "llama", "rope_thata": 1e4}), print)
     config key 'rope_thata' is not known; did you mean 'rope_theta'?
     """
-    data, model = found.data, found.model
-    known = {*_TOP_KEYS, *model.get("names", {}).values(), *model.get("other", ())}
-    known |= {model.get("layout_key", ""), model.get("switch", "")}
-    if not found.model_type:
-        known.add("rope_dim")  # vLLM's name of the width
-    unread = found.unread_base
-    if unread is not None and unread != found.base:
-        where = f"layers of {found.layer_type!r}" if found.layer_type else "this model"
+    data, model, kind = config.data, config.model, f"model_type {config.model_type!r}"
+    base = config.unread_base
+    if base is not None and base != config.base:
+        where = f"layers of {config.layer_type!r}" if config.layer_type else "this model"
         complain(
-            f"rope_theta {unread!r} is not read for {where} of model_type {found.model_type!r}, "
-            f"whose base is {found.base:g}; a layer type takes it from its rope_parameters"
+            f"rope_theta {base!r} is not read for {where} of {kind}, "
+            f"whose base is {config.base:g}; a layer type takes it from its rope_parameters"
         )
-    our_names = {theirs: ours for ours, theirs in model.get("names", {}).items()}
-    for key in found.unread:
-        name, share = our_names.get(key, key), found.share
-        used = {"rope_theta": unread or found.base, "partial_rotary_factor": share}.get(name)
+    names = model.get("names", {})
+    our_names = {theirs: ours for ours, theirs in names.items()}
+    for key in config.unread:
+        name, share = our_names.get(key, key), config.share
+        used = {"rope_theta": base or config.base, "partial_rotary_factor": share}.get(name)
         if used and data.get(key) is not None and data[key] != used:
             complain(
-                f"{key} {data[key]!r} is not read for model_type {found.model_type!r}, which has "
+                f"{key} {data[key]!r} is not read for {kind}, which has "
                 f"{used:g}; write it under rope_parameters, as {name}"
             )
-    for names in model.get("layer_names", {}).values():
-        known |= set(names.values())
+    layer_names = [name for each in model.get("layer_names", {}).values() for name in each.values()]
+    read = {*_TOP_KEYS, *names.values(), *layer_names, *model.get("other", ())}
+    read |= {model.get("layout_key", ""), model.get("switch", "")}
+    read |= set() if config.model_type else {"rope_dim"}  # vLLM's name of the width
     harmless = {**_HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
     for key, value in data.items():
         is_harmless = key in harmless and harmless[key] == value
-        if re.search("rope|rotary", str(key)) and key not in known and not is_harmless:
-            complain(f"config key {key!r} is not known{nearest(key, known)}")
+        if re.search("rope|rotary", str(key)) and key not in read and not is_harmless:
+            complain(f"config key {key!r} is not known{nearest(key, read)}")
 
 
-def _rope_type(found: Config) -> str:
-    name, model = found.rope_type, found.model
-    new, old = found.rope.get("rope_type"), found.rope.get("type")
+def _rope_type(config: Config) -> str:
+    """The rope type of the file, one of `TYPES` or `ALIASES`."""
+    name, model = config.rope_type, config.model
+    new, old = config.rope.get("rope_type"), config.rope.get("type")
     if new is not None and old is not None and new != old and ALIASES.get(str(old), old) != new:
         raise ValueError(f"rope_type {new!r} and type {old!r} disagree; keep one")
-    known = (*TYPES, *ALIASES)
-    if name not in known:
+    names = (*TYPES, *ALIASES)
+    if name not in names:
         raise ValueError(
-            f"rope_type {name!r} is not known{nearest(name, known)}; known: {', '.join(TYPES)}"
+            f"rope_type {name!r} is not known{nearest(name, names)}; known: {', '.join(TYPES)}"
         )
     if name not in model.get("only", (name,)):
         raise ValueError(
@@ -255,26 +248,46 @@ def _rope_type(found: Config) -> str:
     return name
 
 
-def _schedule(name: str, rope: Mapping[str, Any], model: Model) -> str:
-    schedule = ALIASES.get(name, name)
-    if schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
-        return "ntk"  # Hunyuan: a fixed base, whatever the length
-    if name == "ntk" and rope.get("mixed_b") is not None:
+def _schedule(rope_type: str, config: Config) -> str:
+    """The schedule that a rope type names, which other keys may change."""
+    if rope_type == "ntk" and config.rope.get("mixed_b") is not None:
         return "ntk_mixed"
+    schedule = ALIASES.get(rope_type, rope_type)
+    if schedule == "dynamic" and config.rope.get("alpha") and config.model.get("alpha"):
+        return "ntk"  # Hunyuan: a fixed base, whatever the length
     return schedule
 
 
+def _parameters(
+    rope_type: str, schedule: str, config: Config, complain: Complain
+) -> dict[str, Any]:
+    """The schedule's parameters that the file has; a null is none, but for truncate."""
+    _check_trained(config, schedule, complain)
+    rope = _known_keys(config.rope, schedule, rope_type, config.model, complain)
+    if schedule == "axial":
+        axes = config.model["axes"]
+        ladder = "turns" if axes.startswith("turns") else config.model.get("ladder", "blocks")
+        return {"num_axes": config.model["num_axes"], "ladder": ladder}
+    params = {key: value for key, value in rope.items() if key in parameters(schedule)}
+    params |= _translated(rope_type, schedule, rope)
+    if schedule == "proportional":
+        params["partial_rotary_factor"] = config.share
+    if "truncate" in params and params["truncate"] is None:
+        params["truncate"] = False  # null counts as false where transformers asks
+    return {key: value for key, value in params.items() if value is not None}
+
+
 def _known_keys(
-    rope: Mapping[str, Any], schedule: str, name: str, model: Model, complain: Complain
+    rope: Mapping[str, Any], schedule: str, rope_type: str, model: Model, complain: Complain
 ) -> Rope:
     """The rope parameters without those that are not known, each of which is complained about."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
-    known = {*_COMMON_KEYS, *_NEUTRAL_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(name, ())}
+    known = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
     known -= {"num_axes", "ladder"}
     if not model.get("mscales"):  # a model whose code ignores them
         known -= {"short_mscale", "long_mscale"}
-    if name == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
+    if rope_type == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
         known |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if rope.get("extrapolation_factor") == 1:
         known.add("extrapolation_factor")
@@ -283,7 +296,7 @@ def _known_keys(
     for key in rope:
         if key not in known:
             complain(
-                f"rope_type {name!r} has no key {key!r}{nearest(key, known)}; "
+                f"rope_type {rope_type!r} has no key {key!r}{nearest(key, known)}; "
                 f"known: {', '.join(sorted(known))}"
             )
     return {key: value for key, value in rope.items() if key in known}
@@ -299,8 +312,8 @@ _DIALECT_KEYS = {
 }
 
 
-def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that a dialect says in its own way."""
+def _translated(rope_type: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that a dialect has under another name, or as another formula."""
     if schedule == "ntk" and rope.get("alpha"):
         return {"factor": rope["alpha"]}
     if schedule == "ntk_mixed":
@@ -308,66 +321,53 @@ def _renamed(name: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any
     if rope.get("apply_yarn_scaling") is False:  # Mistral's own files
         return {"attention_factor": 1.0}
     factor = rope.get("factor")
-    if name == "telechat3-yarn" and isinstance(factor, int | float) and factor > 1:
+    if not isinstance(factor, int | float) or factor <= 1:
+        return {}
+    if rope_type == "telechat3-yarn":
         return {"attention_factor": yarn_amplitude(factor, 0.7)}  # vLLM 0.33, config.py
-    if name == "deepseek_yarn" and isinstance(factor, int | float) and factor > 1:
+    if rope_type == "deepseek_yarn":
         amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
         return {"attention_factor": amplitude * rope.get("attn_factor", 1.0)}
     return {}
 
 
-def _check_trained(found: Config, schedule: str, complain: Complain) -> None:
+def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
     name = "original_max_position_embeddings"
-    outside, inside = found.data.get(name), found.rope.get(name)
-    is_silent = inside is None and schedule in ("yarn", "longrope", "llama3") and found.model_type
-    used = found.context if is_silent else inside
-    if name not in found.model and None not in (outside, used) and outside != used:
+    outside, inside = config.data.get(name), config.rope.get(name)
+    is_silent = inside is None and schedule in ("yarn", "longrope", "llama3") and config.model_type
+    used = config.context if is_silent else inside
+    if name not in config.model and None not in (outside, used) and outside != used:
         complain(  # Phi-3's code reads the outer one
             f"{name} is {outside} beside the rope parameters and {inside} among them, where alone "
             "it is read; keep one, there"
         )
 
 
-def _check_share(found: Config, complain: Complain) -> None:
-    if found.share != 1 and not found.reads_share:
-        complain(
-            f"partial_rotary_factor is {found.share}, but the code of {found.model_type!r} "
-            "rotates the whole head and ignores it; remove the key"
-        )
-
-
-def _layouts(found: Config) -> tuple[str, str]:
+def _layouts(config: Config) -> tuple[str, str]:
     """(layout, out_layout): the model's own, unless a key says that its weights have the other."""
-    layout = found.model.get("layout", "half")
-    keys = (found.model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
-    said = {key: found.data[key] for key in keys if key in found.data}
-    for key, value in said.items():
+    own = config.model.get("layout", "half")
+    names = (config.model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
+    keys = {key: config.data[key] for key in names if key in config.data}
+    for key, value in keys.items():
         if not isinstance(value, bool):
             raise ValueError(f"{key} must be true or false, got {value!r}")
-    if len(set(said.values())) > 1:
-        raise ValueError(f"{said} say different layouts of the weights: keep one of the keys")
-    told = layout if not said else "interleaved" if any(said.values()) else "half"
-    return told, found.model.get("out_layout", told) if told == layout else told
+    if len(set(keys.values())) > 1:
+        raise ValueError(f"{keys} say different layouts of the weights: keep one of the keys")
+    layout = own if not keys else "interleaved" if any(keys.values()) else "half"
+    return layout, config.model.get("out_layout", layout) if layout == own else layout
 
 
-def _axial(head_dim: int, model: Model) -> tuple[int, dict[str, Any]]:
-    count = model["num_axes"]
-    ladder = "turns" if model["axes"].startswith("turns") else model.get("ladder", "blocks")
-    return 2 * count * (head_dim // count // 2), {"num_axes": count, "ladder": ladder}
-
-
-def _axes(found: Config, pairs: int) -> tuple[int, ...]:
+def _axes(config: Config, pairs: int) -> tuple[int, ...]:
     """Which position axis drives each pair."""
-    model, rope = found.model, found.rope
+    model, rope = config.model, config.rope
     if "num_axes" in model:
         count = model["num_axes"]
         order = range(count)[::-1] if model["axes"].endswith("reversed") else range(count)
         if model["axes"].startswith("turns"):
-            return tuple(axis for _ in range(pairs // count) for axis in order)
+            return tuple(order) * (pairs // count)
         return tuple(axis for axis in order for _ in range(pairs // count))
-    counts = (
-        rope.get("mrope_section") or found.data.get("mrope_section") or model.get("mrope_section")
-    )
+    sources = (rope, config.data, model)
+    counts = next((each["mrope_section"] for each in sources if each.get("mrope_section")), ())
     if not counts:
         return ()
     if sum(counts) != pairs:
@@ -380,12 +380,12 @@ def _axes(found: Config, pairs: int) -> tuple[int, ...]:
     return interleaved_sections(*counts) if way == "interleaved" else sections(*counts)
 
 
-def _filled(schedule: str, params: dict[str, Any], found: Config) -> dict[str, Any]:
+def _filled(schedule: str, params: dict[str, Any], config: Config) -> dict[str, Any]:
     """What transformers takes from beside the dict: trained length, and factor if it is missing."""
     name = "original_max_position_embeddings"
-    context, trained = found.context, found.trained
+    context, trained = config.context, config.trained
     if schedule == "dynamic":
-        context = found.rope.get("max_trained_positions", context)  # vLLM's name, which wins there
+        context = config.rope.get("max_trained_positions", context)  # vLLM's name, which wins there
         if context is None:
             raise ValueError("dynamic needs max_position_embeddings, the length it scales from")
         return {**params, name: whole_number("max_trained_positions", context)}
