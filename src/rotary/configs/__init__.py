@@ -1,11 +1,11 @@
 """A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
 
-`files` reads the file, `entries` chooses the entry that is meant, `hf` gives its keys their
-meaning, `models.json` is what is known of each model; `gguf`, `megatron`, `vllm`: other formats.
+`files` reads the file, `entries` chooses the entry that is meant, `record` is what it says, `hf`
+makes a `Rotary` of that. `models.json` is what is known of each model. Other formats: `gguf`,
+`megatron`, `vllm`.
 """
 
 from .entries import MODELS as MODELS
-from .entries import Config as Config
 from .entries import choose as choose
 from .entries import layer_types as layer_types
 from .entries import parts as parts
@@ -18,4 +18,5 @@ from .gguf_writing import to_gguf as to_gguf
 from .hf import from_hf_config as from_hf_config
 from .hf import to_hf_config as to_hf_config
 from .megatron import from_megatron as from_megatron
+from .record import Config as Config
 from .vllm import to_vllm as to_vllm

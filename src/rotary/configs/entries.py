@@ -6,16 +6,15 @@ is ever executed, and transformers is not imported.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..spec import nearest
 from .files import load
-from .layers import Model, Rope, listed_layer_types, rope_parameters, ropes
-from .values import is_whole, length, whole_number
+from .layers import Model, listed_layer_types, ropes
+from .record import Config
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
 # Written by tools/make_models.py; keys:
@@ -23,15 +22,13 @@ from .values import is_whole, length, whole_number
 #   rotary_dim, rope              what transformers takes where the config is silent
 #   partial_rotary_factor         the same; where it is missing the code ignores the key
 #   names                         our name -> the name the key has in this config
-#   parts                         key of a sub-config -> its model_type
 #   layers, layer_names           the same for each layer type, where rope_parameters is nested
 #   scaled_layers                 the layer types that a flat rope_scaling is meant for
 #   flat                          a flat rope_parameters is read like that rope_scaling
 #   nested                        layer types are read, and the class names none
 #   lists                         the keys that say by layer which base or scaling it has
 #   fixed_base                    the code has its own base and reads none
-#   plain_head_dim                where head_dim has another name: what head_dim is beside it;
-#                                 "divided" where the code divides hidden_size, whatever it says
+#   plain_head_dim                what a key head_dim is, where another says it: `record.py`
 #   unread, unread_alone          keys that the code does not read: never, or where the file has no
 #                                 rope parameters
 #   needed                        rope parameters whose default holds only where the file has none
@@ -66,223 +63,6 @@ LAYERS_WITH_ROPE = frozenset({
     "hybrid_sliding", "reference_sliding_attention", "minimax_m3_sparse",
 })  # fmt: skip
 LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "dense", "sparse"})
-
-
-class Config(NamedTuple):
-    """What a config says about one RoPE, read once. A value is looked up in rope, data, model.
-
-    rope        the rope parameters of the layer type
-    data        the keys around them
-    model       what `MODELS` knows: the values of the model's class where the file is silent
-    layer_type  None where all layers are alike
-    is_layer_rotated   False for a layer type without rotation
-    file_type   model_type of the whole file, of which this may be one part
-    """
-
-    rope: Rope
-    data: Mapping[str, Any]
-    model: Model
-    layer_type: str | None
-    is_layer_rotated: bool
-    file_type: str = ""
-
-    @property
-    def model_type(self) -> str:
-        """The model type of the part; "" for a config that has none."""
-        return str(self.data.get("model_type") or "")
-
-    @property
-    def rotates(self) -> bool:
-        """False for a layer type without rotation, and where a key of the model turns it off."""
-        return self.is_layer_rotated and self.get(self.model.get("switch", ""), True) is not False
-
-    @property
-    def rope_type(self) -> str:
-        """The name of the rope type as the file has it, "default" where it is silent."""
-        name = self.rope.get("rope_type") or self.rope.get("type") or "default"
-        if not isinstance(name, str):
-            raise ValueError(f"rope_type must be a name, got {name!r}")
-        return name
-
-    @property
-    def base(self) -> float:
-        """rope_theta."""
-        base = self.get("rope_theta", 10_000.0)
-        if isinstance(base, bool) or not isinstance(base, int | float):
-            raise ValueError(f"rope_theta must be a number, got {base!r}")
-        return base
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head, as far as RoPE sees them (DeepSeek: qk_rope_head_dim)."""
-        name = self.model.get("names", {}).get("head_dim", "head_dim")
-        per_layer = self.data.get("per_layer_config") or {}
-        own = {int(layer): values for layer, values in per_layer.items()}  # "2", or "02" of many
-        for layer, kind in enumerate(self.data.get("layer_types") or ()):
-            if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
-                return whole_number(name, own[layer][name])
-        is_null = name in self.data and self.data[name] is None  # not silent: the code divides
-        self._check_plain_head_dim(name)
-        head_dim = None if is_null else self.get("head_dim")
-        if head_dim is not None:
-            return whole_number("head_dim", head_dim)
-        if "head_dim_of" in self.model:
-            whole, *others = (whole_number(n, self.get(n)) for n in self.model["head_dim_of"])
-            return whole // math.prod(others) if all(others) else 0
-        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
-        if not is_whole(hidden) or not is_whole(heads) or heads < 1:
-            raise ValueError("the config needs head_dim, or hidden_size and num_attention_heads")
-        if hidden % heads:
-            raise ValueError(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; "
-                "give head_dim"
-            )
-        return hidden // heads
-
-    def _check_plain_head_dim(self, name: str) -> None:
-        """Refuse a key head_dim beside `name`, the key that is meant, where it would change it."""
-        rule = self.model.get("plain_head_dim")
-        if rule == "wins" and name != "head_dim" and "head_dim" in self.data:
-            plain, named = self.data["head_dim"], self.data.get(name, self.model["head_dim"])
-            if plain != named:
-                raise ValueError(
-                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
-                )
-        whole, heads = self.get("hidden_size"), self.get("num_attention_heads")
-        if rule == "divided" and is_whole(whole) and is_whole(heads) and heads > 0:
-            plain = self.data.get("head_dim")
-            if plain is not None and plain != whole // heads:
-                raise ValueError(
-                    f"head_dim {plain!r} is not read by model_type {self.model_type!r}, which "
-                    f"divides hidden_size {whole} by {heads}"
-                )
-        if rule == "with the rest":  # the width that is rotated is a share of both together
-            named = whole_number(name, self.data.get(name, self.model["head_dim"]))
-            rest = self.data.get("qk_nope_head_dim", self.model["qk_nope_head_dim"])
-            whole = named + whole_number("qk_nope_head_dim", rest)
-            share = rope_parameters(self.data).get("partial_rotary_factor")
-            if share is None and not self.data.get("rope_scaling"):
-                share = named / max(whole, 1)
-            both = self.data.get("head_dim", whole)
-            if not isinstance(share, float) or not is_whole(both) or int(both * share) != named:
-                raise ValueError(
-                    f"head_dim {both!r}, {name} {named}, qk_nope_head_dim {rest} and "
-                    f"partial_rotary_factor {share!r} disagree: head_dim must be the sum, and the "
-                    f"factor, in rope_parameters, the part of {name} in it"
-                )
-
-    @property
-    def share(self) -> float:
-        """partial_rotary_factor of the file or the model's class, read by the code or not."""
-        name = "partial_rotary_factor"
-        is_null = name in self._names(name) and self.data.get(name, name) is None  # a whole head
-        share = self.get(name, 1.0) if not is_null or name in self.rope else 1.0
-        if self.model.get("partial_rotary_factor", share) is None:  # there, and without a bearing
-            return 1.0
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share!r}")
-        return share
-
-    @property
-    def reads_width(self) -> bool:
-        """True if the model's code reads a number of channels, rotary_dim or its name for it."""
-        return "rotary_dim" in {**self.model, **self.model.get("names", {})}
-
-    @property
-    def reads_share(self) -> bool:
-        """True if the model's code reads partial_rotary_factor; Llama's ignores it."""
-        return self.reads_width or "partial_rotary_factor" in self.model
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many channels the model's code rotates; `share` of the head where it reads that."""
-        if self.data.get("rope_dim") is not None and not self.model_type:  # vLLM's name of it
-            return whole_number("rope_dim", self.data["rope_dim"])
-        width = self.get("rotary_dim") if self.reads_width else None
-        if width is not None and self.rope.get("partial_rotary_factor") is None:
-            if "partial_rotary_factor" in self.data and int(self.head_dim * self.share) != width:
-                raise ValueError(
-                    f"rotary_dim {width!r} and partial_rotary_factor "
-                    f"{self.data['partial_rotary_factor']!r} of head_dim {self.head_dim} disagree; "
-                    "keep one"
-                )
-            return whole_number("rotary_dim", width)
-        share = self.share if self.reads_share else 1.0
-        rotary_dim = int(self.head_dim * share)
-        if rotary_dim % 2 and rotary_dim < self.head_dim:
-            raise ValueError(
-                f"partial_rotary_factor {share} of head_dim {self.head_dim} is {rotary_dim} "
-                f"channels, an odd number; transformers rounds up to {rotary_dim + 1}: build "
-                f"Rotary(head_dim={self.head_dim}, rotary_dim={rotary_dim + 1}, ...) if that is "
-                "meant"
-            )
-        return rotary_dim
-
-    @property
-    def context(self) -> int | None:
-        """max_position_embeddings; that among the rope parameters only if there is no other."""
-        name = "max_position_embeddings"
-        beside = (self.data.get(each) for each in self._names(name))
-        values = (*beside, self.model.get(name), self.rope.get(name))
-        return length(name, next((value for value in values if value is not None), None))
-
-    @property
-    def trained(self) -> int | None:
-        """original_max_position_embeddings, or `context` where the config has none."""
-        name = "original_max_position_embeddings"
-        # Phi-3 has it outside the rope parameters, and it wins
-        for source in (self.data, self.model, self.rope):
-            if source.get(name) is not None:
-                return length(name, source[name])
-        return self.context
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value under our name, whatever this config calls it; `default` if all are silent."""
-        layer = self.model.get("layers", {}).get(self.layer_type) or {}
-        if name not in ("rope_theta", "head_dim"):
-            layer = {}  # the rest of a default is taken whole, by `ropes`, or not at all
-        sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
-        if name == "rope_theta" and self.model.get("fixed_base"):
-            sources = ()
-        for value in (*sources, layer.get(name), self.model.get(name)):
-            if value is not None:
-                return value
-        return default
-
-    def _names(self, name: str) -> tuple[str, ...]:
-        """The keys of the file, beside the rope parameters, that this model's code reads."""
-        alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
-        if alias:
-            return (alias,)
-        if name == "rope_theta" and "layers" in self.model:
-            return ()
-        alias = self.model.get("names", {}).get(name, name)
-        rule = self.model.get("plain_head_dim")
-        is_alone = name == "head_dim" and rule in ("ignored", "with the rest")
-        names = (alias,) if is_alone else (alias, name)
-        return tuple(each for each in names if each not in self.unread)
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Keys beside the rope parameters that the model's code does not read.
-
-        >>> choose({"model_type": "gpt_neox"}).unread
-        ('rope_theta', 'partial_rotary_factor')
-        """
-        alone = () if rope_parameters(self.data) else self.model.get("unread_alone", ())
-        return tuple(dict.fromkeys((*self.model.get("unread", ()), *alone)))
-
-    @property
-    def unread_base(self) -> float | None:
-        """A rope_theta of the file that the model's code does not read, or None.
-
-        >>> choose({"model_type": "esm", "rope_theta": 5e5}).unread_base
-        500000.0
-        """
-        inside, outside = self.rope.get("rope_theta"), self.data.get("rope_theta")
-        if self.model.get("fixed_base"):
-            return inside if inside is not None else outside
-        return None if inside is not None or self._names("rope_theta") else outside
 
 
 def choose(config: Any, layer_type: str | None = None, part: str | None = None) -> Config:

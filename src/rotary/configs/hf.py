@@ -13,8 +13,9 @@ from typing import Any
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, nearest
-from .entries import Config, choose
+from .entries import choose
 from .layers import Model, Rope
+from .record import Config
 from .values import whole_number
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
