@@ -1,11 +1,14 @@
 """Arguments of Megatron: of Megatron-LM's scripts, and of megatron-core's configs and models."""
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..positions import sections
 from ..schedules import yarn_amplitude
 from ..spec import Rotary, nearest
+from .values import is_whole
 
 # what a missing argument is, for each way in which Megatron builds its RoPE
 _YARN = {
@@ -19,17 +22,35 @@ _BAND_FACTOR = 8.0
 _LARGEST = 2**24  # channels of all heads together
 _BAND = ("use_rope_scaling", "rope_scaling")  # of the scripts, of GPTModel
 _STRETCH = ("rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor")
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "a name": lambda value: isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
+    "a whole number > 0": lambda value: is_whole(value) and 0 < value <= _LARGEST,
+    "a list of whole numbers": lambda value: (
+        isinstance(value, list | tuple) and all(map(is_whole, value))
+    ),
+    "a number": lambda value: (
+        isinstance(value, float | int)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    ),
+}
+# the arguments that are read -> what each must be
 _READ = {
-    "kv_channels", "hidden_size", "num_attention_heads", "multi_latent_attention",
-    "qk_pos_emb_head_dim", "position_embedding_type", "use_rotary_position_embeddings",
-    "rope_type", "rotary_base", "rotary_percent", "rotary_interleaved", "mrope_section",
-    "rope_scaling_factor", *_BAND, *_STRETCH, *_YARN, *(f"yarn_{name}" for name in _YARN),
-}  # fmt: skip
-_WORDS = {"position_embedding_type", "rope_type"}
-_SIZES = {"kv_channels", "hidden_size", "num_attention_heads", "qk_pos_emb_head_dim"}
-_SWITCHES = {
-    "multi_latent_attention", "use_rotary_position_embeddings", "rotary_interleaved", *_BAND,
-    "correction_range_round_to_int", "yarn_correction_range_round_to_int",
+    **dict.fromkeys(
+        ("rotary_base", "rotary_percent", "rope_scaling_factor", *_STRETCH, *_YARN,
+         *(f"yarn_{name}" for name in _YARN)), "a number",
+    ),
+    **dict.fromkeys(("position_embedding_type", "rope_type"), "a name"),
+    **dict.fromkeys(
+        ("kv_channels", "hidden_size", "num_attention_heads", "qk_pos_emb_head_dim"),
+        "a whole number > 0",
+    ),
+    **dict.fromkeys(
+        ("multi_latent_attention", "use_rotary_position_embeddings", "rotary_interleaved", *_BAND,
+         "correction_range_round_to_int", "yarn_correction_range_round_to_int"), "true or false",
+    ),
+    "mrope_section": "a list of whole numbers",
 }  # fmt: skip
 # which layers rotate, and with which kernel
 _NO_BEARING = {
@@ -65,113 +86,89 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise ValueError(f"arguments must be a dict of names to values, got {arguments!r:.60}")
     for name in arguments:
-        if name not in _READ | _NO_BEARING and any(
+        if name not in {*_READ, *_NO_BEARING} and any(
             word in name for word in ("rope", "rotary", "pos_emb", "yarn")
         ):
             raise ValueError(f"argument {name!r} is not known{nearest(name, _READ)}")
-    given = {
+    values = {
         name: value
         for name, value in arguments.items()
         if name in _READ and (value is not None or name in _MSCALES)
     }
-    for name, value in given.items():
-        _check(name, value)
-    if given.get("multi_latent_attention", "qk_pos_emb_head_dim" in given):
-        return _latent(given)
-    kind = given.get("position_embedding_type", "rope")
-    if given.get("use_rotary_position_embeddings"):
+    for name, value in values.items():
+        if value is not None and not _CHECKS[_READ[name]](value):
+            raise ValueError(f"{name} must be {_READ[name]}, got {value!r:.60}")
+    if values.get("multi_latent_attention", "qk_pos_emb_head_dim" in values):
+        return _latent(values)
+    kind = values.get("position_embedding_type", "rope")
+    if values.get("use_rotary_position_embeddings"):
         kind = "rope"
     if kind == "yarn":
-        return _yarn_rotary(given, _head_dim(given), _YARN, "yarn_")
+        return _yarn_rotary(values, _head_dim(values), _YARN, "yarn_")
     if kind not in ("rope", "mrope"):
         raise ValueError(f"position_embedding_type {kind!r} is no rotary embedding")
-    if given.get("rope_type", "rope") != "rope":
+    if values.get("rope_type", "rope") != "rope":
         raise ValueError(
-            f"Megatron takes rope_type {given['rope_type']!r} for multi_latent_attention alone; "
+            f"Megatron takes rope_type {values['rope_type']!r} for multi_latent_attention alone; "
             'for other attention give position_embedding_type "yarn"'
         )
-    return _plain(given, _head_dim(given), has_axes=kind == "mrope")
+    return _plain(values, _head_dim(values), has_axes=kind == "mrope")
 
 
-def _check(name: str, value: Any) -> None:
-    if name in _WORDS:
-        is_right, kind = isinstance(value, str), "a name"
-    elif name in _SWITCHES:
-        is_right, kind = isinstance(value, bool), "true or false"
-    elif name in _SIZES:
-        is_right, kind = _is_whole(value) and 0 < value <= _LARGEST, "a whole number > 0"
-    elif name == "mrope_section":
-        is_right = isinstance(value, list | tuple) and all(map(_is_whole, value))
-        kind = "a list of whole numbers"
-    else:
-        is_right = (value is None and name in _MSCALES) or (
-            isinstance(value, float | int)
-            and not isinstance(value, bool)
-            and abs(value) <= sys.float_info.max
-        )
-        kind = "a number"
-    if not is_right:
-        raise ValueError(f"{name} must be {kind}, got {value!r:.60}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _head_dim(given: Mapping[str, Any]) -> int:
-    if "kv_channels" in given:
-        return int(given["kv_channels"])
-    if not {"hidden_size", "num_attention_heads"} <= given.keys():
+def _head_dim(values: Mapping[str, Any]) -> int:
+    if "kv_channels" in values:
+        return int(values["kv_channels"])
+    if not {"hidden_size", "num_attention_heads"} <= values.keys():
         raise ValueError("the arguments need kv_channels, or hidden_size and num_attention_heads")
-    return int(given["hidden_size"] // given["num_attention_heads"])
+    return int(values["hidden_size"] // values["num_attention_heads"])
 
 
-def _latent(given: Mapping[str, Any]) -> Rotary:
+def _latent(values: Mapping[str, Any]) -> Rotary:
     """The slice of multi-latent attention."""
-    if given.get("rotary_interleaved"):
+    if values.get("rotary_interleaved"):
         raise ValueError("Megatron refuses rotary_interleaved with multi_latent_attention")
-    if "qk_pos_emb_head_dim" not in given:
+    if "qk_pos_emb_head_dim" not in values:
         raise ValueError("multi_latent_attention needs qk_pos_emb_head_dim (Megatron's is 64)")
-    _refuse_ignored(given, "multi_latent_attention", *_BAND, *_STRETCH)
-    head_dim, kind = given["qk_pos_emb_head_dim"], given.get("rope_type", "yarn")
+    _refuse_ignored(values, "multi_latent_attention", *_BAND, *_STRETCH)
+    head_dim, kind = values["qk_pos_emb_head_dim"], values.get("rope_type", "yarn")
     if kind == "yarn":
-        spec = _yarn_rotary(given, head_dim, _LATENT_YARN, "")
+        spec = _yarn_rotary(values, head_dim, _LATENT_YARN, "")
     elif kind == "rope":
-        spec = _plain(given, head_dim)
+        spec = _plain(values, head_dim)
     else:
         raise ValueError(f"rope_type {kind!r} is not known: Megatron has 'rope' and 'yarn'")
-    return Rotary.from_dict({**spec.to_dict(), "layout": "interleaved", "out_layout": "half"})
+    return dataclasses.replace(spec, layout="interleaved", out_layout="half")
 
 
-def _refuse_ignored(given: Mapping[str, Any], beside: str, *names: str) -> None:
+def _refuse_ignored(values: Mapping[str, Any], beside: str, *names: str) -> None:
     for name in names:
-        if given.get(name):
+        if values.get(name):
             raise ValueError(f"Megatron ignores {name} beside {beside}: leave it out")
-    if given.get("rope_scaling_factor", _BAND_FACTOR) != _BAND_FACTOR:
+    if values.get("rope_scaling_factor", _BAND_FACTOR) != _BAND_FACTOR:
         raise ValueError(f"Megatron ignores rope_scaling_factor beside {beside}: leave it out")
 
 
-def _plain(given: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) -> Rotary:
+def _plain(values: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) -> Rotary:
     """RotaryEmbedding, or MultimodalRotaryEmbedding with three axes."""
-    share = given.get("rotary_percent", 1.0)
+    share = values.get("rotary_percent", 1.0)
     if not 0 < share <= 1:
         raise ValueError(f"rotary_percent must be in (0, 1], got {share!r}")
     rotary_dim = int(head_dim * share)
-    stretch = next((given[name] for name in _STRETCH if name in given), None)
-    has_band = any(given.get(name) for name in _BAND)
+    stretch = next((values[name] for name in _STRETCH if name in values), None)
+    has_band = any(values.get(name) for name in _BAND)
     schedule, params = "default", {}
     axes: tuple[int, ...] = ()
     if has_axes:
-        _refuse_ignored(given, 'position_embedding_type "mrope"', *_BAND)
-        if given.get("rotary_interleaved"):
+        _refuse_ignored(values, 'position_embedding_type "mrope"', *_BAND)
+        if values.get("rotary_interleaved"):
             raise ValueError('Megatron cannot run rotary_interleaved with "mrope"')
-        if "mrope_section" not in given:
+        if "mrope_section" not in values:
             raise ValueError('position_embedding_type "mrope" needs mrope_section')
-        counts = given["mrope_section"]
+        counts = values["mrope_section"]
         if len(counts) != 3 or sum(counts) != rotary_dim // 2:
             raise ValueError(f"mrope_section must be three counts that sum to {rotary_dim // 2} "
                              f"pairs, got {counts}")  # fmt: skip
-        axes = tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+        axes = sections(*counts)
     elif stretch is not None and has_band:
         raise ValueError(
             "use_rope_scaling and rotary_seq_len_interpolation_factor scale the same frequencies "
@@ -181,26 +178,26 @@ def _plain(given: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) -
         schedule, params = "linear", {"factor": stretch}
     elif has_band:
         schedule, params = "llama3", {
-            "factor": given.get("rope_scaling_factor", _BAND_FACTOR), "low_freq_factor": 1.0,
+            "factor": values.get("rope_scaling_factor", _BAND_FACTOR), "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         }  # fmt: skip
     return Rotary(
-        head_dim=head_dim, rotary_dim=rotary_dim, base=given.get("rotary_base", 10_000),
-        layout="interleaved" if given.get("rotary_interleaved") else "half",
+        head_dim=head_dim, rotary_dim=rotary_dim, base=values.get("rotary_base", 10_000),
+        layout="interleaved" if values.get("rotary_interleaved") else "half",
         schedule=schedule, params=params, axes=axes,
     )  # fmt: skip
 
 
 def _yarn_rotary(
-    given: Mapping[str, Any], head_dim: int, silent: Mapping[str, Any], prefix: str
+    values: Mapping[str, Any], head_dim: int, silent: Mapping[str, Any], prefix: str
 ) -> Rotary:
     """YarnRotaryEmbedding, which turns the whole width whatever rotary_percent says."""
-    if given.get("rotary_interleaved"):
+    if values.get("rotary_interleaved"):
         raise ValueError("Megatron refuses rotary_interleaved with YaRN")
-    if given.get("rotary_percent", 1.0) != 1.0:
+    if values.get("rotary_percent", 1.0) != 1.0:
         raise ValueError("Megatron ignores rotary_percent beside YaRN: leave it out")
-    _refuse_ignored(given, "YaRN", *_BAND, *_STRETCH)
-    value = {name: given.get(prefix + name, given.get(name, silent[name])) for name in silent}
+    _refuse_ignored(values, "YaRN", *_BAND, *_STRETCH)
+    value = {name: values.get(prefix + name, values.get(name, silent[name])) for name in silent}
     factor, mscales = value["rotary_scaling_factor"], (value["mscale"], value["mscale_all_dim"])
     over, under = (1.0, 0.0) if None in mscales else mscales
     params = {
@@ -211,5 +208,5 @@ def _yarn_rotary(
         "attention_factor": yarn_amplitude(factor, over, under),
         "truncate": value["correction_range_round_to_int"],
     }
-    base = given.get("rotary_base", 10_000)
+    base = values.get("rotary_base", 10_000)
     return Rotary(head_dim=head_dim, base=base, schedule="yarn", params=params)
