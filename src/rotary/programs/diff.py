@@ -168,7 +168,7 @@ def readings(
     vLLM         1.15e-04 never
     SGLang       8.88e-06 never
     """
-    return _read_all(_case(choose(config, layer_type, part), seq_len), _is_text(part))
+    return _read_all(_case(choose(config, layer_type, part), seq_len), part)
 
 
 def diff(
@@ -196,16 +196,13 @@ decimal point, as 8.0.
     trained = entry.context if longest.rope_type == "dynamic" else longest.trained
     if seq_len is None and trained and longest.rope_type in ("dynamic", "longrope", "su"):
         lengths.add(trained)
-    rows = {length: _read_all(_case(entry, length), _is_text(part)) for length in sorted(lengths)}
-    accepted = [r.framework for r in rows[max(rows)] if r.inv_freq is not None]
-    reference = accepted[0] if accepted else ""
-    differences = tuple(_farthest(name, reference, rows) for name in accepted[1:])
+    rows = {length: _read_all(_case(entry, length), part) for length in sorted(lengths)}
+    of_longest = rows[max(rows)]
+    accepted = [reading for reading in of_longest if reading.inv_freq is not None]
+    reference = accepted[0].framework if accepted else ""
+    differences = tuple(_farthest(each.framework, reference, rows) for each in accepted[1:])
     verdict = _verdict(rows, reference, differences, longest.rope_type)
-    return Diff(rows[max(rows)], tuple(rows), reference, differences, verdict)
-
-
-def _is_text(part: str | None) -> bool:
-    return part is None or part in TEXT_PARTS
+    return Diff(of_longest, tuple(rows), reference, differences, verdict)
 
 
 def _case(config: Config, seq_len: int | None) -> Case:
@@ -259,54 +256,47 @@ def _check_values(keys: Mapping[str, Any]) -> None:
             _check_values(value)
 
 
-def _read_all(case: Case, is_text: bool) -> tuple[Reading, ...]:
+def _read_all(case: Case, part: str | None) -> tuple[Reading, ...]:
+    is_text = part is None or part in TEXT_PARTS
     return tuple(_read(program, case, is_text) for program in PROGRAMS)
 
 
 def _read(program: Program, case: Case, is_text: bool) -> Reading:
     rule, source = program.rules.get(case.rope_type, program.unknown)
-    refuses = not_compared = ""
+    reading = Reading(
+        program.name, program.version, "", None, None, "", "", "", program.notes, "", source
+    )  # fmt: skip
     try:
         if not is_text and program is not TRANSFORMERS:
             raise NotComparedError("only the text part is compared")
-        opened = program.opens(case)
-        rule, source = program.rules.get(opened.rope_type, program.unknown)
-        result = rule(opened)
+        case = program.opens(case)
+        rule, source = program.rules.get(case.rope_type, program.unknown)
+        reading = reading._replace(source=source)
+        result = rule(case)
     except RefusedError as error:
-        refuses = str(error)
+        return reading._replace(schedule="refused", refuses=str(error))
     except NotComparedError as error:
-        not_compared = str(error)
-    else:
-        notes = (*program.notes, *result.notes)
-        return Reading(
-            program.name, program.version, result.schedule, result.inv_freq,
-            result.attention_factor, result.switch, "", "", notes,
-            result.advice or opened.advice, source,
-        )  # fmt: skip
-    schedule = "refused" if refuses else "not compared"
-    return Reading(
-        program.name, program.version, schedule, None, None, "", refuses, not_compared,
-        program.notes, "", source,
-    )  # fmt: skip
+        return reading._replace(schedule="not compared", not_compared=str(error))
+    notes, advice = (*program.notes, *result.notes), result.advice or case.advice
+    return reading._replace(**{**result._asdict(), "notes": notes, "advice": advice})
 
 
 def _farthest(name: str, reference: str, rows: Mapping[int, tuple[Reading, ...]]) -> Difference:
-    found = []
+    """The larger of the differences at each length, of two programs that accept the config."""
+    differences = []
     for length, row in rows.items():
-        by_name = {reading.framework: reading for reading in row}
-        (theirs, factor), (ours, ours_factor) = (
-            _accepted(by_name[name]),
-            _accepted(by_name[reference]),
+        theirs, ours = (
+            next(reading for reading in row if reading.framework == each)
+            for each in (name, reference)
         )
-        amplitude = abs(factor / ours_factor - 1)
-        found.append(Difference(name, length, _relative(theirs, ours), amplitude))
-    return max(found, key=lambda each: max(each.inv_freq, each.attention_factor))
-
-
-def _accepted(reading: Reading) -> tuple[Array, float]:
-    if reading.inv_freq is None or reading.attention_factor is None:
-        raise ValueError(f"{reading.framework} refuses this config: {reading.refuses}")
-    return reading.inv_freq, reading.attention_factor
+        assert theirs.inv_freq is not None
+        assert ours.inv_freq is not None
+        assert theirs.attention_factor is not None
+        assert ours.attention_factor is not None
+        amplitude = abs(theirs.attention_factor / ours.attention_factor - 1)
+        inv_freq = _relative(theirs.inv_freq, ours.inv_freq)
+        differences.append(Difference(name, length, inv_freq, amplitude))
+    return max(differences, key=lambda each: max(each.inv_freq, each.attention_factor))
 
 
 def _relative(theirs: Array, ours: Array) -> float:
@@ -323,23 +313,24 @@ def _verdict(
     differences: tuple[Difference, ...],
     rope_type: str,
 ) -> str:
-    found = rows[max(rows)]
-    if not reference:
-        return f"No program accepts this config; transformers says {found[0].refuses}."
-    refusing = [reading.framework for reading in found if reading.refuses]
+    readings = {reading.framework: reading for reading in rows[max(rows)]}
+    refusing = [name for name, reading in readings.items() if reading.refuses]
+    compared = [name for name, reading in readings.items() if reading.inv_freq is not None]
     apart = [each for each in differences if not each.agrees]
-    compared = [reading.framework for reading in found if reading.inv_freq is not None]
+    if not reference:
+        refusal = readings["transformers"].refuses
+        return f"No program accepts this config; transformers says {refusal}."
     if len(compared) == 1 and not refusing:
         return f"Read by {reference} alone; nothing to compare."
     if not refusing and not apart:
-        if len(compared) == len(found):
+        if len(compared) == len(readings):
             return "All six agree."
         return f"All that read it agree: {', '.join(compared)}."
-    said = [f"refused by {', '.join(refusing)}"] if refusing else []
-    far = ", ".join(f"{each.framework} {_size(each, found)}" for each in apart)
-    said.append(f"off from {reference}: {far}" if apart else "all others agree")
-    first = "; ".join(said)
-    of_reference = next(r.advice for r in found if r.framework == reference)
+    clauses = [f"refused by {', '.join(refusing)}"] if refusing else []
+    far = [f"{each.framework} {_size(each, readings[each.framework])}" for each in apart]
+    clauses.append(f"off from {reference}: {', '.join(far)}" if apart else "all others agree")
+    first = "; ".join(clauses)
+    of_reference = readings[reference].advice
     advice = (of_reference if apart else "") or _advice(rows, apart)
     is_refused_for_type = rope_type != "linear" or {"vLLM", "SGLang"} & set(refusing)
     if refusing and rope_type in RENAME and is_refused_for_type:
@@ -349,10 +340,9 @@ def _verdict(
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 
-def _size(each: Difference, found: tuple[Reading, ...]) -> str:
+def _size(each: Difference, reading: Reading) -> str:
     if each.inv_freq == math.inf:
-        (inv_freq,) = [r.inv_freq for r in found if r.framework == each.framework]
-        return f"turns {np.count_nonzero(np.asarray(inv_freq))} pairs"
+        return f"turns {np.count_nonzero(np.asarray(reading.inv_freq))} pairs"
     sizes = {"inv_freq": each.inv_freq, "amplitude": each.attention_factor}
     parts = [f"{100 * size:.2g}% in {name}" if size < 0.1 else f"{size:,.0%} in {name}"
              for name, size in sizes.items() if size > TOLERANCE]  # fmt: skip

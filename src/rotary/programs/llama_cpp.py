@@ -7,15 +7,13 @@ from .case import Case, NotComparedError, Program, Result
 
 # model types without a class in its converter; conversion/*.py
 NOT_CONVERTED = {
-    "blt", "codegen", "csm", "diffllama", "doge", "esm", "eurobert", "flex_olmo", "fuyu",
-    "gpt_neox_japanese", "gptj", "helium", "jetmoe", "longcat_flash", "minicpmv", "mllama",
-    "mllama_text_model", "modernbert-decoder", "moshi", "nanochat", "olmo_hybrid", "persimmon",
-    "phi3_v", "roformer", "vaultgemma", "zamba2", "zaya",
+    "codegen", "csm", "diffllama", "doge", "esm", "eurobert", "flex_olmo", "gpt_neox_japanese",
+    "gptj", "helium", "jetmoe", "longcat_flash", "mllama_text_model", "modernbert-decoder", "moshi",
+    "nanochat", "olmo_hybrid", "persimmon", "phi3_v", "roformer", "vaultgemma", "zamba2", "zaya",
 }  # fmt: skip
 # model types whose sections it deals out in turn; src/llama-model.cpp, llama_model_rope_type
 INTERLEAVED_SECTIONS = {
-    "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5", "qwen3_5_text",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text",
+    "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text",
 }  # fmt: skip
 # model types whose mscale_all_dim it reads; src/models/deepseek2.cpp, deepseek32.cpp, mistral3.cpp
 READS_MSCALE = {
@@ -64,10 +62,10 @@ def dynamic(case: Case) -> Result:
 
 def longrope(case: Case) -> Result:
     """LongRoPE, whose list is chosen when the context is made."""
-    is_long = case.limit > rules.known(case.trained)
+    is_long = case.limit > rules.required_length(case.trained)
     switch = "long list for every row if the allocated n_ctx > L, at start"
     advice = rules.longrope_advice(case, is_long)
-    return rules.longrope(case, is_long, rules.stretched(case), switch, advice)
+    return rules.longrope(case, is_long, rules.context_amplitude(case), switch, advice)
 
 
 def yarn(case: Case) -> Result:

@@ -135,7 +135,7 @@ def longrope(case: Case) -> Result:
     case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
     advice = case.advice or "mlx-lm uses the long list for every row, and its own attention factor"
     switch = "never: the long list always"
-    amplitude = rules.stretched(case)
+    amplitude = rules.context_amplitude(case)
     if case.config.model_type == "phimoe":
         amplitude = float(rules.need(case, "long_mscale"))
     return rules.longrope(case, True, amplitude, switch, advice)

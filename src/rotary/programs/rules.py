@@ -27,8 +27,8 @@ def need(case: Case, name: str, default: Any = None) -> Any:
     return value
 
 
-def known(value: int | None) -> int:
-    """`value`, a length of the config, if it has one."""
+def required_length(value: int | None) -> int:
+    """`value`, a length of the config; ValueError where the config has none."""
     if value is None:
         raise ValueError("this rope_type needs max_position_embeddings; the config has none")
     return value
@@ -85,7 +85,7 @@ def llama3(case: Case, trained: int | None = None, **silent: float) -> Result:
     """The band of Llama 3.1; `trained` and `silent` stand where the file is silent."""
     names = ("factor", "low_freq_factor", "high_freq_factor")
     params = {name: need(case, name, silent.get(name)) for name in names}
-    length = trained or known(case.trained)
+    length = trained or required_length(case.trained)
     inv_freq = frequencies(
         "llama3", case.dim, case.base, **params, original_max_position_embeddings=length
     )
@@ -110,7 +110,7 @@ def dynamic(switch: str) -> Rule:
     """The base grows with the row; `switch` says when that is decided."""
 
     def rule(case: Case) -> Result:
-        factor, trained = need(case, "factor"), known(case.config.context)
+        factor, trained = need(case, "factor"), required_length(case.config.context)
         params = {"factor": factor, "original_max_position_embeddings": trained}
         inv_freq = frequencies("dynamic", case.dim, case.base, **params, seq_len=case.seq_len)
         return Result(f"dynamic NTK at {case.seq_len} tokens", inv_freq, switch=switch)
@@ -133,7 +133,7 @@ def yarn(
     trained: int | None = None, truncate: bool = True, kept: float = 1.0, reads_betas: bool = True,
 ) -> Result:  # fmt: skip
     """YaRN; `kept` is SGLang's extrapolation_factor."""
-    factor, length = need(case, "factor"), trained or known(case.trained)
+    factor, length = need(case, "factor"), trained or required_length(case.trained)
     turns = {"beta_fast": 32.0, "beta_slow": 1.0}
     if reads_betas:
         turns = {name: case.rope.get(name) or value for name, value in turns.items()}
@@ -164,7 +164,7 @@ def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
 
 def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: str = "") -> Result:
     """LongRoPE, with the list that is in use."""
-    trained = known(case.trained)
+    trained = required_length(case.trained)
     lists = {name: need(case, name) for name in ("short_factor", "long_factor")}
     params = {"original_max_position_embeddings": trained, "attention_factor": 1.0, **lists}
     inv_freq = frequencies("longrope", case.dim, case.base, **params, seq_len=trained + is_long)
@@ -172,30 +172,30 @@ def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: s
     return Result(words, inv_freq, amplitude, switch, advice=advice)
 
 
-def stretched(case: Case) -> float:
+def context_amplitude(case: Case) -> float:
     """LongRoPE's amplitude, of the factor from the trained length to the context."""
-    trained = known(case.trained)
+    trained = required_length(case.trained)
     if trained == 1:
         raise NotComparedError("it would divide by the logarithm of a trained length of 1")
-    return longrope_amplitude(known(case.config.context) / trained, trained)
+    return longrope_amplitude(required_length(case.config.context) / trained, trained)
 
 
 def longrope_advice(case: Case, is_long: bool) -> str:
     """What to say where vLLM, SGLang or llama.cpp give something else than transformers."""
-    if is_long != (case.seq_len > known(case.trained)):
+    if is_long != (case.seq_len > required_length(case.trained)):
         return "For rows up to L start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
     ignored = [name for name in ("factor", "attention_factor") if case.rope.get(name) is not None]
-    said = "vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and ignore "
-    return said + " and ".join(ignored) if ignored else ""
+    text = "vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and ignore "
+    return text + " and ".join(ignored) if ignored else ""
 
 
 def longrope_mscale(case: Case, is_long: bool) -> float:
     """long_mscale or short_mscale, and the amplitude where it is missing."""
     given = case.rope.get("long_mscale" if is_long else "short_mscale")
-    return stretched(case) if given is None else float(given)
+    return context_amplitude(case) if given is None else float(given)
 
 
 def legacy_mrope(case: Case) -> Result:
-    """rope_type mrope of older files: plain frequencies on three axes."""
+    """rope_type mrope of older files, for which mrope_section must be there."""
     need(case, "mrope_section")
     return plain(case)

@@ -59,7 +59,9 @@ def yarn_deepseek(case: Case) -> Result:
 
 def longrope(case: Case) -> Result:
     """LongRoPE, whose list follows the running batch."""
-    is_long = case.seq_len - 1 > rules.known(case.trained)  # a position > L: one token later
+    is_long = case.seq_len - 1 > rules.required_length(
+        case.trained
+    )  # a position > L: one token later
     amplitude = rules.longrope_mscale(case, is_long)
     switch = "long list if any position of the running batch exceeds L"
     return rules.longrope(case, is_long, amplitude, switch, rules.longrope_advice(case, is_long))

@@ -25,7 +25,7 @@ REQUIRED = {
 }
 PHI3 = ("phi3", "phi4_multimodal")  # their config classes read su and yarn as longrope
 OWN_CODE = ("phi3_v",)  # transformers runs the code in the model's folder, which has type su
-QWEN_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")  # theirs: mrope as default
+QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text")  # theirs read mrope as default
 
 
 def opens(case: Case) -> Case:

@@ -34,7 +34,7 @@ def dynamic(case: Case) -> Result:
     """A fixed base, by alpha or by how far the context is beyond max_trained_positions."""
     if "alpha" in case.rope:
         return rules.grown(case, case.rope["alpha"])
-    factor, context = case.rope["factor"], rules.known(case.config.context)
+    factor, context = case.rope["factor"], rules.required_length(case.config.context)
     trained = case.rope.get("max_trained_positions", context)
     advice = (
         "vLLM does not scale this config at all: give max_trained_positions, the trained length"
@@ -45,7 +45,7 @@ def dynamic(case: Case) -> Result:
 
 def yarn(case: Case) -> Result:
     """YaRN; with mrope_section its ramp starts from another trained length."""
-    factor, trained = rules.need(case, "factor"), rules.known(case.trained)
+    factor, trained = rules.need(case, "factor"), rules.required_length(case.trained)
     amplitude, truncate = rules.amplitude_of(case, factor), case.rope.get("truncate", True)
     if "mrope_section" not in case.rope or case.config.model_type in RAMP_AS_TRAINED:
         return rules.yarn(case, amplitude, truncate=truncate)
@@ -61,7 +61,7 @@ def yarn_telechat(case: Case) -> Result:
 
 def longrope(case: Case) -> Result:
     """LongRoPE, whose list is chosen when the server starts."""
-    is_long = case.limit > rules.known(case.trained)
+    is_long = case.limit > rules.required_length(case.trained)
     amplitude = rules.longrope_mscale(case, is_long)
     switch = "long list for every row if max_model_len > L (default: a top-level L), at start"
     return rules.longrope(case, is_long, amplitude, switch, rules.longrope_advice(case, is_long))
