@@ -114,3 +114,11 @@ def test_a_model_without_config_and_without_rope():
 def test_layers_without_rotation_are_counted():
     data = {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9}
     assert any("9 of 36 layers take no rotation" in each.found for each in audit(data))
+
+
+def test_a_factor_that_shortens_is_a_hint_and_not_a_key_that_nobody_reads():
+    config = {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 0.5}}
+    (hint,) = (each for each in audit(config) if each.advice)
+    assert hint.found.startswith("factor 0.5 < 1 shortens the context")
+    assert hint.is_hint
+    assert "nothing reads" not in hint.advice

@@ -13,8 +13,8 @@ from .angles import inv_freq
 from .checkpoint.journal import MANIFEST, read_manifest
 from .checkpoint.labels import CONFIG, unread_layout
 from .checkpoint.measure import Seen, disagreement, seen_in_folder, seen_in_model
-from .configs import Config, choose, from_hf_config, layer_types, parts
-from .configs.hf import LAYOUT_MARK
+from .configs import choose, from_hf_config, layer_types, parts
+from .configs.hf import LAYOUT_MARK, rotary_of
 from .integrations.methods import is_patched
 from .layouts import LAYOUTS
 from .spec import Rotary
@@ -81,11 +81,14 @@ def _configs(subject: Any) -> list[Remark]:
 def _config(subject: Any, part: str | None) -> Iterator[Remark]:
     for kind in layer_types(subject, part=part) or (None,):
         where = " ".join(word for word in (part, kind) if word) or "config"
+        config, complaints = choose(subject, kind, part), list[str]()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            spec = from_hf_config(subject, kind, part=part, strict=False)
-        for each in caught:
-            yield Remark(where, str(each.message), "nothing reads this key: mend or remove it")
+            spec = rotary_of(config, complaints.append)
+        for complaint in complaints:
+            yield Remark(where, complaint, "nothing reads this key: mend or remove it")
+        for each in caught:  # a factor below 1
+            yield Remark(where, str(each.message), "it is read as it is written", is_hint=True)
         if spec is None:
             yield Remark(where, "no rotation")
             continue
@@ -96,17 +99,11 @@ def _config(subject: Any, part: str | None) -> Iterator[Remark]:
             f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
             f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
         )
-        found = choose(subject, kind, part)
-        yield from _lengths(where, spec, found.get("max_position_embeddings"))
-        yield from _layers_without(where, found)
-
-
-def _layers_without(where: str, found: Config) -> Iterator[Remark]:
-    """Llama 4 and SmolLM 3 leave out the rotation of the layers marked 0."""
-    marks = found.data.get("no_rope_layers")
-    if marks and not all(marks):
-        count = len(marks) - sum(map(bool, marks))
-        yield Remark(where, f"{count} of {len(marks)} layers take no rotation: no_rope_layers")
+        yield from _lengths(where, spec, config.get("max_position_embeddings"))
+        layers = config.data.get("no_rope_layers")  # Llama 4 and SmolLM 3: 0 for no rotation
+        if layers and not all(layers):
+            count = len(layers) - sum(map(bool, layers))
+            yield Remark(where, f"{count} of {len(layers)} layers take no rotation: no_rope_layers")
 
 
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
@@ -171,16 +168,16 @@ def _against(place: str, name: str, module: Any, values: np.ndarray[Any, Any]) -
     except ValueError as error:
         yield Remark(place, f"{len(values)} frequencies", f"not compared: {error}")
         return
-    wanted = None if spec is None else inv_freq(spec)[0]
-    if wanted is None or wanted.shape != values.shape:
-        count = "no" if wanted is None else len(wanted)
+    expected = None if spec is None else inv_freq(spec)[0]
+    if expected is None or expected.shape != values.shape:
+        count = "no" if expected is None else len(expected)
         yield Remark(
             place,
             f"{len(values)} frequencies, the config says {count}",
             "the module was built from another config",
         )
         return
-    apart = float(np.max(np.abs(values - wanted) / np.maximum(np.abs(wanted), 1e-30)))
+    apart = float(np.max(np.abs(values - expected) / np.maximum(np.abs(expected), 1e-30)))
     if apart > 1e-4:
         yield Remark(
             place,

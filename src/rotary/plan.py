@@ -10,7 +10,8 @@ from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import whole_number
-from .configs import choose, from_hf_config, to_hf_config
+from .configs import choose, to_hf_config
+from .configs.hf import rotary_of
 from .reach import lengths
 from .spec import Rotary
 
@@ -129,7 +130,7 @@ def plan(
     else:
         recommended = spec
     action = "keep" if recommended == spec else "base" if trained is None else "scaling"
-    found = Plan(
+    result = Plan(
         context=context,
         trained=trained,
         spec=spec,
@@ -143,7 +144,7 @@ def plan(
         rope_parameters=_written(recommended, context),
         reason="",
     )
-    return found._replace(reason=" ".join(_sentences(found)))
+    return result._replace(reason=" ".join(_sentences(result)))
 
 
 def plan_model(
@@ -163,20 +164,21 @@ def plan_model(
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
     8192
     """
-    found = choose(config, layer_type, part)
-    spec = from_hf_config(config, layer_type, part=part)
+    entry = choose(config, layer_type, part)
+    spec = rotary_of(entry)
     if spec is None:
         raise ValueError(f"layer type {layer_type!r} has no rotation")
-    trained, advertised = lengths(spec, found)
+    trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config says no max_position_embeddings, the length of its training")
-    made = plan(context, spec, trained, advertised=advertised, progress=progress, executor=executor)
-    kept = {key: found.rope[key] for key in _KEPT if key in found.rope}
-    rope = {**kept, **made.rope_parameters["rope_parameters"]}
-    return made._replace(rope_parameters={**made.rope_parameters, "rope_parameters": rope})
-
-
-_KEPT = ("mrope_section", "mrope_interleaved")  # what a config for several axes has beside
+    result = plan(
+        context, spec, trained, advertised=advertised, progress=progress, executor=executor
+    )
+    written = result.rope_parameters
+    axes = {key: entry.rope[key] for key in ("mrope_section", "mrope_interleaved")
+            if key in entry.rope}  # fmt: skip
+    rope = {**axes, **written["rope_parameters"]}
+    return result._replace(rope_parameters={**written, "rope_parameters": rope})
 
 
 def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
@@ -185,9 +187,9 @@ def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
         return spec
     exponent = math.floor(math.log10(safe)) - 1
     digits = math.ceil(safe / 10.0**exponent)
-    while not _passes(made := _plain(spec, float(f"{digits}e{exponent}")), context):
+    while not _passes(plain := _plain(spec, float(f"{digits}e{exponent}")), context):
         digits += 1
-    return made
+    return plain
 
 
 def _passes(spec: Rotary, context: int) -> bool:
@@ -211,14 +213,12 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
         return dataclasses.replace(spec, params={**spec.params, "factor": factor})
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
-    known = {row.method: row for row in options}
-    best = min((known[name] for name in ("yarn", "llama3", "linear")), key=_faults)
+    rows = {row.method: row for row in options}
+    best = min(  # by unseen angles, then by neighbours that are pressed together
+        (rows[name] for name in ("yarn", "llama3", "linear")),
+        key=lambda row: (row.unseen > UNSEEN, row.fastest_ratio < 0.99),
+    )
     return dataclasses.replace(best.spec, axes=spec.axes)
-
-
-def _faults(row: Row) -> tuple[bool, bool]:
-    """What speaks against a method: unseen angles, then neighbours pressed together."""
-    return row.unseen > UNSEEN, row.fastest_ratio < 0.99
 
 
 def _written(spec: Rotary, context: int) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def _written(spec: Rotary, context: int) -> dict[str, Any]:
     return to_hf_config(spec, max_position_embeddings=own)
 
 
-def _sentences(found: Plan) -> Iterator[str]:
-    spec, context = found.spec, found.context
-    if found.first_failure is None:
+def _sentences(result: Plan) -> Iterator[str]:
+    spec, context = result.spec, result.context
+    if result.first_failure is None:
         yield (
             f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is favoured over a "
             f"random one at every distance up to {context:,} tokens (B_m >= 0)."
@@ -239,11 +239,11 @@ def _sentences(found: Plan) -> Iterator[str]:
     else:
         yield (
             f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is first no longer "
-            f"favoured over a random one at a distance of {found.first_failure:,} of {context:,} "
-            f"tokens (B_m < 0), and so at {found.failures:,} distances."
+            f"favoured over a random one at a distance of {result.first_failure:,} of {context:,} "
+            f"tokens (B_m < 0), and so at {result.failures:,} distances."
         )
-    yield {"keep": _keep, "base": _base, "scaling": _scaling}[found.action](found)
-    if found.first_failure is not None or found.action != "keep":
+    yield {"keep": _keep, "base": _base, "scaling": _scaling}[result.action](result)
+    if result.first_failure is not None or result.action != "keep":
         yield (
             "The bound is a mean over independent channels and no hard limit: many good models "
             "are below it, and a base above it promises nothing by itself. Measure retrieval at "
@@ -251,48 +251,46 @@ def _sentences(found: Plan) -> Iterator[str]:
         )
 
 
-def _keep(found: Plan) -> str:
-    if found.trained is None:
+def _keep(result: Plan) -> str:
+    if result.trained is None:
         return "Keep the base: no larger one was found to fail."
     return "The model reaches this context as it was trained: keep its RoPE."
 
 
-def _base(found: Plan) -> str:
-    least, safe = found.shown(found.min_base.base), found.shown(found.safe_base.base)
+def _base(result: Plan) -> str:
+    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+    spec = result.spec
+    share = "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
     return (
-        f"The smallest base that passes at every distance, with head_dim {found.spec.head_dim}"
-        f"{_share(found.spec)}, is {least} (certified, rounded up). Some above it fail again; none "
+        f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
+        f"{share}, is {least} (certified, rounded up). Some above it fail again; none "
         f"was found to fail from {safe} on. Train with rope_theta "
-        f"{found.recommended.base:,.15g}, which passes at every distance."
+        f"{result.recommended.base:,.15g}, which passes at every distance."
     )
 
 
-def _share(spec: Rotary) -> str:
-    return "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
-
-
-def _scaling(found: Plan) -> str:
-    spec, made = found.spec, found.recommended
-    rows = {row.method: row for row in found.options}
+def _scaling(result: Plan) -> str:
+    spec, name = result.spec, result.recommended.schedule
+    factor = result.recommended.params["factor"]
+    rows = {row.method: row for row in result.options}
     words = [
-        f"The weights were trained at {found.trained:,} tokens"
+        f"The weights were trained at {result.trained:,} tokens"
         + (f" and scaled by {spec.schedule}" if spec.schedule != "default" else "")
         + "."
     ]
     if "none" in rows:
         words.append(
-            f"Without scaling {rows['none'].unseen:.0%} of the angles at {found.context:,} would "
+            f"Without scaling {rows['none'].unseen:.0%} of the angles at {result.context:,} would "
             "be ones they have never seen"
-            + (f", with {made.schedule} {rows[made.schedule].unseen:.0%}." if made.schedule in rows
-               else ".")
+            + (f", with {name} {rows[name].unseen:.0%}." if name in rows else ".")
         )  # fmt: skip
     words.append(
-        f"Use {made.schedule} with factor {made.params['factor']:g}, and tune on long documents "
+        f"Use {name} with factor {factor:g}, and tune on long documents "
         "if you can; a few hundred steps are common, and without any expect some loss."
     )
-    if made.params["factor"] > 40:
+    if factor > 40:
         words.append("Factors above 40 are hardly published: consider steps, with tuning between.")
-    least, safe = found.shown(found.min_base.base), found.shown(found.safe_base.base)
+    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
     words.append(
         "Who can train for long on long documents may raise the base instead: the smallest "
         f"rope_theta that passes is {least} (certified, rounded up), and none was found to fail "

@@ -17,7 +17,8 @@ from .analysis.spectrum import (
     wavelengths,
     whole_number,
 )
-from .configs import Config, choose, from_hf_config, layer_types
+from .configs import Config, choose, layer_types
+from .configs.hf import rotary_of
 from .spec import Rotary
 
 TOLERANCE = 1e-2  # rad; an angle that is off by more is seen in a score of float32
@@ -82,7 +83,7 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
     original = before_scaling(spec)
     periods = wavelengths(spec, length)
     where, least = lowest(spec, length, seq_len=length)
-    found = Reach(
+    result = Reach(
         spec=spec,
         length=length,
         trained=trained,
@@ -99,7 +100,7 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
         float32_positions=longest_safe_position(spec, TOLERANCE),
         verdict="",
     )
-    return found._replace(verdict=" ".join(_sentences(found)))
+    return result._replace(verdict=" ".join(_sentences(result)))
 
 
 def reaches(
@@ -118,19 +119,18 @@ def reaches(
     {None: 131072}
     """
     kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
-    return {kind: _of_layer(config, kind, part, length) for kind in kinds}
+    return {kind: _of_layer(choose(config, kind, part), length) for kind in kinds}
 
 
-def _of_layer(config: Any, kind: str | None, part: str | None, length: int | None) -> Reach | None:
-    spec = from_hf_config(config, kind, part=part)
+def _of_layer(config: Config, length: int | None) -> Reach | None:
+    spec = rotary_of(config)
     if spec is None:
         return None
-    trained, advertised = lengths(spec, choose(config, kind, part))
+    trained, advertised = lengths(spec, config)
     length = advertised if length is None else whole_number("length", length)
     if length is None:
         raise ValueError("the config says no max_position_embeddings; give the length, in tokens")
-    found = choose(config, kind, part)
-    return reach(spec, _seen(length, kind, found), trained and _seen(trained, kind, found))
+    return reach(spec, _visible(length, config), trained and _visible(trained, config))
 
 
 def distances_to(length: int) -> npt.NDArray[np.int64]:
@@ -144,61 +144,60 @@ def distances_to(length: int) -> npt.NDArray[np.int64]:
     return np.array([*(step for step in steps if step < length), length])
 
 
-def lengths(spec: Rotary, found: Config) -> tuple[int | None, int | None]:
+def lengths(spec: Rotary, config: Config) -> tuple[int | None, int | None]:
     """(trained, advertised): the length before any scaling, and max_position_embeddings.
 
     >>> scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     >>> config = {"head_dim": 8, "max_position_embeddings": 16384, "rope_parameters": scaling}
-    >>> lengths(from_hf_config(config), choose(config))
+    >>> lengths(rotary_of(choose(config)), choose(config))
     (4096, 16384)
     """
-    advertised = found.get("max_position_embeddings")
+    advertised = config.get("max_position_embeddings")
     original = spec.params.get("original_max_position_embeddings")
     return (original or advertised), advertised
 
 
-def _seen(length: int, kind: str | None, found: Config) -> int:
+def _visible(length: int, config: Config) -> int:
     """`length`, or the window of a layer that sees no farther."""
-    windows = (found.data.get("sliding_window"), found.data.get("local_attention"))
-    window = next((each for each in windows if isinstance(each, int) and each > 0), None)
-    if kind is None or "sliding" not in kind or window is None:
-        return length
-    return min(length, window)
+    windows = (config.data.get("sliding_window"), config.data.get("local_attention"))
+    window = next((each for each in windows if isinstance(each, int) and each > 0), length)
+    return min(length, window) if "sliding" in (config.layer_type or "") else length
 
 
-def _sentences(found: Reach) -> Iterator[str]:
-    """The numbers in words: what they say, and what they do not say."""
-    if found.first_failure is None:
+def _sentences(result: Reach) -> Iterator[str]:
+    """The numbers in words, and what they do not mean."""
+    if result.first_failure is None:
         yield (
-            f"Up to {found.length:,} tokens a similar key is favoured over a random one at every "
-            f"distance (B_m >= 0); by least at {found.lowest_distance:,}, with "
-            f"{found.lowest:.3f} of what it has at distance 0."
+            f"Up to {result.length:,} tokens a similar key is favoured over a random one at every "
+            f"distance (B_m >= 0); by least at {result.lowest_distance:,}, with "
+            f"{result.lowest:.3f} of what it has at distance 0."
         )
     else:
         yield (
-            f"At a distance of {found.first_failure:,} of {found.length:,} tokens a similar key is "
-            f"no longer favoured over a random one (B_m < 0), and so at {found.failures:,} "
+            f"At a distance of {result.first_failure:,} of {result.length:,} tokens a similar key "
+            f"is no longer favoured over a random one (B_m < 0), and so at {result.failures:,} "
             f"distances in all. That is a mean over independent channels, not a limit: many good "
             "models are trained past it, and learn what RoPE alone does not give them. Look there "
             "first if retrieval over such distances is weak."
         )
-    if found.still_pairs:
-        yield f"{found.still_pairs:g} pairs of channels are not rotated and see no distance."
-    if not found.never_turning:
-        yield f"Every pair made a whole turn in the {found.trained:,} tokens of training."
+    if result.still_pairs:
+        yield f"{result.still_pairs:g} pairs of channels are not rotated and see no distance."
+    if not result.never_turning:
+        yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
     else:
         outside = (
-            f"{found.unseen:.0%} of the angles lie" if found.unseen > 0.005 else "no angle lies"
+            f"{result.unseen:.0%} of the angles lie" if result.unseen > 0.005 else "no angle lies"
         )
         yield (
-            f"{found.never_turning} of {found.pairs} pairs made less than one turn in the "
-            f"{found.trained:,} tokens of training (critical dimension {found.critical_dimension})"
-            f"; up to {found.length:,} tokens {outside} outside of what those tokens show."
+            f"{result.never_turning} of {result.pairs} pairs made less than one turn in the "
+            f"{result.trained:,} tokens of training (critical dimension "
+            f"{result.critical_dimension}); up to {result.length:,} tokens {outside} outside of "
+            "what those tokens show."
         )
-        if found.unseen > 0.005:
+        if result.unseen > 0.005:
             yield "Such angles are learned by tuning at that length, if at all."
-    if found.float32_positions < found.length:
+    if result.float32_positions < result.length:
         yield (
             f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "
-            f"{found.float32_positions:,}; exact angles cost nothing."
+            f"{result.float32_positions:,}; exact angles cost nothing."
         )

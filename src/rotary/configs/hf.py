@@ -44,6 +44,16 @@ _HARMLESS = {  # keys that published files carry and that say nothing at this va
 Complain = Callable[[str], None]
 
 
+def refuse(message: str) -> None:
+    """Complain by a ValueError.
+
+    >>> refuse("a key")
+    Traceback (most recent call last):
+    ValueError: a key
+    """
+    raise ValueError(message)
+
+
 def from_hf_config(
     config: Any,
     layer_type: str | None = None,
@@ -73,10 +83,10 @@ def from_hf_config(
     return rotary_of(choose(config, layer_type, part), refuse if strict else _warn)
 
 
-def rotary_of(config: Config, complain: Complain) -> Rotary | None:
+def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
     """The RoPE of a config that was read; `complain` is given each key that has no meaning here.
 
-    >>> rotary_of(choose({"head_dim": 64}), print)
+    >>> rotary_of(choose({"head_dim": 64}))
     Rotary(head_dim=64)
     """
     model = config.model
@@ -178,16 +188,6 @@ def to_hf_config(
     if spec.schedule != "default":
         written["rope_scaling"] = {"rope_type": spec.schedule, **params}
     return written
-
-
-def refuse(message: str) -> None:
-    """Complain by a ValueError.
-
-    >>> refuse("a key")
-    Traceback (most recent call last):
-    ValueError: a key
-    """
-    raise ValueError(message)
 
 
 def _warn(message: str) -> None:
