@@ -93,6 +93,7 @@ def test_sections_of_several_axes_are_kept_in_what_is_written():
     data = shorter("qwen2-vl-7b")
     before = from_hf_config(data).axes
     found = plan_model(data, 1024)
+    assert "head_dim" not in found.rope_parameters  # this class does not read it
     assert found.rope_parameters["rope_parameters"]["mrope_section"] == [16, 24, 24]
     for key in ("rope_theta", "rope_scaling"):
         data.pop(key)

@@ -158,7 +158,8 @@ def plan_model(
 ) -> Plan:
     """The plan for a trained model, from its config; arguments as in `from_hf_config`.
 
-    Keys of `rope_parameters` that say how axes are dealt out are kept in what is written.
+    Keys of `rope_parameters` that say how axes are dealt out are kept in what is written; head_dim
+    stays as the config has it, under whatever name.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
@@ -174,7 +175,7 @@ def plan_model(
     result = plan(
         context, spec, trained, advertised=advertised, progress=progress, executor=executor
     )
-    written = result.rope_parameters
+    written = {key: value for key, value in result.rope_parameters.items() if key != "head_dim"}
     axes = {key: entry.rope[key] for key in ("mrope_section", "mrope_interleaved")
             if key in entry.rope}  # fmt: skip
     rope = {**axes, **written["rope_parameters"]}
