@@ -166,6 +166,58 @@ CODE: dict[str, dict[str, Any]] = {
     "sam3_vit_model": {**TWO_AXES, "layout": "interleaved"},
 }  # fmt: skip
 
+# what only moving weights to the other layout asks; `rotary.checkpoint` reads it
+#   modules          name of a module inside attention -> the kind of its rows; "left: why"
+#   key_heads        "queries": there are as many, and the class has no count of its own;
+#                    "or twice": layers of a sliding window have twice the number of the config
+#   without_rotation which layers do not rotate: those of "no_rope_layers", or those of
+#                    "full_attention" where sliding_window is set
+#   latent_module    layers without this module have linear attention, which does not rotate
+#   refused          why the weights cannot be moved
+GATED = {"modules": {"q_proj": "query, with a gate"}}
+KEYS_AS_VALUES = {"modules": {"o_proj": "output"}}
+PER_HEAD = {"modules": {"query_key_value": "query and key, per head"}}
+HIDDEN = {"refused": "hidden states are rotated, before the projection"}
+LINEAR = "left: linear attention does not rotate"
+WEIGHTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), GATED),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text"), KEYS_AS_VALUES
+    ),
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "persimmon"), PER_HEAD),
+    "falcon": {"modules": {"query_key_value": "query and key, falcon"}},
+    "codegen": {"modules": {"qkv_proj": "query and key, 4 blocks"}},
+    "internlm2": {"modules": {"wqkv": "query and key, grouped"}},
+    "jetmoe": {
+        "modules": {"experts.input_linear": "query of an expert", "kv_proj": "key and value"}
+    },
+    "timesfm2_5": {"modules": {"scaling": "query norm"}},
+    "minimax": {"modules": dict.fromkeys(("qkv_proj", "query_decay", "key_decay"), LINEAR)},
+    "granite": {"modules": dict.fromkeys(("to_q", "to_kv"), "left: not of the text model")},
+    **dict.fromkeys(
+        ("gptj", "gte", "hrm_text", "idefics", "jina_embeddings_v3", "modernbert",
+         "modernbert-decoder", "nomic_bert", "roformer"),
+        {"key_heads": "queries"},
+    ),
+    "mimo_v2_flash": {"key_heads": "or twice"},
+    **dict.fromkeys(
+        ("smollm3", "llama4_text", "mistral_large4_text"), {"without_rotation": "no_rope_layers"}
+    ),
+    **dict.fromkeys(
+        ("afmoe", "cohere2", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"),
+        {"without_rotation": "full_attention"},
+    ),
+    "bailing_hybrid": {"latent_module": "kv_a_proj_with_mqa"},
+    "clvp_encoder": {"refused": "values are rotated as well"},
+    "csm": {"refused": "its two decoders have different heads"},
+    "deepseek_v4": {"refused": "keys are values as well, and outputs are rotated back"},
+    "dots3_note_text": {
+        "refused": "its latents differ by layer, and a gain is of their rotated part alone"
+    },
+    "zaya": {"refused": "queries and keys pass a convolution before the rotation"},
+    **dict.fromkeys(("seamless_m4t", "wav2vec2-bert", "wav2vec2-conformer"), HIDDEN),
+}  # fmt: skip
+
 
 # models of parts whose class, where a file has no text, makes another than the text's own class
 OWN_TEXTS = (
@@ -211,6 +263,8 @@ def main() -> None:
         # no class of transformers reads their key, and code beside the weights may not
         says = {key: value for key, value in table[same].items() if key != "layout_key"}
         table.setdefault(name, says)
+    for name, says in WEIGHTS.items():
+        table[name] = {**table[name], "weights": says}
     for name in list(transformers.CONFIG_MAPPING):
         parts = parts_of(name, table)
         if parts:

@@ -150,11 +150,6 @@ def _refusal(
     )
 
 
-# their classes have no count of key heads: whatever a file says, there are as many as queries
-_KEYS_OF_QUERIES = (
-    "gptj", "gte", "hrm_text", "idefics", "jina_embeddings_v3", "modernbert", "modernbert-decoder",
-    "nomic_bert", "roformer",
-)  # fmt: skip
 _WIDTHS = re.compile(
     r"(?:.*_)?(?:hidden_size|hidden_dim|n_embd|d_model|embed_dim)|q_lora_rank|adapter_rank"
 )
@@ -268,10 +263,11 @@ def _key_heads(name: Name, heads: Any, found: Config) -> set[int]:
     """The counts of key heads that the config names for a layer; empty if it is silent."""
     if name.kind.endswith("falcon") and not found.get("new_decoder_architecture"):
         return {1} if found.get("multi_query") is not False else {heads}
-    if found.model_type in _KEYS_OF_QUERIES:
+    rule = found.model.get("weights", {}).get("key_heads")
+    if rule == "queries":
         return {heads}
     told = _counts(name, found, _KEYS)
-    if found.model_type == "mimo_v2_flash":  # twice as many where a window slides
+    if rule == "or twice":
         told |= {2 * count for count in told}
     return told
 

@@ -8,9 +8,11 @@ Whoever knows better says so with `leave`.
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ..configs import MODELS
 
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
 
@@ -20,18 +22,16 @@ class Rule(NamedTuple):
 
     kind    "query", "key", how both are packed into one, a gain ("query norm"), or `LEFT`
     module  regular expression of the whole path between the layer number and the parameter
-    models  the model types it is for; empty means any
     reason  of `LEFT`: why it stays
     """
 
     kind: str
     module: str
-    models: tuple[str, ...] = ()
     reason: str = ""
 
 
 class Name(NamedTuple):
-    """What a rule says of one tensor: the parts of its name, its kind, why it is left.
+    """The parts of the name of one tensor, its kind, and the reason where it is left.
 
     group  the name without its parameter: weight, bias and scales of one projection share it
     """
@@ -44,9 +44,6 @@ class Name(NamedTuple):
     reason: str = ""
 
 
-_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-_KEYS_AS_VALUES = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
-_PER_HEAD = ("gpt_neox", "gpt_neox_japanese", "persimmon", "fuyu")
 _SELF = (
     r"(?:self_attn|self_attn\.\d|self_attention|attention|attention\.self|attn|mixer|temporal_block"
     r"|shared_transformer\.self_attn|norm_attn_norm\.attn|text_attn)"
@@ -55,30 +52,17 @@ _Q = r"(?:q_proj|query|wq)"
 _K = r"(?:k_proj|key|wk)"
 # wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
-# the first rule that fits counts
+# the first rule that fits counts, behind the modules that models.json names for the model
 RULES = (
     Rule(LEFT, r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?",
          reason="cross-attention does not rotate"),
     Rule(LEFT, r"(?:.*\.)?linear_attn\..*", reason="linear attention does not rotate"),
-    Rule(LEFT, r"self_attn\.(?:qkv_proj|query_decay|key_decay)", ("minimax",),
-         "linear attention does not rotate"),
     Rule(LEFT, r"(?:.*\.)?indexer\..*", reason="an indexer rotates in a layout of its own"),
-    Rule(LEFT, rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)",
-         reason="a latent has no channels of heads"),
-    Rule(LEFT, r"attn\.(?:wq_a|wkv_b|kv_norm)", reason="a latent has no channels of heads"),
-    Rule(LEFT, r"attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)",
+    Rule(LEFT, rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)"
+         r"|attn\.(?:wq_a|wkv_b|kv_norm)|attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)",
          reason="a latent has no channels of heads"),
     Rule(LEFT, rf"{_SELF}\.lambda_[qk][12]", reason="summed up, so that no order matters"),
-    Rule(LEFT, r"attn\.to_(?:q|kv)", ("granite",), "not of the text model"),
     Rule(LEFT, r"self_attn(?:\.attn)?\.[qkv]_scale", reason="one number for a cache"),
-    Rule("output", r"self_attn\.o_proj", _KEYS_AS_VALUES),
-    Rule("query, with a gate", rf"{_SELF}\.q_proj", _GATED),
-    Rule("query and key, 4 blocks", r"attn\.qkv_proj", ("codegen",)),
-    Rule("query and key, per head", rf"{_SELF}\.query_key_value", _PER_HEAD),
-    Rule("query and key, falcon", rf"{_SELF}\.query_key_value", ("falcon",)),
-    Rule("query and key, grouped", r"attention\.wqkv", ("internlm2",)),
-    Rule("query of an expert", r"self_attention\.experts\.input_linear", ("jetmoe",)),
-    Rule("key and value", r"self_attention\.kv_proj", ("jetmoe",)),
     Rule("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
     Rule("latent query, with a gate", r"self_attn\.q_gate_proj"),
     Rule("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),
@@ -90,7 +74,6 @@ RULES = (
          r"|attn_q_norm"),
     Rule("key norm", rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?"
          r"|attn_k_norm"),
-    Rule("query norm", r"self_attn\.scaling", ("timesfm2_5",)),
 )  # fmt: skip
 # parameter of a module -> how it moves with the rows of the weight
 PARAMETERS = (
@@ -103,17 +86,6 @@ PARAMETERS = (
                 r"|lora_embedding_[AB].*"),
 )  # fmt: skip
 
-# models whose rotation is not of channels that a query and a key alone have
-REFUSED = {
-    "clvp_encoder": "values are rotated as well",
-    "csm": "its two decoders have different heads",
-    "deepseek_v4": "keys are values as well, and outputs are rotated back",
-    "dots3_note_text": "its latents differ by layer, and a gain is of their rotated part alone",
-    "seamless_m4t": "hidden states are rotated, before the projection",
-    "wav2vec2-bert": "hidden states are rotated, before the projection",
-    "wav2vec2-conformer": "hidden states are rotated, before the projection",
-    "zaya": "queries and keys pass a convolution before the rotation",
-}
 # code bases that are known by their names, and the layout of their files whatever a config says
 CODE_BASES = {
     "Meta's or Mistral's own files": (r"layers\.\d+\.attention\.w[qk]\..*", ("interleaved",)),
@@ -242,10 +214,17 @@ def rule_of(module: str, model: str = "") -> Rule | None:
     >>> rule_of("attention.query_key_value", "gpt_neox").kind
     'query and key, per head'
     """
-    for rule in RULES:
-        if (not rule.models or model in rule.models) and re.fullmatch(rule.module, module):
-            return rule
-    return None
+    inner = re.fullmatch(rf"{_SELF}\.(.+)", module)
+    if inner and (kind := weights_of(model).get("modules", {}).get(inner[1])):
+        kind, _, reason = kind.partition(": ")
+        return Rule(kind, module, reason)
+    return next((rule for rule in RULES if re.fullmatch(rule.module, module)), None)
+
+
+def weights_of(model: str) -> Mapping[str, Any]:
+    """What models.json says of the weights of a model type; its keys: tools/make_models.py."""
+    says: Mapping[str, Any] = MODELS.get(model, {}).get("weights", {})
+    return says
 
 
 def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
@@ -279,8 +258,8 @@ def recognised(
 no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
     """
     seen = list(tensors)
-    if model in REFUSED:
-        raise ValueError(f"{model!r} cannot be converted: {REFUSED[model]}")
+    if "refused" in weights_of(model):
+        raise ValueError(f"{model!r} cannot be converted: {weights_of(model)['refused']}")
     for pattern in leave:
         if not any(fnmatchcase(tensor, pattern) for tensor in seen):
             raise ValueError(f"leave names {pattern!r}, and no tensor has such a name")

@@ -16,7 +16,16 @@ from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from .files import Tensor
 from .heads import Run, check_inputs, check_orientation, runs_of
-from .names import LEFT, Name, code_base, recognised, treatment, unknown_in_attention, widened_layer
+from .names import (
+    LEFT,
+    Name,
+    code_base,
+    recognised,
+    treatment,
+    unknown_in_attention,
+    weights_of,
+    widened_layer,
+)
 from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
 
 UNKNOWN = "in attention, and no rule knows it"
@@ -262,9 +271,6 @@ def _check_source(tensors: Mapping[str, Tensor], model: _Model, source: str) -> 
 
 
 _NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
-_NOPE_FLAGS = ("smollm3", "llama4_text", "mistral_large4_text")
-# their full attention does not rotate where sliding_window is set
-_NOPE_FULL = ("afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1")
 
 
 def _layer_type(model: _Model, name: Name) -> str | None:
@@ -297,14 +303,15 @@ def _slice(spec: Rotary | None) -> tuple[int, ...]:
 def _is_still(model: _Model, name: Name) -> bool:
     """Whether this layer is known not to rotate."""
     data, layer = model.data, name.layer
-    if model.name in _NOPE_FLAGS:
+    rule = weights_of(model.name).get("without_rotation")
+    if rule == "no_rope_layers":
         flags = data.get("no_rope_layers")  # 1: rotates
         if flags:
             return layer < len(flags) and not flags[layer]
         return (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
     labels = data.get("layer_types") or ()
     is_full = layer < len(labels) and labels[layer] == "full_attention"
-    return model.name in _NOPE_FULL and is_full and data.get("sliding_window") is not None
+    return rule == "full_attention" and is_full and data.get("sliding_window") is not None
 
 
 # --- one tensor ---
@@ -365,9 +372,10 @@ def _not_of_heads(name: Name, groups: Mapping[str, Any], model: _Model) -> str:
         return ""
     if name.kind.endswith("norm"):
         return "a latent has no channels of heads"
-    if model.name == "bailing_hybrid" and name.kind in ("query", "key"):
+    module = weights_of(model.name).get("latent_module")
+    if module and name.kind in ("query", "key"):
         layer = name.group.removesuffix("q_proj").removesuffix("k_proj")
-        if f"{layer}kv_a_proj_with_mqa" not in groups:
+        if f"{layer}{module}" not in groups:
             return "linear attention does not rotate"
     return ""
 
