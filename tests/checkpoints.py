@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from rotary.checkpoint.journal import JOURNAL, MANIFEST
+from rotary.checkpoint.files import JOURNAL, MANIFEST
 from rotary.checkpoint.shards import write_shard
 from rotary.checkpoint.writing import LOCK, is_unfinished
 from rotary.fanout import Batch

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import INDEX, contents, is_finished, llama, name_of
 
 from rotary.checkpoint import convert, convert_checkpoint, verify, writing
-from rotary.checkpoint.files import read_shard
+from rotary.checkpoint.headers import read_shard
 
 
 def converted(source, target, **more):
@@ -181,8 +181,9 @@ def test_a_folder_of_the_target_that_is_a_link_is_not_written_through(tmp_path, 
     real = convert.write_shards
 
     def write(*args):
-        real(*args)
+        done = real(*args)
         (target / "original").symlink_to(tmp_path / "elsewhere")
+        return done
 
     monkeypatch.setattr(convert, "write_shards", write)
     with pytest.raises(ValueError, match="original: a link, in a folder that is written here"):

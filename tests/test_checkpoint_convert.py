@@ -25,9 +25,9 @@ from safetensors.numpy import load_file, save_file
 
 import rotary
 from rotary.checkpoint import convert_checkpoint, shards, verify
+from rotary.checkpoint.files import JOURNAL, MANIFEST
 from rotary.checkpoint.heads import Run
-from rotary.checkpoint.journal import JOURNAL, MANIFEST
-from rotary.checkpoint.labels import with_layout
+from rotary.checkpoint.layout_keys import with_layout
 from rotary.checkpoint.plan import Move
 
 MOVING = ("q_proj.weight", "q_proj.bias", "k_proj.weight")
@@ -366,7 +366,7 @@ def test_the_proof_finds_channels_that_moved_outside_of_the_slices(tmp_path, mon
 
 
 def test_the_proof_finds_a_move_that_does_not_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_rows", lambda order: lambda raw: np.roll(raw, 1))
+    monkeypatch.setattr(shards, "_rows", lambda order, raw: np.roll(raw, 1))
     with pytest.raises(ValueError, match="does not come back when its move is undone"):
         converted(llama(tmp_path / "a"), tmp_path / "b")
 
@@ -376,13 +376,13 @@ def test_the_proof_finds_a_flipped_byte_and_the_next_call_mends_it(tmp_path, mon
     source, folder = llama(tmp_path / "a"), tmp_path / "b"
     real = verify.prove
 
-    def flipped(checkpoint, target, *rest):
-        path = target / name_of(1)
-        tensor = next(t for name, t in checkpoint.shards[1].tensors.items() if which in name)
+    def flipped(work, *rest):
+        path = work.target / name_of(1)
+        tensor = next(t for name, t in work.checkpoint.shards[1].tensors.items() if which in name)
         content = bytearray(path.read_bytes())
         content[tensor.end - 1] ^= 1
         path.write_bytes(content)
-        return real(checkpoint, target, *rest)
+        return real(work, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr("rotary.checkpoint.convert.prove", flipped)

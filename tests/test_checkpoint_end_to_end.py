@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rotary import from_hf_config
 from rotary.checkpoint import convert_checkpoint
-from rotary.checkpoint.journal import MANIFEST
+from rotary.checkpoint.files import MANIFEST
 
 TOLERANCE = 1e-5
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,8 @@ import pytest
 import safetensors
 from safetensors.numpy import save, save_file
 
-from rotary.checkpoint.files import BITS, MAX_HEADER_BYTES, Tensor, read_checkpoint, read_shard
+from rotary.checkpoint.files import read_checkpoint
+from rotary.checkpoint.headers import BITS, MAX_HEADER_BYTES, Tensor, read_shard
 
 CASES = 100_000
 

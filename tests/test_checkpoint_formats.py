@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from rotary import layouts
-from rotary.checkpoint.files import Tensor
-from rotary.checkpoint.plan import moved, plan
-from rotary.checkpoint.quantised import Place, reordered
+from rotary.checkpoint.headers import Tensor
+from rotary.checkpoint.parameters import Place, reordered
+from rotary.checkpoint.plan import plan
+from rotary.checkpoint.shards import moved
 
 examples = settings(max_examples=30, deadline=None, derandomize=True)
 Q = "model.layers.0.self_attn.q_proj."

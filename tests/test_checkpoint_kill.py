@@ -42,7 +42,7 @@ DRIVER = """
     import builtins, json, os, pathlib, signal, shutil
     from checkpoints import Inline, contents, is_finished, leftovers
     from rotary.checkpoint import convert_checkpoint
-    from rotary.checkpoint.journal import JOURNAL
+    from rotary.checkpoint.files import JOURNAL
     from rotary.checkpoint.writing import LOCK, is_unfinished
 
     source, root = (pathlib.Path(argument) for argument in sys.argv[2:4])

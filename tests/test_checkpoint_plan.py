@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotary import Rotary
-from rotary.checkpoint.files import Tensor
+from rotary.checkpoint.headers import Tensor
 from rotary.checkpoint.heads import runs_of
 from rotary.checkpoint.names import Name
-from rotary.checkpoint.plan import Move, moved, plan
-from rotary.checkpoint.quantised import Place
+from rotary.checkpoint.parameters import Place
+from rotary.checkpoint.plan import Move, plan
+from rotary.checkpoint.shards import moved
 from rotary.configs import choose
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)
@@ -498,7 +499,7 @@ HOSTILE = {
     "10^9 query heads": ({"num_attention_heads": 10**9, "num_key_value_heads": None},
                          "a divisor of 1000000000 heads of 16"),
     "hidden_size is a list": ({"hidden_size": [64], "num_key_value_heads": 3},
-                              "hidden_size must be a whole number"),
+                              "64 input channels, and the config says hidden_size \\[64\\]"),
     "quantised is a text": ({"quantization_config": "fp8"}, "quantization_config must be an obj"),
     "blocks of 0": ({"quantization_config": {"weight_block_size": [0, 0]}}, "whole numbers >= 1"),
 }  # fmt: skip

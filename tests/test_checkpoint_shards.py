@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from rotary.checkpoint import convert_checkpoint, shards
-from rotary.checkpoint.files import Tensor
+from rotary.checkpoint.files import JOURNAL
+from rotary.checkpoint.headers import Tensor
 from rotary.checkpoint.heads import Run
-from rotary.checkpoint.journal import JOURNAL
-from rotary.checkpoint.plan import Move, moved
-from rotary.checkpoint.quantised import AWQ, Place
+from rotary.checkpoint.parameters import AWQ, Place
+from rotary.checkpoint.plan import Move
+from rotary.checkpoint.shards import moved
 
 
 def converted(source, target, **more):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rotary.checkpoint import writing
-from rotary.checkpoint.files import state_of
+from rotary.checkpoint.headers import state_of
 
 # Replaces a file, and kills itself at system call number argument 2; prints how many there were.
 CHILD = textwrap.dedent("""

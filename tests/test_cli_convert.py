@@ -8,8 +8,8 @@ from checkpoints import LAYERS, LLAMA, SIDECARS, contents, llama, name_of, weigh
 from command import assert_refused, document, in_process, run
 from safetensors.numpy import save_file
 
-from rotary.checkpoint.convert import prepared
-from rotary.checkpoint.journal import MANIFEST
+from rotary.checkpoint.convert import prepare
+from rotary.checkpoint.files import MANIFEST
 
 WAY = ("--from", "half", "--to", "interleaved")
 
@@ -59,8 +59,8 @@ def test_a_dry_run_shows_a_slice_and_what_stays_and_why(main, tmp_path, monkeypa
 
 def test_a_dry_run_is_one_document(main, source):
     found = document(main("convert", str(source), "--dry-run", "--json", *WAY))
-    ready = prepared(source, "half", "interleaved")
-    expected = {**ready.plan.to_dict(), "not_copied": [], "warning": ready.warning}
+    work = prepare(source, None, "half", "interleaved")
+    expected = {**work.plan.to_dict(), "not_copied": [], "warning": work.warning}
     assert found == json.loads(json.dumps(expected))
     assert {move["heads"] for move in found["moves"] if move["kind"] == "key"} == {2}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import rotary
-from rotary.checkpoint.files import read_checkpoint, read_shard, weight_map
+from rotary.checkpoint.files import read_checkpoint, weight_map
+from rotary.checkpoint.headers import read_shard
 from rotary.explorer.models import pasted
 from rotary.strict_json import parsed
 

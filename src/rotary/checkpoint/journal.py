@@ -12,141 +12,106 @@ from typing import Any
 
 from ..strict_json import parsed
 from . import writing
-from .files import Checkpoint, read_json
-from .plan import Plan
+from .files import JOURNAL, MANIFEST
+from .plan import Conversion
 from .shards import Hashes
 from .verify import Proof
 
-MANIFEST = "rotary-conversion.json"
-JOURNAL = "rotary-conversion.unfinished"
-Identity = dict[str, Any]
 
-
-def read_manifest(root: Path) -> Mapping[str, Any] | None:
-    """The manifest of a folder, if it was converted.
-
-    Raises ValueError for a conversion that was broken off: half of its weights are old.
-    """
-    if (root / JOURNAL).exists():
-        raise ValueError(f"{root}: holds an unfinished conversion; finish it first")
-    return read_json(root / MANIFEST) if (root / MANIFEST).is_file() else None
-
-
-def identity_of(checkpoint: Checkpoint, todo: Plan) -> Identity:
-    """What a conversion is of, and what it does: another one must not go on with its files."""
-    planned = json.dumps(todo.to_dict(), sort_keys=True).encode()
-    return {
-        "from": todo.source,
-        "to": todo.target,
-        "source": {
-            shard.path.name: [shard.state.size, shard.state.modified, shard.state.changed]
-            for shard in checkpoint.shards
-        },
-        "plan": hashlib.sha256(planned).hexdigest(),
-    }
-
-
-def written_before(folder: Path, identity: Identity) -> dict[str, Hashes]:
+def written_before(work: Conversion) -> dict[str, Hashes]:
     """File -> sha256 of its tensors, of the shards that an earlier call of the same wrote.
 
-    Raises ValueError for a folder that is finished, or not ours.
+    Raises ValueError for a folder that overlaps the source, is finished, or is not ours.
     """
-    journal, entries = folder / JOURNAL, _entries(folder)
-    if MANIFEST in entries and JOURNAL not in entries:
+    folder, identity = work.folder, _identity(work)
+    writing.check_target(work.source, folder)
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    names -= {name for name in names if writing.is_unfinished(folder / name)}
+    if MANIFEST in names and JOURNAL not in names:
         raise ValueError(f"{folder}: holds a finished conversion; give a new folder")
-    strangers = entries - {JOURNAL, writing.LOCK}
-    if JOURNAL not in entries:
-        if strangers:
-            raise ValueError(f"{folder}: is not empty, it has {min(strangers)!r}; give a new one")
+    if JOURNAL not in names:
+        if others := names - {writing.LOCK}:
+            raise ValueError(f"{folder}: is not empty, it has {min(others)!r}; give a new one")
         return {}
-    first, *others = _lines(journal)
+    first, *lines = map(_line, (folder / JOURNAL).read_bytes().split(b"\n"))
     if not first:
-        raise ValueError(f"{journal}: not readable; delete {folder} and begin again")
+        raise ValueError(f"{folder / JOURNAL}: not readable; delete {folder} and begin again")
     if first != identity:
         raise ValueError(
             f"{folder}: holds an unfinished conversion of another source or plan, or of a source "
             "that changed; delete it, or give a new folder"
         )
-    return {line["file"]: line["sha256"] for line in others if line.keys() == {"file", "sha256"}}
+    return {line["file"]: line["sha256"] for line in lines if line.keys() == {"file", "sha256"}}
 
 
-def _lines(journal: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; {} for one that a kill or a full disk cut short."""
-    lines = []
-    for line in journal.read_bytes().split(b"\n"):
-        try:
-            lines.append(dict(parsed(line, JOURNAL)))
-        except ValueError:
-            lines.append({})
-    return lines
+def _line(text: bytes) -> dict[str, Any]:
+    """A line of a journal; {} for one that a kill or a full disk cut short."""
+    try:
+        return dict(parsed(text, JOURNAL))
+    except ValueError:
+        return {}
 
 
-def _entries(folder: Path) -> set[str]:
-    """Names in a folder, without those of files that are not whole."""
-    if not folder.is_dir():
-        return set()
-    return {entry.name for entry in folder.iterdir() if not writing.is_unfinished(entry)}
+def _identity(work: Conversion) -> dict[str, Any]:
+    """What a conversion is of, and what it does: another one must not go on with its files."""
+    return {
+        "from": work.plan.source,
+        "to": work.plan.target,
+        "source": {
+            shard.path.name: [shard.state.size, shard.state.modified, shard.state.changed]
+            for shard in work.checkpoint.shards
+        },
+        "plan": hashlib.sha256(
+            json.dumps(work.plan.to_dict(), sort_keys=True).encode()
+        ).hexdigest(),
+    }
 
 
-def begin(folder: Path, identity: Identity, known: Mapping[str, Hashes]) -> None:
-    """Write the journal anew, without a line that a kill cut short."""
-    lines = [identity, *(_line(file, hashes) for file, hashes in known.items())]
-    with writing.replacing(folder / JOURNAL) as file:
+def begin(work: Conversion) -> dict[str, Hashes]:
+    """Write the journal anew, without a line that a kill cut short; result as `written_before`."""
+    written = written_before(work)
+    lines = [_identity(work), *({"file": file, "sha256": written[file]} for file in written)]
+    with writing.replacing(work.folder / JOURNAL) as file:
         file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+    return written
 
 
 def add(folder: Path, written: Mapping[str, Hashes]) -> None:
-    """Say that shards are whole: file -> sha256 of its tensors."""
+    """Note that shards are whole: file -> sha256 of its tensors."""
     with open(folder / JOURNAL, "ab") as journal:
-        journal.writelines(
-            json.dumps(_line(file, hashes)).encode() + b"\n" for file, hashes in written.items()
-        )
+        for file, hashes in written.items():
+            journal.write(json.dumps({"file": file, "sha256": hashes}).encode() + b"\n")
         journal.flush()
         os.fsync(journal.fileno())
 
 
-def _line(file: str, hashes: Hashes) -> dict[str, Any]:
-    return {"file": file, "sha256": hashes}
+def finish(
+    work: Conversion, hashes: Mapping[str, Hashes], beside: Mapping[str, str], proof: Proof
+) -> None:
+    """Write the manifest, the last file of all, and end the journal.
 
+    hashes  shard -> tensor -> sha256;  beside  file that is no shard -> the sha256 of its bytes
+    It holds what was converted, how, from what, what every tensor and every file is now, and the
+    text of the source's config.json, which the way back writes again.
+    """
+    from .. import __version__
 
-def finish(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest, the last file of all, and end the journal."""
+    folder, shards, plan = work.folder, work.checkpoint.shards, work.plan.to_dict()
+    content = {
+        "from": plan.pop("source"),
+        "to": plan.pop("target"),
+        "rotary": __version__,
+        "files": {shard.path.name: shard.state.size for shard in shards},
+        "proof": proof._asdict(),
+        "config": work.config.text,
+        **plan,
+        "sha256": {
+            tensor: value for shard in shards for tensor, value in hashes[shard.path.name].items()
+        },
+        "sha256_beside": dict(beside),
+    }
     text = writing.write_json(folder / MANIFEST, content)
     if (folder / MANIFEST).read_bytes() != text:
         raise OSError(f"{folder / MANIFEST}: is not what was written; check the disk")
     (folder / JOURNAL).unlink()
     writing.sync_folder(folder)
-
-
-def manifest_of(
-    checkpoint: Checkpoint,
-    todo: Plan,
-    hashes: Mapping[str, Hashes],
-    beside: Mapping[str, str],
-    proof: Proof,
-    config: str | None,
-) -> dict[str, Any]:
-    """What was converted, how, from what, and what every tensor and every file beside is now.
-
-    beside  file that is no shard -> the sha256 of its bytes
-    config  text of the source's config.json, which the way back writes again
-    """
-    plan = todo.to_dict()
-    in_order = (hashes[shard.path.name] for shard in checkpoint.shards)
-    return {
-        "from": plan.pop("source"),
-        "to": plan.pop("target"),
-        "rotary": _version(),
-        "files": {shard.path.name: shard.state.size for shard in checkpoint.shards},
-        "proof": proof._asdict(),
-        "config": config,
-        **plan,
-        "sha256": {name: value for each in in_order for name, value in each.items()},
-        "sha256_beside": dict(beside),
-    }
-
-
-def _version() -> str:
-    from .. import __version__
-
-    return __version__

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .files import Shard, Tensor, open_regular, read_checkpoint
-from .labels import edit_of, layouts_of
+from .files import read_checkpoint
+from .headers import Shard, Tensor, open_regular
+from .layout_keys import edit_of, layout_of
 from .names import classify
 from .plan import Move, Plan, plan
 from .shards import CHUNK, read_piece
@@ -87,17 +88,15 @@ def seen_in(
     norms_of  name -> norms of the rows of this matrix, (rows,); None where they cannot be had
     """
     try:
-        made = plan(tensors, config, "half", "interleaved", trust_source=True)
+        todo = plan(tensors, config, "half", "interleaved", trust_source=True)
     except (ValueError, TypeError, LookupError):  # another kind of model, or in other parts
         return None
-    found: dict[int, list[Norms]] = {}
-    for move in _chosen(made, tensors):
+    by_width: dict[int, list[Norms]] = {}
+    for move in _chosen(todo, tensors):
         norms = norms_of(move.tensor)
         if norms is not None and np.isfinite(norms).all() and norms.all():
-            begins = [run.begin + run.stride * i for run in move.runs for i in range(run.heads)]
-            channels = np.array(begins)[:, None] + np.arange(move.rotary_dim)
-            found.setdefault(move.rotary_dim, []).append(norms[channels])
-    seen = [layout_of_norms(np.concatenate(each)) for each in found.values()]
+            by_width.setdefault(move.rotary_dim, []).append(norms[move.slices])
+    seen = [layout_of_norms(np.concatenate(each)) for each in by_width.values()]
     return seen[0] if len({each and each.layout for each in seen}) == 1 else None
 
 
@@ -137,13 +136,12 @@ def disagreement(config: Any, seen: Seen | None) -> tuple[str, str] | None:
     if seen is None:
         return None
     try:
-        said, edit = layouts_of(config), edit_of(config, seen.layout)
+        meant, edit = layout_of(config), edit_of(config, seen.layout)
     except ValueError:  # a config that cannot be read, or say it
         return None
-    if not said or said == {seen.layout}:
+    if meant == seen.layout:
         return None
     more = "" if edit.startswith("remove") else ", load them anew and call rotary.patch(model)"
-    meant = " and ".join(sorted(said))
     return (
         f"{seen.text}; the config means {meant}",
         f"if the weights are right, {edit}{more}; if the config is, move them: "
@@ -151,11 +149,11 @@ def disagreement(config: Any, seen: Seen | None) -> tuple[str, str] | None:
     )
 
 
-def _chosen(made: Plan, tensors: Mapping[str, Tensor]) -> list[Move]:
+def _chosen(todo: Plan, tensors: Mapping[str, Tensor]) -> list[Move]:
     """The weight matrices of some layers, without gains and packed words."""
     layers: dict[int, list[Move]] = {}
-    for move in made.moves.values():
-        name, tensor = classify(move.tensor, made.model), tensors[move.tensor]
+    for move in todo.moves.values():
+        name, tensor = classify(move.tensor, todo.model), tensors[move.tensor]
         is_matrix = len(tensor.shape) == 2 and move.axis == 0 and not move.kind.endswith("norm")
         if name and name.parameter == "weight" and is_matrix and tensor.dtype in TYPES.values():
             layers.setdefault(name.layer, []).append(move)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ..configs import MODELS
+from .parameters import PARAMETERS
 
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
 
@@ -33,7 +34,8 @@ class Rule(NamedTuple):
 class Name(NamedTuple):
     """The parts of the name of one tensor, its kind, and the reason where it is left.
 
-    group  the name without its parameter: weight, bias and scales of one projection share it
+    group   the name without its parameter: weight, bias and scales of one projection share it
+    before  the name up to its layer, which all tensors of the layer share
     """
 
     tensor: str
@@ -42,6 +44,7 @@ class Name(NamedTuple):
     parameter: str
     kind: str
     reason: str = ""
+    before: str = ""
 
 
 _SELF = (
@@ -75,17 +78,6 @@ RULES = (
     Rule("key norm", rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?"
          r"|attn_k_norm"),
 )  # fmt: skip
-# parameter of a module -> how it moves with the rows of the weight
-PARAMETERS = (
-    ("rows", r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
-             r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?"),
-    ("inputs", r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx"),
-    ("words", r"qweight|qzeros"),
-    ("scales", r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point"),
-    ("unknown", r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
-                r"|lora_embedding_[AB].*"),
-)  # fmt: skip
-
 # code bases that are known by their names, and the layout of their files whatever a config says
 CODE_BASES = {
     "Meta's or Mistral's own files": (r"layers\.\d+\.attention\.w[qk]\..*", ("interleaved",)),
@@ -94,11 +86,11 @@ CODE_BASES = {
 }
 
 _LAYER = re.compile(
-    r"(?P<before>(?:.*?\.)??)(?:\w+_)?(?:layers|layer|h|blocks|block|blk)\.(?P<layer>\d{1,9})\.(?P<rest>.+)"
+    r"(?:.*?\.)??(?:\w+_)?(?:layers|layer|h|blocks|block|blk)\.(?P<layer>\d{1,9})\.(?P<rest>.+)"
 )
 _PARAMETER = re.compile(
     r"(?P<module>.+?)(?:\.(?:linear|base_layer|original_module))?\.(?P<parameter>"
-    + "|".join(pattern for _, pattern in PARAMETERS)
+    + "|".join(PARAMETERS.values())
     + ")"
 )
 _OTHER_PART = re.compile(
@@ -133,16 +125,6 @@ def looks(tensor: str) -> bool:
     return bool(_LOOKS.search(tensor))
 
 
-def layer_of(tensor: str) -> str:
-    """The name of a tensor up to its layer; "" for one of no layer.
-
-    >>> layer_of("model.layers.0.mlp.up_proj.weight")
-    'model.layers.0.'
-    """
-    found = _LAYER.fullmatch(tensor)
-    return tensor[: found.start("rest")] if found else ""
-
-
 def widened_layer(tensor: str) -> str:
     """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others.
 
@@ -151,8 +133,8 @@ def widened_layer(tensor: str) -> str:
     >>> widened_layer("model.layers.0.mlp.down_proj.weight")
     ''
     """
-    layer = layer_of(tensor)
-    return layer if _WIDE.fullmatch(tensor.removeprefix(layer)) else ""
+    found = _LAYER.fullmatch(tensor)
+    return tensor[: found.start("rest")] if found and _WIDE.fullmatch(found["rest"]) else ""
 
 
 def unknown_in_attention(tensor: str) -> bool:
@@ -173,9 +155,9 @@ def unknown_in_attention(tensor: str) -> bool:
 def classify(tensor: str, model: str = "") -> Name | None:
     """What the rules say of one tensor of a model type; None if they say nothing.
 
-    >>> classify("model.layers.3.self_attn.k_proj.bias")
-    Name(tensor='model.layers.3.self_attn.k_proj.bias', group='model.layers.3.self_attn.k_proj', \
-layer=3, parameter='bias', kind='key', reason='')
+    >>> name = classify("model.layers.3.self_attn.k_proj.bias")
+    >>> name.group, name.layer, name.parameter, name.kind
+    ('model.layers.3.self_attn.k_proj', 3, 'bias', 'key')
     >>> classify("model.layers.3.self_attn.v_proj.bias") is None
     True
     """
@@ -185,26 +167,15 @@ layer=3, parameter='bias', kind='key', reason='')
         return Name(tensor, tensor, -1, "", LEFT, reason) if looks(tensor) else None
     if not found:
         return None
-    rest, layer = found["rest"], int(found["layer"])
+    before, rest, layer = tensor[: found.start("rest")], found["rest"], int(found["layer"])
     named = _PARAMETER.fullmatch(rest)
     if named and (rule := rule_of(named["module"], model)):
-        group = tensor[: found.start("rest")] + named["module"]
-        return Name(tensor, group, layer, named["parameter"], rule.kind, rule.reason)
+        group, parameter = before + named["module"], named["parameter"]
+        return Name(tensor, group, layer, parameter, rule.kind, rule.reason, before)
     rule = rule_of(rest, model)
     if rule and (rule.kind == LEFT or rule.kind.endswith("norm")):
-        return Name(tensor, tensor, layer, "", rule.kind, rule.reason)
+        return Name(tensor, tensor, layer, "", rule.kind, rule.reason, before)
     return None
-
-
-def treatment(parameter: str) -> str:
-    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
-
-    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
-    ('inputs', 'scales', 'rows')
-    """
-    return next(
-        name for name, pattern in PARAMETERS if re.fullmatch(pattern, parameter or "weight")
-    )
 
 
 @functools.lru_cache(maxsize=2**14)  # the same modules come in every layer

@@ -1,4 +1,4 @@
-"""What is to be moved to give a checkpoint the other pair layout, as plain data, and the move.
+"""What is to be moved to give a checkpoint the other pair layout, as plain data.
 
 Moving the rows of W_q and W_k of one head by one permutation leaves every score as it was. So a
 layer without rotation may be moved or left, whatever is right for its rotating neighbours.
@@ -6,30 +6,23 @@ layer without rotation may be moved or left, whatever is right for its rotating 
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
-from .files import Tensor
-from .heads import Run, check_inputs, check_orientation, runs_of
-from .names import (
-    LEFT,
-    Name,
-    code_base,
-    recognised,
-    treatment,
-    unknown_in_attention,
-    weights_of,
-    widened_layer,
-)
-from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
+from .files import Checkpoint, ConfigFile
+from .headers import State, Tensor
+from .heads import Run, check_inputs, runs_of
+from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
+from .parameters import BLOCK, Place, channels, place_of, place_of_inputs
 
 UNKNOWN = "in attention, and no rule knows it"
-Bytes = npt.NDArray[np.uint8]
+_NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
+_Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 
 
 class Move(NamedTuple):
@@ -48,6 +41,7 @@ class Move(NamedTuple):
     place: Place
     source: str
     target: str
+    layer: int = -1
 
     @property
     def axis(self) -> int:
@@ -60,13 +54,17 @@ class Move(NamedTuple):
         return sum(run.heads for run in self.runs)
 
     @property
+    def slices(self) -> Indices:
+        """(heads, rotary_dim) int64: the channels of each slice."""
+        begins = [run.begin + run.stride * head for run in self.runs for head in range(run.heads)]
+        return np.array(begins, np.int64)[:, None] + np.arange(self.rotary_dim)
+
+    @property
     def order(self) -> Indices:
         """(size,) int64: channel j of the result is channel order[j] of the source."""
         order = np.arange(self.size, dtype=np.int64)
         inside = channel_permutation(self.rotary_dim, self.source, self.target)
-        for run in self.runs:
-            begins = run.begin + run.stride * np.arange(run.heads, dtype=np.int64)[:, None]
-            order[begins + np.arange(self.rotary_dim)] = begins + inside
+        order[self.slices] = self.slices[:, inside]
         return order
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,13 +89,17 @@ class Left(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which tensors move, by name, and which of their kin stay and why; all others are copied."""
+    """Which tensors move, by name, and which like them stay and why; all others are copied.
+
+    code_base  name and layouts of the code base whose tensor names these are, if it is known
+    """
 
     model: str
     source: str
     target: str
     moves: Mapping[str, Move]
     left: tuple[Left, ...]
+    code_base: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def warning(self) -> str:
@@ -115,8 +117,8 @@ class Plan(NamedTuple):
         """The plan as JSON-ready data.
 
         >>> shape = {"layers.0.attention.wk.weight": Tensor("F32", (64, 32), 0, 8192)}
-        >>> made = plan(shape, {"head_dim": 16}, "interleaved", "half")
-        >>> made.to_dict()["moves"][0]["runs"]
+        >>> todo = plan(shape, {"head_dim": 16}, "interleaved", "half")
+        >>> todo.to_dict()["moves"][0]["runs"]
         [{'begin': 0, 'heads': 4, 'stride': 16}]
         """
         return {
@@ -126,6 +128,40 @@ class Plan(NamedTuple):
             "moves": [move.to_dict() for move in self.moves.values()],
             "left": [left._asdict() for left in self.left],
         }
+
+
+class Conversion(NamedTuple):
+    """Everything about a conversion before it begins: all that writes and verifies takes this.
+
+    source      the folder or file that is converted; checkpoint  what is in it
+    target      the folder to write; None for a plan alone
+    config      the config of the source; written  the bytes of config.json in the target
+    inputs      what every file of the source was when it was read
+    verify      "sample" or "full"
+    warning     what will load the result and compute wrong results, and the way out; "" for nothing
+    """
+
+    source: Path
+    target: Path | None
+    checkpoint: Checkpoint
+    plan: Plan
+    config: ConfigFile
+    written: bytes
+    inputs: Mapping[Path, State]
+    verify: str
+    warning: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.state.size for shard in self.checkpoint.shards)
+
+    @property
+    def folder(self) -> Path:
+        """The folder to write. Raises ValueError where none was given."""
+        if self.target is None:
+            raise ValueError("a plan alone has no folder to write; give a target")
+        return self.target
 
 
 def plan(
@@ -159,245 +195,168 @@ def plan(
     check(target, "target")
     if source == target:
         raise ValueError(f"source and target are both {source!r}: nothing is to be moved")
-    model = _model(config)
-    if not trust_source:
-        _check_source(tensors, model, source)
-    names = recognised(tensors, model.name, leave)
-    groups: dict[str, dict[str, Tensor]] = {}
+    layers = _layers(config)
+    first = next(iter(layers.values()))[1]
+    model = first.data.get("model_type", "")
+    block = _block_of(config, first)
+    base = code_base(tensors)
+    if base is not None:
+        owner, layouts = base
+    else:
+        owner = repr(model)
+        layouts = tuple(sorted({spec.layout for spec, _ in layers.values() if spec}))
+    if not trust_source and (base or model) and source not in layouts:
+        raise ValueError(
+            f"weights of {owner} are {' or '.join(layouts)}, not {source}: say --from "
+            f"{layouts[0]}; for weights that were moved before give --trust-source "
+            "(trust_source=True)"
+        )
+    names = recognised(tensors, model, leave)
+    wide = {widened_layer(name): (name, tensor) for name, tensor in tensors.items()}
+    others = tensors.keys() - {name.tensor for name in names}
+    unknown = [
+        Left(name, UNKNOWN)
+        for name, tensor in tensors.items()
+        if name in others and len(tensor.shape) > 1 and unknown_in_attention(name)
+    ]
+    projections: dict[str, dict[str, Tensor]] = {}
     for name in names:
         if name.kind != LEFT:
-            groups.setdefault(name.group, {})[name.parameter] = tensors[name.tensor]
-    wide = {widened_layer(name): (name, tensor) for name, tensor in tensors.items()}
+            projections.setdefault(name.group, {})[name.parameter] = tensors[name.tensor]
     moves: dict[str, Move] = {}
     left: list[Left] = []
     for name in names:
-        found = _decided(name, groups, wide, model, source, target)
-        if isinstance(found, Move):
-            moves[name.tensor] = found
-        elif found is not None:
-            left.append(found)
+        kind = None if name.kind == LEFT else _layer_type(name, layers, first)
+        spec, layer = layers.get(kind, (None, first))
+        reason = name.reason or _why_not(name, spec, projections, first)
+        if name.kind == "output":
+            # Gemma 4: in full attention the projected keys are the values as well
+            is_value = first.data.get("attention_k_eq_v") and kind != "sliding_attention"
+            if reason or not is_value:
+                continue
+        if spec is None or reason:
+            left.append(Left(name.tensor, reason))
+            continue
+        move = _move_of(name, projections[name.group], wide, spec, layer, block, source, target)
+        if move.place.axis is None:
+            left.append(Left(name.tensor, move.place.stays))
+        else:
+            moves[name.tensor] = move
     if not moves:
         raise ValueError(f"no tensor is to be moved: {left[0].tensor!r} is {left[0].reason}")
-    known = {name.tensor for name in names}
-    left += [
-        Left(name, UNKNOWN)
-        for name, tensor in tensors.items()
-        if name not in known and len(tensor.shape) > 1 and unknown_in_attention(name)
-    ]
-    return Plan(model.name, source, target, moves, tuple(left))
+    return Plan(model, source, target, moves, (*left, *unknown), base)
 
 
-def moved(raw: Bytes, tensor: Tensor, move: Move) -> Bytes:
-    """The bytes of a tensor after its move; the bytes of every value stay as they are.
-
-    raw     (bytes of the tensor,) uint8
-    Raises ValueError if a row is not whole bytes, or the tensor is not the one that was planned.
-
-    >>> weight = np.arange(8, dtype=np.float32)
-    >>> move = Move("q", "query", 8, (Run(0, 2, 4),), 4, Place(0), "half", "interleaved")
-    >>> moved(weight.view(np.uint8), Tensor("F32", (8,), 0, 32), move).view(np.float32)
-    array([0., 2., 1., 3., 4., 6., 5., 7.], dtype=float32)
-    """
-    before = math.prod(tensor.shape[: move.axis])
-    if raw.nbytes != tensor.end - tensor.begin:
+def _move_of(
+    name: Name,
+    group: Mapping[str, Tensor],
+    wide: Mapping[str, tuple[str, Tensor]],
+    spec: Rotary,
+    layer: Config,
+    block: int,
+    source: str,
+    target: str,
+) -> Move:
+    """The move of one tensor; its place has no axis where it stays."""
+    tensor = group[name.parameter]
+    if name.kind == "output":
+        size = spec.head_dim * int(layer.get("num_attention_heads"))
+        place = place_of_inputs(name.tensor, name.parameter, tensor, size)
+        runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
+    else:
+        if name.kind.endswith("norm"):
+            size, place = math.prod(next(iter(group.values())).shape), Place(0)
+        else:
+            size = channels(name.group, group)
+            place = place_of(name.group, name.parameter, group, size, block)
+        runs = runs_of(name, size, spec, layer, tensor.shape)
+        check_inputs(name, tensor, layer, wide.get(name.before))
+    move = Move(
+        name.tensor, name.kind, size, runs, spec.rotary_dim, place, source, target, name.layer
+    )
+    count = math.prod(tensor.shape[: move.axis]) * size
+    if place.axis is not None and not place.bits and count and (tensor.end - tensor.begin) % count:
         raise ValueError(
-            f"tensor {move.tensor!r} has {tensor.end - tensor.begin} bytes, got {raw.nbytes}"
+            f"tensor {name.tensor!r} of {tensor.dtype} {tensor.shape}: a channel is not whole "
+            "bytes; convert to another type first"
         )
-    if move.place.bits:
-        words = np.ascontiguousarray(raw).view("<u4").reshape(tensor.shape)
-        return reordered(words, move.order, move.place).view(np.uint8).reshape(-1)
-    count = before * move.size
-    if count == 0 or raw.nbytes % count:
+    if place.block and np.any(move.order // place.block != np.arange(size) // place.block):
         raise ValueError(
-            f"tensor {move.tensor!r} of {tensor.dtype} {tensor.shape}: its {count} slices are not "
-            "whole bytes"
+            f"tensor {name.tensor!r} scales blocks of {place.block} rows, and rows would leave "
+            "their block; convert the weights before they are quantised"
         )
-    slices = np.ascontiguousarray(raw).reshape(before, move.size, raw.nbytes // count)
-    return slices[:, move.order].reshape(-1)
+    return move
 
 
-# --- the model ---
-
-
-class _Model(NamedTuple):
-    """What a config says of its layers: name, keys, and the RoPE of each layer type.
-
-    block  rows of a block of quantised scales
-    """
-
-    name: str
-    data: Mapping[str, Any]
-    block: int
-    found: Mapping[str | None, Config]
-    specs: Mapping[str | None, Rotary | None]
-
-
-def _model(config: Any) -> _Model:
+def _layers(config: Any) -> _Layers:
+    """Layer type -> its RoPE, None for none, and its config. ValueError where nothing rotates."""
     data = load(config)
     kinds: tuple[str | None, ...] = layer_types(data) or (None,)
-    specs = {kind: from_hf_config(data, kind) for kind in kinds}
-    found = {kind: choose(data, kind) for kind in kinds}
-    first = found[kinds[0]]
+    layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
+    first = layers[kinds[0]][1]
     name = first.data.get("model_type", "")
     if "num_axes" in first.model:
         raise ValueError(f"{name!r} is a vision tower; only the text part of a model is converted")
-    if not any(specs.values()):
+    if not any(spec for spec, _ in layers.values()):
         raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
-    quantised = data.get("quantization_config") or first.data.get("quantization_config") or {}
+    return layers
+
+
+def _block_of(config: Any, first: Config) -> int:
+    """Rows of a block of quantised scales."""
+    quantised = load(config).get("quantization_config") or first.data.get("quantization_config")
     blocks = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
     block = blocks[0] if isinstance(blocks, list | tuple) and blocks else blocks or BLOCK
-    if not isinstance(quantised, Mapping) or not isinstance(block, int) or block < 1:
+    if (quantised and not isinstance(quantised, Mapping)) or type(block) is not int or block < 1:
         raise ValueError(
             "quantization_config must be an object, and its weight_block_size hold whole numbers "
             f">= 1, got {quantised!r:.200}"
         )
-    return _Model(name, first.data, block, found, specs)
+    return block
 
 
-def _check_source(tensors: Mapping[str, Tensor], model: _Model, source: str) -> None:
-    base = code_base(tensors)
-    if base is not None:
-        who, known = base
-    elif model.name:
-        layouts = {spec.layout for spec in model.specs.values() if spec is not None}
-        who, known = f"{model.name!r}", tuple(sorted(layouts))
-    else:
-        return
-    if source not in known:
-        raise ValueError(
-            f"weights of {who} are {' or '.join(known)}, not {source}: say --from {known[0]}; for "
-            "weights that were moved before give --trust-source (trust_source=True)"
-        )
-
-
-_NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
-
-
-def _layer_type(model: _Model, name: Name) -> str | None:
-    """The layer type of a layer, as a key of the model's specs."""
-    kinds = list(model.specs)
-    slices = {_slice(spec) for spec in model.specs.values()}
-    if len(slices) == 1 and not model.data.get("attention_k_eq_v"):
-        return kinds[0]
-    labels = model.data.get("layer_types")
-    if bases := model.data.get("layer_rope_theta"):
-        labels = [f"rope_theta={base or 0:g}" for base in bases]
+def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
+    """The layer type of the layer of a tensor, as a key of `layers`."""
+    slices = {spec and (spec.head_dim, spec.rotary_dim, spec.start) for spec, _ in layers.values()}
+    if len(slices) == 1 and not first.data.get("attention_k_eq_v"):
+        return next(iter(layers))
+    types = first.data.get("layer_types")
+    if bases := first.data.get("layer_rope_theta"):
+        types = [f"rope_theta={base or 0:g}" for base in bases]
     is_extra = ".mtp" in f".{name.tensor}"  # a head that predicts further counts its own layers
-    if labels is None or name.layer >= len(labels) or is_extra:
+    if types is None or name.layer >= len(types) or is_extra:
         raise ValueError(
             f"tensor {name.tensor!r}: layers differ in what they rotate, and layer_types of the "
             f"config does not name the type of layer {name.layer}"
         )
-    if labels[name.layer] not in model.specs:
+    if types[name.layer] not in layers:
         raise ValueError(
-            f"tensor {name.tensor!r}: layer_types says {labels[name.layer]!r}, none of "
-            f"{', '.join(map(str, kinds))}"
+            f"tensor {name.tensor!r}: layer_types says {types[name.layer]!r}, none of "
+            f"{', '.join(map(str, layers))}"
         )
-    return str(labels[name.layer])
+    return str(types[name.layer])
 
 
-def _slice(spec: Rotary | None) -> tuple[int, ...]:
-    return () if spec is None else (spec.head_dim, spec.rotary_dim, spec.start)
-
-
-def _is_still(model: _Model, name: Name) -> bool:
-    """Whether this layer is known not to rotate."""
-    data, layer = model.data, name.layer
-    rule = weights_of(model.name).get("without_rotation")
-    if rule == "no_rope_layers":
-        flags = data.get("no_rope_layers")  # 1: rotates
-        if flags:
-            return layer < len(flags) and not flags[layer]
-        return (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
-    labels = data.get("layer_types") or ()
-    is_full = layer < len(labels) and labels[layer] == "full_attention"
-    return rule == "full_attention" and is_full and data.get("sliding_window") is not None
-
-
-# --- one tensor ---
-
-
-def _decided(
-    name: Name,
-    groups: Mapping[str, Mapping[str, Tensor]],
-    wide: Mapping[str, tuple[str, Tensor]],
-    model: _Model,
-    source: str,
-    target: str,
-) -> Move | Left | None:
-    """The move of a tensor, or why it is left; None for an output that has no part in it."""
-    if name.kind == LEFT:
-        return Left(name.tensor, name.reason)
-    kind = _layer_type(model, name)
-    spec = model.specs[kind]
-    reason = "of a layer that does not rotate" if spec is None or _is_still(model, name) else ""
-    reason = reason or _not_of_heads(name, groups, model)
-    if spec is None or reason:
-        return None if name.kind == "output" else Left(name.tensor, reason)
-    group = groups[name.group]
-    if name.kind == "output":
-        if not _is_key_the_value(model, kind):
-            return None
-        where, size = _of_outputs(name, group, model.found[kind], spec.head_dim)
-        runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
-    else:
-        size = _gain_size(group) if name.kind.endswith("norm") else channels(name.group, group)
-        runs = runs_of(name, size, spec, model.found[kind], group[name.parameter].shape)
-        check_inputs(name, group[name.parameter], model.found[kind])
-        check_orientation(name, group[name.parameter], model.found[kind], wide)
-        where = _place_of(name, group, size, model)
-    move = Move(name.tensor, name.kind, size, runs, spec.rotary_dim, where, source, target)
-    if where.block and not stays_inside(move.order, where.block):
-        raise ValueError(
-            f"tensor {name.tensor!r} scales blocks of {where.block} rows, and rows would leave "
-            "their block; convert the weights before they are quantised"
-        )
-    return Left(name.tensor, where.stays) if where.axis is None else move
-
-
-def _place_of(name: Name, group: Mapping[str, Tensor], size: int, model: _Model) -> Place:
-    if name.kind.endswith("norm"):
-        return Place(0)
-    return place(name.group, name.parameter, group, size, model.block)
-
-
-def _gain_size(group: Mapping[str, Tensor]) -> int:
-    return math.prod(next(iter(group.values())).shape)
-
-
-def _not_of_heads(name: Name, groups: Mapping[str, Any], model: _Model) -> str:
+def _why_not(name: Name, spec: Rotary | None, projections: Mapping[str, Any], first: Config) -> str:
     """Why a projection with a familiar name has no rotated heads; "" if it has."""
-    latent = model.data.get("kv_lora_rank")
-    if latent is None:
-        return ""
-    if name.kind.endswith("norm"):
+    data, layer = first.data, name.layer
+    weights = first.model.get("weights", {})
+    rule, types = weights.get("without_rotation"), data.get("layer_types") or ()
+    is_still = spec is None
+    if rule == "no_rope_layers":
+        if flags := data.get("no_rope_layers"):  # 1: rotates
+            is_still |= layer < len(flags) and not flags[layer]
+        else:
+            is_still |= (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
+    elif rule == "full_attention" and data.get("sliding_window") is not None:
+        is_still |= layer < len(types) and types[layer] == "full_attention"
+    if is_still:
+        return "of a layer that does not rotate"
+    if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
         return "a latent has no channels of heads"
-    module = weights_of(model.name).get("latent_module")
-    if module and name.kind in ("query", "key"):
-        layer = name.group.removesuffix("q_proj").removesuffix("k_proj")
-        if f"{layer}{module}" not in groups:
+    module = weights.get("latent_module")
+    if data.get("kv_lora_rank") is not None and module and name.kind in ("query", "key"):
+        siblings = name.group.removesuffix("q_proj").removesuffix("k_proj")
+        if f"{siblings}{module}" not in projections:
             return "linear attention does not rotate"
     return ""
-
-
-def _is_key_the_value(model: _Model, kind: str | None) -> bool:
-    """Gemma 4: in full attention the projected keys are the values as well."""
-    return bool(model.data.get("attention_k_eq_v")) and kind != "sliding_attention"
-
-
-def _of_outputs(
-    name: Name, group: Mapping[str, Tensor], found: Config, head_dim: int
-) -> tuple[Place, int]:
-    """Where o_proj holds the channels of values that are keys: along its inputs."""
-    tensor, kind = group[name.parameter], treatment(name.parameter)
-    size = head_dim * int(found.get("num_attention_heads"))
-    if name.parameter == "weight" or name.parameter.startswith("lora_A"):
-        if len(tensor.shape) != 2 or tensor.shape[1] != size:
-            raise ValueError(f"tensor {name.tensor!r} has shape {tensor.shape}, not {size} columns")
-        return Place(1), size
-    if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
-        return Place(None, stays="of the output channels"), size
-    raise ValueError(
-        f"tensor {name.tensor!r}: values are keys here, and quantised columns cannot move; convert "
-        "the weights before they are quantised"
-    )

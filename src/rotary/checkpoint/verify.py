@@ -5,29 +5,29 @@ what comes out is rotated, in the old layout and in the new. All scores must agr
 are that rotate is the word of the plan, which reads it from the config.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..fanout import fan_out
 from ..layouts import pair_slices
-from .files import Checkpoint, Shard, Tensor, open_regular, read_shard
-from .names import classify
-from .plan import Bytes, Move, Plan
-from .shards import CHUNK, Hashes, pieces, read_piece
+from .headers import Tensor, open_regular, read_shard
+from .plan import Conversion, Move, Plan
+from .shards import CHUNK, Bytes, Hashes, Job, pieces, read_piece, size_of
 
 TOLERANCE = 1e-9  # of the largest score; sums in float64, in another order
 WHICH = ("sample", "full")
-# how NumPy reads what it knows; an 8-bit float counts as its bits, which move as a number does
+# how NumPy reads a type; one that it does not know counts as bytes, which move as a number does
 NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U64": "<u8", "I32": "<i4",
-    "U32": "<u4", "I16": "<i2", "U16": "<u2", "I8": "i1",
+    "U32": "<u4", "I16": "<i2", "U16": "<u2", "I8": "i1", "BF16": "<u2",
 }  # fmt: skip
 Vector = npt.NDArray[np.float64]
 Outputs = tuple[Vector, Vector]  # of the old weights and of the new
@@ -59,130 +59,95 @@ def check_which(which: str) -> None:
         raise ValueError(f"verify must be 'sample' or 'full', got {which!r}")
 
 
-class Ask(NamedTuple):
-    """One shard to read again: everything that a worker in another process needs.
-
-    hashes  tensor -> the sha256 that was written
-    scored  tensors whose outputs are wanted;  whole  whether those that stay are read as well
-    """
-
-    shard: Shard
-    written: Path
-    hashes: Hashes
-    moves: Mapping[str, Move]
-    scored: frozenset[str]
-    whole: bool
-
-
 def prove(
-    checkpoint: Checkpoint,
-    folder: Path,
-    todo: Plan,
+    work: Conversion,
+    jobs: Sequence[Job],
     hashes: Mapping[str, Hashes],
-    which: str,
     executor: Executor | None = None,
 ) -> Proof:
     """Read a converted checkpoint again. Raises ValueError for anything that is not as it must be.
 
+    jobs      the shards as they were written
     hashes    file -> tensor -> the sha256 that was written
     executor  what reads; default this thread
     """
-    groups = _groups(todo)
+    # tensors of numbers, not of packed words, by what must score together
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, move in work.plan.moves.items():
+        if not move.place.bits:
+            groups.setdefault((move.layer, move.rotary_dim), []).append(name)
     layers = sorted({layer for layer, _ in groups})
-    chosen = set(layers) if which == "full" else _sample(layers)
-    asked = {key: names for key, names in groups.items() if key[0] in chosen}
-    wanted = {name for names in asked.values() for name in names}
-    asks = [
-        Ask(
-            shard,
-            folder / shard.path.name,
-            hashes[shard.path.name],
-            {name: todo.moves[name] for name in shard.tensors if name in todo.moves},
-            frozenset(wanted.intersection(shard.tensors)),
-            which == "full",
-        )
-        for shard in checkpoint.shards
-    ]
+    if work.verify == "sample" and layers:
+        layers = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+    groups = {key: names for key, names in groups.items() if key[0] in layers}
+    scored = frozenset(name for names in groups.values() for name in names)
+    read = functools.partial(read_again, scored=scored, whole=work.verify == "full")
+    jobs = [job._replace(hashes=hashes[job.target.name]) for job in jobs]
     outputs: dict[str, Outputs] = {}
 
-    def told(found: list[tuple[Ask, dict[str, Outputs]]]) -> None:
-        for _, each in found:
-            outputs.update(each)
+    def collect(pairs: Sequence[tuple[Job, dict[str, Outputs]]]) -> None:
+        for _, result in pairs:
+            outputs.update(result)
 
     if executor is None:
-        told([(ask, read_again(ask)) for ask in asks])
+        collect([(job, read(job)) for job in jobs])
     else:
-        fan_out(read_again, asks, executor, told, size_of=lambda ask: ask.shard.state.size)
+        fan_out(read, jobs, executor, collect, size_of=size_of)
     errors = [
-        _error(layer, {name: outputs[name] for name in names}, todo)
-        for (layer, _), names in asked.items()
+        _error(layer, {name: outputs[name] for name in names}, work.plan)
+        for (layer, _), names in groups.items()
     ]
-    return Proof(which, tuple(sorted(chosen)), len(todo.moves), max(errors, default=0.0))
+    return Proof(work.verify, tuple(layers), len(work.plan.moves), max(errors, default=0.0))
 
 
-def read_again(ask: Ask) -> dict[str, Outputs]:
-    """Outputs of the tensors that are wanted. Raises ValueError for a shard that is not right."""
+def read_again(job: Job, scored: Set[str], whole: bool) -> dict[str, Outputs]:
+    """Outputs of the tensors of a shard that are scored. ValueError for a shard that is not right.
+
+    scored  names of tensors of any shard;  whole  whether those that stay are read as well
+    """
     outputs: dict[str, Outputs] = {}
-    _check_header(ask)
-    for name, tensor in ask.shard.tensors.items():
-        move = ask.moves.get(name)
-        if move is not None or ask.whole:
-            _check(ask, tensor, name, move)
-        if move is not None and name in ask.scored:
-            outputs[name] = (
-                _outputs(ask.shard.path, tensor, move),
-                _outputs(ask.written, tensor, move),
-            )
+    _check_header(job)
+    for name, tensor in job.shard.tensors.items():
+        move = job.moves.get(name)
+        if move is not None or whole:
+            _check(job, tensor, name, move)
+        if move is not None and name in scored:
+            before, after = (_outputs(path, tensor, move) for path in (job.shard.path, job.target))
+            outputs[name] = before, after
     return outputs
 
 
-def _groups(todo: Plan) -> dict[tuple[int, int], list[str]]:
-    """(layer, rotary_dim) -> the tensors that move and hold numbers, not words of packed ones."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for name, move in todo.moves.items():
-        rule = classify(name, todo.model)
-        if rule is not None and not move.place.bits:
-            found.setdefault((rule.layer, move.rotary_dim), []).append(name)
-    return found
-
-
-def _sample(layers: list[int]) -> set[int]:
-    return {layers[0], layers[len(layers) // 2], layers[-1]} if layers else set()
-
-
-def _source(ask: Ask) -> BinaryIO:
-    return open_regular(ask.shard.path, ask.shard.state)
-
-
-def _check_header(ask: Ask) -> None:
+def _check_header(job: Job) -> None:
     """A written header has the bytes of the source's, and its file their size."""
-    size = read_shard(ask.written).state.size
-    data = min((tensor.begin for tensor in ask.shard.tensors.values()), default=size)
-    with _source(ask) as source, open_regular(ask.written) as target:
-        if size != ask.shard.state.size or source.read(data) != target.read(data):
-            raise ValueError(
-                f"{ask.written}: has another header than {ask.shard.path}; run it again"
-            )
+    path, state = job.shard.path, job.shard.state
+    data = min((tensor.begin for tensor in job.shard.tensors.values()), default=state.size)
+    size = read_shard(job.target).state.size
+    with open_regular(path, state) as source, open_regular(job.target) as target:
+        if size != state.size or source.read(data) != target.read(data):
+            raise ValueError(f"{job.target}: has another header than {path}; run it again")
 
 
-def _check(ask: Ask, tensor: Tensor, name: str, move: Move | None) -> None:
+def _check(job: Job, tensor: Tensor, name: str, move: Move | None) -> None:
     """A written tensor has the bytes that were meant, and undoing its move gives the source's."""
     back = move and move._replace(source=move.target, target=move.source)
-    known, is_undone = hashlib.sha256(), True
-    with _source(ask) as source, open_regular(ask.written) as target:
-        for begin, end, turn in pieces(tensor, back):
+    found, is_undone = hashlib.sha256(), True
+    with (
+        open_regular(job.shard.path, job.shard.state) as source,
+        open_regular(job.target) as target,
+    ):
+        for begin, end, undo in pieces(tensor, back):
             raw = read_piece(target, begin, end)
-            known.update(raw.data)
-            undone = raw if turn is None else turn(raw)
+            found.update(raw.data)
+            undone = raw if undo is None else undo(raw)
             is_undone &= np.array_equal(undone, read_piece(source, begin, end))
-    if known.hexdigest() != ask.hashes[name]:
+    if found.hexdigest() != job.hashes[name]:
         raise ValueError(
-            f"{ask.written}: tensor {name!r} is not what was written; check the disk, and run it "
+            f"{job.target}: tensor {name!r} is not what was written; check the disk, and run it "
             "again"
         )
     if not is_undone:
         what = "does not come back when its move is undone" if move else "is not the source's"
-        raise ValueError(f"{ask.written}: tensor {name!r} {what}")
+        raise ValueError(f"{job.target}: tensor {name!r} {what}")
 
 
 def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
@@ -190,12 +155,12 @@ def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
 
     >>> check_files(Path("."), {})
     """
-    for name, known in hashes.items():
+    for name, written in hashes.items():
         found = hashlib.sha256()
         with open_regular(folder / name) as file:
             while piece := file.read(CHUNK):
                 found.update(piece)
-        if found.hexdigest() != known:
+        if found.hexdigest() != written:
             raise ValueError(
                 f"{folder / name}: is not what was written; check the disk, and run it again"
             )
@@ -204,18 +169,18 @@ def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
 # --- scores ---
 
 
-def _error(layer: int, outputs: Mapping[str, Outputs], todo: Plan) -> float:
+def _error(layer: int, outputs: Mapping[str, Outputs], plan: Plan) -> float:
     """The largest difference of two scores of a layer, relative to the largest score."""
     old: list[Vector] = []
     new: list[Vector] = []
     for name, (before, after) in outputs.items():
-        where = _slices(todo.moves[name])
+        where = plan.moves[name].slices
         rest = np.setdiff1d(np.arange(len(before)), where)
         if not np.array_equal(before[rest], after[rest]):
             raise ValueError(f"tensor {name!r}: channels outside the rotated slices have moved")
         old.append(before[where])
         new.append(after[where])
-    first, second = _scores(old, todo.source), _scores(new, todo.target)
+    first, second = _scores(old, plan.source), _scores(new, plan.target)
     largest = float(np.abs(first).max())
     error = float(np.abs(first - second).max()) / largest if largest else 0.0
     if not error <= TOLERANCE:
@@ -224,12 +189,6 @@ def _error(layer: int, outputs: Mapping[str, Outputs], todo: Plan) -> float:
             "largest; the rows do not fit this model"
         )
     return error
-
-
-def _slices(move: Move) -> npt.NDArray[np.int64]:
-    """Channel numbers of the rotated slices, (slices, rotary_dim)."""
-    begins = [run.begin + run.stride * head for run in move.runs for head in range(run.heads)]
-    return np.array(begins)[:, None] + np.arange(move.rotary_dim)
 
 
 def _scores(slices: list[Vector], layout: str) -> Vector:
@@ -249,7 +208,7 @@ def _outputs(path: Path, tensor: Tensor, move: Move) -> Vector:
     before = math.prod(tensor.shape[: move.axis])
     width = (tensor.end - tensor.begin) // (before * move.size)
     step = max(CHUNK // max(width, 1), 1) * max(width, 1)
-    after = width // np.dtype(_kind(tensor.dtype)).itemsize
+    after = width // np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize
     chance = np.random.default_rng(1)
     left, right = chance.standard_normal(before), chance.standard_normal(after)
     with open_regular(path) as file:
@@ -262,18 +221,13 @@ def _outputs(path: Path, tensor: Tensor, move: Move) -> Vector:
     return left @ whole.reshape(before, move.size) if whole.size else np.zeros(move.size)
 
 
-def _kind(dtype: str) -> str:
-    """How NumPy reads a type; what it does not know counts as bytes."""
-    return "<u2" if dtype == "BF16" else NUMPY.get(dtype, "u1")
-
-
 def numbers(raw: Bytes, dtype: str) -> Vector:
     """Bytes of a tensor as float64; what is no number counts as 0, for it would spoil its row.
 
     >>> numbers(np.array([0x80, 0x3F], np.uint8), "BF16")
     array([1.])
     """
-    values = raw.view(_kind(dtype))
+    values = raw.view(NUMPY.get(dtype, "u1"))
     if dtype == "BF16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN

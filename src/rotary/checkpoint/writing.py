@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .files import State, check_unchanged, open_regular, state_of
+from .headers import State, check_unchanged, open_regular
 
 UNFINISHED = ".rotary-{}"  # names of files that are not whole yet
 LOCK = ".rotary.lock"
@@ -77,10 +77,10 @@ def write_sparse(file: BinaryIO, piece: Any) -> None:
         file.seek(len(piece), os.SEEK_CUR)
 
 
-def copy(root: Path, name: Path, folder: Path, known: State) -> str:
+def copy(root: Path, name: Path, folder: Path, expected: State) -> str:
     """Copy the file `name` of the folder `root` into `folder`; gives the sha256 of its bytes.
 
-    known  what the file was when it was found; ValueError if it is another now
+    expected  what the file was when it was first read; ValueError if it is another now
     Raises ValueError too where a folder on the way is a link, which could lead anywhere.
     """
     source, target = root / name, folder / name
@@ -88,11 +88,11 @@ def copy(root: Path, name: Path, folder: Path, known: State) -> str:
         raise ValueError(f"{target.parent}: a link, in a folder that is written here; delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
     copied = hashlib.sha256()
-    with open_regular(source, known) as file, replacing(target) as written:
+    with replacing(target) as written, open_regular(source, expected) as file:
         while piece := file.read(CHUNK):
             copied.update(piece)
             written.write(piece)
-        check_unchanged(source, known, state_of(source))
+        check_unchanged(source, expected)
     return copied.hexdigest()
 
 
@@ -105,7 +105,7 @@ def locked(folder: Path) -> Iterator[str]:
     Raises BlockingIOError where another process is at work.
     """
     path = folder / LOCK
-    handle = _taken(path)
+    handle = _open_locked(path)
     try:
         ticket = secrets.token_hex(LOCK_BYTES // 2)
         os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
@@ -123,10 +123,10 @@ def locked(folder: Path) -> Iterator[str]:
 def check_ticket(folder: Path, ticket: str) -> None:
     """Raise OSError unless the process that gave the ticket holds the lock of the folder."""
     try:
-        found = (folder / LOCK).read_text()
+        held = (folder / LOCK).read_text()
     except FileNotFoundError:
-        found = ""
-    if found != ticket:
+        held = ""
+    if held != ticket:
         raise OSError(
             f"{folder}: is not the folder of this conversion on {platform.node()}, or it is over; "
             "all workers must see the same files"
@@ -148,8 +148,8 @@ def is_unfinished(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """A folder that is there; if it was made here and an error leaves it empty, it goes again."""
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder if it is not there; it is deleted again if an error leaves it empty."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,16 +162,17 @@ def made(folder: Path) -> Iterator[None]:
         raise
 
 
-def _taken(path: Path) -> int:
+def _open_locked(path: Path) -> int:
+    """The handle of the lock file, which no other process holds."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            found = os.fstat(handle)
+            status = os.fstat(handle)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise ValueError(f"{path}: a link, and no lock of rotary; delete it") from None
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > LOCK_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size > LOCK_BYTES:
             os.close(handle)  # the ticket would be written into another file
             raise ValueError(f"{path}: no lock of rotary; delete it, or give a new folder")
         try:
@@ -224,5 +225,5 @@ def check_target(source: Path, target: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

@@ -57,29 +57,31 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Move the weights of a checkpoint to the other pair layout, and prove it."""
-    from ..checkpoint.convert import carried_out, prepared
+    from ..checkpoint.convert import carry_out, prepare
 
-    told = None if config is None else str(config)
-    ready = prepared(source, from_layout, to_layout, told, trust_source, leave or ())
-    todo = ready.plan
-    not_copied = [str(path) for path in ready.checkpoint.left]
+    config_path = None if config is None else str(config)
+    work = prepare(
+        source, target, from_layout, to_layout, config_path, trust_source, leave or (), verify
+    )
+    todo = work.plan
+    not_copied = [str(path) for path in work.checkpoint.left]
     if dry_run:
         if as_json:
-            print_json({**todo.to_dict(), "not_copied": not_copied, "warning": ready.warning})
+            print_json({**todo.to_dict(), "not_copied": not_copied, "warning": work.warning})
         else:
             _print_plan(str(source), todo)
             _print_not_copied(not_copied)
-            _print_warning(ready.warning)
+            _print_warning(work.warning)
         return
     if target is None:
         raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
-    files = {shard.path: shard.state for shard in ready.checkpoint.shards}
+    files = {shard.path: shard.state for shard in work.checkpoint.shards}
     with (
         _ended_by_signals(),
         cluster(dask, files=files, folder=target) as executor,
-        _bytes_bar(ready.size) as advance,
+        _bytes_bar(work.size) as advance,
     ):
-        done = carried_out(ready, target, verify, executor, advance)
+        done = carry_out(work, executor, advance)
     proof = done.proof
     if as_json:
         document = {"written": done.written, "not_copied": not_copied, "proof": proof._asdict()}
@@ -88,7 +90,7 @@ def convert(
     rows = [
         ("tensors moved", str(len(todo.moves))),
         ("left as they are", str(len(todo.left))),
-        ("shards written", f"{len(done.written)} of {len(ready.checkpoint.shards)}"),
+        ("shards written", f"{len(done.written)} of {len(work.checkpoint.shards)}"),
         ("read again", f"{proof.tensors} tensors; undoing the move gives the bytes of the source"),
         ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
         ("largest difference", f"{proof.error:.1e} of the largest score"),

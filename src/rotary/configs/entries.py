@@ -47,7 +47,7 @@ from .record import Config
 #   parts                         key and model_type of each part of a model of several
 #   beside_parts                  keys that are read beside the parts where a file has no text
 #   own_text                      the class, where a file has no text, makes another than its part's
-#   weights                       what `rotary.checkpoint` asks of its tensors; see tools/make_models
+#   weights                       of its tensors, for `rotary.checkpoint`: see tools/make_models.py
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
 # where the text of a model of several parts is, if no part is asked for
 TEXT_PARTS = (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..checkpoint.labels import marked_layout
+from ..checkpoint.layout_keys import marked_layout
 from ..checkpoint.measure import disagreement, seen_in_model
 from ..checkpoint.names import LEFT, classify
 from . import tables

@@ -6,17 +6,27 @@ bytes or packed into 32-bit words, or stays; a format where neither is right is 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .files import Tensor
-from .names import treatment
+from ..layouts import Indices
+from .headers import Tensor
 
-Indices = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint32]
+# how a parameter moves with the rows of its weight, and the names of such parameters
+PARAMETERS = {
+    "rows": r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
+             r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?",
+    "inputs": r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx",
+    "words": r"qweight|qzeros",
+    "scales": r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point",
+    "unknown": r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
+                r"|lora_embedding_[AB].*",
+}  # fmt: skip
+
 # AWQ packs the columns 0 2 4 6 1 3 5 7 of each eight, lowest bits first
 # (AutoAWQ 0.2.9, awq/modules/linear/gemm.py, `order_map`); GPTQ packs them as they come
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -37,6 +47,17 @@ class Place(NamedTuple):
     lanes: tuple[int, ...] = ()
     block: int = 0
     stays: str = ""
+
+
+def treatment(parameter: str) -> str:
+    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
+
+    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
+    ('inputs', 'scales', 'rows')
+    """
+    return next(
+        way for way, names in PARAMETERS.items() if re.fullmatch(names, parameter or "weight")
+    )
 
 
 def channels(group: str, tensors: Mapping[str, Tensor]) -> int:
@@ -65,7 +86,7 @@ def channels(group: str, tensors: Mapping[str, Tensor]) -> int:
     raise ValueError(f"'{group}' has {', '.join(tensors)} and no weight that tells its rows")
 
 
-def place(
+def place_of(
     group: str, parameter: str, tensors: Mapping[str, Tensor], size: int, block: int = BLOCK
 ) -> Place:
     """Where the `size` output channels of a projection are in one of its tensors.
@@ -73,11 +94,11 @@ def place(
     block  rows of a block of scales, `weight_block_size[0]` of a quantization_config
     Raises ValueError for a shape that does not hold them, with both numbers.
 
-    >>> place("q", "bias", {"bias": Tensor("F32", (64,), 0, 256)}, 64)
+    >>> place_of("q", "bias", {"bias": Tensor("F32", (64,), 0, 256)}, 64)
     Place(axis=0, bits=0, lanes=(), block=0, stays='')
     """
-    tensor, kind = tensors[parameter], treatment(parameter)
-    shape, where = tensor.shape, f"tensor '{group}.{parameter}'" if parameter else f"'{group}'"
+    shape, kind = tensors[parameter].shape, treatment(parameter)
+    where = f"tensor '{group}.{parameter}'" if parameter else f"'{group}'"
     if kind == "inputs":
         return Place(None, stays="of the input channels")
     if kind == "words":
@@ -98,13 +119,26 @@ def place(
     )
 
 
-def stays_inside(order: Indices, block: int) -> bool:
-    """Whether no channel leaves its block of `block` channels.
+def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Place:
+    """Where a projection that reads `size` channels of heads holds them: along its inputs.
 
-    >>> stays_inside(np.array([1, 0, 3, 2]), 2), stays_inside(np.array([0, 2, 1, 3]), 2)
-    (True, False)
+    name  of the tensor, whose end is the parameter
+    Raises ValueError for quantised columns, and for another number of them.
+
+    >>> place_of_inputs("o_proj.weight", "weight", Tensor("F32", (16, 64), 0, 4096), 64).axis
+    1
     """
-    return bool((order // block == np.arange(len(order)) // block).all())
+    if parameter == "weight" or parameter.startswith("lora_A"):
+        if len(tensor.shape) != 2 or tensor.shape[1] != size:
+            raise ValueError(f"tensor {name!r} has shape {tensor.shape}, not {size} columns")
+        return Place(1)
+    kind = treatment(parameter)
+    if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
+        return Place(None, stays="of the output channels")
+    raise ValueError(
+        f"tensor {name!r}: values are keys here, and quantised columns cannot move; convert "
+        "the weights before they are quantised"
+    )
 
 
 def reordered(
