@@ -94,7 +94,7 @@ def test_every_code_of_a_finding_is_in_the_documentation_of_identify():
     folder = Path(blackbox.__file__).parent
     sources = [*folder.glob("*.py"), folder.parent / "identify.py"]
     text = "".join(path.read_text() for path in sources)
-    codes = set(re.findall(r'(?:(?:Finding|Mistake)\(\s*|tell\([^"]*)"(\w+)"', text))
+    codes = set(re.findall(r'(?:(?:Finding|Mistake)\(\s*|add_if\([^"]*)"(\w+)"', text))
     codes |= {entry[0] for entry in (*ENDS, *AMPLITUDES)}
     assert {"mixes_heads", "refuses_batch", "offset", "q_k_differ"} <= codes
     assert {code for code in codes if code not in identify.__doc__} == set()

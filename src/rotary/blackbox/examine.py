@@ -18,9 +18,6 @@ from .pairs import (
     arithmetic,
     find_pairs,
     is_running_product,
-    passes_through,
-    shift_error,
-    table_type,
     tables_in_other_layout,
     unwrapped_frequencies,
     wrapped,
@@ -30,6 +27,7 @@ from .probe import MAX_INDEXED, UNITS, Box, Finding, check, length_dependence
 Array = npt.NDArray[Any]
 
 RIGHT = 1e-3  # rad
+COARSE = ("bfloat16", "float16")
 FATAL = {
     *("not_repeatable", "not_linear", "mixes_heads", "mixes_tokens"),
     *("heads_differ", "heads_as_positions"),
@@ -39,7 +37,7 @@ ANGLE_NOISE = {"float32": 3e-7, "float16": 5e-4, "bfloat16": 4e-3}
 
 
 class Answer(NamedTuple):
-    """What was found about one box; the fields are those of `rotary.identify.Identification`."""
+    """About one box; the fields are those of `rotary.identify.Identification`."""
 
     findings: list[Finding]
     spec: Rotary | None = None
@@ -100,35 +98,40 @@ class Rates(NamedTuple):
 
 def examine(box: Box, max_position: int) -> Answer:
     """Everything about one box. Raises ValueError if it fails at its first positions."""
-    found = check(box)
-    codes = {finding.code for finding in found}
+    findings = check(box)
+    codes = {finding.code for finding in findings}
     if codes & FATAL:
-        return Answer(found)
+        return Answer(findings)
     limit = max_position
     if "positions_ignored" in codes:
         box = dataclasses.replace(box, by_index=True)
         limit = min(limit, MAX_INDEXED, max(8, 2**22 // box.head_dim**2))
     else:
         safe, more = length_dependence(box, limit, "positions_consecutive" not in codes)
-        found, limit = found + more, safe or limit
+        findings, limit = findings + more, safe or limit
     shared = 1 if box.num_axes > 1 else shared_positions(box)
     if shared > 1:
         text = f"{shared} neighbours share a position: it is divided by {shared} and rounded down"
-        found.append(Finding("positions_shared", text + "; what follows is in such steps"))
+        findings.append(Finding("positions_shared", text + "; what follows is in such steps"))
         box, limit = dataclasses.replace(box, step=shared), limit // shared
     matrices, numbers, axis, refusal = _runs(box, limit)
     if refusal:
-        found.append(Finding("far_refused", refusal))
+        findings.append(Finding("far_refused", refusal))
     try:
         pairs = find_pairs(matrices, 1e-6)
     except ValueError as error:
-        return Answer([*found, Finding("no_rotation", str(error))])
+        return Answer([*findings, Finding("no_rotation", str(error))])
     if pairs is None:
-        return Answer([*found, Finding("mixes_channels", "its channels do not form pairs")])
-    if not passes_through(matrices, pairs, 1e-6 + 2 * UNITS[box.dtype]):
-        found.append(Finding("scales_the_rest", "channels outside the rotated slice are changed"))
-    turning = Turning(pairs, numbers, axis, table_type(pairs.blocks))
-    return _explain(box, turning, found, max_position)
+        return Answer([*findings, Finding("mixes_channels", "its channels do not form pairs")])
+    rest = np.ones(box.head_dim, bool)
+    rest[pairs.start : pairs.start + pairs.rotary_dim] = False
+    if (np.abs(matrices[..., rest, rest] - 1) > 1e-6 + 2 * UNITS[box.dtype]).any():
+        findings.append(
+            Finding("scales_the_rest", "channels outside the rotated slice are changed")
+        )
+    coarse = (t for t in COARSE if np.array_equal(round_to(pairs.blocks, t), pairs.blocks))
+    turning = Turning(pairs, numbers, axis, next(coarse, "float32"))
+    return _explain(box, turning, findings, max_position)
 
 
 def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
@@ -151,58 +154,78 @@ def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
     return np.stack(matrices), np.array(numbers), np.array(axes), refusal
 
 
-def _explain(box: Box, turning: Turning, found: list[Finding], max_position: int) -> Answer:
+def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: int) -> Answer:
+    """What the blocks of the pairs say: the spec, and what is odd about it."""
     pairs = turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
-        if tables_in_other_layout(pairs):
-            tiled = pairs.out_layout == "interleaved"
-            names = ("cat(f, f)", "repeat_interleave(f, 2)")
-            text = f"{pairs.layout} pairs, but tables laid out as {names[0 if tiled else 1]}; "
-            found.append(Finding("tables_in_other_layout", text + f"needs {names[tiled]}"))
-        elif _axes_split_pairs(turning, box.num_axes):
-            text = "the two channels of a pair read different position axes: they are divided over "
-            found.append(Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"))
-        else:
-            found.append(Finding("not_a_rotation", "the two channels of a pair do not turn by "
-                                 "one angle"))  # fmt: skip
-        found.append(Finding("not_shift_invariant", "scores depend on more than the distance, by "
-                             f"up to {shift_error(pairs):.2g}"))  # fmt: skip
-        return Answer(found)
+        return Answer([*findings, *_unequal_channels(turning, box.num_axes)])
     if (lost := _no_angle(turning)) is not None:
-        return Answer([*found, lost])
-    amplitude, more = _amplitude(turning)
-    found = found + more
+        return Answer([*findings, lost])
+    amplitude, uneven = _amplitude(turning)
+    findings = findings + uneven
     rates = _rates(turning, box.num_axes)
     if rates is None:
         text = "a pair is driven by more than one position axis"
-        return Answer([*found, Finding("mixed_axes", text)], None, not more, amplitude)
+        return Answer([*findings, Finding("mixed_axes", text)], None, not uneven, amplitude)
     measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
-    if explained.schedule == "custom" and any(each.code == "position_scale" for each in more):
-        return Answer(found)  # neither lengths nor angles follow a rule: there is no frequency
-    found += _odd_angles(turning, rates, box.num_axes)
-    found += odd_amplitude(measured, explained)
+    if explained.schedule == "custom" and any(each.code == "position_scale" for each in uneven):
+        return Answer(findings)  # neither lengths nor angles follow a rule: there is no frequency
+    findings += _odd_angles(turning, rates, box.num_axes)
+    findings += odd_amplitude(measured, explained)
     inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
     if inverted:
         explained = inverted[0]
-        found.append(inverted[1])
+        findings.append(inverted[1])
     else:
-        found += odd_frequencies(measured, explained, box.head_dim)
-    if known := _with_length(box, turning, found, rates, explained, amplitude, max_position):
-        turning, rates, explained, finding = known
-        found = [each for each in found if each.code != finding.code] + [finding]
-    spec = _spec(pairs, rates, explained, box)
-    if isinstance(spec, str):
-        return Answer([*found, Finding("no_spec", spec)], None, not more, amplitude, rates.inv_freq)
-    is_rotation = not more and all(each.code != "depends_on_position" for each in found)
-    answer = Answer(found, spec, is_rotation, amplitude, rates.inv_freq)
-    return answer if more else _with_precision(box, turning, rates, explained, spec, answer)
+        findings += odd_frequencies(measured, explained, box.head_dim)
+    if by_length := _with_length(box, turning, findings, rates, explained, amplitude, max_position):
+        turning, rates, explained, finding = by_length
+        findings = [each for each in findings if each.code != finding.code] + [finding]
+    answer = Answer(findings, None, not uneven, amplitude, rates.inv_freq)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd is what was asked for
+            spec = Rotary(
+                head_dim=box.head_dim,
+                rotary_dim=pairs.rotary_dim,
+                start=pairs.start,
+                base=explained.base,
+                layout=pairs.layout,
+                out_layout=pairs.out_layout,
+                schedule=explained.schedule,
+                params=explained.params,
+                axes=rates.axes.tolist() if box.num_axes > 1 else (),
+                sign=rates.sign,
+            )
+    except ValueError as error:
+        return answer._replace(findings=[*findings, Finding("no_spec", str(error))])
+    if uneven:
+        return answer._replace(spec=spec)
+    by_position = any(each.code == "depends_on_position" for each in findings)
+    answer = answer._replace(spec=spec, is_rotation=not by_position)
+    return _with_precision(box, turning, rates, explained, spec, answer)
 
 
-def _axes_split_pairs(turning: Turning, num_axes: int) -> bool:
-    """Whether each axis turns one channel of every pair alone, and leaves the other as it is."""
-    error = np.abs(turning.pairs.blocks - np.eye(2)).max(axis=(1, 4))  # (runs, pairs, channels)
+def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
+    """Why the two channels of a pair are not turned by one angle, and by how much scores change."""
+    pairs = turning.pairs
+    error = np.abs(pairs.blocks - np.eye(2)).max(axis=(1, 4))  # (runs, pairs, channels)
     by_axis = np.stack([error[turning.axis == axis].max(axis=0) for axis in range(num_axes)])
-    return num_axes > 1 and bool((by_axis.min(axis=-1) < 1e-4).all())
+    near = pairs.blocks[:7]  # positions up to 64
+    steps = near[:, :-1].swapaxes(-1, -2) @ near[:, 1:]  # R_p^T R_{p+1}
+    shift = Finding("not_shift_invariant", "scores depend on more than the distance, by up to "
+                    f"{np.abs(steps - steps[0, 0]).max():.2g}")  # fmt: skip
+    if tables_in_other_layout(pairs):
+        right, wrong = "cat(f, f)", "repeat_interleave(f, 2)"
+        if pairs.out_layout == "interleaved":
+            right, wrong = wrong, right
+        text = f"{pairs.layout} pairs, but tables laid out as {wrong}; needs {right}"
+        return [Finding("tables_in_other_layout", text), shift]
+    if num_axes > 1 and (by_axis.min(axis=-1) < 1e-4).all():  # an axis turns one channel of a pair
+        text = "the two channels of a pair read different position axes: they are divided over "
+        return [Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"), shift]
+    text = "the two channels of a pair do not turn by one angle"
+    return [Finding("not_a_rotation", text), shift]
 
 
 def _no_angle(turning: Turning) -> Finding | None:
@@ -237,24 +260,23 @@ def _fitted(
 
 
 def _with_length(
-    box: Box, turning: Turning, found: list[Finding], rates: Rates, explained: Fit,
+    box: Box, turning: Turning, findings: list[Finding], rates: Rates, explained: Fit,
     amplitude: float | None, limit: int,
 ) -> tuple[Turning, Rates, Fit, Finding] | None:  # fmt: skip
     """What holds for short rows, and the rule by which long ones differ, if there is one."""
-    is_uneven = rates.last < turning.last
     if box.num_axes > 1 or rates.last < 8:
         return None
-    if is_uneven:  # its last run may already be a little off
+    if rates.last < turning.last:  # uneven: its last run may already be a little off
         turning = turning.up_to(rates.last // 2)
         near = _rates(turning, 1)
         if near is None:
             return None
         rates, explained = near, _fitted(turning, near, amplitude or 1.0, 1)[1]
-    elif all(finding.code != "depends_on_length" for finding in found):
+    elif all(finding.code != "depends_on_length" for finding in findings):
         return None
     far = Far(box, turning.pairs, rates.sign, turning.start)
-    known = with_length(far, explained, rates.last, limit, amplitude)
-    return known and (turning, rates, *known)
+    rule = with_length(far, explained, rates.last, limit, amplitude)
+    return rule and (turning, rates, *rule)
 
 
 def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
@@ -269,38 +291,32 @@ def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
                               "(xPos, or a norm that is not kept)")]  # fmt: skip
     if by_pair > allowed:
         return None, [Finding("pair_scale", "pairs are multiplied by different numbers")]
-    if abs(common - 1) > allowed:
-        return common, []
-    return 1.0, []
+    return common if abs(common - 1) > allowed else 1.0, []
 
 
 def _rates(turning: Turning, num_axes: int) -> Rates | None:
     """Frequencies from the angles at 1, 2, 4, ...; None if two axes drive one pair."""
     relative = wrapped(turning.pairs.angles[:, 1] - turning.start)
-    table, lasts = [], []
-    for axis in range(num_axes):
-        rows = turning.axis == axis
-        numbers = turning.numbers[rows, 1]
-        frequencies, last = unwrapped_frequencies(relative[rows], numbers)
-        table.append(frequencies)
-        lasts.append(last)
-    by_axis = np.stack(table)
+    rows = [turning.axis == axis for axis in range(num_axes)]
+    rates = [unwrapped_frequencies(relative[row], turning.numbers[row, 1]) for row in rows]
+    by_axis = np.stack([frequencies for frequencies, _ in rates])
     if (np.count_nonzero(by_axis, axis=0) > 1).any():
         return None
     axes = np.abs(by_axis).argmax(axis=0)
     inv_freq = by_axis.sum(axis=0)
     sign = -1 if (inv_freq < 0).any() and not (inv_freq > 0).any() else 1
     offset, phase = _offset(turning.start * sign, inv_freq * sign, 4 * turning.noise)
-    return Rates(inv_freq * sign, axes, sign, min(lasts), offset, phase)
+    last = min(last for _, last in rates)
+    return Rates(inv_freq * sign, axes, sign, last, offset, phase)
 
 
 def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
     """The position c with angle c inv_freq at position 0, or (0, those angles) if there is none."""
-    tells = (np.abs(start) > 100 * noise) & (np.abs(inv_freq) > 0)
+    usable = (np.abs(start) > 100 * noise) & (np.abs(inv_freq) > 0)
     if np.abs(start).max() <= noise:
         return 0.0, np.zeros_like(start)
-    if tells.any():
-        slow = int(np.flatnonzero(tells)[np.abs(inv_freq[tells]).argmin()])
+    if usable.any():
+        slow = int(np.flatnonzero(usable)[np.abs(inv_freq[usable]).argmin()])
         offset = float(np.round(start[slow] / inv_freq[slow], 2))
         if np.abs(wrapped(start - offset * inv_freq)).max() <= max(10 * noise, 1e-5):
             return offset, np.zeros_like(start)
@@ -308,45 +324,24 @@ def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
 
 
 def _odd_angles(turning: Turning, rates: Rates, num_axes: int) -> list[Finding]:
-    found = []
+    findings = []
     ignored = set(range(num_axes)) - set(rates.axes[rates.inv_freq != 0].tolist())
     if ignored and num_axes > 1:
         names = ", ".join(map(str, sorted(ignored)))
-        found.append(Finding("axes_ignored", f"position axes {names} turn no pair"))
+        findings.append(Finding("axes_ignored", f"position axes {names} turn no pair"))
     quarter = np.abs(np.abs(rates.phase) - math.pi / 2).max() < 4 * turning.noise + 1e-5
     if quarter:
-        found.append(Finding("cos_sin_swapped", "position 0 is a quarter turn: cos and sin are "
-                             "swapped"))  # fmt: skip
+        text = "position 0 is a quarter turn: cos and sin are swapped"
+        findings.append(Finding("cos_sin_swapped", text))
     elif rates.phase.any():
-        found.append(Finding("phase", "position 0 is not left as it is"))
+        findings.append(Finding("phase", "position 0 is not left as it is"))
     elif rates.offset:
-        found.append(Finding("offset", "position 0 is turned as if it were position "
-                             f"{rates.offset:g}"))  # fmt: skip
+        text = f"position 0 is turned as if it were position {rates.offset:g}"
+        findings.append(Finding("offset", text))
     if rates.sign < 0 and not quarter:
-        found.append(Finding("clockwise", "pairs turn the other way: the direction of nanochat, or "
-                             "a wrong sign of sin"))  # fmt: skip
-    return found
-
-
-def _spec(pairs: Pairs, rates: Rates, explained: Fit, box: Box) -> Rotary | str:
-    """The spec, or why there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd is what was asked for
-        try:
-            return Rotary(
-                head_dim=box.head_dim,
-                rotary_dim=pairs.rotary_dim,
-                start=pairs.start,
-                base=explained.base,
-                layout=pairs.layout,
-                out_layout=pairs.out_layout,
-                schedule=explained.schedule,
-                params=explained.params,
-                axes=rates.axes.tolist() if box.num_axes > 1 else (),
-                sign=rates.sign,
-            )
-        except ValueError as error:
-            return str(error)
+        text = "pairs turn the other way: the direction of nanochat, or a wrong sign of sin"
+        findings.append(Finding("clockwise", text))
+    return findings
 
 
 def _with_precision(
@@ -363,18 +358,17 @@ def _with_precision(
     wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0)]
     right = int(wrong.min()) // 2 if len(wrong) else probed
 
-    safe = middles <= rates.last
-    unit = max(5e-6, turning.noise)
-    reached = numbers[safe] + rates.offset, measured[safe]
-    flat = [part.reshape(-1, part.shape[-1]) for part in reached]
-    kinds = arithmetic(flat[0], flat[1], explained.inv_freq, unit)
-    rules = explained.inv_freq, rates.inv_freq, explained.base
-    if kinds in ((), ("float32 angles",)) and is_running_product(flat[0], flat[1], *rules):
+    safe, count = middles <= rates.last, len(rates.inv_freq)
+    angles = (numbers[safe] + rates.offset).reshape(-1, count), measured[safe].reshape(-1, count)
+    kinds = arithmetic(*angles, explained.inv_freq, max(5e-6, turning.noise))
+    if kinds in ((), ("float32 angles",)) and is_running_product(
+        *angles, explained.inv_freq, rates.inv_freq, explained.base
+    ):
         kinds = ("float32 running product",)
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
     until = f", off by more than 1e-3 rad from position {2 * right or 1:,} on" if len(wrong) else ""
-    found = [
+    findings = [
         Finding(kind.replace(" ", "_"), f"computed with {kind}{until}")
         for kind in kinds
         if kind != "exact" and (until or kind != "float32 angles")
@@ -384,11 +378,11 @@ def _with_precision(
         text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, or a "
         uneven = Finding("uneven", text + "table that ends in a way not known")
         end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
-        found.append(end or uneven)
-    elif until and not found:
-        found.append(Finding("angles_drift", f"angles drift{until}, for a reason not known"))
+        findings.append(end or uneven)
+    elif until and not findings:
+        findings.append(Finding("angles_drift", f"angles drift{until}, for a reason not known"))
     return answer._replace(
-        findings=answer.findings + found,
+        findings=answer.findings + findings,
         arithmetic=", ".join(kinds) or "unknown",
         right_up_to=right,
         probed_up_to=probed,

@@ -165,5 +165,5 @@ def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
                 params = {"inv_freq": inverted.tolist(), "attention_factor": measured.amplitude}
                 text = f"YaRN by {factor:g} from {trained:,} tokens, base {base:g}, with the ramp "
                 text += "inverted: fast pairs are interpolated and slow pairs kept (litgpt)"
-                return Fit("custom", 1e4, params, inverted, ""), Finding("ramp_inverted", text)
+                return Fit("custom", 1e4, params, inverted), Finding("ramp_inverted", text)
     return None

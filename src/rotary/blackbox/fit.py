@@ -41,13 +41,12 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A schedule: name, base, params, its exact frequencies, and how the measured were rounded."""
+    """A schedule: name, base, params and its exact frequencies."""
 
     schedule: str
     base: float
     params: Mapping[str, Any]
     inv_freq: Array
-    rounding: str
 
 
 Candidate = tuple[str, float, dict[str, Any]]
@@ -72,19 +71,17 @@ def round_to(values: Array, dtype: str) -> Array:
 def fit(measured: Measured) -> Fit:
     """The simplest schedule that gives the measured frequencies and amplitude.
 
-    >>> found = fit(Measured(np.array([1.0, 0.01]), np.full(2, 1e-9), 4))
-    >>> found.schedule, found.base
+    >>> fit(Measured(np.array([1.0, 0.01]), np.full(2, 1e-9), 4))[:2]
     ('default', 10000.0)
     """
     for level in ("", *(("float32",) if measured.is_float32 else ()), "float16", "bfloat16"):
         for candidate in _candidates(measured, level):
             computed = compute(candidate, measured.rotary_dim)
             if computed and _matches(computed, measured, level):
-                rounding = level if level in ("float16", "bfloat16") else ""
-                return Fit(*candidate, computed[0], rounding)
+                return Fit(*candidate, computed[0])
     if abs(measured.amplitude - 1) <= measured.amplitude_noise:
-        given = {"inv_freq": measured.inv_freq.tolist()}
-        return Fit("custom", 10_000.0, given, measured.inv_freq, "")
+        params = {"inv_freq": measured.inv_freq.tolist()}
+        return Fit("custom", 10_000.0, params, measured.inv_freq)
     plain = fit(measured._replace(amplitude=1.0))  # a factor that no schedule has
     params = {"inv_freq": plain.inv_freq.tolist(), "attention_factor": measured.amplitude}
     return plain._replace(schedule="custom", base=10_000.0, params=params)
@@ -120,8 +117,8 @@ def off_ladder(measured: Measured) -> tuple[float, list[int]] | None:
         return None
     slopes = -np.log(size[turning]) / index[turning]
     for base in rounded(math.exp(min(700.0, float(np.median(slopes)) * len(size))), range(1, 5)):
-        wanted = base ** (-index / len(size))
-        wrong = np.abs(size - wanted) > measured.noise + FLOAT32_RATIO * wanted
+        ladder = base ** (-index / len(size))
+        wrong = np.abs(size - ladder) > measured.noise + FLOAT32_RATIO * ladder
         if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
             return base, np.flatnonzero(wrong).tolist()
     return None
@@ -163,17 +160,16 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
         yield from _ntk_mixed(size)
         yield from _geometric(ladder, many)
         yield from _bent(measured, tolerance)
-        yield from _axial(measured, tolerance)
+        own, rest = divmod(len(size), measured.num_axes)
+        if measured.num_axes > 1 and not rest:
+            for base in rounded(_ladder(size[:own], tolerance[:own])[0], range(1, 16)):
+                yield "axial", base, {"num_axes": measured.num_axes}
     elif not size[turning:].any():
-        share = turning / len(size)
-        base, scale = _ladder(size[:turning], tolerance[:turning], len(size))
-        yield from _geometric((base, scale), few)  # the rest may be too slow to be seen
-        for digits in (*few, *many):
-            for each in rounded(base, [digits]):
-                yield "proportional", each, {"partial_rotary_factor": share}
-                for factor in rounded(1 / scale, [digits]):
-                    params = {"partial_rotary_factor": share, "factor": factor}
-                    yield "proportional", each, params
+        ladder = _ladder(size[:turning], tolerance[:turning], len(size))
+        yield from _geometric(ladder, few)  # the rest may be too slow to be seen
+        share = {"partial_rotary_factor": turning / len(size)}
+        for _, base, params in _geometric(ladder, range(1, 16)):
+            yield "proportional", base, {**share, **params}
 
 
 def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:
@@ -233,21 +229,21 @@ def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
 def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[Candidate]:
     """The kept share is a straight line in the frequency; only ratios of its ends can be seen."""
 
-    def params(high: float, length: int) -> Candidate:
+    def candidate(high: float, length: int) -> Candidate:
         return "llama3", base, {
             "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
             "original_max_position_embeddings": length,
         }  # fmt: skip
 
-    yield params(4.0, 8192)
+    yield candidate(4.0, 8192)
     if not len(kept):  # a step, where a pair makes one turn
-        yield from (params(1.0, length) for length in (8192, *LENGTHS))
+        yield from (candidate(1.0, length) for length in (8192, *LENGTHS))
     if len(kept) < 2:
         return
     slope, intercept = np.polyfit(plain, kept, 1)
     if slope > 0 > intercept:
         for high in rounded(1 - 1 / intercept, range(1, 8)):
-            yield params(high, max(2, round(slope * math.tau * (high - 1))))
+            yield candidate(high, max(2, round(slope * math.tau * (high - 1))))
 
 
 def _yarn(
@@ -263,7 +259,8 @@ def _yarn(
         low = (1 - intercept) / slope  # where the line reaches 1
         near = 32 * math.tau * base ** (2 * low / d)  # 32: beta_fast
         above = [near * base ** (step / 16 / d) for step in range(33)]  # low is a floor
-        lengths += [n for digits in range(1, 8) for n in _wholes(above, digits)]
+        several = (round(n) for digits in range(1, 8) for a in above for n in rounded(a, [digits]))
+        lengths += dict.fromkeys(several)
         exact = [round(near)]
     scales: list[dict[str, Any]] = [{}]
     scales += [{"attention_factor": value} for value in rounded(amplitude, range(1, 9))]
@@ -273,17 +270,9 @@ def _yarn(
             computed = compute(("yarn", base, params), d)
             if computed is None:
                 continue
-            wanted = base ** (-2 * index / d) * ((1 - kept) / factor + kept)
-            if (np.abs(computed[0][index] / wanted - 1) < margin + 1e-2).all():
+            seen = base ** (-2 * index / d) * ((1 - kept) / factor + kept)
+            if (np.abs(computed[0][index] / seen - 1) < margin + 1e-2).all():
                 yield from (("yarn", base, {**params, **scale}) for scale in scales)
-
-
-def _axial(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
-    if measured.num_axes > 1 and len(measured.inv_freq) % measured.num_axes == 0:
-        own = len(measured.inv_freq) // measured.num_axes
-        base = _ladder(measured.inv_freq[:own], tolerance[:own])[0]
-        for each in rounded(base, range(1, 16)):
-            yield "axial", each, {"num_axes": measured.num_axes}
 
 
 def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[float, float]:
@@ -293,9 +282,8 @@ def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[fl
     if len(size) == 1:
         return 10_000.0, float(size[0])
     weights = size / np.maximum(tolerance, 1e-16)
-    starts_at_one = abs(size[0] - 1) <= tolerance[0]
     logs = np.log(size)
-    if starts_at_one:
+    if abs(size[0] - 1) <= tolerance[0]:
         slope = (weights**2 * index * logs).sum() / (weights**2 * index**2).sum()
         level = 0.0
     else:
@@ -310,15 +298,10 @@ def _prefix(size: Array, tolerance: Array) -> int:
     count = len(size)
     for end in range(2, count + 1):
         base, _ = _ladder(size[:end], tolerance[:end], count)
-        wanted = base ** (-np.arange(end) / count)
-        if (np.abs(wanted - size[:end]) > 2 * tolerance[:end]).any():
+        ladder = base ** (-np.arange(end) / count)
+        if (np.abs(ladder - size[:end]) > 2 * tolerance[:end]).any():
             return end - 1
     return count
-
-
-def _wholes(values: list[float], digits: int) -> list[int]:
-    """The values, rounded to so many digits, as whole numbers."""
-    return list(dict.fromkeys(round(v) for value in values for v in rounded(value, [digits])))
 
 
 def rounded(value: float, digits: Iterable[int]) -> list[float]:
@@ -330,6 +313,16 @@ def rounded(value: float, digits: Iterable[int]) -> list[float]:
     if not 0 < value < math.inf:
         return []
     return list(dict.fromkeys(float(f"{value:.{count - 1}e}") for count in digits))
+
+
+def nearest_length(trained: float) -> int:
+    """The power of two that a length is within its noise, 1e-3; else the whole number next to it.
+
+    >>> nearest_length(4096.7), nearest_length(3000.2)
+    (4096, 3000)
+    """
+    power = 2 ** round(math.log2(trained))
+    return power if abs(power / trained - 1) < 1e-3 else round(trained)
 
 
 def dynamic(
@@ -346,13 +339,11 @@ def dynamic(
         return None
     (near, first), (far, second) = one, two
     slope = (second - first) / (far - near)
-    for digits in range(1, 6):
-        for factor in rounded(1 + slope * near - first, [digits]):
-            trained = factor / slope
-            for length in [n for n in LENGTHS if abs(n / trained - 1) < 1e-3] or [round(trained)]:
-                line = [factor * n / length - (factor - 1) for n in (near, far)]
-                if abs(line[0] / first - 1) < 1e-4 and abs(line[1] / second - 1) < 1e-4:
-                    params = {"factor": factor, "original_max_position_embeddings": length}
-                    computed = compute(("dynamic", base, params), rotary_dim)
-                    return computed and Fit("dynamic", base, params, computed[0], "")
+    for factor in rounded(1 + slope * near - first, range(1, 6)):
+        length = nearest_length(factor / slope)
+        line = [factor * n / length - (factor - 1) for n in (near, far)]
+        if abs(line[0] / first - 1) < 1e-4 and abs(line[1] / second - 1) < 1e-4:
+            params = {"factor": factor, "original_max_position_embeddings": length}
+            computed = compute(("dynamic", base, params), rotary_dim)
+            return computed and Fit("dynamic", base, params, computed[0])
     return None

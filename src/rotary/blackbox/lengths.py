@@ -4,19 +4,19 @@ Both are found by asking for single positions beyond the last one that is unders
 claimed if a formula gives every measured angle there.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..schedules import SCHEDULES
-from .fit import Fit, dynamic
+from .fit import Fit, dynamic, nearest_length
 from .pairs import Pairs, wrapped
 from .probe import Box, Finding
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 CLOSE = 0.02  # rad, beside what float32 angles may be off at a position
 FLOAT32_ANGLE = 5e-6  # rad per rad: float32 angles from float32 formulas
@@ -56,21 +56,6 @@ def shared_positions(box: Box) -> int:
     return first if is_step and np.abs(held - held[0]).max() <= 1e-6 else 1
 
 
-def _agree(angles: Array, position: int, inv_freq: Array) -> bool:
-    allowed = CLOSE + FLOAT32_ANGLE * position * np.abs(inv_freq)
-    return bool((np.abs(wrapped(angles - position * inv_freq)) < allowed).all())
-
-
-def is_by_token(far: Far, position: int) -> bool:
-    """Whether a token keeps its angle when others follow it: its length is its own.
-
-    Raises ValueError if the box cannot be asked so far out.
-    """
-    alone, _ = far.angles([position])
-    followed, _ = far.angles(range(position, position + 64))
-    return bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
-
-
 def with_length(
     far: Far, ladder: Fit, last: int, limit: int, amplitude: float | None
 ) -> tuple[Fit, Finding] | None:
@@ -83,38 +68,51 @@ def with_length(
     formula found so must then give the angle of every pair.
     """
     middles = [p for p in (4 * last, 8 * last, 16 * last) if p < limit]
+    if len(middles) < 2:
+        return None
     try:
-        by_token = bool(middles) and is_by_token(far, middles[0])
+        alone, _ = far.angles(middles[:1])
+        followed, _ = far.angles(range(middles[0], middles[0] + 64))
         far.angles([0])  # a box that remembers the longest row forgets it after a short one
-        found = [far.angles([p - 1, p, p + 1], 1) for p in middles]
+        measured = [far.angles([p - 1, p, p + 1], 1) for p in middles]
     except ValueError:
         return None
-    if len(found) < 2:
-        return None
+    # a token that keeps its angle when others follow it has a length of its own
+    by_token = bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
     lengths = [p + (1 if by_token else 2) for p in middles]
+    angles, sizes = zip(*measured, strict=True)
+    rotary_dim = far.pairs.rotary_dim
 
     def explains(inv_freq: Callable[[int], Array]) -> bool:
-        rows = zip(found, middles, lengths, strict=True)
-        return all(_agree(angles, p, inv_freq(n)) for (angles, _), p, n in rows)
+        for measured, position, length in zip(angles, middles, lengths, strict=True):
+            exact = position * inv_freq(length)
+            allowed = CLOSE + FLOAT32_ANGLE * np.abs(exact)
+            if (np.abs(wrapped(measured - exact)) >= allowed).any():
+                return False
+        return True
 
-    if explains(lambda n: ladder.inv_freq):
-        sizes = [size for _, size in found]
+    if explains(lambda length: ladder.inv_freq):
         if amplitude and max(abs(size / amplitude - 1) for size in sizes) > 1e-3:
             text = f"long rows are times {sizes[0]:.6g}, short ones times {amplitude:.6g}, and "
             text += "frequencies stay (Phi-3.5-MoE in transformers takes the long amplitude alone)"
             return ladder, Finding("amplitude_depends_on_length", text)
         return None
     slow = int(np.argmin(ladder.inv_freq))
-    turned = [float(angles[slow]) for angles, _ in found]
-    if min(turned) <= 0 or ladder.schedule != "default":
+    if min(each[slow] for each in angles) <= 0 or ladder.schedule != "default":
         return None
-    growth = [p * ladder.inv_freq[slow] / angle for p, angle in zip(middles, turned, strict=True)]
+    growth = [
+        float(position * ladder.inv_freq[slow] / each[slow])
+        for position, each in zip(middles, angles, strict=True)
+    ]
     trained = lengths[0] / growth[0]
-    if not by_token and explains(lambda n: ladder.inv_freq * trained / n):
-        text = f"all frequencies are divided by length / {_whole(trained):,}: dynamic linear "
-        return ladder, Finding("dynamic_linear", text + "scaling (TransformerEngine)")
-    grown = dynamic(ladder.base, far.pairs.rotary_dim, *zip(lengths[:2], growth[:2], strict=True))
-    if grown is None or not explains(lambda n: _dynamic_at(grown, far.pairs.rotary_dim, n)):
+    if not by_token and explains(lambda length: ladder.inv_freq * trained / length):
+        text = f"all frequencies are divided by length / {nearest_length(trained):,}: dynamic "
+        return ladder, Finding("dynamic_linear", text + "linear scaling (TransformerEngine)")
+    grown = dynamic(ladder.base, rotary_dim, *zip(lengths[:2], growth[:2], strict=True))
+    if grown is None:
+        return None
+    ntk = partial(SCHEDULES["dynamic"], rotary_dim, grown.base, **grown.params)
+    if not explains(lambda length: ntk(seq_len=length)[0]):
         return None
     text = f"dynamic NTK by {grown.params['factor']:g} from "
     text += f"{grown.params['original_max_position_embeddings']:,} tokens on, base {grown.base:g}: "
@@ -124,16 +122,6 @@ def with_length(
         return grown, Finding("depends_on_position", text)
     text += "frequencies follow the length of each call, so keys that are cached keep those of "
     return grown, Finding("depends_on_length", text + "the call that rotated them")
-
-
-def _whole(trained: float) -> int:
-    power = 2 ** round(math.log2(trained))
-    return power if abs(power / trained - 1) < 1e-3 else round(trained)
-
-
-def _dynamic_at(grown: Fit, rotary_dim: int, length: int) -> Array:
-    inv_freq, _ = SCHEDULES["dynamic"](rotary_dim, grown.base, **grown.params, seq_len=length)
-    return inv_freq.astype(np.float64)
 
 
 # how the first wrong position E, and the one 5 after it, are turned: code, text

@@ -53,12 +53,16 @@ class Pairs(NamedTuple):
         """(..., pairs) in [-pi, pi]."""
         return np.arctan2(self.sin, self.cos)
 
-    def of(self, matrices: Array) -> "Pairs":
-        """The same pairs of other matrices (..., head_dim, head_dim)."""
+    @property
+    def channels(self) -> tuple[Array, Array]:
+        """Where the blocks are in a matrix (head_dim, head_dim): index it with this."""
         read = pair_indices(self.rotary_dim, self.layout, self.start)
         written = pair_indices(self.rotary_dim, self.out_layout, self.start)
-        blocks = matrices[..., written[:, :, None], read[:, None, :]]
-        return self._replace(blocks=blocks.astype(np.float64))
+        return written[:, :, None], read[:, None, :]
+
+    def of(self, matrices: Array) -> "Pairs":
+        """The same pairs of other matrices (..., head_dim, head_dim)."""
+        return self._replace(blocks=matrices[(..., *self.channels)].astype(np.float64))
 
 
 def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
@@ -85,26 +89,13 @@ def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
     for layout, out_layout, rotary_dim in guesses:
         if start + rotary_dim > head_dim:
             continue
-        read = pair_indices(rotary_dim, layout, start)
-        written = pair_indices(rotary_dim, out_layout, start)
+        pairs = Pairs(layout, out_layout, start, rotary_dim, matrices)
         allowed = np.eye(head_dim, dtype=bool)
         allowed[start : start + rotary_dim, start : start + rotary_dim] = False
-        allowed[written[:, :, None], read[:, None, :]] = True
+        allowed[pairs.channels] = True
         if not (reach & ~allowed).any():
-            return Pairs(layout, out_layout, start, rotary_dim, matrices).of(matrices)
+            return pairs.of(matrices)
     return None
-
-
-def passes_through(matrices: Array, pairs: Pairs, tolerance: float) -> bool:
-    """Whether the channels outside the slice are copied as they are.
-
-    >>> quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 3]])
-    >>> passes_through(quarter[None, None], find_pairs(quarter[None, None], 0.0), 0.0)
-    False
-    """
-    outside = np.ones(matrices.shape[-1], bool)
-    outside[pairs.start : pairs.start + pairs.rotary_dim] = False
-    return not (np.abs(matrices[..., outside, outside] - 1) > tolerance).any()
 
 
 def tables_in_other_layout(pairs: Pairs) -> bool:
@@ -132,19 +123,6 @@ def tables_in_other_layout(pairs: Pairs) -> bool:
     return bool(np.abs(wrapped(one - two)).max() < 0.02)  # 0.02: bfloat16 tables
 
 
-def shift_error(pairs: Pairs) -> float:
-    """How far R_p^T R_{p+1} is from being the same at all small positions, of runs (runs, 3).
-
-    >>> turn = np.array([[0.0, -1.0], [1.0, 0.0]])  # a quarter turn at every position but the last
-    >>> blocks = np.stack([np.eye(2), turn, -np.eye(2)])[None, :, None]
-    >>> shift_error(Pairs("half", "half", 0, 2, blocks))
-    0.0
-    """
-    near = pairs.blocks[:7]  # positions up to 64
-    steps = near[:, :-1].swapaxes(-1, -2) @ near[:, 1:]
-    return float(np.abs(steps - steps[0, 0]).max())
-
-
 def wrapped(angles: Array) -> Array:
     """Angles brought to [-pi, pi).
 
@@ -157,13 +135,13 @@ def wrapped(angles: Array) -> Array:
 def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
     """Frequencies of angles (runs, pairs) at `numbers` (runs,), which are 1, 2, 4, ...
 
-    Each run tells the frequency twice as precisely and the turn of the next. Returns them, in
+    Each run gives the frequency twice as precisely and the turn of the next. Returns them, in
     (-pi, pi] rad per position, and the last number at which the angles still went on evenly.
 
     >>> w = np.array([1.0, 0.01])
     >>> numbers = 2 ** np.arange(21)
-    >>> found, last = unwrapped_frequencies(wrapped(numbers[:, None] * w), numbers)
-    >>> bool(np.abs(found - w).max() < 1e-14), last
+    >>> inv_freq, last = unwrapped_frequencies(wrapped(numbers[:, None] * w), numbers)
+    >>> bool(np.abs(inv_freq - w).max() < 1e-14), last
     (True, 1048576)
     """
     frequencies, last = wrapped(angles[0]), int(numbers[0])
@@ -174,18 +152,6 @@ def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
         frequencies = frequencies + correction / number
         last = int(number)
     return np.where(np.abs(frequencies) * last > RESTING, frequencies, 0.0), last
-
-
-def table_type(blocks: Array) -> str:
-    """The coarsest float type that holds every cos and sin.
-
-    >>> table_type(np.array([0.5, 0.1]))
-    'float32'
-    """
-    for name in ("bfloat16", "float16"):
-        if np.array_equal(round_to(blocks, name), blocks):
-            return name
-    return "float32"
 
 
 def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> tuple[str, ...]:
@@ -203,10 +169,10 @@ def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> t
     exact = numbers * inv_freq
     if (np.abs(wrapped(angles - exact)) <= unit).all():
         return ("exact",)
-    tells = (numbers > 0) & (inv_freq != 0) & (np.abs(exact) < FAST)
-    if not tells.any():
+    usable = (numbers > 0) & (inv_freq != 0) & (np.abs(exact) < FAST)
+    if not usable.any():
         return ()
-    limit = (unit + 1e-6 * np.abs(exact))[tells]  # 1e-6: base^x of float32 formulas
+    limit = (unit + 1e-6 * np.abs(exact))[usable]  # 1e-6: base^x of float32 formulas
     # fewest roundings first; of two that explain it, positions are the likelier cause
     choices = sorted(itertools.product(FLOATS, repeat=3), key=lambda c: 3 - c.count("float32"))
     for angle_type, frequency_type, position_type in choices:
@@ -214,12 +180,12 @@ def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> t
         with np.errstate(invalid="ignore", over="ignore"):
             product = round_to(numbers, position_type).astype(np.float32) * rates.astype(np.float32)
             guess = round_to(product.astype(np.float64), angle_type)
-            error = np.abs(wrapped(angles - guess))[tells]
+            error = np.abs(wrapped(angles - guess))[usable]
         if (error <= limit).mean() >= 0.97:  # values near a tie may round the other way
             kinds = zip((position_type, frequency_type, angle_type),
                         ("positions", "frequencies", "angles"), strict=True)  # fmt: skip
-            named = tuple(f"{kind} {name}" for kind, name in kinds if kind != "float32")
-            return named or ("float32 angles",)
+            rounded = tuple(f"{kind} {what}" for kind, what in kinds if kind != "float32")
+            return rounded or ("float32 angles",)
     return ()
 
 
@@ -235,8 +201,8 @@ def is_running_product(
     So llama.cpp computes them, and scales them afterwards. Each product is rounded, and those
     roundings fit the angles several times better than position times frequency does.
     """
-    count, tells = len(inv_freq), (numbers > 0) & (np.abs(numbers * inv_freq) < FAST)
-    if count < 4 or not inv_freq.all() or not tells.any():
+    count, usable = len(inv_freq), (numbers > 0) & (np.abs(numbers * inv_freq) < FAST)
+    if count < 4 or not inv_freq.all() or not usable.any():
         return False
     ratio = (inv_freq[-1] / inv_freq[0]) ** (1 / (count - 1))
     if not np.allclose(inv_freq, inv_freq[0] * ratio ** np.arange(count), atol=0):
@@ -245,14 +211,14 @@ def is_running_product(
     first = numbers[:, :1].astype(np.float32)
 
     def error(guess: Array) -> float:
-        return float(np.abs(wrapped(angles - guess))[tells].mean())
+        return float(np.abs(wrapped(angles - guess.astype(np.float64)))[usable].mean())
 
     def running(step: Any) -> Array:
         steps = np.full((len(first), count - 1), step, np.float32)
         products = np.multiply.accumulate(np.concatenate([first, steps], axis=1), axis=1)
-        return (products * scale).astype(np.float64)
+        return products * scale
 
     middle = np.float32(ratio)
     steps = (middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(2)))
     plain = first * measured.astype(np.float32)
-    return min(error(running(step)) for step in steps) < error(plain.astype(np.float64)) / 4
+    return min(error(running(step)) for step in steps) < error(plain) / 4

@@ -7,7 +7,8 @@ turns whatever goes wrong into a ValueError of one line.
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,11 @@ Array = npt.NDArray[Any]
 LIBRARIES = ("numpy", "torch")
 UNITS = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of x
 LONG_ROWS = (1024, 4096, 16384)  # tokens: enough to pass the usual trained lengths
-TABLES = ("tile", "repeat", "half")  # cat(c, c), repeat_interleave(c, 2), c alone
+TABLES: Mapping[str, Callable[[Array], Array]] = {  # how the columns of a table follow each other
+    "tile": lambda table: np.concatenate([table, table], -1),
+    "repeat": lambda table: np.repeat(table, 2, -1),
+    "half": lambda table: table,
+}
 MAX_INDEXED = 256  # positions that are token numbers cost memory: head_dim^2 for each of them
 
 
@@ -59,22 +64,23 @@ class Box:
 
     def call(self, x: Array, positions: Array) -> tuple[Array, bool]:
         """The rotated x, and whether the callable wrote over the x it was given."""
-        given = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
-        before = to_numpy(given)
-        wanted = tuple(given.shape)
+        converted = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
+        before = to_numpy(converted)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a box may complain about far positions
             try:
-                result = self.invoke(given, positions)
-                shape, values = tuple(np.shape(result)), to_numpy(result)
+                result = self.invoke(converted, positions)
+                shape, values = np.shape(result), to_numpy(result)
             except Exception as error:  # whatever a stranger's code raises
                 raise ValueError(f"the callable raised {one_line(error)}") from error
-        if shape != wanted:
-            raise ValueError(f"the callable returned shape {shape} for x of shape {wanted}")
+        if tuple(shape) != before.shape:
+            raise ValueError(
+                f"the callable returned shape {tuple(shape)} for x of shape {before.shape}"
+            )
         if not np.isfinite(values).all():
             raise ValueError("the callable returned numbers that are not finite")
         values = values if self.seq_dim == -2 else values.swapaxes(1, 2)
-        return values, not np.array_equal(before, to_numpy(given))
+        return values, not np.array_equal(before, to_numpy(converted))
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
         """Positions (seq,) or (seq, axes): on one axis, the others 0, or the same on all."""
@@ -91,13 +97,13 @@ class Box:
         With `by_index` the numbers must be consecutive.
         """
         lead = numbers[0] if self.by_index else 0
-        wanted = np.concatenate([np.arange(lead), numbers])
+        tokens = np.concatenate([np.arange(lead), numbers])
         # head h carries the h-th basis vector, at every token; there is one more head where there
         # would be as many as tokens, which a callable may refuse
-        heads = self.head_dim + (len(wanted) == self.head_dim)
+        heads = self.head_dim + (len(tokens) == self.head_dim)
         eye = np.eye(heads, self.head_dim)
-        x = np.broadcast_to(eye[None, :, None], (1, heads, len(wanted), self.head_dim))
-        rotated = self(x, self.positions(wanted, axis))[0, : self.head_dim, lead:]
+        x = np.broadcast_to(eye[None, :, None], (1, heads, len(tokens), self.head_dim))
+        rotated = self(x, self.positions(tokens, axis))[0, : self.head_dim, lead:]
         return rotated.transpose(1, 2, 0).astype(np.float32 if self.dtype != "float64" else None)
 
 
@@ -118,22 +124,8 @@ def one_line(error: BaseException) -> str:
     >>> one_line(KeyError("a"))
     "KeyError: 'a'"
     """
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__
-
-
-def converter(library: str, dtype: str) -> Callable[[Array], Any]:
-    """What turns a float64 NumPy array into an array of a library; integers stay integers.
-
-    >>> converter("numpy", "float32")(np.ones(1)).dtype
-    dtype('float32')
-    """
-    if library == "torch":
-        import torch
-
-        kind = getattr(torch, dtype)
-        return lambda a: torch.tensor(a.copy(), dtype=kind if a.dtype.kind == "f" else torch.int64)
-    return lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def form_of(fn: Callable[..., Any]) -> str:
@@ -162,15 +154,15 @@ def boxes_with_positions(
     fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, axes: int
 ) -> Iterator[tuple[str, Box]]:
     """Ways to call f(x, positions): by library, and positions without and with a batch axis."""
-    for name, convert in _libraries(library, dtype):
-        for lead in (0, 1):
+    for name, convert in _converters(library, dtype):
+        for by_row in (False, True):
 
-            def invoke(x: Any, p: Array, convert: Any = convert, lead: int = lead) -> Any:
-                is_one_row = p.ndim == (1 if axes == 1 else 2)
-                return fn(x, convert(p.reshape((1,) * (lead * is_one_row) + p.shape)))
+            def invoke(x: Any, p: Array, convert: Any = convert, by_row: bool = by_row) -> Any:
+                is_one_row = by_row and p.ndim == (1 if axes == 1 else 2)
+                return fn(x, convert(p[None] if is_one_row else p))
 
-            shape = "(1, seq" if lead else "(seq"
-            box = Box(invoke, convert, head_dim, seq_dim, axes, dtype, by_row=bool(lead))
+            shape = "(1, seq" if by_row else "(seq"
+            box = Box(invoke, convert, head_dim, seq_dim, axes, dtype, by_row=by_row)
             yield f"{name}, positions {shape})", box
 
 
@@ -184,14 +176,14 @@ def boxes_with_tables(
     order: str,
 ) -> Iterator[tuple[str, tuple[Box, Box]]]:
     """Ways to call f(q, k, cos, sin), with cos and sin in one `order`: boxes of q and of k."""
-    for name, convert in _libraries(library, dtype):
+    for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
 
             def invoke(
                 which: int, x: Any, p: Array, convert: Any = convert, lead: Any = lead
             ) -> Any:
                 angles = p[:, None] * inv_freq
-                tables = [_ordered(table, order) for table in (np.cos(angles), np.sin(angles))]
+                tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
                 cos, sin = (convert(t.reshape(lead + t.shape)) for t in tables)
                 other = x * 1  # rotated as well, and of no interest
                 results = fn(x, other, cos, sin) if which == 0 else fn(other, x, cos, sin)
@@ -206,26 +198,28 @@ def boxes_with_tables(
             yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
 
 
-def _ordered(table: Array, order: str) -> Array:
-    if order == "half":
-        return table
-    return np.repeat(table, 2, -1) if order == "repeat" else np.concatenate([table, table], -1)
-
-
-def _libraries(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
-    for name in LIBRARIES if library is None else (library,):
-        if name == "numpy" and dtype == "bfloat16":
-            continue
-        try:
-            yield name, converter(name, dtype)
-        except ImportError:
-            if library is not None:
-                raise ValueError(f"{name} is not installed") from None
+def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
+    """By library: what makes its array of a float64 NumPy array; integers stay integers."""
+    if library != "torch" and dtype != "bfloat16":  # which NumPy has not
+        yield "numpy", lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
+    if library == "numpy":
+        return
+    try:
+        import torch
+    except ImportError:
+        if library is not None:
+            raise ValueError(f"{library} is not installed") from None
+        return
+    kind = getattr(torch, dtype)
+    yield (
+        "torch",
+        lambda a: torch.tensor(a.copy(), dtype=kind if a.dtype.kind == "f" else torch.int64),
+    )
 
 
 def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
     """The first way to call that returns finite numbers of the right shape; ValueError if none."""
-    refusals: dict[str, str] = {}
+    refusals: dict[str, str] = {}  # the error, and the first way that gave it
     for name, way in ways:
         try:
             for box in way if isinstance(way, tuple) else (way,):
@@ -249,77 +243,70 @@ def check(box: Box) -> list[Finding]:
     numbers = np.arange(3, 8)
     x, other, positions = _sample(box, 1, 3, 5), _sample(box, 1, 3, 5, 1), box.positions(numbers)
     y, wrote = box.call(x, positions)
-    found = [Finding("overwrites_input", "writes over the x it is given")] if wrote else []
+    findings = [Finding("overwrites_input", "writes over the x it is given")] if wrote else []
+    allowed = (2e-5 + 8 * UNITS[box.dtype]) * (float(np.abs(y).max()) or 1.0)
 
     def differ(one: Array, two: Array) -> bool:
-        size = float(np.abs(y).max()) or 1.0
-        return bool(np.abs(one - two).max() > (2e-5 + 8 * UNITS[box.dtype]) * size)
+        return bool(np.abs(one - two).max() > allowed)
 
-    def tell(is_true: bool, code: str, text: str) -> None:
+    def add_if(is_true: bool, code: str, text: str) -> None:
         if is_true:
-            found.append(Finding(code, text))
+            findings.append(Finding(code, text))
 
     if differ(box(x, positions), y):
-        return [*found, Finding("not_repeatable", "the same call gives another result")]
+        return [*findings, Finding("not_repeatable", "the same call gives another result")]
     mixed = box(2 * x - 3 * other, positions)
     if differ(mixed, 2 * y - 3 * box(other, positions)):
-        return [*found, Finding("not_linear", "not linear in x: it normalises, adds or clips")]
+        return [*findings, Finding("not_linear", "not linear in x: it normalises, adds or clips")]
 
-    others = [1, 2]
     lone = x.copy()
-    lone[:, others] = 0
-    tell(differ(box(lone, positions)[:, others], lone[:, others]),
-         "mixes_heads", "the result of one head depends on another head")  # fmt: skip
+    lone[:, 1:] = 0
+    add_if(differ(box(lone, positions)[:, 1:], lone[:, 1:]),
+           "mixes_heads", "the result of one head depends on another head")  # fmt: skip
     order = [1, 2, 0]  # not its own inverse, which a box that swaps heads might be as well
     if differ(box(x[:, order], positions), y[:, order]):
         turned = box(np.broadcast_to(x[:, :1, :1], x.shape), positions)
         size = np.linalg.norm(turned, axis=-1)
         if not differ(turned, turned[:, :, :1]) and np.ptp(size) < 1e-3 * size.max():
-            return [*found, Finding("heads_as_positions", "each head is turned by an angle of its "
-                                    "own and tokens are not: heads are taken for tokens, or "
-                                    "seq_dim is the other one")]  # fmt: skip
-        found.append(Finding("heads_differ", "heads are not all treated alike"))
+            return [*findings, Finding("heads_as_positions", "each head is turned by an angle of "
+                                       "its own and tokens are not: heads are taken for tokens, or "
+                                       "seq_dim is the other one")]  # fmt: skip
+        findings.append(Finding("heads_differ", "heads are not all treated alike"))
     others = [0, 2, 3, 4]
     lone = x.copy()
     lone[:, :, others] = 0
-    tell(differ(box(lone, positions)[:, :, others], lone[:, :, others]),
-         "mixes_tokens", "the result of one token depends on another token")  # fmt: skip
-    for what, lone in (("head", x[:, :1]), ("token", x[:, :, :1])) if not found else ():
-        wanted = y[:, : lone.shape[1], : lone.shape[2]]
+    add_if(differ(box(lone, positions)[:, :, others], lone[:, :, others]),
+           "mixes_tokens", "the result of one token depends on another token")  # fmt: skip
+    for what, lone in (("head", x[:, :1]), ("token", x[:, :, :1])) if not findings else ():
         for rows in (1, 2):  # 2: a kernel may forget all rows of a batch but the first
-            try:
+            with suppress(ValueError):  # to refuse is not wrong
                 alone = box(np.repeat(lone, rows, axis=0), positions[: lone.shape[2]])
-            except ValueError:
-                continue  # to refuse is not wrong
-            tell(differ(alone[-1:], wanted), "depends_on_shape", f"a {what} alone is turned "
-                 f"otherwise than among others, in a batch of {rows}")  # fmt: skip
+                add_if(differ(alone[-1:], y[:, : lone.shape[1], : lone.shape[2]]),
+                       "depends_on_shape", f"a {what} alone is turned otherwise than among "
+                       f"others, in a batch of {rows}")  # fmt: skip
     try:
         both = box(np.concatenate([other, x]), positions)
+        add_if(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")
     except ValueError as error:
-        tell(True, "refuses_batch", f"refuses a batch of two: {error}")
-    else:
-        tell(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")
-    later = box(x, box.positions(numbers + 7))
+        add_if(True, "refuses_batch", f"refuses a batch of two: {error}")
+    shifted = box.positions(numbers + 7)
+    later = box(x, shifted)
     if box.by_row:
-        own = np.stack([positions, box.positions(numbers + 7)])
-        try:
-            both = box(np.concatenate([x, x]), own)
-        except ValueError:
-            pass  # to refuse is not wrong
-        else:
-            tell(differ(both, np.concatenate([y, later])), "rows_share_positions",
-                 "rows of a batch are not turned by positions of their own")  # fmt: skip
+        with suppress(ValueError):
+            both = box(np.concatenate([x, x]), np.stack([positions, shifted]))
+            add_if(differ(both, np.concatenate([y, later])), "rows_share_positions",
+                   "rows of a batch are not turned by positions of their own")  # fmt: skip
     if not differ(later, y):
-        tell(True, "positions_ignored", "the positions it is given change nothing")
-    else:
-        jumps = box.positions([3, 11, 4, 20, 9])
-        try:
-            goes_on = differ(box(x, jumps)[:, :, 1], later[:, :, 1])
-            text = "reads only where the positions begin: they must be consecutive, so packing and "
-            tell(goes_on, "positions_consecutive", text + "padding go wrong")
-        except ValueError as error:
-            tell(True, "positions_consecutive", f"refuses positions with gaps: {error}")
-    return found
+        add_if(True, "positions_ignored", "the positions it is given change nothing")
+        return findings
+    try:
+        jumped = box(x, box.positions([3, 11, 4, 20, 9]))
+        text = "reads only where the positions begin: they must be consecutive, so packing and "
+        text += "padding go wrong"
+        add_if(differ(jumped[:, :, 1], later[:, :, 1]), "positions_consecutive", text)
+    except ValueError as error:
+        add_if(True, "positions_consecutive", f"refuses positions with gaps: {error}")
+    return findings
 
 
 def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, list[Finding]]:
@@ -330,46 +317,38 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
     x = _sample(box, 1, 2, 3)
     near = box.positions([17, 18, 19])
     before = box(x, near)
-    found, safe = [], None
+    findings, safe = [], None
 
-    def differs(row: Array, positions: Any) -> bool | None:
+    def differ(one: Array, two: Array) -> bool:
+        return bool(np.abs(one - two).max() > 2e-5 + 16 * UNITS[box.dtype])
+
+    def changes(row: Array, numbers: Any) -> bool | None:
+        """Whether the first token of a row is turned otherwise; None if the row is refused."""
         try:
-            after = box(row, box.positions(positions))[:, :, :1]
+            return differ(box(row, box.positions(numbers))[:, :, :1], before[:, :, :1])
         except ValueError:
             return None
-        return bool(np.abs(after - before[:, :, :1]).max() > 2e-5 + 16 * UNITS[box.dtype])
 
     far = 32
-    while jumps and far <= limit and (changed := differs(x, [17, 18, far])) is not None:
+    while jumps and far <= limit and (changed := changes(x, [17, 18, far])) is not None:
         if changed:
             safe = far // 2
-            found = [Finding("depends_on_length", f"results change when the row reaches a "
-                             f"length between {safe + 2} and {far + 1}")]  # fmt: skip
-            found += _batch_dependence(box, x, far)
+            findings = [Finding("depends_on_length", f"results change when the row reaches a "
+                                f"length between {safe + 2} and {far + 1}")]  # fmt: skip
             break
         far *= 2
-    for seq in [seq for seq in LONG_ROWS if seq <= limit and not found]:
+    if findings and box.by_row:
+        with suppress(ValueError):
+            rows = np.stack([near, box.positions([17, 18, far])])
+            if differ(box(np.concatenate([x, x]), rows)[:1], box(x, near)):
+                text = "a short row is turned otherwise next to a long one: the length is that of "
+                findings.append(Finding("depends_on_batch", text + "the batch"))
+    for seq in [seq for seq in LONG_ROWS if seq <= limit and not findings]:
         row = np.concatenate([x, np.zeros((1, 2, seq - 3, box.head_dim))], axis=2)
-        if differs(row, np.arange(17, 17 + seq)):
+        if changes(row, np.arange(17, 17 + seq)):
             safe = seq // 4
-            found = [Finding("depends_on_length", f"rows of {seq} tokens are turned otherwise")]
+            findings = [Finding("depends_on_length", f"rows of {seq} tokens are turned otherwise")]
             break
-    if np.abs(box(x, near) - before).max() > 2e-5 + 16 * UNITS[box.dtype]:
-        found.append(Finding("remembers_length", "after a long row a short one changes"))
-    return safe, found
-
-
-def _batch_dependence(box: Box, x: Array, far: int) -> list[Finding]:
-    """Whether a short row is turned otherwise next to one that reaches position `far`."""
-    if not box.by_row:
-        return []
-    short, long = box.positions([17, 18, 19]), box.positions([17, 18, far])
-    try:
-        both = box(np.concatenate([x, x]), np.stack([short, long]))[:1]
-        alone = box(x, short)
-    except ValueError:
-        return []
-    if np.abs(both - alone).max() <= 2e-5 + 16 * UNITS[box.dtype]:
-        return []
-    text = "a short row is turned otherwise next to a long one: the length is that of the batch"
-    return [Finding("depends_on_batch", text)]
+    if differ(box(x, near), before):
+        findings.append(Finding("remembers_length", "after a long row a short one changes"))
+    return safe, findings
