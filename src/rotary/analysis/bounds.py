@@ -15,10 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..spec import Rotary
-from .spectrum import MAX_LENGTH, frequencies, still_pairs, whole_number, whole_numbers
-
-Array = npt.NDArray[np.float64]
-Axes = tuple[int, ...] | None
+from .spectrum import (
+    MAX_LENGTH,
+    Array,
+    Axes,
+    frequencies,
+    still_pairs,
+    whole_number,
+    whole_numbers,
+)
 
 _ROW = 512  # distances that share one start
 _BLOCK = 2**16  # distances that are held at once

@@ -20,14 +20,13 @@ from ..angles import inv_freq, turns
 from ..layouts import pair_slices
 from ..rotate import rotate
 from ..spec import Rotary
-from .spectrum import MAX_LENGTH, frequencies, whole_numbers
+from .spectrum import MAX_LENGTH, Array, Axes, frequencies, whole_numbers
 
-Array = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
 Whole = npt.NDArray[np.int64]
 Turns = npt.NDArray[np.uint64]
 Like = npt.ArrayLike
-Axes = tuple[int, ...] | None
+
 
 MAX_VALUES = 2**26  # of one result: 512 MiB of float64
 _BLOCK = 2**17  # phasors at a time: 2 MiB, which a cache holds

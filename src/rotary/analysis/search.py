@@ -23,9 +23,8 @@ import numpy.typing as npt
 from ..spec import Rotary
 from . import loops
 from .bounds import first_failure, similarity
-from .spectrum import MAX_LENGTH, still_pairs, whole_number
+from .spectrum import MAX_LENGTH, Array, still_pairs, whole_number
 
-Array = npt.NDArray[np.float64]
 Stop = npt.NDArray[np.int64]
 Progress = Callable[[float], None] | None
 

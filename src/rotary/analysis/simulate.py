@@ -7,8 +7,8 @@ import numpy as np
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .decay import Array, Axes, Like, angles_at
-from .spectrum import MAX_LENGTH, number, still_pairs, whole_number
+from .decay import Like, angles_at
+from .spectrum import MAX_LENGTH, Array, Axes, number, still_pairs, whole_number
 
 MAX_DRAWS = 2**18
 MAX_SIZES = 2**27  # trials x pairs: 1 GiB of float64

@@ -10,6 +10,7 @@ from ..angles import inv_freq
 from ..spec import Rotary
 
 Array = npt.NDArray[np.float64]
+Axes = tuple[int, ...] | None  # which axes of the position move; None: all, as in text
 MAX_LENGTH = 2**24  # tokens; what one array of float64 holds in 128 MiB
 MAX_ANGLES = 2**27  # in one answer that has a value for every position and pair: 1 GiB
 
@@ -27,9 +28,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGT
     return int(value)
 
 
-def frequencies(
-    spec: Rotary, seq_len: int | None = None, *, axes: tuple[int, ...] | None = None
-) -> Array:
+def frequencies(spec: Rotary, seq_len: int | None = None, *, axes: Axes = None) -> Array:
     """(pairs,) float64: |inv_freq| in rad per token; 0 where no axis of `axes` moves the pair.
 
     seq_len  length of the row, for the schedules that depend on it

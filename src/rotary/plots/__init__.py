@@ -28,25 +28,3 @@ from .spectrum import angle_coverage as angle_coverage
 from .spectrum import cosine_map as cosine_map
 from .spectrum import frequency_ratio as frequency_ratio
 from .spectrum import wavelengths as wavelengths
-
-__all__ = [
-    "angle_coverage",
-    "base_bound",
-    "comb",
-    "cosine_map",
-    "decay",
-    "frequency_ratio",
-    "gallery",
-    "grid",
-    "layout",
-    "precision",
-    "rendered",
-    "roofline",
-    "save",
-    "scores",
-    "similarity",
-    "terms",
-    "unit_circle",
-    "walk",
-    "wavelengths",
-]

@@ -6,15 +6,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..analysis import decay as numbers
-from ..analysis.spectrum import whole_number, whole_numbers
-from ..angles import inv_freq
+from ..analysis.spectrum import Axes, whole_number, whole_numbers
 from ..spec import Rotary
 from .points import extremes, log_bins, means, spaced
-from .style import BLUE, GREEN, GREY, VERMILLION, Entry, Specs, curve, label, legend, named, panels
+from .style import (
+    BLUE,
+    GREEN,
+    GREY,
+    VERMILLION,
+    Specs,
+    amplitude,
+    curve,
+    curves,
+    label,
+    legend,
+    named,
+    panels,
+)
 
 DRAWS = 32  # random queries and keys
 SAMPLES = 256  # distances for which scores are computed
@@ -26,7 +37,7 @@ def decay(
     length: int = 4096,
     *,
     seq_len: int | None = None,
-    axes: tuple[int, ...] | None = None,
+    axes: Axes = None,
 ) -> Figure:
     """Mean |S_j| against distance, log scale: the factor of the bound that decays with distance.
 
@@ -39,20 +50,16 @@ def decay(
     """
     length = whole_number("length", length)
     starts = log_bins(length)
-    figure, (panel,) = panels()
-    entries: list[Entry] = []
-    for index, (name, spec) in enumerate(named(specs).items()):
+    figure, (panel,) = panels(log="x")
+    entries = []
+    for name, spec, style in curves(specs):
         values = numbers.decay_curve(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
         low, high = (values[at] for at in extremes(values, starts))
-        style = curve(index)
         panel.fill_between(starts, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        line = panel.plot(starts, means(values, starts), linewidth=1.3, **style)[0]
-        entries.append((name, line))
-    panel.set_xscale("log")
+        entries += [(name, panel.plot(starts, means(values, starts), linewidth=1.3, **style)[0])]
     panel.set_ylim(bottom=0)
     label(panel, DISTANCE, "mean |S_j|, pairs", "Long-term decay of the bound")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def scores(
@@ -61,7 +68,7 @@ def scores(
     *,
     seed: int = 0,
     seq_len: int | None = None,
-    axes: tuple[int, ...] | None = None,
+    axes: Axes = None,
 ) -> Figure:
     """Scores of random queries and keys against distance, beside their bound; both log scales.
 
@@ -83,27 +90,17 @@ def scores(
     random = numbers.score(spec, q, k, at, **options) / scale
     bound = numbers.score_bound(spec, q, k, at, **options) / scale
     same = numbers.score(spec, q, q, at, **options) / scale
-    figure, (left, right) = panels(1, 2, width=9.5)
+    figure, (left, right) = panels(1, 2, width=9.5, log="x")
+    left.set_yscale("log")
     size = left.plot(at, np.sqrt((random**2).mean(axis=0)), color=BLUE)[0]
     above = left.plot(at, bound.mean(axis=0), color=VERMILLION)[0]
     alike = right.plot(at, same.mean(axis=0), color=GREEN)[0]
     right.axhline(0, color=GREY, linewidth=0.8)
-    left.set_xscale("log")
-    right.set_xscale("log")
-    left.set_yscale("log")
-    factor = inv_freq(spec, seq_len)[1]
-    amplitude = "" if factor == 1 else f", attention factor {factor:.4g}"
-    label(left, DISTANCE, "score / sqrt(head_dim)", f"Independent query and key{amplitude}")
+    title = f"Independent query and key{amplitude(spec, seq_len)}"
+    label(left, DISTANCE, "score / sqrt(head_dim)", title)
     label(right, DISTANCE, "score / sqrt(head_dim)", "Key equal to the query")
-    legend(
-        figure,
-        [
-            ("left: mean bound, equation 37", above),
-            ("left: root mean square", size),
-            ("right: mean over queries", alike),
-        ],
-    )
-    return figure
+    names = "left: mean bound, equation 37", "left: root mean square", "right: mean over queries"
+    return legend(figure, list(zip(names, (above, size, alike), strict=True)))
 
 
 def walk(
@@ -111,7 +108,7 @@ def walk(
     distances: Sequence[int] = (1, 10, 100, 1000),
     *,
     seq_len: int | None = None,
-    axes: tuple[int, ...] | None = None,
+    axes: Axes = None,
 ) -> Figure:
     """S_j as a walk in the plane, one step of length 1 for each pair, for up to 7 distances.
 
@@ -127,7 +124,7 @@ def walk(
         raise ValueError(f"distances must be 1 to 7 whole numbers, got {len(at)}")
     sums = numbers.partial_sums(spec, at, seq_len=seq_len, axes=axes)
     figure, (panel,) = panels(height=5)
-    entries: list[Entry] = []
+    entries = []
     for index, (distance, path) in enumerate(zip(at.tolist(), sums, strict=True)):
         line = panel.plot(
             path.real, path.imag, marker=".", markersize=3, linewidth=1, **curve(index)
@@ -137,8 +134,7 @@ def walk(
     panel.plot([0], [0], "o", markersize=9, markerfacecolor="none", color=GREY)
     panel.set_aspect("equal", adjustable="datalim")
     label(panel, "real part, pairs", "imaginary part, pairs", "Partial sums as a walk")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def terms(
@@ -167,7 +163,7 @@ def terms(
     pairs = np.arange(each.size)
     figure, (top, bottom) = panels(2, 1, height=5.5, sharex=True)
     up, down = (np.where(sign * each > 0, each, 0.0) for sign in (1, -1))
-    entries: list[Entry] = [
+    entries = [
         ("pairs that add", top.bar(pairs, up, width=0.85, color=BLUE)[0]),
         ("pairs that take away", top.bar(pairs, down, width=0.85, color=VERMILLION)[0]),
     ]
@@ -177,17 +173,12 @@ def terms(
         pairs, total = np.append(pairs, place), np.append(total, total[-1] + still)
         bar = top.bar([place], [still], width=0.85, color=GREEN)
         entries.append(("channels that are not rotated", bar[0]))
-        _ticks(bottom, each.size, place)
+        step = -(-each.size // 8)
+        shown = [pair for pair in range(0, each.size, step) if place - pair > step / 2]
+        bottom.set_xticks([*shown, place], [*map(str, shown), "rest"])
     bottom.plot(pairs, total, marker=".", linewidth=1, color="black")
     for panel in (top, bottom):
         panel.axhline(0, color=GREY, linewidth=0.8)
     label(top, "", "term of the score", f"Terms of a score {distance:,} tokens apart")
     label(bottom, "pair", "sum of the terms", f"The sum ends at the score, {total[-1]:.4g}")
-    legend(figure, entries)
-    return figure
-
-
-def _ticks(panel: Axes, pairs: int, rest: int) -> None:
-    step = -(-pairs // 8)
-    shown = [pair for pair in range(0, pairs, step) if rest - pair > step / 2]
-    panel.set_xticks([*shown, rest], [*map(str, shown), "rest"])
+    return legend(figure, entries)

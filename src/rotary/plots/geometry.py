@@ -15,7 +15,7 @@ from ..analysis.spectrum import wavelengths, whole_number, whole_numbers
 from ..layouts import LAYOUTS, pair_indices, row_permutation
 from ..spec import Rotary
 from .points import MAX_POINTS
-from .style import BLUE, GREY, VERMILLION, Entry, curve, label, legend, named, panels, write
+from .style import BLUE, GREY, VERMILLION, curve, label, legend, named, panels, write
 
 MAX_CIRCLES = 8
 ARROWS = ((BLUE, 3.0), (VERMILLION, 1.5))  # colour and width, before and after
@@ -52,11 +52,11 @@ def unit_circle(
     turns_in = wavelengths(spec, seq_len)
     columns = min(4, len(chosen)) if len(chosen) != 6 else 3
     rows = -(-len(chosen) // columns)
-    figure, found = panels(rows, columns, width=2.2 * columns + 0.6, height=2.5 * rows + 0.6)
-    for panel in found[len(chosen) :]:
+    figure, circles = panels(rows, columns, width=2.2 * columns + 0.6, height=2.5 * rows + 0.6)
+    for panel in circles[len(chosen) :]:
         panel.remove()
     arrows: list[Artist] = []
-    for panel, pair in zip(found, chosen, strict=False):
+    for panel, pair in zip(circles, chosen, strict=False):
         panel.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.8))
         arrows = [
             panel.plot(
@@ -68,12 +68,11 @@ def unit_circle(
         panel.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
         panel.set_axis_off()
         length = turns_in[pair]
-        said = f"{length:,.{1 if length < 1000 else 0}f} tokens a turn"
-        said = said if np.isfinite(length) else "stands still"
-        panel.set_title(f"pair {pair}: {said}", fontsize=9)
+        text = f"{length:,.{1 if length < 1000 else 0}f} tokens a turn"
+        text = text if np.isfinite(length) else "stands still"
+        panel.set_title(f"pair {pair}: {text}", fontsize=9)
     names = (f"position {at[0]:,}", f"position {at[1]:,}")
-    legend(figure, list(zip(names, arrows, strict=True)))
-    return figure
+    return legend(figure, list(zip(names, arrows, strict=True)))
 
 
 def layout(spec: Rotary, *, num_heads: int = 4, num_key_heads: int = 2) -> Figure:
@@ -90,8 +89,7 @@ def layout(spec: Rotary, *, num_heads: int = 4, num_key_heads: int = 2) -> Figur
     (spec,) = named(spec, 1).values()
     counts = [whole_number("num_heads", num_heads), whole_number("num_key_heads", num_key_heads)]
     whole_number("num_heads x head_dim", max(counts) * spec.head_dim, 1, MAX_POINTS)
-    figure = panels(1, 1, width=8, height=7)[0]
-    figure.clear()
+    figure = Figure(figsize=(8, 7), layout="constrained", dpi=100)
     rows = figure.add_gridspec(3, 2, height_ratios=[0.5, 0.5, 4])
     for row, name in enumerate(LAYOUTS):
         strip = figure.add_subplot(rows[row, :])
@@ -126,14 +124,16 @@ def _strip(panel: Axes, spec: Rotary, name: str) -> None:
     panel.set_yticks([])
     roles = [role for role, own in (("read", spec.layout), ("written", spec.out_layout))
              if own == name]  # fmt: skip
-    said = f", {' and '.join(roles)} by this spec" if roles else ""
-    panel.set_title(f"{name}{said}", loc="left", fontsize=10)
+    by_spec = f", {' and '.join(roles)} by this spec" if roles else ""
+    panel.set_title(f"{name}{by_spec}", loc="left", fontsize=10)
     if spec.head_dim <= 32:
         for channel, pair in enumerate(pairs):
-            dark = pair < len(members) / 2
             text = "" if np.isnan(pair) else f"{pair:.0f}"
-            write(panel, channel, 0, text, ha="center", va="center",
-                  color="white" if dark else "black")  # fmt: skip
+            _write_inside(panel, channel, 0, text, is_dark=pair < len(members) / 2)
+
+
+def _write_inside(panel: Axes, x: float, y: float, text: str, *, is_dark: bool) -> None:
+    write(panel, x, y, text, ha="center", va="center", color="white" if is_dark else "black")
 
 
 def grid(spec: Rotary, *, positions: npt.ArrayLike | None = None, ranks: int = 4) -> Figure:
@@ -156,7 +156,7 @@ def grid(spec: Rotary, *, positions: npt.ArrayLike | None = None, ranks: int = 4
     names = AXIS_NAMES.get(spec.num_axes, tuple(f"axis {a}" for a in range(spec.num_axes)))
     length = wavelengths(spec)
     driven = np.array(spec.axes or (0,) * length.size)
-    entries: list[Entry] = []
+    entries = []
     for axis, name in enumerate(names):
         pairs = np.flatnonzero(driven == axis)
         style = {"color": curve(axis)["color"], "marker": "os^Dv<>"[axis % 7]}
@@ -167,8 +167,7 @@ def grid(spec: Rotary, *, positions: npt.ArrayLike | None = None, ranks: int = 4
     label(bands, "pair", "wavelength, tokens", "The axis that drives each pair")
     label(places, "token", "position", "Position on each axis")
     _ranks(shares, len(ids), ranks)
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def _ids(spec: Rotary, positions: npt.ArrayLike | None) -> npt.NDArray[np.float64]:
@@ -204,8 +203,7 @@ def _ranks(panel: Axes, tokens: int, ranks: int) -> None:
     for row, owner in enumerate(rows.values()):
         starts = np.flatnonzero(np.diff(owner, prepend=-1))
         for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
-            if stop - start < tokens / 40:  # no room for its number
-                continue
-            write(panel, (start + stop - 1) / 2, row, str(owner[start]), ha="center", va="center",
-                  color="white" if owner[start] < ranks / 2 else "black")  # fmt: skip
+            if stop - start >= tokens / 40:  # else there is no room for its number
+                middle, rank = (start + stop - 1) / 2, owner[start]
+                _write_inside(panel, middle, row, str(rank), is_dark=rank < ranks / 2)
     label(panel, "token", "", f"Rank of each token, of {ranks} in context parallelism")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from ..analysis import bounds, spectrum
 from ..analysis.spectrum import whole_number
 from ..spec import Rotary
-from .style import GREY, Entry, Specs, curve, label, legend, named, panels, plain, write
+from .style import GREY, Specs, curve, label, legend, named, panels, plain, scaling, write
 
 MAX_ROWS = 40
 MAX_MEASURED = 4096
@@ -40,19 +40,15 @@ def gallery(
     """
     length = whole_number("length", length)
     models = named(specs, MAX_ROWS)
-    sizes: list[int | None]
-    if isinstance(seq_len, Mapping):
-        at = {plain(name): size for name, size in seq_len.items()}
-        if unknown := set(at) - set(models):
-            raise ValueError(f"seq_len names {sorted(unknown)[0]!r}, which is not among the specs")
-        sizes = [at.get(name) for name in models]
-    else:
-        sizes = [seq_len] * len(models)
-    drawn = list(zip(models.items(), sizes, strict=True))
-    rows = [_cells(name, spec, length, size) for (name, spec), size in drawn]
+    if not isinstance(seq_len, Mapping):
+        seq_len = dict.fromkeys(models, seq_len) if seq_len is not None else {}
+    sizes = {plain(name): size for name, size in seq_len.items()}
+    if unknown := set(sizes) - set(models):
+        raise ValueError(f"seq_len names {sorted(unknown)[0]!r}, which is not among the specs")
+    rows = [_cells(name, spec, length, sizes.get(name)) for name, spec in models.items()]
     figure, (panel,) = panels(width=12, height=1.6 + 0.27 * len(rows))
     panel.set_axis_off()
-    waves = [np.log10(spectrum.wavelengths(spec, size)) for (_, spec), size in drawn]
+    waves = [np.log10(spectrum.wavelengths(s, sizes.get(name))) for name, s in models.items()]
     moving = np.concatenate([wave[np.isfinite(wave)] for wave in waves])
     low, high = (moving.min(), moving.max()) if moving.size else (0.0, 1.0)
     for heading, x in (*COLUMNS, ("wavelength of every pair", STRIP[0])):
@@ -77,9 +73,7 @@ def _cells(name: str, spec: Rotary, length: int, seq_len: int | None) -> tuple[s
     width = f"{spec.rotary_dim}"
     width += f" of {spec.head_dim}" if spec.rotary_dim < spec.head_dim else ""
     pairs = spec.layout + ("" if spec.out_layout == spec.layout else f" to {spec.out_layout}")
-    factor = spec.params.get("factor")
-    scale = f" x {factor:g}" if isinstance(factor, int | float) else ""
-    scale += f", {spec.num_axes} axes" if spec.num_axes > 1 else ""
+    axes = f", {spec.num_axes} axes" if spec.num_axes > 1 else ""
     waves = spectrum.wavelengths(spec, seq_len)
     longest = waves[np.isfinite(waves)].max(initial=0.0)
     failing = bounds.first_failure(spec, length, seq_len=seq_len)
@@ -88,7 +82,7 @@ def _cells(name: str, spec: Rotary, length: int, seq_len: int | None) -> tuple[s
         width,
         pairs,
         "any" if spec.schedule == "custom" else f"{spec.base:,.7g}",
-        spec.schedule + scale,
+        scaling(spec) + axes,
         f"{longest:,.0f}" if longest else "none",
         "none" if failing is None else f"{failing:,}",
     )
@@ -109,22 +103,19 @@ def roofline(
     """
     if not isinstance(measured, Mapping) or not measured:
         raise ValueError("measured must map at least one name to its (bytes, seconds)")
-    figure, (panel,) = panels()
-    entries: list[Entry] = []
+    figure, (panel,) = panels(log="xy")
+    entries = []
     for index, (name, pairs) in enumerate(measured.items()):
         points = np.array(sorted(_point(name, pair) for pair in pairs))
         if not 0 < len(points) <= MAX_MEASURED:
             raise ValueError(f"{plain(name)!r} must have 1 to {MAX_MEASURED} points")
         line = panel.plot(points[:, 0], points[:, 1], marker="o", markersize=4, **curve(index))[0]
         entries.append((plain(name), line))
-    panel.set_xscale("log")
-    panel.set_yscale("log")
     panel.margins(0.08)
     low, high = panel.get_xlim()
     bottom, top = panel.get_ylim()
     ends = np.array([low, high])
-    speeds = ends[0] / top, ends[1] / bottom
-    for speed in SPEEDS[(speeds[0] < SPEEDS) & (speeds[1] > SPEEDS)]:
+    for speed in SPEEDS[(low / top < SPEEDS) & (high / bottom > SPEEDS)]:
         panel.plot(ends, ends / speed, color="0.85", linewidth=0.8, zorder=0)
         x = min(high, top * speed)
         write(panel, x, x / speed, _speed(speed), ha="right", va="top", fontsize=8)
@@ -134,8 +125,7 @@ def roofline(
         entries.append((f"roof, {_speed(bandwidth)}", roof))
     panel.set(xlim=(low, high), ylim=(bottom, top))
     label(panel, "bytes read and written", "time, s", "Time against bytes moved")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def _speed(speed: float) -> str:

@@ -8,10 +8,21 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from ..analysis import bounds, search
-from ..analysis.spectrum import whole_number
-from ..spec import Rotary
+from ..analysis.spectrum import Axes, whole_number
 from .points import MAX_POINTS, extremes, log_bins
-from .style import BLUE, GREY, VERMILLION, Entry, Specs, curve, label, legend, named, panels, plain
+from .style import (
+    BLUE,
+    GREY,
+    VERMILLION,
+    Specs,
+    curve,
+    curves,
+    label,
+    legend,
+    named,
+    panels,
+    plain,
+)
 
 
 def similarity(
@@ -19,7 +30,7 @@ def similarity(
     length: int = 131_072,
     *,
     seq_len: int | None = None,
-    axes: tuple[int, ...] | None = None,
+    axes: Axes = None,
 ) -> Figure:
     """Similarity B_m over its value at distance 0, against distance, with the first failure marked.
 
@@ -28,20 +39,21 @@ def similarity(
     distance to `length` is computed. Drawn is a line through the lowest of each of 400 log-wide
     bins, with a band up to the highest, and a dot at the first failure: no failure is hidden.
 
+    >>> from rotary import Rotary
     >>> figure = similarity(Rotary(head_dim=128), length=4096)
     >>> figure.legends[0].get_texts()[0].get_text()
     'base 10,000, head_dim 128: first failure 1,707'
     """
     length = whole_number("length", length)
     starts = log_bins(length)
-    figure, (panel,) = panels()
+    figure, (panel,) = panels(log="x")
     panel.axhline(0, color=GREY, linewidth=0.8)
-    entries: list[Entry] = []
-    for index, (name, spec) in enumerate(named(specs).items()):
-        values = _similarity(spec, length, seq_len, axes)
+    entries = []
+    for name, spec, style in curves(specs):
+        values = bounds.similarity(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
+        values /= spec.head_dim / 2
         failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
         low, high = extremes(values, starts)
-        style = curve(index)
         panel.fill_between(
             low, values[low], values[high], color=style["color"], alpha=0.2, linewidth=0
         )
@@ -55,18 +67,8 @@ def similarity(
         )  # fmt: skip
         panel.axvline(failing, color=style["color"], linewidth=0.8, linestyle=":")
         entries.append((f"{name}: first failure {failing:,}", line))
-    panel.set_xscale("log")
     label(panel, "distance, tokens", "B_m / B_0", "Similarity by distance, and its first failure")
-    legend(figure, entries)
-    return figure
-
-
-def _similarity(
-    spec: Rotary, length: int, seq_len: int | None, axes: tuple[int, ...] | None
-) -> npt.NDArray[np.float64]:
-    distances = np.arange(length + 1)
-    values = bounds.similarity(spec, distances, seq_len=seq_len, axes=axes)
-    return values / (spec.head_dim / 2)
+    return legend(figure, entries)
 
 
 def base_bound(
@@ -89,35 +91,34 @@ def base_bound(
     """
     if not smallest or not all(smallest.values()):
         raise ValueError("smallest must hold at least one context for each head_dim")
-    figure, (panel,) = panels()
-    entries: list[Entry] = []
+    figure, (panel,) = panels(log="xy")
+    entries = []
     for index, (head_dim, table) in enumerate(sorted(smallest.items())):
         at = sorted(whole_number("context", context) for context in table)
         values = [_base(table[context]) for context in at]
         line = panel.plot(at, values, marker=".", **curve(index))[0]
         entries.append((f"smallest base, head_dim {head_dim}", line))
     models = named(specs) if specs is not None else {}
-    made_for = {plain(name): whole_number("contexts", n) for name, n in (contexts or {}).items()}
-    if unknown := set(made_for) - set(models):
+    targets = {plain(name): whole_number("contexts", n) for name, n in (contexts or {}).items()}
+    if unknown := set(targets) - set(models):
         raise ValueError(f"contexts names {sorted(unknown)[0]!r}, which is not among the specs")
     limit = 2**20
     for index, (name, spec) in enumerate(models.items(), start=len(smallest)):
-        failing = bounds.first_failure(spec, limit, seq_len=made_for.get(name))
-        style = curve(index)
-        reach = limit if failing is None else failing
-        mark = "o" if failing is not None else ">"
-        dot = panel.plot([reach], [spec.base], mark, markersize=7, color=style["color"])[0]
-        if name in made_for:
-            ends = [reach, made_for[name]]
-            panel.plot(ends, [spec.base] * 2, linewidth=0.9, **{**style, "linestyle": ":"})
-            panel.plot(ends[1:], [spec.base], "|", markersize=10, color=style["color"])
-        said = f"none to {limit:,}" if failing is None else f"{failing:,}"
-        entries.append((f"{name}: first failure {said}", dot))
-    panel.set_xscale("log")
-    panel.set_yscale("log")
+        failing = bounds.first_failure(spec, limit, seq_len=targets.get(name))
+        color = curve(index)["color"]
+        reach, marker, text = (
+            (limit, ">", f"none to {limit:,}")
+            if failing is None
+            else (failing, "o", f"{failing:,}")
+        )
+        dot = panel.plot([reach], [spec.base], marker, markersize=7, color=color)[0]
+        if name in targets:
+            ends = [reach, targets[name]]
+            panel.plot(ends, [spec.base] * 2, linewidth=0.9, color=color, linestyle=":")
+            panel.plot(ends[1:], [spec.base], "|", markersize=10, color=color)
+        entries.append((f"{name}: first failure {text}", dot))
     label(panel, "context or first failure, tokens", "base", "Smallest base for a context")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def _base(value: float) -> float:
@@ -150,29 +151,25 @@ def comb(
     passing = search.comb(context, values, head_dim, rotary_dim=rotary_dim)
     middle = np.sqrt(values[1:] * values[:-1])
     edges = np.concatenate(([values[0] ** 2 / middle[0]], middle, [values[-1] ** 2 / middle[-1]]))
-    figure, (panel,) = panels(height=2.6)
-    panel.set_xscale("log")
+    figure, (panel,) = panels(height=2.6, log="x")
     panel.pcolormesh(
         edges, [0.0, 1.0], passing[None].astype(float), vmin=0, vmax=1,
         cmap=ListedColormap([VERMILLION, BLUE]),
     )  # fmt: skip
     panel.set_yticks([])
     panel.spines["left"].set_visible(False)
-    colours = [
-        (f"passes: {int(passing.sum()):,} of {passing.size:,}", BLUE),
-        ("fails", VERMILLION),
+    passed = f"passes: {int(passing.sum()):,} of {passing.size:,}"
+    entries = [
+        (name, panel.plot([], [], "s", color=color)[0])
+        for name, color in ((passed, BLUE), ("fails", VERMILLION))
     ]
-    entries: list[Entry] = [
-        (name, panel.plot([], [], "s", color=colour)[0]) for name, colour in colours
-    ]
-    named_bases = {name: _base(base) for name, base in (marks or {}).items()}
-    passes = search.comb(context, list(named_bases.values()), head_dim, rotary_dim=rotary_dim)
-    for index, (name, base) in enumerate(named_bases.items()):
+    marked = {name: _base(base) for name, base in (marks or {}).items()}
+    passes = search.comb(context, list(marked.values()), head_dim, rotary_dim=rotary_dim)
+    for index, (name, base) in enumerate(marked.items()):
         line = panel.axvline(base, color="black", linewidth=2, linestyle=("-", ":")[index % 2])
-        shown = f"{base:,.15g} fails"
+        text = f"{base:,.15g} fails"
         if passes[index]:
-            shown = f"{search.rounded_up(base, context, head_dim, rotary_dim=rotary_dim):,f}"
-        entries.append((f"{plain(name)} {shown}", line))
+            text = f"{search.rounded_up(base, context, head_dim, rotary_dim=rotary_dim):,f}"
+        entries.append((f"{plain(name)} {text}", line))
     label(panel, "base", "", f"Bases for a context of {context:,} tokens, head_dim {head_dim}")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)

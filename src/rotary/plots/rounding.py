@@ -1,5 +1,6 @@
 """The picture of rounding: how far cos and sin of each arithmetic are off, by position."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ..analysis import precision as numbers
 from ..analysis.spectrum import whole_number
-from .style import GREY, Entry, Specs, curve, label, legend, named, panels, write
+from .style import GREY, Specs, curve, label, legend, named, panels, write
 
 PLACES = 64  # along the log axis
 
@@ -41,19 +42,15 @@ def precision(
         )
     ends = np.geomspace(1, whole_number("length", length, 2), PLACES)
     at = np.unique(ends.round().astype(np.int64))
-    figure, (panel,) = panels()
-    entries: list[Entry] = []
-    curves = [(name, spec, kind) for name, spec in models.items() for kind in kinds]
-    for index, (name, spec, kind) in enumerate(curves):
+    figure, (panel,) = panels(log="xy")
+    entries = []
+    for index, ((name, spec), kind) in enumerate(itertools.product(models.items(), kinds)):
         worst = numbers.error_near(spec, at, kind, seq_len)
         shown = np.where((worst > 0) & np.isfinite(worst), worst, np.nan)
         line = panel.plot(at, shown, marker=".", markersize=4, **curve(index))[0]
         entries.append((kind if len(models) == 1 else f"{name}, {kind}", line))
-    panel.set_xscale("log")
-    panel.set_yscale("log")
     panel.axhline(2.0, color=GREY, linewidth=0.8, linestyle=":")
     write(panel, 0.01, 2.0, "2, the most", va="bottom", transform=panel.get_yaxis_transform())
     title = "Largest error of cos or sin near a position"
     label(panel, "position, tokens", "largest error of cos or sin", title)
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)

@@ -1,7 +1,6 @@
 """Pictures of the frequencies: wavelengths, what an extension does to them, what was trained."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -12,10 +11,21 @@ from matplotlib.patches import Patch
 from ..analysis import extension, spectrum
 from ..analysis.decay import angles_at
 from ..analysis.spectrum import whole_number
-from ..angles import inv_freq
 from ..spec import Rotary
-from .points import Indices
-from .style import GREY, SHADE, Entry, Specs, curve, described, label, legend, named, panels, write
+from .style import (
+    GREY,
+    SHADE,
+    Specs,
+    amplitude,
+    curve,
+    curves,
+    described,
+    label,
+    legend,
+    named,
+    panels,
+    write,
+)
 
 PAIR = "pair"
 MAX_COLUMNS, MAX_ROWS = 1024, 256  # of a heat map: more cannot be seen
@@ -43,37 +53,35 @@ def wavelengths(
     for name, length in (("trained", trained), ("target", target)):
         if length is not None:
             whole_number(name, length)
-    figure, (panel,) = panels()
-    entries: list[Entry] = []
-    for index, (name, spec) in enumerate(named(specs).items()):
+    figure, (panel,) = panels(log="y")
+    entries: list[tuple[str, Artist]] = []
+    for name, spec, style in curves(specs):
         values = spectrum.wavelengths(spec, seq_len)
         pairs = np.arange(values.size)
-        style = _joined(spec, curve(index))
-        entries.append((name, panel.plot(pairs, values, **{"marker": ".", **style})[0]))
+        line = panel.plot(pairs, values, **{**style, "marker": ".", **_joined(spec)})[0]
         still = pairs[~np.isfinite(values)]
         if still.size:
-            entries[-1] = (f"{name}: {still.size} pairs stand still", entries[-1][1])
+            name += f": {still.size} pairs stand still"
             panel.plot(
                 still, np.full(still.size, 0.985), "^", markersize=4, clip_on=False,
                 color=style["color"], transform=panel.get_xaxis_transform(),
             )  # fmt: skip
         if trained is not None:
             before = spectrum.before_scaling(spec)
-            critical = f"critical dimension {spectrum.critical_dimension(before, trained)}"
-            critical += "" if before == spec else " before scaling"
-            entries[-1] = (f"{entries[-1][0]}, {critical}", entries[-1][1])
-    panel.set_yscale("log")
+            name += f", critical dimension {spectrum.critical_dimension(before, trained)}"
+            name += "" if before == spec else " before scaling"
+        entries.append((name, line))
     panel.margins(y=0.08)
     label(panel, PAIR, "wavelength, tokens", "Wavelength of every pair, after scaling")
     _lengths(panel, trained, target)
     if trained is not None:
         entries.append((f"less than one turn in {trained:,} tokens", Patch(color=SHADE)))
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
-def _joined(spec: Rotary, style: dict[str, Any]) -> dict[str, Any]:
-    return style if spec.num_axes == 1 else {**style, "linestyle": "none", "marker": "."}
+def _joined(spec: Rotary) -> dict[str, str]:
+    """What keeps the points of pairs of several axes apart."""
+    return {} if spec.num_axes == 1 else {"linestyle": "none", "marker": "."}
 
 
 def _lengths(panel: Axes, trained: int | None, target: int | None) -> None:
@@ -82,11 +90,11 @@ def _lengths(panel: Axes, trained: int | None, target: int | None) -> None:
     panel.set_ylim(low, high)
     if trained is not None:
         panel.axhspan(trained, high, color=SHADE, zorder=0)
-    known = [(n, what) for n, what in ((trained, "trained"), (target, "target")) if n is not None]
-    for length, what in known:
+    lines = [(n, what) for n, what in ((trained, "trained"), (target, "target")) if n is not None]
+    for length, what in lines:
         panel.axhline(length, color=GREY, linewidth=0.8, linestyle=":")
         # the lower of the two hangs below its line, so that they cannot meet
-        below = len(known) == 2 and (length, what) == min(known)
+        below = len(lines) == 2 and (length, what) == min(lines)
         write(
             panel, 1.01, length, f"{what} {length:,}", va="top" if below else "bottom",
             transform=panel.get_yaxis_transform(),
@@ -114,27 +122,25 @@ def frequency_ratio(
     array([0.25, 0.25, 0.25, 0.25])
     """
     figure, (panel,) = panels()
-    models = named(specs)
-    entries: list[Entry] = []
-    for index, (name, spec) in enumerate(models.items()):
+    models = list(curves(specs))
+    entries: list[tuple[str, Artist]] = []
+    for index, (name, spec, style) in enumerate(models):
         ratio = _ratio(spec, original, seq_len)
-        style = _joined(spec, curve(index))
+        style |= _joined(spec)
         width = 1.2 + 0.35 * (len(models) - 1 - index)  # curves that coincide show all the same
         line = panel.plot(np.arange(ratio.size), ratio, linewidth=width, **style)[0]
-        factor = inv_freq(spec, seq_len)[1]
-        amplitude = "" if factor == 1 else f", attention factor {factor:.4g}"
-        entries.append((name + amplitude, line))
+        entries.append((name + amplitude(spec, seq_len), line))
     panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter(lambda value, _: _fraction(value))
+    panel.yaxis.set_major_formatter(
+        lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
+    )
     panel.margins(y=0.08)
     if trained is not None:
-        plain_spec = original or _unscaled(next(iter(models.values())))
-        first, last = spectrum.yarn_band(plain_spec, trained)
+        first, last = spectrum.yarn_band(original or _unscaled(models[0][1]), trained)
         panel.axvspan(first, last, color=SHADE, zorder=0)
         entries.append((f"32 turns to 1 turn in {trained:,} tokens", Patch(color=SHADE)))
     label(panel, PAIR, "frequency / original frequency", "What the extension does to each pair")
-    legend(figure, entries)
-    return figure
+    return legend(figure, entries)
 
 
 def _unscaled(spec: Rotary) -> Rotary:
@@ -149,12 +155,8 @@ def _ratio(spec: Rotary, original: Rotary | None, seq_len: int | None) -> spectr
         )
     old, new = spectrum.frequencies(before, seq_len), spectrum.frequencies(spec, seq_len)
     # what stands still before or after has no ratio on a log scale
-    known = (old > 0) & (new > 0)
-    return np.where(known, new / np.where(known, old, 1.0), np.nan)
-
-
-def _fraction(value: float) -> str:
-    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
+    nothing = np.full_like(new, np.nan)
+    return np.divide(new, old, out=nothing, where=(old > 0) & (new > 0))
 
 
 def angle_coverage(
@@ -183,7 +185,7 @@ def angle_coverage(
     row = target if seq_len is None else seq_len
     rows = len(models) + 1
     figure, (top, *strips) = panels(rows, 1, height=2.2 + 1.7 * len(models), sharex=True)
-    positions = _rows(target)
+    positions = np.linspace(0, target, min(target + 1, MAX_ROWS)).round().astype(np.int64)
     seen: dict[str, Artist] = {}
     for panel, (name, spec) in zip(strips, models.items(), strict=True):
         before = original or _unscaled(spec)
@@ -204,8 +206,7 @@ def angle_coverage(
     label(top, "", "share of circle", f"Angles seen in training on {trained:,} tokens")
     strips[-1].set_xlabel(PAIR)
     figure.colorbar(image, ax=strips, label="share of angles never seen", shrink=0.9)
-    legend(figure, [*seen.items(), (f"trained length, {trained:,}", limit)])
-    return figure
+    return legend(figure, [*seen.items(), (f"trained length, {trained:,}", limit)])
 
 
 def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -> Figure:
@@ -232,7 +233,3 @@ def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -
     label(panel, f"position, tokens{every}", PAIR, "cos(position x frequency)")
     figure.colorbar(image, ax=panel, label="cosine")
     return figure
-
-
-def _rows(length: int) -> Indices:
-    return np.linspace(0, length, min(length + 1, MAX_ROWS)).round().astype(np.int64)

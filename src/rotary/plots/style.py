@@ -1,18 +1,18 @@
 """What all pictures share: colours, names of curves, empty panels, the legend."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..angles import inv_freq
 from ..spec import Rotary
 from .points import MAX_POINTS
 
 Specs = Rotary | Mapping[str, Rotary] | Sequence[Rotary]
-Entry = tuple[str, Artist]  # of a legend: what is said, and of what
 
 # Okabe and Ito, Color Universal Design (2008), without its yellow, which white paper swallows
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -33,18 +33,18 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
     >>> list(named(Rotary(head_dim=128)))
     ['base 10,000, head_dim 128']
     """
+    if isinstance(specs, Rotary):
+        specs = [specs]
     if isinstance(specs, Mapping):
-        found = list(specs.items())
-    elif isinstance(specs, Rotary):
-        found = [(described(specs), specs)]
+        pairs = list(specs.items())
     elif isinstance(specs, list | tuple):
-        found = [(described(spec), spec) for spec in specs]
+        pairs = [(described(spec), spec) for spec in specs]
     else:
         raise ValueError(f"specs must be a Rotary, a list or a dict of them, got {specs!r:.80}")
-    if not 0 < len(found) <= most:
-        raise ValueError(f"this picture takes 1 to {most} specs, got {len(found)}")
-    shown: dict[str, Rotary] = {}
-    for name, spec in found:
+    if not 0 < len(pairs) <= most:
+        raise ValueError(f"this picture takes 1 to {most} specs, got {len(pairs)}")
+    by_name: dict[str, Rotary] = {}
+    for name, spec in pairs:
         if not isinstance(spec, Rotary):
             raise ValueError(f"specs must hold Rotary, got {spec!r:.80} for {plain(name)!r}")
         if spec.head_dim > MAX_HEAD_DIM:
@@ -52,10 +52,20 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
                 f"pictures show heads of up to {MAX_HEAD_DIM} channels, got {spec.head_dim}"
             )
         label, again = plain(name), 2
-        while label in shown:
+        while label in by_name:
             label, again = f"{plain(name)} ({again})", again + 1
-        shown[label] = spec
-    return shown
+        by_name[label] = spec
+    return by_name
+
+
+def curves(specs: Specs) -> Iterator[tuple[str, Rotary, dict[str, Any]]]:
+    """The name, the spec, and the colour and dashes of the curve of each spec.
+
+    >>> list(curves(Rotary(head_dim=128)))[0][2]
+    {'color': '#0072b2', 'linestyle': '-'}
+    """
+    for index, (name, spec) in enumerate(named(specs).items()):
+        yield name, spec, curve(index)
 
 
 def described(spec: Rotary) -> str:
@@ -67,18 +77,34 @@ def described(spec: Rotary) -> str:
     if not isinstance(spec, Rotary):
         raise ValueError(f"specs must hold Rotary, got {spec!r:.80}")
     partial = spec.rotary_dim < spec.head_dim
-    width = f"{spec.rotary_dim} of {spec.head_dim} channels" if partial else ""
     words = [
         "" if spec.schedule == "custom" else f"base {spec.base:,.10g}",
-        "" if spec.schedule == "default" else _schedule(spec),
-        width or f"head_dim {spec.head_dim}",
+        "" if spec.schedule == "default" else scaling(spec),
+        f"{spec.rotary_dim} of {spec.head_dim} channels"
+        if partial
+        else f"head_dim {spec.head_dim}",
     ]
     return ", ".join(word for word in words if word)
 
 
-def _schedule(spec: Rotary) -> str:
+def scaling(spec: Rotary) -> str:
+    """The schedule and its factor.
+
+    >>> scaling(Rotary(head_dim=8, schedule="linear", params={"factor": 2.0}))
+    'linear x 2'
+    """
     factor = spec.params.get("factor")
     return spec.schedule + (f" x {factor:g}" if isinstance(factor, int | float) else "")
+
+
+def amplitude(spec: Rotary, seq_len: int | None) -> str:
+    """What the name of a curve says of the attention factor: nothing where it is 1.
+
+    >>> amplitude(Rotary(head_dim=8), None)
+    ''
+    """
+    factor = inv_freq(spec, seq_len)[1]
+    return "" if factor == 1 else f", attention factor {factor:.4g}"
 
 
 def plain(name: object, most: int = MAX_NAME) -> str:
@@ -106,19 +132,21 @@ def curve(index: int) -> dict[str, Any]:
 
 
 def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 4.5,
-           **options: Any) -> tuple[Figure, list[Axes]]:  # fmt: skip
+           log: str = "", **options: Any) -> tuple[Figure, list[Axes]]:  # fmt: skip
     """A new figure and its panels, row by row; `width` and `height` of the whole in inches.
+
+    log  which axes have a log scale: "x", "y" or "xy"
 
     >>> len(panels(2, 3)[1])
     6
     """
     figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
-    grid = figure.subplots(rows, columns, squeeze=False, **options)
-    found = [panel for row in grid for panel in row]
-    for panel in found:
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=9)
-    return figure, found
+        panel.set(**{f"{axis}scale": "log" for axis in log})
+    return figure, axes
 
 
 def label(panel: Axes, x: str, y: str, title: str = "") -> None:
@@ -140,21 +168,22 @@ def write(panel: Axes, x: float, y: float, text: str, **options: Any) -> None:
     panel.text(x, y, text, **{"parse_math": False, "fontsize": 9, "color": GREY, **options})
 
 
-def legend(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Name the curves under the panels, where no data is. Names are not read as markup.
+def legend(figure: Figure, entries: Sequence[tuple[str, Artist]]) -> Figure:
+    """The figure with its curves named under the panels, where no data is; no name is markup.
 
     >>> figure, (panel,) = panels()
-    >>> legend(figure, [("_costs_ $1", panel.plot([1, 2])[0])])
+    >>> legend(figure, [("_costs_ $1", panel.plot([1, 2])[0])]) is figure
+    True
     """
     if not entries:
-        return
-    names = [name for name, _ in entries]
+        return figure
+    names, artists = zip(*entries, strict=True)
     room = figure.get_figwidth() * CHARACTERS_PER_INCH
     columns = math.floor(room / (max(map(len, names)) + 7))
+    # matplotlib 3.8 drops a name that begins with "_", so it comes later
     box = figure.legend(
-        [artist for _, artist in entries],
-        ["curve"]
-        * len(names),  # matplotlib 3.8 drops a name that begins with "_", so it comes later
+        artists,
+        ["curve"] * len(names),
         loc="outside lower left",
         ncols=min(max(columns, 1), len(names)),
         frameon=False,
@@ -163,3 +192,4 @@ def legend(figure: Figure, entries: Sequence[Entry]) -> None:
     for text, name in zip(box.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(name)
+    return figure
