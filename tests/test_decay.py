@@ -342,7 +342,7 @@ REFUSED = {
     "flag": (lambda: partial_sums(SPEC, [True]), "distances must be a list of whole numbers"),
     "too far": (lambda: decay_curve(SPEC, [10**15]), "distances must be in -16,777,216 .. "),
     "two axes": (lambda: decay_curve(SPEC, [[1]]), "distances must be a list of whole numbers"),
-    "too many sums": (lambda: partial_sums(Rotary(head_dim=128), range(FAR)), "more than 2^26"),
+    "too many sums": (lambda: partial_sums(Rotary(head_dim=128), range(FAR)), "more than 2^25"),
     "too many angles": (lambda: angles_at(Rotary(head_dim=128), range(FAR)), "more than 2^26"),
     "an axis": (lambda: decay_curve(SPEC, [1], axes=(1,)), "axes must be in 0 .. 0"),
     "a route": (lambda: score(SPEC, Q, Q, 1, route="polar"), "route must be one of rotated, comp"),

@@ -197,7 +197,7 @@ BAD_CALLS = {
     "trained must be a whole number, got True": lambda: extension.coverage(LLAMA_2, True),
     "positions must be in 0": lambda: extension.unseen(LLAMA_2, 512, LLAMA_2, [-1]),
     "position must be a whole number": lambda: extension.unseen_share(LLAMA_2, 512, LLAMA_2, 0.5),
-    "are over 134,217,728 values": lambda: extension.unseen(
+    r"more than 2\^27; ask for fewer": lambda: extension.unseen(
         LLAMA_2, 512, LLAMA_2, np.arange(2**21 + 1)
     ),
 }

@@ -52,21 +52,21 @@ def similarity(
     >>> similarity(Rotary(head_dim=128), [0, 1, 1707]).round(3)
     array([64.   , 62.094, -0.499])
     """
-    wanted = whole_numbers("distances", distances, -MAX_LENGTH)
+    whole = whole_numbers("distances", distances, -MAX_LENGTH)
     theta, weight, constant = _terms(spec, weights, still, seq_len, axes)
-    found = np.empty(len(wanted))
+    sums = np.empty(len(whole))
     within = _phases(theta, np.arange(_ROW)) * weight
     size = max(2**19 // len(theta), _ROW)
-    for first in range(0, len(wanted), size):
-        part = wanted[first : first + size]
+    for first in range(0, len(whole), size):
+        part = whole[first : first + size]
         starts, row = np.unique(part // _ROW, return_inverse=True)
         rows, inside = _phases(theta, starts * _ROW), part % _ROW
         if len(starts) * _ROW <= 2 * len(part):  # close together: whole rows at once
-            found[first : first + size] = _product(within, rows)[row, inside]
+            sums[first : first + size] = _product(within, rows)[row, inside]
         else:
             terms = np.einsum("np,np->n", rows[row], within[inside])
-            found[first : first + size] = terms.real
-    return found + constant
+            sums[first : first + size] = terms.real
+    return sums + constant
 
 
 def first_failure(
@@ -89,13 +89,10 @@ def first_failure(
     >>> first_failure(Rotary(head_dim=128, rotary_dim=32)) is None
     True
     """
-    limit = whole_number("limit", limit)
     terms = _terms(spec, weights, still, seq_len, axes)
-    for first, values in _blocks(*terms, limit):
-        failing = values < 0
-        if failing.any():
-            return first + int(failing.argmax())
-    return None
+    blocks = _blocks(*terms, whole_number("limit", limit))
+    failing = (first + np.flatnonzero(values < 0) for first, values in blocks)
+    return next((int(each[0]) for each in failing if len(each)), None)
 
 
 def failures(
@@ -115,11 +112,9 @@ def failures(
     >>> failures(Rotary(head_dim=128), 1970)
     array([1707, 1969, 1970])
     """
-    length = whole_number("length", length)
     terms = _terms(spec, weights, still, seq_len, axes)
-    return np.concatenate(
-        [first + np.flatnonzero(values < 0) for first, values in _blocks(*terms, length)]
-    ).astype(np.int64)
+    blocks = _blocks(*terms, whole_number("length", length))
+    return np.concatenate([first + np.flatnonzero(values < 0) for first, values in blocks])
 
 
 def lowest(

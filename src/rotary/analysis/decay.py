@@ -20,7 +20,7 @@ from ..angles import inv_freq, turns
 from ..layouts import pair_slices
 from ..rotate import rotate
 from ..spec import Rotary
-from .spectrum import MAX_LENGTH, Array, Axes, frequencies, whole_numbers
+from .spectrum import MAX_LENGTH, Array, Axes, check_size, frequencies, whole_numbers
 
 Complex = npt.NDArray[np.complex128]
 Whole = npt.NDArray[np.int64]
@@ -47,10 +47,10 @@ def angles_at(
            [ 1. ,  0.1],
            [-2. , -0.2]])
     """
-    checked = _whole("distances", distances)
+    whole = _whole("distances", distances)
     steps = _steps(spec, seq_len, axes)
-    _check_size("angles", checked.size, len(steps))
-    return _angles(checked[..., None], steps)
+    check_size("distances", whole.size, len(steps), MAX_VALUES)
+    return _angles(whole[..., None], steps)
 
 
 def score(
@@ -79,14 +79,31 @@ def score(
     >>> [score(spec, [3.0, 4.0], [3.0, 4.0], 5, route=r).round(6) for r in ("rotated", "matrix")]
     [np.float64(7.091555), np.float64(7.091555)]
     """
-    if route not in _ROUTES:
-        raise ValueError(f"route must be one of {', '.join(_ROUTES)}, got {route!r}")
+    if route not in ("rotated", "complex", "matrix"):
+        raise ValueError(f"route must be one of rotated, complex, matrix, got {route!r}")
+    if route == "complex":
+        terms = pair_terms(spec, q, k, distance, seq_len=seq_len, axes=axes)
+        return terms.sum(axis=-1) + still_term(spec, q, k)
     q, k, distance = _operands(spec, q, k, distance)
     shape = q.shape[:-1]
     q, k, distance = q.reshape(-1, spec.head_dim), k.reshape(-1, spec.head_dim), distance.ravel()
-    steps, factor = _steps(spec, seq_len, axes), inv_freq(spec, seq_len)[1]
-    found: Array = _ROUTES[route](spec, q, k, distance, steps, factor)
-    return found.reshape(shape)[()]
+    steps, a = _steps(spec, seq_len, axes), inv_freq(spec, seq_len)[1]
+    if route == "rotated":
+        of_k = np.abs(distance)  # so both are rotated, and no position is negative
+        angles = [_angles(positions[:, None], steps) for positions in (of_k + distance, of_k)]
+        rotated = [rotate(x, a * np.cos(turned), a * np.sin(turned), spec)
+                   for x, turned in zip((q, k), angles, strict=True)]  # fmt: skip
+        return np.einsum("nd,nd->n", *rotated).reshape(shape)[()]
+    channels = np.arange(spec.head_dim)
+    first, second = (channels[s] for s in pair_slices(spec.rotary_dim, spec.layout, spec.start))
+    scores = np.empty(len(q))
+    for row, angle in enumerate(_angles(-distance[:, None], steps)):
+        matrix = np.eye(spec.head_dim)
+        matrix[first, first] = matrix[second, second] = a * a * np.cos(angle)
+        matrix[second, first] = a * a * np.sin(angle)
+        matrix[first, second] = -matrix[second, first]
+        scores[row] = q[row] @ matrix @ k[row]
+    return scores.reshape(shape)[()]
 
 
 def pair_terms(
@@ -142,7 +159,7 @@ def attention_terms(
     if q.ndim != 2 or k.ndim != 2:
         raise ValueError(f"q and k must be (seq, head_dim), got {q.shape} and {k.shape}")
     steps = _steps(spec, seq_len, None)
-    _check_size("terms", len(q) * len(k), len(steps))
+    check_size("scores", len(q) * len(k), len(steps), MAX_VALUES)
     if key_positions is None and len(q) != len(k):
         raise ValueError(
             f"{len(q)} queries and {len(k)} keys need key_positions: which tokens are they?"
@@ -172,11 +189,11 @@ def partial_sums(
     >>> partial_sums(Rotary(head_dim=4, base=100.0), [1]).round(4)
     array([[0.    +0.j    , 0.5403+0.8415j, 1.5353+0.9413j]])
     """
-    checked = _row(distances)
+    row = checked_distances(distances)
     steps = _steps(spec, seq_len, axes)
-    _check_size("sums", 2 * len(checked), len(steps) + 1)
-    sums = np.zeros((len(checked), len(steps) + 1), np.complex128)
-    np.cumsum(np.exp(1j * _angles(checked[..., None], steps)), axis=-1, out=sums[:, 1:])
+    check_size("distances", len(row), len(steps) + 1, MAX_VALUES // 2)
+    sums = np.zeros((len(row), len(steps) + 1), np.complex128)
+    np.cumsum(np.exp(1j * _angles(row[:, None], steps)), axis=-1, out=sums[:, 1:])
     return sums
 
 
@@ -231,30 +248,24 @@ def decay_curve(
     >>> decay_curve(Rotary(head_dim=128), [0, 1, 100, 10_000]).round(3)
     array([32.5  , 31.538, 10.227,  3.859])
     """
-    checked = _row(distances)
+    row = checked_distances(distances)
     steps = _steps(spec, seq_len, axes)
     size = max(_BLOCK // len(steps), 1)
     # e^{i (a + b) theta} = e^{i a theta} e^{i b theta}: evenly spaced blocks share the second
-    even = len(checked) > size and np.ptp(np.diff(checked)) == 0
-    shared = _waves(checked[:size] - checked[0], steps) if even else None
-    curve = np.empty(len(checked))
-    for begin in range(0, len(checked), size):
-        block = checked[begin : begin + size]
+    even = len(row) > size and np.ptp(np.diff(row)) == 0
+    shared = _waves(row[:size] - row[0], steps) if even else None
+    curve = np.empty(len(row))
+    for begin in range(0, len(row), size):
+        block = row[begin : begin + size]
         near = _waves(block, steps) if shared is None else shared
         first = _waves(block[:1] if even else np.zeros(1, np.int64), steps)[:, :, 0]
-        curve[begin : begin + size] = _mean_size(near[:, :, : len(block)], first)
+        along, across, total = np.zeros((3, len(block)))
+        for cos, sin, c, s in zip(*near[:, :, : len(block)], *first, strict=True):
+            along += cos * c - sin * s
+            across += cos * s + sin * c
+            total += np.sqrt(along * along + across * across)
+        curve[begin : begin + size] = total / len(steps)
     return curve
-
-
-def _mean_size(near: Array, first: Array) -> Array:
-    """Mean of |S_j| over j, of the phasors near[i] * first[i]; the cosines, then the sines."""
-    along, across, total = np.zeros((3, near.shape[-1]))
-    for cos, sin, c, s in zip(*near, *first, strict=True):
-        along += cos * c - sin * s
-        across += cos * s + sin * c
-        total += np.sqrt(along * along + across * across)
-    mean: Array = total / near.shape[1]
-    return mean
 
 
 def _waves(distances: Whole, steps: Turns) -> Array:
@@ -268,8 +279,8 @@ def _waves(distances: Whole, steps: Turns) -> Array:
 
 def _steps(spec: Rotary, seq_len: int | None, axes: Axes) -> Turns:
     """(pairs,) turns per token with their sign, 0 where the pair's axis does not move."""
-    found = turns(spec, seq_len)
-    signed = found if spec.sign > 0 else np.zeros_like(found) - found
+    steps = turns(spec, seq_len)
+    signed = steps if spec.sign > 0 else np.zeros_like(steps) - steps
     return np.where(frequencies(spec, seq_len, axes=axes) > 0, signed, np.uint64(0))
 
 
@@ -297,47 +308,17 @@ def _products(spec: Rotary, q: Array, k: Array, a: float) -> Complex:
     return a * a * _pairs(spec, q) * np.conj(_pairs(spec, k))
 
 
-def _by_turning(spec: Rotary, q: Array, k: Array, distance: Whole, steps: Turns, a: float) -> Array:
-    of_k = np.abs(distance)  # so both are rotated, and no position is negative
-    rotated = []
-    for x, positions in ((q, of_k + distance), (k, of_k)):
-        angles = _angles(positions[:, None], steps)
-        rotated.append(rotate(x, a * np.cos(angles), a * np.sin(angles), spec))
-    return np.einsum("nd,nd->n", *rotated)
-
-
-def _by_terms(spec: Rotary, q: Array, k: Array, distance: Whole, steps: Turns, a: float) -> Array:
-    phases = np.exp(1j * _angles(distance[:, None], steps))
-    return (_products(spec, q, k, a) * phases).real.sum(axis=-1) + still_term(spec, q, k)
-
-
-def _by_matrix(spec: Rotary, q: Array, k: Array, distance: Whole, steps: Turns, a: float) -> Array:
-    channels = np.arange(spec.head_dim)
-    first, second = (channels[s] for s in pair_slices(spec.rotary_dim, spec.layout, spec.start))
-    scores = np.empty(len(q))
-    for row, angles in enumerate(_angles(-distance[:, None], steps)):
-        matrix = np.eye(spec.head_dim)
-        matrix[first, first] = matrix[second, second] = a * a * np.cos(angles)
-        matrix[second, first] = a * a * np.sin(angles)
-        matrix[first, second] = -matrix[second, first]
-        scores[row] = q[row] @ matrix @ k[row]
-    return scores
-
-
-_ROUTES = {"rotated": _by_turning, "complex": _by_terms, "matrix": _by_matrix}
-
-
 def _token_positions(spec: Rotary, name: str, positions: Like | None, count: int) -> Whole:
     """(count, pairs), or (count, 1) where all pairs read one axis."""
     if positions is None:
         if spec.num_axes > 1:
             raise ValueError(f"a spec with {spec.num_axes} axes needs {name} (seq, axes)")
         positions = np.arange(count)
-    found = _whole(name, positions)
-    wanted = (count, spec.num_axes) if spec.num_axes > 1 else (count,)
-    if found.shape != wanted:
-        raise ValueError(f"{name} must be of shape {wanted}, got {found.shape}")
-    return found[:, list(spec.axes)] if spec.num_axes > 1 else found[:, None]
+    whole = _whole(name, positions)
+    shape = (count, spec.num_axes) if spec.num_axes > 1 else (count,)
+    if whole.shape != shape:
+        raise ValueError(f"{name} must be of shape {shape}, got {whole.shape}")
+    return whole[:, list(spec.axes)] if spec.num_axes > 1 else whole[:, None]
 
 
 def _operands(spec: Rotary, q: Like, k: Like, distance: Like) -> tuple[Array, Array, Whole]:
@@ -351,7 +332,7 @@ def _operands(spec: Rotary, q: Like, k: Like, distance: Like) -> tuple[Array, Ar
             "the leading axes of q, k and distance must fit, "
             f"got q {q.shape}, k {k.shape}, distance {whole.shape}"
         ) from None
-    _check_size("channels", math.prod(shape), spec.head_dim)
+    check_size("scores", math.prod(shape), spec.head_dim, MAX_VALUES)
     full = (*shape, spec.head_dim)
     return np.broadcast_to(q, full), np.broadcast_to(k, full), np.broadcast_to(whole, shape)
 
@@ -368,19 +349,19 @@ def _vectors(spec: Rotary, name: str, x: Like) -> Array:
     return array
 
 
-def _row(distances: Like) -> Whole:
-    found = whole_numbers("distances", distances, -MAX_LENGTH)
-    if len(found) > MAX_LENGTH:
-        raise ValueError(f"distances must be at most 2^24 numbers, got {len(found):,}")
-    return found
+def checked_distances(distances: Like) -> Whole:
+    """(len,) int64, if they are at most 2^24 whole numbers up to 2^24 in size; else ValueError.
+
+    >>> checked_distances([0, 10, -3])
+    array([ 0, 10, -3])
+    """
+    row = whole_numbers("distances", distances, -MAX_LENGTH)
+    if len(row) > MAX_LENGTH:
+        raise ValueError(f"distances must be at most 2^24 numbers, got {len(row):,}")
+    return row
 
 
 def _whole(name: str, values: Like) -> Whole:
     """The same of any shape."""
     array = np.asarray(values)
     return whole_numbers(name, array.ravel(), -MAX_LENGTH).reshape(array.shape)
-
-
-def _check_size(what: str, count: int, each: int) -> None:
-    if count * each > MAX_VALUES:
-        raise ValueError(f"{count:,} x {each} {what} are more than 2^26; ask for fewer at a time")

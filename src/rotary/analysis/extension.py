@@ -14,7 +14,6 @@ from .spectrum import (
     Array,
     check_size,
     frequencies,
-    never_turning,
     turns_completed,
     whole_number,
     whole_numbers,
@@ -73,21 +72,18 @@ def unseen(
            [0. , 0.5]])
     """
     places = whole_numbers("positions", positions)
-    check_size("positions", len(places), spec)
+    check_size("positions", len(places), spec.rotary_dim // 2)
     if original.rotary_dim != spec.rotary_dim:
         raise ValueError(
             f"original and spec must have the same rotary_dim, got {original.rotary_dim} and "
             f"{spec.rotary_dim}"
         )
-    open_pairs = never_turning(original, whole_number("trained", trained))
-    seen = trained * frequencies(original)
-    found = np.zeros((len(places), len(seen)))
-    arcs = places[:, None] * frequencies(spec, seq_len)[open_pairs]
+    seen = whole_number("trained", trained) * frequencies(original)  # rad
+    arcs = places[:, None] * frequencies(spec, seq_len)
     whole, rest = np.divmod(arcs, 2 * math.pi)
-    known = whole * seen[open_pairs] + np.minimum(rest, seen[open_pairs])
-    share = np.divide(arcs - known, arcs, out=np.zeros_like(arcs), where=arcs > 0)
-    found[:, open_pairs] = np.clip(share, 0.0, 1.0)
-    return found
+    new = np.where(seen < 2 * math.pi, arcs - whole * seen - np.minimum(rest, seen), 0.0)
+    share = np.divide(new, arcs, out=np.zeros_like(arcs), where=arcs > 0)
+    return np.clip(share, 0.0, 1.0)
 
 
 def unseen_share(
@@ -143,11 +139,10 @@ def methods(spec: Rotary, trained: int, target: int) -> dict[str, Rotary]:
         "llama3": {"factor": factor, **bounds, **length},
         "longrope": {"factor": factor, **lists, **length},
     }
-    made = {
+    return {"none": spec} | {
         name: dataclasses.replace(spec, schedule=name, params=params)
         for name, params in stretched.items()
     }
-    return {"none": spec, **made}
 
 
 def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
@@ -170,13 +165,10 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
     linear 13649 3370 0.0
     ntk 5732 4210 0.056
     """
-    made = methods(spec, trained, target)
-    old = frequencies(spec)
     rows = []
-    for name, stretched in made.items():
+    for name, stretched in methods(spec, trained, target).items():
         failing = failures(stretched, target, seq_len=target)
-        new = frequencies(stretched, target)
-        ratios = new / old
+        ratios = frequencies(stretched, target) / frequencies(spec)
         rows.append(
             Row(
                 method=name,

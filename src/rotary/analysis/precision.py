@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,8 @@ def tf32(values: npt.ArrayLike) -> Array:
 
 def _shortened(values: npt.ArrayLike, dropped: int) -> Array:
     """float32 less its last bits: half a step is added, or just under it where the rest is even."""
-    single = _single(np.asarray(values, np.float64)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        single = np.asarray(values, np.float64).astype(np.float32)
     bits = single.view(np.uint32).astype(np.uint64)
     is_odd = (bits >> np.uint64(dropped)) & np.uint64(1)
     bits = (bits + np.uint64(2 ** (dropped - 1) - 1) + is_odd) >> np.uint64(dropped)
@@ -77,21 +78,18 @@ def _shortened(values: npt.ArrayLike, dropped: int) -> Array:
     return np.where(np.isnan(single), single, rounded).astype(np.float64)
 
 
-def _same(values: Array) -> Array:
-    return values
+def _through(*dtypes: Any) -> Callable[[Array], Array]:
+    def rounded(values: Array) -> Array:
+        with np.errstate(over="ignore"):
+            for dtype in dtypes:
+                values = values.astype(dtype)
+            return values.astype(np.float64)
+
+    return rounded
 
 
-def _single(values: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32).astype(np.float64)
-
-
-def _half(values: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32).astype(np.float16).astype(np.float64)
-
-
-_FLOAT64, _FLOAT32, _FLOAT16 = Type(53, _same), Type(24, _single), Type(11, _half)
+_FLOAT64, _FLOAT32 = Type(53, _through()), Type(24, _through(np.float32))
+_FLOAT16 = Type(11, _through(np.float32, np.float16))
 _BFLOAT16, _TF32 = Type(8, bfloat16), Type(11, tf32)
 
 
@@ -105,8 +103,8 @@ def _float32_rates(kept: Type) -> Callable[[Rotary, int | None], tuple[Array, Ar
             warnings.simplefilter("ignore")  # said when the spec was made
             schedule = SCHEDULES[spec.schedule]
             single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
-            found = kept.rounded(np.abs(single).astype(np.float64))
-            return found, found - true
+            rate = kept.rounded(np.abs(single).astype(np.float64))
+            return rate, rate - true
 
     return rates
 
@@ -168,12 +166,16 @@ def angle_error(
     np.float64(1.0)
     """
     rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
-    check_size("positions", len(places), spec)
+    check_size("positions", len(places), spec.rotary_dim // 2)
     true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
     error = np.empty((len(places), len(true)))
     for part in _blocks(len(places), len(true)):
-        found = _angle_errors(rule, places[part], rate, off)
-        error[part] = _pointing(rule, places[part], true) if arithmetic in _TABLES else found
+        if arithmetic in _TABLES:  # from the exact angle to the one that cos and sin point at
+            cos, sin = _cos_sin(places[part], true)
+            x, y = rule.table.rounded(cos), rule.table.rounded(sin)
+            error[part] = np.arctan2(y * cos - x * sin, x * cos + y * sin)
+        else:
+            error[part] = _angle_errors(rule, places[part], rate, off)
     return np.abs(error)
 
 
@@ -194,14 +196,11 @@ def table_error(
     true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
     worst = np.empty(len(places))
     for part in _blocks(len(places), len(true)):
-        found = _angle_errors(rule, places[part], rate, off)
-        cos, sin = _cos_sin(places[part], true)
+        exact = np.stack(_cos_sin(places[part], true))
         with np.errstate(invalid="ignore"):  # no angle, no table
-            turned = _turned(cos, sin, found)
-        apart = np.maximum(
-            np.abs(rule.table.rounded(turned[0]) - cos), np.abs(rule.table.rounded(turned[1]) - sin)
-        )
-        worst[part] = _infinite_if_none(apart).max(axis=1)
+            error = _angle_errors(rule, places[part], rate, off)
+            turned = np.stack(_turned(exact[0], exact[1], error))
+        worst[part] = _infinite_if_none(np.abs(rule.table.rounded(turned) - exact)).max(axis=(0, 2))
     return worst
 
 
@@ -260,7 +259,9 @@ def longest_safe_position(
         raise ValueError(f"tolerance must be > 0 rad, got {tolerance}")
     rate, off = rule.rates(spec, seq_len)
     if arithmetic in _TABLES:
-        return MAX_POSITION if _pointing_bound(rule.table) <= tolerance else 0
+        # cos and sin off by a share u turn a pair by u / (1 - u) at most; 2^-24: float16 subnormals
+        share = 2.0**-rule.table.bits
+        return MAX_POSITION if (share + 2.0**-24) / (1 - share) <= tolerance else 0
     safe, unsafe = 0, MAX_POSITION + 1
     while unsafe - safe > 1:
         middle = (safe + unsafe) // 2
@@ -323,19 +324,6 @@ def _turned(cos: Array, sin: Array, angle: Array) -> tuple[Array, Array]:
     return cos * c - sin * s, sin * c + cos * s
 
 
-def _pointing(rule: Arithmetic, positions: npt.NDArray[np.int64], rate: Array) -> Array:
-    """(len, pairs) signed: from the exact angle to the one that the stored cos and sin point at."""
-    cos, sin = _cos_sin(positions, rate)
-    x, y = rule.table.rounded(cos), rule.table.rounded(sin)
-    return np.arctan2(y * cos - x * sin, x * cos + y * sin)
-
-
-def _pointing_bound(table: Type) -> float:
-    """Both off by a share u turn a pair by u / (1 - u) at most; 2^-24: subnormals of float16."""
-    share = 2.0**-table.bits
-    return (share + 2.0**-24) / (1 - share)
-
-
 def _bound(rule: Arithmetic, position: int, rate: Array, off: Array) -> float:
     """What no error at a position up to this one exceeds; it grows with the position."""
     held = rule.position.rounded(np.array([float(position)]))
@@ -348,13 +336,9 @@ def _bound(rule: Arithmetic, position: int, rate: Array, off: Array) -> float:
     error = moved * rate + position * off
     if rule.product is not None:
         steps = np.ldexp(1.0, np.frexp((position + moved) * rate)[1] - rule.product.bits - 1)
-        is_exact = min(bits, rule.position.bits) + _widths(rate) <= rule.product.bits
+        whole = (np.frexp(rate)[0] * 2.0**53).astype(np.int64)
+        last = np.frexp((whole & -whole).astype(np.float64))[1]
+        widths = np.where(whole == 0, 0, 54 - last)  # bits from the first to the last that is set
+        is_exact = min(bits, rule.position.bits) + widths <= rule.product.bits
         error += np.where(is_exact, 0.0, steps)
     return float(error.max()) * (1 + 1e-12)  # 1e-12: the bound itself is computed in float64
-
-
-def _widths(values: Array) -> npt.NDArray[np.intp]:
-    """How many bits each value has from its first to its last that is set; 0 for 0."""
-    whole = (np.frexp(values)[0] * 2.0**53).astype(np.int64)
-    last = np.frexp((whole & -whole).astype(np.float64))[1]
-    return np.where(whole == 0, 0, 54 - last)

@@ -35,6 +35,10 @@ _CHUNK = 1 / 32  # of ln b: what one job searches
 _AHEAD = 64  # jobs that an executor has at a time
 
 
+def _silent(share: float) -> None:
+    """Progress that nobody asks for."""
+
+
 class MinBase(NamedTuple):
     """The smallest base that passes; see `min_base`."""
 
@@ -75,15 +79,15 @@ def min_base(
     depend on it. Raises ValueError for another size, and if no base up to 1e37 passes.
     Source: Men et al., arXiv 2405.14591, Eq. 11 and Table 2, with the whole head rotated.
 
-    >>> found = min_base(1024)
-    >>> round(found.base, 4), found.binding, found.next_failing
+    >>> least = min_base(1024)
+    >>> round(least.base, 4), least.binding, least.next_failing
     (4293.4376, 1009, 1077)
     """
     context = whole_number("context", context, 1, MAX_CONTEXT)
     k, still = _geometry(head_dim, rotary_dim)
     if still >= len(k):
         return MinBase(1.0, None, None, 0)
-    x, binding, undecided = _first_passing(context, k, still, _within(progress, 0.0, 1.0), executor)
+    x, binding, undecided = _first_passing(context, k, still, progress or _silent, executor)
     if binding:
         x, binding, hidden = _refined(x, binding, k, still, context)
         undecided += hidden
@@ -110,30 +114,34 @@ def safe_base(
     Not certified: a base between two points of the grid, or above it, may fail. `start` is b* where
     it is known. `executor`, limits and errors are those of `min_base`.
 
-    >>> found = safe_base(1024)
-    >>> round(found.largest_failing), round(found.passing_share, 2)
+    >>> safe = safe_base(1024)
+    >>> round(safe.largest_failing), round(safe.passing_share, 2)
     (6018, 0.87)
     """
     context = whole_number("context", context, 1, MAX_CONTEXT)
     k, still = _geometry(head_dim, rotary_dim)
-    begun = 0.0
+    report, done = progress or _silent, 0.0
     if start is None:
-        begun = 0.5
-        first = _within(progress, 0.0, begun)
         start = min_base(
-            context, head_dim, rotary_dim=rotary_dim, progress=first, executor=executor
+            context,
+            head_dim,
+            rotary_dim=rotary_dim,
+            progress=lambda share: report(share / 2),
+            executor=executor,
         ).base
+        done = 0.5
     low = float(_logs([start])[0])
     step = 1e-5 * max(1.0, context / 8192) ** (math.log(20) / math.log(16))
     count = int(math.log(12) / step) + 1
-    tell = _within(progress, begun, 1.0)
-    passes = _comb(context, low + step * np.arange(count), k, still, tell, executor)
+    passes = _comb(
+        context, low + step * np.arange(count), k, still, executor,
+        lambda share: report(done + (1 - done) * share),
+    )  # fmt: skip
     while not passes[-(count // 10) :].all():
         more = low + step * (len(passes) + np.arange(count // 10))
         if more[-1] > MAX_LOG_BASE:
             raise ValueError(f"bases up to 1e37 fail at {context:,} distances: none is safe")
-        tell = _within(None, 0.0, 1.0)
-        passes = np.append(passes, _comb(context, more, k, still, tell, executor))
+        passes = np.append(passes, _comb(context, more, k, still, executor))
     failing = np.flatnonzero(~passes)
     last, above = (failing[-1], failing[-1] + 1) if len(failing) else (0, 0)
     return SafeBase(
@@ -165,8 +173,7 @@ def comb(
     k, still = _geometry(head_dim, rotary_dim)
     logs = _logs(bases)
     rising, places = np.unique(logs, return_inverse=True)
-    passes = _comb(context, rising, k, still, _within(None, 0.0, 1.0), executor)
-    return passes[places].reshape(logs.shape)
+    return _comb(context, rising, k, still, executor)[places].reshape(logs.shape)
 
 
 def rounded_up(
@@ -219,14 +226,14 @@ def _spec(x: float, k: Array) -> Rotary:
 
 
 def _logs(bases: npt.ArrayLike) -> Array:
-    given = np.asarray(bases)
-    if given.dtype.kind not in "iuf":
-        raise ValueError(f"bases must be numbers, got {given.dtype}")
+    values = np.asarray(bases)
+    if values.dtype.kind not in "iuf":
+        raise ValueError(f"bases must be numbers, got {values.dtype}")
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(given.astype(np.float64))
+        logs = np.log(values.astype(np.float64))
     wrong = ~((logs >= 0) & (logs <= MAX_LOG_BASE))
     if wrong.any():
-        raise ValueError(f"a base must be in 1 .. 1e37, got {given[wrong].flat[0]}")
+        raise ValueError(f"a base must be in 1 .. 1e37, got {values[wrong].flat[0]}")
     return logs
 
 
@@ -296,8 +303,8 @@ def _comb(
     logs: Array,
     k: Array,
     still: float,
-    progress: Callable[[float], None],
     executor: Executor | None,
+    progress: Callable[[float], None] = _silent,
 ) -> npt.NDArray[np.bool_]:
     if still >= len(k):
         return np.ones(len(logs), np.bool_)
@@ -318,16 +325,6 @@ def _passing(
     passes = np.zeros(len(logs), np.bool_)
     loops.passing(logs, k, still, context, stop, passes)
     return passes
-
-
-def _within(progress: Progress, low: float, high: float) -> Callable[[float], None]:
-    """Tell `progress`, if there is one, of a part that is `low` .. `high` of the whole."""
-
-    def tell(share: float) -> None:
-        if progress is not None:
-            progress(low + (high - low) * share)
-
-    return tell
 
 
 def _in_order(

@@ -7,8 +7,8 @@ import numpy as np
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .decay import Like, angles_at
-from .spectrum import MAX_LENGTH, Array, Axes, number, still_pairs, whole_number
+from .decay import Like, angles_at, checked_distances
+from .spectrum import Array, Axes, check_size, number, still_pairs, whole_number
 
 MAX_DRAWS = 2**18
 MAX_SIZES = 2**27  # trials x pairs: 1 GiB of float64
@@ -125,13 +125,8 @@ def _angle_blocks(
     spec: Rotary, distances: Like, seq_len: int | None, axes: Axes, draws: int
 ) -> Iterator[Array]:
     """Angles (rows, pairs) of some distances at a time, for tables of (rows, draws)."""
-    row = np.asarray(distances)
-    if row.ndim != 1 or len(row) > MAX_LENGTH:
-        raise ValueError(f"distances must be (len,), at most 2^24 of them, got {row.shape}")
-    if len(row) * draws > MAX_SCORES:
-        raise ValueError(
-            f"{len(row):,} distances x {draws:,} trials are more than 2^30; ask for fewer"
-        )
+    row = checked_distances(distances)
+    check_size("distances", len(row), draws, MAX_SCORES)
     for rows in _blocks(len(row), max(spec.rotary_dim // 2, draws)):
         yield angles_at(spec, row[rows], seq_len=seq_len, axes=axes)
 

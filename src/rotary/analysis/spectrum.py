@@ -39,15 +39,15 @@ def frequencies(spec: Rotary, seq_len: int | None = None, *, axes: Axes = None) 
     >>> frequencies(Rotary(head_dim=4, base=100.0, axes=(0, 1)), axes=(1,))
     array([0. , 0.1])
     """
-    found = np.abs(inv_freq(spec, seq_len)[0])
+    rates = np.abs(inv_freq(spec, seq_len)[0])
     if axes is None:
-        return found
+        return rates
     if not isinstance(axes, tuple | list):
         raise ValueError(f"axes must be a tuple of axis numbers, got {axes!r}")
     for axis in axes:
         whole_number("axes", axis, 0, spec.num_axes - 1)
-    driven = np.array(spec.axes or (0,) * len(found))
-    return np.where(np.isin(driven, axes), found, 0.0)
+    driven = np.array(spec.axes or (0,) * len(rates))
+    return np.where(np.isin(driven, axes), rates, 0.0)
 
 
 def still_pairs(spec: Rotary) -> float:
@@ -67,27 +67,26 @@ def whole_numbers(
     >>> whole_numbers("positions", [0, 4096])
     array([   0, 4096])
     """
-    found = np.asarray(values)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} must be a list of whole numbers, got {found.dtype} of shape {found.shape}"
+            f"{name} must be a list of whole numbers, got {array.dtype} of shape {array.shape}"
         )
-    if found.size and not (least <= found.min() and found.max() <= most):
+    if array.size and not (least <= array.min() and array.max() <= most):
         raise ValueError(
-            f"{name} must be in {least:,} .. {most:,}, got {found.min():,} .. {found.max():,}"
+            f"{name} must be in {least:,} .. {most:,}, got {array.min():,} .. {array.max():,}"
         )
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
-def check_size(name: str, length: int, spec: Rotary) -> None:
-    """Nothing, if an answer of `length` times all pairs may be made; else ValueError.
+def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None:
+    """ValueError if `count` times `each` numbers are more than `most`, a power of two.
 
-    >>> check_size("positions", 4096, Rotary(head_dim=128))
+    >>> check_size("positions", 4096, 64)
     """
-    pairs = spec.rotary_dim // 2
-    if length * pairs > MAX_ANGLES:
+    if count * each > most:
         raise ValueError(
-            f"{length:,} {name} times {pairs} pairs are over {MAX_ANGLES:,} values; "
+            f"{count:,} {name} x {each:,} are more than 2^{most.bit_length() - 1}; "
             "ask for fewer at a time"
         )
 
@@ -128,9 +127,8 @@ def wavelengths(spec: Rotary, seq_len: int | None = None) -> Array:
     >>> wavelengths(Rotary(head_dim=4, base=100.0)).round(2)
     array([ 6.28, 62.83])
     """
-    found = frequencies(spec, seq_len)
     with np.errstate(divide="ignore"):
-        return 2 * math.pi / found
+        return 2 * math.pi / frequencies(spec, seq_len)
 
 
 def turns_completed(spec: Rotary, length: int, seq_len: int | None = None) -> Array:
@@ -204,17 +202,17 @@ def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None
     turns = number("turns", turns)
     if not turns > 0:
         raise ValueError(f"turns must be > 0, got {turns}")
-    found = frequencies(spec, seq_len)
-    moving = found[: np.count_nonzero(found)]
+    rates = frequencies(spec, seq_len)
+    moving = rates[: np.count_nonzero(rates)]
     if len(moving) < 2 or not (moving > 0).all() or not (np.diff(moving) < 0).all():
         raise ValueError(
             "frequencies must fall from pair to pair to say where one lies; "
             f"those of schedule {spec.schedule!r} do not: look at turns_completed instead"
         )
     heights = -np.log(moving)
-    wanted = -math.log(2 * math.pi * turns / length)
-    left = int(np.clip(np.searchsorted(heights, wanted) - 1, 0, len(heights) - 2))
-    return float(left + (wanted - heights[left]) / (heights[left + 1] - heights[left]))
+    height = -math.log(2 * math.pi * turns / length)
+    left = int(np.clip(np.searchsorted(heights, height) - 1, 0, len(heights) - 2))
+    return float(left + (height - heights[left]) / (heights[left + 1] - heights[left]))
 
 
 def yarn_band(
