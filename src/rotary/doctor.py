@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .angles import cos_sin
-from .kernels import numpy as law
+from .kernels import numpy as reference
 from .kernels.geometry import Options
 from .spec import Rotary
 
@@ -30,16 +30,20 @@ def examine() -> list[Finding]:
     >>> [finding.what for finding in examine()][:2]
     ['rotary', 'python']
     """
-    findings = [
+    versions = {
+        name: importlib.metadata.version(name)
+        if importlib.util.find_spec(name)
+        else "not installed"
+        for name in ("torch", "transformers", "jax")
+    }
+    return [
         Finding("rotary", importlib.metadata.version("rotary")),
         Finding("python", f"{sys.version.split()[0]} on {platform.machine()}"),
         Finding("numpy", np.__version__),
         *_kernel(),
         _huge_pages(),
+        *[Finding(name, version) for name, version in versions.items()],
     ]
-    for name in ("torch", "transformers", "jax"):
-        findings.append(_library(name))
-    return findings
 
 
 def _kernel() -> list[Finding]:
@@ -56,30 +60,21 @@ def _kernel() -> list[Finding]:
     q = np.random.default_rng(0).standard_normal((1, 16, 512, 128), np.float32)
     tables = cos_sin(Rotary(head_dim=128), np.arange(512))
     results = [
-        module.rotate((q,), *tables, None, Options(), False, None)[0] for module in (cpu, law)
+        module.rotate((q,), *tables, None, Options(), False, None)[0] for module in (cpu, reference)
     ]
-    is_equal = np.array_equal(*results)
+    kernel = Finding("kernel", "compiled loops, equal to the reference implementation")
+    if not np.array_equal(*results):
+        advice = "report this: the compiled loops give wrong numbers here"
+        kernel = Finding("kernel", "differs from the reference implementation", advice)
+    pool, advice = threads.pool(), ""
+    if pool == "workqueue":
+        advice = "parallel calls run one at a time; install libgomp (Debian: libgomp1)"
     return [
         Finding("numba", numba.__version__),
-        Finding(
-            "kernel",
-            "compiled loops, equal to the reference implementation"
-            if is_equal
-            else "differs from the reference implementation",
-            "" if is_equal else "report this: the compiled loops give wrong numbers here",
-        ),
-        _threads(threads.count(), threads.pool()),
+        kernel,
+        Finding("threads", f"{threads.count()}, {pool}", advice),
         _cache(loops.on_numba_threads),
     ]
-
-
-def _threads(count: int, pool: str) -> Finding:
-    advice = (
-        "parallel calls run one at a time; install libgomp (Debian: libgomp1)"
-        if pool == "workqueue"
-        else ""
-    )
-    return Finding("threads", f"{count}, {pool}", advice)
 
 
 def _cache(compiled: object) -> Finding:
@@ -101,9 +96,3 @@ def _huge_pages() -> Finding:
     mode = setting[setting.find("[") + 1 : setting.find("]")]
     advice = "new large outputs cost several copies; use out=" if mode == "never" else ""
     return Finding("huge pages", mode, advice)
-
-
-def _library(name: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
-        return Finding(name, "not installed")
-    return Finding(name, importlib.metadata.version(name))

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,32 +120,38 @@ def compare(
         if positions is not None:
             held = _rows_of(positions, spec.num_axes)
             whole = _whole(expected, seq_len, held)
-        if cos is not None:
-            fault = _table_fault(spec, positions, cos, sin, tolerance, seq_len)
-            faults += [("tables", f"those of rank {rank} are {fault}")] if fault else []
+        if cos is not None and (
+            fault := _table_fault(spec, positions, cos, sin, tolerance, seq_len)
+        ):
+            faults.append(("tables", f"those of rank {rank} are {fault}"))
         facts["positions", "batch"] = None if held is None else len(held)
         if whole is not None:
             facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
     except (ValueError, TypeError) as wrong:
         faults.append(("positions", f"rank {rank}: {wrong}"))
-    told = {key: repr(value) for key, value in facts.items()}
-    said = gathered((told, held, faults), group)  # plain data: versions may differ
-    findings = [*_differing([told for told, _, _ in said])]
-    for rank, (_, _, faults) in enumerate(said):
+    shown = {key: repr(value) for key, value in facts.items()}
+    ranks = gathered((shown, held, faults), group)  # plain data: versions may differ
+    findings = [*_differing([shown for shown, _, _ in ranks])]
+    for rank, (_, _, faults) in enumerate(ranks):
         findings += [Finding(what, (rank,), text) for what, text in faults]
     if whole is not None and not any(each.what == "positions" for each in findings):
-        findings += _misplaced([held for _, held, _ in said], whole)
-    return Report(len(said), tuple(findings))
+        for number, row in enumerate(whole):  # the first bad row is all that is named
+            blamed, texts = _misplaced([held[number] for _, held, _ in ranks], row)
+            if texts:
+                where = "" if len(whole) == 1 else f"row {number}: "
+                findings.append(Finding("positions", blamed, where + "; ".join(texts)))
+                break
+    return Report(len(ranks), tuple(findings))
 
 
 def gathered(mine: Any, group: Any = None) -> list[Any]:
     """What every rank of the group gives, by rank. Collective."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, mine, group=group)
+    return values
 
 
-# --- what a rank says ---
+# --- the facts of one rank ---
 
 
 def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
@@ -223,7 +229,7 @@ def _table_fault(
     return f"{text}: they are those of other positions or frequencies"
 
 
-# --- what follows from it ---
+# --- ranks beside each other ---
 
 
 def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
@@ -235,35 +241,25 @@ def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Findi
         for value in counts:
             if value != usual:
                 ranks = tuple(rank for rank, each in enumerate(values) if each == value)
-                said = f"{_named(ranks)} {_verb(ranks, 'has', 'have')} {name} {value}"
-                yield Finding(what, ranks, f"{said}, most have {usual}")
+                text = f"{_named(ranks)} {_verb(ranks, 'has', 'have')} {name} {value}"
+                yield Finding(what, ranks, f"{text}, most have {usual}")
 
 
-def _misplaced(held: Sequence[Array], whole: Array) -> list[Finding]:
-    """Who holds what twice, what nobody holds, what is no position of it: of the first bad row.
+def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], list[str]]:
+    """The ranks to blame, and which positions too many hold, too few, or which are none.
 
-    held   positions of each rank, (rows, seq, axes) int64
-    whole  those of the whole sequence, (rows, seq, axes); each is to be held by as many ranks
+    held   positions of each rank, (seq, axes) int64
+    whole  those of the whole sequence, (seq, axes); each is to be held by as many ranks
     """
-    for row, expected in enumerate(whole):
-        ranks, texts = _misplaced_in_row([each[row] for each in held], expected)
-        if texts:
-            where = "" if len(whole) == 1 else f"row {row}: "
-            return [Finding("positions", tuple(sorted(ranks)), where + "; ".join(texts))]
-    return []
-
-
-def _misplaced_in_row(held: Sequence[Array], whole: Array) -> tuple[set[int], list[str]]:
-    """The ranks to blame, and what is wrong; parts and whole are (seq, axes)."""
     points = np.concatenate([whole, *held])
     points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
     names, ids = np.unique(points, axis=0, return_inverse=True)
-    expected, found = np.split(ids.ravel(), [len(whole)])
-    replicas = max(1, round(len(found) / max(1, len(whole))))
-    wanted = np.bincount(expected, minlength=len(names)) * replicas
-    counts = np.bincount(found, minlength=len(names))
+    expected, holding = np.split(ids.ravel(), [len(whole)])
+    replicas = max(1, round(len(holding) / max(1, len(whole))))
+    right = np.bincount(expected, minlength=len(names)) * replicas
+    counts = np.bincount(holding, minlength=len(names))
     owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
-    owners, ends = owners[np.argsort(found, kind="stable")], np.cumsum(counts)
+    owners, ends = owners[np.argsort(holding, kind="stable")], np.cumsum(counts)
 
     def by_owners(chosen: Array) -> Iterable[tuple[tuple[int, ...], list[int]]]:
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -280,37 +276,33 @@ def _misplaced_in_row(held: Sequence[Array], whole: Array) -> tuple[set[int], li
     copies = Counter(part.tobytes() for part in held)
     blamed: set[int] = set()
     texts = []
-    for ranks, some in by_owners((counts > wanted) & (wanted > 0)):
-        first = sorted(set(ranks), key=lambda rank: (-copies[held[rank].tobytes()], rank))
-        local = from_zero.intersection(ranks)
-        if len(first) <= wanted[some[0]]:
-            extra = sorted(Counter(ranks) - Counter(first))  # they hold it again
-        elif 0 < len(local) < len(first):
-            extra = sorted(local)
-        else:
-            extra = sorted(first[wanted[some[0]] :])  # they are like the fewest ranks
-        others = [rank for rank in sorted(first) if rank not in extra]
+    for ranks, some in by_owners((counts > right) & (right > 0)):
+        # too many: who holds it again, then who counts from zero, then who is like the fewest
+        order = [(ranks[:n].count(rank), rank in from_zero, -copies[held[rank].tobytes()], rank)
+                 for n, rank in enumerate(ranks)]  # fmt: skip
+        extra = {rank for *_, rank in sorted(order)[right[some[0]] :]}
+        others = set(ranks) - extra
         also = f", which {_named(others)} {_verb(others)} as well" if others else " more than once"
         texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[some])}{also}")
-        blamed |= set(extra)
-    for ranks, some in by_owners(counts < wanted):
+        blamed |= extra
+    for ranks, some in by_owners(counts < right):
         whom = f"{_named(ranks)} alone" if ranks else "nobody"
         texts.append(f"{_spans(names[some])} {_verb(some, 'is', 'are')} held by {whom}")
-    for ranks, some in by_owners(wanted == 0):
+    for ranks, some in by_owners(right == 0):
         are = _verb(some, "is", "are")
         texts.append(f"{_spans(names[some])} {are} outside of the sequence, on {_named(ranks)}")
         blamed |= set(ranks)
     if blamed & from_zero:
         texts.append("it looks like arange(local length)")
-    return blamed, texts
+    return tuple(sorted(blamed)), texts
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _named(ranks: Collection[int]) -> str:
     ranks = sorted(set(ranks))
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _verb(things: Sequence[Any], one: str = "holds", many: str = "hold") -> str:
+def _verb(things: Collection[Any], one: str = "holds", many: str = "hold") -> str:
     return one if len(things) == 1 else many
 
 
