@@ -64,44 +64,46 @@ def _names(code: CodeType, are_global: bool) -> frozenset[str]:
 # --- a copy that calls others ---
 
 
-def copy_calling(method: FunctionType, names: Mapping[Callable[..., Any], str]) -> FunctionType:
-    """A copy of `method` that calls, for each function in `names`, what has that name in its file.
+@functools.lru_cache(maxsize=256)
+def copy_calling(
+    method: FunctionType, names: tuple[tuple[Callable[..., Any], str], ...]
+) -> FunctionType:
+    """A copy of `method` that calls, for each (function, name), what has that name in its file.
 
+    One copy for all layers and models, or torch.compile would compile each by itself.
     Raises ValueError if the code uses the name of such a function for an attribute as well, for
     Python stores both in one place.
 
     >>> def rotate(x): return x
     >>> def forward(x): return rotate(x)
-    >>> copy_calling(forward, {rotate: "other"}).__code__.co_names
+    >>> copy_calling(forward, ((rotate, "other"),)).__code__.co_names
     ('other',)
     """
     code = method.__code__
     renamed = {
         old: new
         for old in _names(code, True)
-        for function, new in names.items()
+        for function, new in names
         if method.__globals__.get(old) is function
     }
     if not _names(code, False).isdisjoint(renamed):
         raise ValueError("is also the name of an attribute in the code that calls it")
+    cells = []
+    for cell in method.__closure__ or ():  # what a decorator wraps
+        inner = _content(cell)
+        called = rotations_called(inner) if isinstance(inner, FunctionType) else ()
+        is_calling = any(function in dict(names) for _, function in called)
+        cells.append(CellType(copy_calling(inner, names)) if is_calling else cell)
     copy = FunctionType(
         _renamed(code, renamed),
         method.__globals__,
         method.__name__,
         method.__defaults__,
-        tuple(_copied_cell(cell, names) for cell in method.__closure__ or ()),
+        tuple(cells),
     )
     copy.__kwdefaults__ = method.__kwdefaults__
     functools.update_wrapper(copy, method)
     return copy
-
-
-def _copied_cell(cell: CellType, names: Mapping[Callable[..., Any], str]) -> CellType:
-    inner = _content(cell)
-    if not isinstance(inner, FunctionType):
-        return cell
-    is_calling = any(function in names for _, function in rotations_called(inner))
-    return CellType(copy_calling(inner, names)) if is_calling else cell
 
 
 def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
@@ -134,13 +136,13 @@ def set_method(module: Any, attribute: str, function: Any, original: Any) -> Non
 
 def restore_methods(model: Any) -> bool:
     """Take every `set_method` in a torch model back; whether there was one."""
-    found = _methods_set(model)
-    for module, attribute, original in found:
+    replaced = _methods_set(model)
+    for module, attribute, original in replaced:
         if attribute.startswith("_old_"):
             object.__setattr__(module, attribute, MethodType(original, module))
         else:
             object.__delattr__(module, attribute)
-    return bool(found)
+    return bool(replaced)
 
 
 def is_patched(model: Any) -> bool:

@@ -113,16 +113,9 @@ def _recording(has_operator: bool) -> Iterator[None]:
 
 
 def _rotate(
-    threads: Sequence[int],
-    has_operator: bool,
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Any,
-    options: Options,
-    conjugate: bool,
-    out: Sequence[Tensor] | None,
-) -> tuple[Tensor, ...]:
+    threads: Sequence[int], has_operator: bool, xs: Sequence[Tensor], cos: Tensor, sin: Tensor,
+    positions: Any, options: Options, conjugate: bool, out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
     if threading.get_ident() not in threads:  # a model that runs during the export of another
         return kernel.rotate(xs, cos, sin, positions, options, conjugate, out)

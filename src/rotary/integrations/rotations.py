@@ -148,10 +148,8 @@ def _rotated(convention: Convention, given: Mapping[str, Any]) -> Any:
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES
         or any([x.dtype != xs[0].dtype for x in xs])
+        or (prepared := _prepared(convention.style, tables, axis, xs[0].ndim)) is None
     ):
-        return None
-    prepared = _prepared(convention.style, tables, axis, xs[0].ndim)
-    if prepared is None:
         return None
     cos, sin = prepared
     if convention.promotes and tables[0].dtype == torch.float32:
@@ -231,10 +229,8 @@ def _agrees(
     arguments = _random(convention, trial, rotary_dim)
     with torch.no_grad():
         ours = _rotated(convention, arguments)
-        if ours is None:
-            return False
         try:
-            theirs = function(**arguments)
+            theirs = None if ours is None else function(**arguments)
         except _REFUSALS:
             return False
     if convention.operands == 1:

@@ -41,12 +41,12 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
     >>> embeddings(nn.Linear(2, 2))
     {}
     """
-    found = {}
-    for name, module in model.named_modules():
-        parameters = list(inspect.signature(type(module).forward).parameters)
-        if parameters[1:3] == ["x", "position_ids"] and set(parameters[3:]) <= {"layer_type"}:
-            found[name] = module
-    return found
+    takes = (["x", "position_ids"], ["x", "position_ids", "layer_type"])
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if list(inspect.signature(type(module).forward).parameters)[1:] in takes
+    }
 
 
 def nearest(names: dict[str, Any], path: str) -> str | None:
@@ -82,6 +82,14 @@ def source_of(module: nn.Module, layer_type: str | None) -> Source:
         if tables is not None and tables[0].shape[:-1] == tokens:
             return Source(kind, axes, style_of(tables))
     raise ValueError("could not be tried")
+
+
+def styles_of(module: nn.Module) -> set[str]:
+    """The styles of the tables that a rotary embedding makes; none if it cannot be tried."""
+    try:
+        return {source_of(module, kind).style for kind in layer_types(module)}
+    except ValueError:
+        return set()
 
 
 def _positions(kind: str, steps: Tensor) -> Tensor:
@@ -181,10 +189,7 @@ def _float64_frequencies(module: nn.Module, layer_type: str | None, buffer: Tens
         spec = from_hf_config(getattr(module, "config", None), layer_type)
     except ValueError:
         return own
-    if spec is None:
-        return own
-    frequencies = torch.tensor(inv_freq(spec)[0])
-    agrees = frequencies.shape == own.shape and torch.allclose(
-        frequencies, own, rtol=8 * torch.finfo(buffer.dtype).eps, atol=0
-    )
-    return frequencies if agrees else own
+    exact = own if spec is None else torch.tensor(inv_freq(spec)[0])
+    tolerance = 8 * torch.finfo(buffer.dtype).eps
+    agrees = exact.shape == own.shape and torch.allclose(exact, own, rtol=tolerance, atol=0)
+    return exact if agrees else own

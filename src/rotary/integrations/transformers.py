@@ -9,7 +9,6 @@ The one trace in the file of the model is the second name, private and unused by
 """
 
 import dataclasses
-import functools
 import re
 import warnings
 from collections import Counter
@@ -67,16 +66,13 @@ class Patch:
         >>> print(Patch(nn.Linear(2, 2), rows, []))
         patched  layers.*.attn (2): half
         """
-        lines = [
-            f"{title:<8} {where} ({count}): {what}"
+        lines = Counter(
+            (title, re.sub(r"(?<![^.])\d+(?![^.])", "*", name), what)
             for title, rows in (("patched", self.patched), ("skipped", self.skipped))
-            for (where, what), count in _grouped(rows).items()
-        ]
-        return "\n".join(lines) or "nothing is patched"
-
-
-def _grouped(rows: list[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    return Counter((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), what) for name, what in rows)
+            for name, what in rows
+        )
+        shown = [f"{title:<8} {names} ({n}): {what}" for (title, names, what), n in lines.items()]
+        return "\n".join(shown) or "nothing is patched"
 
 
 def patch(model: nn.Module, *, exact: bool = False) -> Patch:
@@ -132,8 +128,8 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
         module = model.get_submodule(name)
         original = type(module).forward
         set_method(module, attribute_of(module, "forward", original), forward, original)
-    if found := disagreement(getattr(model, "config", None), seen_in_model(model)):
-        warnings.warn(f"weights {found[0]}: {found[1]}", stacklevel=2)
+    if fault := disagreement(getattr(model, "config", None), seen_in_model(model)):
+        warnings.warn(f"weights {fault[0]}: {fault[1]}", stacklevel=2)
     return Patch(model, patched, skipped)
 
 
@@ -175,22 +171,14 @@ class _Caller(NamedTuple):
             name = names[function] = f"_rotary_{kind}{function.__name__}"
             if getattr(globals_.get(name), "__wrapped__", None) is not function:
                 globals_[name] = replacement_of(function, convention, keeps_dtype=is_exact)
-        return _copy_for_all_layers(self.method, tuple(names.items()))
-
-
-@functools.lru_cache(maxsize=256)
-def _copy_for_all_layers(
-    method: FunctionType, names: tuple[tuple[Callable[..., Any], str], ...]
-) -> FunctionType:
-    """One copy for all layers and models, or torch.compile would compile each by itself."""
-    return copy_calling(method, dict(names))
+        return copy_calling(self.method, tuple(names.items()))
 
 
 def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
     """What can be patched, and (path, reason) of what cannot."""
     callers: list[_Caller] = []
     skipped: list[tuple[str, str]] = []
-    styles = {name: _styles(module) for name, module in tables.embeddings(model).items()}
+    styles = {name: tables.styles_of(module) for name, module in tables.embeddings(model).items()}
     layouts = _layouts_by_config(model)
     for path, module in model.named_modules():
         embedding = tables.nearest(styles, path)
@@ -202,7 +190,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                     convention = convention_of(function)
                     _check_tables(convention, styles.get(embedding or "", set()))
                     attribute_of(module, name, method)
-                    _copy_for_all_layers(method, ((function, "_"),))  # raises where it cannot be
+                    copy_calling(method, ((function, "_"),))  # raises where it cannot be
                 except ValueError as error:
                     if layout is not None:
                         raise ValueError(
@@ -252,14 +240,6 @@ def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
         if name is not None and name.kind == LEFT:
             layouts[path] = None
     return layouts
-
-
-def _styles(embedding: nn.Module) -> set[str]:
-    kinds = tables.layer_types(embedding)
-    try:
-        return {tables.source_of(embedding, kind).style for kind in kinds}
-    except ValueError:
-        return set()
 
 
 def _check_tables(convention: Convention, styles: set[str]) -> None:
