@@ -1,6 +1,5 @@
 """Sinusoidal embedding, softmax and linear attention against independent oracles."""
 
-import cmath
 import math
 
 import numpy as np
@@ -145,69 +144,6 @@ def test_large_scores_do_not_overflow():
 # --- linear attention ---
 
 BOTH = pytest.mark.parametrize("attend", [linear_attention, recurrent_linear_attention])
-
-
-def equation_19(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: list[int], layout: str
-) -> np.ndarray:
-    """Equation 19 of RoFormer as sums over tokens, pairs as complex numbers; phi = elu + 1."""
-
-    def phi(x: float) -> float:
-        return x + 1 if x > 0 else math.exp(x)
-
-    def pairs(x: np.ndarray) -> list[complex]:
-        mapped, half = [phi(value) for value in x.tolist()], len(x) // 2
-        if layout == "half":
-            return [complex(mapped[i], mapped[i + half]) for i in range(half)]
-        return [complex(mapped[2 * i], mapped[2 * i + 1]) for i in range(half)]
-
-    steps = [10_000.0 ** (-2 * i / q.shape[-1]) for i in range(q.shape[-1] // 2)]
-    output = np.zeros_like(v)
-    for m in range(len(q)):
-        norm = 0.0
-        for n in range(m + 1):
-            a, b = pairs(q[m]), pairs(k[n])
-            turned = [cmath.exp(1j * (positions[m] - positions[n]) * step) for step in steps]
-            weight = sum((x * turn * y.conjugate()).real for x, turn, y in zip(a, turned, b))  # noqa: B905  # equal lengths
-            norm += sum((x * y.conjugate()).real for x, y in zip(a, b))  # noqa: B905
-            output[m] += weight * v[n]
-        output[m] /= norm
-    return output
-
-
-@BOTH
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("positions", [None, [3, 4, 9, 100, 7, 8, 0]])
-def test_linear_attention_is_equation_19(attend, layout, positions):
-    q, k, v = qkv(7, 12)
-    where = None if positions is None else np.array(positions)
-    ours = attend(q, k, v, Rotary(head_dim=12, layout=layout), positions=where)
-    wanted = equation_19(q, k, v, positions or list(range(7)), layout)
-    # numerators are at most phi(q) . phi(k) |v| in size, so quotients at most |v|
-    np.testing.assert_allclose(ours, wanted, rtol=0, atol=8 * TABLE * np.abs(v).max())
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [(np.float64, 1e-12), (np.float32, 2e-6)])
-@pytest.mark.parametrize("shape", [(1, 4), (33, 16), (2, 3, 40, 32)])
-def test_token_by_token_is_the_same(dtype, atol, shape):
-    q, k, v = qkv(*shape, dtype=dtype)
-    spec = Rotary(head_dim=shape[-1])
-    pair = linear_attention(q, k, v, spec), recurrent_linear_attention(q, k, v, spec)
-    assert all(each.shape == shape for each in pair)
-    np.testing.assert_allclose(*pair, rtol=0, atol=atol * np.abs(v).max())
-
-
-@BOTH
-def test_linear_attention_depends_on_distances_alone(attend):
-    q, k, v = qkv(2, 20, 64)
-    spec, positions = Rotary(head_dim=64), np.arange(20)
-    near = attend(q, k, v, spec)
-    np.testing.assert_allclose(
-        attend(q, k, v, spec, positions=positions + FAR), near, rtol=0, atol=SHIFT
-    )
-    assert np.abs(attend(q, k, v, spec, positions=2 * positions) - near).max() > 0.01
-    back = {"positions": positions - FAR, "allow_negative": True}
-    np.testing.assert_allclose(attend(q, k, v, spec, **back), near, rtol=0, atol=SHIFT)
 
 
 @BOTH

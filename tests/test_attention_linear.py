@@ -38,11 +38,13 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def by_pairs(q, k, v, angles):
-    """Equation 19 with complex pairs, half layout, float64; angles (seq, pairs)."""
+def by_pairs(q, k, v, angles, layout):
+    """Equation 19 with complex pairs, float64; angles (seq, pairs)."""
 
     def complex_pairs(x):
         features = np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+        if layout == "interleaved":
+            return features[..., ::2] + 1j * features[..., 1::2]
         half = x.shape[-1] // 2
         return features[..., :half] + 1j * features[..., half:]
 
@@ -55,14 +57,16 @@ def by_pairs(q, k, v, angles):
 
 @LIBRARIES
 @FORMS
-@pytest.mark.parametrize(("seq", "head_dim"), [(1, 2), (63, 16), (257, 32)])
-def test_every_form_is_equation_19_in_float32(library, attend, seq, head_dim):
-    arrays = qkv(2, 3, seq, head_dim, dtype=np.float32, width=5)
-    frequencies = 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
-    wanted = by_pairs(
-        *[x.astype(np.float64) for x in arrays], np.outer(np.arange(seq), frequencies)
-    )
-    ours = attend(*map(library, arrays), Rotary(head_dim=head_dim))
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("positions", "head_dim"), [(range(1), 2), ([3, 4, 9, 100, 7, 8, 0], 12), (range(257), 32)]
+)
+def test_every_form_is_equation_19_in_float32(library, attend, layout, positions, head_dim):
+    at = np.array(positions)
+    arrays = qkv(2, 3, len(at), head_dim, dtype=np.float32, width=5)
+    angles = np.outer(at, 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim))
+    wanted = by_pairs(*[x.astype(np.float64) for x in arrays], angles, layout)
+    ours = attend(*map(library, arrays), Rotary(head_dim=head_dim, layout=layout), positions=at)
     assert np.asarray(ours).dtype == np.float32
     np.testing.assert_allclose(np.asarray(ours), wanted, rtol=0, atol=BAR)
 
@@ -91,6 +95,8 @@ def test_linear_attention_is_the_same_at_any_offset(library, attend, dtype):
     moved = np.asarray(attend(*arrays, spec, positions=positions + FAR))
     np.testing.assert_allclose(moved, near, rtol=0, atol=SHIFT)
     assert np.abs(np.asarray(attend(*arrays, spec, positions=2 * positions)) - near).max() > 0.01
+    back = attend(*arrays, spec, positions=positions - FAR, allow_negative=True)
+    np.testing.assert_allclose(np.asarray(back), near, rtol=0, atol=SHIFT)
 
 
 @LIBRARIES

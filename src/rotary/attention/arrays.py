@@ -43,9 +43,9 @@ def positions_after(first: Any, x: Array) -> Array:
            [7, 8, 9]])
     """
     seq = x.shape[-2]
-    is_known = isinstance(first, np.ndarray | np.generic)
+    is_numpy = isinstance(first, np.ndarray | np.generic)
     is_far = isinstance(first, int) and first + seq > _INT32
-    order = np.arange(seq) if is_known or is_far else kernel_of(x).arange(x, seq)
+    order = np.arange(seq) if is_numpy or is_far else kernel_of(x).arange(x, seq)
     return (first[:, None] if getattr(first, "ndim", 0) else first) + order
 
 
@@ -62,12 +62,11 @@ def comparable(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
     if xp is None or xp.__name__ != "jax.numpy":
         return pair
     limit = xp.iinfo(xp.asarray(0).dtype).max
-    for known in pair:
-        if isinstance(known, np.ndarray) and (abs(known) > limit).any():
-            raise ValueError(
-                "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "
-                "jax_enable_x64"
-            )
+    if any(isinstance(each, np.ndarray) and (abs(each) > limit).any() for each in pair):
+        raise ValueError(
+            "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "
+            "jax_enable_x64"
+        )
     return xp.asarray(q_positions), xp.asarray(k_positions)
 
 
@@ -77,13 +76,13 @@ def float64_of(x: Array) -> Any:
     >>> float64_of(np.zeros(2, np.float32)) is np.float64
     True
     """
-    xp = namespace(x)
-    if xp.__name__ == "jax.numpy" and not _has_64_bits(xp):
+    widest = widest_float(x)
+    if widest is not namespace(x).float64:
         raise TypeError(
             "this needs float64: call jax.config.update('jax_enable_x64', True), or pass NumPy "
             "arrays"
         )
-    return xp.float64
+    return widest
 
 
 def widest_float(x: Array) -> Any:
@@ -93,11 +92,8 @@ def widest_float(x: Array) -> Any:
     True
     """
     xp = namespace(x)
-    return xp.float32 if xp.__name__ == "jax.numpy" and not _has_64_bits(xp) else xp.float64
-
-
-def _has_64_bits(jnp: Any) -> bool:
-    return bool(jnp.asarray(0.0).dtype == np.float64)  # the type of a plain number
+    is_narrow = xp.__name__ == "jax.numpy" and xp.asarray(0.0).dtype != np.float64
+    return xp.float32 if is_narrow else xp.float64
 
 
 def cast(x: Array, dtype: Any) -> Array:

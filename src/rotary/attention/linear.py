@@ -30,14 +30,9 @@ def elu_plus_one(x: Array) -> Array:
 
 
 def linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    spec: Rotary | None = None,
-    *,
-    positions: Array | None = None,
-    allow_negative: bool = False,
-) -> Array:
+    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
+    positions: Array | None = None, allow_negative: bool = False,
+) -> Array:  # fmt: skip
     """Causal linear attention with RoPE, by all pairs of tokens: the definition.
 
     q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
@@ -57,14 +52,9 @@ def linear_attention(
 
 
 def recurrent_linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    spec: Rotary | None = None,
-    *,
-    positions: Array | None = None,
-    allow_negative: bool = False,
-) -> Array:
+    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
+    positions: Array | None = None, allow_negative: bool = False,
+) -> Array:  # fmt: skip
     """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
 
     >>> import numpy as np
@@ -72,16 +62,7 @@ def recurrent_linear_attention(
     >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
     """
-    out_type, v = v.dtype, at_least_float32(v)
-    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
-    s, z = 0.0, 0.0
-    outputs = []
-    for n in range(k.shape[-2]):
-        s = s + rotated_k[..., n, :, None] * v[..., n, None, :]
-        z = z + k[..., n, :]
-        total = (rotated_q[..., n, None, :] @ s)[..., 0, :]
-        outputs.append(total / (q[..., n, :] * z).sum(axis=-1, keepdims=True))
-    return cast(namespace(q).stack(outputs, axis=-2) if outputs else v, out_type)
+    return _by_chunks(_features(q, k, spec, positions, allow_negative), v, None, 1)[0]
 
 
 class LinearState(NamedTuple):
@@ -136,25 +117,37 @@ def chunked_linear_attention(
             "a state needs one position axis and frequencies that do not depend on the length, got "
             f"{spec.num_axes} axes and schedule {spec.schedule!r}; use linear_attention"
         )
-    xp, seq = namespace(q), q.shape[-2]
-    positions, position = _next_positions(q, state, positions)
-    out_type, v = v.dtype, at_least_float32(v)
-    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
+    first: Array = 0 if state is None else state.position
+    if positions is None:
+        positions, position = positions_after(first, q), first + q.shape[-2]
+    else:
+        positions = kernel_of(q).as_positions(positions, q)
+        position = positions[..., -1] + 1 if q.shape[-2] else first
+    features = _features(q, k, spec, positions, allow_negative)
+    output, s, z = _by_chunks(features, v, state, chunk_size)
+    return output, LinearState(s, z, position)
+
+
+def _by_chunks(
+    features: tuple[Array, Array, Array, Array], v: Array, state: LinearState | None, size: int
+) -> tuple[Array, Array, Array]:
+    """The output, in the type of v, and the sums s and z behind the last token."""
+    q, k, rotated_q, rotated_k = features
+    xp, out_type, v = namespace(q), v.dtype, at_least_float32(v)
     if state is None:
         s, z = rotated_k[..., :0, :].swapaxes(-1, -2) @ v[..., :0, :], k[..., :0, :].sum(axis=-2)
     else:
         s, z, _ = state
     outputs = []
-    for start in range(0, seq, chunk_size):
-        chunk = (..., slice(start, start + chunk_size), slice(None))
+    for start in range(0, q.shape[-2], size):
+        chunk = (..., slice(start, start + size), slice(None))
         pairs = rotated_q[chunk] @ rotated_k[chunk].swapaxes(-1, -2) * _lower_triangle(k[chunk])
         total = rotated_q[chunk] @ s + pairs @ v[chunk]
         norms = z[..., None, :] + xp.cumsum(k[chunk], axis=-2)
         outputs.append(total / (q[chunk] * norms).sum(axis=-1, keepdims=True))
         s = s + rotated_k[chunk].swapaxes(-1, -2) @ v[chunk]
         z = z + k[chunk].sum(axis=-2)
-    output = xp.concatenate(outputs, axis=-2) if outputs else v
-    return cast(output, out_type), LinearState(s, z, position)
+    return cast(xp.concatenate(outputs, axis=-2) if outputs else v, out_type), s, z
 
 
 def _features(
@@ -170,14 +163,3 @@ def _features(
 def _lower_triangle(k: Array) -> Array:
     order = kernel_of(k).arange(k, k.shape[-2])
     return cast(order[:, None] >= order, k.dtype)
-
-
-def _next_positions(
-    q: Array, state: LinearState | None, positions: Array | None
-) -> tuple[Array, Array]:
-    """Positions of these tokens, and of the one that follows them."""
-    first: Array = 0 if state is None else state.position
-    if positions is None:
-        return positions_after(first, q), first + q.shape[-2]
-    positions = kernel_of(q).as_positions(positions, q)
-    return positions, positions[..., -1] + 1 if q.shape[-2] else first

@@ -13,6 +13,7 @@ from .arrays import (
     has_shared_heads,
     is_visible,
     namespace,
+    per_head,
     per_query_head,
     positions_of,
     widest_float,
@@ -145,12 +146,8 @@ def scale_by_log_n(q: Array, counts: Array, trained_length: int) -> Array:
         raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
     xp = namespace(q)
     counts = cast(positions_of(counts, q), widest_float(q))
-    factors = xp.clip(xp.log(xp.clip(counts, 1, None)) / math.log(trained_length), 1, None)[
-        ..., None
-    ]
-    if factors.ndim == 3 and q.ndim == 4:
-        factors = factors[:, None]  # the same for every head
-    return q * cast(factors, q.dtype)
+    factors = xp.clip(xp.log(xp.clip(counts, 1, None)) / math.log(trained_length), 1, None)
+    return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
 
 def row_length(spec: Rotary, k: Array, k_positions: Any) -> Any:
