@@ -110,8 +110,9 @@ def _scan(theta, cos, sin, still, first, last, threshold, found):
 
 _ROUND = 1.5 * 2.0**52  # adding and subtracting it rounds to a whole number
 _PI = (3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18)  # 29 + 29 + 53 bits
-_S = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(10))
-_C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(11))
+# coefficients of sin r / r and of cos r in r^2, the highest power first
+_S = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(9, -1, -1))
+_C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(10, -1, -1))
 
 
 @compiled(fastmath={"contract"})
@@ -124,27 +125,11 @@ def _turned(m, theta, u, cos, sin):
         sign = 1.0 - 4.0 * abs(odd)
         r = ((angle - half_turns * _PI[0]) - half_turns * _PI[1]) - half_turns * _PI[2]
         z = r * r
-        a = _S[9]
-        a = a * z + _S[8]
-        a = a * z + _S[7]
-        a = a * z + _S[6]
-        a = a * z + _S[5]
-        a = a * z + _S[4]
-        a = a * z + _S[3]
-        a = a * z + _S[2]
-        a = a * z + _S[1]
-        a = a * z + _S[0]
-        b = _C[10]
-        b = b * z + _C[9]
-        b = b * z + _C[8]
-        b = b * z + _C[7]
-        b = b * z + _C[6]
-        b = b * z + _C[5]
-        b = b * z + _C[4]
-        b = b * z + _C[3]
-        b = b * z + _C[2]
-        b = b * z + _C[1]
-        b = b * z + _C[0]
+        a, b = _S[0], _C[0]
+        for c in _S[1:]:  # unrolled by the compiler
+            a = a * z + c
+        for c in _C[1:]:
+            b = b * z + c
         u[i], cos[i], sin[i] = angle, sign * b, sign * r * a
 
 
