@@ -40,7 +40,7 @@ FAR = 2**16  # for functions that are given tables: enough to see every pair of 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Identification:
+class Identification(Answer):
     """What `identify` found.
 
     spec          the RoPE, or None if it is none; what a finding says deviates from it
@@ -58,14 +58,6 @@ class Identification:
     ('no_rotation',)
     """
 
-    spec: Rotary | None
-    findings: tuple[Finding, ...] = ()
-    is_rotation: bool = False
-    amplitude: float | None = None
-    inv_freq: Array | None = None
-    arithmetic: str | None = None
-    right_up_to: int | None = None
-    probed_up_to: int | None = None
     tables: str | None = None
 
     @property
@@ -249,7 +241,7 @@ def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification
         if (text := _difference((boxes[0], q), (box, k))) is not None:
             findings.append(Finding("q_k_differ", text))
             is_rotation = is_rotation and q.spec == k.spec
-    fields = {**q._asdict(), "findings": tuple(findings), "is_rotation": is_rotation}
+    fields = {**vars(q), "findings": tuple(findings), "is_rotation": is_rotation}
     return Identification(**fields)
 
 

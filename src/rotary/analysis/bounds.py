@@ -30,14 +30,9 @@ _BLOCK = 2**16  # distances that are held at once
 
 
 def similarity(
-    spec: Rotary,
-    distances: npt.ArrayLike,
-    *,
-    weights: npt.ArrayLike | None = None,
-    still: float | None = None,
-    seq_len: int | None = None,
-    axes: Axes = None,
-) -> Array:
+    spec: Rotary, distances: npt.ArrayLike, *, weights: npt.ArrayLike | None = None,
+    still: float | None = None, seq_len: int | None = None, axes: Axes = None,
+) -> Array:  # fmt: skip
     """(len,) float64: B_m = Re sum_i w_i e^{i m theta_i} + still, of every distance m.
 
     distances  (len,) whole numbers in -2**24 .. 2**24
@@ -70,14 +65,9 @@ def similarity(
 
 
 def first_failure(
-    spec: Rotary,
-    limit: int = 2**20,
-    *,
-    weights: npt.ArrayLike | None = None,
-    still: float | None = None,
-    seq_len: int | None = None,
-    axes: Axes = None,
-) -> int | None:
+    spec: Rotary, limit: int = 2**20, *, weights: npt.ArrayLike | None = None,
+    still: float | None = None, seq_len: int | None = None, axes: Axes = None,
+) -> int | None:  # fmt: skip
     """The first distance m in 1 .. limit with B_m < 0, F of the spec; None if there is none.
 
     The options are those of `similarity`; limit <= 2**24. Raises ValueError for another limit.
@@ -96,14 +86,9 @@ def first_failure(
 
 
 def failures(
-    spec: Rotary,
-    length: int,
-    *,
-    weights: npt.ArrayLike | None = None,
-    still: float | None = None,
-    seq_len: int | None = None,
-    axes: Axes = None,
-) -> npt.NDArray[np.int64]:
+    spec: Rotary, length: int, *, weights: npt.ArrayLike | None = None,
+    still: float | None = None, seq_len: int | None = None, axes: Axes = None,
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """All distances m in 1 .. length with B_m < 0, int64, rising.
 
     The options are those of `similarity`; length <= 2**24. Raises ValueError for another length.
@@ -118,14 +103,9 @@ def failures(
 
 
 def lowest(
-    spec: Rotary,
-    length: int,
-    *,
-    weights: npt.ArrayLike | None = None,
-    still: float | None = None,
-    seq_len: int | None = None,
-    axes: Axes = None,
-) -> tuple[int, float]:
+    spec: Rotary, length: int, *, weights: npt.ArrayLike | None = None,
+    still: float | None = None, seq_len: int | None = None, axes: Axes = None,
+) -> tuple[int, float]:  # fmt: skip
     """(m, B_m / n): the distance in 1 .. length of the least similarity, and its share of the most.
 
     n = sum |w_i| + |still| is the largest that B can be: head_dim / 2 without weights. Of equal

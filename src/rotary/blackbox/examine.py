@@ -36,11 +36,12 @@ FATAL = {
 ANGLE_NOISE = {"float32": 3e-7, "float16": 5e-4, "bfloat16": 4e-3}
 
 
-class Answer(NamedTuple):
-    """About one box; the fields are those of `rotary.identify.Identification`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """About one box; `rotary.identify.Identification` says what the fields are."""
 
-    findings: list[Finding]
-    spec: Rotary | None = None
+    spec: Rotary | None
+    findings: tuple[Finding, ...] = ()
     is_rotation: bool = False
     amplitude: float | None = None
     inv_freq: Array | None = None
@@ -101,7 +102,7 @@ def examine(box: Box, max_position: int) -> Answer:
     findings = check(box)
     codes = {finding.code for finding in findings}
     if codes & FATAL:
-        return Answer(findings)
+        return Answer(None, tuple(findings))
     limit = max_position
     if "positions_ignored" in codes:
         box = dataclasses.replace(box, by_index=True)
@@ -120,9 +121,11 @@ def examine(box: Box, max_position: int) -> Answer:
     try:
         pairs = find_pairs(matrices, 1e-6)
     except ValueError as error:
-        return Answer([*findings, Finding("no_rotation", str(error))])
+        return Answer(None, (*findings, Finding("no_rotation", str(error))))
     if pairs is None:
-        return Answer([*findings, Finding("mixes_channels", "its channels do not form pairs")])
+        return Answer(
+            None, (*findings, Finding("mixes_channels", "its channels do not form pairs"))
+        )
     rest = np.ones(box.head_dim, bool)
     rest[pairs.start : pairs.start + pairs.rotary_dim] = False
     if (np.abs(matrices[..., rest, rest] - 1) > 1e-6 + 2 * UNITS[box.dtype]).any():
@@ -158,18 +161,20 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     """What the blocks of the pairs say: the spec, and what is odd about it."""
     pairs = turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
-        return Answer([*findings, *_unequal_channels(turning, box.num_axes)])
+        return Answer(None, (*findings, *_unequal_channels(turning, box.num_axes)))
     if (lost := _no_angle(turning)) is not None:
-        return Answer([*findings, lost])
+        return Answer(None, (*findings, lost))
     amplitude, uneven = _amplitude(turning)
     findings = findings + uneven
     rates = _rates(turning, box.num_axes)
     if rates is None:
         text = "a pair is driven by more than one position axis"
-        return Answer([*findings, Finding("mixed_axes", text)], None, not uneven, amplitude)
+        return Answer(None, (*findings, Finding("mixed_axes", text)), not uneven, amplitude)
     measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
     if explained.schedule == "custom" and any(each.code == "position_scale" for each in uneven):
-        return Answer(findings)  # neither lengths nor angles follow a rule: there is no frequency
+        return Answer(
+            None, tuple(findings)
+        )  # neither lengths nor angles follow a rule: there is no frequency
     findings += _odd_angles(turning, rates, box.num_axes)
     findings += odd_amplitude(measured, explained)
     inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
@@ -181,7 +186,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     if by_length := _with_length(box, turning, findings, rates, explained, amplitude, max_position):
         turning, rates, explained, finding = by_length
         findings = [each for each in findings if each.code != finding.code] + [finding]
-    answer = Answer(findings, None, not uneven, amplitude, rates.inv_freq)
+    answer = Answer(None, tuple(findings), not uneven, amplitude, rates.inv_freq)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd is what was asked for
@@ -198,11 +203,11 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
                 sign=rates.sign,
             )
     except ValueError as error:
-        return answer._replace(findings=[*findings, Finding("no_spec", str(error))])
+        return dataclasses.replace(answer, findings=(*findings, Finding("no_spec", str(error))))
     if uneven:
-        return answer._replace(spec=spec)
+        return dataclasses.replace(answer, spec=spec)
     by_position = any(each.code == "depends_on_position" for each in findings)
-    answer = answer._replace(spec=spec, is_rotation=not by_position)
+    answer = dataclasses.replace(answer, spec=spec, is_rotation=not by_position)
     return _with_precision(box, turning, rates, explained, spec, answer)
 
 
@@ -381,8 +386,9 @@ def _with_precision(
         findings.append(end or uneven)
     elif until and not findings:
         findings.append(Finding("angles_drift", f"angles drift{until}, for a reason not known"))
-    return answer._replace(
-        findings=answer.findings + findings,
+    return dataclasses.replace(
+        answer,
+        findings=(*answer.findings, *findings),
         arithmetic=", ".join(kinds) or "unknown",
         right_up_to=right,
         probed_up_to=probed,

@@ -33,11 +33,7 @@ DISTANCE = "distance, tokens"
 
 
 def decay(
-    specs: Specs,
-    length: int = 4096,
-    *,
-    seq_len: int | None = None,
-    axes: Axes = None,
+    specs: Specs, length: int = 4096, *, seq_len: int | None = None, axes: Axes = None
 ) -> Figure:
     """Mean |S_j| against distance, log scale: the factor of the bound that decays with distance.
 
@@ -138,12 +134,7 @@ def walk(
 
 
 def terms(
-    spec: Rotary,
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    distance: int,
-    *,
-    seq_len: int | None = None,
+    spec: Rotary, q: npt.ArrayLike, k: npt.ArrayLike, distance: int, *, seq_len: int | None = None
 ) -> Figure:
     """What each pair adds to the score of a query and a key, and how the sum grows over the pairs.
 

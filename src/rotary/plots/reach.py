@@ -26,11 +26,7 @@ from .style import (
 
 
 def similarity(
-    specs: Specs,
-    length: int = 131_072,
-    *,
-    seq_len: int | None = None,
-    axes: Axes = None,
+    specs: Specs, length: int = 131_072, *, seq_len: int | None = None, axes: Axes = None
 ) -> Figure:
     """Similarity B_m over its value at distance 0, against distance, with the first failure marked.
 
