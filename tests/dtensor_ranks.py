@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from grids import pairwise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -102,22 +103,23 @@ def along(placement, dims):
 
 def every_shard_has_the_bits_of_the_whole(world):
     rows = torch.stack([torch.arange(SEQ) + 5 * row for row in range(BATCH)])
-    for (name, spec), dtype in itertools.product(SPECS.items(), (torch.float32, torch.bfloat16)):
-        tables = {
-            "(seq)": rotary.cos_sin(spec, torch.arange(SEQ)),
-            "(batch, seq)": rotary.cos_sin(spec, rows, seq_len=99),
-            "(1, seq)": rotary.cos_sin(spec, rows[1:2], seq_len=99),
-            "(1, 1, seq)": rotary.cos_sin(spec, rows[None, 1:2], seq_len=99),
-        }
-        for shape, (cos, sin) in tables.items():
-            whole = q_and_k(dtype)
-            want = rotary.rotate(whole, cos, sin, spec)
-            for mesh, placements, case in cases(world):
-                shards = [cut(x, mesh, placements) for x in whole]
-                got = rotary.rotate(shards, cos, sin, spec)
-                for one, other in zip(got, want, strict=True):
-                    assert one.placements == tuple(placements)
-                    same(one, other, f"{name} {dtype} {shape} {case}")
+    positions = {
+        "(seq)": torch.arange(SEQ),
+        "(batch, seq)": rows,
+        "(1, seq)": rows[1:2],
+        "(1, 1, seq)": rows[None, 1:2],
+    }
+    dtypes = torch.float32, torch.bfloat16
+    for (mesh, placements, case), shape, name, dtype in pairwise(
+        cases(world), positions, SPECS, dtypes
+    ):
+        spec, whole = SPECS[name], q_and_k(dtype)
+        cos, sin = rotary.cos_sin(spec, positions[shape], seq_len=99)
+        want = rotary.rotate(whole, cos, sin, spec)
+        got = rotary.rotate([cut(x, mesh, placements) for x in whole], cos, sin, spec)
+        for one, other in zip(got, want, strict=True):
+            assert one.placements == tuple(placements)
+            same(one, other, f"{name} {dtype} {shape} {case}")
 
 
 def gradients_have_the_bits_of_the_whole(world):
@@ -178,21 +180,20 @@ def the_count_of_what_is_sent_sees_a_collective(world):
 
 
 def apply_counts_positions_over_all_ranks(world):
-    for (name, spec), precision, seq_dim in itertools.product(
-        SPECS.items(), ("exact", "float32"), (-2, -3)
+    specs = [
+        (name, seq_len)  # one length for all, and one for each row
+        for name, spec in SPECS.items()
+        for seq_len in ((None, 20, [5, 9, 17]) if spec.depends_on_length else (None,))
+    ]
+    for (mesh, placements, case), (name, seq_len), precision, seq_dim in pairwise(
+        cases(world), specs, ("exact", "float32"), (-2, -3)
     ):
         whole = q_and_k(seq_dim=seq_dim)
-        options = {"precision": precision, "seq_dim": seq_dim}
-        lengths = {"": None, "seq_len": 20, "one for each row": [5, 9, 17]}
-        for words, seq_len in lengths.items():
-            if spec.depends_on_length is False and seq_len:
-                continue
-            want = rotary.apply(spec, *whole, seq_len=seq_len, **options)
-            for mesh, placements, case in cases(world):
-                shards = [cut(x, mesh, placements) for x in whole]
-                got = rotary.apply(spec, *shards, seq_len=seq_len, **options)
-                for one, other in zip(got, want, strict=True):
-                    same(one, other, f"{name} {options} {words} {case}")
+        options = {"precision": precision, "seq_dim": seq_dim, "seq_len": seq_len}
+        want = rotary.apply(SPECS[name], *whole, **options)
+        got = rotary.apply(SPECS[name], *[cut(x, mesh, placements) for x in whole], **options)
+        for one, other in zip(got, want, strict=True):
+            same(one, other, f"{name} {options} {case}")
 
 
 def apply_takes_positions_whole_or_cut(world):
@@ -553,27 +554,35 @@ def compiled_calls_are_one_graph_forward_and_backward(world):
             "float32": lambda q, k: rotary.apply(SPEC, q, k, precision="float32"),
         }
 
-    def check(placement, name, backend):
-        shards = [cut(x.detach(), mesh, [placement]).requires_grad_() for x in whole]
+    def check(placement, names, backend):
+        """All of these calls in one graph, each with its own q and k: compiling takes a second."""
+        shards = [
+            [cut(x.detach(), mesh, [placement]).requires_grad_() for x in whole] for _ in names
+        ]
         given = [cut(w, mesh, [placement]) for w in weights]
-        call = calls(lambda x, dims: cut(x, mesh, [along(placement, dims)]))[name]
-        torch._dynamo.reset()
-        got = torch.compile(call, fullgraph=True, backend=backend)(*shards)
-        want = calls(lambda x, _: x)[name](*whole)
-        back = torch.autograd.grad(got, shards, given)
-        grads = torch.autograd.grad(want, whole, weights)
-        for one, other in zip((*got, *back), (*want, *grads), strict=True):
-            part = cut(other.detach(), mesh, [placement]).to_local()
-            assert one.placements == (placement,)
-            assert one.shape == other.shape
-            message = f"{name} {placement} {backend}"
-            torch.testing.assert_close(one.to_local(), part, rtol=0, atol=1e-6, msg=message)
+        call = calls(lambda x, dims: cut(x, mesh, [along(placement, dims)]))
 
-    for name in calls(lambda x, _: x):
-        check(Shard(2), name, "aot_eager")
+        def every(*xs):
+            return [y for name, x in zip(names, xs, strict=True) for y in call[name](*x)]
+
+        torch._dynamo.reset()
+        got = torch.compile(every, fullgraph=True, backend=backend)(*shards)
+        back = torch.autograd.grad(got, sum(shards, []), given * len(names))
+        for at, name in enumerate(names):
+            want = calls(lambda x, _: x)[name](*whole)
+            grads = torch.autograd.grad(want, whole, weights)
+            own = slice(2 * at, 2 * at + 2)
+            for one, other in zip((*got[own], *back[own]), (*want, *grads), strict=True):
+                part = cut(other.detach(), mesh, [placement]).to_local()
+                assert one.placements == (placement,)
+                assert one.shape == other.shape
+                message = f"{name} {placement} {backend}"
+                torch.testing.assert_close(one.to_local(), part, rtol=0, atol=1e-6, msg=message)
+
+    check(Shard(2), list(calls(lambda x, _: x)), "aot_eager")
     for placement in (Shard(0), Shard(1), Replicate()):
-        check(placement, "apply", "aot_eager")
-    check(Shard(2), "apply", "inductor")
+        check(placement, ["apply"], "aot_eager")
+    check(Shard(2), ["apply"], "inductor")
 
 
 def a_compiled_call_writes_into_the_shards(world):
@@ -720,4 +729,5 @@ def work(rank, world, folder, names):
 if __name__ == "__main__":
     WORLD, FOLDER, *NAMES = sys.argv[1:]
     arguments = int(WORLD), FOLDER, NAMES or list(CHECKS)
-    torch.multiprocessing.spawn(work, arguments, nprocs=int(WORLD))
+    # forked: torch is imported once for all ranks
+    torch.multiprocessing.start_processes(work, arguments, int(WORLD), start_method="fork")

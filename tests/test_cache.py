@@ -58,6 +58,7 @@ import rotary
 from rotary.angles import _cache
 
 warnings.simplefilter("ignore", DeprecationWarning)
+sys.setswitchinterval(1e-4)  # a fork finds a thread inside the cache three times as often
 count = int(sys.argv[1])
 _cache.max_bytes = 1 << 14  # three tables
 q = np.ones((1, 1, 8, 128), np.float16)
@@ -121,7 +122,11 @@ while seen < count:
 print(seen, wrong)
 """
 
-FEW_AND_MANY = [(60, 120), pytest.param(10_000, 1800, marks=pytest.mark.slow)]
+
+def few_and_many(many):
+    return pytest.mark.parametrize(
+        ("count", "timeout"), [(60, 120), pytest.param(many, 900, marks=pytest.mark.slow)]
+    )
 
 
 def python(script, count, timeout):
@@ -137,12 +142,12 @@ def python(script, count, timeout):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize(("count", "timeout"), FEW_AND_MANY)
+@few_and_many(1000)  # without the hook 8 children in 100 hang
 def test_forks_in_two_threads_beside_threads_that_evict(count, timeout):
     assert python(EVICTING, count, timeout) == f"{count} {{0}}"
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
-@pytest.mark.parametrize(("count", "timeout"), FEW_AND_MANY)
+@few_and_many(10_000)
 def test_signals_whose_handler_rotates(count, timeout):
     assert python(SIGNALLED, count, timeout) == f"{count} 0"
