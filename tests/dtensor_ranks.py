@@ -567,7 +567,8 @@ def compiled_calls_are_one_graph_forward_and_backward(world):
 
         torch._dynamo.reset()
         got = torch.compile(every, fullgraph=True, backend=backend)(*shards)
-        back = torch.autograd.grad(got, sum(shards, []), given * len(names))
+        leaves = [x for pair in shards for x in pair]
+        back = torch.autograd.grad(got, leaves, given * len(names))
         for at, name in enumerate(names):
             want = calls(lambda x, _: x)[name](*whole)
             grads = torch.autograd.grad(want, whole, weights)

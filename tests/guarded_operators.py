@@ -100,7 +100,7 @@ GUARDED = [Guarded() for _ in range(7)]  # x, x, cos, sin, rows, out, out
 def operand_set(number):
     """Operands of one call, nearly right: most sets have one to three things wrong with them."""
     chance = random.Random(number)
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed keeps the stack for each device
     pick = chance.choice
     free = iter(GUARDED)
 

@@ -1,5 +1,6 @@
 """Two small models, run by one process and by four that share the work; the gaps as JSON.
 
+    python tests/parallel_models.py --out REPORT.json
     python -m torch.distributed.run --standalone --nproc-per-node=4 tests/parallel_models.py \
         --out REPORT.json [--device cuda]
 
@@ -8,11 +9,11 @@ itself and reports how far its share of the logits and every gradient are from t
 """
 
 import argparse
-import copy
 import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -44,6 +46,7 @@ from rotary.integrations import rotations
 
 BATCH, SEQ, VOCABULARY = 2, 32, 96
 CONTEXT = TENSOR = 2
+RANKS = CONTEXT * TENSOR
 FIRST = 1000  # position of the first token, as behind a cache
 
 
@@ -325,13 +328,23 @@ def gap(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def compare(family: Family, variant: Variant, mesh: DeviceMesh, text: Tensor) -> dict[str, Any]:
+def alone(family: Family, text: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients of the whole model in one process."""
     everything = torch.arange(SEQ, device=text.device)
-    whole = family.build().to(text.device)
-    model = copy.deepcopy(whole)
+    model = family.build().to(text.device)
+    return step(family, model, text, Layout(everything, everything + FIRST))
+
+
+def compare(
+    family: Family,
+    variant: Variant,
+    mesh: DeviceMesh,
+    text: Tensor,
+    wanted: tuple[Tensor, dict[str, Tensor]],
+) -> dict[str, Any]:
+    model = family.build().to(text.device)
     if variant.tensor:
         parallelize_module(model, mesh["tensor"], family.plan(model, variant.tensor))
-    wanted = step(family, whole, text, Layout(everything, everything + FIRST))
     layout = layout_of(variant, mesh)
     calls.clear()
     logits, gradients = step(family, model, text, layout)
@@ -354,18 +367,34 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments)
+    else:  # forked: torch and transformers are imported once for all ranks
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.start_processes(
+                lambda rank: work(arguments, f"file://{folder}/store", rank), (), RANKS,
+                start_method="fork",
+            )  # fmt: skip
+
+
+def work(arguments: argparse.Namespace, store: str = "env://", rank: int = -1) -> None:
+    """What one rank does; by default the one that torchrun has told this process to be."""
     rotations.rotate = _counted  # in this process alone, and not where the tests import the names
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+    dist.init_process_group(
+        "nccl" if arguments.device == "cuda" else "gloo",
+        init_method=store, rank=rank, world_size=RANKS if rank >= 0 else -1,
+    )  # fmt: skip
     mesh = init_device_mesh(
         arguments.device, (CONTEXT, TENSOR), mesh_dim_names=("context", "tensor")
     )
     chance = torch.Generator().manual_seed(1)
     text = torch.randint(VOCABULARY, (BATCH, SEQ), generator=chance).to(arguments.device)
     mine = {
-        name: {kind: compare(family, VARIANTS[kind], mesh, text) for kind in kinds}
+        name: {kind: compare(family, VARIANTS[kind], mesh, text, wanted) for kind in kinds}
         for name, (family, kinds) in FAMILIES.items()
+        for wanted in [alone(family, text)]
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

@@ -32,45 +32,63 @@ EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("e*/run
 SWEEPS = [convergence, linear, base, partial, digits]
 STEPS = 12
 
-# Trains a model with dropout, so that the random state counts; argument 2 is when it kills itself.
+# Trains a model with dropout, so that the random state counts, in a forked process for each
+# [folder, when] of argument 1; `when` is when the process kills itself. Prints status and result.
 CHILD = f"""
-import os, signal, sys
+import json, os, signal, sys, tempfile
 from pathlib import Path
 import torch
+import torch._dynamo  # each child would import it for its optimizer
 from torch import nn
 from experiments.lab.data import Batch
 from experiments.lab.train import Recipe, processes, train
 
-folder, when = Path(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
-
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def batches(step):
-    if when == str(step):
-        die()
-    chance = torch.Generator().manual_seed(step)
-    tokens = torch.randint(8, (4, 6), generator=chance)
-    return Batch(tokens, (tokens + 1) % 8)
+def run(folder, when):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
 
-writes, fsync = [], os.fsync
-def fsync_or_die(file):
-    writes.append(file)
-    if when == f"write {{len(writes)}}":
-        if len(writes) % 2:
-            os.ftruncate(file, 100)  # the checkpoint is half there; the even ones are its folder
-        die()
-    fsync(file)
-os.fsync = fsync_or_die
+    def batches(step):
+        if when == str(step):
+            die()
+        chance = torch.Generator().manual_seed(step)
+        tokens = torch.randint(8, (4, 6), generator=chance)
+        return Batch(tokens, (tokens + 1) % 8)
 
-recipe = Recipe(steps={STEPS}, rows=4, learning_rate=0.1, seed=3, warmup=2, save_every=3, look_every=5)
-with processes() as these:
-    found = train(model, batches, recipe, folder / "run.pt", lambda model: {{"w": model[2].weight.sum().item()}}, these)
-print([loss.hex() for loss in found.losses], found.looks)
-"""  # noqa: E501
+    writes, fsync = [], os.fsync
+    def fsync_or_die(file):
+        writes.append(file)
+        if when == f"write {{len(writes)}}":
+            if len(writes) % 2:  # the even ones are its folder
+                os.ftruncate(file, 100)  # the checkpoint is half there
+            die()
+        fsync(file)
+    os.fsync = fsync_or_die
+
+    recipe = Recipe(
+        steps={STEPS}, rows=4, learning_rate=0.1, seed=3, warmup=2, save_every=3, look_every=5
+    )
+    look = lambda model: {{"w": model[2].weight.sum().item()}}
+    with processes() as these:
+        found = train(model, batches, recipe, Path(folder, "run.pt"), look, these)
+    return str(([loss.hex() for loss in found.losses], found.looks))
+
+ended = []
+for folder, when in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as out:
+        child = os.fork()
+        if child == 0:
+            out.write(run(folder, when))
+            out.flush()
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        ended.append([status, out.read()])
+print(json.dumps(ended))
+"""
 
 # Trains the same small model with as many processes as torchrun starts, in float32.
 SHARED = """
@@ -269,25 +287,25 @@ def test_training_is_adamw_on_the_mean_over_what_is_asked(tmp_path, one_thread):
         torch.testing.assert_close(mine, w, atol=2e-4, rtol=1e-3, msg=lambda text, n=name: n + text)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    done = python("-c", CHILD, tmp_path_factory.mktemp("undisturbed"), "never")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["a random step", "write 3", "write 4"])
-def test_a_run_that_was_killed_ends_with_the_same_bits(when, undisturbed, tmp_path):
-    if when == "a random step":
-        when = str(random.randrange(4, STEPS))  # behind the first checkpoint, at 3
-    killed = python("-c", CHILD, tmp_path, when)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert killed.stdout == ""
-    resumed = python("-c", CHILD, tmp_path, "never")
-    assert resumed.stdout == undisturbed, f"killed at {when}: {resumed.stderr}"
-    again = python("-c", CHILD, tmp_path, "0")
-    assert again.stdout == undisturbed, "a finished run trains no further"
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+    """Killed at a step behind the first checkpoint, which is at 3, or while it writes one."""
+    kills = [str(random.randrange(4, STEPS)), "write 3", "write 4"]
+    jobs = [("undisturbed", "never")]
+    jobs += [(kill, when) for kill in kills for when in (kill, "never", "0")]
+    for folder, _ in jobs:
+        (tmp_path / folder).mkdir(exist_ok=True)
+    done = python(
+        "-c", CHILD, json.dumps([(str(tmp_path / folder), when) for folder, when in jobs])
+    )
+    assert done.returncode == 0, done.stderr
+    (status, whole), *others = json.loads(done.stdout)
+    assert (status, bool(whole)) == (0, True), done.stderr
+    for at, kill in enumerate(kills):
+        killed, resumed, again = others[3 * at : 3 * at + 3]
+        assert killed == [-signal.SIGKILL, ""], done.stderr
+        assert resumed == [0, whole], f"killed at {kill}: {done.stderr}"
+        assert again == [0, whole], "a finished run trains no further"
 
 
 def test_a_run_that_diverged_is_resumed_where_it_was(tmp_path, one_thread):
@@ -317,6 +335,7 @@ def test_two_processes_train_as_one_does(tmp_path):
     for count in (1, 2):
         folder = tmp_path / str(count)
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        launch = launch if count > 1 else []
         script = tmp_path / "shared.py"
         script.write_text(SHARED)
         done = python(*launch, script, folder, env={**os.environ, "PYTHONPATH": str(ROOT),

@@ -39,7 +39,7 @@ def test_a_base_for_training_passes_and_is_of_two_digits(context, head_dim):
 
 
 def test_a_base_that_is_large_enough_is_kept():
-    found = plan(4096, Rotary(head_dim=128, base=5e6))
+    found = plan(1024, Rotary(head_dim=128, base=5e6))
     assert (found.action, found.recommended, found.first_failure) == ("keep", found.spec, None)
 
 
@@ -59,7 +59,7 @@ def test_weights_get_a_scaling_by_the_method_they_do_not_have_yet():
 
 
 def test_weights_that_reach_it_already_are_left_alone():
-    found = plan(4096, LLAMA_2, 4096)
+    found = plan(2048, LLAMA_2, 4096)
     assert (found.action, found.recommended, found.options) == ("keep", LLAMA_2, ())
     assert found.first_failure == 1707  # and is said, as a diagnostic
     assert "no hard limit" in found.reason
@@ -133,7 +133,7 @@ def test_a_plan_is_one_json_document():
 
 def test_progress_goes_from_nothing_to_all():
     told = []
-    plan(4096, Rotary(head_dim=64), progress=told.append)
+    plan(1024, Rotary(head_dim=64), progress=told.append)
     assert told == sorted(told)
     assert 0 <= told[0] <= told[-1] == 1
 

@@ -75,7 +75,7 @@ def test_wide_heads_approach_their_limit(head_dim, ratio):
     [
         *((1, 66, 66), (2, 128, 128), (17, 80, 80), (128, 64, 64), (1024, 128, 128)),
         *((3000, 112, 112), (4096, 192, 192), (5000, 256, 256), (8192, 96, 96), (20000, 128, 128)),
-        *((1000, 128, 96), (4096, 128, 112), (300, 66, 64), (700, 512, 400), (999, 6, 6)),
+        *((1000, 128, 96), (4096, 128, 112), (300, 66, 64), (700, 64, 50), (999, 6, 6)),
     ],
 )
 def test_the_base_passes_and_a_little_less_does_not(context, head_dim, rotary_dim):
@@ -104,7 +104,7 @@ def test_no_base_of_a_fine_grid_below_passes(context, pairs, still):
     head_dim = rotary_dim + 2 * int(still * pairs)
     found = min_base(context, head_dim, rotary_dim=rotary_dim)
     high = math.log(found.base) - 1e-6
-    for x in np.linspace(max(0.0, high - 3), high, 500) if found.binding else ():
+    for x in np.linspace(max(0.0, high - 3), high, 150) if found.binding else ():
         assert plain(math.exp(x), context, head_dim, rotary_dim).min() < 0
     assert plain(found.base, context, head_dim, rotary_dim).min() > -1e-9
 
