@@ -199,6 +199,20 @@ def test_a_key_beside_the_parts_is_read_as_transformers_does_or_refused(name):
         assert both.kind in against.EQUAL | against.TOLD, both
 
 
+def test_a_proportional_ladder_takes_the_rotary_dim_that_the_model_reads():
+    minimax = {"model_type": "minimax_m2", "head_dim": 128, "rotary_dim": 64,
+               "rope_parameters": {"rope_type": "proportional", "rope_theta": 5e6}}  # fmt: skip
+    assert from_hf_config(minimax).params["partial_rotary_factor"] == 0.5
+    both = against.outcome(minimax, random.Random(0))
+    assert both.kind == "both read, equal", both
+
+
+def test_a_size_is_refused_before_axes_of_that_size_are_made():
+    tower = {"model_type": "exaone4_5_vision", "hidden_size": 2**63, "num_heads": 32}
+    with against.memory(2**28), pytest.raises(ValueError, match="head_dim must be a whole number"):
+        from_hf_config(tower)
+
+
 def test_fuyu_files_that_transformers_reads_in_part():
     """Its class takes five keys from beside the parts, and no share of the head."""
     flat = {"model_type": "fuyu", "hidden_size": 512, "num_attention_heads": 8, "rope_theta": 7.0}

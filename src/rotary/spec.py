@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import parsed
@@ -174,16 +174,24 @@ def _unwrapped(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value  # a numpy scalar
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_slice(spec: Rotary) -> None:
-    head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
+def check_head_dim(head_dim: object) -> None:
+    """Refuse a head_dim that no head has, before anything of that size is made.
+
+    >>> check_head_dim(128)
+    """
     if not _is_int(head_dim) or not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim must be a whole number from 1 to {MAX_HEAD_DIM:,}, got {head_dim!r}"
         )
+
+
+def _check_slice(spec: Rotary) -> None:
+    head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
+    check_head_dim(head_dim)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if not _is_int(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""

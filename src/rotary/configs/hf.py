@@ -12,7 +12,7 @@ from typing import Any
 
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
-from ..spec import Rotary, nearest
+from ..spec import Rotary, check_head_dim, nearest
 from .entries import choose
 from .layers import Model, Rope
 from .record import Config
@@ -96,6 +96,7 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
     if not config.rotates:
         return None
     head_dim = config.head_dim
+    check_head_dim(head_dim)
     rope_type = _rope_type(config)
     schedule = _schedule(rope_type, config)
     params = _parameters(rope_type, schedule, config, complain)
@@ -272,7 +273,8 @@ def _parameters(
     params = {key: value for key, value in rope.items() if key in parameters(schedule)}
     params |= _translated(rope_type, schedule, rope)
     if schedule == "proportional":
-        params["partial_rotary_factor"] = config.share
+        width = config.rotary_dim if config.reads_width else None
+        params["partial_rotary_factor"] = width / config.head_dim if width else config.share
     if "truncate" in params and params["truncate"] is None:
         params["truncate"] = False  # null counts as false where transformers asks
     return {key: value for key, value in params.items() if value is not None}
