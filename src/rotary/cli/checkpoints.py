@@ -1,7 +1,7 @@
 """The command on weights: a checkpoint in the other pair layout."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +10,7 @@ import typer
 
 from .app import Json, app
 from .cluster import Dask, cluster
-from .terminal import print_json, print_table, printable
+from .terminal import bar, print_json, print_table, printable
 
 if TYPE_CHECKING:
     from ..checkpoint.plan import Move, Plan
@@ -79,7 +79,7 @@ def convert(
     with (
         _ended_by_signals(),
         cluster(dask, files=files, folder=target) as executor,
-        _bytes_bar(work.size) as advance,
+        bar("converting", work.size) as advance,
     ):
         done = carry_out(work, executor, advance)
     proof = done.proof
@@ -95,7 +95,7 @@ def convert(
         ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
         ("largest difference", f"{proof.error:.1e} of the largest score"),
     ]
-    print_table(f"{target}: {to_layout}", ("", ""), rows)
+    print_table(f"{target}: {to_layout}", rows)
     _print_not_copied(not_copied)
     _print_warning(done.warning)
 
@@ -106,10 +106,10 @@ def _print_plan(title: str, todo: "Plan") -> None:
         for move in todo.moves.values()
     ]
     head = ("tensor", "kind", "heads", "slices", "rows")
-    print_table(f"{title}: {todo.source} to {todo.target}, {len(rows)} tensors move", head, rows)
+    print_table(f"{title}: {todo.source} to {todo.target}, {len(rows)} tensors move", rows, head)
     if todo.left:
         left = [(left.tensor, left.reason) for left in todo.left]
-        print_table("stay as they are", ("tensor", "why"), left)
+        print_table("stay as they are", left, ("tensor", "why"))
 
 
 def _slices(move: "Move") -> str:
@@ -127,7 +127,7 @@ def _rows(move: "Move") -> str:
 
 def _print_not_copied(names: list[str]) -> None:
     if names:
-        print_table("not converted and not copied", ("",), [(name,) for name in names])
+        print_table("not converted and not copied", [(name,) for name in names], ("",))
 
 
 def _print_warning(text: str) -> None:
@@ -148,27 +148,3 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _bytes_bar(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of bytes with their rate on stderr; None where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns: tuple[Any, ...] = (
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("converting", total=total)
-        yield lambda count: progress.advance(task, count)

@@ -23,9 +23,8 @@ def inspect(
     """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
     from ..configs import parts
 
-    reports = {
-        kind: _inspected(spec) for kind, spec in _specs(config, layer_type, part).items()
-    }  # fmt: skip
+    specs = _specs(config, layer_type, part)
+    reports = {kind: _inspected(spec) for kind, spec in specs.items()}
     if layer_type and reports[layer_type] is None:
         raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
     asked = (part,) if part else ("text_config", "thinker_config", "llm_config")
@@ -37,9 +36,9 @@ def inspect(
     for kind, report in reports.items():
         title = " ".join(word for word in (config, part, kind) if word)
         if report is None:
-            print_table(title, ("", ""), [("rotation", "none: these layers see no position")])
+            print_table(title, [("rotation", "none: these layers see no position")])
         else:
-            print_table(title, ("", ""), _inspection_rows(report))
+            print_table(title, _inspection_rows(report))
     if others:
         typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
 
@@ -131,7 +130,7 @@ def freqs(
         )
         for pair in pairs
     ]
-    print_table(f"{config}", ("pair", "rad per token", "wavelength, tokens"), rows)
+    print_table(config, rows, ("pair", "rad per token", "wavelength, tokens"))
 
 
 @app.command()
@@ -179,9 +178,8 @@ def doctor(
         subject: Any = target
         if ":" in target and not os.path.exists(target):
             subject = load(target)
-            subject = (
-                subject() if callable(subject) and not hasattr(subject, "modules") else subject
-            )
+            if not hasattr(subject, "modules"):  # no model: a function that makes one
+                subject = subject()
         findings = [
             {"where": each.where, "found": each.found, "advice": each.advice,
              "is_fault": each.is_fault}
@@ -191,7 +189,7 @@ def doctor(
         print_json(findings)
     else:
         rows = [tuple(each.values())[:3] for each in findings]
-        print_table(f"rotary doctor {target or ''}".strip(), ("", "found", "advice"), rows)
+        print_table(f"rotary doctor {target or ''}".strip(), rows, ("", "found", "advice"))
     if any(each.get("is_fault") for each in findings):
         raise typer.Exit(1)
 
@@ -210,11 +208,11 @@ def identify(
     from ..identify import identify as examine
     from ..identify import load
 
-    found = examine(load(target), head_dim, num_axes=num_axes)
+    result = examine(load(target), head_dim, num_axes=num_axes)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
         return
-    typer.echo(str(found))
+    typer.echo(str(result))
 
 
 @app.command()
@@ -228,23 +226,18 @@ def diff(
     """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
     from ..programs import diff as compare
 
-    found = compare(config, seq_len=seq_len, layer_type=layer_type, part=part)
+    result = compare(config, seq_len=seq_len, layer_type=layer_type, part=part)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
         return
-    apart = {each.framework: each for each in found.differences}
+    differences = {each.framework: each for each in result.differences}
     rows = []
-    for each in found.readings:
-        gap = apart.get(each.framework)
-        rows.append(
-            (
-                f"{each.framework} {each.version}",
-                each.schedule,
-                "" if each.attention_factor is None else f"{each.attention_factor:.6g}",
-                "" if gap is None else f"{gap.inv_freq:.2g}",
-                each.refuses or each.not_compared or each.switch,
-            )
-        )
+    for each in result.readings:
+        gap = differences.get(each.framework)
+        amplitude = "" if each.attention_factor is None else f"{each.attention_factor:.6g}"
+        off_by = "" if gap is None else f"{gap.inv_freq:.2g}"
+        last = each.refuses or each.not_compared or each.switch
+        rows.append((f"{each.framework} {each.version}", each.schedule, amplitude, off_by, last))
     header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")
-    print_table(config, header, rows)
-    typer.echo(found.verdict)
+    print_table(config, rows, header)
+    typer.echo(result.verdict)

@@ -49,7 +49,7 @@ def decay(
         (f"{distance:,}", f"{mean:.3f}", f"{value:.3f}")
         for distance, mean, value in zip(distances, curve, alike, strict=True)
     ]
-    print_table(f"{config}, {length:,} tokens", ("distance", "mean |S_j|", "B_m"), rows)
+    print_table(f"{config}, {length:,} tokens", rows, ("distance", "mean |S_j|", "B_m"))
 
 
 @app.command()
@@ -64,39 +64,39 @@ def reach(
     """How far the RoPE of a model reaches: base bound, turns in training, precision."""
     from ..reach import reaches
 
-    found = reaches(config, layer_type, part=part, length=length)
+    results = reaches(config, layer_type, part=part, length=length)
     if plot is not None:
         from .. import plots
 
         specs = {" ".join(filter(None, (config, kind))): each.spec
-                 for kind, each in found.items() if each}  # fmt: skip
-        longest = max(each.length for each in found.values() if each)
+                 for kind, each in results.items() if each}  # fmt: skip
+        longest = max(each.length for each in results.values() if each)
         plots.save(plots.similarity(specs, longest, seq_len=longest), plot)
     if as_json:
-        documents = {str(kind): each and each.to_dict() for kind, each in found.items()}
-        print_json(documents if len(found) > 1 else next(iter(documents.values())))
+        documents = {str(kind): each and each.to_dict() for kind, each in results.items()}
+        print_json(documents if len(results) > 1 else next(iter(documents.values())))
         return
-    for kind, each in found.items():
+    for kind, each in results.items():
         title = " ".join(filter(None, (config, kind)))
         if each is None:
-            print_table(title, ("", ""), [("rotation", "none: these layers see no position")])
+            print_table(title, [("rotation", "none: these layers see no position")])
             continue
-        print_table(title, ("", ""), _reach_rows(each))
+        print_table(title, _reach_rows(each))
         typer.echo(f"\n{each.verdict}\n")
 
 
-def _reach_rows(found: Any) -> list[tuple[str, str]]:
-    first = found.first_failure
+def _reach_rows(result: Any) -> list[tuple[str, str]]:
+    first = result.first_failure
     return [
-        ("length", f"{found.length:,} tokens; trained at {found.trained:,}"),
+        ("length", f"{result.length:,} tokens; trained at {result.trained:,}"),
         ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
-        ("all B_m < 0", f"{found.failures:,} of {found.length:,} distances"),
-        ("lowest B_m / n", f"{found.lowest:.4f} at distance {found.lowest_distance:,}"),
-        ("critical dimension", f"{found.critical_dimension} of {2 * found.pairs} channels"),
-        ("less than one turn", f"{found.never_turning} of {found.pairs} pairs, in training"),
-        ("angles not seen then", f"{found.unseen:.1%} up to {found.length:,} tokens"),
-        ("longest wavelength", f"{found.longest_wavelength:,.0f} tokens"),
-        ("float32 angles", f"within 1e-2 rad up to position {found.float32_positions:,}"),
+        ("all B_m < 0", f"{result.failures:,} of {result.length:,} distances"),
+        ("lowest B_m / n", f"{result.lowest:.4f} at distance {result.lowest_distance:,}"),
+        ("critical dimension", f"{result.critical_dimension} of {2 * result.pairs} channels"),
+        ("less than one turn", f"{result.never_turning} of {result.pairs} pairs, in training"),
+        ("angles not seen then", f"{result.unseen:.1%} up to {result.length:,} tokens"),
+        ("longest wavelength", f"{result.longest_wavelength:,.0f} tokens"),
+        ("float32 angles", f"within 1e-2 rad up to position {result.float32_positions:,}"),
     ]
 
 
@@ -124,74 +124,61 @@ def plan(
     from ..plan import plan_model
     from ..spec import Rotary
 
-    given = {"--head-dim": head_dim, "--base": base, "--trained": trained}
-    if config is not None and (
-        names := [name for name, value in given.items() if value is not None]
-    ):
+    of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
+    names = [name for name, value in of_config.items() if value is not None]
+    if config is not None and names:
         raise ValueError(f"{', '.join(names)} cannot be given beside --from: the config says it")
     if config is None and (layer_type or part):
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
     with cluster(dask) as executor, bar("searching the bases") as progress:
-        told: Any = {"progress": progress, "executor": executor}
+        options: Any = {"progress": progress, "executor": executor}
         if config is not None:
-            found = plan_model(config, context, layer_type, part=part, **told)
+            result = plan_model(config, context, layer_type, part=part, **options)
         else:
             spec = Rotary(
                 head_dim=128 if head_dim is None else head_dim,
                 base=10_000.0 if base is None else base,
             )
-            found = make_plan(context, spec, trained, **told)
+            result = make_plan(context, spec, trained, **options)
     if plot is not None:
         from .. import plots
 
-        both = {"as it is": found.spec, "recommended": found.recommended}
+        both = {"as it is": result.spec, "recommended": result.recommended}
         plots.save(plots.similarity(both, context, seq_len=context), plot)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
         return
-    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", ("", ""), _plan_rows(found))
-    if found.options:
+    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", _plan_rows(result))
+    if result.options:
         header = ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x")
         typer.echo()
-        print_table("Every method for this length", header, _option_rows(found.options))
-    typer.echo(f"\n{found.reason}\n")
-    typer.echo(json.dumps(found.rope_parameters, indent=2))
+        print_table("Every method for this length", _option_rows(result.options), header)
+    typer.echo(f"\n{result.reason}\n")
+    typer.echo(json.dumps(result.rope_parameters, indent=2))
 
 
-def _plan_rows(found: Any) -> list[tuple[str, str]]:
-    first, least, safe = found.first_failure, found.min_base, found.safe_base
-    made = found.recommended
-    params = ", ".join(f"{name} {value:g}" for name, value in made.params.items()
+def _plan_rows(result: Any) -> list[tuple[str, str]]:
+    first, safe, spec = result.first_failure, result.safe_base, result.recommended
+    params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
                        if isinstance(value, int | float))  # fmt: skip
+    how = f"{result.action}: {spec.schedule}, base {spec.base:,.15g} {params}".rstrip()
+    least = result.shown(result.min_base.base)
     return [
-        (
-            "recommended",
-            f"{found.action}: {made.schedule}, base {made.base:,.15g} {params}".rstrip(),
-        ),
+        ("recommended", how),
         ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
-        (
-            "smallest base",
-            f"{found.shown(least.base)}, certified for head_dim {found.spec.head_dim}, rounded up",
-        ),
-        (
-            "safe base",
-            f"{found.shown(safe.base)}; {safe.passing_share:.0%} of the bases between pass",
-        ),
-    ]
+        ("smallest base", f"{least}, certified for head_dim {result.spec.head_dim}, rounded up"),
+        ("safe base", f"{result.shown(safe.base)}; {safe.passing_share:.0%} of the bases between "
+                      "pass"),
+    ]  # fmt: skip
 
 
 def _option_rows(options: Any) -> list[tuple[str, ...]]:
     return [
-        (
-            row.method,
-            "none" if row.first_failure is None else f"{row.first_failure:,}",
-            f"{row.failures:,}",
-            f"{row.unseen:.1%}",
-            f"{row.fastest_ratio:.3g}",
-            f"{row.slowest_ratio:.3g}",
-        )
+        (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
+         f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
+         f"{row.slowest_ratio:.3g}")
         for row in options
-    ]
+    ]  # fmt: skip
 
 
 def _spec_and_length(

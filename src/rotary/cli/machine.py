@@ -56,13 +56,13 @@ def bench(
                     between=timing.torch_matmul(),
                 )
     if as_json:
-        measured = {name: {case: each._asdict() for case, each in found.items()}
-                    for name, found in times.items()}  # fmt: skip
+        measured = {name: {case: each._asdict() for case, each in cases.items()}
+                    for name, cases in times.items()}  # fmt: skip
         print_json({"seq": seq, "seconds": measured, "versions": timing.versions()})
         return
     milliseconds = {
-        name: {case: each.median * 1e3 for case, each in found.items()}
-        for name, found in times.items()
+        name: {case: each.median * 1e3 for case, each in cases.items()}
+        for name, cases in times.items()
     }
     print_times(f"q 32 x {seq} x 128, k 8 x {seq} x 128, {layout}", milliseconds)
 
@@ -75,13 +75,13 @@ def _print_demo(report: dict[str, Any]) -> None:
         ("q", " x ".join(map(str, report["q"]))),
         ("k", " x ".join(map(str, report["k"]))),
     ]
-    print_table(f"{report['model']}: its RoPE", ("", ""), rope)
+    print_table(f"{report['model']}: its RoPE", rope)
     laws = [
         (law["name"], f"{law['error']:.1e}", "holds" if law["error"] <= law["limit"] else "BROKEN")
         for law in report["laws"]
     ]
     laws.append(("  the same with float32 angles", f"{report['float32_error']:.1e}", ""))
     typer.echo()
-    print_table("The laws, on this run", ("", "error", ""), laws)
+    print_table("The laws, on this run", laws, ("", "error", ""))
     typer.echo()
     print_times("Time, median", report["times_ms"])

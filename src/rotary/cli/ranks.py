@@ -35,7 +35,7 @@ def examine_ranks(
             typer.echo(str(report))
         else:
             rows = [(each.what, each.text) for each in report.findings]
-            print_table(f"rotary doctor --distributed, {report.world} ranks", ("", "found"), rows)
+            print_table(f"rotary doctor --distributed, {report.world} ranks", rows, ("", "found"))
     dist.barrier()  # torchrun ends the others as soon as one rank leaves with 1
     dist.destroy_process_group()
     if not report.ok:

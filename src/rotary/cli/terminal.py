@@ -27,7 +27,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(
+    title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ("", "")
+) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -38,19 +40,18 @@ def print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, .
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
-    console.print(
-        Text(printable(title), style="italic")
-    )  # a title of the table is cut to its width
+    # a title of the table itself would be cut to its width
+    console.print(Text(printable(title), style="italic"))
     console.print(table)
 
 
 def print_times(title: str, times: dict[str, dict[str, float]]) -> None:
     rows = [
-        (library, case, f"{spent:.2f}", f"{spent / found['copy']:.2f}")
-        for library, found in times.items()
-        for case, spent in found.items()
+        (library, case, f"{spent:.2f}", f"{spent / cases['copy']:.2f}")
+        for library, cases in times.items()
+        for case, spent in cases.items()
     ]
-    print_table(title, ("", "", "ms", "x copy"), rows)
+    print_table(title, rows, ("", "", "ms", "x copy"))
 
 
 def short(value: Any) -> str:
@@ -73,15 +74,24 @@ def status() -> Iterator[Any]:
 
 
 @contextmanager
-def bar(text: str) -> Iterator[Callable[[float], None] | None]:
-    """A progress bar on stderr, for a share of 0 .. 1; None where that is no terminal."""
+def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None] | None]:
+    """A progress bar on stderr; None where that is no terminal.
+
+    It is called with the share that is done, 0 .. 1; or, of `size` bytes, with those just done.
+    """
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import Progress
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(text, total=1.0)
-        yield lambda share: progress.update(task, completed=share)
+    of_bytes = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(),
+                rich.TimeRemainingColumn())  # fmt: skip
+    columns: tuple[Any, ...] = () if size is None else of_bytes
+    with rich.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=1.0 if size is None else size)
+        if size is None:
+            yield lambda share: progress.update(task, completed=share)
+        else:
+            yield lambda count: progress.advance(task, count)
