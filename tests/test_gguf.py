@@ -15,6 +15,7 @@ from rotary.configs import from_gguf, gguf_layer_types, read_gguf, to_gguf
 from rotary.configs.gguf import ARCHITECTURES
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 64}
 TWO_AMPLITUDES = {
     "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 4096,
     "short_mscale": 1.0, "long_mscale": 1.2,
@@ -87,8 +88,12 @@ def test_llama_cpp_computes_the_spec_from_what_is_written(row):
     assert written.keys() == row["keys"].keys()
     for key, value in row["keys"].items():
         assert written[key] == (value if isinstance(value, str) else pytest.approx(value)), key
+    read = from_gguf(written)
     for computed in row["computed"]:
         assert_as_computed(spec, computed)
+        of_read, of_spec = (rotary.inv_freq(each, computed["seq_len"]) for each in (read, spec))
+        np.testing.assert_allclose(of_read[0], of_spec[0], rtol=1e-12, atol=1e-29)
+        assert of_read[1] == pytest.approx(of_spec[1], rel=1e-12)
     if spec.depends_on_length:
         assert {computed["seq_len"] for computed in row["computed"]} == {4096, 131072}
 
@@ -109,6 +114,11 @@ def test_the_amplitude_of_yarn_is_written_as_llama_cpp_reads_it():
         ("qwen2vl", Rotary(head_dim=8), "sections"),
         ("qwen2", Rotary(head_dim=8, axes=(0, 1, 2, 0)), "sections for the axes"),
         ("mamba", Rotary(head_dim=8), "no RoPE"),
+        ("llama", Rotary(head_dim=64), r"interleaved layout.*row_permutation"),
+        ("qwen2", Rotary(head_dim=8, rotary_dim=4, start=4), "start"),
+        ("qwen2", Rotary(head_dim=8, sign=-1), "sign"),
+        ("qwen2", Rotary(head_dim=8, axes=(0, 1, 0, 1)), "axes"),
+        ("qwen2", Rotary(head_dim=8, schedule="dynamic", params=DYNAMIC), "dynamic"),
         ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "beta_fast": 16.0}),
          "reads no beta_fast"),
         ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "truncate": False}),
@@ -137,6 +147,10 @@ BASE = {
         ({"gemma3.attention.sliding_window": 512}, "sliding", "got 'sliding'"),
         ({"rope_freqs.weight": [1.0] * 32}, None, "reads no rope_freqs.weight"),
         ({"general.architecture": "mamba"}, None, "no RoPE in the architecture"),
+        ({"general.architecture": None}, None, "general.architecture"),
+        ({"general.architecture": "gemma33"}, None, "did you mean 'gemma3'"),
+        ({"gemma3.rope.freq_bas": 1.0}, None, "did you mean 'rope.freq_base'"),
+        ({"gemma3.rope.scaling.type": "yarm"}, None, "did you mean 'yarn'"),
         ({"gemma3.rope.scaling.type": "yarn", "gemma3.rope.scaling.factor": 4.0}, None,
          "original_context_length"),
     ],

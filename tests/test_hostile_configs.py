@@ -12,39 +12,29 @@ import rotary
 from rotary.configs import layer_types
 from rotary.programs import diff
 
-CASES = 4000  # for each of four seeds; tests/against_transformers.py has any number of them
 
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_broken_config_is_a_reading_or_one_sentence(seed):
+    """Where keys that nobody reads are warnings; against_transformers.py has where they are not."""
     chance = random.Random(seed)
     slow, sentences = [], set()
-    for _ in range(CASES):
+    for _ in range(4000):
         config = mutated(chance)
         start = time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                kinds = layer_types(config) or (None,)
-                spec = rotary.from_hf_config(config, chance.choice(kinds), strict=seed % 2 == 0)
+                kind = chance.choice(layer_types(config) or (None,))
+                spec = rotary.from_hf_config(config, kind, strict=False)
             except ValueError as error:
                 sentences.add(str(error))
             else:
                 assert spec is None or rotary.Rotary.from_json(spec.to_json()) == spec
-        slow.append(time.process_time() - start)
+                slow.append(time.process_time() - start)
+                with contextlib.suppress(ValueError):
+                    diff(config, layer_type=kind)
     assert not [sentence for sentence in sentences if "\n" in sentence]
     assert sorted(slow)[-3] < 0.05, "seconds for one config"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_diff_reads_a_broken_config_or_says_one_sentence(seed):
-    chance = random.Random(seed)
-    for _ in range(CASES):
-        config = mutated(chance)
-        with warnings.catch_warnings(), contextlib.suppress(ValueError):
-            warnings.simplefilter("ignore")
-            kinds = layer_types(config) or (None,)
-            diff(config, layer_type=chance.choice(kinds))
 
 
 def test_keys_that_transformers_reads_otherwise():

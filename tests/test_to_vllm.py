@@ -22,6 +22,11 @@ FLOAT32_RTOL = 1e-5
 def test_vllm_computes_the_spec_from_its_dict(row):
     spec = Rotary.from_dict(row["spec"])
     assert to_vllm(spec) == row["overrides"]  # else run tests/golden/make_to_vllm.py and vLLM
+    if spec.schedule != "longrope":  # whose amplitude is said twice, for vLLM and for others
+        read = rotary.from_hf_config({"head_dim": spec.head_dim, **row["overrides"]})
+        ours, amplitude = rotary.inv_freq(read)
+        np.testing.assert_allclose(ours, rotary.inv_freq(spec)[0], rtol=1e-12)
+        assert amplitude == rotary.inv_freq(spec)[1]
     inv_freq, factor = rotary.inv_freq(spec, row["seq_len"])
     np.testing.assert_allclose(row["inv_freq"], inv_freq, rtol=FLOAT32_RTOL)
     assert row["attention_factor"] == pytest.approx(factor, rel=FLOAT32_RTOL)
@@ -42,3 +47,20 @@ def test_longrope_says_its_amplitude_in_the_keys_that_vllm_reads():
     params = {**lists, "original_max_position_embeddings": 4096, "attention_factor": 1.3}
     rope = to_vllm(Rotary(head_dim=8, schedule="longrope", params=params))["rope_parameters"]
     assert (rope["short_mscale"], rope["long_mscale"]) == (1.3, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "params", "message"),
+    [
+        ("dynamic", {"factor": 2.0, "original_max_position_embeddings": 64}, "plain RoPE"),
+        ("proportional", {"partial_rotary_factor": 0.5, "factor": 2.0}, "drops the factor"),
+    ],
+)
+def test_what_vllm_reads_otherwise_is_refused(schedule, params, message):
+    with pytest.raises(ValueError, match=message):
+        to_vllm(Rotary(head_dim=8, schedule=schedule, params=params))
+
+
+def test_vllm_is_given_no_int_factor():
+    rope = to_vllm(Rotary(head_dim=64, schedule="linear", params={"factor": 8}))["rope_parameters"]
+    assert isinstance(rope["factor"], float)
