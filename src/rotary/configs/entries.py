@@ -56,6 +56,11 @@ TEXT_PARTS = (
 _TEXT_KEYS = re.compile(
     "rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_types"
 )
+HARMLESS = {  # keys that published files carry and that say nothing at this value
+    "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
+    "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
+}  # fmt: skip
 # names in the layer_types of a config whose layers do not differ in their RoPE; transformers 5.23,
 # configuration_utils.py, with the names of older files
 LAYERS_WITH_ROPE = frozenset({
@@ -143,7 +148,7 @@ def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any],
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
         beside = () if part else model.get("beside_parts", ())
-        silent = MODELS[known[key]] if beside else {}
+        silent = {**HARMLESS, **MODELS[known[key]]} if beside else {}
         unread = [
             each for each in data if part is None and _TEXT_KEYS.search(str(each))
             and each not in beside and data[each] not in (None, silent.get(each))

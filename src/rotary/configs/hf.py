@@ -13,7 +13,7 @@ from typing import Any
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
-from .entries import choose
+from .entries import HARMLESS, choose
 from .layers import Model, Rope
 from .record import Config
 from .values import whole_number
@@ -36,11 +36,6 @@ _TOP_KEYS = (
     "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", LAYOUT_MARK,
     "mrope_section", "layer_rope_theta", "rope_scaling_layers",
 )  # fmt: skip
-_HARMLESS = {  # keys that published files carry and that say nothing at this value
-    "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
-    "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
-    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
-}  # fmt: skip
 Complain = Callable[[str], None]
 
 
@@ -223,7 +218,7 @@ def check_top(config: Config, complain: Complain) -> None:
     read = {*_TOP_KEYS, *names.values(), *layer_names, *model.get("other", ())}
     read |= {model.get("layout_key", ""), model.get("switch", "")}
     read |= set() if config.model_type else {"rope_dim"}  # vLLM's name of the width
-    harmless = {**_HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
+    harmless = {**HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
     for key, value in data.items():
         is_harmless = key in harmless and harmless[key] == value
         if re.search("rope|rotary", str(key)) and key not in read and not is_harmless:
