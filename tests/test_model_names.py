@@ -8,12 +8,9 @@ from tools.architecture import FILES
 from rotary.configs import MODELS
 from rotary.programs import llama_cpp, mlx_lm, sglang, transformers, vllm
 
-CHECKPOINT = "which tensors of a checkpoint hold queries and keys"
 PROGRAM = "a rule of this program's own model files, as a table at the top"
 LEFT = {  # file -> (how many names of models it has at most, why they are there)
-    "checkpoint/heads": (11, CHECKPOINT),
-    "checkpoint/names": (27, CHECKPOINT),
-    "checkpoint/plan": (10, CHECKPOINT),
+    "checkpoint/heads": (1, "a kind of fused tensor, named after the model"),
     "programs/keras_hub": (29, PROGRAM),
     "programs/llama_cpp": (39, PROGRAM),
     "programs/mlx_lm": (184, PROGRAM),
