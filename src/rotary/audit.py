@@ -220,8 +220,8 @@ def _layout_of_files(subject: Any) -> Iterator[Remark]:
 
 def _compared(config: Any, seen: Seen | None, is_patched: bool = False) -> Iterator[Remark]:
     """The layout that the config means against that of the weights and that of the code."""
-    if found := disagreement(config, seen):
-        yield Remark("weights", *found)
+    if fault := disagreement(config, seen):
+        yield Remark("weights", *fault)
         return
     if seen is not None:
         yield Remark("weights", f"{seen.text}, as the config means")

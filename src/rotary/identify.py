@@ -8,11 +8,11 @@ twice as precisely. `blackbox.probe` calls the box, `blackbox.pairs` finds pairs
 
 import dataclasses
 import importlib.util
+import operator
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,21 +186,20 @@ def load(target: str) -> Callable[..., Any]:
     place, colon, name = target.rpartition(":")
     if not (place and colon and name):
         raise ValueError(f"target must be module:function or file.py:function, got {target!r}")
+    is_file = place.endswith(".py")
+    folder = str(Path(place).resolve().parent if is_file else Path.cwd())
+    sys.path.insert(0, folder)
     try:
-        found: Any = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
+        module = _from_file(Path(place)) if is_file else pkgutil.resolve_name(place)
+        function: Callable[..., Any] = operator.attrgetter(name)(module)
     except Exception as error:  # whatever a stranger's file raises
         raise ValueError(f"{target} cannot be loaded: {one_line(error)}") from error
-    if not callable(found):
-        raise ValueError(f"{target} is not callable: {type(found).__name__}")
-    function: Callable[..., Any] = found
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    if not callable(function):
+        raise ValueError(f"{target} is not callable: {type(function).__name__}")
     return function
-
-
-def _from_module(name: str) -> Any:
-    with _first_on_path(Path.cwd()):
-        return pkgutil.resolve_name(name)
 
 
 def _from_file(path: Path) -> Any:
@@ -212,19 +211,8 @@ def _from_file(path: Path) -> Any:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a dataclass looks its own module up
-    with _first_on_path(path.resolve().parent):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
 
 
 def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification:
@@ -273,13 +261,13 @@ def _with_tables(
         except ValueError as error:
             refusals.append(str(error))
             continue
-        found = dataclasses.replace(
+        result = dataclasses.replace(
             _compared(boxes, answers), tables=order,
             inv_freq=None, arithmetic=None, right_up_to=None, probed_up_to=None,
         )  # fmt: skip
         if any(_turns_by(answer, inv_freq) for answer in answers):
-            return found
-        best = best or found
+            return result
+        best = best or result
     if best is None:
         raise ValueError(refusals[0])
     return best
@@ -287,10 +275,10 @@ def _with_tables(
 
 def _turns_by(answer: Answer, inv_freq: Array) -> bool:
     """Whether pairs turn by the frequencies that the tables were made of, in their order."""
-    found = answer.inv_freq
-    if answer.spec is None or found is None or len(found) != len(inv_freq):
+    measured = answer.inv_freq
+    if answer.spec is None or measured is None or len(measured) != len(inv_freq):
         return False
-    return bool(np.abs(found - inv_freq).max() < 1e-3)
+    return bool(np.abs(measured - inv_freq).max() < 1e-3)
 
 
 def _check_arguments(
@@ -303,8 +291,9 @@ def _check_arguments(
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
     if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
         raise ValueError(f"rotary_dim must be even and in (0, {head_dim}], got {rotary_dim!r}")
-    for name, given, known in (("form", form, (None, "positions", "tables")),
+    for name, choice, choices in (("form", form, (None, "positions", "tables")),
                                ("seq_dim", seq_dim, (-2, -3)), ("dtype", dtype, tuple(UNITS)),
                                ("library", library, (None, *LIBRARIES))):  # fmt: skip
-        if given not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {given!r}")
+        if choice not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {names}; got {choice!r}")

@@ -79,15 +79,16 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
     """
     whole = load(config)
     data, model = _part(whole, part)
-    found = ropes(data, model)
-    if None not in found and layer_type not in found:
-        known = [str(kind) for kind in found]
+    entries = ropes(data, model)
+    are_alike = None in entries
+    if not are_alike and layer_type not in entries:
+        kinds = [str(kind) for kind in entries]
         raise ValueError(
             f"rope_parameters is nested by layer type; pass layer_type, one of "
-            f"{', '.join(known)}; got {layer_type!r}{nearest(layer_type, known)}"
+            f"{', '.join(kinds)}; got {layer_type!r}{nearest(layer_type, kinds)}"
         )
-    rope = found[None if None in found else layer_type]  # None: all layers are alike
-    if None in found and layer_type is not None:
+    rope = entries[None if are_alike else layer_type]
+    if are_alike and layer_type is not None:
         if layer_type not in listed_layer_types(data):
             raise ValueError(
                 f"layer_type {layer_type!r} is not one of this model's: all its layers have one "

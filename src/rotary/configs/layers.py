@@ -23,9 +23,9 @@ def ropes(data: Mapping[str, Any], model: Model) -> Entries:
     >>> ropes({"rope_theta": 5e5}, {})
     {None: {}}
     """
-    given = rope_parameters(data)
-    _check_filled(given, data, model)
-    rope = given or {
+    written = rope_parameters(data)
+    _check_filled(written, data, model)
+    rope = written or {
         key: value for key, value in model.get("rope", {}).items() if data.get(key) is None
     }
     if "not_one" in model:  # refused for that, whatever else its keys are
@@ -46,7 +46,7 @@ def ropes(data: Mapping[str, Any], model: Model) -> Entries:
         return _nested(rope, own, data, model)
     if not own:
         return {None: rope}
-    return _flat(given, own, data, model)
+    return _flat(written, own, data, model)
 
 
 def rope_parameters(data: Mapping[str, Any]) -> Rope:
@@ -64,21 +64,21 @@ def rope_parameters(data: Mapping[str, Any]) -> Rope:
     return dict(new or old or {})
 
 
-def _check_filled(given: Rope, data: Mapping[str, Any], model: Model) -> None:
+def _check_filled(written: Rope, data: Mapping[str, Any], model: Model) -> None:
     """Refuse rope parameters without what the model's class fills in only where there are none."""
     name = f"model_type {data.get('model_type')!r}"
     needed = model.get("needed", ())
     if data.get("rope_scaling") and "rope_scaling" in model.get("unread", ()):
         raise ValueError(f"rope_scaling is not read by {name}: write it under rope_parameters")
-    is_nested = any(isinstance(value, Mapping) for value in given.values())
-    if not given and data.get("rope_parameters") is not None and ("rope" in model or needed):
+    is_nested = any(isinstance(value, Mapping) for value in written.values())
+    if not written and data.get("rope_parameters") is not None and ("rope" in model or needed):
         raise ValueError(
             f"rope_parameters is empty, for which transformers takes no value of {name}; leave the "
             "key out, or write what is meant"
         )
     for key in needed:
         beside = None if "layers" in model else data.get(key)
-        if given and not is_nested and given.get(key, beside) is None:
+        if written and not is_nested and written.get(key, beside) is None:
             raise ValueError(
                 f"rope_parameters of {name} needs {key}: transformers takes that of the model only "
                 "where a config has no rope parameters"
@@ -134,9 +134,9 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> 
             f"rope_parameters is nested by layer type and has {beside[0]!r} beside the entries, "
             "which no layer reads; move it into them"
         )
-    found: Entries = {key: value and dict(value) for key, value in rope.items() if key not in flat}
+    nested: Entries = {key: value and dict(value) for key, value in rope.items() if key not in flat}
     if not name:
-        return {**own, **found}
+        return {**own, **nested}
     if not own and not model.get("nested"):
         raise ValueError(
             f"rope_parameters is nested by {', '.join(map(repr, rope))}, but all layers of "
@@ -149,21 +149,21 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> 
                 f"rope_scaling of model_type {name!r} is nested by layer type, and transformers "
                 "ignores its entries; write them under rope_parameters"
             )
-        if empty := [key for key, value in found.items() if value is None]:
+        if empty := [key for key, value in nested.items() if value is None]:
             raise ValueError(
                 f"rope_parameters of {empty[0]!r} is null, for which transformers takes "
                 f"{own.get(empty[0])}; write what is meant"
             )
-        return {**own, **found}
-    if missing := [kind for kind in own if kind not in found]:
+        return {**own, **nested}
+    if missing := [kind for kind in own if kind not in nested]:
         raise ValueError(
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
             "each layer type"
         )
-    for kind, entry in found.items():
+    for kind, entry in nested.items():
         if entry is not None and entry.get("rope_theta") is None:
             raise ValueError(f"rope_parameters of {kind!r} needs rope_theta")
-    return {**own, **found}
+    return {**own, **nested}
 
 
 def _fills(model: Model) -> bool:
@@ -174,23 +174,23 @@ def _fills(model: Model) -> bool:
     return "scaled_layers" in model and not model.get("flat")
 
 
-def _flat(given: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
+def _flat(written: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
     """The entries where the config has none of its own: the model's, and one flat rope_scaling."""
     meant, name = model.get("scaled_layers", ()), data.get("model_type")
-    if given and not model.get("flat"):
+    if written and not model.get("flat"):
         if data.get("rope_parameters") or not meant:
             example = ", ".join(f'"{kind}": {{...}}' for kind in own)
             raise ValueError(
                 f"rope_parameters of model_type {name!r} must be nested by layer type: "
                 f"{{{example}}}; transformers does not read a flat one"
             )
-        if given.get("rope_type") is None:
+        if written.get("rope_type") is None:
             raise ValueError(
                 f"rope_scaling of model_type {name!r} needs rope_type; transformers does not read "
                 "its type here"
             )
     for key in model.get("scaled_unread", ()):
-        if given.get(key) is not None:
+        if written.get(key) is not None:
             raise ValueError(
                 f"rope_scaling of model_type {name!r} has {key}, which its code replaces by that "
                 "of the model; remove the key"
@@ -199,7 +199,7 @@ def _flat(given: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> E
         kind: value and {key: value[key] for key in value if key != "rope_theta"}
         for kind, value in own.items()
     }
-    kind_of = given.get("rope_type") or given.get("type")
-    scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **given}
-    meant = meant if given else ()
+    kind_of = written.get("rope_type") or written.get("type")
+    scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **written}
+    meant = meant if written else ()
     return {kind: scaling if value and kind in meant else value for kind, value in silent.items()}

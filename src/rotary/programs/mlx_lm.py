@@ -106,10 +106,10 @@ def _rope_and_base(case: Case, model_type: str) -> tuple[Mapping[str, Any], floa
         return rope, data.get(LOCAL_BASES[model_type], 10_000.0)
     name = case.config.model.get("names", {}).get("rope_theta", "rope_theta")
     read = new.get("rope_theta") if takes_type or model_type in READ_BASES else None
-    given = data.get(name, read)
-    if given is None and model_type in NEEDS_BASE:
+    base = data.get(name, read)
+    if base is None and model_type in NEEDS_BASE:
         raise RefusedError("TypeError: missing 1 required argument: 'rope_theta'")
-    return rope, BASES.get(model_type, 10_000.0) if given is None else given
+    return rope, BASES.get(model_type, 10_000.0) if base is None else base
 
 
 def mrope(case: Case) -> Result:

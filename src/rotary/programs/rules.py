@@ -191,8 +191,8 @@ def longrope_advice(case: Case, is_long: bool) -> str:
 
 def longrope_mscale(case: Case, is_long: bool) -> float:
     """long_mscale or short_mscale, and the amplitude where it is missing."""
-    given = case.rope.get("long_mscale" if is_long else "short_mscale")
-    return context_amplitude(case) if given is None else float(given)
+    mscale = case.rope.get("long_mscale" if is_long else "short_mscale")
+    return context_amplitude(case) if mscale is None else float(mscale)
 
 
 def legacy_mrope(case: Case) -> Result:
