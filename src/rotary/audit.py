@@ -69,8 +69,7 @@ or move them back by rotary convert'
 
 def _configs(subject: Any) -> list[Remark]:
     remarks: list[Remark] = []
-    names = parts(subject) or (None,)
-    for part in names:
+    for part in parts(subject) or (None,):
         try:
             remarks += _config(subject, part)
         except ValueError as error:
@@ -129,63 +128,46 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
 
 
 def _buffers(model: Any) -> Iterator[Remark]:
+    """The frequencies that the modules of a model hold, of which each is one remark."""
     for where, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
-                continue
-            place = f"{where}.{name}" if where else name
-            if buffer.device.type == "meta":
-                yield Remark(place, "on the meta device", "it has no values: load or build it anew")
-                continue
-            values = buffer.detach().double().cpu().numpy()
-            dtype = str(buffer.dtype).removeprefix("torch.")
-            if not np.isfinite(values).all() or not (np.abs(values) <= 2 * math.pi).all():
-                yield Remark(
-                    place,
-                    "values that are no frequencies",
-                    "uninitialised memory, as after to_empty(): build the module anew",
-                )
-                continue
-            if dtype in ("bfloat16", "float16"):
-                yield Remark(
-                    place,
-                    f"in {dtype}",
-                    "angles are wrong after some hundred tokens: cast the model without it",
-                )
-                continue
-            yield from _against(place, name, module, values)
+            if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
+                place = f"{where}.{name}" if where else name
+                yield Remark(place, *_state(buffer, name, getattr(module, "config", None)))
 
 
-def _against(place: str, name: str, module: Any, values: np.ndarray[Any, Any]) -> Iterator[Remark]:
-    """The frequencies of a module against those its config says."""
-    config = getattr(module, "config", None)
+def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
+    """What a buffer of frequencies holds against what its config says, and advice or ""."""
+    if buffer.device.type == "meta":
+        return "on the meta device", "it has no values: load or build it anew"
+    values = buffer.detach().double().cpu().numpy()
+    dtype = str(buffer.dtype).removeprefix("torch.")
+    if not np.isfinite(values).all() or not (np.abs(values) <= 2 * math.pi).all():
+        advice = "uninitialised memory, as after to_empty(): build the module anew"
+        return "values that are no frequencies", advice
+    if dtype in ("bfloat16", "float16"):
+        return (
+            f"in {dtype}",
+            "angles are wrong after some hundred tokens: cast the model without it",
+        )
+    count = f"{len(values)} frequencies"
     if config is None:
-        yield Remark(place, f"{len(values)} frequencies, float32 or better")
-        return
-    kind = name.removesuffix("inv_freq").rstrip("_") or None
+        return f"{count}, float32 or better", ""
     try:
-        spec = from_hf_config(config, kind, strict=False)
+        spec = from_hf_config(
+            config, name.removesuffix("inv_freq").rstrip("_") or None, strict=False
+        )
     except ValueError as error:
-        yield Remark(place, f"{len(values)} frequencies", f"not compared: {error}")
-        return
+        return count, f"not compared: {error}"
     expected = None if spec is None else inv_freq(spec)[0]
     if expected is None or expected.shape != values.shape:
-        count = "no" if expected is None else len(expected)
-        yield Remark(
-            place,
-            f"{len(values)} frequencies, the config says {count}",
-            "the module was built from another config",
-        )
-        return
+        others = "no" if expected is None else len(expected)
+        return f"{count}, the config says {others}", "the module was built from another config"
     apart = float(np.max(np.abs(values - expected) / np.maximum(np.abs(expected), 1e-30)))
     if apart > 1e-4:
-        yield Remark(
-            place,
-            f"frequencies differ from the config by {apart:.1e}",
-            "loaded from a checkpoint, or changed since: build the module anew",
-        )
-        return
-    yield Remark(place, f"{len(values)} frequencies, as the config says")
+        advice = "loaded from a checkpoint, or changed since: build the module anew"
+        return f"frequencies differ from the config by {apart:.1e}", advice
+    return f"{count}, as the config says", ""
 
 
 # --- the layout of the weights ---

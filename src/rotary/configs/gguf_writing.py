@@ -31,53 +31,53 @@ def to_gguf(
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     model = model_of(architecture)
-    written: dict[str, Any] = {
-        "general.architecture": architecture,
-        **_shape(spec, architecture, model),
-        f"{architecture}.rope.freq_base": float(spec.base),
-    }
+    if context_length is not None and whole_number("context_length", context_length) < 1:
+        raise ValueError(f"context_length must be >= 1, got {context_length}")
+    keys = {**_shape(spec, architecture, model), "rope.freq_base": float(spec.base)}
     if context_length is not None:
-        if whole_number("context_length", context_length) < 1:
-            raise ValueError(f"context_length must be >= 1, got {context_length}")
-        written[f"{architecture}.context_length"] = context_length
-    scaling = f"{architecture}.rope.scaling"
+        keys["context_length"] = context_length
+    scaling, tensors = _scaling(spec, architecture, model)
+    keys |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    written = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return {"general.architecture": architecture, **written, **tensors}
+
+
+def _scaling(
+    spec: Rotary, architecture: str, model: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """What stands under rope.scaling, and the tensors, for the frequencies of `spec`."""
     if spec.schedule == "default":
-        return written
+        return {}, {}
     if spec.schedule == "linear":
-        factor = float(spec.params["factor"])
-        return {**written, f"{scaling}.type": "linear", f"{scaling}.factor": factor}
+        return {"type": "linear", "factor": float(spec.params["factor"])}, {}
     if spec.schedule == "yarn":
-        keys = _yarn_keys(spec, architecture, model)
-        return written | {f"{scaling}.{key}": value for key, value in keys.items()}
+        return _yarn_keys(spec, architecture, model), {}
     if spec.schedule == "longrope":
         trained = spec.params["original_max_position_embeddings"]
         amplitude = inv_freq(spec, trained)[1]
         if amplitude != inv_freq(spec, trained + 1)[1]:
             raise ValueError("llama.cpp has one amplitude for both lists of longrope")
         _needs_divisors(architecture, model, "rope_factors")
-        return written | {
-            f"{scaling}.type": "longrope",
-            f"{scaling}.original_context_length": trained,
-            f"{scaling}.attn_factor": amplitude,
-            "rope_factors_long.weight": [float(value) for value in spec.params["long_factor"]],
-            "rope_factors_short.weight": [float(value) for value in spec.params["short_factor"]],
+        lists = {
+            f"rope_factors_{name}.weight": list(map(float, spec.params[f"{name}_factor"]))
+            for name in ("long", "short")
         }
+        length = {"original_context_length": trained}
+        return {"type": "longrope", **length, "attn_factor": amplitude}, lists
     if spec.depends_on_length:
         raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
     steps, amplitude = inv_freq(spec)
     _needs_divisors(architecture, model, "rope_freqs")
     plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
-    written["rope_freqs.weight"] = [
+    divisors = [
         own / step if step else STANDS_STILL
         for own, step in zip(plain, steps.tolist(), strict=True)
     ]
-    if amplitude != 1.0:
-        written[f"{scaling}.attn_factor"] = amplitude
-    return written
+    return {"attn_factor": amplitude} if amplitude != 1.0 else {}, {"rope_freqs.weight": divisors}
 
 
 def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of head and slice, once it is sure that llama.cpp turns the same channels."""
+    """The keys of head and slice, if llama.cpp turns the same channels."""
     layout = model["layout"]
     if (spec.layout, spec.out_layout) != (layout, layout):
         raise ValueError(
@@ -100,8 +100,8 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
         raise ValueError("GGUF metadata cannot say sign -1")
     key_length = "key_length_mla" if model.get("latent") else "key_length"
     keys: dict[str, Any] = {
-        f"{architecture}.attention.{key_length}": spec.head_dim,
-        f"{architecture}.rope.dimension_count": spec.rotary_dim,
+        f"attention.{key_length}": spec.head_dim,
+        "rope.dimension_count": spec.rotary_dim,
     }
     if spec.axes or model.get("needs_sections"):
         sections = [spec.axes.count(axis) for axis in range(4)]
@@ -110,7 +110,7 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
                 f"llama.cpp deals out axes as {model.get('sections', 'none')} in "
                 f"{architecture!r}; it has no sections for the axes of the spec"
             )
-        keys[f"{architecture}.rope.dimension_sections"] = sections
+        keys["rope.dimension_sections"] = sections
     return keys
 
 
