@@ -167,9 +167,12 @@ def _refusal(
     )
 
 
-def check_inputs(
-    name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None = None
-) -> None:
+_WIDTHS = re.compile(
+    r"(?:.*_)?(?:hidden_size|hidden_dim|n_embd|d_model|embed_dim)|q_lora_rank|adapter_rank"
+)
+
+
+def check_inputs(name: Name, tensor: Tensor, found: Config) -> None:
     """Raise ValueError where a weight has another number of input channels than the config says.
 
     wide  name and tensor of a weight of the same layer that makes more channels of a hidden state:
@@ -216,13 +219,15 @@ def _is_key_count(count: int, counts: set[int], heads: Any) -> bool:
 
 def _key_heads(name: Name, heads: Any, config: Config) -> set[int]:
     """The counts of key heads that the config names for a layer; empty if it is silent."""
-    if name.kind.endswith("falcon") and not config.get("new_decoder_architecture"):
-        return {1} if config.get("multi_query") is not False else {heads}
-    rule = config.model.get("weights", {}).get("key_heads")
+    if name.kind.endswith("falcon") and not found.get("new_decoder_architecture"):
+        return {1} if found.get("multi_query") is not False else {heads}
+    rule = found.model.get("weights", {}).get("key_heads")
     if rule == "queries":
         return {heads}
-    counts = _counts(name, config, _KEYS)
-    return counts | {2 * count for count in counts} if rule == "or twice" else counts
+    told = _counts(name, found, _KEYS)
+    if rule == "or twice":
+        told |= {2 * count for count in told}
+    return told
 
 
 def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
