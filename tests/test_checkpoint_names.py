@@ -9,7 +9,7 @@ import transformers
 
 from rotary import from_hf_config
 from rotary.checkpoint import heads, names
-from rotary.checkpoint.files import Tensor
+from rotary.checkpoint.headers import Tensor
 from rotary.checkpoint.plan import plan
 from rotary.configs import MODELS, layer_types
 

@@ -167,12 +167,9 @@ def _refusal(
     )
 
 
-_WIDTHS = re.compile(
-    r"(?:.*_)?(?:hidden_size|hidden_dim|n_embd|d_model|embed_dim)|q_lora_rank|adapter_rank"
-)
-
-
-def check_inputs(name: Name, tensor: Tensor, found: Config) -> None:
+def check_inputs(
+    name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None = None
+) -> None:
     """Raise ValueError where a weight has another number of input channels than the config says.
 
     wide  name and tensor of a weight of the same layer that makes more channels of a hidden state:
@@ -219,15 +216,13 @@ def _is_key_count(count: int, counts: set[int], heads: Any) -> bool:
 
 def _key_heads(name: Name, heads: Any, config: Config) -> set[int]:
     """The counts of key heads that the config names for a layer; empty if it is silent."""
-    if name.kind.endswith("falcon") and not found.get("new_decoder_architecture"):
-        return {1} if found.get("multi_query") is not False else {heads}
-    rule = found.model.get("weights", {}).get("key_heads")
+    if name.kind.endswith("falcon") and not config.get("new_decoder_architecture"):
+        return {1} if config.get("multi_query") is not False else {heads}
+    rule = config.model.get("weights", {}).get("key_heads")
     if rule == "queries":
         return {heads}
-    told = _counts(name, found, _KEYS)
-    if rule == "or twice":
-        told |= {2 * count for count in told}
-    return told
+    counts = _counts(name, config, _KEYS)
+    return counts | {2 * count for count in counts} if rule == "or twice" else counts
 
 
 def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:

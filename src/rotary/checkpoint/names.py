@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ..configs import MODELS
+from .parameters import PARAMETERS
 
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
 
@@ -77,17 +78,6 @@ RULES = (
     Rule("key norm", rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?"
          r"|attn_k_norm"),
 )  # fmt: skip
-# parameter of a module -> how it moves with the rows of the weight
-PARAMETERS = (
-    ("rows", r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
-             r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?"),
-    ("inputs", r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx"),
-    ("words", r"qweight|qzeros"),
-    ("scales", r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point"),
-    ("unknown", r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
-                r"|lora_embedding_[AB].*"),
-)  # fmt: skip
-
 # code bases that are known by their names, and the layout of their files whatever a config says
 CODE_BASES = {
     "Meta's or Mistral's own files": (r"layers\.\d+\.attention\.w[qk]\..*", ("interleaved",)),

@@ -14,19 +14,11 @@ import numpy as np
 from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
-from .files import Tensor
-from .heads import Run, check_inputs, check_orientation, runs_of
-from .names import (
-    LEFT,
-    Name,
-    code_base,
-    recognised,
-    treatment,
-    unknown_in_attention,
-    weights_of,
-    widened_layer,
-)
-from .quantised import BLOCK, Place, channels, place, reordered, stays_inside
+from .files import Checkpoint, ConfigFile
+from .headers import State, Tensor
+from .heads import Run, check_inputs, runs_of
+from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
+from .parameters import BLOCK, Place, channels, place_of, place_of_inputs
 
 UNKNOWN = "in attention, and no rule knows it"
 _NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
@@ -323,34 +315,14 @@ def _block_of(config: Any, first: Config) -> int:
     return block
 
 
-def _check_source(tensors: Mapping[str, Tensor], model: _Model, source: str) -> None:
-    base = code_base(tensors)
-    if base is not None:
-        who, known = base
-    elif model.name:
-        layouts = {spec.layout for spec in model.specs.values() if spec is not None}
-        who, known = f"{model.name!r}", tuple(sorted(layouts))
-    else:
-        return
-    if source not in known:
-        raise ValueError(
-            f"weights of {who} are {' or '.join(known)}, not {source}: say --from {known[0]}; for "
-            "weights that were moved before give --trust-source (trust_source=True)"
-        )
-
-
-_NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
-
-
-def _layer_type(model: _Model, name: Name) -> str | None:
-    """The layer type of a layer, as a key of the model's specs."""
-    kinds = list(model.specs)
-    slices = {_slice(spec) for spec in model.specs.values()}
-    if len(slices) == 1 and not model.data.get("attention_k_eq_v"):
-        return kinds[0]
-    labels = model.data.get("layer_types")
-    if bases := model.data.get("layer_rope_theta"):
-        labels = [f"rope_theta={base or 0:g}" for base in bases]
+def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
+    """The layer type of the layer of a tensor, as a key of `layers`."""
+    slices = {spec and (spec.head_dim, spec.rotary_dim, spec.start) for spec, _ in layers.values()}
+    if len(slices) == 1 and not first.data.get("attention_k_eq_v"):
+        return next(iter(layers))
+    types = first.data.get("layer_types")
+    if bases := first.data.get("layer_rope_theta"):
+        types = [f"rope_theta={base or 0:g}" for base in bases]
     is_extra = ".mtp" in f".{name.tensor}"  # a head that predicts further counts its own layers
     if types is None or name.layer >= len(types) or is_extra:
         raise ValueError(
@@ -365,76 +337,7 @@ def _layer_type(model: _Model, name: Name) -> str | None:
     return str(types[name.layer])
 
 
-def _slice(spec: Rotary | None) -> tuple[int, ...]:
-    return () if spec is None else (spec.head_dim, spec.rotary_dim, spec.start)
-
-
-def _is_still(model: _Model, name: Name) -> bool:
-    """Whether this layer is known not to rotate."""
-    data, layer = model.data, name.layer
-    rule = weights_of(model.name).get("without_rotation")
-    if rule == "no_rope_layers":
-        flags = data.get("no_rope_layers")  # 1: rotates
-        if flags:
-            return layer < len(flags) and not flags[layer]
-        return (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
-    labels = data.get("layer_types") or ()
-    is_full = layer < len(labels) and labels[layer] == "full_attention"
-    return rule == "full_attention" and is_full and data.get("sliding_window") is not None
-
-
-# --- one tensor ---
-
-
-def _decided(
-    name: Name,
-    groups: Mapping[str, Mapping[str, Tensor]],
-    wide: Mapping[str, tuple[str, Tensor]],
-    model: _Model,
-    source: str,
-    target: str,
-) -> Move | Left | None:
-    """The move of a tensor, or why it is left; None for an output that has no part in it."""
-    if name.kind == LEFT:
-        return Left(name.tensor, name.reason)
-    kind = _layer_type(model, name)
-    spec = model.specs[kind]
-    reason = "of a layer that does not rotate" if spec is None or _is_still(model, name) else ""
-    reason = reason or _not_of_heads(name, groups, model)
-    if spec is None or reason:
-        return None if name.kind == "output" else Left(name.tensor, reason)
-    group = groups[name.group]
-    if name.kind == "output":
-        if not _is_key_the_value(model, kind):
-            return None
-        where, size = _of_outputs(name, group, model.found[kind], spec.head_dim)
-        runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
-    else:
-        size = _gain_size(group) if name.kind.endswith("norm") else channels(name.group, group)
-        runs = runs_of(name, size, spec, model.found[kind], group[name.parameter].shape)
-        check_inputs(name, group[name.parameter], model.found[kind])
-        check_orientation(name, group[name.parameter], model.found[kind], wide)
-        where = _place_of(name, group, size, model)
-    move = Move(name.tensor, name.kind, size, runs, spec.rotary_dim, where, source, target)
-    if where.block and not stays_inside(move.order, where.block):
-        raise ValueError(
-            f"tensor {name.tensor!r} scales blocks of {where.block} rows, and rows would leave "
-            "their block; convert the weights before they are quantised"
-        )
-    return Left(name.tensor, where.stays) if where.axis is None else move
-
-
-def _place_of(name: Name, group: Mapping[str, Tensor], size: int, model: _Model) -> Place:
-    if name.kind.endswith("norm"):
-        return Place(0)
-    return place(name.group, name.parameter, group, size, model.block)
-
-
-def _gain_size(group: Mapping[str, Tensor]) -> int:
-    return math.prod(next(iter(group.values())).shape)
-
-
-def _not_of_heads(name: Name, groups: Mapping[str, Any], model: _Model) -> str:
+def _why_not(name: Name, spec: Rotary | None, projections: Mapping[str, Any], first: Config) -> str:
     """Why a projection with a familiar name has no rotated heads; "" if it has."""
     data, layer = first.data, name.layer
     weights = first.model.get("weights", {})
@@ -451,9 +354,9 @@ def _not_of_heads(name: Name, groups: Mapping[str, Any], model: _Model) -> str:
         return "of a layer that does not rotate"
     if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
         return "a latent has no channels of heads"
-    module = weights_of(model.name).get("latent_module")
-    if module and name.kind in ("query", "key"):
-        layer = name.group.removesuffix("q_proj").removesuffix("k_proj")
-        if f"{layer}{module}" not in groups:
+    module = weights.get("latent_module")
+    if data.get("kv_lora_rank") is not None and module and name.kind in ("query", "key"):
+        siblings = name.group.removesuffix("q_proj").removesuffix("k_proj")
+        if f"{siblings}{module}" not in projections:
             return "linear attention does not rotate"
     return ""
