@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from rotary import fanout
 from rotary.analysis import comb, min_base, safe_base
-from rotary.checkpoint import convert_checkpoint, journal, writing
+from rotary.checkpoint import convert_checkpoint, writing
 from rotary.checkpoint.headers import read_shard, state_of
 from rotary.checkpoint.shards import Job, write_shard
 from rotary.cli import cluster as door
@@ -252,13 +252,13 @@ def test_a_conversion_ends_when_a_worker_is_killed_in_the_middle_of_a_shard(
     tmp_path, expected, address, monkeypatch
 ):
     source, whole = expected
-    lines, add = [], journal.add
+    lines, add = [], writing.add
 
     def counted(folder, written):
         lines.extend(written)
         add(folder, written)
 
-    monkeypatch.setattr(journal, "add", counted)
+    monkeypatch.setattr(writing, "add", counted)
     flag = tmp_path / "flag"
     with cluster(address) as workers:
         executor = Around(workers, write_and_die, flag, is_second)

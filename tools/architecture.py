@@ -46,7 +46,7 @@ LIBRARIES = {
 }
 # Imports against the order: `kernels` loads the kernel of a library on first use, the public names
 # of torch are loaded when they are asked for, and a conversion writes down the version.
-UPWARD = {("kernels", "kernels/cpu"), ("checkpoint/journal", "")}
+UPWARD = {("kernels", "kernels/cpu"), ("checkpoint/writing", "")}
 FILES = {
     path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path
     for path in sorted(ROOT.rglob("*.py"))

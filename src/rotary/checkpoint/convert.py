@@ -1,8 +1,9 @@
 """A checkpoint in the other pair layout: shard by shard, resumable, and proved before it is whole.
 
-The order of writing is what makes it safe: shards, the files beside, the config, then the proof,
-the index, and the manifest last of all. Until the manifest is there the folder is unfinished, and
-the same call goes on.
+Read, plan, write, verify: `prepare` reads and plans, and refuses what it can; `carry_out` writes
+and verifies. The order of writing is what makes it safe: shards, the config, then the proof, the
+files beside, the index, and the manifest last of all. Until the manifest is there the folder is
+unfinished, and the same call goes on.
 """
 
 import hashlib
@@ -12,13 +13,13 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import journal, writing
+from . import writing
 from .files import CONFIG, MANIFEST, read_checkpoint, read_config
 from .headers import check_unchanged, state_of
 from .layout_keys import warning_of, with_layout, written_config
 from .plan import Conversion, Plan, plan
 from .shards import Advance, jobs_of, write_shards
-from .verify import Proof, check_files, check_which, prove
+from .verify import Proof, check_files, prove
 
 
 class Converted(NamedTuple):
@@ -90,7 +91,8 @@ def prepare(
 
     target  None for a plan alone. Other arguments and errors are those of `convert_checkpoint`.
     """
-    check_which(verify)
+    if verify not in ("sample", "full"):
+        raise ValueError(f"verify must be 'sample' or 'full', got {verify!r}")
     checkpoint = read_checkpoint(source)
     root, manifest = checkpoint.root, checkpoint.manifest
     if manifest is not None and manifest.get("to") != from_layout:
@@ -136,29 +138,26 @@ def carry_out(
 ) -> Converted:
     """Do what is prepared. Arguments and errors are those of `convert_checkpoint`."""
     folder, checkpoint = work.folder, work.checkpoint
-    before = journal.written_before(work)
+    before = writing.written_before(work)
     sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
     missing = [path for path in sizes if path.name not in before or not path.is_file()]
     writing.check_space(folder, sum(sizes[path] for path in missing))
     with writing.new_folder(folder), writing.locked(folder) as ticket:
-        before = journal.begin(work)  # the folder is there now, and another process may have ended
+        before = writing.begin(work)  # the folder is there now, and another process may have ended
         jobs = jobs_of(work, before, ticket)
-        hashes, new = write_shards(jobs, lambda new: journal.add(folder, new), executor, advance)
-        beside = {
-            str(name): writing.copy(checkpoint.root, name, folder, checkpoint.states[name])
-            for name in checkpoint.sidecars
-            if str(name) not in (MANIFEST, CONFIG, writing.LOCK)
-        }
+        hashes, new = write_shards(jobs, lambda new: writing.add(folder, new), executor, advance)
         with writing.replacing(folder / CONFIG) as file:
             file.write(work.written)
-        beside[CONFIG] = hashlib.sha256(work.written).hexdigest()
-        outputs = {folder / name: state_of(folder / name) for name in (*beside, *hashes)}
+        outputs = {folder / name: state_of(folder / name) for name in (CONFIG, *hashes)}
         proof = prove(work, jobs, hashes, executor)
-        if name := checkpoint.listing:
-            beside[str(name)] = writing.copy(checkpoint.root, name, folder, checkpoint.states[name])
+        beside = {CONFIG: hashlib.sha256(work.written).hexdigest()}
+        for name, state in checkpoint.states.items():  # of them the index is the last
+            if str(name) not in (MANIFEST, CONFIG, writing.LOCK):
+                beside[str(name)] = writing.copy(checkpoint.root, name, folder, state)
+                outputs[folder / name] = state_of(folder / name)
         if work.verify == "full":
             check_files(folder, beside)
         for path, state in {**work.inputs, **outputs}.items():
             check_unchanged(path, state)
-        journal.finish(work, hashes, beside, proof)
+        writing.finish(work, hashes, beside, proof._asdict())
     return Converted(work.plan, tuple(sorted(new)), proof, work.warning)

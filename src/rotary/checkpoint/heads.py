@@ -143,7 +143,7 @@ def _parts(
             return heads, (still(1, before), rotated(1), still(1, behind))
         case "latent key":
             return 1, (still(1, channels("kv_lora_rank")), rotated(1))
-    raise ValueError(f"models.json names a kind {kind!r} that is not known")
+    raise KeyError(f"models.json names a kind {kind!r}, and it is none of these")
 
 
 def _refusal(

@@ -116,15 +116,6 @@ _NOT_ROTATED = re.compile(
 )
 
 
-def looks(tensor: str) -> bool:
-    """Whether a name holds what queries, keys or both at once are called.
-
-    >>> looks("model.layers.0.self_attn.q_proj.weight"), looks("model.layers.0.mlp.up_proj.weight")
-    (True, False)
-    """
-    return bool(_LOOKS.search(tensor))
-
-
 def widened_layer(tensor: str) -> str:
     """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others.
 
@@ -164,7 +155,7 @@ def classify(tensor: str, model: str = "") -> Name | None:
     found = _LAYER.fullmatch(tensor)
     if _OTHER_PART.search(tensor[: found.start("layer")] if found else tensor):
         reason = "not of the text model"
-        return Name(tensor, tensor, -1, "", LEFT, reason) if looks(tensor) else None
+        return Name(tensor, tensor, -1, "", LEFT, reason) if _LOOKS.search(tensor) else None
     if not found:
         return None
     before, rest, layer = tensor[: found.start("rest")], found["rest"], int(found["layer"])
@@ -241,7 +232,7 @@ no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
             name = Name(tensor, tensor, -1, "", LEFT, "asked for")
         if name is not None:
             names.append(name)
-        elif looks(tensor):
+        elif _LOOKS.search(tensor):
             raise ValueError(
                 f"tensor {tensor!r} looks like a query or a key, and no rule knows it; if it is "
                 "neither, leave it as it is with --leave (leave=[...])"

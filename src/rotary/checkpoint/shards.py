@@ -22,12 +22,12 @@ from . import writing
 from .headers import Shard, Tensor, check_unchanged, open_regular, read_shard
 from .parameters import reordered
 from .plan import Conversion, Move
+from .writing import Hashes
 
 CHUNK = 2**22
 THREADS = 2
 Bytes = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
-Hashes = dict[str, str]
 
 
 class Job(NamedTuple):

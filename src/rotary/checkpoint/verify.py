@@ -20,10 +20,10 @@ from ..fanout import fan_out
 from ..layouts import pair_slices
 from .headers import Tensor, open_regular, read_shard
 from .plan import Conversion, Move, Plan
-from .shards import CHUNK, Bytes, Hashes, Job, pieces, read_piece, size_of
+from .shards import CHUNK, Bytes, Job, pieces, read_piece, size_of
+from .writing import Hashes
 
 TOLERANCE = 1e-9  # of the largest score; sums in float64, in another order
-WHICH = ("sample", "full")
 # how NumPy reads a type; one that it does not know counts as bytes, which move as a number does
 NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U64": "<u8", "I32": "<i4",
@@ -46,17 +46,6 @@ class Proof(NamedTuple):
     layers: tuple[int, ...]
     tensors: int
     error: float
-
-
-def check_which(which: str) -> None:
-    """Raise ValueError unless there is such a proof.
-
-    >>> check_which("none")
-    Traceback (most recent call last):
-    ValueError: verify must be 'sample' or 'full', got 'none'
-    """
-    if which not in WHICH:
-        raise ValueError(f"verify must be 'sample' or 'full', got {which!r}")
 
 
 def prove(
@@ -151,10 +140,7 @@ def _check(job: Job, tensor: Tensor, name: str, move: Move | None) -> None:
 
 
 def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Read files that are no shards again: name -> the sha256 that was written.
-
-    >>> check_files(Path("."), {})
-    """
+    """Read files that are no shards again: name -> the sha256 that was written."""
     for name, written in hashes.items():
         found = hashlib.sha256()
         with open_regular(folder / name) as file:

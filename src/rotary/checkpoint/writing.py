@@ -1,7 +1,9 @@
-"""Files that are written whole or not at all, by one process at a time.
+"""The folder that a conversion writes: whole files or none, one process, and a journal.
 
 A file grows under a name of its own in the folder where it belongs, is synced, and then takes its
-name in one step. So a kill, a full disk or a power cut leaves the old file or the new one.
+name in one step. So a kill, a full disk or a power cut leaves the old file or the new one. The
+journal, while the folder is unfinished, has one line for what is converted and one for each shard
+that is whole; the manifest takes its place when all is.
 """
 
 import contextlib
@@ -15,13 +17,18 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..strict_json import parsed
+from .files import JOURNAL, MANIFEST
 from .headers import State, check_unchanged, open_regular
+from .plan import Conversion
+
+Hashes = dict[str, str]  # tensor -> sha256
 
 UNFINISHED = ".rotary-{}"  # names of files that are not whole yet
 LOCK = ".rotary.lock"
@@ -56,17 +63,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_json(path: Path, content: Any) -> bytes:
-    """Write JSON as people read it, whole or not at all; ASCII, whatever is in a name.
-
-    Gives the bytes that were written.
-    """
-    text = json.dumps(content, indent=2).encode() + b"\n"
-    with replacing(path) as file:
-        file.write(text)
-    return text
 
 
 def write_sparse(file: BinaryIO, piece: Any) -> None:
@@ -139,11 +135,7 @@ def _clear(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a file is one of ours that is not whole.
-
-    >>> is_unfinished(Path(".rotary-notes"))
-    False
-    """
+    """Whether a file is one of ours that is not whole."""
     return bool(re.fullmatch(UNFINISHED.format("[0-9a-f]{16}"), path.name)) and path.is_file()
 
 
@@ -227,3 +219,110 @@ def check_target(source: Path, target: Path) -> None:
 def _identity(path: Path) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
+
+
+# --- the journal and the manifest ---
+
+
+def written_before(work: Conversion) -> dict[str, Hashes]:
+    """File -> sha256 of its tensors, of the shards that an earlier call of the same wrote.
+
+    Raises ValueError for a folder that overlaps the source, is finished, or is not ours.
+    """
+    folder, conversion = work.folder, _conversion_line(work)
+    check_target(work.source, folder)
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    names -= {name for name in names if is_unfinished(folder / name)}
+    if MANIFEST in names and JOURNAL not in names:
+        raise ValueError(f"{folder}: holds a finished conversion; give a new folder")
+    if JOURNAL not in names:
+        if others := names - {LOCK}:
+            raise ValueError(f"{folder}: is not empty, it has {min(others)!r}; give a new one")
+        return {}
+    first, *lines = map(_line, (folder / JOURNAL).read_bytes().split(b"\n"))
+    if not first:
+        raise ValueError(f"{folder / JOURNAL}: not readable; delete {folder} and begin again")
+    if first != conversion:
+        raise ValueError(
+            f"{folder}: holds an unfinished conversion of another source or plan, or of a source "
+            "that changed; delete it, or give a new folder"
+        )
+    return {line["file"]: line["sha256"] for line in lines if line.keys() == {"file", "sha256"}}
+
+
+def _line(text: bytes) -> dict[str, Any]:
+    """A line of a journal; {} for one that a kill or a full disk cut short."""
+    try:
+        return dict(parsed(text, JOURNAL))
+    except ValueError:
+        return {}
+
+
+def _conversion_line(work: Conversion) -> dict[str, Any]:
+    """What is converted and how: another conversion must not go on with its files."""
+    return {
+        "from": work.plan.source,
+        "to": work.plan.target,
+        "source": {
+            shard.path.name: [shard.state.size, shard.state.modified, shard.state.changed]
+            for shard in work.checkpoint.shards
+        },
+        "plan": hashlib.sha256(
+            json.dumps(work.plan.to_dict(), sort_keys=True).encode()
+        ).hexdigest(),
+    }
+
+
+def begin(work: Conversion) -> dict[str, Hashes]:
+    """Write the journal anew, without a line that a kill cut short; result as `written_before`."""
+    written = written_before(work)
+    lines = [_conversion_line(work), *({"file": file, "sha256": written[file]} for file in written)]
+    with replacing(work.folder / JOURNAL) as file:
+        file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+    return written
+
+
+def add(folder: Path, written: Mapping[str, Hashes]) -> None:
+    """Note that shards are whole: file -> sha256 of its tensors."""
+    with open(folder / JOURNAL, "ab") as journal:
+        for file, hashes in written.items():
+            journal.write(json.dumps({"file": file, "sha256": hashes}).encode() + b"\n")
+        journal.flush()
+        os.fsync(journal.fileno())
+
+
+def finish(
+    work: Conversion,
+    hashes: Mapping[str, Hashes],
+    beside: Mapping[str, str],
+    proof: Mapping[str, Any],
+) -> None:
+    """Write the manifest, the last file of all, and end the journal.
+
+    hashes  shard -> tensor -> sha256;  beside  file that is no shard -> the sha256 of its bytes
+    It holds what was converted, how, from what, what every tensor and every file is now, and the
+    text of the source's config.json, which the way back writes again.
+    """
+    from .. import __version__
+
+    folder, shards, plan = work.folder, work.checkpoint.shards, work.plan.to_dict()
+    content = {
+        "from": plan.pop("source"),
+        "to": plan.pop("target"),
+        "rotary": __version__,
+        "files": {shard.path.name: shard.state.size for shard in shards},
+        "proof": proof,
+        "config": work.config.text,
+        **plan,
+        "sha256": {
+            tensor: value for shard in shards for tensor, value in hashes[shard.path.name].items()
+        },
+        "sha256_beside": dict(beside),
+    }
+    text = json.dumps(content, indent=2).encode() + b"\n"  # ASCII, whatever is in a name
+    with replacing(folder / MANIFEST) as file:
+        file.write(text)
+    if (folder / MANIFEST).read_bytes() != text:
+        raise OSError(f"{folder / MANIFEST}: is not what was written; check the disk")
+    (folder / JOURNAL).unlink()
+    sync_folder(folder)
