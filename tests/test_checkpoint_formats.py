@@ -75,11 +75,9 @@ def test_half_bytes_are_carried_by_whole_rows_only():
     (move,) = plan({Q + "weight": rows}, config_of(4, 16), "half", "interleaved").moves.values()
     raw = np.arange(192, dtype=np.uint8)
     assert moved(raw, rows, move)[3:6].tolist() == [24, 25, 26]  # row 8 comes second
-    odd = Tensor("F4", (64, 1), 0, 32)
-    with pytest.raises(ValueError, match=r"F4 \(64, 1\): its 64 slices are not whole bytes"):
-        moved(raw[:32], odd, move)
-    with pytest.raises(ValueError, match="has 192 bytes, got 191"):
-        moved(raw[1:], rows, move)
+    odd = {Q + "weight": Tensor("F4", (64, 1), 0, 32)}
+    with pytest.raises(ValueError, match=r"F4 \(64, 1\): a channel is not whole bytes"):
+        plan(odd, config_of(4, 16), "half", "interleaved")
 
 
 # --- words of 32 bits, after the formulas of the formats ---

@@ -17,7 +17,7 @@ from command import environment
 from rotary.checkpoint import convert_checkpoint, writing
 
 HERE = Path(__file__).parent
-SHARDS, SHARD = 6, 2**30
+SHARDS, SHARD = 2, 2**30  # one for each thread
 COMMAND = """
     sys.argv = ["rotary", *sys.argv[2:]]
     from rotary.cli import main

@@ -155,7 +155,12 @@ def _parsed_header(
         "".join([*header, *metadata.values()]).encode()
     except UnicodeEncodeError:
         raise ValueError(f"{path}: a name or __metadata__ holds half of a character") from None
-    entries = {name: _entry(name, value, data_start, path) for name, value in header.items()}
+    entries = {}
+    for name, value in header.items():
+        try:
+            entries[name] = _entry(value, data_start)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r:.200}{error}") from None
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     at = data_start
     for name, tensor in tensors.items():
@@ -172,23 +177,23 @@ def _parsed_header(
     return tensors, metadata
 
 
-def _entry(name: str, value: Any, data_start: int, path: Path) -> Tensor:
-    where = f"{path}: tensor {name!r:.200}"
+def _entry(value: Any, data_start: int) -> Tensor:
+    """What a header says of one tensor. Raises ValueError with what is wrong with it."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where} must have dtype, shape and data_offsets alone")
+        raise ValueError(" must have dtype, shape and data_offsets alone")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"{where}: dtype {dtype!r:.80} is not known; known: {', '.join(BITS)}")
+        raise ValueError(f": dtype {dtype!r:.80} is not known; known: {', '.join(BITS)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{where}: shape and data_offsets must be whole numbers >= 0")
+        raise ValueError(": shape and data_offsets must be whole numbers >= 0")
     if len(shape) > MAX_AXES:
-        raise ValueError(f"{where}: a shape of {len(shape)} axes; NumPy and torch have {MAX_AXES}")
+        raise ValueError(f": a shape of {len(shape)} axes; NumPy and torch have {MAX_AXES}")
     bits = math.prod(shape) * BITS[dtype]
     begin, end = offsets
     if bits != 8 * (end - begin):
-        raise ValueError(f"{where}: shape {shape!s:.200} of {dtype} is not {end - begin} bytes")
+        raise ValueError(f": shape {shape!s:.200} of {dtype} is not {end - begin} bytes")
     return Tensor(dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0

@@ -64,7 +64,8 @@ class Move(NamedTuple):
         """(size,) int64: channel j of the result is channel order[j] of the source."""
         order = np.arange(self.size, dtype=np.int64)
         inside = channel_permutation(self.rotary_dim, self.source, self.target)
-        order[self.slices] = self.slices[:, inside]
+        slices = self.slices
+        order[slices] = slices[:, inside]
         return order
 
     def to_dict(self) -> dict[str, Any]:
