@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from rotary.checkpoint import convert_checkpoint
 from rotary.checkpoint.files import JOURNAL, MANIFEST
-from rotary.checkpoint.shards import write_shard
+from rotary.checkpoint.headers import Tensor
+from rotary.checkpoint.plan import plan
+from rotary.checkpoint.shards import moved, write_shard
 from rotary.checkpoint.writing import LOCK, is_unfinished
 from rotary.fanout import Batch
 
@@ -31,6 +34,35 @@ SIDECARS = {
     "empty": b"",
 }
 INDEX = "model.safetensors.index.json"
+OTHER = {"half": "interleaved", "interleaved": "half"}
+DTYPES = {"float32": "F32", "uint16": "BF16", "int32": "I32", "uint32": "U32", "uint8": "U8",
+          "int8": "I8", "float64": "F64"}  # fmt: skip
+
+
+def converted(source, target, before="half", **more):
+    return convert_checkpoint(source, target, from_layout=before, to_layout=OTHER[before], **more)
+
+
+def there(source, folder, before="half", **more):
+    """The source in the other layout, in a new folder."""
+    converted(source, folder, before, **more)
+    return folder
+
+
+def tensor_of(array: np.ndarray) -> Tensor:
+    return Tensor(DTYPES[array.dtype.name], array.shape, 0, array.nbytes)
+
+
+def carried(arrays, config, source="half", **trust):
+    """Arrays by name after their moves to the other layout, and the plan."""
+    todo = plan({name: tensor_of(x) for name, x in arrays.items()}, config, source, OTHER[source],
+                **trust)  # fmt: skip
+    result = dict(arrays)
+    for name, move in todo.moves.items():
+        array = np.ascontiguousarray(arrays[name])
+        raw = moved(array.reshape(-1).view(np.uint8), tensor_of(array), move)
+        result[name] = raw.view(array.dtype).reshape(array.shape)
+    return result, todo
 
 
 def name_of(layer: int, count: int = LAYERS) -> str:

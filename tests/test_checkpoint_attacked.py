@@ -8,14 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from checkpoints import INDEX, contents, is_finished, llama, name_of
+from checkpoints import INDEX, contents, converted, is_finished, llama, name_of
 
-from rotary.checkpoint import convert, convert_checkpoint, verify, writing
+from rotary.checkpoint import convert, verify, writing
 from rotary.checkpoint.headers import read_shard
-
-
-def converted(source, target, **more):
-    return convert_checkpoint(source, target, from_layout="half", to_layout="interleaved", **more)
 
 
 def poke(path):

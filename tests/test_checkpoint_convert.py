@@ -17,30 +17,22 @@ from checkpoints import (
     SIDECARS,
     WIDTH,
     contents,
+    converted,
     llama,
     name_of,
+    there,
     weights,
 )
 from safetensors.numpy import load_file, save_file
 
 import rotary
-from rotary.checkpoint import convert_checkpoint, shards, verify
+from rotary.checkpoint import shards, verify
 from rotary.checkpoint.files import JOURNAL, MANIFEST
 from rotary.checkpoint.heads import Run
 from rotary.checkpoint.layout_keys import with_layout
 from rotary.checkpoint.plan import Move
 
 MOVING = ("q_proj.weight", "q_proj.bias", "k_proj.weight")
-
-
-def converted(source, target, before="half", after="interleaved", **more):
-    return convert_checkpoint(source, target, from_layout=before, to_layout=after, **more)
-
-
-def there(source, folder, **more):
-    """The source in the other layout, in a new folder."""
-    converted(source, folder, **more)
-    return folder
 
 
 # --- what it is for ---
@@ -108,7 +100,7 @@ CONFIGS = {
 def test_there_and_back_gives_the_bytes_of_every_file(tmp_path, config):
     source = llama(tmp_path / "a", CONFIGS[config])
     target = there(source, tmp_path / "b")
-    back = there(target, tmp_path / "c", before="interleaved", after="half")
+    back = there(target, tmp_path / "c", before="interleaved")
     after = contents(back)
     del after[MANIFEST]
     assert after == contents(source)
@@ -123,7 +115,7 @@ def test_a_config_that_was_edited_on_the_way_keeps_the_edit(tmp_path):
     target = there(llama(tmp_path / "a"), tmp_path / "b")
     data = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**data, "rope_theta": 5e5}))
-    back = there(target, tmp_path / "c", before="interleaved", after="half")
+    back = there(target, tmp_path / "c", before="interleaved")
     assert json.loads((back / "config.json").read_text()) == {**LLAMA, "rope_theta": 5e5}
 
 
@@ -182,7 +174,7 @@ def test_a_config_given_is_the_one_that_is_read_and_written(tmp_path):
     target = there(source, tmp_path / "b", config=LLAMA)
     assert json.loads((target / "config.json").read_text()) == {**LLAMA, "rope_traditional": True}
     (tmp_path / "given.json").write_text(json.dumps(LLAMA, indent=7))
-    back = there(target, tmp_path / "c", before="interleaved", after="half",
+    back = there(target, tmp_path / "c", before="interleaved",
                  config=tmp_path / "given.json")  # fmt: skip
     assert (back / "config.json").read_text() == json.dumps(LLAMA, indent=7)
 
@@ -228,7 +220,7 @@ def test_other_formats_are_proved_and_come_back(tmp_path, kind, moves):
     target = tmp_path / "b"
     proof = converted(tmp_path / "model.safetensors", target, config=LLAMA, verify="full").proof
     assert (proof.tensors, proof.layers) == (moves, (0,))
-    back = there(target, tmp_path / "c", before="interleaved", after="half")
+    back = there(target, tmp_path / "c", before="interleaved")
     assert contents(back)["model.safetensors"] == contents(tmp_path)["model.safetensors"]
     assert contents(target)["model.safetensors"] != contents(tmp_path)["model.safetensors"]
 
@@ -285,8 +277,8 @@ def test_trusting_the_source_is_for_weights_that_another_program_has_moved(tmp_p
     (target / MANIFEST).unlink()
     (target / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match="give --trust-source"):
-        converted(target, tmp_path / "c", "interleaved", "half")
-    back = there(target, tmp_path / "c", before="interleaved", after="half", trust_source=True)
+        converted(target, tmp_path / "c", "interleaved")
+    back = there(target, tmp_path / "c", before="interleaved", trust_source=True)
     assert contents(back)[name_of(1)] == contents(tmp_path / "a")[name_of(1)]
 
 

@@ -1,10 +1,12 @@
 """Quantised weights after a move, and the permutations of other programs."""
 
+import checkpoints
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers.core_model_loading as loading
+from checkpoints import tensor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -17,7 +19,6 @@ from rotary.checkpoint.shards import moved
 
 examples = settings(max_examples=30, deadline=None, derandomize=True)
 Q = "model.layers.0.self_attn.q_proj."
-KINDS = {"float32": "F32", "int32": "I32", "uint32": "U32", "uint8": "U8", "int8": "I8"}
 
 
 def config_of(heads, head_dim, **values):
@@ -25,21 +26,12 @@ def config_of(heads, head_dim, **values):
     return {"model_type": "llama", **sizes, **values}
 
 
-def tensor_of(array):
-    return Tensor(KINDS[array.dtype.name], array.shape, 0, array.nbytes)
-
-
-def carried(arrays, config, source="half", target="interleaved"):
+def carried(arrays, config, source="half"):
     """Arrays of one projection after their moves, and the reason for each that is left."""
-    tensors = {Q + name: tensor_of(array) for name, array in arrays.items()}
-    made = plan(tensors, config, source, target, trust_source=True)
-    result = dict(arrays)
-    for name, array in arrays.items():
-        if Q + name in made.moves:
-            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            got = moved(raw, tensor_of(array), made.moves[Q + name])
-            result[name] = got.view(array.dtype).reshape(array.shape)
-    return result, {left.tensor.removeprefix(Q): left.reason for left in made.left}
+    named = {Q + name: array for name, array in arrays.items()}
+    after, todo = checkpoints.carried(named, config, source, trust_source=True)
+    result = {name.removeprefix(Q): array for name, array in after.items()}
+    return result, {left.tensor.removeprefix(Q): left.reason for left in todo.left}
 
 
 def half_to_interleaved(heads, head_dim):
@@ -118,7 +110,7 @@ def test_gptq_weights_are_those_of_the_moved_rows(bits, heads, head_dim, with_or
     for name, wanted in arrays(half_to_interleaved(heads, head_dim)).items():
         np.testing.assert_array_equal(after[name], wanted, err_msg=name)
     assert left == ({"g_idx": "of the input channels"} if with_order else {})
-    back, _ = carried(after, config_of(heads, head_dim), "interleaved", "half")
+    back, _ = carried(after, config_of(heads, head_dim), "interleaved")
     for name, wanted in arrays(np.arange(size)).items():
         np.testing.assert_array_equal(back[name], wanted, err_msg=name)
 

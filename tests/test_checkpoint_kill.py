@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import INDEX, Inline, contents, is_finished, leftovers, llama, name_of
+from checkpoints import INDEX, Inline, contents, converted, is_finished, leftovers, llama, name_of
 from command import environment
 
-from rotary.checkpoint import convert_checkpoint, writing
+from rotary.checkpoint import writing
 
 HERE = Path(__file__).parent
 SHARDS, SHARD = 2, 2**30  # one for each thread
@@ -23,10 +23,6 @@ COMMAND = """
     from rotary.cli import main
     main()
 """
-
-
-def converted(source, target, **more):
-    return convert_checkpoint(source, target, from_layout="half", to_layout="interleaved", **more)
 
 
 def child(code, *arguments, before=None, **changes):
@@ -254,7 +250,7 @@ def test_everything_works_in_the_locale_c_without_a_word_of_the_folder_being_tex
 
 SPARSE = """
     import json, pathlib, re, time
-    from rotary.checkpoint import convert_checkpoint, writing
+    from rotary.checkpoint import writing
 
     writing.check_space = lambda folder, needed: None  # holes take none
     start = time.perf_counter()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import OTHER
 
 from rotary.checkpoint.measure import layout_of_norms
 from rotary.layouts import channel_permutation
 
-OTHER = {"half": "interleaved", "interleaved": "half"}
 TRAINED = json.loads((Path(__file__).parent / "golden" / "trained_norms.json").read_text())
 LAYOUTS = {"llama": "half", "qwen3": "half", "gptj": "interleaved", "cohere": "interleaved"}
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from checkpoints import OTHER
 from families import FAMILIES, MLA, MOE, MROPES, distance, tiny_model
 from transformers import AutoModel
 
@@ -14,7 +15,6 @@ from rotary.checkpoint.shards import moved
 from rotary.configs import layer_types
 from rotary.integrations import rotations
 
-OTHER = {"half": "interleaved", "interleaved": "half"}
 LOCAL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 NO_Q_LORA = {**MLA, **MOE, "n_shared_experts": 1, "q_lora_rank": None}
 GEMMA4 = {

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import transformers
+from checkpoints import OTHER
 
 from rotary import Rotary, from_hf_config
 from rotary.checkpoint import names
@@ -15,7 +16,6 @@ from rotary.checkpoint.heads import runs_of
 from rotary.checkpoint.plan import plan
 from rotary.configs import MODELS, choose, layer_types
 
-OTHER = {"half": "interleaved", "interleaved": "half"}
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText",
          "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")  # fmt: skip
 # what a name of a tensor that moves may end in, beside the parameter; all else is none of ours

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from checkpoints import OTHER, carried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,19 +15,12 @@ from rotary.checkpoint.heads import runs_of
 from rotary.checkpoint.names import Name
 from rotary.checkpoint.parameters import Place
 from rotary.checkpoint.plan import Move, plan
-from rotary.checkpoint.shards import moved
 from rotary.configs import choose
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)
-OTHER = {"half": "interleaved", "interleaved": "half"}
 BYTES = {"F32": 4, "BF16": 2, "I32": 4, "U8": 1, "F8_E4M3": 1, "F16": 2, "I8": 1}
 LAYER = "model.layers.0.self_attn."
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
-
-
-def tensor_of(array, dtype=None):
-    names = {"float32": "F32", "uint16": "BF16", "int32": "I32", "uint8": "U8", "uint32": "U32"}
-    return Tensor(dtype or names[array.dtype.name], array.shape, 0, array.nbytes)
 
 
 def shapes(dtype="F32", **given):
@@ -36,17 +30,6 @@ def shapes(dtype="F32", **given):
         size = int(np.prod(shape)) * BYTES[dtype]
         found[LAYER + name.replace("__", ".")] = Tensor(dtype, shape, 0, size)
     return found
-
-
-def carried(arrays, config, source="half", target="interleaved", **trust):
-    """Arrays by name after their moves, and the plan."""
-    made = plan({name: tensor_of(x) for name, x in arrays.items()}, config, source, target, **trust)
-    result = dict(arrays)
-    for name, move in made.moves.items():
-        raw = arrays[name].reshape(-1).view(np.uint8)
-        result[name] = moved(raw, tensor_of(arrays[name]), move)
-        result[name] = result[name].view(arrays[name].dtype).reshape(arrays[name].shape)
-    return result, made
 
 
 def turned(head, rotary_dim, source, start=0):
@@ -129,9 +112,9 @@ def test_every_packing_moves_as_its_definition_says_and_back(case, source, colum
     shape = (rows,) if name.endswith("bias") else (rows, columns)
     weight = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     config = {**config, "hidden_size": columns}
-    after, _ = carried({name: weight}, config, source, OTHER[source], trust_source=True)
+    after, _ = carried({name: weight}, config, source, trust_source=True)
     np.testing.assert_array_equal(after[name], by_definition(weight, source))
-    back, _ = carried(after, config, OTHER[source], source, trust_source=True)
+    back, _ = carried(after, config, OTHER[source], trust_source=True)
     np.testing.assert_array_equal(back[name], weight)
 
 
@@ -153,7 +136,7 @@ def test_of_a_latent_model_only_the_slices_that_rotate_move(heads, pairs, nope, 
         f"{LAYER}{name}.weight": np.arange(3 * size, dtype=np.uint16).reshape(size, 3)
         for name, size in rows.items()
     }
-    after, made = carried(arrays, config, "interleaved", "half")
+    after, made = carried(arrays, config, "interleaved")
     query, key, rest = arrays
     np.testing.assert_array_equal(after[rest], arrays[rest])
     np.testing.assert_array_equal(

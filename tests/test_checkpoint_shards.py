@@ -16,33 +16,25 @@ from checkpoints import (
     Dying,
     Inline,
     contents,
+    converted,
     is_finished,
     leftovers,
     llama,
     name_of,
+    there,
     weights,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from rotary.checkpoint import convert_checkpoint, shards
+from rotary.checkpoint import shards
 from rotary.checkpoint.files import JOURNAL
 from rotary.checkpoint.headers import Tensor
 from rotary.checkpoint.heads import Run
 from rotary.checkpoint.parameters import AWQ, Place
 from rotary.checkpoint.plan import Move
 from rotary.checkpoint.shards import moved
-
-
-def converted(source, target, **more):
-    return convert_checkpoint(source, target, from_layout="half", to_layout="interleaved", **more)
-
-
-def there(source, folder, **more):
-    """The source in the other layout, in a new folder."""
-    converted(source, folder, **more)
-    return folder
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

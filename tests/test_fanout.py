@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checkpoints import LAYERS, contents, is_finished, leftovers, llama, name_of
+from checkpoints import LAYERS, contents, converted, is_finished, leftovers, llama, name_of
 from command import in_process, run
 from distributed import Client, LocalCluster, versions
 from experiments.e7_digits import run as digits
@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from rotary import fanout
 from rotary.analysis import comb, min_base, safe_base
-from rotary.checkpoint import convert_checkpoint, writing
+from rotary.checkpoint import writing
 from rotary.checkpoint.headers import read_shard, state_of
 from rotary.checkpoint.shards import Job, write_shard
 from rotary.cli import cluster as door
@@ -72,12 +72,6 @@ def expected(tmp_path_factory):
     source = llama(root / "a")
     converted(source, root / "b")
     return source, contents(root / "b")
-
-
-def converted(source, target, executor=None):
-    return convert_checkpoint(
-        source, target, from_layout="half", to_layout="interleaved", executor=executor
-    )
 
 
 class Around(Executor):
@@ -242,7 +236,7 @@ def test_dask_converts_to_the_same_bytes_each_time_it_is_asked(tmp_path, expecte
             client.get_executor(),
             client.get_executor(pure=False),
         ):
-            done = converted(source, tmp_path / "b", executor)
+            done = converted(source, tmp_path / "b", executor=executor)
             assert done.written == tuple(name_of(layer) for layer in range(LAYERS))
             assert contents(tmp_path / "b") == whole
             shutil.rmtree(tmp_path / "b")
@@ -262,7 +256,7 @@ def test_a_conversion_ends_when_a_worker_is_killed_in_the_middle_of_a_shard(
     flag = tmp_path / "flag"
     with cluster(address) as workers:
         executor = Around(workers, write_and_die, flag, is_second)
-        done = converted(source, tmp_path / "b", executor)
+        done = converted(source, tmp_path / "b", executor=executor)
     assert writing.LOCK in json.loads(flag.read_text())
     assert len(json.loads(flag.read_text())) >= 2, "the killed try has left a file"
     assert contents(tmp_path / "b") == whole
@@ -279,7 +273,7 @@ def test_a_shard_that_kills_every_worker_is_one_line_and_the_next_call_goes_on(
         pytest.raises(OSError, match="one job has killed 1 workers; have they enough") as caught,
         cluster(address) as workers,
     ):
-        converted(source, tmp_path / "b", Around(workers, always_die, None, is_second))
+        converted(source, tmp_path / "b", executor=Around(workers, always_die, None, is_second))
     assert "\n" not in str(caught.value)
     assert not is_finished(tmp_path / "b")
     assert leftovers(tmp_path / "b") == []
