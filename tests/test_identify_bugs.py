@@ -89,19 +89,39 @@ def test_two_roundings_are_both_named():
     assert found.spec == Rotary(head_dim=D)
 
 
-@pytest.mark.parametrize("by", [1, 3, 100, -2])
-def test_positions_that_do_not_start_at_0(by):
-    found = identify(partial(rope, at=lambda positions: positions + by), D, form="positions")
-    assert found.codes == ("offset",)
-    assert f"position {by}" in found.findings[0].text
-    assert found.spec == Rotary(head_dim=D)
-    assert found.right_up_to == 2**20
+TWICE = LADDER[[0, 1, 2, 3, 4, 4, *range(6, D // 2)]]
+MIXED = LADDER * np.where(np.arange(D // 2) % 2, -1, 1)
+WRONG_LAYOUT = ("tables_in_other_layout", "not_shift_invariant")
+# what is wrong: the formula with it, the codes, what the text says, the spec if it is asked
+MISTAKES = {
+    **{f"positions from {by}": ({"at": lambda p, by=by: p + by}, ("offset",), f"position {by}",
+                                Rotary(head_dim=D)) for by in (1, 3, 100, -2)},
+    "sign of sin": ({"sign": -1}, ("clockwise",), "nanochat", Rotary(head_dim=D, sign=-1)),
+    "cos and sin swapped": ({"cos": np.sin, "sin": np.cos}, ("cos_sin_swapped",), "swapped", ...),
+    "a doubled angle": ({"inv_freq": 2 * LADDER}, ("frequencies_multiplied",),
+                        "2 times that of base 10000", ...),
+    "tiled tables": ({"turn": adjacent}, WRONG_LAYOUT, "needs repeat_interleave", None),
+    "repeated tables": ({"tiled": False}, WRONG_LAYOUT, "needs cat", None),
+    "one pair twice": ({"inv_freq": TWICE}, ("duplicate_frequency", "off_ladder"),
+                       "4 and 5", ...),
+    "some pairs backwards": ({"inv_freq": MIXED}, ("mixed_directions",), "the other way", ...),
+}  # fmt: skip
 
 
-def test_a_wrong_sign_of_sin():
-    found = identify(partial(rope, sign=-1), D, form="positions")
-    assert found.codes == ("clockwise",)
-    assert found.spec == Rotary(head_dim=D, sign=-1)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_mistake_in_the_formula_is_named(name):
+    mistake, codes, text, spec = MISTAKES[name]
+    found = identify(partial(rope, **mistake), D, form="positions")
+    assert found.codes == codes
+    assert text in found.findings[0].text
+    assert spec is ... or found.spec == spec
+    assert found.is_rotation == (spec is not None)
+    if "inv_freq" in mistake:
+        np.testing.assert_allclose(found.inv_freq, mistake["inv_freq"], rtol=1e-9)
+    if "offset" in codes:
+        assert found.right_up_to == 2**20
+    if "off_ladder" in codes:
+        assert "all pairs but [5] follow base 10000" in found.findings[1].text
 
 
 def test_q_and_k_with_opposite_signs():
@@ -132,29 +152,6 @@ def test_the_exponent_divided_by_the_whole_head():
     assert found.codes == ("denominator",)
     assert "base 10000 with head_dim 64" in found.findings[0].text
     assert found.spec == Rotary(head_dim=D, rotary_dim=32, base=100.0)
-
-
-def test_cos_and_sin_swapped():
-    found = identify(partial(rope, cos=np.sin, sin=np.cos), D, form="positions")
-    assert found.codes == ("cos_sin_swapped",)
-
-
-def test_a_doubled_angle():
-    found = identify(partial(rope, inv_freq=2 * LADDER), D, form="positions")
-    assert found.codes == ("frequencies_multiplied",)
-    assert "2 times that of base 10000" in found.findings[0].text
-    np.testing.assert_allclose(found.inv_freq, 2 * LADDER, rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("turn", "tiled", "needed"),
-    [(adjacent, True, "needs repeat_interleave"), (half, False, "needs cat")],
-)
-def test_tables_laid_out_for_the_other_layout(turn, tiled, needed):
-    found = identify(partial(rope, turn=turn, tiled=tiled), D, form="positions")
-    assert found.codes == ("tables_in_other_layout", "not_shift_invariant")
-    assert needed in found.findings[0].text
-    assert (found.spec, found.is_rotation) == (None, False)
 
 
 def test_a_reflection_is_not_a_rotation():
@@ -196,23 +193,6 @@ def test_a_scale_that_grows_with_the_position_as_in_xpos():
     assert found.codes == ("position_scale",)
     assert not found.is_rotation
     np.testing.assert_allclose(found.inv_freq, LADDER, rtol=1e-6)
-
-
-def test_the_frequency_of_one_pair_twice():
-    twice = LADDER.copy()
-    twice[5] = twice[4]
-    found = identify(partial(rope, inv_freq=twice), D, form="positions")
-    assert found.codes == ("duplicate_frequency", "off_ladder")
-    assert "4 and 5" in found.findings[0].text
-    assert "all pairs but [5] follow base 10000" in found.findings[1].text
-    np.testing.assert_allclose(found.inv_freq, twice, rtol=1e-9)
-
-
-def test_some_pairs_that_turn_backwards():
-    mixed = LADDER * np.where(np.arange(D // 2) % 2, -1, 1)
-    found = identify(partial(rope, inv_freq=mixed), D, form="positions")
-    assert "mixed_directions" in found.codes
-    np.testing.assert_allclose(found.spec.params["inv_freq"], mixed, rtol=1e-9)
 
 
 def test_channels_outside_the_slice_that_are_changed():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rotary import Rotary, blackbox
-from rotary.blackbox.faults import AMPLITUDES
+from rotary.blackbox.faults import AMPLITUDES, EXPONENTS
 from rotary.blackbox.lengths import ENDS
 from rotary.identify import identify, load
 
@@ -94,8 +94,8 @@ def test_every_code_of_a_finding_is_in_the_documentation_of_identify():
     folder = Path(blackbox.__file__).parent
     sources = [*folder.glob("*.py"), folder.parent / "identify.py"]
     text = "".join(path.read_text() for path in sources)
-    codes = set(re.findall(r'(?:(?:Finding|Mistake)\(\s*|add_if\([^"]*)"(\w+)"', text))
-    codes |= {entry[0] for entry in (*ENDS, *AMPLITUDES)}
+    codes = set(re.findall(r'(?:Finding\(\s*|add_if\([^"]*)"(\w+)"', text))
+    codes |= {entry[0] for entry in (*ENDS, *AMPLITUDES, *EXPONENTS)}
     assert {"mixes_heads", "refuses_batch", "offset", "q_k_differ"} <= codes
     assert {code for code in codes if code not in identify.__doc__} == set()
 

@@ -1,1 +1,4 @@
-"""What `rotary.identify` is made of: probe calls, pairs measures, fit explains, examine tells."""
+"""How `rotary.identify` works: `probe` calls the function, `pairs` and `fit` explain what it does.
+
+`lengths` looks at far positions, `faults` at published mistakes, and `examine` asks all of them.
+"""

@@ -234,7 +234,7 @@ def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
 
 
 def _no_angle(turning: Turning) -> Finding | None:
-    """A cos and sin that are not those of one angle, if it is known how they came about."""
+    """A cos and sin that are not those of one angle, if a published fault gives them."""
     cos, sin = turning.pairs.cos, turning.pairs.sin
     allowed = 4 * turning.noise + 1e-5
     if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
@@ -251,7 +251,7 @@ def _no_angle(turning: Turning) -> Finding | None:
 def _fitted(
     turning: Turning, rates: Rates, amplitude: float, num_axes: int
 ) -> tuple[Measured, Fit]:
-    """The frequencies with how exactly they are known, and the schedule that gives them."""
+    """The frequencies with their uncertainty, and the schedule that gives them."""
     noise = np.full(len(rates.inv_freq), 4 * turning.noise / rates.last)
     amplitude_noise = 2e-6 if turning.type == "float32" else 8e-3
     # a float32 angle at 2^n is 2^n times a float32 number, unless something was added to it

@@ -1,12 +1,10 @@
 """Published faults of frequencies and amplitudes: what they look like, and what to say.
 
-Each is one entry: the number that is seen, what it is made of if the fault is there, and words.
-An entry is only a finding if the numbers agree as exactly as they were measured.
+A fault is only a finding if the numbers agree with its formula as exactly as they were measured.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +16,21 @@ from .probe import Finding
 Array = npt.NDArray[np.float64]
 
 
-class Mistake(NamedTuple):
-    """A number made of another one: `made_of(seen, base, rotary_dim, head_dim)` undoes it."""
-
-    code: str
-    made_of: Callable[[float, float, int, int], float]
-    text: str
-
-
-# a base that is not round, of which a usual base comes out
-EXPONENTS = (
-    Mistake(
-        "denominator", lambda seen, base, d, width: seen ** (width / d),
-        "these are the frequencies of base {made:g} with head_dim {width} in the exponent, not "
+# code, the power of a measured base that is a usual base (of rotary_dim and head_dim), and text
+EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (
+    (
+        "denominator", lambda d, width: width / d,
+        "these are the frequencies of base {base:g} with head_dim {width} in the exponent, not "
         "rotary_dim {d}",
     ),
-    Mistake(
-        "last_pair_at_base", lambda seen, base, d, width: seen ** ((d - 2) / d),
-        "the exponents of base {made:g} run to 1, as linspace(0, 1, {pairs}) has them, not to "
+    (
+        "last_pair_at_base", lambda d, width: (d - 2) / d,
+        "the exponents of base {base:g} run to 1, as linspace(0, 1, {pairs}) has them, not to "
         "1 - 2 / {d}",
     ),
 )  # fmt: skip
 
-# an amplitude of YaRN that is not g = 0.1 ln(factor) + 1
+# code, an amplitude of YaRN that is not g = 0.1 ln(factor) + 1, and text
 AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
     (
         "no_attention_factor", lambda g: 1.0,
@@ -61,35 +51,33 @@ AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
 
 
 def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
-    """What is unusual about the frequencies, if a fault that is known gives them."""
-    found, d = [], measured.rotary_dim
-    name, base = explained.schedule, explained.base
-    if name == "custom":  # an amplitude that no schedule has hides the schedule
+    """What is unusual about the frequencies, if a published fault gives them."""
+    findings, d = [], measured.rotary_dim
+    if explained.schedule == "custom":  # an amplitude that no schedule has hides the schedule
         explained = fit(measured._replace(amplitude=1.0))
-        name, base = explained.schedule, explained.base
-    facts = {"d": d, "width": head_dim, "pairs": d // 2}
+    name, base = explained.schedule, explained.base
+    if name == "custom":
+        return _odd_list(measured)
     if name == "linear":
         factor = explained.params["factor"]
         if factor < 1:
             text = f"every angle is {1 / factor:.6g} times that of base {base:g}"
             twice = ": it is rotated twice" if factor == 0.5 else ""
-            found.append(Finding("frequencies_multiplied", text + twice))
-        found += _divided(factor, base, d)
+            findings.append(Finding("frequencies_multiplied", text + twice))
+        findings += _odd_factor(factor, base, d)
     if name in ("default", "linear") and base not in BASES:
-        for mistake in EXPONENTS:
-            made = mistake.made_of(base, base, d, head_dim)
-            found += [
-                Finding(mistake.code, mistake.text.format(made=usual, **facts))
+        for code, exponent, text in EXPONENTS:
+            power = base ** exponent(d, head_dim)
+            findings += [
+                Finding(code, text.format(base=usual, d=d, width=head_dim, pairs=d // 2))
                 for usual in BASES
-                if abs(made / usual - 1) < 1e-4 < abs(base / usual - 1)
+                if abs(power / usual - 1) < 1e-4 < abs(base / usual - 1)
             ]
-    if name == "custom":
-        return found + _odd_list(measured)
-    return found
+    return findings
 
 
-def _divided(factor: float, base: float, d: int) -> list[Finding]:
-    """What a factor of linear scaling that is not round may have been made of."""
+def _odd_factor(factor: float, base: float, d: int) -> list[Finding]:
+    """Which fault gives a factor of linear scaling that is not round."""
     if d == 2 or float(f"{factor:.3e}") == factor:
         return []
     if abs(math.log(factor) * d / 2 - math.log(base)) < FLOAT32_RATIO * d:
@@ -104,7 +92,7 @@ def _divided(factor: float, base: float, d: int) -> list[Finding]:
 
 def _odd_list(measured: Measured) -> list[Finding]:
     """What is odd about frequencies that no schedule gives."""
-    found, size = [], measured.inv_freq
+    findings, size = [], measured.inv_freq
     index = np.arange(len(size))
     for base in BASES:
         reciprocal = base ** (index / len(size))
@@ -114,37 +102,37 @@ def _odd_list(measured: Measured) -> list[Finding]:
                             f"{base:g}: 1 / inv_freq (MLX's freqs) is taken for inv_freq, or the "
                             "minus of the exponent is missing")]  # fmt: skip
     if (size < 0).any():
-        found.append(Finding("mixed_directions", "some pairs turn the other way"))
+        findings.append(Finding("mixed_directions", "some pairs turn the other way"))
     same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
-    twins = [(i, j) for i, j in zip(*np.nonzero(np.triu(same, 1)), strict=True)]
+    twins = np.argwhere(np.triu(same, 1)).tolist()
     if twins and measured.num_axes == 1:
         shown = ", ".join(f"{i} and {j}" for i, j in twins[:4])
-        found.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
+        findings.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
     if (odd := off_ladder(measured)) is not None:
-        found.append(Finding("off_ladder", f"all pairs but {odd[1]} follow base {odd[0]:g}"))
-    return found
+        findings.append(Finding("off_ladder", f"all pairs but {odd[1]} follow base {odd[0]:g}"))
+    return findings
 
 
 def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
     """What is unusual about the number that multiplies cos and sin."""
-    found, size, noise = [], measured.amplitude, measured.amplitude_noise
+    findings, size, noise = [], measured.amplitude, measured.amplitude_noise
     if abs(size - 1) > noise:
-        found.append(Finding("amplitude", f"cos and sin are times {size:.6g}"))
+        findings.append(Finding("amplitude", f"cos and sin are times {size:.6g}"))
     factor = explained.params.get("factor", 1.0)
     if explained.schedule != "yarn" or factor <= 1:
-        return found
+        return findings
     g = 0.1 * math.log(factor) + 1
     if abs(size - g) <= noise:
-        return found
+        return findings
     for code, value, text in AMPLITUDES:
         if abs(size - value(g)) <= noise:
-            return [*found, Finding(code, text.format(g=g, factor=factor))]
+            return [*findings, Finding(code, text.format(g=g, factor=factor))]
     mscale = (size - 1) / (g - 1)
     error = noise / (g - 1)
     if mscale > 0 and error < 1e-4 and abs(float(f"{mscale:.2e}") - mscale) <= error:
-        found.append(Finding("mscale_alone", f"cos and sin are times 0.1 x {mscale:.3g} x "
-                             f"ln({factor:g}) + 1: mscale without mscale_all_dim"))  # fmt: skip
-    return found
+        findings.append(Finding("mscale_alone", f"cos and sin are times 0.1 x {mscale:.3g} x "
+                                f"ln({factor:g}) + 1: mscale without mscale_all_dim"))  # fmt: skip
+    return findings
 
 
 def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:

@@ -1,6 +1,6 @@
 """From measured frequencies to the simplest schedule that explains them.
 
-Candidates are made from the measured values, numbers in them rounded to as few digits as possible,
+Candidates are computed from the measured values, rounded to as few digits as possible,
 and each is computed by the schedule itself and compared with what was measured, at four levels:
 as precisely as the measurement, as precisely as float32 formulas, and as frequencies that were
 rounded to float16 or bfloat16. The first match wins; without one, the schedule is `custom`.
@@ -18,7 +18,7 @@ from ..schedules import SCHEDULES
 
 Array = npt.NDArray[Any]
 
-# rope_theta of released models: what a base that is not round may have been made of
+# rope_theta of released models: from one of them a base that is not round may come
 BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
 LENGTHS = [2**n for n in range(8, 22)]  # trained lengths are powers of two, nearly always

@@ -1,6 +1,6 @@
 """What changes far out: frequencies that grow with the length, and tables that end.
 
-Both are found by asking for single positions beyond the last one that is understood, and are only
+Both are measured at single positions beyond the last one that is understood, and are only
 claimed if a formula gives every measured angle there.
 """
 
@@ -64,8 +64,8 @@ def with_length(
     ladder     the schedule of short rows, up to position `last`
     amplitude  of short rows
 
-    The slowest pair tells by how much frequencies have shrunk, for it has not yet made a turn; the
-    formula found so must then give the angle of every pair.
+    The slowest pair tells by how much frequencies have shrunk, for it has not yet turned once; the
+    formula with that growth must then give the angle of every pair.
     """
     middles = [p for p in (4 * last, 8 * last, 16 * last) if p < limit]
     if len(middles) < 2:
@@ -153,7 +153,7 @@ ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
 def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | None:
     """What happens at the first position that is turned wrongly, between `last` and twice that.
 
-    None if it cannot be asked, or does nothing that is known.
+    None if it cannot be asked, or none of `ENDS` explains it.
     """
     allowed = min(0.25, float(np.abs(inv_freq).max()) / 4)
 
