@@ -111,7 +111,7 @@ def test_a_part_without_its_tables_is_skipped_with_the_reason(kernel_calls):
         assert patched.patched == []
         ((name, reason),) = patched.skipped
         assert name == "self_attn"
-        assert "tables from a module that is not known" in reason
+        assert "tables from a module that rotary does not know" in reason
         assert "skipped  self_attn (1): apply_rotary_pos_emb gets" in str(patched)
 
 

@@ -63,10 +63,10 @@ def _phases(theta, distance, c, s):
 
 
 @compiled()
-def _scan(theta, cos, sin, still, first, last, threshold, found):
-    """Distances of first .. last whose similarity is below `threshold`, into `found`.
+def _scan(theta, cos, sin, still, first, last, threshold, below):
+    """Distances of first .. last whose similarity is below `threshold`, into `below`.
 
-    Returns (count, next): stops when `found` is full; `next` is the first distance not looked at.
+    Returns (count, next): stops when `below` is full; `next` is the first distance not looked at.
     """
     padded = cos.shape[0]
     turn_c, turn_s = np.empty(theta.size), np.empty(theta.size)
@@ -99,9 +99,9 @@ def _scan(theta, cos, sin, still, first, last, threshold, found):
             for j in range(_BLOCK):
                 m = start + half * _BLOCK + j
                 if row[j] < limit and m <= last:
-                    found[count] = m
+                    below[count] = m
                     count += 1
-                    if count == found.size:
+                    if count == below.size:
                         return count, m + 1
     return count, last + 1
 
@@ -187,7 +187,7 @@ def _reach(m, k, theta, still, noise, u, cos, sin):
 def search(low, high, k, still, context, stop):
     """Exclude bases from x = low on; (x, last distance, undecided, largest distance).
 
-    x >= high: all of the chunk is excluded; else x is the first base found that passes. The
+    x >= high: all of the chunk is excluded; else x is the first base that passes. The
     distances are those that excluded an interval: the last one, and the largest of all.
     """
     theta, u, c, s, cos, sin = _workspace(k.size)

@@ -100,7 +100,7 @@ def _float32_rates(kept: Type) -> Callable[[Rotary, int | None], tuple[Array, Ar
         true = frequencies(spec, seq_len)
         extra = {"seq_len": seq_len and int(seq_len)} if spec.depends_on_length else {}
         with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
-            warnings.simplefilter("ignore")  # said when the spec was made
+            warnings.simplefilter("ignore")  # the spec has warned already
             schedule = SCHEDULES[spec.schedule]
             single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
             rate = kept.rounded(np.abs(single).astype(np.float64))

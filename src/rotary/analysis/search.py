@@ -49,7 +49,7 @@ class MinBase(NamedTuple):
 
 
 class SafeBase(NamedTuple):
-    """A base above every failing one that was found; see `safe_base`."""
+    """A base above every failing one of a grid; see `safe_base`."""
 
     base: float
     largest_failing: float

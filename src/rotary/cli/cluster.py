@@ -1,4 +1,4 @@
-"""The address of a Dask cluster becomes an executor, once its workers are known to be as we are."""
+"""An executor from the address of a Dask cluster whose workers have our versions and files."""
 
 import contextlib
 import logging
@@ -82,10 +82,10 @@ def _connected(address: str) -> Iterator[Any]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", VersionMismatchWarning)  # see _check_versions
-                made: Any = Client(  # type: ignore[no-untyped-call]
+                opened: Any = Client(  # type: ignore[no-untyped-call]
                     address, timeout=CONNECT, set_as_default=False
                 )
-            client = stack.enter_context(made)
+            client = stack.enter_context(opened)
         except OSError as error:
             raise OSError(
                 f"{address}: no Dask scheduler answers within {CONNECT} s; is it running?"
@@ -109,11 +109,11 @@ def _connected(address: str) -> Iterator[Any]:
 
 def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
     """Raise ValueError where a worker has other versions than are here."""
-    found = client.get_versions(packages=list(packages[1:]))
-    ours = found["client"]["packages"]
-    for worker, versions in found["workers"].items():
+    versions = client.get_versions(packages=list(packages[1:]))
+    ours = versions["client"]["packages"]
+    for worker, installed in versions["workers"].items():
         for name in packages:
-            theirs = versions["packages"].get(name)
+            theirs = installed["packages"].get(name)
             if theirs != ours[name]:
                 raise ValueError(
                     f"worker {worker} has {name} {theirs or 'not installed'}, and here is "
@@ -137,10 +137,10 @@ def problem_of(
 
     for module in modules:
         try:
-            found = find_spec(module)
+            spec = find_spec(module)
         except ModuleNotFoundError:  # the package that it is in
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             return f"has no module {module!r}; start it with PYTHONPATH set to the folder of it"
     for path, state in files.items():
         try:

@@ -45,22 +45,24 @@ def examine_ranks(
 def _report(spec: Any, target: str | None, seq_len: int | None) -> Any:
     from ..ranks import Finding, Report, compare, gathered
 
-    given, failure = [], ""
+    arguments, failure = [], ""
     if target is not None:
         from ..blackbox.probe import one_line
         from ..identify import load
 
         try:
             returned = load(target)()
-            given = list(returned) if isinstance(returned, tuple) else [returned]
-            if len(given) not in (1, 3):
+            arguments = list(returned) if isinstance(returned, tuple) else [returned]
+            if len(arguments) not in (1, 3):
                 raise ValueError("it must return positions, or (positions, cos, sin)")
         except Exception as error:  # whatever a stranger's file raises
             failure = one_line(error)
     failures = gathered(failure)
-    found = [
+    findings = [
         Finding("function", (rank,), f"{target} failed on rank {rank}: {text}")
         for rank, text in enumerate(failures)
         if text
     ]
-    return Report(len(failures), tuple(found)) if found else compare(spec, *given, seq_len=seq_len)
+    if findings:
+        return Report(len(failures), tuple(findings))
+    return compare(spec, *arguments, seq_len=seq_len)

@@ -1,1 +1,1 @@
-"""Doors to other libraries: each file serves one, and is loaded only when it is asked for."""
+"""Other libraries: `transformers` patches a loaded model, `onnx` exports one; loaded when asked."""

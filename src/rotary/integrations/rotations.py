@@ -1,4 +1,4 @@
-"""The convention of a model's own rotation function, found by trying it, and ours in its place.
+"""What a model's own rotation function computes, by trying it, and `rotate` in its place.
 
 Nothing is concluded from names or source text: a function is called on small random tensors, and a
 `Convention` counts only if the very code that will run in its place returns the same numbers.
@@ -92,7 +92,7 @@ def convention_of(function: Callable[..., Any]) -> Convention:
             )
             if _agrees(function, convention, trial, _HEAD_DIM):
                 return _completed(function, convention, trial)
-    raise ValueError("computes no rotation of q and k that is known")
+    raise ValueError("computes no rotation of q and k that rotary knows")
 
 
 def replacement_of(
@@ -102,7 +102,7 @@ def replacement_of(
 
     A call that does not fit (another argument, shape or dtype) goes to `function` itself; with
     `convention.by_config` it raises ValueError, for `function` would rotate the wrong channels.
-    `keeps_dtype` is for tables that are wider than the model made them: the result has the dtype of
+    `keeps_dtype` is for tables that are wider than those of the model: the result has the dtype of
     x, and `function` gets them in that dtype.
     """
     if keeps_dtype:
@@ -111,11 +111,11 @@ def replacement_of(
 
     @functools.wraps(function, updated=())
     def rotation(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(convention.parameters, args, strict=False), **kwargs)
-        is_complete = len(given) == len(args) + len(kwargs) and all(
-            [isinstance(given.get(name), Tensor) for name in needed]
+        values = dict(zip(convention.parameters, args, strict=False), **kwargs)
+        is_complete = len(values) == len(args) + len(kwargs) and all(
+            [isinstance(values.get(name), Tensor) for name in needed]
         )
-        rotated = _rotated(convention, given) if is_complete else None
+        rotated = _rotated(convention, values) if is_complete else None
         if rotated is not None:
             return rotated
         if convention.by_config:
@@ -125,19 +125,19 @@ def replacement_of(
                 "weights back to its own layout"
             )
         if is_complete and keeps_dtype and convention.style != "complex":
-            dtype = given[needed[0]].dtype
-            return function(**given | {name: given[name].to(dtype) for name in convention.tables})
+            dtype = values[needed[0]].dtype
+            return function(**values | {name: values[name].to(dtype) for name in convention.tables})
         return function(*args, **kwargs)
 
     return rotation
 
 
-def _rotated(convention: Convention, given: Mapping[str, Any]) -> Any:
+def _rotated(convention: Convention, arguments: Mapping[str, Any]) -> Any:
     """What a rotation function returns for these arguments; None where `rotate` does not fit."""
-    values: dict[Any, Any] = {**convention.defaults, **given}
+    values: dict[Any, Any] = {**convention.defaults, **arguments}
     axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
-    xs = tuple([given[name] for name in convention.parameters[: convention.operands]])
-    tables = tuple([given[name] for name in convention.tables])
+    xs = tuple([arguments[name] for name in convention.parameters[: convention.operands]])
+    tables = tuple([arguments[name] for name in convention.tables])
     is_default = [
         values[name] is default or name == convention.new_axis
         for name, default in convention.defaults.items()
@@ -177,7 +177,7 @@ def _rotated(convention: Convention, given: Mapping[str, Any]) -> Any:
 def _prepared(
     style: str, tables: Sequence[Tensor], axis: int | None, ndim: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`half_width`, made once for all layers of a forward: kept on the first table itself.
+    """`half_width`, computed once for all layers of a forward: kept on the first table itself.
 
     So it is gone with that table.
     """
@@ -269,7 +269,7 @@ def _completed(function: Callable[..., Any], convention: Convention, trial: _Tri
     if convention.new_axis == "unsqueeze_dim":
         other = trial._replace(shapes=_HEADS_LAST, unsqueeze_dim=2)
         if not _agrees(function, convention, other, _HEAD_DIM):
-            raise ValueError("reads unsqueeze_dim in a way that is not known")
+            raise ValueError("reads unsqueeze_dim in a way that rotary does not know")
     for start in ("leading", "trailing"):
         narrow = convention._replace(start=start)
         if _agrees(function, narrow, trial, _HEAD_DIM // 2):

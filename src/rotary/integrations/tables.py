@@ -1,4 +1,4 @@
-"""What the modules that make cos and sin give, found by trying them, and exact tables instead.
+"""The modules that make cos and sin: what they return, by trying them, and exact tables instead.
 
 A rotary embedding of transformers makes tables from positions: `forward(x, position_ids)`, some
 with a `layer_type`. It is tried on a copy, with few and small positions, so that the model is never
@@ -56,8 +56,8 @@ def nearest(names: dict[str, Any], path: str) -> str | None:
     'model.rotary_emb'
     """
     homes = {name: name.rpartition(".")[0] for name in names}
-    known = [n for n, home in homes.items() if not home or f"{path}.".startswith(f"{home}.")]
-    return max(known, key=lambda name: len(homes[name]), default=None)
+    around = [n for n, home in homes.items() if not home or f"{path}.".startswith(f"{home}.")]
+    return max(around, key=lambda name: len(homes[name]), default=None)
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
@@ -140,7 +140,7 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(buffer, Tensor) or buffer.ndim != 1:
-        raise ValueError("its tables are not made of inv_freq alone")
+        raise ValueError("its tables do not follow from inv_freq alone")
     rope_type = getattr(module, "rope_type", "default")
     if isinstance(rope_type, dict):
         rope_type = rope_type.get(layer_type, "default")
@@ -166,7 +166,7 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
     ours = cos_sin(spec(own), steps if source.axes > 1 else steps[:, 0])
     for one, other in zip(theirs, ours, strict=True):
         if not torch.allclose(one, other, rtol=2e-5, atol=2e-5):
-            raise ValueError("its tables are not made of inv_freq alone")
+            raise ValueError("its tables do not follow from inv_freq alone")
     return spec(_float64_frequencies(module, layer_type, buffer))
 
 
@@ -183,7 +183,7 @@ def _cos_sin(
 
 
 def _float64_frequencies(module: nn.Module, layer_type: str | None, buffer: Tensor) -> Tensor:
-    """inv_freq by the config, where that is known and agrees with the buffer; else the buffer."""
+    """inv_freq by the config, where rotary reads it and the buffer agrees; else the buffer."""
     own = buffer.double().cpu()
     try:
         spec = from_hf_config(getattr(module, "config", None), layer_type)

@@ -247,7 +247,7 @@ def _check_tables(convention: Convention, styles: set[str]) -> None:
     if convention.style not in ("halves", "repeat"):
         return
     if not styles:
-        raise ValueError("gets its tables from a module that is not known")
+        raise ValueError("gets its tables from a module that rotary does not know")
     if styles != {convention.style}:
         raise ValueError("gets tables that may turn the two channels of a pair differently")
 

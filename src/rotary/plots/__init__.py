@@ -1,7 +1,7 @@
 """The numbers of `rotary.analysis` as matplotlib figures, each a function of a spec or several.
 
 Figures are plain `matplotlib.figure.Figure`, free of pyplot and of any global state; `save` writes
-them. A curve has at most 4096 points. Which ones is said where a curve may be longer.
+them. A curve has at most 4096 points. A longer one says which points are drawn.
 """
 
 try:

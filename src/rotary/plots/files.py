@@ -23,7 +23,7 @@ _settings = threading.Lock()  # matplotlib has one salt of SVG names for the who
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to `path` as PNG, SVG or PDF, by its suffix.
 
-    The old file stays until the new one is complete. Folders are not made.
+    The old file stays until the new one is complete. No folder is made for it.
     Raises ValueError for another suffix and where the folder does not exist; OSError where it
     cannot be written.
 
@@ -55,9 +55,9 @@ def rendered(figure: Figure, suffix: str) -> bytes:
     return stream.getvalue()
 
 
-def _check_suffix(suffix: str, given: object) -> None:
+def _check_suffix(suffix: str, name: object) -> None:
     if suffix not in METADATA:
-        raise ValueError(f"pictures are written as .png, .svg or .pdf; got {given!r}")
+        raise ValueError(f"pictures are written as .png, .svg or .pdf; got {name!r}")
 
 
 def _replace(target: Path, content: bytes) -> None:

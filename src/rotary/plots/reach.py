@@ -77,7 +77,7 @@ def base_bound(
 
     smallest  {head_dim: {context: base}}, from `rotary.analysis.search.min_base(...).base`
     specs     each is a dot at its base and its first failure, searched for up to 2^20
-    contexts  {name in specs: context it is made for}: a line from the first failure to there, and
+    contexts  {name in specs: context of the model}: a line from the first failure to there, and
               LongRoPE and dynamic NTK take effect at it
     Men et al. (arXiv 2405.14591). A diagnostic, not a limit. Raises ValueError for an empty table.
 

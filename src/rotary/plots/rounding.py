@@ -27,7 +27,7 @@ def precision(
     0 has no place on a log scale, nor have positions that a type cannot hold (float16 beyond
     65,504).
     Several specs are drawn for one arithmetic each, several arithmetics for one spec.
-    Raises ValueError for an arithmetic that is not known.
+    Raises ValueError for an unknown arithmetic.
 
     >>> from rotary import Rotary
     >>> precision(Rotary(head_dim=8), arithmetics=["float32"]).axes[0].get_yscale()

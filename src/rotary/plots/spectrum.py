@@ -43,7 +43,7 @@ def wavelengths(
     trained  length trained on; pairs above its line complete no turn within it, and the legend
              gives the critical dimension (Liu et al., arXiv 2310.05209), that of the spec before
              scaling, as `rotary.reach` counts it
-    target   length wanted
+    target   length to reach
     Pairs that stand still have no wavelength: triangles at the top. Points are not joined where
     several axes share the pairs. Raises ValueError for no spec or for a length that is none.
 
