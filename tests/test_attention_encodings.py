@@ -1,16 +1,25 @@
-"""xPos with a fixed origin and RoPE-mixed, against complex numbers and the authors' formulas."""
+"""Sinusoids, xPos with a fixed origin, RoPE-mixed, against complex numbers and the papers."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rotary import Rotary, apply, positions, rotate
-from rotary.attention import mixed_cos_sin, mixed_directions, softmax_attention, xpos
+from rotary.attention import (
+    mixed_cos_sin,
+    mixed_directions,
+    sinusoidal,
+    softmax_attention,
+    xpos,
+)
 
 FAR = 2**40
 SHIFT = 1e-6
+EPS = 2.0**-52
 LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
@@ -27,6 +36,37 @@ def complex_pairs(x, layout="half"):
 
 def scores_of(q, k):
     return np.asarray(q) @ np.asarray(k).swapaxes(-1, -2)
+
+
+# --- the additive embedding ---
+
+
+@pytest.mark.parametrize(("dim", "base"), [(2, 10_000.0), (64, 10_000.0), (96, 500.0)])
+def test_sinusoidal_is_the_formula(dim, base):
+    where = np.array([[0, 1, 2], [17, 511, 4096]])
+    wanted = np.empty((2, 3, dim))
+    for t in range(dim // 2):
+        angle = where / base ** (2 * t / dim)
+        wanted[..., 2 * t], wanted[..., 2 * t + 1] = np.sin(angle), np.cos(angle)
+    ours = sinusoidal(where, dim, base)
+    assert ours.dtype == np.float64
+    # the quotient and the power are each rounded, which the position magnifies
+    np.testing.assert_allclose(ours, wanted, rtol=0, atol=4096 * 4 * EPS)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(0, 2**20), st.integers(0, 2**20))
+def test_inner_products_depend_on_the_distance(m, n):
+    p_m, p_n = sinusoidal(np.array([m, n]), 64)
+    wanted = sum(math.cos((m - n) * 10_000 ** (-2 * t / 64)) for t in range(32))
+    assert p_m @ p_n == pytest.approx(wanted, abs=32 * 2**20 * 4 * EPS)
+
+
+def test_inner_products_do_not_drift():
+    near = sinusoidal(np.arange(100), 64)
+    far = sinusoidal(np.arange(100) + FAR, 64)
+    # integer turns: only the cosine itself is rounded, and its angle of at most pi
+    np.testing.assert_allclose(far @ far.T, near @ near.T, rtol=0, atol=64 * 8 * EPS)
 
 
 # --- xPos ---
@@ -243,10 +283,10 @@ def test_learned_directions_of_float32_get_float32_gradients():
 
 def test_mixed_shapes_that_do_not_fit_are_refused():
     directions = mixed_directions(8, PHASES)
-    for given, where in [
+    for theirs, where in [
         (directions, np.zeros((5, 3))),
         (directions, np.zeros(2)),
         (directions[:, 0], np.zeros((5, 2))),
     ]:
         with pytest.raises(ValueError, match=r"directions must be \(axes, heads, pairs\)"):
-            mixed_cos_sin(given, where)
+            mixed_cos_sin(theirs, where)

@@ -1,5 +1,7 @@
 """Linear attention by all pairs, token by token, in chunks and in a stream is one function."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from rotary import Rotary
 from rotary.attention import (
     LinearState,
     chunked_linear_attention,
+    elu_plus_one,
     linear_attention,
     recurrent_linear_attention,
 )
@@ -15,6 +18,7 @@ from rotary.attention import (
 FAR = 2**40
 SHIFT = 1e-6
 BAR = 1e-5
+TABLE = 2.0**-24  # what a float32 entry of cos or sin may be off
 LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
 
 
@@ -96,7 +100,8 @@ def test_linear_attention_is_the_same_at_any_offset(library, attend, dtype):
     np.testing.assert_allclose(moved, near, rtol=0, atol=SHIFT)
     assert np.abs(np.asarray(attend(*arrays, spec, positions=2 * positions)) - near).max() > 0.01
     back = attend(*arrays, spec, positions=positions - FAR, allow_negative=True)
-    np.testing.assert_allclose(np.asarray(back), near, rtol=0, atol=SHIFT)
+    unit = np.abs(np.asarray(arrays[2])).max()
+    np.testing.assert_allclose(np.asarray(back), near, rtol=0, atol=SHIFT * unit)
 
 
 @LIBRARIES
@@ -106,6 +111,61 @@ def test_without_a_spec_the_weights_are_an_average(library, attend):
     weights = np.asarray(attend(*map(library, (q, k, np.eye(30)))))
     assert weights[np.tril_indices(30)].min() > 0
     np.testing.assert_allclose(weights.sum(axis=1), np.ones(30), rtol=1e-12)
+
+
+@FORMS
+def test_negative_positions_are_asked_for(attend):
+    q, k, v = qkv(3, 8)
+    with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
+        attend(q, k, v, Rotary(head_dim=8), positions=np.arange(3) - 1)
+
+
+@FORMS
+def test_weights_may_be_negative_and_need_not_sum_to_one(attend):
+    q, k, _ = qkv(16, 8)
+    identity = np.eye(16)  # as values it returns the weights themselves
+    weights = attend(q, k, identity, Rotary(head_dim=8))
+    assert weights.min() < -0.01
+    assert weights.sum(axis=1).min() < 0.9
+    np.testing.assert_array_equal(np.triu(weights, 1), np.zeros((16, 16)))
+    assert weights[0, 0] == pytest.approx(1, abs=4 * TABLE)  # one token: distance 0
+
+
+@FORMS
+def test_the_denominator_is_not_rotated_and_stays_positive(attend):
+    spec = Rotary(head_dim=2)
+    q = k = np.zeros((2, 2))
+    positions = np.array([0, 2])  # 2 rad: a rotated denominator would be 1 + cos 2
+    ours = attend(q, k, np.ones((2, 1)), spec, positions=positions)
+    wanted = (2 + 2 * math.cos(2)) / 4  # phi = 1, |phi|^2 = 2 for both tokens
+    assert ours[1, 0] == pytest.approx(wanted, abs=4 * TABLE)
+    large = attend(q - 30, k - 30, np.ones((2, 1)), spec)  # phi = e^-30: tiny, never 0
+    assert np.isfinite(large).all()
+
+
+@FORMS
+@pytest.mark.parametrize("shape", [(0, 8), (2, 3, 0, 8), (0, 3, 5, 8)])
+def test_linear_attention_of_nothing(attend, shape):
+    assert attend(*qkv(*shape), Rotary(head_dim=8)).shape == shape
+
+
+@FORMS
+def test_values_may_have_another_width(attend):
+    q, k, _ = qkv(2, 5, 8)
+    v = draw(2, 5, 3, key=9)
+    ours = attend(q, k, v, Rotary(head_dim=8))
+    np.testing.assert_allclose(ours[1], attend(q[1], k[1], v[1], Rotary(head_dim=8)), atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_feature_map_is_elu_plus_one(dtype):
+    x = np.concatenate((draw(1000), [0.0, -0.0, -700.0, 700.0, -1e9, 1e9])).astype(dtype)
+    ours = elu_plus_one(x)
+    assert ours.dtype == dtype
+    wanted = torch.nn.functional.elu(torch.from_numpy(x)).numpy() + 1
+    eps = np.finfo(dtype).eps
+    np.testing.assert_allclose(ours, wanted, rtol=2 * eps, atol=2 * eps)
+    assert (ours[x > -80] > 0).all()
 
 
 # --- the state ---

@@ -53,6 +53,52 @@ def weights_by_sums(q, k, visible):
 # --- one result on both libraries ---
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float64, 2e-6), (np.float32, 2e-5)])
+def test_softmax_attention_is_that_of_torch_and_transformers(dtype, rtol, causal):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers import LlamaConfig
+
+    q, k, v = qkv(2, 3, 21, 32, dtype=dtype)
+    config = LlamaConfig(hidden_size=96, num_attention_heads=3, head_dim=32)
+    module = llama.LlamaRotaryEmbedding(config)
+    cos, sin = module(torch.from_numpy(q), torch.arange(21)[None])
+    rotated = llama.apply_rotary_pos_emb(torch.from_numpy(q), torch.from_numpy(k), cos, sin)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *rotated, torch.from_numpy(v), is_causal=causal
+    )
+    ours = softmax_attention(q, k, v, Rotary(head_dim=32), causal=causal)
+    # the float32 angles of transformers are off by 20 x 2^-24 at position 20
+    np.testing.assert_allclose(ours, wanted.numpy(), rtol=0, atol=rtol)
+
+
+def test_tokens_added_to_a_cache_see_what_they_saw_before():
+    q, k, v = qkv(2, 4, 10, 32)
+    spec = Rotary(head_dim=32)
+    whole = softmax_attention(q, k, v, spec)
+    last = softmax_attention(q[..., 7:, :], k, v, spec, q_positions=np.arange(7, 10))
+    np.testing.assert_allclose(last, whole[..., 7:, :], rtol=0, atol=100 * 2.0**-52)
+    cut = softmax_attention(q[..., :7, :], k[..., :7, :], v[..., :7, :], spec)
+    np.testing.assert_allclose(cut, whole[..., :7, :], rtol=0, atol=100 * 2.0**-52)
+
+
+def test_positions_of_each_row_of_a_batch():
+    q, k, v = qkv(3, 3, 3, 16)  # all sizes are equal: a mask that is broadcast wrongly fits
+    spec = Rotary(head_dim=16)
+    positions = np.array([[0, 1, 2], [2, 0, 1], [5, 9, 7]])
+    wanted = [
+        softmax_attention(q[row], k[row], v[row], spec, q_positions=where, k_positions=where)
+        for row, where in enumerate(positions)
+    ]
+    ours = softmax_attention(q, k, v, spec, q_positions=positions, k_positions=positions)
+    np.testing.assert_allclose(ours, np.stack(wanted), rtol=0, atol=100 * 2.0**-52)
+
+
+def test_softmax_attention_of_an_empty_sequence():
+    q, k, v = qkv(2, 0, 8)
+    assert softmax_attention(q, k, v, Rotary(head_dim=8)).shape == (2, 0, 8)
+
+
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
@@ -124,6 +170,9 @@ def test_softmax_attention_is_the_same_at_any_offset(library, layout, dtype):
     moved = softmax_attention(*arrays, spec, **far)
     unit = np.abs(np.asarray(arrays[2])).max()
     np.testing.assert_allclose(np.asarray(moved), np.asarray(near), rtol=0, atol=SHIFT * unit)
+    apart = softmax_attention(*arrays, spec, q_positions=positions + 3, causal=False)
+    together = softmax_attention(*arrays, spec, causal=False)
+    assert np.abs(np.asarray(apart) - np.asarray(together)).max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
