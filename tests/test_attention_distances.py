@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_arrays import FAR, LIBRARIES, SHIFT, qkv
 
 from rotary import Rotary, inv_freq
 from rotary.attention import (
@@ -15,20 +16,6 @@ from rotary.attention import (
     self_extend,
     softmax_attention,
 )
-
-FAR = 2**40
-SHIFT = 1e-6  # in units of the values, of which every output is an average
-LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
-
-
-def draw(*shape, key=0, dtype=np.float64):
-    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
-
-
-def qkv(*shape, dtype=np.float64, kv_heads=None):
-    kv = shape if kv_heads is None else (*shape[:-3], kv_heads, *shape[-2:])
-    return draw(*shape, dtype=dtype), draw(*kv, key=1, dtype=dtype), draw(*kv, key=2, dtype=dtype)
-
 
 # every map beside the formula of its paper, for one query at m and one key at n
 MAPS = {

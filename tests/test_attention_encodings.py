@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,15 +18,7 @@ from rotary.attention import (
     xpos,
 )
 
-FAR = 2**40
-SHIFT = 1e-6
 EPS = 2.0**-52
-LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-
-
-def draw(*shape, key=0, dtype=np.float64):
-    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
 
 
 def complex_pairs(x, layout="half"):

@@ -1,10 +1,14 @@
 """Attention on JAX arrays: the numbers of NumPy, traced, differentiated, mapped and streamed."""
 
+from functools import partial
+
+import attention_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from attention_arrays import FAR
 
 from rotary import Rotary
 from rotary.attention import (
@@ -25,20 +29,12 @@ from rotary.attention import (
 )
 
 SPEC = Rotary(head_dim=32)
-FAR = 2**40
 NEAR = 1e-6
+draw = partial(attention_arrays.draw, dtype=np.float32)
+qkv = partial(attention_arrays.qkv, dtype=np.float32)
 DYNAMIC = Rotary(
     head_dim=32, schedule="dynamic", params={"factor": 2.0, "original_max_position_embeddings": 8}
 )
-
-
-def draw(*shape, key=0, dtype=np.float32):
-    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
-
-
-def qkv(*shape, kv_heads=None, dtype=np.float32):
-    kv = shape if kv_heads is None else (*shape[:-3], kv_heads, *shape[-2:])
-    return draw(*shape, dtype=dtype), draw(*kv, key=1, dtype=dtype), draw(*kv, key=2, dtype=dtype)
 
 
 def chunked(*arguments, **options):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_arrays import FAR, LIBRARIES, SHIFT, draw, qkv
 
 from rotary import Rotary
 from rotary.attention import (
@@ -15,20 +16,8 @@ from rotary.attention import (
     recurrent_linear_attention,
 )
 
-FAR = 2**40
-SHIFT = 1e-6
 BAR = 1e-5
 TABLE = 2.0**-24  # what a float32 entry of cos or sin may be off
-LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
-
-
-def draw(*shape, key=0, dtype=np.float64):
-    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
-
-
-def qkv(*shape, dtype=np.float64, width=None):
-    v = (*shape[:-1], width or shape[-1])
-    return draw(*shape, dtype=dtype), draw(*shape, key=1, dtype=dtype), draw(*v, key=2, dtype=dtype)
 
 
 def chunked(*arrays, **options):

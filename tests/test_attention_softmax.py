@@ -7,24 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw, qkv
 
 from rotary import Rotary, apply, inv_freq
 from rotary.attention import scale_by_log_n, softmax_attention, vo_rope_attention
 
-FAR = 2**40
-SHIFT = 1e-6  # in units of the values, of which every output is an average
-LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["np", "torch"])
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
-
-
-def draw(*shape, key=0, dtype=np.float64):
-    return np.random.default_rng(key).standard_normal(shape).astype(dtype)
-
-
-def qkv(*shape, dtype=np.float64, kv_heads=None):
-    kv = shape if kv_heads is None else (*shape[:-3], kv_heads, *shape[-2:])
-    return draw(*shape, dtype=dtype), draw(*kv, key=1, dtype=dtype), draw(*kv, key=2, dtype=dtype)
 
 
 def rotations(positions, frequencies):

@@ -7,17 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import LLAMA_2, LLAMA_3_1
 
 from rotary import Rotary, inv_freq
 from rotary.analysis.bounds import failures, first_failure, lowest, similarity
 from rotary.analysis.spectrum import frequencies
-
-LLAMA_2 = Rotary(head_dim=128)
-SCALED = Rotary(
-    head_dim=128, base=500_000.0, schedule="llama3",
-    params={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192},
-)  # fmt: skip
 
 
 def plain(spec, distances, weights=1.0, still=None):
@@ -45,7 +39,7 @@ def test_first_failures_of_common_bases(base, first):
             30376,
         ),
         (Rotary(head_dim=96, rotary_dim=24), None),
-        (SCALED, 85133),
+        (LLAMA_3_1, 85133),
         (Rotary(head_dim=128, schedule="linear", params={"factor": 8.0}), 13649),
         (
             Rotary(head_dim=128, schedule="yarn",
@@ -68,7 +62,7 @@ def test_the_counts_of_table_4_of_men_et_al():
 
 
 @pytest.mark.parametrize("distance", [0, 1, 511, 512, 131_071, 2**20 + 3, 2**24, -(2**24) + 1])
-@pytest.mark.parametrize("spec", [LLAMA_2, SCALED], ids=["base 1e4", "llama3"])
+@pytest.mark.parametrize("spec", [LLAMA_2, LLAMA_3_1], ids=["base 1e4", "llama3"])
 def test_far_distances_in_forty_digits(spec, distance):
     with mpmath.workdps(40):
         angles = [distance * mpmath.mpf(float(each)) for each in inv_freq(spec)[0]]

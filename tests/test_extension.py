@@ -4,13 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from published import LLAMA_2, LLAMA_3
 
 from rotary import Rotary, from_hf_config, inv_freq, to_hf_config
 from rotary.analysis import extension
 from rotary.analysis.bounds import first_failure
 
-LLAMA_2 = Rotary(head_dim=128)
-LLAMA_3 = Rotary(head_dim=128, base=500_000.0)
 NEOX = Rotary(head_dim=96, rotary_dim=24)
 NAMES = ["none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "longrope"]
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from published import LLAMA_2, LLAMA_3_1
 
 from rotary import Rotary, inv_freq, plots, positions, schedules
 from rotary.analysis import bounds, extension, precision, search, spectrum
@@ -19,18 +20,6 @@ from rotary.analysis import decay as decay_numbers
 from rotary.layouts import row_permutation
 from rotary.plots import files, points, style
 
-LLAMA_2 = Rotary(head_dim=128)
-LLAMA_3_1 = Rotary(
-    head_dim=128,
-    base=500_000.0,
-    schedule="llama3",
-    params={
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-)
 SPECS = {
     "plain": Rotary(head_dim=16),
     "clockwise, interleaved": Rotary(head_dim=16, layout="interleaved", sign=-1),

@@ -9,23 +9,12 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+from published import LLAMA_2, LLAMA_3_1
 
 from rotary import Rotary, cos_sin, inv_freq, turns
 from rotary.analysis import precision
 
 ROOT = Path(__file__).resolve().parent.parent
-LLAMA_2 = Rotary(head_dim=128)
-LLAMA_3_1 = Rotary(
-    head_dim=128,
-    base=500_000.0,
-    schedule="llama3",
-    params={
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-)
 PARTIAL = Rotary(head_dim=80, rotary_dim=20, start=60, layout="interleaved", sign=-1)
 LINEAR = Rotary(head_dim=64, schedule="linear", params={"factor": 8.0})
 CUSTOM = Rotary(head_dim=8, schedule="custom", params={"inv_freq": [0.3, -1.7, 0.0, 7.1]})

@@ -5,12 +5,11 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from published import LLAMA_2, LLAMA_3, LLAMA_3_1
 
 from rotary import Rotary, inv_freq
 from rotary.analysis import spectrum
 
-LLAMA_2 = Rotary(head_dim=128)
-LLAMA_3 = Rotary(head_dim=128, base=500_000.0)
 SCALED = {
     "linear": Rotary(head_dim=64, schedule="linear", params={"factor": 8.0}),
     "ntk": Rotary(head_dim=64, schedule="ntk", params={"factor": 8.0}),
@@ -20,17 +19,7 @@ SCALED = {
         schedule="yarn",
         params={"factor": 8.0, "original_max_position_embeddings": 4096},
     ),
-    "llama3": Rotary(
-        head_dim=128,
-        base=500_000.0,
-        schedule="llama3",
-        params={
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
+    "llama3": LLAMA_3_1,
     "partial": Rotary(head_dim=80, rotary_dim=32, start=48, sign=-1),
     "custom": Rotary(head_dim=8, schedule="custom", params={"inv_freq": [-1.0, 0.5, -0.02, 0.001]}),
 }
