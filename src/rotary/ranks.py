@@ -55,10 +55,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON-ready data."""
-        findings = [
-            {"what": what, "ranks": list(ranks), "text": text}
-            for what, ranks, text in self.findings
-        ]
+        findings = [each._asdict() for each in self.findings]
         return {"world": self.world, "ok": self.ok, "findings": findings}
 
     def __str__(self) -> str:
