@@ -123,15 +123,13 @@ def examine(box: Box, max_position: int) -> Answer:
     except ValueError as error:
         return Answer(None, (*findings, Finding("no_rotation", str(error))))
     if pairs is None:
-        return Answer(
-            None, (*findings, Finding("mixes_channels", "its channels do not form pairs"))
-        )
+        mixed = Finding("mixes_channels", "its channels do not form pairs")
+        return Answer(None, (*findings, mixed))
     rest = np.ones(box.head_dim, bool)
     rest[pairs.start : pairs.start + pairs.rotary_dim] = False
     if (np.abs(matrices[..., rest, rest] - 1) > 1e-6 + 2 * UNITS[box.dtype]).any():
-        findings.append(
-            Finding("scales_the_rest", "channels outside the rotated slice are changed")
-        )
+        text = "channels outside the rotated slice are changed"
+        findings.append(Finding("scales_the_rest", text))
     coarse = (t for t in COARSE if np.array_equal(round_to(pairs.blocks, t), pairs.blocks))
     turning = Turning(pairs, numbers, axis, next(coarse, "float32"))
     return _explain(box, turning, findings, max_position)
@@ -172,9 +170,8 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
         return Answer(None, (*findings, Finding("mixed_axes", text)), not uneven, amplitude)
     measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
     if explained.schedule == "custom" and any(each.code == "position_scale" for each in uneven):
-        return Answer(
-            None, tuple(findings)
-        )  # neither lengths nor angles follow a rule: there is no frequency
+        # neither lengths nor angles follow a rule: there is no frequency
+        return Answer(None, tuple(findings))
     findings += _odd_angles(turning, rates, box.num_axes)
     findings += odd_amplitude(measured, explained)
     inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
