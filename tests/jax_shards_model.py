@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import rotary
 
-LAYERS, BATCH, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 2, 48, 96, 4, 2, 32, 23
+LAYERS, BATCH, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 1, 2, 48, 96, 4, 2, 32, 23
 SPEC = rotary.Rotary(head_dim=HEAD_DIM)
 WEIGHTS = {  # shape, and what is cut by tensor parallelism; one entry for each layer comes first
     "q": ((WIDTH, HEADS, HEAD_DIM), P(None, None, "x")),

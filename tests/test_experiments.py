@@ -425,7 +425,7 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
 @pytest.mark.parametrize("module", SWEEPS, ids=lambda module: module.FOLDER.name)
 def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch):
     seen = {}
-    for row in quick(module, tmp_path, monkeypatch, seeds=3):
+    for row in quick(module, tmp_path, monkeypatch, seeds=2):
         recipe = row["run"]["recipe"]
         entry = seen.setdefault(row["run"]["method"], {})
         entry[recipe["seed"], recipe["learning_rate"]] = end_bits(row)
@@ -433,7 +433,7 @@ def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatc
     rates = module.QUICK.rates
     for entry in seen.values():
         best = min(rates, key=lambda rate: entry[0, rate])
-        assert sorted(entry) == [*((0, rate) for rate in rates), (1, best), (2, best)]
+        assert sorted(entry) == [*((0, rate) for rate in rates), (1, best)]
     assert (tmp_path / module.SWEEP.picture).stat().st_size > 10_000
     assert not list(tmp_path.glob("checkpoints/*")), "what is done needs no checkpoint"
 
