@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -423,9 +424,12 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", SWEEPS, ids=lambda module: module.FOLDER.name)
-def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch):
-    seen = {}
-    for row in quick(module, tmp_path, monkeypatch, seeds=2):
+def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch, capsys):
+    seen, rows = {}, quick(module, tmp_path, monkeypatch, seeds=2)
+    printed = capsys.readouterr().out
+    assert re.search(r"^gate passed: [1-9]\d* results ", printed, re.MULTILINE)
+    assert re.search(r"^\|(?:---\|)+\n(?:\|.*\|\n)+", printed, re.MULTILINE), "no table is printed"
+    for row in rows:
         recipe = row["run"]["recipe"]
         entry = seen.setdefault(row["run"]["method"], {})
         entry[recipe["seed"], recipe["learning_rate"]] = end_bits(row)

@@ -138,7 +138,7 @@ def test_a_long_sequence_has_no_table_in_its_program_and_its_part_in_memory(repo
 
 @pytest.mark.parametrize("way", ["automatic", "shard_map"])
 def test_a_sharded_llama_equals_one_device_and_its_rotation_sends_nothing(report, way):
-    """Keys and values are gathered by attention, with and without RoPE alike: 2 in its one layer."""
+    """Attention gathers keys and values, with and without RoPE alike: 2 times in its one layer."""
     facts = facts_of(report, "model")
     rotated, plain = (facts[f"{way}, {name}"] for name in ("rotated", "not rotated"))
     assert rotated["furthest"] <= 2e-6 * facts["largest"]

@@ -18,6 +18,8 @@ from rotary.checkpoint import convert_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("benchmarks", "experiments")
                for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")  # fmt: skip
+# of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
+SWEEPS = {f"experiments.{name}.run" for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits")}
 SLOW = {"benchmarks.jax", "benchmarks.run"}  # ten seconds where other tests run beside them
 
 
@@ -49,11 +51,16 @@ def test_there_are_programs_and_every_other_file_serves_one():
     assert {"benchmarks.run", "benchmarks.gpu", "experiments.e1_convergence.run"} <= set(PROGRAMS)
     used = set().union(*map(imported, FILES))
     assert {module_of(path) for path in FILES} - set(PROGRAMS) <= used
+    assert set(PROGRAMS) > SWEEPS
 
 
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in PROGRAMS
+        if name not in SWEEPS
+    ],
 )
 def test_a_quick_run_passes_its_gate_prints_a_table_and_writes_nothing(
     module, capsys, tmp_path, monkeypatch, one_thread
