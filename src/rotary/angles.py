@@ -8,21 +8,29 @@ from Python integers, and are right to 2^-65 turn per token.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from .cache import Cache
-from .kernels import NEEDS_LENGTH, Kernel, host, is_open, is_traced, kernel_of
+from .kernels import (
+    NEEDS_LENGTH,
+    Array,
+    Kernel,
+    Numbers,
+    host,
+    is_open,
+    is_per_row,
+    is_traced,
+    kernel_of,
+)
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
-Array = npt.NDArray[Any]
 Precision = Literal["exact", "float32"]
 
 MAX_BYTES = 16 * 2**30
@@ -36,7 +44,7 @@ _INVERSE_TWO_PI = int(  # 2^384 / 2pi
 )  # fmt: skip
 
 
-def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Array, float]:
+def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Numbers, float]:
     """Inverse frequencies of a spec, and its attention factor.
 
     Returns (inv_freq, attention_factor): (rotary_dim / 2,) float64 in rad per token, read-only, and
@@ -62,11 +70,31 @@ def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
     return _cache.get(("turns", spec, length), lambda: _turns_of(inv_freq(spec, length)[0]))
 
 
+@overload
+def cos_sin(
+    spec: Rotary,
+    positions: Numbers | Sequence[object],
+    precision: Precision = "exact",
+    seq_len: object = None,
+    *,
+    allow_negative: bool = False,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+@overload
+def cos_sin(
+    spec: Rotary,
+    positions: Array,
+    precision: Precision = "exact",
+    seq_len: object = None,
+    *,
+    allow_negative: bool = False,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[Array, Array]: ...
 def cos_sin(
     spec: Rotary,
     positions: Any,
     precision: Precision = "exact",
-    seq_len: Any = None,
+    seq_len: object = None,
     *,
     allow_negative: bool = False,
     max_bytes: int = MAX_BYTES,
@@ -97,11 +125,13 @@ def cos_sin(
         positions = np.asarray(positions)
     library = kernel_of(positions)
     if library.on_shards is not None:
-        options: dict[str, Any] = {"allow_negative": allow_negative, "max_bytes": max_bytes}
-        make = partial(cos_sin, spec, precision=precision, **options)
+        make = partial(
+            cos_sin, spec, precision=precision, allow_negative=allow_negative, max_bytes=max_bytes
+        )
         return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)
     local = library.to_numpy(positions) if precision == "exact" else None
-    kernel, given = (library, positions) if local is None else (host(), local)
+    kernel: Kernel[Any] = library if local is None else host()
+    given = positions if local is None else local
     rows, kind, lengths = _rows(spec, kernel, given, seq_len, allow_negative, max_bytes)
     cos, sin = _tables(spec, kernel, rows, kind, precision, lengths)
     shape = (*_tokens(spec, given), spec.rotary_dim // 2)
@@ -110,8 +140,8 @@ def cos_sin(
 
 
 def sequence_cos_sin(
-    spec: Rotary, like: Any, seq: int, precision: Precision = "exact", seq_len: Any = None
-) -> tuple[Any, Any]:
+    spec: Rotary, like: Array, seq: int, precision: Precision = "exact", seq_len: object = None
+) -> tuple[Array, Array]:
     """cos and sin of the positions 0 .. seq - 1, (seq, rotary_dim / 2), in the library of `like`.
 
     Kept in the cache, which is bounded in bytes and keyed by the whole spec: do not write to them.
@@ -121,16 +151,16 @@ def sequence_cos_sin(
     (8, 2)
     """
     kernel = kernel_of(like)
-    if spec.depends_on_length and hasattr(seq_len, "__len__") and np.ndim(seq_len):
-        positions = kernel.arange(like, seq)
-        return cos_sin(spec, kernel.repeat_rows(positions, len(seq_len)), precision, seq_len)
+    if spec.depends_on_length and is_per_row(seq_len):
+        positions = kernel.repeat_rows(kernel.arange(like, seq), len(seq_len))
+        return cos_sin(spec, positions, precision, seq_len)
     length = _known_length(spec, seq if seq_len is None else seq_len)
     if not kernel.is_cacheable(like):
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
     # a few sizes serve every length
     rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
 
-    def build() -> tuple[Any, Any]:
+    def build() -> tuple[Array, Array]:
         return cos_sin(spec, kernel.arange(like, rows), precision, length)
 
     key = ("tables", spec, length, rows, precision, kernel.device_key(like))
@@ -141,13 +171,13 @@ def sequence_cos_sin(
 def moved_cos_sin(
     spec: Rotary,
     new_spec: Rotary,
-    from_positions: Any,
-    to_positions: Any,
-    like: Any,
-    seq_len: Any = None,
-    new_seq_len: Any = None,
+    from_positions: object,
+    to_positions: object,
+    like: Array,
+    seq_len: object = None,
+    new_seq_len: object = None,
     allow_negative: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """cos and sin that turn from `spec` at `from_positions` to `new_spec` at `to_positions`.
 
     Positions are (seq,) or (batch, seq), with the axes last if there are several; amplitudes are
@@ -158,10 +188,11 @@ def moved_cos_sin(
     >>> bool((moved_cos_sin(spec, spec, start, start + 2, start)[0] == cos_sin(spec, [2])[0]).all())
     True
     """
-    given, library = (from_positions, to_positions), kernel_of(like)
-    local = [kernel_of(where).to_numpy(where) for where in given]
-    is_local = local[0] is not None and local[1] is not None
-    kernel, (old, new) = (host(), local) if is_local else (library, given)
+    old: Any = kernel_of(from_positions).to_numpy(from_positions)
+    new: Any = kernel_of(to_positions).to_numpy(to_positions)
+    library, is_local = kernel_of(like), old is not None and new is not None
+    kernel: Kernel[Any] = host() if is_local else library
+    old, new = (old, new) if is_local else (from_positions, to_positions)
     is_one_row = len(_tokens(spec, old)) == len(_tokens(new_spec, new)) == 1
     old, kind, lengths = _rows(spec, kernel, old, seq_len, allow_negative)
     new, new_kind, new_lengths = _rows(new_spec, kernel, new, new_seq_len, allow_negative)
@@ -184,31 +215,31 @@ def moved_cos_sin(
     return (library.from_numpy(cos), library.from_numpy(sin)) if is_local else (cos, sin)
 
 
-def _phases(spec: Rotary, positions: Array, lengths: tuple[int | None, ...]) -> Array:
+def _phases(spec: Rotary, positions: Numbers, lengths: tuple[int | None, ...]) -> Numbers:
     """The angle of every pair in units of 2^-64 turn, modulo one turn: (rows, seq, pairs) int64."""
     turns = spec.sign * _frequency_rows(spec, lengths, None).view(np.int64)
     per_pair = positions[..., list(spec.axes)] if spec.axes else positions[..., None]
     return per_pair * turns[:, None, :]
 
 
-def _is_subtractable(old: Any, new: Any, allow_negative: bool) -> bool:
+def _is_subtractable(old: Array, new: Array, allow_negative: bool) -> bool:
     """Whether the difference of whole numbers fits in their own type, or wraps modulo 2^64."""
     names = {str(where.dtype).removeprefix("torch.") for where in (old, new)}
     return names == {"int64"} or (names == {"int32"} and not allow_negative)
 
 
-def _tokens(spec: Rotary, positions: Any) -> tuple[int, ...]:
+def _tokens(spec: Rotary, positions: Array) -> tuple[int, ...]:
     return tuple(positions.shape[:-1] if spec.num_axes > 1 else positions.shape)
 
 
 def _rows(
     spec: Rotary,
-    kernel: Kernel,
-    positions: Any,
-    seq_len: Any,
+    kernel: Kernel[Array],
+    positions: Array,
+    seq_len: object,
     allow_negative: bool,
     max_bytes: int = MAX_BYTES,
-) -> tuple[Any, str, tuple[int | None, ...]]:
+) -> tuple[Array, str, tuple[int | None, ...]]:
     """Checked positions as (rows, seq) or (rows, seq, axes); their kind; the length of each row."""
     _check_shape(spec, positions.shape, max_bytes)
     kind, low, high = kernel.inspect(positions)
@@ -220,13 +251,13 @@ def _rows(
 
 def _tables(
     spec: Rotary,
-    kernel: Kernel,
-    positions: Any,
+    kernel: Kernel[Array],
+    positions: Array,
     kind: str,
     precision: Precision,
     lengths: tuple[int | None, ...],
     power: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """cos and sin, times that power of the attention factor."""
     if precision == "float32":
         make, arithmetic = kernel.tables_float32, kernel.arithmetic
@@ -236,13 +267,12 @@ def _tables(
         make, arithmetic = kernel.tables_float64, FLOAT64
     frequencies = kernel.host_constant(_frequency_rows, spec, lengths, arithmetic)
     scales = kernel.host_constant(_scale_rows, spec, lengths, power)
-    tables: tuple[Any, Any] = make(positions, frequencies, scales, spec.axes, spec.sign < 0)
-    return tables
+    return make(positions, frequencies, scales, spec.axes, spec.sign < 0)
 
 
 def _frequency_rows(
     spec: Rotary, lengths: tuple[int | None, ...], arithmetic: Arithmetic | None
-) -> Array:
+) -> Numbers:
     rows = [
         turns(spec, length) if arithmetic is None else _frequencies(spec, length, arithmetic)[0]
         for length in lengths
@@ -250,12 +280,12 @@ def _frequency_rows(
     return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
 
-def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...], power: int = 1) -> Array:
+def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...], power: int = 1) -> Numbers:
     return np.array([_frequencies(spec, length, FLOAT64)[1] ** power for length in lengths])
 
 
-def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Array, float]:
-    def build() -> tuple[Array, float]:
+def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Numbers, float]:
+    def build() -> tuple[Numbers, float]:
         extra = {"seq_len": length} if spec.depends_on_length else {}
         schedule = SCHEDULES[spec.schedule]
         with warnings.catch_warnings():
@@ -263,38 +293,36 @@ def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tu
             frequencies, factor = schedule(
                 spec.rotary_dim, spec.base, arithmetic, **spec.params, **extra
             )
-        return _read_only(frequencies), factor
+        frequencies.setflags(write=False)
+        return frequencies, factor
 
     return _cache.get(("inv_freq", spec, length, arithmetic), build)
 
 
-def _turns_of(frequencies: Array) -> npt.NDArray[np.uint64]:
+def _turns_of(frequencies: Numbers) -> npt.NDArray[np.uint64]:
     exact = []
     for value in frequencies:
         numerator, denominator = float(value).as_integer_ratio()
         shift = _BITS - 64 + denominator.bit_length() - 1  # the denominator is a power of two
         exact.append(((numerator * _INVERSE_TWO_PI + (1 << (shift - 1))) >> shift) % 2**64)
-    return _read_only(np.array(exact, np.uint64))
+    turns = np.array(exact, np.uint64)
+    turns.setflags(write=False)
+    return turns
 
 
-def _read_only(array: Array) -> Array:
-    array.flags.writeable = False
-    return array
-
-
-def _known_length(spec: Rotary, seq_len: Any) -> int | None:
+def _known_length(spec: Rotary, seq_len: object) -> int | None:
     if seq_len is None or not spec.depends_on_length:
         return None
     _check_known(seq_len)
     # isinstance comes first: a length may be a symbol of torch.compile, which has no attributes
-    is_python = isinstance(seq_len, int) or not hasattr(seq_len, "item")
-    length = seq_len if is_python else seq_len.item()
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+    if not isinstance(seq_len, int) and hasattr(seq_len, "item"):
+        seq_len = seq_len.item()
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
         raise ValueError(f"seq_len must be a whole number >= 0, got {seq_len!r}")
-    return length
+    return seq_len
 
 
-def _check_known(seq_len: Any) -> None:
+def _check_known(seq_len: object) -> None:
     if is_traced(seq_len):
         raise ValueError(
             "seq_len must be known when the call is traced: make it a static argument of jax.jit"
@@ -304,7 +332,7 @@ def _check_known(seq_len: Any) -> None:
 
 
 def _row_lengths(
-    spec: Rotary, kernel: Kernel, positions: Any, seq_len: Any, lead: tuple[int, ...]
+    spec: Rotary, kernel: Kernel[Array], positions: Array, seq_len: object, lead: tuple[int, ...]
 ) -> tuple[int | None, ...]:
     """The length that each row is scaled for; one entry if it is the same for all."""
     if not spec.depends_on_length:
@@ -369,9 +397,3 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
 
 
 _cache = Cache(CACHE_BYTES)
-if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
-    os.register_at_fork(
-        before=_cache.lock.acquire,
-        after_in_parent=_cache.lock.release,
-        after_in_child=_cache.lock.release,
-    )

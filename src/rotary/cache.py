@@ -1,9 +1,12 @@
 """Values kept for the next call: least recently used first out, bounded in bytes."""
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Cache:
@@ -19,8 +22,13 @@ class Cache:
         self.lock = threading.RLock()
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._in_use = False  # by the thread that has the lock
+        if hasattr(os, "register_at_fork"):  # never fork while another thread holds the lock
+            release = self.lock.release
+            os.register_at_fork(
+                before=self.lock.acquire, after_in_parent=release, after_in_child=release
+            )
 
-    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """The value kept under `key`, or what `build` makes, kept if it fits."""
         with self.lock:
             if not self._in_use:

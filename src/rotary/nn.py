@@ -1,6 +1,6 @@
 """RoPE as a torch module, for models that are made of modules."""
 
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -36,14 +36,22 @@ class RotaryEmbedding(torch.nn.Module):
         self.precision: Precision = precision
         self.seq_dim = seq_dim
 
+    @overload
+    def forward(
+        self, q: Tensor, k: None = None, *, positions: object = None, seq_len: object = None
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, *, positions: object = None, seq_len: object = None
+    ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,
         k: Tensor | None = None,
         *,
-        positions: Tensor | None = None,
-        seq_len: Any = None,
-    ) -> Any:
+        positions: object = None,
+        seq_len: object = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """(q, k) rotated, or q alone; arguments as in `rotary.apply`."""
         return apply(
             self.spec,

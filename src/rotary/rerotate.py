@@ -1,9 +1,9 @@
 """`rerotate`: keys that are rotated and cached, moved to other positions or other frequencies."""
 
-from typing import Any
+from typing import Any, overload
 
 from .angles import moved_cos_sin
-from .kernels import kernel_of
+from .kernels import Array, kernel_of
 from .kernels.geometry import seq_axis
 from .rotate import rotate
 from .spec import Rotary
@@ -11,19 +11,47 @@ from .spec import Rotary
 _FIXED = ("head_dim", "rotary_dim", "start", "out_layout")
 
 
+@overload
 def rerotate(
-    k: Any,
+    k: list[Array],
     spec: Rotary,
-    from_positions: Any,
-    to_positions: Any,
+    from_positions: object,
+    to_positions: object,
     new_spec: Rotary | None = None,
     *,
-    seq_len: Any = None,
-    new_seq_len: Any = None,
+    seq_len: object = None,
+    new_seq_len: object = None,
     seq_dim: int | None = None,
     allow_negative: bool = False,
-    out: Any = None,
-) -> Any:
+    out: object = None,
+) -> tuple[Array, ...]: ...
+@overload
+def rerotate(
+    k: Array,
+    spec: Rotary,
+    from_positions: object,
+    to_positions: object,
+    new_spec: Rotary | None = None,
+    *,
+    seq_len: object = None,
+    new_seq_len: object = None,
+    seq_dim: int | None = None,
+    allow_negative: bool = False,
+    out: object = None,
+) -> Array: ...
+def rerotate(
+    k: Array | list[Array],
+    spec: Rotary,
+    from_positions: object,
+    to_positions: object,
+    new_spec: Rotary | None = None,
+    *,
+    seq_len: object = None,
+    new_seq_len: object = None,
+    seq_dim: int | None = None,
+    allow_negative: bool = False,
+    out: object = None,
+) -> Array | tuple[Array, ...]:
     """Keys rotated by `spec` at `from_positions`, as `new_spec` rotates them at `to_positions`.
 
     k               (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim), as they
@@ -67,7 +95,7 @@ def rerotate(
     """
     new_spec = spec if new_spec is None else new_spec
     _check_specs(spec, new_spec)
-    like = k[0] if isinstance(k, (tuple, list)) and k else k
+    like: Any = k[0] if isinstance(k, (tuple, list)) and k else k
     kernel = kernel_of(like)
     shape = tuple(like.shape)
     seq = shape[seq_axis(shape, seq_dim)]
@@ -99,7 +127,9 @@ def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
             )
 
 
-def _check_positions(name: str, where: Any, spec: Rotary, seq: int, shape: tuple[int, ...]) -> None:
+def _check_positions(
+    name: str, where: Array, spec: Rotary, seq: int, shape: tuple[int, ...]
+) -> None:
     """Refuse what would broadcast, or run along the heads."""
     tokens = tuple(where.shape[:-1] if spec.num_axes > 1 else where.shape)
     batches = ((), (1,), shape[:1]) if len(shape) > 3 else ((),)

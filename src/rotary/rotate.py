@@ -1,19 +1,20 @@
 """`rotate` and `apply`: the two calls of a model, for every array library."""
 
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import check_positions, hint_for, kernel_of
+from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .spec import Rotary
 
+Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
 
+
+@overload
 def rotate(
-    x: Any,
-    cos: Any,
-    sin: Any,
+    x: list[Array],
+    cos: object,
+    sin: object,
     spec: Rotary | None = None,
     *,
     layout: str | None = None,
@@ -21,10 +22,41 @@ def rotate(
     rotary_dim: int | None = None,
     start: int | None = None,
     seq_dim: int | None = None,
-    positions: Any = None,
+    positions: object = None,
     conjugate: bool = False,
-    out: Any = None,
-) -> Any:
+    out: object = None,
+) -> tuple[Array, ...]: ...
+@overload
+def rotate(
+    x: Array,
+    cos: object,
+    sin: object,
+    spec: Rotary | None = None,
+    *,
+    layout: str | None = None,
+    out_layout: str | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    seq_dim: int | None = None,
+    positions: object = None,
+    conjugate: bool = False,
+    out: object = None,
+) -> Array: ...
+def rotate(
+    x: Array | list[Array],
+    cos: object,
+    sin: object,
+    spec: Rotary | None = None,
+    *,
+    layout: str | None = None,
+    out_layout: str | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    seq_dim: int | None = None,
+    positions: object = None,
+    conjugate: bool = False,
+    out: object = None,
+) -> Array | tuple[Array, ...]:
     """`x`, or every array of a tuple such as (q, k), rotated by tables of cos and sin.
 
     x          (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim); a tuple is
@@ -108,26 +140,54 @@ def _options(spec: Rotary, seq_dim: int | None, conjugate: bool) -> Options:
     return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
 
 
-def _outputs(out: Any, count: int) -> tuple[Any, ...]:
+def _outputs(out: object, count: int) -> tuple[Any, ...]:
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != count:
         raise ValueError(f"out must hold one array for each of the {count} inputs")
     return outs
 
 
+@overload
 def apply(
     spec: Rotary,
-    q: Any,
-    k: Any = None,
+    q: Array,
+    k: None = None,
     *,
-    positions: Any = None,
+    positions: object = None,
     seq_dim: int | None = None,
-    seq_len: Any = None,
+    seq_len: object = None,
     precision: Precision = "exact",
     allow_negative: bool = False,
     conjugate: bool = False,
-    out: Any = None,
-) -> Any:
+    out: object = None,
+) -> Array: ...
+@overload
+def apply(
+    spec: Rotary,
+    q: Array,
+    k: Other,
+    *,
+    positions: object = None,
+    seq_dim: int | None = None,
+    seq_len: object = None,
+    precision: Precision = "exact",
+    allow_negative: bool = False,
+    conjugate: bool = False,
+    out: object = None,
+) -> tuple[Array, Other]: ...
+def apply(
+    spec: Rotary,
+    q: Array,
+    k: Other | None = None,
+    *,
+    positions: object = None,
+    seq_dim: int | None = None,
+    seq_len: object = None,
+    precision: Precision = "exact",
+    allow_negative: bool = False,
+    conjugate: bool = False,
+    out: object = None,
+) -> Array | tuple[Array, Other]:
     """q and k rotated as `spec` says, at `positions`, or at 0 .. seq - 1.
 
     q, k       (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim)
@@ -156,10 +216,14 @@ def apply(
     if precision == "exact":
         xs = (q,) if k is None else (q, k)
         outs = None if out is None else _outputs(out, len(xs))
-        is_taken = kernel.makes_angles(xs, positions, outs, spec.num_axes)
-        if is_taken and _is_of_one_length(spec, positions, seq_len):
-            length = seq if seq_len is None else seq_len
-            turned = kernel.rotate_exact(
+        if (
+            kernel.rotate_exact
+            and kernel.makes_angles
+            and kernel.makes_angles(xs, positions, outs, spec.num_axes)
+            and _is_of_one_length(spec, positions, seq_len)
+        ):
+            length: Any = seq if seq_len is None else seq_len
+            turned: Any = kernel.rotate_exact(
                 xs,
                 turns(spec, length),
                 inv_freq(spec, length)[1],
@@ -174,15 +238,15 @@ def apply(
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
-    x = q if k is None else (q, k)
+    x: Any = q if k is None else (q, k)
     return rotate(x, cos, sin, spec, seq_dim=seq_dim, conjugate=conjugate, out=out)
 
 
-def _is_of_one_length(spec: Rotary, positions: Any, seq_len: Any) -> bool:
+def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
     """Whether all rows are scaled alike, which is known without looking at positions."""
     if not spec.depends_on_length:
         return True
-    return positions is None if seq_len is None else not np.ndim(seq_len)
+    return positions is None if seq_len is None else not is_per_row(seq_len)
 
 
 def _check_shape(spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels import Array as Array
 from ..kernels import kernel_of
-
-Array = Any  # a NumPy array, a torch tensor or a JAX array
 
 _INT32 = 2**31
 
@@ -23,7 +22,7 @@ def namespace(array: Array) -> Any:
     return sys.modules[kernel_of(array).namespace]
 
 
-def positions_of(positions: Any, x: Array) -> Array:
+def positions_of(positions: object, x: Array) -> Array:
     """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1.
 
     >>> positions_of(None, np.zeros((3, 4)))

@@ -121,8 +121,8 @@ def distance_attention(
     spec: Rotary,
     distances: DistanceMap,
     *,
-    q_positions: Array | None = None,
-    k_positions: Array | None = None,
+    q_positions: object = None,
+    k_positions: object = None,
 ) -> Array:
     """Causal softmax attention in which q and k are rotated by mapped distances, exactly.
 

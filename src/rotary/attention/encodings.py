@@ -37,7 +37,7 @@ def xpos(
     q: Array,
     k: Array,
     *,
-    positions: Array | None = None,
+    positions: object = None,
     origin: int = 0,
     scale_base: float = 512.0,
     gamma: float = 0.4,

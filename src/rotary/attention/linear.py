@@ -8,7 +8,7 @@ Source: Su et al., RoFormer (arXiv 2104.09864), equation 19; Katharopoulos et al
 2006.16236), equations 16 to 20, for the recurrent form.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..kernels import kernel_of
 from ..rotate import apply
@@ -30,9 +30,14 @@ def elu_plus_one(x: Array) -> Array:
 
 
 def linear_attention(
-    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
-    positions: Array | None = None, allow_negative: bool = False,
-) -> Array:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    positions: object = None,
+    allow_negative: bool = False,
+) -> Array:
     """Causal linear attention with RoPE, by all pairs of tokens: the definition.
 
     q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
@@ -52,9 +57,14 @@ def linear_attention(
 
 
 def recurrent_linear_attention(
-    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
-    positions: Array | None = None, allow_negative: bool = False,
-) -> Array:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: Rotary | None = None,
+    *,
+    positions: object = None,
+    allow_negative: bool = False,
+) -> Array:
     """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
 
     >>> import numpy as np
@@ -79,9 +89,9 @@ class LinearState(NamedTuple):
     7
     """
 
-    s: Array
-    z: Array
-    position: Array
+    s: Any
+    z: Any
+    position: Any
 
 
 def chunked_linear_attention(
@@ -91,7 +101,7 @@ def chunked_linear_attention(
     spec: Rotary | None = None,
     *,
     state: LinearState | None = None,
-    positions: Array | None = None,
+    positions: object = None,
     chunk_size: int = 64,
     allow_negative: bool = False,
 ) -> tuple[Array, LinearState]:
@@ -151,7 +161,7 @@ def _by_chunks(
 
 
 def _features(
-    q: Array, k: Array, spec: Rotary | None, positions: Array | None, allow_negative: bool
+    q: Array, k: Array, spec: Rotary | None, positions: object, allow_negative: bool
 ) -> tuple[Array, Array, Array, Array]:
     q, k = elu_plus_one(at_least_float32(q)), elu_plus_one(at_least_float32(k))
     if spec is None:

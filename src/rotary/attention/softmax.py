@@ -26,8 +26,8 @@ def softmax_attention(
     v: Array,
     spec: Rotary | None = None,
     *,
-    q_positions: Array | None = None,
-    k_positions: Array | None = None,
+    q_positions: object = None,
+    k_positions: object = None,
     causal: bool = True,
 ) -> Array:
     """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
@@ -97,8 +97,8 @@ def vo_rope_attention(
     value_spec: Rotary,
     spec: Rotary | None = None,
     *,
-    q_positions: Array | None = None,
-    k_positions: Array | None = None,
+    q_positions: object = None,
+    k_positions: object = None,
     causal: bool = True,
 ) -> Array:
     """Softmax attention whose values are rotated, and whose output is rotated back: VO-RoPE.
@@ -130,7 +130,7 @@ def vo_rope_attention(
     return output / float(inv_freq(value_spec)[1]) ** 2
 
 
-def scale_by_log_n(q: Array, counts: Array, trained_length: int) -> Array:
+def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
     """q times max(1, ln n / ln trained_length), for queries that see n keys each.
 
     Keeps the entropy of the weights from growing with the number of keys. `counts` is (seq,) or
@@ -145,8 +145,8 @@ def scale_by_log_n(q: Array, counts: Array, trained_length: int) -> Array:
     if trained_length < 2:
         raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
     xp = namespace(q)
-    counts = cast(positions_of(counts, q), widest_float(q))
-    factors = xp.clip(xp.log(xp.clip(counts, 1, None)) / math.log(trained_length), 1, None)
+    seen = cast(positions_of(counts, q), widest_float(q))
+    factors = xp.clip(xp.log(xp.clip(seen, 1, None)) / math.log(trained_length), 1, None)
     return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
 

@@ -5,12 +5,24 @@ says what each of them computes.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+from ..schedules import Arithmetic
+from .geometry import Options
+
+Array = TypeVar("Array", bound=Any)  # of NumPy, torch or JAX: the type that goes in comes out
+Numbers = npt.NDArray[Any]  # on the host
+Rotate = Callable[
+    [Sequence[Array], Array, Array, object, Options, bool, Sequence[Array] | None],
+    tuple[Array, ...],
+]
+Tables = Callable[[Array, Numbers, Numbers, Sequence[int], bool], tuple[Array, Array]]
 
 NEEDS_LENGTH = "a spec that depends on the length needs seq_len as a whole number"
 NESTED = (
@@ -19,41 +31,39 @@ NESTED = (
 )
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[Array]):
     """What an array library has to give; a rotation and tables first, then what positions need."""
 
     name: str
     namespace: str  # the module with exp, where, stack, ...
-    rotate: Callable[..., tuple[Any, ...]]  # (xs, cos, sin, positions, options, conjugate, out)
-    tables: Callable[..., tuple[Any, Any]]  # cos and sin: (positions, turns, scales, axes, back)
-    tables_float64: Callable[..., tuple[Any, Any]]  # of fractional positions, from inv_freq
-    tables_float32: Callable[..., tuple[Any, Any]]  # in float32 steps, from inv_freq
-    arithmetic: Any  # how the library computes frequencies in float32, see `schedules`
+    rotate: Rotate[Array]  # (xs, cos, sin, positions, options, conjugate, out)
+    tables: Tables[Array]  # cos and sin: (positions, turns, scales, axes, backwards)
+    tables_float64: Tables[Array]  # of fractional positions, from inv_freq
+    tables_float32: Tables[Array]  # in float32 steps, from inv_freq
+    arithmetic: Arithmetic  # how the library computes frequencies in float32
 
-    takes: Callable[[Any], bool]  # whether an array may stand beside one of this library
-    inspect: Callable[[Any], tuple[str, Any, Any]]  # kind, smallest and largest of positions
-    row_lengths: Callable[[Any], list[int]]  # largest position of each row, plus one
-    arange: Callable[[Any, int], Any]  # positions 0 .. count - 1 on the device of an array
-    as_positions: Callable[[Any, Any], Any]  # lists, or positions of another library, beside x
-    repeat_rows: Callable[[Any, int], Any]  # the same positions for so many rows
-    to_numpy: Callable[[Any], Any]  # positions in memory as a NumPy array, None if they are not
-    from_numpy: Callable[[Any], Any]  # a table made by NumPy
+    takes: Callable[[object], bool]  # whether an array may stand beside one of this library
+    inspect: Callable[[Array], tuple[str, float | None, float | None]]  # kind, lowest, highest
+    row_lengths: Callable[[Array], list[int]]  # largest position of each row, plus one
+    arange: Callable[[Array, int], Array]  # positions 0 .. count - 1 on the device of an array
+    as_positions: Callable[[object, Array], Array]  # lists, or those of another library, beside x
+    repeat_rows: Callable[[Array, int], Array]  # the same positions for so many rows
+    to_numpy: Callable[[Array], Numbers | None]  # positions, where they are in memory
+    from_numpy: Callable[[Numbers], Array]  # a table made by NumPy
     host_constant: Callable[..., Any]  # a function called on the host, also while tracing
-    is_cacheable: Callable[[Any], bool]  # whether tables for an array may be kept
-    device_key: Callable[[Any], str]  # where they live, as part of the key of the cache
+    is_cacheable: Callable[[Array], bool]  # whether tables for an array may be kept
+    device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
 
-    check: Callable[[Any], None] | None = None  # refuses an array whose type alone says nothing
-    makes_angles: Callable[..., bool] = _never  # whether `rotate_exact` takes (xs, positions, ...)
-    rotate_exact: Any = None  # the rotation by angles worked out on the way, without tables
-    on_shards: Any = None  # tables of positions that are spread over processes
+    check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
+    # the rotation by angles worked out on the way, without tables; and whether it takes these
+    rotate_exact: Callable[..., tuple[Array, ...]] | None = None
+    makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)
+    # tables of positions that are spread over processes
+    on_shards: Callable[..., tuple[Array, Array]] | None = None
 
 
-def kernel_of(array: Any) -> Kernel:
+def kernel_of(array: Array) -> Kernel[Array]:
     """The kernel for an array; TypeError, naming the known libraries, for anything else.
 
     >>> import numpy
@@ -66,24 +76,24 @@ def kernel_of(array: Any) -> Kernel:
     return kernel
 
 
-def _find(array: Any) -> Kernel:
+def _find(array: object) -> Kernel[Any]:
     kernels = [load() for name, load in KERNELS.items() if _is_a(array, name)]
     if not (kernels and kernels[0].takes(array)):
         raise TypeError(f"cannot rotate a {_described(array)}")
     # another thread may be in the middle of importing torch
-    compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
     if compiler is None or not compiler.is_compiling():  # a traced call has no side effect
         _known[type(array)] = kernels[0]
     return kernels[0]
 
 
-def _is_a(array: Any, name: str) -> bool:
+def _is_a(array: object, name: str) -> bool:
     library, _, kind = name.rpartition(".")
     module = sys.modules.get(library)  # no array can exist before its library is imported
     return module is not None and isinstance(array, getattr(module, kind, ()))
 
 
-def _numpy() -> Kernel:
+def _numpy() -> Kernel[Any]:
     try:
         from .cpu import KERNEL
     except ImportError:  # without Numba the reference gives the same numbers, slowly
@@ -91,19 +101,19 @@ def _numpy() -> Kernel:
     return KERNEL
 
 
-def _dtensor() -> Kernel:
+def _dtensor() -> Kernel[Any]:
     from .dtensor import KERNEL
 
     return KERNEL
 
 
-def _torch() -> Kernel:
+def _torch() -> Kernel[Any]:
     from .torch import KERNEL
 
     return KERNEL
 
 
-def _jax() -> Kernel:
+def _jax() -> Kernel[Any]:
     from .jax import KERNEL
 
     return KERNEL
@@ -111,17 +121,17 @@ def _jax() -> Kernel:
 
 # Array type -> what loads its kernel, when the first such array comes. An array gets that of the
 # first type that it is one of.
-KERNELS: dict[str, Callable[[], Kernel]] = {
+KERNELS: dict[str, Callable[[], Kernel[Any]]] = {
     "numpy.ndarray": _numpy,
     "torch.distributed.tensor.DTensor": _dtensor,
     "torch.Tensor": _torch,
     "jax.Array": _jax,
 }
-_known: dict[type, Kernel] = {}
+_known: dict[type, Kernel[Any]] = {}
 
 
 @contextmanager
-def served_by(kernel: Kernel, module: Any) -> Iterator[None]:
+def served_by(kernel: Kernel[Any], module: Any) -> Iterator[None]:
     """In this block the arrays of a kernel's module are given to another kernel."""
     before, module.KERNEL = module.KERNEL, kernel
     _known.clear()
@@ -132,7 +142,7 @@ def served_by(kernel: Kernel, module: Any) -> Iterator[None]:
         _known.clear()
 
 
-def host() -> Kernel:
+def host() -> Kernel[Numbers]:
     """The kernel for memory of this machine.
 
     >>> host().name
@@ -144,7 +154,7 @@ def host() -> Kernel:
 _NOTHING = np.empty(0)
 
 
-def is_distributed(tensor: Any) -> bool:
+def is_distributed(tensor: object) -> bool:
     """Whether a torch tensor is a DTensor, of which this process holds a part.
 
     >>> is_distributed(3)
@@ -154,7 +164,7 @@ def is_distributed(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def check_positions(positions: Any) -> None:
+def check_positions(positions: object) -> None:
     """Refuse positions that only a copy from a GPU, or the loss of their mask, would read.
 
     >>> check_positions([0, 1, 2])
@@ -168,7 +178,7 @@ def check_positions(positions: Any) -> None:
         raise TypeError(f"cannot take positions from a {_described(positions)}")
 
 
-def _described(array: Any) -> str:
+def _described(array: object) -> str:
     kind = type(array)
     libraries = f"array libraries known: numpy, torch, jax{hint_for(kind)}"
     return f"{kind.__module__}.{kind.__qualname__}; {libraries}"
@@ -195,7 +205,16 @@ def hint_for(kind: type) -> str:
     return ""
 
 
-def is_traced(value: Any) -> bool:
+def is_per_row(seq_len: Any) -> TypeGuard[Sequence[int]]:
+    """Whether a length is given for each row: a list or an array of them, and no single number.
+
+    >>> is_per_row([5, 7]), is_per_row(5), is_per_row(np.array(5))
+    (True, False, False)
+    """
+    return hasattr(seq_len, "__len__") and np.ndim(seq_len) > 0
+
+
+def is_traced(value: object) -> bool:
     """Whether a value is a tracer of JAX: its numbers are known only when the compiled call runs.
 
     >>> is_traced(3)
@@ -205,7 +224,7 @@ def is_traced(value: Any) -> bool:
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
-def is_open(value: Any) -> bool:
+def is_open(value: object) -> bool:
     """Whether a value is a size that torch.export leaves open, for the program to take any.
 
     >>> is_open(3)

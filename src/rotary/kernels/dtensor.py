@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import host, torch_exact, torch_tables
+from . import Kernel, host, is_per_row, torch_exact, torch_tables
 from . import torch as kernel
 from .dtensor_shards import (
     Spans,
@@ -184,7 +184,7 @@ def on_shards(
     if positions.device_mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not part of {positions.device_mesh}, so it has no angles")
     spans = spans_of(positions)
-    if hasattr(seq_len, "__len__") and np.ndim(seq_len):
+    if is_per_row(seq_len):
         rows = tuple([slice(first, first + count) for first, count in spans[: tokens - 1]])
         seq_len = np.asarray(seq_len)[rows]
     cos, sin = make(shard_of(positions, spans), seq_len=seq_len)
@@ -211,8 +211,9 @@ def _made_tables(
     if numbers is None:
         cos, sin = torch_tables.tables(positions[None], steps, scales, (), False)
         return cos[0], sin[0]
-    cos, sin = host().tables(numbers[None], steps, scales, (), False)
-    return torch_tables.from_numpy(cos[0]), torch_tables.from_numpy(sin[0])
+    tables = host().tables(numbers[None], steps, scales, (), False)
+    cos, sin = (torch_tables.from_numpy(table[0]) for table in tables)
+    return cos, sin
 
 
 _kept_tables = lru_cache(maxsize=_KEPT)(_made_tables)
@@ -270,8 +271,9 @@ def is_cacheable(like: DTensor) -> bool:
     return not is_tracing() and torch_tables.is_cacheable(like.to_local())
 
 
+_of_a_rank: Kernel[Any] = kernel.KERNEL
 KERNEL = replace(
-    kernel.KERNEL,
+    _of_a_rank,
     name="DTensor",
     rotate=rotate,
     makes_angles=makes_angles,
