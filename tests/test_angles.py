@@ -21,7 +21,7 @@ import rotary
 from rotary import Rotary, positions
 from rotary.angles import sequence_cos_sin
 from rotary.cache import Cache
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels import torch_tables
 
 PROMISED = 1.5e-7
@@ -111,9 +111,9 @@ def test_any_base_schedule_and_position(schedule, base, m):
 def test_every_kernel_gives_the_same(where, base):
     turns = rotary.turns(Rotary(head_dim=80, base=base))[None]
     batch, scales = np.array([where]), np.array([1.25])
-    wanted = law.tables(batch, turns, scales, (), False)
+    wanted = reference.tables(batch, turns, scales, (), False)
     loops = rotary.cos_sin(Rotary(head_dim=80, base=base), batch[0], allow_negative=True)
-    assert_close(loops, law.tables(batch, turns, np.ones(1), (), False), 1.01 * ULP)
+    assert_close(loops, reference.tables(batch, turns, np.ones(1), (), False), 1.01 * ULP)
     tensors = torch.from_numpy(batch), torch.tensor(turns.view(np.int64)), torch.tensor(scales)
     formula = torch_tables.tables(*tensors, (), False)  # the way of other devices
     assert_close(formula, wanted, 2 * ULP)  # an ulp is twice as large above 1

@@ -12,7 +12,7 @@ import torch
 from rotary import Rotary, bench, cos_sin, doctor
 from rotary.bench import Shape, measure, numpy_cases, table_cases, torch_cases
 from rotary.kernels import cpu
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels.geometry import Options
 
 SHAPE = Shape(7, batch=2, q_heads=3, k_heads=1)
@@ -81,7 +81,7 @@ def inputs_of(case: Any) -> tuple[Any, Any]:
 def rotated(spec: Rotary, *xs: np.ndarray) -> tuple[np.ndarray, ...]:
     cos, sin = cos_sin(spec, np.arange(SHAPE.seq))
     options = Options(spec.layout, None, spec.rotary_dim, spec.start, -2)
-    return law.rotate(xs, cos, sin, None, options, False, None)
+    return reference.rotate(xs, cos, sin, None, options, False, None)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -192,7 +192,7 @@ def test_the_doctor_finds_equal_kernels():
 
 def test_the_doctor_sees_a_broken_kernel(monkeypatch):
     def rotate(*arguments: Any) -> tuple[np.ndarray, ...]:
-        (x,) = law.rotate(*arguments)
+        (x,) = reference.rotate(*arguments)
         x[0, 3, 100, 17] = np.nextafter(x[0, 3, 100, 17], np.float32(9))  # one bit of one element
         return (x,)
 

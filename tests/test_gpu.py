@@ -13,7 +13,7 @@ import torch
 
 import rotary
 from rotary import Rotary, positions
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels import torch as kernel
 from rotary.kernels import torch_launch
 from rotary.kernels.geometry import Options, geometry_of
@@ -52,7 +52,7 @@ def wanted(x, cos, sin, options, conjugate=False):
     """The law, on the host, of float32 tensors; rounded once to the dtype of x."""
     cos, sin = (table.cpu().numpy() for table in (cos, sin))
     wide = x.detach().cpu().float().contiguous().numpy()
-    (result,) = law.rotate((wide,), cos, sin, None, options, conjugate, None)
+    (result,) = reference.rotate((wide,), cos, sin, None, options, conjugate, None)
     return torch.from_numpy(result).to(x.dtype)
 
 
@@ -174,8 +174,8 @@ def test_gradients_of_apply_turn_back(name, launches):
 def test_what_the_kernel_does_not_take_is_the_formula(launches):
     x, (cos, sin) = randn(2, 3, 5, 8), tables(5, 4)
     wide = x.double()
-    want = law.rotate((wide.cpu().numpy(),), cos.cpu().numpy(), sin.cpu().numpy(), None, Options(),
-                      False, None)[0]  # fmt: skip
+    arrays = (wide.cpu().numpy(),), cos.cpu().numpy(), sin.cpu().numpy()
+    want = reference.rotate(*arrays, None, Options(), False, None)[0]
     same(rotary.rotate(wide, cos, sin, layout="half"), torch.from_numpy(want))
     same(
         torch.vmap(lambda x: rotary.rotate(x, cos, sin, layout="half"))(x),

@@ -16,7 +16,7 @@ import torch
 import rotary
 from rotary.kernels import cpu
 from rotary.kernels import jax as jax_kernel
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels import threads as pool
 from rotary.kernels import torch as torch_kernel
 from rotary.kernels.geometry import Geometry, Options, geometry_of
@@ -143,13 +143,13 @@ class Mirror:
         while isinstance(base.base, np.ndarray):
             base = base.base
         low, high = np.lib.array_utils.byte_bounds(base)
-        low += (law.address(array) - low) % array.itemsize  # a device has nothing misaligned
+        low += (reference.address(array) - low) % array.itemsize  # a device has nothing misaligned
         if low not in self.blocks:
             host = np.frombuffer((ctypes.c_byte * (high - low)).from_address(low), np.uint8)
             self.blocks[low] = host, torch.from_numpy(host).to(self.device, copy=True)
         block = self.blocks[low][1]
         typed = block[: len(block) // array.itemsize * array.itemsize].view(tensor.dtype)
-        offset = (law.address(array) - low) // array.itemsize
+        offset = (reference.address(array) - low) // array.itemsize
         return typed.as_strided(tensor.shape, tensor.stride(), offset)
 
     def bring_back(self):
@@ -182,7 +182,12 @@ def _call_operator(xs, cos, sin, rows, options, conjugate, out):
     return torch.ops.rotary.rotate_out(*arguments, list(out))
 
 
-IN_PLACE = {"law": law.rotate, "cpu": cpu.rotate, "torch": _torch, "operator": _torch_operator}
+IN_PLACE = {
+    "reference": reference.rotate,
+    "cpu": cpu.rotate,
+    "torch": _torch,
+    "operator": _torch_operator,
+}
 if torch.cuda.is_available():
     IN_PLACE |= {
         "cuda": _on_device(torch_kernel.rotate),
@@ -368,7 +373,7 @@ def by_kernel(kernels, forms):
         (kernel, form)
         for kernel in kernels
         for form in forms
-        if kernel in ("law", "cpu")
+        if kernel in ("reference", "cpu")
         or (not form.startswith("backward") and (kernel != "jax" or form == "misaligned"))
     ]
 
@@ -644,7 +649,7 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     spec = rotary.Rotary(head_dim=128, layout=layout)
     x = numbers(3, (2, 5, 128), DTYPES[dtype])
     cos, sin = rotary.cos_sin(spec, np.arange(5))
-    wanted = law.rotate((x,), cos, sin, None, Options(layout), False, None)[0]
+    wanted = reference.rotate((x,), cos, sin, None, Options(layout), False, None)[0]
     monkeypatch.setattr(cpu, "STREAM_BYTES", 0)
     prepared = []
     real = cpu.prepare.__wrapped__
@@ -681,7 +686,7 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
         xs = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
         cos, sin = (rng.standard_normal(table, np.float32) for _ in range(2))
         arguments = (xs, cos, sin, None, Options(), False, None)
-        for got, want in zip(cpu.rotate(*arguments), law.rotate(*arguments), strict=True):
+        for got, want in zip(cpu.rotate(*arguments), reference.rotate(*arguments), strict=True):
             assert_bits(got, want)
     cpu.prepare.cache_clear()
     cpu._ready_call.cache_clear()

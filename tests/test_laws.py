@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rotary
 from rotary import Rotary, layouts
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 
 TABLE = 2.0**-24  # a float32 table entry is at most this far from the cosine of its turns
 STEP = math.tau * 2.0**-65  # and the turns at most this far from the frequency, per token
@@ -124,8 +124,8 @@ def test_rotations_add_as_integers(m, n):
     scale = np.ones(1)
     both = np.uint64(m) * turns + np.uint64(n) * turns
     place = np.array([[(m + n) % 2**64]], np.uint64).view(np.int64)
-    together = law.tables(place, turns[None], scale, (), False)  # R_{m+n}
-    in_turn = law.tables(one, both[None], scale, (), False)  # R_m R_n
+    together = reference.tables(place, turns[None], scale, (), False)  # R_{m+n}
+    in_turn = reference.tables(one, both[None], scale, (), False)  # R_m R_n
     np.testing.assert_array_equal(np.uint64((m + n) % 2**64) * turns, both)
     np.testing.assert_array_equal(together, in_turn)
 
@@ -145,8 +145,10 @@ def test_the_transpose_is_the_rotation_back(m):
     turns = rotary.turns(Rotary(head_dim=64))
     there, back = np.array([[m]]), np.array([[-m]])
     np.testing.assert_array_equal(back[0].astype(np.uint64) * turns, -(np.uint64(m) * turns))
-    cos, sin = law.tables(there, turns[None], np.ones(1), (), False)
-    np.testing.assert_array_equal(law.tables(back, turns[None], np.ones(1), (), False), (cos, -sin))
+    cos, sin = reference.tables(there, turns[None], np.ones(1), (), False)
+    np.testing.assert_array_equal(
+        reference.tables(back, turns[None], np.ones(1), (), False), (cos, -sin)
+    )
     ours = rotary.cos_sin(Rotary(head_dim=64), back[0], allow_negative=True)
     np.testing.assert_allclose(ours, (cos[0], -sin[0]), rtol=0, atol=2 * TABLE)
 

@@ -12,7 +12,7 @@ import torch
 
 import rotary
 from rotary import Rotary, positions
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels.torch_tables import FLOAT32
 from rotary.schedules import FLOAT64, SCHEDULES, depends_on_length, parameters
 
@@ -273,7 +273,7 @@ def test_frequencies_fall_and_scaling_never_speeds_a_pair_up(case, seq_len):
         assert (inv_freq >= 0).all()
 
 
-@pytest.mark.parametrize("arithmetic", [law.FLOAT32, FLOAT32], ids=["numpy", "torch"])
+@pytest.mark.parametrize("arithmetic", [reference.FLOAT32, FLOAT32], ids=["numpy", "torch"])
 @every_case
 def test_float32_is_the_same_formula(case, arithmetic):
     for seq_len in LENGTHS:

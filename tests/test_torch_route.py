@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import rotary
 from rotary import Rotary, kernels
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels import torch as kernel
 from rotary.kernels import torch_exact, torch_formula, torch_launch, torch_state, torch_tables
 from rotary.kernels.geometry import Options, geometry_of
@@ -69,7 +69,7 @@ def tables(*shape):
 def wanted(xs, cos, sin, options, conjugate=False):
     """The law on NumPy arrays."""
     arrays = [np.ascontiguousarray(x.detach().numpy()) for x in xs]
-    results = law.rotate(arrays, cos.numpy(), sin.numpy(), None, options, conjugate, None)
+    results = reference.rotate(arrays, cos.numpy(), sin.numpy(), None, options, conjugate, None)
     return tuple(map(torch.from_numpy, results))
 
 

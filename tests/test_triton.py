@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rotary
-from rotary.kernels import numpy as law
+from rotary.kernels import numpy as reference
 from rotary.kernels.geometry import Options, geometry_of
 
 if sys.platform != "linux":
@@ -179,7 +179,7 @@ def rotate(xs, cos, sin, rows, options, conjugate=False, out=None):
 def check(case, layout, out_layout, conjugate, dtype):
     xs, cos, sin, rows = operands(case, dtype)
     options = case.options(layout, out_layout)
-    want = law.rotate(xs, cos, sin, rows, options, conjugate, None)
+    want = reference.rotate(xs, cos, sin, rows, options, conjugate, None)
     got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, options, conjugate)
     for tensor, array in zip(got, want, strict=True):
         assert_equal(tensor, array)
@@ -227,7 +227,7 @@ def test_any_view_equals_the_law(name, layout):
     options = Options(layout, None, 12, 2, seq_dim)
     cos, sin = tables((6,), 6)
     copies = tuple(np.ascontiguousarray(x.numpy()) for x in xs)
-    want = law.rotate(copies, cos, sin, None, options, False, None)
+    want = reference.rotate(copies, cos, sin, None, options, False, None)
     for got, array in zip(rotate(xs, cos, sin, None, options), want, strict=True):
         assert_equal(got, array)
 
@@ -248,7 +248,7 @@ def test_nothing_is_written_beside_the_output(case, layout):
     out, blocks = zip(*map(guarded, case.shapes), strict=True)
     options = case.options(*layout)
     got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, options, out=out)
-    want = law.rotate(xs, cos, sin, rows, options, False, None)
+    want = reference.rotate(xs, cos, sin, rows, options, False, None)
     for tensor, target, block, array in zip(got, out, blocks, want, strict=True):
         assert tensor is target
         assert_equal(target.contiguous(), array)
@@ -271,7 +271,7 @@ def test_in_place_equals_out_of_place(case, layout):
 def test_three_tensors_into_memory_whose_last_axis_has_gaps():
     xs = tuple(numbers(heads, (2, heads, 5, 16)) for heads in (4, 2, 3))
     cos, sin = tables((5,), 8)
-    want = law.rotate(xs, cos, sin, None, Options(), False, None)
+    want = reference.rotate(xs, cos, sin, None, Options(), False, None)
     out = tuple(torch.full((*x.shape, 2), torch.nan)[..., 0] for x in xs)
     rotate(tuple(map(to_torch, xs)), cos, sin, None, Options(), out=out)
     for tensor, array in zip(out, want, strict=True):
@@ -307,7 +307,7 @@ def test_a_row_outside_the_tables_gives_nan_and_harms_no_other():
     got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, case.options("half"))
     outside = (rows < 0) | (rows >= 9)
     rows[outside] = 0
-    want = law.rotate(xs, cos, sin, rows, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, rows, case.options("half"), False, None)
     for tensor, array in zip(got, want, strict=True):
         array[outside] = np.nan
         assert_equal(tensor, array)
@@ -318,7 +318,7 @@ def test_one_row_of_a_table_may_stand_for_all_tokens(layout):
     case = CASES["GQA 4:2, odd seq"]
     xs, cos, sin, _ = operands(case)
     cos, sin = (np.broadcast_to(table[:1], table.shape) for table in (cos, sin))
-    want = law.rotate(xs, cos, sin, None, case.options(layout), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options(layout), False, None)
     geometry = geometry_of(case.shapes, cos.shape, None, case.options(layout))
     expanded = (to_torch(table[:1].copy()).expand(table.shape) for table in (cos, sin))
     got = kernel.rotate(tuple(map(to_torch, xs)), *expanded, None, geometry, False, None)
@@ -329,7 +329,7 @@ def test_one_row_of_a_table_may_stand_for_all_tokens(layout):
 def test_tables_may_be_any_view():
     case = CASES["tables per batch"]
     xs, cos, sin, _ = operands(case)
-    want = law.rotate(xs, cos, sin, None, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options("half"), False, None)
     pair = torch.stack((to_torch(cos), to_torch(sin)), dim=-1)
     geometry = geometry_of(case.shapes, cos.shape, None, case.options("half"))
     got = kernel.rotate(tuple(map(to_torch, xs)), *pair.unbind(-1), None, geometry, False, None)
@@ -352,7 +352,7 @@ def test_offsets_beyond_31_bits(axis):
     cos, sin = tables((shape[1],), width // 2)
     options = Options(seq_dim=-3)
     (got,) = rotate((x,), cos, sin, None, options)
-    (want,) = law.rotate((values,), cos, sin, None, options, False, None)
+    (want,) = reference.rotate((values,), cos, sin, None, options, False, None)
     assert_equal(got, want)
     rotate((x,), cos, sin, None, options, out=(x,))
     assert_equal(x.clone(memory_format=torch.contiguous_format), want)
@@ -390,7 +390,7 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
     case = Case((2, 40, 12, 16), (2, 40, 8, 16), (40,), seq_dim=-3)
     launches = count_launches(monkeypatch)
     xs, cos, sin, _ = operands(case)
-    want = law.rotate(xs, cos, sin, None, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options("half"), False, None)
     for processors in (1, 10_000):
         monkeypatch.setattr(kernel, "_processors", lambda device, count=processors: count)
         got = rotate(tuple(map(to_torch, xs)), cos, sin, None, case.options("half"))
@@ -497,7 +497,7 @@ def test_exact_mode_equals_the_law(name, lead, conjugate):
     q, k = numbers(0, (2, 4, 7, spec.head_dim)), numbers(1, (2, 2, 7, spec.head_dim))
     cos, sin = rotary.cos_sin(spec, positions)
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
-    want = law.rotate((q, k), cos, sin, None, options, conjugate, None)
+    want = reference.rotate((q, k), cos, sin, None, options, conjugate, None)
     got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), 0, conjugate)
     for tensor, array in zip(got, want, strict=True):
         assert abs(tensor.numpy() - array).max() <= 2e-6
@@ -782,7 +782,7 @@ def check_on_device(case, layout, conjugate, dtype):
     options = case.options(*layout)
     geometry = geometry_of(case.shapes, cos.shape, None if rows is None else rows.shape, options)
     given = [None if array is None else to_torch(array).cuda() for array in (cos, sin, rows)]
-    want = law.rotate(xs, cos, sin, rows, options, conjugate, None)
+    want = reference.rotate(xs, cos, sin, rows, options, conjugate, None)
     moved = tuple(to_torch(x).cuda() for x in xs)
     got = compiled.rotate(moved, *given, geometry, conjugate, None)
     compiled.rotate(moved, *given, geometry, conjugate, moved)

@@ -164,13 +164,13 @@ out_layout, schedule, params, axes, sign
         return cls(**data)
 
 
-def _default(spec: Rotary, field: dataclasses.Field[Any]) -> object:
+def _default(spec: Rotary, field: dataclasses.Field[object]) -> object:
     if field.name == "params":
         return {}
     return {"rotary_dim": spec.head_dim, "out_layout": spec.layout}.get(field.name, field.default)
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrapped(value: object) -> object:
     return value.item() if hasattr(value, "item") else value  # a numpy scalar
 
 
@@ -230,7 +230,7 @@ def nearest(value: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _frozen_params(schedule: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _frozen_params(schedule: str, params: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a mapping of names to values, got {params!r}")
     known = parameters(schedule)
@@ -251,11 +251,11 @@ def _frozen_params(schedule: str, params: Mapping[str, Any]) -> Mapping[str, Any
     )
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def _is_default(value: object, default: object) -> bool:
     return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
 
 
-def _frozen(name: str, value: Any) -> Any:
+def _frozen(name: str, value: object) -> object:
     if hasattr(value, "tolist"):  # numpy and torch, arrays and scalars
         value = value.tolist()
     if value is None or isinstance(value, bool | int | float | str):
@@ -265,7 +265,7 @@ def _frozen(name: str, value: Any) -> Any:
     raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {value!r}")
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _plain_value(item) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value

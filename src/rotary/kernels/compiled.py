@@ -15,19 +15,21 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
+from numba.core.typing import Signature
 
 _DIGEST = hashlib.sha256().digest_size  # bytes
 
 
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
     """Decorate a loop: compiled when it is first called, without the lock of Python."""
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: FunctionType) -> Callable[..., Any]:
         result = numba.njit(nogil=True, error_model="numpy", **options)(function)
         if not numba.config.DISABLE_JIT:
             result._cache = _cache_of(function)
@@ -36,7 +38,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def c_function(function: Callable[..., Any], signature: Any) -> Any:
+def c_function(function: FunctionType, signature: Signature) -> Any:
     """The loop as a function of C, compiled now; its `address` holds while the result lives."""
     types = signature.args, signature.return_type
     result: Any = CFunc(function, types, locals={}, options={})
@@ -45,7 +47,7 @@ def c_function(function: Callable[..., Any], signature: Any) -> Any:
     return result
 
 
-def _cache_of(function: Callable[..., Any]) -> Any:
+def _cache_of(function: FunctionType) -> IndexDataCacheFile:
     try:
         return _Cache(function)
     except (RuntimeError, OSError):  # there is no folder for it
@@ -55,13 +57,13 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 class _Cache(FunctionCache):
     """Numba's cache of a function; a result that cannot be written is not kept."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType) -> None:
         super().__init__(function)
         locator = self._impl.locator
         stamp = locator.get_source_stamp(), _digest_of_folder(Path(function.__code__.co_filename))
         self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
 
-    def save_overload(self, signature: Any, data: Any) -> None:
+    def save_overload(self, signature: object, data: object) -> None:
         with suppress(OSError):
             super().save_overload(signature, data)
 
@@ -69,7 +71,7 @@ class _Cache(FunctionCache):
 class _Files(IndexDataCacheFile):
     """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there."""
 
-    def _load_index(self) -> dict[Any, str]:
+    def _load_index(self) -> dict[object, str]:
         content = _checked(Path(self._index_path))
         if content is None:
             return {}
@@ -78,18 +80,18 @@ class _Files(IndexDataCacheFile):
             return {}
         return dict(pickle.loads(names))
 
-    def _save_index(self, overloads: dict[Any, str]) -> None:
+    def _save_index(self, overloads: dict[object, str]) -> None:
         stamped = [self._version, self._source_stamp, self._dump(overloads)]
         self._write(self._index_path, stamped)
 
-    def _load_data(self, name: str) -> Any:
+    def _load_data(self, name: str) -> object:
         content = _checked(Path(self._data_path(name)))
         return None if content is None else pickle.loads(content)
 
-    def _save_data(self, name: str, data: Any) -> None:
+    def _save_data(self, name: str, data: object) -> None:
         self._write(self._data_path(name), data)
 
-    def _write(self, path: str, data: Any) -> None:
+    def _write(self, path: str, data: object) -> None:
         content = self._dump(data)
         with self._open_for_write(path) as file:
             file.write(hashlib.sha256(content).digest() + content)

@@ -9,22 +9,23 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
 if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
     raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
+from . import Numbers as Array
 from . import loops, threads
-from . import numpy as law
+from . import numpy as reference
 from .geometry import Geometry, Options, geometry_of
 from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
 from .numpy import address
 
-Array = npt.NDArray[Any]
+# what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
+Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
 
 STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
 _LINE = 64
@@ -53,7 +54,7 @@ def rotate(
     xs: Sequence[Array],
     cos: Array,
     sin: Array,
-    positions: Any,
+    positions: object,
     options: Options,
     conjugate: bool,
     out: Sequence[Array] | None,
@@ -71,16 +72,16 @@ def rotate(
             if out is None:
                 out = tuple([np.empty(x.shape, x.dtype) for x in xs])
             else:
-                law.check_out((*xs, cos, sin), out)
+                reference.check_out((*xs, cos, sin), out)
             run(call, [address(x) for x in xs], [address(y) for y in out],
                 address(cos), address(sin), 0)  # fmt: skip
             return tuple(out)
-    law.check_operands(xs, cos, sin, out)
-    rows = None if positions is None else law.check_rows(positions, cos)
+    reference.check_operands(xs, cos, sin, out)
+    rows = None if positions is None else reference.check_rows(positions, cos)
     if out is not None and rows is not None:
-        law.check_out((*xs, cos, sin, rows), out)
+        reference.check_out((*xs, cos, sin, rows), out)
     if cos.dtype != np.float32:
-        return law.rotate(xs, cos, sin, positions, options, conjugate, out)
+        return reference.rotate(xs, cos, sin, positions, options, conjugate, out)
     shapes = tuple(x.shape for x in xs)
     geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
     if cos.strides != sin.strides or not _is_ready(cos):
@@ -95,11 +96,11 @@ def rotate(
         for x, y in zip(xs, results, strict=True)
     ]
     call = prepare(
-        tuple(map(law.block, sources)),
-        tuple(map(law.block, targets)),
+        tuple(map(reference.block, sources)),
+        tuple(map(reference.block, targets)),
         _in_place(sources, targets),
-        law.block(cos),
-        None if rows is None else law.block(rows),
+        reference.block(cos),
+        None if rows is None else reference.block(rows),
         geometry,
         conjugate,
     )
@@ -117,7 +118,7 @@ def rotate(
     return results
 
 
-def _signature(array: Array) -> tuple[Any, ...]:
+def _signature(array: Array) -> Signature:
     return type(array), array.shape, array.strides, array.dtype, array.flags.aligned
 
 
@@ -127,7 +128,7 @@ def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=1024)
 def _ready_call(
-    signature: tuple[tuple[Any, ...], ...],
+    signature: tuple[Signature, ...],
     is_in_place: tuple[bool, ...] | None,
     options: Options,
     conjugate: bool,
@@ -136,7 +137,7 @@ def _ready_call(
     if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signature):
         return None
     blocks = [
-        Block(shape, strides, law.name_of(dtype)) for _, shape, strides, dtype, _ in signature
+        Block(shape, strides, reference.name_of(dtype)) for _, shape, strides, dtype, _ in signature
     ]
     return ready_call(blocks, is_in_place, options, conjugate)
 
@@ -306,8 +307,8 @@ def tables(
 
 
 def _is_ready(array: Array) -> bool:
-    return array.flags.aligned and is_contiguous_last(law.block(array))
+    return array.flags.aligned and is_contiguous_last(reference.block(array))
 
 
 # positions are NumPy's, and what is rare is left to the reference
-KERNEL = replace(law.KERNEL, name="compiled loops", rotate=rotate, tables=tables)
+KERNEL = replace(reference.KERNEL, name="compiled loops", rotate=rotate, tables=tables)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import Kernel, host, is_per_row, torch_exact, torch_tables
+from . import Kernel, Numbers, host, is_per_row, torch_exact, torch_tables
 from . import torch as kernel
 from .dtensor_shards import (
     Spans,
@@ -47,7 +47,7 @@ def rotate(
     xs: Sequence[DTensor],
     cos: Tensor,
     sin: Tensor,
-    positions: Any,
+    positions: object,
     options: Options,
     conjugate: bool,
     out: Sequence[DTensor] | None,
@@ -71,9 +71,7 @@ def rotate(
     return _on_each_rank(xs, out, turn)
 
 
-def makes_angles(
-    xs: Sequence[Any], positions: Any, out: Sequence[Any] | None, num_axes: int
-) -> bool:
+def makes_angles(xs: Tensors, positions: Tensor | None, out: Targets, num_axes: int) -> bool:
     """Whether `rotate_exact` takes these: any without positions, and what its GPU kernel takes."""
     if is_tracing():
         return False
@@ -85,7 +83,7 @@ def makes_angles(
 
 def rotate_exact(
     xs: Sequence[DTensor],
-    turns: Any,
+    turns: Numbers,
     factor: float,
     axes: tuple[int, ...],
     positions: Tensor | None,
@@ -166,7 +164,7 @@ def on_shards(
     make: Callable[..., tuple[Tensor, Tensor]],
     positions: DTensor,
     num_axes: int,
-    seq_len: Any,
+    seq_len: object,
     depends_on_length: bool,
 ) -> tuple[DTensor, DTensor]:
     """cos and sin of the positions that each rank holds; they lie as the positions do.
@@ -193,7 +191,7 @@ def on_shards(
 
 
 def _run_tables(
-    turns: Any, factor: float, first: int, count: int, like: Tensor
+    turns: Numbers, factor: float, first: int, count: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of a run of tokens, (count, pairs); the last few are kept for the next layers."""
     is_kept = torch_tables.is_cacheable(like) and count * turns.nbytes <= _KEPT_BYTES
@@ -222,7 +220,7 @@ _kept_tables = lru_cache(maxsize=_KEPT)(_made_tables)
 # --- what is refused ---
 
 
-def _check(xs: Sequence[Any], out: Sequence[Any] | None) -> None:
+def _check(xs: Sequence[DTensor], out: Sequence[DTensor] | None) -> None:
     for each in (*xs, *(out or ())):
         if not isinstance(each, DTensor):
             raise TypeError(
@@ -261,7 +259,7 @@ def _fit(
 # --- what else is asked of a kernel ---
 
 
-def to_numpy(positions: DTensor) -> Any:
+def to_numpy(positions: DTensor) -> Numbers:
     """Refused: only `rerotate` asks for it, which moves keys by positions of the whole sequence."""
     raise TypeError("positions to move keys by must be plain: the whole, the same on every rank")
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import layouts
 
@@ -144,9 +144,9 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
     Sizes that are symbols of torch.compile or torch.export count as different: comparing them
     would compile a call for each number of tokens.
     """
-    is_known: Callable[[Any], bool] = bool
+    is_known: Callable[[bool], bool] = bool
     # another thread may be in the middle of importing torch
-    compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
     if compiler is not None and compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
     shape = shapes[0]

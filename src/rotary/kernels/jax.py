@@ -27,7 +27,7 @@ from jax import lax
 
 from ..schedules import FLOAT32 as FLOAT32
 from . import Kernel, jax_tables
-from . import numpy as law
+from . import numpy as reference
 from .geometry import Geometry, Options, geometry_of
 
 Array = jax.Array
@@ -37,19 +37,19 @@ def rotate(
     xs: Sequence[Array],
     cos: Array,
     sin: Array,
-    positions: Any,
+    positions: object,
     options: Options,
     conjugate: bool,
-    out: Sequence[Any] | None,
+    out: object,
 ) -> tuple[Array, ...]:
-    """Rotate JAX arrays; the same law as `kernels/numpy.py`, in one compiled call.
+    """Rotate JAX arrays; the formula of `kernels/numpy.py`, in one compiled call.
 
     Arguments and errors are those of `rotary.rotate`, but for `out`: JAX arrays are immutable.
     """
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
-    operands: tuple[Any, Any, Any] = (xs, cos, sin)  # the law looks at shapes and dtypes alone
-    law.check_operands(*operands, None)
+    operands: tuple[Any, Any, Any] = (xs, cos, sin)  # only shapes and dtypes are read
+    reference.check_operands(*operands, None)
     if cos.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
     rows = None if positions is None else _check_rows(positions, cos)
@@ -160,19 +160,19 @@ def _check_whole_pairs(x: Array, geometry: Geometry) -> None:
         )
 
 
-def _mesh_axes(x: Array) -> tuple[Any, ...]:
+def _mesh_axes(x: Array) -> tuple[object, ...]:
     """The mesh axes that each axis of a traced x is sharded over by its type; None elsewhere."""
     sharding = getattr(x.aval, "sharding", None)  # types have no sharding before JAX 0.5
     return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
 
 
-def _check_rows(positions: Any, table: Any) -> Array:
+def _check_rows(positions: Any, table: Array) -> Array:
     if not jax_tables.takes(positions):
         positions = np.asarray(positions)
     if positions.dtype.kind not in "iu":
         raise TypeError(f"positions must be whole numbers to pick rows, got {positions.dtype}")
     if jax_tables.is_at_hand(positions):
-        law.check_rows(positions, table)
+        reference.check_rows(positions, table)
     rows = jnp.asarray(positions)
     return rows if rows.dtype.itemsize == 8 else rows.astype(jnp.int32)
 
@@ -184,7 +184,7 @@ KERNEL = Kernel(
     tables=jax_tables.tables,
     tables_float64=jax_tables.tables_float64,
     tables_float32=jax_tables.tables_float32,
-    arithmetic=law.FLOAT32,
+    arithmetic=reference.FLOAT32,
     takes=jax_tables.takes,
     inspect=jax_tables.inspect,
     row_lengths=jax_tables.row_lengths,

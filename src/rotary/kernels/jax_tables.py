@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import NEEDS_LENGTH, is_traced
-from . import numpy as law
+from . import NEEDS_LENGTH, Numbers, is_traced
+from . import numpy as reference
 
 Array = jax.Array
+Tangent = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 
 def tables(
-    positions: Array, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Array, turns: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
 ) -> tuple[Array, Array]:
     """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
     phase = _phase(_per_pair(positions, axes), turns[:, None, :])
@@ -23,7 +24,7 @@ def tables(
 
 
 def tables_float64(
-    positions: Array, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
 ) -> tuple[Array, Array]:
     """cos and sin of fractional positions, as exact as those of a product in float64.
 
@@ -39,7 +40,7 @@ def tables_float64(
         return jnp.where(is_known, cos, jnp.nan), jnp.where(is_known, sin, jnp.nan)
 
     @turned.defjvp
-    def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
+    def _(primals: tuple[Array], tangents: tuple[Array]) -> Tangent:
         cos, sin = turned(*primals)
         rate = tangents[0].astype(jnp.float32) * inv_freq.astype(np.float32)
         return (cos, sin), (-sin * rate, cos * rate)
@@ -48,7 +49,7 @@ def tables_float64(
 
 
 def tables_float32(
-    positions: Array, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
 ) -> tuple[Array, Array]:
     """cos and sin with every step in float32, as transformers computes them."""
     positions = _per_pair(positions.astype(jnp.float32), axes)
@@ -59,7 +60,7 @@ def tables_float32(
 LIMIT = 2.0**28  # largest fractional position: so far the float64 frequency is as exact as turns
 
 
-def _phase(positions: Array, turns: Any) -> Array:
+def _phase(positions: Array, turns: Numbers) -> Array:
     """Upper 32 of the 64 bits of positions * turns modulo 2^64, as uint32."""
     high, low = (turns >> np.uint64(32)).astype(np.uint32), turns.astype(np.uint32)
     lower = positions.astype(jnp.uint32)
@@ -71,7 +72,7 @@ def _phase(positions: Array, turns: Any) -> Array:
     return phase - jnp.where(positions < 0, low, np.uint32(0))  # the sign fills the upper half
 
 
-def _fractional_phase(positions: Array, inv_freq: Any) -> Array:
+def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
     """The same of fractional positions, whose whole part fits in 31 bits."""
     fraction_of_turn, whole_turns = np.modf(np.abs(inv_freq) / (2 * np.pi))
     turns = (fraction_of_turn * 2.0**64).astype(np.uint64)
@@ -87,7 +88,7 @@ def _fractional_phase(positions: Array, inv_freq: Any) -> Array:
     return jnp.where((positions < 0) ^ (inv_freq < 0), -phase, phase)
 
 
-def _upper_product(a: Array, b: Any) -> Array:
+def _upper_product(a: Array, b: Array | Numbers) -> Array:
     """Upper 32 bits of the product of two uint32, from halves of 16 bits."""
     a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     middle = a1 * b0 + (a0 * b0 >> 16)
@@ -114,7 +115,7 @@ def _cos_sin(phase: Array) -> tuple[Array, Array]:
     return jnp.where(quadrant + 1 & 2 == 2, -cos, cos), jnp.where(quadrant & 2 == 2, -sin, sin)
 
 
-def _scaled(cos: Array, sin: Array, scales: Any, backwards: bool) -> tuple[Array, Array]:
+def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> tuple[Array, Array]:
     """cos and sin times the attention factors, as quotients, which XLA makes once.
 
     Cheaper tables are made again for every head, in the loop that reads them. So is a quotient by
@@ -134,7 +135,7 @@ def _per_pair(positions: Array, axes: Sequence[int]) -> Array:
 # --- what `angles` and `rotate` ask of every library ---
 
 
-def takes(array: Any) -> bool:
+def takes(array: object) -> bool:
     """Whether this kernel takes an array: as everywhere in JAX, NumPy's are constants."""
     return isinstance(array, (Array, np.ndarray))
 
@@ -149,13 +150,13 @@ def repeat_rows(positions: Array, rows: int) -> Array:
     return jnp.broadcast_to(positions, (rows, len(positions)))
 
 
-def to_numpy(positions: Array) -> Any:
+def to_numpy(positions: Array) -> Numbers | None:
     """The positions as a NumPy array, if they are in the memory of one CPU device."""
     is_here = is_at_hand(positions) and _device(positions) is not None
     return np.asarray(positions) if is_here else None
 
 
-def from_numpy(array: Any) -> Array:
+def from_numpy(array: Numbers) -> Array:
     """An array with these numbers, on the default device."""
     return jnp.asarray(array)
 
@@ -163,15 +164,15 @@ def from_numpy(array: Any) -> Array:
 def inspect(positions: Array) -> tuple[str, float | None, float | None]:
     """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
     if is_at_hand(positions):
-        return law.inspect(np.asarray(positions))
-    return law.inspect(np.empty(0, positions.dtype))
+        return reference.inspect(np.asarray(positions))
+    return reference.inspect(np.empty(0, positions.dtype))
 
 
 def row_lengths(positions: Array) -> list[int]:
     """Largest position of each row, plus one."""
     if is_traced(positions):
         raise ValueError(f"under jax.jit {NEEDS_LENGTH}")
-    return law.row_lengths(np.asarray(positions))
+    return reference.row_lengths(np.asarray(positions))
 
 
 def arange(like: Array, count: int) -> Array:
@@ -180,7 +181,7 @@ def arange(like: Array, count: int) -> Array:
         return jnp.arange(count, dtype=jnp.int32)
 
 
-def host_constant(function: Callable[..., Any], *arguments: Any) -> Any:
+def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
     """`function(*arguments)`: what is worked out on the host, and a constant of a traced call."""
     return function(*arguments)
 

@@ -8,7 +8,7 @@ merged into one batch axis, or takes a launch for each of its entries.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .geometry import Geometry
 
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     programs: int
     numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `advance`
-    constants: dict[str, Any]
+    constants: dict[str, int]
     warps: int
     corners: tuple[tuple[int, ...], ...]  # where q, k, outputs and angles start, for each launch
 

@@ -12,7 +12,6 @@ uint16 for bfloat16, int16 for float16.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numba
 import numpy as np
@@ -223,7 +222,9 @@ def _upper(b: ir.IRBuilder, words: ir.Value, lanes: int) -> ir.Value:
     return b.and_(words, _constant(_I32, lanes, 0xFFFF0000))
 
 
-def _rotation(read_interleaved: bool, write_interleaved: bool, streaming: bool = False) -> Any:
+def _rotation(
+    read_interleaved: bool, write_interleaved: bool, streaming: bool = False
+) -> Callable[..., object]:
     """The rotation of one row: (tag, x, out, cos, sin, pairs, sign, ahead) -> None.
 
     The row so many bytes `ahead` is asked for from memory.
@@ -317,7 +318,7 @@ def load_int(context, address):
     return types.int64(types.int64), generate
 
 
-def record(fields: np.dtype[np.void]) -> Any:
+def record(fields: np.dtype[np.void]) -> Callable[..., object]:
     """The reader of a record: from its address to a value with these fields, in compiled code."""
     kind = numba.from_dtype(fields)
 
@@ -369,7 +370,7 @@ def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -
     return total
 
 
-def _table_filler(per_pair: bool) -> Any:
+def _table_filler(per_pair: bool) -> Callable[..., object]:
     """One row of a table: (positions, turns, pairs, scale, backwards, cos, sin) -> None.
 
     `positions` is the one position of the row, or the address of one position per pair;

@@ -5,8 +5,9 @@ any number of threads may take parts of it until none is left; the bits do not d
 """
 
 import functools
+from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -135,7 +136,7 @@ def _rotate_part(tag, job, part):
             _rotate_rows(tag, job, steps, x, out, start, stop)
 
 
-def _rotate(tag: Any) -> Any:
+def _rotate(tag: np.generic) -> Callable[[int], None]:
     def rotate(address):
         job = _rotation(address)
         part = take(address)
@@ -183,7 +184,7 @@ def on_numba_threads(function, job, threads):
 class Loop(NamedTuple):
     """A compiled loop, `void (int64_t *job)`: called from Python, or by its address."""
 
-    call: Any
+    call: Callable[[int], None]
     address: int
 
 
@@ -199,4 +200,4 @@ def loop(name: str) -> Loop:
     return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
 
 
-_alive: list[Any] = []
+_alive: list[object] = []

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8}
 
@@ -106,7 +107,7 @@ def _extent(block: Block) -> tuple[int, int]:
     return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + SIZES[block.dtype]
 
 
-def _as_array(block: tuple[int, Block]) -> Any:
+def _as_array(block: tuple[int, Block]) -> npt.NDArray[np.void]:
     return np.asarray(_Interface(*block))
 
 

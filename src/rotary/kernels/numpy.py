@@ -1,4 +1,4 @@
-"""The law: the plain formula, in NumPy. Every other kernel must agree with this file.
+"""The reference implementation: the plain formula, in NumPy. Every other kernel agrees with it.
 
     first  of a pair:  x cos - y sin
     second of a pair:  y cos + x sin
@@ -7,27 +7,24 @@ float32 inside (float64 for float64 input), rounded once to the type of x. Nothi
 float32 result is that of the formula every code base copies.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..layouts import pair_slices
 from ..schedules import FLOAT32 as FLOAT32
 from . import Kernel
+from . import Numbers as Array
 from .geometry import Geometry, Options, geometry_of
 from .memory import Block, check_overlap
-
-Array = npt.NDArray[Any]
 
 
 def rotate(
     xs: Sequence[Array],
     cos: Array,
     sin: Array,
-    positions: Any,
+    positions: object,
     options: Options,
     conjugate: bool,
     out: Sequence[Array] | None,
@@ -63,7 +60,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 @cache
-def name_of(dtype: np.dtype[Any]) -> str:
+def name_of(dtype: np.dtype[np.generic]) -> str:
     """The name of a dtype, with the byte order if it is not the machine's; NumPy's own is slow.
 
     >>> name_of(np.dtype(">f4")), name_of(np.dtype("f4"))
@@ -72,7 +69,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name if dtype.isnative else f"{dtype.byteorder}{dtype.name}"
 
 
-def _described(dtype: np.dtype[Any]) -> str:
+def _described(dtype: np.dtype[np.generic]) -> str:
     if not dtype.isnative:
         return f"{name_of(dtype)}: pass x.astype(x.dtype.newbyteorder('='))"
     is_short = name_of(dtype) in ("float16", "bfloat16")
@@ -123,7 +120,7 @@ def address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def check_rows(positions: Any, table: Array) -> Array:
+def check_rows(positions: object, table: Sized) -> Array:
     """Row numbers as int64; ValueError if one is outside the table."""
     rows = np.asarray(positions)
     if rows.dtype.kind not in "iu":
@@ -163,12 +160,12 @@ def arange(like: Array, count: int) -> Array:
     return np.arange(count, dtype=np.int64)
 
 
-def takes(array: Any) -> bool:
+def takes(array: object) -> bool:
     """Whether this kernel is the one for an array."""
     return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
 
 
-def as_positions(positions: Any, like: Array) -> Array:
+def as_positions(positions: object, like: Array) -> Array:
     """Positions as an array of this library: those of another, or of lists, are taken over."""
     return np.asarray(positions)
 
@@ -188,7 +185,7 @@ def from_numpy(table: Array) -> Array:
     return table
 
 
-def host_constant(function: Callable[..., Array], *arguments: Any) -> Array:
+def host_constant(function: Callable[..., Array], *arguments: object) -> Array:
     """`function(*arguments)`: what is worked out on the host, once."""
     return function(*arguments)
 

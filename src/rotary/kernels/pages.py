@@ -5,8 +5,8 @@ The memory itself is torch's or NumPy's own. Nothing is kept, so there is no loc
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 LARGE = 1 << 22  # bytes; smaller memory may hold no whole huge page, of 2 MiB
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
@@ -23,7 +23,7 @@ def ask_for_huge_pages(address: int, size: int) -> None:
 
 
 @cache
-def _madvise() -> Any:
+def _madvise() -> Callable[[int, int, int | None], int] | None:
     """The system's call; None where it knows no huge pages."""
     if _ADVICE is None:
         return None

@@ -11,7 +11,7 @@ Everything else (other devices, subclasses, vmap, forward mode, export, tables t
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -56,6 +56,9 @@ from .torch_state import (
     wants_grad,
 )
 
+# of each tensor: type, dtype, whether on the CPU, whether lazy, shape, strides
+Signature = tuple[type, torch.dtype, bool, bool, Sequence[int], Sequence[int]]
+
 # None in a torch that has no such check: it pays the signature
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
@@ -64,12 +67,12 @@ def rotate(
     xs: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
-    positions: Any,
+    positions: object,
     options: Options,
     conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Rotate torch tensors; the same law as `kernels/numpy.py`, with gradients.
+    """Rotate torch tensors; the formula of `kernels/numpy.py`, with gradients.
 
     Arguments and errors are those of `rotary.rotate`.
     """
@@ -191,7 +194,7 @@ def _in_place(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=1024)
 def _ready_call(
-    signature: tuple[tuple[Any, ...], ...],
+    signature: tuple[Signature, ...],
     is_in_place: tuple[bool, ...] | None,
     options: Options,
     conjugate: bool,
@@ -212,14 +215,15 @@ def _ready_call(
 # check in C++ of type, dtype, device, shape, strides and all that the dispatcher would look at; it
 # guards the last few calls. Whether a gradient is wanted now it does not see.
 _RECENT = 4
-_recent: dict[tuple[Any, ...], tuple[tuple[Any, Any], ...]] = {}
+Recent = Callable[[Sequence[Tensor], Tensor, Tensor, None], tuple[Tensor, ...]]
+_recent: dict[object, tuple[tuple[Any, Recent], ...]] = {}
 
 
-def _remember(key: tuple[Any, ...], tensors: Sequence[Tensor], call: Any) -> None:
+def _remember(key: tuple[Any, ...], tensors: Sequence[Tensor], call: Recent) -> None:
     if TensorGuards is None:
         return
-    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    sizes: list[list[int]] = [list(tensor.shape) for tensor in tensors]
+    strides: list[list[int]] = [list(tensor.stride()) for tensor in tensors]
     guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     _recent[key] = ((guard, call), *_recent.get(key, ())[: _RECENT - 1])
 

@@ -1,7 +1,6 @@
 """What torch tensors are refused, before any of their memory is read or written."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def check_device(tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"all tensors must be on one device: {x.device} and {tensor.device}")
 
 
-def check_rows(positions: Any, like: Tensor) -> Tensor:
+def check_rows(positions: object, like: Tensor) -> Tensor:
     """Row numbers as int64; whether they are inside the table is seen when they are read."""
     if isinstance(positions, Tensor):
         check_strided((positions,))

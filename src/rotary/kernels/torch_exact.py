@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import Numbers
 from .geometry import Geometry, Options, geometry_of, seq_axis
 from .torch_checks import check_no_grad, check_writable, check_xs
 from .torch_formula import formula
@@ -17,7 +18,7 @@ from .torch_tables import arange, axis_turns, radians_of
 
 
 def makes_angles(
-    xs: Sequence[Any], positions: Any, out: Sequence[Any] | None, num_axes: int
+    xs: Sequence[Tensor], positions: Tensor | None, out: Sequence[Tensor] | None, num_axes: int
 ) -> bool:
     """Whether `rotate_exact` takes these: plain tensors on a GPU, at whole positions there."""
     if is_tracing() or not is_on_gpu(xs[0]):
@@ -30,7 +31,7 @@ def makes_angles(
 
 def rotate_exact(
     xs: Sequence[Tensor],
-    turns: Any,
+    turns: Numbers,
     factor: float,
     axes: tuple[int, ...],
     positions: Tensor | None,

@@ -103,7 +103,7 @@ def _fake_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjug
     _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims), out)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     _, cos, sin, rows, *rest, ctx.conjugate = inputs
     if cos.requires_grad or sin.requires_grad:
         raise RuntimeError(
@@ -114,7 +114,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(cos, sin, rows)
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     known = [grad for grad in grads if grad is not None]
     arguments = (*ctx.saved_tensors, *flat(ctx.geometry.reversed()), not ctx.conjugate)
     rotated = iter(torch.ops.rotary.rotate(known, *arguments) if known else ())

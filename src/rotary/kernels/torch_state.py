@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import Numbers
+
 FLOATS = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -134,7 +136,7 @@ class _Memory:
         }
 
 
-def host_array(x: Tensor) -> Any:
+def host_array(x: Tensor) -> Numbers:
     """The memory of a plain tensor on the host as a NumPy array, not to be written.
 
     >>> host_array(torch.arange(3))

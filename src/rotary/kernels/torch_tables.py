@@ -9,7 +9,7 @@ operators, for other devices, fractional positions, tracing, and the float32 ste
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..schedules import Arithmetic
-from . import NEEDS_LENGTH
-from . import numpy as law
+from . import NEEDS_LENGTH, Numbers
+from . import numpy as reference
 from .torch_state import (
     FLOATS,
     INTEGERS,
@@ -32,13 +32,15 @@ from .torch_state import (
     is_transforming,
 )
 
+Constant = Numbers | Tensor  # a tensor where a program is recorded
+
 _POSITIONS = (*INTEGERS, torch.float64, torch.float32)
 _RADIAN = 2 * math.pi / 2**64  # of the smallest part of a turn
 _KEPT = 1 << 16  # a captured graph reads them again: they should never be the oldest
 
 
 def tables(
-    positions: Tensor, turns: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Tensor, turns: Constant, scales: Constant, axes: Sequence[int], backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
     turns, scales = _on_device(positions, turns, scales)
@@ -47,7 +49,7 @@ def tables(
 
 
 def tables_float64(
-    positions: Tensor, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Tensor, inv_freq: Constant, scales: Constant, axes: Sequence[int], backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of fractional positions: the product in float64, rounded once at the end."""
     inv_freq, scales = _on_device(positions, inv_freq, scales)
@@ -55,7 +57,7 @@ def tables_float64(
 
 
 def tables_float32(
-    positions: Tensor, inv_freq: Any, scales: Any, axes: Sequence[int], backwards: bool
+    positions: Tensor, inv_freq: Constant, scales: Constant, axes: Sequence[int], backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """cos and sin by the float32 operators transformers uses: the same bits."""
     inv_freq, scales = _on_device(positions, inv_freq, scales)
@@ -65,7 +67,7 @@ def tables_float32(
 
 def radians_of(angles: Tensor) -> Tensor:
     """64-bit fractions of one turn, int64, as float64 angles in [-pi, pi)."""
-    radian: Any = _RADIAN
+    radian: float | Tensor = _RADIAN
     if torch.compiler.is_exporting():  # ONNX would round a plain number to float32
         radian = torch.tensor(_RADIAN, dtype=torch.float64, device=angles.device)
     return angles.double() * radian
@@ -81,14 +83,14 @@ def _per_pair(positions: Tensor, axes: Sequence[int]) -> Tensor:
     return positions[..., list(axes)] if axes else positions[..., None]
 
 
-def _on_device(positions: Tensor, *arrays: Any) -> list[Tensor]:
+def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
     return [
         moved(array, positions) if isinstance(array, np.ndarray) else array.to(positions.device)
         for array in arrays
     ]
 
 
-def moved(array: Any, like: Tensor) -> Tensor:
+def moved(array: Numbers, like: Tensor) -> Tensor:
     """An array on the device of `like`; one row stays there, for a copy waits for the device."""
     is_kept = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
     if not is_kept:
@@ -120,12 +122,12 @@ def axis_turns(
     return from_numpy(turns.copy()).to(device)
 
 
-def takes(tensor: Any) -> bool:
+def takes(tensor: object) -> TypeGuard[Tensor]:
     """Whether this kernel is the one for an array."""
     return isinstance(tensor, Tensor)
 
 
-def as_positions(positions: Any, like: Tensor) -> Tensor:
+def as_positions(positions: object, like: Tensor) -> Tensor:
     """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
 
     A list goes through NumPy, whose fractions are float64; torch would take them as float32.
@@ -140,21 +142,21 @@ def repeat_rows(positions: Tensor, rows: int) -> Tensor:
     return positions.expand(rows, -1)
 
 
-def to_numpy(positions: Tensor) -> Any:
+def to_numpy(positions: Tensor) -> Numbers | None:
     """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
     if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
         return None
     return host_array(positions)
 
 
-def from_numpy(array: Any) -> Tensor:
+def from_numpy(array: Numbers) -> Tensor:
     """A tensor that shares the memory of an array; a copy of one that must not be written."""
     if not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
 
 
-def _powers(base: float, exponents: Any) -> Any:
+def _powers(base: float, exponents: Numbers) -> Numbers:
     with _disable_current_modes():  # now, on the host, and not in the graph that is recorded
         return torch.pow(base, torch.from_numpy(exponents)).numpy()
 
@@ -178,7 +180,9 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
             f"positions must be whole numbers, or float64 if fractional, got {positions.dtype}"
         )
     values = host_values(positions)
-    return (kind, None, None) if values is None else (kind, *law.inspect(host_array(values))[1:])
+    return (
+        (kind, None, None) if values is None else (kind, *reference.inspect(host_array(values))[1:])
+    )
 
 
 def row_lengths(positions: Tensor) -> list[int]:
@@ -189,7 +193,7 @@ def row_lengths(positions: Tensor) -> list[int]:
         )
     values = host_values(positions)
     values = positions.detach().cpu() if values is None else values
-    return law.row_lengths(host_array(values))
+    return reference.row_lengths(host_array(values))
 
 
 def arange(like: Tensor, count: int) -> Tensor:
@@ -209,7 +213,9 @@ def device_key(like: Tensor) -> str:
     return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
-def host_constant(function: Callable[..., Any], spec: Any, lengths: Any, *arguments: Any) -> Any:
+def host_constant(
+    function: Callable[..., Numbers], spec: Any, lengths: Sequence[int], *arguments: object
+) -> Constant:
     """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
 
     Where a compiled call takes any length it is worked out when the call runs.
@@ -231,7 +237,7 @@ def host_constant(function: Callable[..., Any], spec: Any, lengths: Any, *argume
 
 
 @torch.compiler.assume_constant_result
-def _traced(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
+def _traced(function: Callable[..., Numbers], spec: Any, *arguments: object) -> str:
     # as text: Dynamo 2.13 takes two tensors that come from here for the same one
     array = np.atleast_2d(function(spec, *arguments))
     array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
@@ -239,11 +245,11 @@ def _traced(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
     return ";".join([array.dtype.name, *rows])
 
 
-_of_lengths: dict[str, Callable[[Sequence[int]], Any]] = {}
+_of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _named(function: Callable[..., Any], spec: Any, *arguments: Any) -> str:
+def _named(function: Callable[..., Numbers], spec: Any, *arguments: object) -> str:
     name = f"{function.__name__} {spec.to_json()} {arguments}"
     _of_lengths[name] = lambda lengths: function(spec, tuple(lengths), *arguments)
     return name
@@ -254,7 +260,7 @@ def operator_of_lengths(name: str, lengths: Sequence[int]) -> Tensor:
     return from_numpy(_of_lengths[name](lengths))
 
 
-def fake_of_lengths(name: str, lengths: Sequence[Any]) -> Tensor:
+def fake_of_lengths(name: str, lengths: Sequence[object]) -> Tensor:
     """A tensor of the same form, while the program is compiled."""
     array = _of_lengths[name]([1] * len(lengths))
     kind = torch.int64 if array.dtype == np.uint64 else torch.float64

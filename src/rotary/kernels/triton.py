@@ -306,7 +306,7 @@ def _run(
             factor,
             **launch.constants,
             num_warps=launch.warps,
-            enable_fp_fusion=launch.constants["EXACT"],  # from tables: the very bits of the law
+            enable_fp_fusion=launch.constants["EXACT"],  # from tables: the bits of the reference
         )
 
 
