@@ -127,7 +127,7 @@ def chunked_linear_attention(
             "a state needs one position axis and frequencies that do not depend on the length, got "
             f"{spec.num_axes} axes and schedule {spec.schedule!r}; use linear_attention"
         )
-    first: Array = 0 if state is None else state.position
+    first: Any = 0 if state is None else state.position
     if positions is None:
         positions, position = positions_after(first, q), first + q.shape[-2]
     else:
