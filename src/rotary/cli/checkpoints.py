@@ -79,7 +79,7 @@ def convert(
     with (
         _ended_by_signals(),
         cluster(dask, files=files, folder=target) as executor,
-        _bytes_bar(work.size) as advance,
+        bar("converting", work.size) as advance,
     ):
         done = carry_out(work, executor, advance)
     proof = done.proof
