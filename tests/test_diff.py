@@ -623,7 +623,7 @@ def test_an_infinite_difference_is_null_in_json():
     result = diff({**LLAMA, "head_dim": 64, "partial_rotary_factor": 0.5})
     assert math.isinf(result.differences[0].inv_freq)
     assert result.to_dict()["differences"][0]["inv_freq"] is None
-    assert "vLLM turns 16 pairs" in result.verdict
+    assert "vLLM rotates 16 pairs" in result.verdict
     assert "Remove partial_rotary_factor" in result.verdict
 
 

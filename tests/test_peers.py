@@ -36,7 +36,7 @@ def test_our_file_says_what_the_program_computes(name, row):
 def test_the_channels_that_turn_together_are_those_of_our_spec(name):
     for row in json.loads((FOLDER / f"{name}.json").read_text())["rows"]:
         if "inv_freq" not in row or row["config"] == "glm-4-9b-chat-hf.json":
-            continue  # nothing turns; mlx-lm turns the whole head of glm
+            continue  # nothing turns; mlx-lm rotates the whole head of glm
         spec = rotary.from_hf_config(CONFIGS / row["config"], row["layer_type"])
         ours = (spec.layout, spec.rotary_dim, spec.sign)
         assert ours == (row["layout"], row["rotary_dim"], row.get("sign", 1)), row["config"]

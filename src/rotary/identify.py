@@ -1,7 +1,7 @@
 """Which RoPE does this callable compute? Probes a black box and says what it is and what is wrong.
 
 The box is given basis vectors at positions 0, 1, 2, 4, ... What comes out says which channels form
-pairs, and by which angle each pair has turned; each doubling of the position tells the frequency
+pairs, and by which angle each pair is rotated; each doubling of the position tells the frequency
 twice as precisely. `blackbox.probe` calls the box, `blackbox.pairs` finds pairs and angles,
 `blackbox.fit` the schedule, and `blackbox.examine` puts what is odd into words.
 """
@@ -36,7 +36,7 @@ from .spec import Rotary
 
 Array = npt.NDArray[Any]
 
-FAR = 2**16  # for functions that are given tables: enough to see every pair of our tables turn
+FAR = 2**16  # for functions that are given tables: enough to see every pair of our tables rotate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Identification(Answer):
 
     spec          the RoPE, or None if it is none; what a finding says deviates from it
     findings      what is unusual or wrong, (code, text) each; empty: a plain, exact RoPE
-    is_rotation   every pair is turned as a whole, and scores depend on the distance alone
+    is_rotation   every pair is rotated as a whole, and scores depend on the distance alone
     amplitude     the number that multiplies cos and sin (attention factor)
     inv_freq      (pairs,) float64, rad per token, as measured; None if unknown or given by tables
     arithmetic    what the angles are computed in: "exact", "float32 angles", "bfloat16 positions"
@@ -274,7 +274,7 @@ def _with_tables(
 
 
 def _turns_by(answer: Answer, inv_freq: Array) -> bool:
-    """Whether pairs turn by the frequencies that the tables were made of, in their order."""
+    """Whether pairs rotate by the frequencies that the tables were made of, in their order."""
     measured = answer.inv_freq
     if answer.spec is None or measured is None or len(measured) != len(inv_freq):
         return False

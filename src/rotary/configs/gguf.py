@@ -1,19 +1,19 @@
 """RoPE in GGUF files: what llama.cpp computes from their metadata.
 
 `gguf.json` says for each architecture what its code in llama.cpp does; keys:
-  layout      the pairs it turns; weights of "interleaved" ones were permuted when converted
+  layout      the pairs it rotates; weights of "interleaved" ones were permuted when converted
   sections    how `rope.dimension_sections` deal out the pairs: "blocks", or "interleaved"
   sliding     the RoPE of sliding-window layers: "same" as of the others, but for a base of their
               own; "own" base (10 000 if the file is silent) and no scaling; "plain": no scaling
   layers      its layer types, where those of DeepSeek-V4: only "compress" has YaRN
-  slice       "trailing": the last channels of a head are turned
+  slice       "trailing": the last channels of a head are rotated
   latent      those of multi-head latent attention: the head's size is in key_length_mla
   divisors    tensors that it divides frequencies by;  undivided  but for this layer type
   reads       keys under `rope.scaling.` that only some architectures read
   log_multiplier  it reads yarn_log_multiplier, which holds mscale_all_dim times this number;
                   equal_mscales: with mscale equal to it, otherwise 1
   needs_sections  the loader stops without dimension_sections
-  whole_head  it refuses to turn a part of the head
+  whole_head  it refuses to rotate a part of the head
 Sources: llama.cpp b11549, src/llama-model.cpp (load_hparams, llama_model_rope_type,
 get_rope_factors), src/llama-context.cpp (the constructor), src/models/*.cpp, ggml-cpu/ops.cpp
 (ggml_compute_forward_rope_flt). tests/test_gguf.py compares with what that program computed.
@@ -45,7 +45,7 @@ _KEYS = (
 )  # fmt: skip
 _TYPES = ("none", "linear", "yarn", "longrope")
 BETAS = (32.0, 1.0)
-STANDS_STILL = 1e30  # the divisor that is written for a pair that is not to turn
+STANDS_STILL = 1e30  # the divisor that is written for a pair that is not rotated
 
 
 class _Numbers(NamedTuple):
@@ -106,7 +106,7 @@ def from_gguf(
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if model.get("whole_head") and rotary_dim != head_dim:
         raise ValueError(
-            f"llama.cpp turns the whole head in {name!r}, the metadata has rope.dimension_count "
+            f"llama.cpp rotates the whole head in {name!r}, the metadata has rope.dimension_count "
             f"{rotary_dim} of {head_dim}"
         )
     spec = Rotary(

@@ -77,7 +77,7 @@ def _scaling(
 
 
 def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of head and slice, if llama.cpp turns the same channels."""
+    """The keys of head and slice, if llama.cpp rotates the same channels."""
     layout = model["layout"]
     if (spec.layout, spec.out_layout) != (layout, layout):
         raise ValueError(
@@ -88,12 +88,12 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
     start = spec.head_dim - spec.rotary_dim if trailing else 0
     if spec.start != start:
         raise ValueError(
-            f"llama.cpp turns channels from {start} on in {architecture!r}, the spec has start "
+            f"llama.cpp rotates channels from {start} on in {architecture!r}, the spec has start "
             f"{spec.start}"
         )
     if model.get("whole_head") and spec.rotary_dim != spec.head_dim:
         raise ValueError(
-            f"llama.cpp turns the whole head in {architecture!r}, the spec has rotary_dim "
+            f"llama.cpp rotates the whole head in {architecture!r}, the spec has rotary_dim "
             f"{spec.rotary_dim} of {spec.head_dim}"
         )
     if spec.sign != 1:

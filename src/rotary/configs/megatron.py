@@ -191,7 +191,7 @@ def _plain(values: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) 
 def _yarn_rotary(
     values: Mapping[str, Any], head_dim: int, silent: Mapping[str, Any], prefix: str
 ) -> Rotary:
-    """YarnRotaryEmbedding, which turns the whole width whatever rotary_percent says."""
+    """YarnRotaryEmbedding, which rotates the whole width whatever rotary_percent says."""
     if values.get("rotary_interleaved"):
         raise ValueError("Megatron refuses rotary_interleaved with YaRN")
     if values.get("rotary_percent", 1.0) != 1.0:

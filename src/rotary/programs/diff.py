@@ -94,7 +94,7 @@ class Difference(NamedTuple):
     """How far a program is from the reference, at the row length where that is farthest.
 
     Relative: the largest |inv_freq - reference| / reference, and the same of attention_factor. inf
-    where one turns another number of pairs, or a pair that stands still in the other.
+    where one rotates another number of pairs, or a pair that stands still in the other.
     """
 
     framework: str
@@ -342,7 +342,7 @@ def _verdict(
 
 def _size(each: Difference, reading: Reading) -> str:
     if each.inv_freq == math.inf:
-        return f"turns {np.count_nonzero(np.asarray(reading.inv_freq))} pairs"
+        return f"rotates {np.count_nonzero(np.asarray(reading.inv_freq))} pairs"
     sizes = {"inv_freq": each.inv_freq, "amplitude": each.attention_factor}
     parts = [f"{100 * size:.2g}% in {name}" if size < 0.1 else f"{size:,.0%} in {name}"
              for name, size in sizes.items() if size > TOLERANCE]  # fmt: skip
@@ -356,5 +356,5 @@ def _advice(rows: Mapping[int, tuple[Reading, ...]], apart: list[Difference]) ->
             if reading.framework == each.framework and reading.advice:
                 return reading.advice
     if any(each.inv_freq == math.inf for each in apart):
-        return "Not all obey partial_rotary_factor: remove it where the model turns whole heads"
+        return "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
     return ""

@@ -75,7 +75,7 @@ def opens(case: Case) -> Case:
     if base != case.base and model_type in BASES:
         advice = f"Write rope_theta: without it mlx-lm takes {base:g}"
     if model_type == "glm":
-        advice = "mlx-lm turns the whole head of glm"
+        advice = "mlx-lm rotates the whole head of glm"
     if layer_type is not None and layer_type != SCALED_LAYERS.get(model_type, layer_type):
         rope = {}
     if model_type in UNSCALED:
