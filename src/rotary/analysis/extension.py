@@ -81,7 +81,7 @@ def unseen(
     seen = whole_number("trained", trained) * frequencies(original)  # rad
     arcs = places[:, None] * frequencies(spec, seq_len)
     whole, rest = np.divmod(arcs, 2 * math.pi)
-    new = np.where(seen < 2 * math.pi, arcs - whole * seen - np.minimum(rest, seen), 0.0)
+    new = np.where(seen < 2 * math.pi, arcs - (whole * seen + np.minimum(rest, seen)), 0.0)
     share = np.divide(new, arcs, out=np.zeros_like(arcs), where=arcs > 0)
     return np.clip(share, 0.0, 1.0)
 
