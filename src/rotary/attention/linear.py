@@ -30,14 +30,9 @@ def elu_plus_one(x: Array) -> Array:
 
 
 def linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    spec: Rotary | None = None,
-    *,
-    positions: object = None,
-    allow_negative: bool = False,
-) -> Array:
+    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
+    positions: object = None, allow_negative: bool = False,
+) -> Array:  # fmt: skip
     """Causal linear attention with RoPE, by all pairs of tokens: the definition.
 
     q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
@@ -57,14 +52,9 @@ def linear_attention(
 
 
 def recurrent_linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    spec: Rotary | None = None,
-    *,
-    positions: object = None,
-    allow_negative: bool = False,
-) -> Array:
+    q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
+    positions: object = None, allow_negative: bool = False,
+) -> Array:  # fmt: skip
     """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
 
     >>> import numpy as np
