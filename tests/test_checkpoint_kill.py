@@ -250,7 +250,7 @@ def test_everything_works_in_the_locale_c_without_a_word_of_the_folder_being_tex
 
 SPARSE = """
     import json, pathlib, re, time
-    from rotary.checkpoint import writing
+    from rotary.checkpoint import convert_checkpoint, writing
 
     writing.check_space = lambda folder, needed: None  # holes take none
     start = time.perf_counter()
