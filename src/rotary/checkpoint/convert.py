@@ -25,7 +25,7 @@ from .verify import Proof, check_files, prove
 class Converted(NamedTuple):
     """What was done: the plan, the shards that this call wrote, and what was proved.
 
-    warning  what will load the result and compute wrong results, and the way out; "" for nothing
+    warning  what will load the result and compute wrong results, and what to do; "" for nothing
     """
 
     plan: Plan

@@ -7,7 +7,7 @@ the first channel to the last: norms go on at the middle, and the means of the h
 
 That both halves have the same mean holds for every trained half model by symmetry: the members of
 all pairs swapped, one with a sign, give the same model. That norms go on at the middle of an
-interleaved head is how trained models are, and no law. Weights that were never trained, or whose
+interleaved head is how trained models are, and no rule. Weights that were never trained, or whose
 norms do not depend on the frequency, show nothing.
 """
 
@@ -81,7 +81,7 @@ def _is_sure(differences: Norms) -> bool:
 def seen_in(
     tensors: Mapping[str, Tensor], config: Any, norms_of: Callable[[str], Norms | None]
 ) -> Seen | None:
-    """The layout that the weights of a model look to be in; None where that cannot be told.
+    """The layout that the weights of a model look to be in; None where nothing shows it.
 
     tensors   name -> dtype and shape
     config    of the model, as in `from_hf_config`
@@ -128,7 +128,7 @@ def seen_in_model(model: Any) -> Seen | None:
 
 
 def disagreement(config: Any, seen: Seen | None) -> tuple[str, str] | None:
-    """What is wrong where a config means another layout than the weights have, and the way out.
+    """What is wrong where a config means another layout than the weights have, and what to do.
 
     >>> disagreement({"model_type": "gptj"}, Seen("half", "look half"))[0]
     'look half; the config means interleaved'

@@ -124,8 +124,8 @@ def widened_layer(tensor: str) -> str:
     >>> widened_layer("model.layers.0.mlp.down_proj.weight")
     ''
     """
-    found = _LAYER.fullmatch(tensor)
-    return tensor[: found.start("rest")] if found and _WIDE.fullmatch(found["rest"]) else ""
+    match = _LAYER.fullmatch(tensor)
+    return tensor[: match.start("rest")] if match and _WIDE.fullmatch(match["rest"]) else ""
 
 
 def unknown_in_attention(tensor: str) -> bool:
@@ -136,11 +136,11 @@ def unknown_in_attention(tensor: str) -> bool:
     >>> unknown_in_attention("model.layers.0.self_attn.v_proj.weight")
     False
     """
-    found = _LAYER.fullmatch(tensor)
-    if not found or not _ATTENTION.fullmatch(found["rest"]):
+    match = _LAYER.fullmatch(tensor)
+    if not match or not _ATTENTION.fullmatch(match["rest"]):
         return False
-    is_other = _OTHER_PART.search(tensor[: found.start("layer")])
-    return not is_other and not any(map(_NOT_ROTATED.fullmatch, found["rest"].split(".")))
+    is_other = _OTHER_PART.search(tensor[: match.start("layer")])
+    return not is_other and not any(map(_NOT_ROTATED.fullmatch, match["rest"].split(".")))
 
 
 def classify(tensor: str, model: str = "") -> Name | None:
@@ -152,13 +152,13 @@ def classify(tensor: str, model: str = "") -> Name | None:
     >>> classify("model.layers.3.self_attn.v_proj.bias") is None
     True
     """
-    found = _LAYER.fullmatch(tensor)
-    if _OTHER_PART.search(tensor[: found.start("layer")] if found else tensor):
+    match = _LAYER.fullmatch(tensor)
+    if _OTHER_PART.search(tensor[: match.start("layer")] if match else tensor):
         reason = "not of the text model"
         return Name(tensor, tensor, -1, "", LEFT, reason) if _LOOKS.search(tensor) else None
-    if not found:
+    if not match:
         return None
-    before, rest, layer = tensor[: found.start("rest")], found["rest"], int(found["layer"])
+    before, rest, layer = tensor[: match.start("rest")], match["rest"], int(match["layer"])
     named = _PARAMETER.fullmatch(rest)
     if named and (rule := rule_of(named["module"], model)):
         group, parameter = before + named["module"], named["parameter"]

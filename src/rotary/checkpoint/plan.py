@@ -139,7 +139,7 @@ class Conversion(NamedTuple):
     config      the config of the source; written  the bytes of config.json in the target
     inputs      what every file of the source was when it was read
     verify      "sample" or "full"
-    warning     what will load the result and compute wrong results, and the way out; "" for nothing
+    warning     what will load the result and compute wrong results, and what to do; "" for nothing
     """
 
     source: Path
@@ -159,7 +159,7 @@ class Conversion(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder to write. Raises ValueError where none was given."""
+        """The folder to write. Raises ValueError where there is none."""
         if self.target is None:
             raise ValueError("a plan alone has no folder to write; give a target")
         return self.target

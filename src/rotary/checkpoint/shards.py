@@ -154,7 +154,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
 
 
 def _is_there(job: Job) -> bool:
-    """Whether a shard that an earlier call wrote still has the bytes that it was given."""
+    """Whether a shard that an earlier call wrote still has the bytes that were written."""
     try:
         written = read_shard(job.target)
         with open_regular(job.target) as file:
@@ -168,10 +168,10 @@ def _is_there(job: Job) -> bool:
 
 
 def _hash_of(file: Any, tensor: Tensor) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for begin, end, _ in pieces(tensor, None):
-        found.update(read_piece(file, begin, end).data)
-    return found.hexdigest()
+        digest.update(read_piece(file, begin, end).data)
+    return digest.hexdigest()
 
 
 def read_piece(file: Any, begin: int, end: int, room: Bytes | None = None) -> Bytes:

@@ -1,8 +1,8 @@
 """The proof that a converted checkpoint computes what it did, from the files that were written.
 
 Weights of a layer are taken from both checkpoints, a random hidden state goes through them, and
-what comes out is rotated, in the old layout and in the new. All scores must agree. Where the slices
-are that rotate is the word of the plan, which reads it from the config.
+what comes out is rotated, in the old layout and in the new. All scores must agree. Which slices
+rotate is taken from the plan, which reads it from the config.
 """
 
 import functools
@@ -119,17 +119,17 @@ def _check_header(job: Job) -> None:
 def _check(job: Job, tensor: Tensor, name: str, move: Move | None) -> None:
     """A written tensor has the bytes that were meant, and undoing its move gives the source's."""
     back = move and move._replace(source=move.target, target=move.source)
-    found, is_undone = hashlib.sha256(), True
+    digest, is_undone = hashlib.sha256(), True
     with (
         open_regular(job.shard.path, job.shard.state) as source,
         open_regular(job.target) as target,
     ):
         for begin, end, undo in pieces(tensor, back):
             raw = read_piece(target, begin, end)
-            found.update(raw.data)
+            digest.update(raw.data)
             undone = raw if undo is None else undo(raw)
             is_undone &= np.array_equal(undone, read_piece(source, begin, end))
-    if found.hexdigest() != job.hashes[name]:
+    if digest.hexdigest() != job.hashes[name]:
         raise ValueError(
             f"{job.target}: tensor {name!r} is not what was written; check the disk, and run it "
             "again"
@@ -142,11 +142,11 @@ def _check(job: Job, tensor: Tensor, name: str, move: Move | None) -> None:
 def check_files(folder: Path, hashes: Mapping[str, str]) -> None:
     """Read files that are no shards again: name -> the sha256 that was written."""
     for name, written in hashes.items():
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         with open_regular(folder / name) as file:
             while piece := file.read(CHUNK):
-                found.update(piece)
-        if found.hexdigest() != written:
+                digest.update(piece)
+        if digest.hexdigest() != written:
             raise ValueError(
                 f"{folder / name}: is not what was written; check the disk, and run it again"
             )
@@ -178,7 +178,7 @@ def _error(layer: int, outputs: Mapping[str, Outputs], plan: Plan) -> float:
 
 
 def _scores(slices: list[Vector], layout: str) -> Vector:
-    """Every slice against every other, the one turned by arbitrary angles, the other by others.
+    """Scores of every slice with every other, both rotated by arbitrary angles.
 
     A pair is a complex number, a rotation a factor: q k* of the paper, equation 12.
     """
