@@ -1,24 +1,155 @@
-// The address bar says what is shown, and a picture says in words what it shows.
-const links = () => document.querySelector("#links-a a[href]");
+// Sends what the controls say and shows what comes back; the server keeps nothing of it.
+"use strict";
 
-function follow() {
-  const link = links();
-  if (link) {
-    const query = new URL(link.getAttribute("href"), location.href).search;
-    if (query !== location.search) {
-      history.replaceState(null, "", query || location.pathname);
-    }
-  }
-  for (const side of ["a", "b"]) {
-    const plot = document.getElementById(`plot-${side}`);
-    const words = document.querySelector(`#words-${side} [data-testid=markdown]`);
-    if (plot && words) {
-      plot.setAttribute("role", "img");
-      plot.setAttribute("aria-label", words.textContent.trim());
-      words.setAttribute("aria-live", "polite");
-    }
-  }
-  document.querySelector("#error [data-testid=markdown]")?.setAttribute("role", "alert");
+const one = (selector, within = document) => within.querySelector(selector);
+const every = (selector, within = document) => [...within.querySelectorAll(selector)];
+const charts = Object.fromEntries(["a", "b"].map(side => [side, new Chart(one(`#plot-${side}`))]));
+const FILES = { "Numbers (CSV)": "numbers.csv", "Figure (HTML)": "figure.html",
+                "Config for transformers (JSON)": "config.json" };
+const pasted = one("#a-model").lastElementChild.value;
+const queue = [];  // changes of controls; the first one is being drawn
+let fields = Object.fromEntries(new URLSearchParams(location.search));
+let last = null;  // the last answer with a state
+
+function make(tag, attributes, text = "") {
+  const made = Object.assign(document.createElement(tag), attributes);
+  made.textContent = text;
+  return made;
 }
 
-new MutationObserver(follow).observe(document, { childList: true, subtree: true, characterData: true, attributeFilter: ["href"] });
+// A slider beside each number, and a line for errors below each control
+for (const box of every("#controls input[data-most]")) {
+  const { power, least = 0, most, step } = box.dataset;
+  const slider = make("input", { type: "range", min: least, max: most, step });
+  const words = { 10: ": as a power of ten", 2: ": as a power of two" }[power] ?? ": slider";
+  slider.setAttribute("aria-label", box.labels[0].textContent + words);
+  slider.addEventListener("input", event => {
+    event.stopPropagation();
+    const value = power ? power ** slider.value : Number(slider.value);
+    box.value = power === "2" ? Math.round(value) : Number(value.toPrecision(4));
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+  box.slider = slider;
+  box.after(slider);
+}
+for (const control of every("#controls [name]:not([type=checkbox])")) {
+  const line = make("p", { className: "error", id: `${control.id}-error` });
+  line.dataset.of = control.name;
+  line.setAttribute("role", "alert");
+  (control.slider ?? control).after(line);
+  control.setAttribute("aria-describedby", line.id);
+}
+
+async function post(path, asked) {
+  try {
+    const got = await fetch(path, { method: "POST", body: JSON.stringify(asked) });
+    return got.ok ? await got.json() : { errors: { view: await got.text() } };
+  } catch {
+    return { errors: { view: "the server does not answer: is rotary explore still running?" } };
+  }
+}
+
+function change(name, value) {
+  if (queue.length > 1 && queue.at(-1).name === name) queue.pop();
+  queue.push({ name, value });
+  if (queue.length === 1) run();
+}
+
+async function run() {
+  while (queue.length) {
+    const { name, value } = queue[0];
+    if (name) fields[name] = value;
+    let answer = await post("draw", { fields, changed: name });
+    if (!last && !answer.pictures) {  // a link that makes no sense: its error, and the first view
+      const errors = answer.errors;
+      answer = { ...await post("draw", { fields: {}, changed: "" }), errors };
+    }
+    queue.shift();
+    show(answer);
+  }
+}
+
+function show({ errors, ...answer }) {
+  for (const line of every(".error")) line.textContent = errors[line.dataset.of] ?? "";
+  for (const control of every("#controls [name]")) {
+    control.setAttribute("aria-invalid", control.name in errors);
+  }
+  if (!answer.pictures) return;
+  last = answer;
+  one("#certified").textContent = "";
+  const configs = Object.entries(fields).filter(([name]) => name.endsWith(".config"));
+  const waiting = queue.map(({ name, value }) => [name, value]);
+  fields = { ...answer.fields, ...Object.fromEntries(configs), ...Object.fromEntries(waiting) };
+  history.replaceState(null, "", answer.query ? `?${answer.query}` : location.pathname);
+  one("#about").textContent = answer.text;
+  for (const side of ["a", "b"]) showSide(side, answer, errors);
+  set({ ...answer.shown, ...Object.fromEntries(configs) });
+}
+
+function showSide(side, { pictures, query, shown }, errors) {
+  const isShown = side === "a" || shown.compared;
+  for (const id of [`picture-${side}`, `told-${side}`, `side-${side}`]) one(`#${id}`).hidden = !isShown;
+  const controls = one(`#side-${side}`);
+  one(".pasted", controls).hidden = shown[`${side}.model`] !== pasted;
+  const layers = shown[`${side}.layers`] ?? [];
+  one(".layers", controls).hidden = !layers.length;
+  one(`#${side}-layer`).replaceChildren(...layers.map(layer => make("option", {}, layer)));
+  const picture = pictures[side];
+  one(`#picture-${side}`).classList.toggle("stale", isShown && !picture);
+  if (!picture) return;
+  one(`#picture-${side} h2`).textContent = picture.title;
+  one(`#words-${side}`).textContent = picture.words;
+  charts[side].draw(picture);
+  const links = query === null
+    ? ["This config is too long for a link, and so for the files that a link holds."]
+    : [make("a", { href: query ? `?${query}` : location.pathname }, "Link to this view"),
+       ...Object.entries(FILES).map(([title, file]) =>
+         make("a", { href: `download/${file}?${query}${side === "b" ? "&side=b" : ""}` }, title))];
+  const save = make("button", { type: "button" }, "Picture (SVG)");
+  save.addEventListener("click", () => {
+    const data = encodeURIComponent(charts[side].svgText());
+    make("a", { href: `data:image/svg+xml,${data}`, download: "rotary.svg" }).click();
+  });
+  one(`#links-${side}`).replaceChildren(...[...links, save].flatMap(each => [each, " "]));
+}
+
+// Puts values into the controls, but for what somebody types or drags just now
+function set(values) {
+  const busy = queue.map(({ name }) => name);
+  for (const [name, value] of Object.entries(values)) {
+    for (const control of every(`[name="${name}"]`)) {
+      if (control.type === "checkbox") control.checked = value;
+      else if (control.type === "radio") control.checked = control.value === value;
+      else if (!busy.includes(name) && control !== document.activeElement) control.value = value;
+      place(control, Number(value), busy.includes(name));
+    }
+  }
+  const factor = one("#factor"), value = values.context / values["a.trained"];
+  if (factor !== document.activeElement) factor.value = Number(value.toFixed(2)) || "";
+  place(factor, value, busy.includes("context"));
+}
+
+function place({ slider, dataset }, value, isBusy) {
+  if (!slider || isBusy || slider === document.activeElement) return;
+  slider.value = dataset.power ? Math.log(value) / Math.log(dataset.power) : value;
+}
+
+document.addEventListener("input", ({ target }) => {
+  if (target.id === "factor") {
+    one("#context").value = Math.round(last.shown["a.trained"] * Number(target.value));
+    change("context", one("#context").value);
+  } else if (target.name) {
+    change(target.name, target.type === "checkbox" ? (target.checked ? "1" : "") : target.value);
+  }
+});
+document.addEventListener("focusout", () => setTimeout(() => {
+  const hasError = every("#controls .error").some(line => line.textContent);
+  if (last && !hasError && !queue.length) set(last.shown);
+}));
+one("#controls").addEventListener("submit", event => event.preventDefault());
+one("#certify").addEventListener("click", async () => {
+  one("#certified").textContent = "Searching…";
+  const { words = "", errors = {} } = await post("base", { fields });
+  one("#certified").textContent = words || Object.values(errors).join(" ");
+});
+change("", "");

@@ -1,22 +1,222 @@
-"""The server of the page: on this machine alone unless another host is asked for."""
+"""The server of the page: whom it answers, how much it reads and computes, and from where.
 
+A download is a link that holds the whole state, so nothing is written to disk and nothing is kept.
+Requests that another site causes are refused before anything is read or computed for them.
+"""
+
+import asyncio
 import contextlib
+import ipaddress
+import json
+import re
 import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
-import gradio as gr
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .guard import Guard
-from .page import build
+from ..strict_json import parsed
+from . import page
+from .state import State, from_fields
 
+T = TypeVar("T")
 PORTS = range(7860, 7960)
-STYLE = Path(__file__).with_name("explore.css")
+MAX_HEAD = 2**16  # bytes of path, query and headers: two long configs in a link are 48,000
+MAX_BODY = 5 * 2**20  # bytes: two pasted configs with every quote and line end escaped
+BODY_SECONDS = 30.0  # that a body may take to arrive
+HEADERS = {  # of every answer; scripts and styles come from this server and are never inline
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+STATIC = {
+    "explore.js": "text/javascript",
+    "chart.js": "text/javascript",
+    "explore.css": "text/css",
+    "favicon.svg": "image/svg+xml",
+}
+
+
+class Download(NamedTuple):
+    """The media type of a file, and what writes it for a state and a side."""
+
+    kind: str
+    write: Callable[[State, str], str]
+
+
+DOWNLOADS = {
+    "numbers.csv": Download("text/csv", page.numbers_csv),
+    "figure.html": Download("text/html", page.figure_html),
+    "config.json": Download("application/json", page.config_json),
+}
+
+
+class Refusal(NamedTuple):
+    """A request that is not answered: its status, and one line that says why."""
+
+    status: int
+    why: str
+
+
+class Guard:
+    """Middleware that refuses strangers and sets `HEADERS` on every answer.
+
+    host  where the page is served; on this machine's own, no other name is answered to
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app = app
+        self.host = host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        app = self.app
+        if scope["type"] == "http" and (refusal := refused(scope, self.host)):
+            app = PlainTextResponse(f"{refusal.why}\n", refusal.status)
+        await app(scope, receive, with_headers)
+
+
+def refused(scope: Scope, host: str) -> Refusal | None:
+    """Why a request is not answered: it is for another name, from another site, or too large.
+
+    Browsers say in `Sec-Fetch-Site` and `Origin` which site causes a request, and no script can
+    change these. "none": a person typed the address. A program such as curl says neither.
+
+    >>> refused({"method": "GET", "path": "/", "headers": [(b"host", b"evil.example")]}, "::1")
+    Refusal(status=400, why="this page is not 'evil.example'")
+    """
+    headers = Headers(scope=scope)
+    size = sum(len(name) + len(value) for name, value in headers.raw)
+    if size + len(scope["path"]) + len(scope.get("query_string", b"")) > MAX_HEAD:
+        return Refusal(431, f"address and headers must be at most {MAX_HEAD:,} bytes")
+    asked = headers.get("host", "")
+    name = re.sub(r":\d*$", "", asked).strip("[]").lower()
+    if is_loopback(host) and not is_loopback(name):
+        return Refusal(400, f"this page is not {name[:80]!r}")
+    origin = headers.get("origin")
+    is_own = headers.get("sec-fetch-site") in (None, "same-origin", "none")
+    if not is_own or (origin is not None and urlsplit(origin).netloc != asked):
+        return Refusal(
+            403, "another site asked for this page: copy the address into a tab of its own"
+        )
+    if scope["method"] not in ("GET", "HEAD", "POST"):
+        return Refusal(405, "GET, HEAD and POST are answered")
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name is this machine's own.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+    (True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Workers:
+    """Threads beside the event loop: `at_once` calls run, `waiting` wait, more are refused."""
+
+    def __init__(self, at_once: int, waiting: int) -> None:
+        self.places = asyncio.Semaphore(at_once)
+        self.room = at_once + waiting
+        self.calls = 0
+
+    async def run(self, function: Callable[..., T], *given: object) -> T:
+        """The result of the function; status 503 where too many calls wait."""
+        if self.calls >= self.room:
+            raise HTTPException(503, "too many requests are being computed; ask again later")
+        self.calls += 1
+        try:
+            async with self.places:
+                return await asyncio.to_thread(function, *given)
+        finally:
+            self.calls -= 1
+
+
+def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -> Starlette:
+    """The page as an ASGI app, not yet served; `serve` does that, and keeps it to this machine.
+
+    host   where it will be served; on this machine's own, no other name is answered to
+    ready  called once, when it starts
+
+    >>> [route.path for route in build().routes][:2]
+    ['/', '/draw']
+    """
+    pictures, searches, files = Workers(4, 64), Workers(1, 16), Workers(4, 32)
+
+    async def index(request: Request) -> Response:
+        return Response(page.page(), media_type="text/html")
+
+    async def draw(request: Request) -> Response:
+        asked = await _posted(request)
+        changed = str(asked.get("changed", ""))
+        return _json(await pictures.run(page.drawn, _fields(asked), changed))
+
+    async def base(request: Request) -> Response:
+        return _json(await searches.run(page.certified, _fields(await _posted(request))))
+
+    async def static(request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2]
+        return Response(page.file(name), media_type=STATIC[name])
+
+    async def download(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in DOWNLOADS:
+            raise HTTPException(404, "no such page")
+        query = dict(request.query_params)
+        kind, write = DOWNLOADS[name]
+        side = "b" if query.get("side") == "b" else "a"
+        try:
+            text = await files.run(lambda: write(from_fields(query), side))
+        except ValueError as error:
+            raise HTTPException(422, str(error)[:400]) from error
+        return Response(
+            text, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'}
+        )
+
+    async def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return PlainTextResponse(f"{error.detail}\n", error.status_code)
+
+    @contextlib.asynccontextmanager
+    async def started(_: Starlette) -> AsyncIterator[None]:
+        ready()
+        yield
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/draw", draw, methods=["POST"]),
+            Route("/base", base, methods=["POST"]),
+            Route("/download/{name}", download),
+            *(Route(f"/{name}", static) for name in STATIC),
+        ],
+        middleware=[Middleware(Guard, host=host)],
+        exception_handlers={HTTPException: failed},
+        lifespan=started,
+    )
 
 
 def serve(
@@ -45,39 +245,42 @@ def serve(
                 ready(address)
 
         config = uvicorn.Config(  # h11 bounds what it reads before the guard sees a request
-            application(host, up), http="h11", ws="none", log_level="warning", server_header=False
+            build(host, up), http="h11", ws="none", log_level="warning", server_header=False
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def application(host: str = "127.0.0.1", up: Callable[[], None] = lambda: None) -> FastAPI:
-    """The page as an ASGI app: no uploads, no fonts from elsewhere, the guard around all of it.
+async def _posted(request: Request) -> dict[str, object]:
+    """The JSON object that a request holds, which must be small and arrive in time."""
 
-    host  where it will be served; on this machine's own, no other name is answered to
-    up    called once, when it starts
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise HTTPException(413, f"a request must be at most {MAX_BODY:,} bytes")
+        return bytes(body)
 
-    >>> application.__defaults__[0]
-    '127.0.0.1'
-    """
+    try:
+        body = await asyncio.wait_for(read(), BODY_SECONDS)
+        return dict(parsed(body, "the request"))
+    except asyncio.TimeoutError as error:
+        why = f"a request must arrive within {BODY_SECONDS:g} seconds"
+        raise HTTPException(408, why) from error
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the request was cut off") from error
+    except ValueError as error:
+        raise HTTPException(400, str(error)[:400]) from error
 
-    @contextlib.asynccontextmanager
-    async def started(_: FastAPI) -> AsyncIterator[None]:
-        up()
-        yield
 
-    no_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(middleware=[Middleware(Guard, host=host)], lifespan=started, **no_docs)
-    theme = gr.themes.Default(
-        primary_hue=gr.themes.colors.blue,
-        font=("system-ui", "sans-serif"),
-        font_mono=("ui-monospace", "monospace"),
-    ).set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")
-    return gr.mount_gradio_app(
-        app, build(), "/", server_name=host, footer_links=[], theme=theme, css=STYLE.read_text(),
-        show_error=False, max_file_size=1, ssr_mode=False, pwa=False, mcp_server=False,
-        enable_monitoring=False, app_kwargs=no_docs,
-    )  # fmt: skip
+def _fields(asked: dict[str, object]) -> dict[str, object]:
+    fields = asked.get("fields")
+    return fields if isinstance(fields, dict) else {}
+
+
+def _json(answer: object) -> Response:
+    return Response(json.dumps(answer, allow_nan=False), media_type="application/json")
 
 
 def _listening(host: str, port: int | None) -> socket.socket:

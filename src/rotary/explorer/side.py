@@ -1,8 +1,8 @@
-"""One RoPE of the page: what controls or a link say of it, bounded, and what it is then."""
+"""One RoPE of the page: what controls or a link say of it, checked, and what it is then."""
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ..analysis import extension, spectrum
 from ..spec import Rotary, nearest
@@ -13,14 +13,24 @@ from .models import (
     PASTED,
     Model,
     pasted,
+    presets,
     published,
     shortened,
 )
 
-MAX_BASE = 1e15
+MAX_BASE = 10**15
 MAX_LINK = 8000  # characters of a config in a link; servers refuse far longer ones
 AS_MADE = "as published"
+WHOLE = {"head_dim": (2, MAX_HEAD_DIM), "trained": (1, MAX_LENGTH), "context": (1, MAX_LENGTH)}
 METHODS = (AS_MADE, "none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "longrope")
+
+
+class FieldError(ValueError):
+    """A value that makes no sense, and the control that it stands in."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +56,22 @@ class Side:
                 raise ValueError("paste a config.json, or choose a published model")
             return pasted(self.config, self.layer or None)
         return published(self.model)
+
+    def title(self) -> str:
+        """The name of the model, and what was changed of it.
+
+        >>> Side(base=1e6, trained=4096, method="yarn").title()
+        'llama-3-8b, base 1e+06, trained 4,096, yarn'
+        """
+        made = self.made()
+        parts = [made.name or self.model]
+        if self.base not in (None, made.spec.base):
+            parts.append(f"base {self.base:.15g}")
+        if self.head_dim not in (None, made.spec.head_dim):
+            parts.append(f"head_dim {self.head_dim}")
+        if self.trained not in (None, made.trained):
+            parts.append(f"trained {self.trained:,}")
+        return ", ".join(parts + [self.method] * (self.method != AS_MADE))
 
     def link_config(self) -> str | None:
         """The config as it stands in a link, cut if it is long; None where that is not enough.
@@ -100,65 +126,77 @@ def _changed(spec: Rotary, side: Side) -> Rotary:
         spec = dataclasses.replace(spec, base=side.base)
     if side.head_dim is None or side.head_dim == spec.head_dim:
         return spec
-    if side.head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {side.head_dim}")
     share = side.head_dim / spec.head_dim
     rotary_dim = max(2, 2 * round(spec.rotary_dim * share / 2))
     start = min(round(spec.start * share), side.head_dim - rotary_dim)
     return dataclasses.replace(spec, head_dim=side.head_dim, rotary_dim=rotary_dim, start=start)
 
 
-def side(default: Side, **given: object) -> Side:
-    """A side from what controls or a link say, checked and bounded; None and "" say nothing.
+def side(default: Side, fields: Mapping[str, object]) -> Side:
+    """A side from what controls or a link say, checked; None and "" say nothing.
 
-    >>> side(Side(), base="1e99", head_dim=96) == Side(base=1e15, head_dim=96)
+    Raises FieldError of one line for a value that makes no sense.
+
+    >>> side(Side(), {"base": "1e15", "head_dim": 96}) == Side(base=1e15, head_dim=96)
     True
     """
     kept: dict[str, object] = {}
-    for name, value in given.items():
+    for name, value in fields.items():
         if value is None or value == "":
             continue
         if name == "base":
             kept[name] = number(name, value, 1, MAX_BASE)
-        elif name == "head_dim":
-            kept[name] = int(number(name, value, 2, MAX_HEAD_DIM))
-        elif name == "trained":
-            kept[name] = int(number(name, value, 1, MAX_LENGTH))
+        elif name in ("head_dim", "trained"):
+            kept[name] = whole(name, value)
+            if name == "head_dim" and kept[name] % 2:  # type: ignore[operator]
+                raise FieldError(name, f"head_dim must be even, got {kept[name]}")
         elif name == "method":
             kept[name] = one_of(name, value, METHODS)
         elif name == "model":
-            if value != PASTED:
-                published(str(value))
-            kept[name] = str(value)
+            kept[name] = str(value) if value == PASTED else one_of(name, value, presets())
         elif name in ("layer", "config"):
             kept[name] = str(value)[: MAX_PASTED + 1]
     return dataclasses.replace(default, **kept)  # type: ignore[arg-type]  # by name, checked above
 
 
 def number(name: str, value: object, least: float, most: float) -> float:
-    """`value` as a number, moved into `least` .. `most`; ValueError for what is no number.
+    """`value` as a number in `least` .. `most`; FieldError for what is none.
 
-    >>> number("context", "1e15", 1, 2**24)
-    16777216
+    >>> number("base", "1e4", 1, 1e15)
+    10000.0
     """
     try:
-        found = float(value)  # type: ignore[arg-type]  # what is no number raises
+        read = float(value)  # type: ignore[arg-type]  # what is no number raises
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if math.isnan(found):
-        raise ValueError(f"{name} must be a number, got {str(value)[:40]!r}")
-    return min(max(found, least), most)
+        read = math.nan
+    if math.isnan(read):
+        raise FieldError(name, f"{name} must be a number, got {str(value)[:40]!r}")
+    if not least <= read <= most:
+        raise FieldError(name, f"{name} must be in {least:,} .. {most:,}, got {read:,.15g}")
+    return read
+
+
+def whole(name: str, value: object) -> int:
+    """`value` as a whole number within the limits of its control; FieldError for what is none.
+
+    >>> whole("context", "4096")
+    4096
+    """
+    read = number(name, value, *WHOLE[name])
+    if read != int(read):
+        raise FieldError(name, f"{name} must be a whole number, got {read:,}")
+    return int(read)
 
 
 def one_of(name: str, value: object, known: Collection[str]) -> str:
-    """`value` if it is one of `known`; else ValueError, with the nearest one.
+    """`value` if it is one of `known`; else FieldError, with the nearest one.
 
     >>> one_of("method", "yarn", METHODS)
     'yarn'
     """
-    if value not in known:
-        raise ValueError(
-            f"{name} must be one of {', '.join(known)}; "
-            f"got {str(value)[:40]!r}{nearest(str(value)[:40], known)}"
-        )
-    return str(value)
+    if value in known:
+        return str(value)
+    short = str(value)[:40]
+    choices = ", ".join(known) if len(known) < 10 else f"the {len(known)} in the list"
+    hint = nearest(short, known)
+    raise FieldError(name, f"{name} must be one of {choices}; got {short!r}{hint}")

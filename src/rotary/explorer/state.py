@@ -1,14 +1,16 @@
 """What the page shows, as plain data that goes into a link and comes back from it.
 
-Everything that arrives, from a control or from a link, is checked and bounded here.
+Everything that arrives, from a control or from a link, is checked here.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlencode
 
-from .models import MAX_LENGTH, PASTED
-from .side import Side, number, one_of, side
+from .models import PASTED
+from .side import FieldError, Look, Side, look, one_of, side, whole
 from .views import VIEWS
 
 
@@ -22,16 +24,29 @@ class State:
     view: str = "wavelengths"
     context: int = 32768
 
+    def look(self, letter: str) -> Look:
+        """The RoPE of side "a" or "b"; FieldError where it makes no sense.
 
-_SIDES = [field.name for field in dataclasses.fields(Side)]
-QUERY = ("view", "context", "compared", *(f"{side}.{name}" for side in "ab" for name in _SIDES))
+        >>> State().look("a").trained
+        8192
+        """
+        one: Side = getattr(self, letter)
+        try:
+            one.made()
+        except ValueError as error:
+            field = "config" if one.model == PASTED else "model"
+            raise FieldError(f"{letter}.{field}", str(error)) from error
+        try:
+            return look(one, self.context)
+        except ValueError as error:
+            raise FieldError(f"{letter}.method", str(error)) from error
 
 
-def to_query(state: State) -> str:
-    """The state as a query string; what is at its default is left out.
+def to_fields(state: State) -> dict[str, str]:
+    """The state by the names of its controls; what is at its default is left out.
 
-    >>> to_query(State(context=4096, a=Side(base=1e4)))
-    'context=4096&a.base=10000'
+    >>> to_fields(State(context=4096, a=Side(base=1e4)))
+    {'context': '4096', 'a.base': '10000'}
     """
     fields: dict[str, str] = {}
     plain = State()
@@ -39,31 +54,87 @@ def to_query(state: State) -> str:
         if getattr(state, name) != getattr(plain, name):
             fields[name] = _written(getattr(state, name))
     for letter in ("a", "b"):
-        side, default = getattr(state, letter), getattr(plain, letter)
-        for field in dataclasses.fields(Side):
-            value = side.link_config() if field.name == "config" else getattr(side, field.name)
-            unused = field.name == "layer" and side.model != PASTED
-            if not value or value == getattr(default, field.name) or unused:
-                continue
-            fields[f"{letter}.{field.name}"] = _written(value)
+        one, default = getattr(state, letter), getattr(plain, letter)
+        for name, value in vars(one).items():
+            unused = name in ("config", "layer") and one.model != PASTED
+            if value and value != getattr(default, name) and not unused:
+                fields[f"{letter}.{name}"] = _written(value)
+    return fields
+
+
+def to_query(state: State) -> str | None:
+    """The state as the query of a link; None where a config is too long for one.
+
+    >>> to_query(State(context=4096, a=Side(base=1e4)))
+    'context=4096&a.base=10000'
+    """
+    fields = to_fields(state)
+    for letter in ("a", "b"):
+        config = getattr(state, letter).link_config()
+        if config is None:
+            return None
+        if config:
+            fields[f"{letter}.config"] = config
     return urlencode(fields)
 
 
-def from_query(query: Mapping[str, str]) -> State:
-    """The state of a link; ValueError of one line for a value that makes no sense.
+def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
+    """The state that a link or the controls say; FieldError for a value that makes no sense.
 
+    changed  the control that was moved: another model brings its own numbers
     Keys that are not known are passed over: hosts and browsers add their own.
 
-    >>> from_query({"context": "4096", "a.base": "10000"}) == State(context=4096, a=Side(base=1e4))
+    >>> from_fields({"context": "4096", "a.base": "10000"}) == State(context=4096, a=Side(base=1e4))
+    True
+    >>> from_fields({"a.model": "llama-2-7b", "a.base": "5"}, "a.model").a.base is None
     True
     """
+    letter, _, name = changed.rpartition(".")
+    is_another = letter in ("a", "b") and name in ("model", "config", "layer")
+    stale = [f"{letter}.{number}" for number in ("base", "head_dim", "trained")]
+    if name == "model":
+        stale.append(f"{letter}.layer")
+    if is_another:
+        fields = {key: value for key, value in fields.items() if key not in stale}
+    plain = State()
     sides = {}
-    for letter, default in (("a", State().a), ("b", State().b)):
-        given = {key[2:]: value for key, value in query.items() if key.startswith(f"{letter}.")}
-        sides[letter] = side(default, **given)
-    view = one_of("view", query.get("view", State().view), VIEWS)
-    context = number("context", query.get("context", State().context), 1, MAX_LENGTH)
-    return State(compared=query.get("compared") == "1", view=view, context=int(context), **sides)
+    for each in ("a", "b"):
+        own = {key[2:]: value for key, value in fields.items() if key.startswith(f"{each}.")}
+        try:
+            sides[each] = side(getattr(plain, each), own)
+        except FieldError as error:
+            raise FieldError(f"{each}.{error.field}", str(error)) from error
+    context = whole("context", fields.get("context", plain.context))
+    if is_another and letter == "a":
+        with contextlib.suppress(ValueError):
+            context = sides["a"].made().context
+    view = one_of("view", fields.get("view", plain.view), VIEWS)
+    is_compared = fields.get("compared") in ("1", True)
+    return State(compared=is_compared, view=view, context=context, **sides)
+
+
+def shown(state: State) -> dict[str, Any]:
+    """What each control shows in a state, but for the configs, and the layer types to choose from.
+
+    >>> shown(State())["a.base"], shown(State())["b.method"]
+    (500000.0, 'yarn')
+    """
+    found: dict[str, Any] = {
+        "view": state.view, "compared": state.compared, "context": state.context
+    }  # fmt: skip
+    for letter in ("a", "b"):
+        one: Side = getattr(state, letter)
+        found |= {f"{letter}.model": one.model, f"{letter}.method": one.method}
+        with contextlib.suppress(ValueError):
+            made = one.made()
+            found |= {
+                f"{letter}.base": one.base or made.spec.base,
+                f"{letter}.head_dim": one.head_dim or made.spec.head_dim,
+                f"{letter}.trained": one.trained or made.trained,
+            }
+            if one.model == PASTED and made.layers:
+                found |= {f"{letter}.layers": made.layers, f"{letter}.layer": made.layer}
+    return found
 
 
 def _written(value: object) -> str:

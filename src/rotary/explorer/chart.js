@@ -1,0 +1,265 @@
+// Draws the figures of figures.py as SVG: curves, lines, a band, rows of cells, over two axes.
+"use strict";
+
+const RIGHT = 14, BOTTOM = 42, LEFT = 60, TEXT = 6.6;  // pixels; the last: of a letter
+
+function node(parent, tag, attributes = {}, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+function short(value) {  // a number on an axis
+  const power = Math.round(Math.log10(Math.abs(value)));
+  if (value && (power > 5 || power < -3) && Math.abs(value / 10 ** power - 1) < 1e-9) {
+    return "10" + [...String(power)].map(sign => "⁰¹²³⁴⁵⁶⁷⁸⁹"[sign] ?? "⁻").join("");
+  }
+  return value.toLocaleString("en", { maximumSignificantDigits: 6 });
+}
+
+function long(value) {  // the same with every digit that is worth reading
+  return value && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e15)
+    ? value.toExponential(4) : value.toLocaleString("en", { maximumSignificantDigits: 6 });
+}
+
+// From a value to a pixel and back, and the values that are written beside the axis
+function scale(axis, values, from, to, ends = axis.ends) {
+  const into = axis.is_log ? Math.log10 : value => value;
+  const out = axis.is_log ? value => 10 ** value : value => value;
+  const all = values.filter(value => Number.isFinite(value) && (value > 0 || !axis.is_log));
+  let [low, high] = (ends ?? [all.reduce((a, b) => Math.min(a, b), Infinity),
+                              all.reduce((a, b) => Math.max(a, b), -Infinity)]).map(into);
+  const spare = ends ? 0 : (high - low) * 0.03 || 0.5;
+  [low, high] = [low - spare, high + spare];
+  const at = value => from + (into(value) - low) / (high - low) * (to - from);
+  const back = pixel => out(low + (pixel - from) / (to - from) * (high - low));
+  const room = Math.max(2, Math.floor(Math.abs(to - from) / 62));
+  const ticks = [];
+  if (axis.is_log && high - low >= 1.5) {
+    const step = Math.ceil((high - low) / room);
+    for (let power = Math.ceil(low); power <= high; power += step) ticks.push(10 ** power);
+  } else {
+    const [first, last] = [out(low), out(high)];
+    const size = 10 ** Math.floor(Math.log10((last - first) / room));
+    const step = [1, 2, 5, 10].map(times => times * size).find(s => (last - first) / s <= room);
+    for (let n = Math.ceil(first / step); n * step <= last; n++) {
+      ticks.push(Number((n * step).toPrecision(12)));
+    }
+  }
+  return { at, back, ticks };
+}
+
+// Blue over grey to yellow: neighbours and ends differ for colour-blind people too
+function shade(share) {
+  const stops = [[0, 32, 77], [124, 123, 120], [255, 234, 70]];
+  const [one, other] = share < 0.5 ? stops.slice(0, 2) : stops.slice(1);
+  const part = share < 0.5 ? share * 2 : share * 2 - 1;
+  return `rgb(${one.map((value, i) => Math.round(value + (other[i] - value) * part))})`;
+}
+
+class Chart {
+  constructor(svg) {
+    this.svg = svg;
+    this.index = null;  // of the point that is told
+    svg.tabIndex = 0;
+    new ResizeObserver(() => this.render()).observe(svg);
+    svg.addEventListener("pointermove", event => this.hover(event));
+    svg.addEventListener("pointerleave", () => this.tell(null));
+    svg.addEventListener("pointerdown", event => { this.start = event.pointerType === "mouse" ? event.offsetX : null; });
+    svg.addEventListener("pointerup", event => this.zoomTo(event.offsetX));
+    svg.addEventListener("dblclick", () => this.reset());
+    svg.addEventListener("keydown", event => this.key(event));
+  }
+
+  draw(picture) {
+    if (this.picture?.figure.x.title !== picture.figure.x.title) this.zoom = null;
+    this.picture = picture;
+    this.index = null;
+    this.svg.setAttribute("role", "img");
+    this.svg.setAttribute("aria-label", picture.words);
+    this.render();
+  }
+
+  reset() {
+    this.zoom = null;
+    this.render();
+  }
+
+  zoomTo(pixel) {
+    if (this.start == null || !this.xs || Math.abs(pixel - this.start) < 8) return;
+    this.zoom = [this.start, pixel].sort((a, b) => a - b).map(this.xs.back);
+    this.render();
+  }
+
+  render() {
+    const [width, height] = [this.svg.clientWidth, this.svg.clientHeight];
+    if (!this.picture || !width || !height) return;
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren();
+    const { figure, columns } = this.picture;
+    this.x = Object.values(columns)[0];
+    const isCells = figure.rows.length > 0;
+    const box = { left: isCells ? 14 : LEFT, right: width - RIGHT, top: 0, bottom: height - BOTTOM };
+    box.top = this.legend(box) + 8;
+    if (isCells) box.bottom = Math.min(box.bottom, box.top + 130 * figure.rows.length);
+    this.box = box;
+    const ends = this.zoom ?? (isCells ? [-0.5, this.x.length - 0.5] : null);
+    this.xs = scale(figure.x, this.x, box.left, box.right, ends);
+    this.axis(figure.x, this.xs, box, true);
+    if (isCells) this.cells(figure.rows, columns, box);
+    else this.curves(figure, columns, box, ends);
+    this.tip = node(this.svg, "g", { class: "tip" });
+    if (this.index != null) this.tell(this.index);
+  }
+
+  legend(box) {
+    const { figure } = this.picture;
+    let [x, y] = [box.left, figure.rows.length ? 14 : 30];
+    if (!figure.rows.length) node(this.svg, "text", { x: 4, y: 14 }, figure.y.title);
+    for (const curve of figure.curves.length > 1 ? figure.curves : []) {
+      const width = 34 + curve.name.length * TEXT;
+      if (x > box.left && x + width > box.right) [x, y] = [box.left, y + 16];
+      node(this.svg, "line", { x1: x, x2: x + 20, y1: y - 4, y2: y - 4, class: `curve ${curve.colour} ${curve.dash}` });
+      node(this.svg, "text", { x: x + 25, y }, curve.name);
+      x += width;
+    }
+    if (figure.rows.length) {
+      const last = this.x.length && Math.max(...this.picture.columns.reads);
+      node(this.svg, "text", { x, y }, "pair 0");
+      for (let i = 0; i < 24; i++) node(this.svg, "rect", { x: x + 44 + 5 * i, y: y - 10, width: 5, height: 11, fill: shade(i / 23) });
+      node(this.svg, "text", { x: x + 170, y }, short(last));
+    }
+    return figure.curves.length > 1 || figure.rows.length ? y : 14;
+  }
+
+  axis(axis, { at, ticks }, box, isX) {
+    const share = value => axis.is_share ? `${Math.round(value * 100)}%` : short(value);
+    for (const value of ticks) {
+      const place = at(value);
+      if (isX) {
+        if (!this.picture.figure.rows.length) node(this.svg, "line", { x1: place, x2: place, y1: box.top, y2: box.bottom, class: "grid" });
+        node(this.svg, "text", { x: place, y: box.bottom + 16, "text-anchor": "middle", class: "tick" }, share(value));
+      } else {
+        node(this.svg, "line", { x1: box.left, x2: box.right, y1: place, y2: place, class: "grid" });
+        node(this.svg, "text", { x: box.left - 6, y: place + 4, "text-anchor": "end", class: "tick" }, share(value));
+      }
+    }
+    const middle = (box.left + box.right) / 2;
+    if (isX) node(this.svg, "text", { x: middle, y: box.bottom + 35, "text-anchor": "middle" }, axis.title);
+  }
+
+  curves(figure, columns, box, ends) {
+    const seen = this.x.map(value => (!ends || (value >= ends[0] && value <= ends[1])));
+    const values = figure.curves.flatMap(curve => columns[curve.y].filter((_, i) => seen[i]));
+    values.push(...figure.lines.filter(line => line.axis === "y").map(line => line.at));
+    const ys = scale(figure.y, values, box.bottom, box.top);
+    this.ys = ys;
+    this.axis(figure.y, ys, box, false);
+    const inside = node(this.svg, "svg", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top, viewBox: `${box.left} ${box.top} ${box.right - box.left} ${box.bottom - box.top}` });
+    if (figure.band) {
+      const [start, stop] = [this.xs.at(figure.band.start), this.xs.at(figure.band.stop)];
+      node(inside, "rect", { x: start, y: box.top, width: Math.max(stop - start, 1), height: box.bottom - box.top, class: "band" });
+      node(inside, "text", { x: Math.min(start + 4, box.right - figure.band.label.length * TEXT), y: box.bottom - 6 }, figure.band.label);
+    }
+    for (const curve of figure.curves) {
+      let path = "", isOpen = false;
+      columns[curve.y].forEach((value, i) => {
+        const [px, py] = [this.xs.at(this.x[i]), value == null ? NaN : ys.at(value)];
+        const isShown = Number.isFinite(px) && Number.isFinite(py);
+        if (isShown) path += `${isOpen ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`;
+        if (isShown && curve.has_dots) node(inside, "circle", { cx: px, cy: py, r: 2.2, class: `dot ${curve.colour}` });
+        isOpen = isShown;
+      });
+      const thin = this.x.length > 300 ? "thin" : "";
+      node(inside, "path", { d: path, class: `curve ${thin} ${curve.colour} ${curve.dash}` });
+    }
+    for (const line of figure.lines) {
+      const place = (line.axis === "x" ? this.xs : ys).at(line.at);
+      const ofX = { x1: place, x2: place, y1: box.top, y2: box.bottom };
+      const ofY = { x1: box.left, x2: box.right, y1: place, y2: place };
+      node(inside, "line", { ...(line.axis === "x" ? ofX : ofY), class: `curve dash ${line.colour}` });
+      const where = line.axis === "x" ? { x: place - 4, y: box.bottom - 6, "text-anchor": "end" } : { x: box.left + 6, y: Math.max(place - 5, box.top + 12) };
+      node(inside, "text", { ...where, class: `label ${line.colour}` }, line.label);
+    }
+    for (const point of figure.points) {
+      const [px, py] = [this.xs.at(point.x), ys.at(point.y)];
+      node(inside, "path", { d: `M${px} ${py - 6}l6 6-6 6-6-6Z`, class: "dot red" });
+      const isLeft = px > (box.left + box.right) / 2;
+      node(inside, "text", { x: px + (isLeft ? -10 : 10), y: Math.min(py - 8, box.bottom - 22), "text-anchor": isLeft ? "end" : "start", class: "label red" }, point.label);
+    }
+  }
+
+  cells(rows, columns, box) {
+    const size = (box.bottom - box.top) / rows.length;
+    const axes = ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)"];
+    const wide = this.xs.at(1) - this.xs.at(0);
+    rows.forEach((row, number) => {
+      const top = box.top + number * size, last = Math.max(...columns[row.column], 1);
+      node(this.svg, "text", { x: box.left, y: top + 14 }, row.name);
+      columns[row.column].forEach((value, i) => {
+        const left = this.xs.at(i - 0.5);
+        if (value == null || left < box.left - 1 || left + wide > box.right + 1) return;
+        node(this.svg, "rect", { x: left, y: top + 20, width: wide + 0.3, height: size - 26, class: "cell", fill: row.of === "axis" ? axes[value % 4] : shade(value / last) });
+      });
+    });
+  }
+
+  hover(event) {
+    if (!this.xs) return;
+    const wanted = event.offsetX;
+    let best = null, least = 40;
+    this.x.forEach((value, i) => {
+      const away = Math.abs(this.xs.at(value) - wanted);
+      if (away < least) [best, least] = [i, away];
+    });
+    this.tell(best, event.offsetY);
+  }
+
+  key(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") this.reset();
+    if (!step || !this.x) return;
+    event.preventDefault();
+    this.tell(Math.min(Math.max((this.index ?? -1) + step, 0), this.x.length - 1));
+  }
+
+  // Writes the numbers of one place beside it
+  tell(index, pixel = null) {
+    this.index = index;
+    if (!this.tip) return;
+    this.tip.replaceChildren();
+    if (index == null) return;
+    const { figure, columns } = this.picture, box = this.box;
+    const lines = [`${Object.keys(columns)[0]} ${long(this.x[index])}`];
+    for (const { y, name } of figure.curves) {
+      const value = columns[y][index];
+      if (value == null) continue;
+      lines.push(`${name}: ${long(value)}`);
+      node(this.tip, "circle", { cx: this.xs.at(this.x[index]), cy: this.ys.at(value), r: 4 });
+    }
+    for (const { column, of, name } of figure.rows) {
+      if (columns[column][index] != null) lines.push(`${name}: ${of} ${columns[column][index]}`);
+    }
+    const width = Math.max(...lines.map(line => line.length)) * TEXT + 12;
+    const at = this.xs.at(this.x[index]);
+    const left = at + 10 + width > box.right ? Math.max(at - 10 - width, 0) : at + 10;
+    const top = Math.min(Math.max((pixel ?? box.top + 30) - 20, box.top), box.bottom - 16 * lines.length - 8);
+    node(this.tip, "rect", { x: left, y: top, width, height: 16 * lines.length + 6, rx: 4 });
+    lines.forEach((line, n) => node(this.tip, "text", { x: left + 6, y: top + 15 + 16 * n }, line));
+  }
+
+  // The picture as a file that needs no style sheet
+  svgText() {
+    const copy = this.svg.cloneNode(true);
+    const [from, to] = [this.svg, copy].map(each => [each, ...each.querySelectorAll("*")]);
+    from.forEach((each, i) => {
+      const style = getComputedStyle(each);
+      for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size"]) {
+        to[i].setAttribute(name, style.getPropertyValue(name));
+      }
+    });
+    copy.setAttribute("style", `background: ${getComputedStyle(document.body).backgroundColor}`);
+    return new XMLSerializer().serializeToString(copy);
+  }
+}
