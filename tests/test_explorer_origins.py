@@ -13,8 +13,7 @@ from test_explorer_browser import browser as browser  # a fixture
 
 pytestmark = pytest.mark.slow
 DOWNLOAD = "download/numbers.csv?view=decay"
-JOIN = "gradio_api/queue/join"
-EVENTS = "gradio_api/queue/data?session_hash=stranger"
+DRAW = "draw"
 # Scripts of the other page, with `at` the address of ours: each returns what it could read
 FETCH = "fetch(at + '{path}', {options}).then(got => got.text()).catch(() => '')"
 LOADED = """new Promise(done => {{
@@ -49,23 +48,23 @@ ATTACKS = {
     "GET no-cors": FETCH.format(path=DOWNLOAD, options="{mode: 'no-cors'}"),
     "GET with cookies": FETCH.format(path=DOWNLOAD, options="{credentials: 'include'}"),
     "HEAD": FETCH.format(path=DOWNLOAD, options="{method: 'HEAD', mode: 'no-cors'}"),
-    "POST": FETCH.format(path=JOIN, options="{method: 'POST', body: '{}'}"),
+    "POST": FETCH.format(path=DRAW, options="{method: 'POST', body: '{}'}"),
     "POST no-cors": FETCH.format(
-        path=JOIN, options="{method: 'POST', mode: 'no-cors', body: '{}'}"
+        path=DRAW, options="{method: 'POST', mode: 'no-cors', body: '{}'}"
     ),
     "POST of JSON": FETCH.format(
-        path=JOIN,
+        path=DRAW,
         options="{method: 'POST', body: '{}', headers: {'content-type': 'application/json'}}",
     ),
-    "beacon": f"(navigator.sendBeacon(at + '{JOIN}', '{{}}'), new Promise(done => setTimeout("
+    "beacon": f"(navigator.sendBeacon(at + '{DRAW}', '{{}}'), new Promise(done => setTimeout("
     "() => done(''), 500)))",
     "image": LOADED.format(tag="img", path=DOWNLOAD),
     "script": LOADED.format(tag="script", path=DOWNLOAD),
-    "style": LOADED.format(tag="link", path="theme.css"),
-    "event stream": OPENED.format(kind="EventSource", scheme="http", path=EVENTS),
-    "websocket": OPENED.format(kind="WebSocket", scheme="ws", path=EVENTS),
+    "style": LOADED.format(tag="link", path="explore.css"),
+    "event stream": OPENED.format(kind="EventSource", scheme="http", path=DOWNLOAD),
+    "websocket": OPENED.format(kind="WebSocket", scheme="ws", path=DOWNLOAD),
     "form GET": FORM.format(method="get", path=DOWNLOAD),
-    "form POST": FORM.format(method="post", path=JOIN),
+    "form POST": FORM.format(method="post", path=DRAW),
     "iframe": FRAME.format(tag="iframe", path="?view=decay"),
     "object": FRAME.format(tag="object", path="?view=decay"),
 }
@@ -74,12 +73,12 @@ ATTACKS = {
 # The real page, which says what arrives and what the guard lets through; "open": it refuses nobody
 SERVER = """
 import sys
-from rotary.explorer import guard, serve, server
+from rotary.explorer import page, serve, server
 
 def say(*words):
     print(*words, flush=True)
 
-class Watched(guard.Guard):
+class Watched(server.Guard):
     def __init__(self, app, host):
         async def inner(scope, receive, send):
             if scope["type"] != "lifespan":
@@ -94,12 +93,14 @@ class Watched(guard.Guard):
         await super().__call__(scope, receive, send)
 
 def watched(write):
-    return lambda query: (say("computed", "a file"), write(query))[1]
+    return lambda *given: (say("computed", "an answer"), write(*given))[1]
 
 server.Guard = Watched
-guard.DOWNLOADS = {name: (kind, watched(write)) for name, (kind, write) in guard.DOWNLOADS.items()}
+page.drawn, page.certified = watched(page.drawn), watched(page.certified)
+for name, (kind, write) in server.DOWNLOADS.items():
+    server.DOWNLOADS[name] = server.Download(kind, watched(write))
 if sys.argv[1:] == ["open"]:
-    guard.refused = lambda scope, host: None
+    server.refused = lambda scope, host: None
 serve(ready=lambda address: say("ready", address))
 """
 
@@ -204,7 +205,10 @@ def test_a_link_or_a_window_of_another_page_shows_one_line(stranger, served, nam
     page.evaluate("at => { location = at }", f"{served.address}?context=4096")
     for each in (page, opened.value):
         expect(each.locator("body")).to_contain_text("another site asked for this page")
-    assert set(served.heard()[1]) <= {"passed /favicon.ico"}  # of the page with the one line
+    assert set(served.heard()[1]) <= {
+        "passed /favicon.ico",
+        "passed /favicon.svg",
+    }  # of the page with the one line
 
 
 def test_the_address_typed_into_the_same_tab_is_answered(stranger, served):
@@ -214,7 +218,7 @@ def test_the_address_typed_into_the_same_tab_is_answered(stranger, served):
     with page.expect_download() as got:
         page.locator("#links-a").get_by_role("link", name="Numbers (CSV)").click()
     assert got.value.suggested_filename == "numbers.csv"
-    assert any(line == "computed a file" for line in served.said)
+    assert any(line == "computed an answer" for line in served.said)
 
 
 def test_a_page_that_is_answered_is_not_shown_in_a_frame(stranger):

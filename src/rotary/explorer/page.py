@@ -144,7 +144,7 @@ def figure_html(state: State, letter: str) -> str:
 
 
 def config_json(state: State, letter: str) -> str:
-    """The RoPE of one side as a config for transformers; ValueError where a config cannot say it."""
+    """The RoPE of one side as a config for transformers; ValueError where none can say it."""
     spec = state.look(letter).spec
     return json.dumps(to_hf_config(spec, max_position_embeddings=state.context), indent=2) + "\n"
 

@@ -61,7 +61,7 @@ class Side:
         """The name of the model, and what was changed of it.
 
         >>> Side(base=1e6, trained=4096, method="yarn").title()
-        'llama-3-8b, base 1e+06, trained 4,096, yarn'
+        'llama-3-8b, base 1000000, trained 4,096, yarn'
         """
         made = self.made()
         parts = [made.name or self.model]

@@ -1,4 +1,4 @@
-"""The views of the page. A view is one entry of `VIEWS`: a name, a title, a text, and what draws it.
+"""The views of the page, each one entry of `VIEWS`: a name, a title, a text, and what draws it.
 
 Each `draw` answers a `Look` with a `Picture`: the numbers, what they say in words, the figure.
 """
