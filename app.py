@@ -6,6 +6,6 @@ from rotary.explorer import serve
 
 if __name__ == "__main__":
     serve(
-        host=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"),
-        port=int(os.environ.get("GRADIO_SERVER_PORT", "7860")),
+        host=os.environ.get("HOST", "127.0.0.1"),
+        port=int(os.environ.get("PORT", "7860")),
     )

@@ -30,14 +30,14 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
 # the page of the explorer is described, not started
-autodoc_mock_imports = ["fastapi", "gradio", "plotly", "starlette", "uvicorn"]
+autodoc_mock_imports = ["starlette", "uvicorn"]
 
 nitpicky = True
 nitpick_ignore_regex = [
     # types of other libraries, and of the standard one: links to other sites are not checked here
     (
         r"py:.*",
-        r"(collections|concurrent|decimal|fastapi|gradio|inspect|matplotlib|np|numpy|os|pathlib|torch|typing)\..*",
+        r"(collections|concurrent|decimal|inspect|matplotlib|np|numpy|os|pathlib|starlette|torch|typing)\..*",
     ),
 ]
 

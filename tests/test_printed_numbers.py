@@ -15,7 +15,7 @@ from rotary import Rotary, plots
 from rotary.analysis.bounds import first_failure
 from rotary.analysis.search import MinBase, min_base, rounded_up, safe_base
 from rotary.analysis.spectrum import before_scaling
-from rotary.explorer import models, numbers
+from rotary.explorer import models, page, views
 from rotary.explorer.side import Side, look
 from rotary.plan import plan
 
@@ -150,7 +150,7 @@ def test_the_bases_that_a_plan_prints_pass_when_they_are_pasted(main, context, h
 @pytest.mark.parametrize(("context", "model"), [(1024, "llama-2-7b"), (2048, "gemma-7b")])
 def test_the_smallest_base_that_the_page_tells_passes_when_it_is_pasted(context, model):
     seen = look(Side(model=model), context)
-    base = read(r"With base ([\d,.]+) a similar key", numbers.smallest_base(seen))
+    base = read(r"With base ([\d,.]+) a similar key", page.smallest_base(seen))
     assert passes(base, context, seen.spec.head_dim)
     assert base == pytest.approx(min_base(context, seen.spec.head_dim).base, rel=1e-7)
 
@@ -267,7 +267,7 @@ def test_the_page_counts_the_critical_dimensions_of_the_table_of_models():
         if "sliding" in name:  # the page knows no window
             continue
         made = models.published(name)
-        found = numbers.wavelengths(look(Side(model=name), made.context))
+        found = views.wavelengths(look(Side(model=name), made.context))
         assert found.marks["critical_dimension"] == int(row["critical dimension"]), name
         scaled = made.spec != before_scaling(made.spec)
         assert ("Before scaling" in found.words) == scaled, name

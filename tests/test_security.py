@@ -99,9 +99,7 @@ def test_no_variable_of_the_environment_is_a_setting():
     read = {word for path in FILES for word in re.findall(
         r"environ(?:\.get)?[\[(]\s*\"(\w+)\"|\"(\w+)\" (?:not )?in os\.environ|getenv\(\"(\w+)\"",
         path.read_text(encoding="utf-8"))}  # fmt: skip
-    assert {"".join(names) for names in read} == {
-        "RANK", "GRADIO_ANALYTICS_ENABLED", "HF_HUB_DISABLE_TELEMETRY",
-    }  # fmt: skip
+    assert {"".join(names) for names in read} == {"RANK"}
 
 
 def test_nothing_but_the_page_and_a_cluster_opens_a_connection():
@@ -109,8 +107,7 @@ def test_nothing_but_the_page_and_a_cluster_opens_a_connection():
              for line in path.read_text(encoding="utf-8").splitlines()
              if re.match(r"\s*(import|from) (socket|http|urllib|requests|httpx|ssl|ftplib|"
                          r"huggingface_hub|aiohttp)\b", line)}  # fmt: skip
-    assert users <= {"explorer/guard.py", "explorer/server.py", "explorer/state.py",
-                     "cli/cluster.py"}  # fmt: skip
+    assert users <= {"explorer/server.py", "explorer/state.py", "cli/cluster.py"}
 
 
 def test_nothing_is_needed_of_the_environment(tmp_path):

@@ -37,7 +37,7 @@ LIBRARIES = {
     "configs": {"gguf"},
     "demo": {"torch", "transformers"},
     "doctor": {"numba", "torch"},
-    "explorer": {"fastapi", "gradio", "plotly", "starlette", "uvicorn"},
+    "explorer": {"starlette", "uvicorn"},
     "integrations": {"onnx", "torch"},
     "kernels": {"jax", "llvmlite", "numba", "torch", "triton"},
     "nn": {"torch"},

@@ -259,7 +259,7 @@ class Chart {
         to[i].setAttribute(name, style.getPropertyValue(name));
       }
     });
-    copy.setAttribute("style", `background: ${getComputedStyle(document.body).backgroundColor}`);
+    copy.style.background = getComputedStyle(document.body).backgroundColor;
     return new XMLSerializer().serializeToString(copy);
   }
 }

@@ -98,7 +98,8 @@ def similarity(look: Look) -> Picture:
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
     distances = np.union1d(_outline(look), [] if first is None else [first]).astype(np.int64)
     sums = bounds.similarity(look.spec, distances, seq_len=look.context)
-    marks, points = {}, ()
+    marks: dict[str, float] = {}
+    points: tuple[Point, ...] = ()
     if first is not None:
         at_first = float(sums[np.searchsorted(distances, first)])
         marks = {"first_failure": float(first)}
@@ -155,13 +156,13 @@ def scaling(look: Look) -> Picture:
         "speed_ratio": ratio,
         "turns_in_training": spectrum.turns_completed(look.plain, look.trained),
     }
-    edges = (min(max(edge, 0), len(ratio) - 1) for edge in (first, last))
+    start, stop = np.clip((first, last), 0, len(ratio) - 1).tolist()
     lowest = min(float(ratio[ratio > 0].min()), 0.5)
     figure = Figure(
         Axis("pair"),
         Axis("speed after / before scaling", is_log=True, ends=(lowest / 1.25, 1.25)),
         (Curve("speed_ratio", "speed ratio", has_dots=True),),
-        band=Band(*edges, "YaRN blends here"),
+        band=Band(start, stop, "YaRN blends here"),
     )
     return Picture(columns, {"kept_before": first, "interpolated_after": last}, words, figure)
 
