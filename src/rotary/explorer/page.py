@@ -70,9 +70,9 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, Any]:
     pictures, errors = {}, {}
     for letter in "ab" if state.compared else "a":
         try:
-            one = state.look(letter)
+            picture = _picture(state.view, state.look(letter))
             title = f"{letter.upper()}: {getattr(state, letter).title()}"
-            pictures[letter] = {"title": title, **VIEWS[state.view].draw(one).data()}
+            pictures[letter] = {"title": title, **picture.data()}
         except FieldError as error:
             errors[error.field] = str(error)[:400]
         except ValueError as error:
@@ -127,12 +127,12 @@ def certified(fields: Mapping[str, object]) -> dict[str, Any]:
 
 def numbers_csv(state: State, letter: str) -> str:
     """The columns of the picture of one side."""
-    return _picture(state, letter).csv()
+    return _picture(state.view, state.look(letter)).csv()
 
 
 def figure_html(state: State, letter: str) -> str:
     """The picture of one side as a page that needs nothing else: figure, words, script, style."""
-    picture = _picture(state, letter)
+    picture = _picture(state.view, state.look(letter))
     title = f"{VIEWS[state.view].title}: {getattr(state, letter).title()}"
     return FIGURE.format(
         title=html.escape(title),
@@ -159,8 +159,10 @@ def file(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def _picture(state: State, letter: str) -> Picture:
-    return VIEWS[state.view].draw(state.look(letter))
+@lru_cache(maxsize=32)
+def _picture(view: str, look: Look) -> Picture:
+    """The picture of a view, kept: of two sides that are compared one is moved at a time."""
+    return VIEWS[view].draw(look)
 
 
 def _options(names: list[str] | tuple[str, ...]) -> str:

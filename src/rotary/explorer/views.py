@@ -207,7 +207,7 @@ def error_of_angles(look: Look) -> Picture:
     >>> bool(columns["float32"].max() > 1e-3 > 1e-6 > columns["exact"].max())
     True
     """
-    positions = spaced(look.context, 48)
+    positions = spaced(look.context, 24)
     columns: dict[str, npt.NDArray[Any]] = {"position": positions}
     for name in ARITHMETICS:
         columns[name] = precision.error_near(look.spec, positions, name, look.context)
