@@ -43,7 +43,7 @@ function scale(axis, values, from, to, ends = axis.ends) {
     const [first, last] = [out(low), out(high)];
     const size = 10 ** Math.floor(Math.log10((last - first) / room));
     const step = [1, 2, 5, 10].map(times => times * size).find(s => (last - first) / s <= room);
-    for (let n = Math.ceil(first / step); n * step <= last; n++) {
+    for (let n = Math.ceil(first / step - 1e-9); n * step <= last + 1e-9 * step; n++) {
       ticks.push(Number((n * step).toPrecision(12)));
     }
   }
