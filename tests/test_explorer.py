@@ -380,6 +380,14 @@ def test_the_name_of_a_model_is_sent_as_text_alone():
     assert b"&lt;img src=x" in text
 
 
+def test_half_a_character_is_no_fault_of_the_server():
+    fields = {"a.model": PASTED, "a.config": '{"head_dim": 64, "_name_or_path": "\\ud800"}'}
+    assert draw(fields)[1]["pictures"]["a"]["title"] == "A: ?"
+    assert ask("/download/figure.html", urlencode(fields))[0] == 200
+    found = draw({"a.model": PASTED, "a.config": '{"head_dim": 64, "x": "\ud800"}'})[1]
+    assert found["errors"] == {} or "a.config" in found["errors"]
+
+
 def test_a_figure_holds_no_tag_of_a_stranger_in_its_script():
     assert "<" not in figures.as_script({"words": "</script><!--"})
 
@@ -456,6 +464,7 @@ STRANGERS = {
     "another site": [(b"sec-fetch-site", b"cross-site")],
     "an origin alone": [(b"origin", b"http://localhost:9000")],
     "an origin of one name": [(b"origin", b"http://localhost")],
+    "an origin that is none": [(b"origin", b"http://[")],
     "a frame without an origin": [(b"origin", b"null")],
     "both": [(b"origin", b"https://evil.example"), (b"sec-fetch-site", b"cross-site")],
     "a value not known": [(b"sec-fetch-site", b"")],

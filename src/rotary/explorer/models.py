@@ -77,7 +77,16 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
     config = parsed(text, "the config")
     layers = layer_types(config)
     name = config.get("_name_or_path") or config.get("model_type") or "no name"
-    return read(config, _layer(config, layers, layer_type))._replace(name=str(name)[:80])
+    return read(config, _layer(config, layers, layer_type))._replace(name=encodable(str(name)[:80]))
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for each half of a character, which UTF-8 cannot hold.
+
+    >>> encodable("a" + chr(0xD800))
+    'a?'
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 def read(config: Mapping[str, Any], layer_type: str | None) -> Model:

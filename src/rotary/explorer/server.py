@@ -13,7 +13,6 @@ import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -114,7 +113,7 @@ def refused(scope: Scope, host: str) -> Refusal | None:
         return Refusal(400, f"this page is not {name[:80]!r}")
     origin = headers.get("origin")
     is_own = headers.get("sec-fetch-site") in (None, "same-origin", "none")
-    if not is_own or (origin is not None and urlsplit(origin).netloc != asked):
+    if not is_own or (origin is not None and origin.partition("://")[2] != asked):
         return Refusal(
             403, "another site asked for this page: copy the address into a tab of its own"
         )

@@ -12,6 +12,7 @@ from .models import (
     MAX_PASTED,
     PASTED,
     Model,
+    encodable,
     pasted,
     presets,
     published,
@@ -155,7 +156,7 @@ def side(default: Side, fields: Mapping[str, object]) -> Side:
         elif name == "model":
             kept[name] = str(value) if value == PASTED else one_of(name, value, presets())
         elif name in ("layer", "config"):
-            kept[name] = str(value)[: MAX_PASTED + 1]
+            kept[name] = encodable(str(value)[: MAX_PASTED + 1])
     return dataclasses.replace(default, **kept)  # type: ignore[arg-type]  # by name, checked above
 
 
