@@ -13,8 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotary
 from rotary import Rotary
-from rotary.kernels import torch as kernel
-from rotary.kernels.geometry import Options, geometry_of
 
 LAYOUTS = ["half", "interleaved", "half to interleaved", "interleaved to half"]
 DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 16}
@@ -259,51 +257,6 @@ def test_an_inference_tensor_is_not_written_outside_inference_mode(positions):
     with torch.inference_mode():
         rotary.rotate(randn(3, 4), *tables(3, 2), positions=positions, out=out, layout="half")
     assert out.any()
-
-
-# --- the operators ---
-
-
-def operands(dtype=torch.float32, grad=False, order=None):
-    q, k = (randn(2, h, 5, 8, seed=h, dtype=dtype) for h in (4, 2))
-    if order is not None:
-        q, k = (x.permute(order).contiguous().permute(*_inverse(order)) for x in (q, k))
-    xs = [x.requires_grad_(grad) for x in (q, k)]
-    geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, Options("half", None, 6, 1))
-    return (xs, *tables(5, 3), None, *kernel.flat(geometry), False)
-
-
-def _inverse(order):
-    return tuple(order.index(axis) for axis in range(len(order)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("order", [None, (0, 2, 1, 3), (3, 2, 1, 0)])
-def test_opcheck(dtype, grad, order):
-    torch.library.opcheck(torch.ops.rotary.rotate.default, operands(dtype, grad, order))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
-def test_opcheck_out(dtype, order):
-    arguments = operands(dtype, order=order)
-    out = [torch.empty_like(x) for x in arguments[0]]
-    torch.library.opcheck(torch.ops.rotary.rotate_out.default, (*arguments, out))
-
-
-def test_opcheck_with_row_numbers():
-    xs, cos, sin, _, *rest = operands()
-    rows = torch.tensor([4, 4, 0, 1, 2])
-    torch.library.opcheck(torch.ops.rotary.rotate.default, (xs, cos, sin, rows, *rest))
-
-
-def test_row_numbers_outside_the_tables_do_not_reach_memory():
-    """Compiled code cannot look at values while it is traced: the operator has to."""
-    xs, cos, sin, _, *rest = operands()
-    rows = torch.tensor([0, 1, 2, 3, 5])
-    with pytest.raises((ValueError, RuntimeError, IndexError), match="5"):
-        torch.ops.rotary.rotate(xs, cos, sin, rows, *rest)
 
 
 # --- transforms ---
