@@ -22,6 +22,7 @@ from .kernels import (
     Array,
     Kernel,
     Numbers,
+    SomeKernel,
     host,
     is_open,
     is_per_row,
@@ -130,7 +131,7 @@ def cos_sin(
         )
         return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)
     local = library.to_numpy(positions) if precision == "exact" else None
-    kernel: Kernel[Any] = library if local is None else host()
+    kernel: SomeKernel = library if local is None else host()
     given = positions if local is None else local
     rows, kind, lengths = _rows(spec, kernel, given, seq_len, allow_negative, max_bytes)
     cos, sin = _tables(spec, kernel, rows, kind, precision, lengths)
@@ -191,7 +192,7 @@ def moved_cos_sin(
     old: Any = kernel_of(from_positions).to_numpy(from_positions)
     new: Any = kernel_of(to_positions).to_numpy(to_positions)
     library, is_local = kernel_of(like), old is not None and new is not None
-    kernel: Kernel[Any] = host() if is_local else library
+    kernel: SomeKernel = host() if is_local else library
     old, new = (old, new) if is_local else (from_positions, to_positions)
     is_one_row = len(_tokens(spec, old)) == len(_tokens(new_spec, new)) == 1
     old, kind, lengths = _rows(spec, kernel, old, seq_len, allow_negative)

@@ -40,7 +40,7 @@ class Remark(NamedTuple):
         return bool(self.advice) and not self.is_hint
 
 
-def audit(subject: Any) -> list[Remark]:
+def audit(subject: object) -> list[Remark]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
     Configs: keys that no code reads or that this model's code ignores, a context longer than what
@@ -173,7 +173,7 @@ def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
 # --- the layout of the weights ---
 
 
-def _layout_of_files(subject: Any) -> Iterator[Remark]:
+def _layout_of_files(subject: object) -> Iterator[Remark]:
     """The layout of a config against that of the weights that are beside it."""
     folder = Path(subject) if isinstance(subject, str | Path) else None
     if folder is not None and not folder.is_dir():

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .angles import cos_sin
+from .kernels import Numbers
 from .rotate import apply, rotate
 from .spec import Rotary
 
-Case = Callable[[], Any]
+Case = Callable[[], object]
 
 
 class Shape(NamedTuple):
@@ -75,7 +77,7 @@ def measure(
     return {name: Timing(statistics.median(each), min(each)) for name, each in seconds.items()}
 
 
-def numpy_cases(spec: Rotary, shape: Shape, dtype: Any = np.float32) -> dict[str, Case]:
+def numpy_cases(spec: Rotary, shape: Shape, dtype: npt.DTypeLike = np.float32) -> dict[str, Case]:
     """NumPy cases: a copy, the formula people copy, and ours: new outputs, `out=`, in place."""
     rng = np.random.default_rng(0)
     q, k = (
@@ -86,7 +88,7 @@ def numpy_cases(spec: Rotary, shape: Shape, dtype: Any = np.float32) -> dict[str
     cos, sin = cos_sin(spec, np.arange(shape.seq))
     wide_cos, wide_sin = (_full_width(table, spec.layout) for table in (cos, sin))
 
-    def formula(x: Any) -> Any:
+    def formula(x: Numbers) -> Numbers:
         return (x * wide_cos + _turned(x, spec.layout) * wide_sin).astype(dtype)
 
     def copy() -> None:
@@ -140,7 +142,7 @@ def table_cases(spec: Rotary, count: int) -> dict[str, Case]:
     positions = np.arange(count)
     inverse = (spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)).astype("f4")
 
-    def outer() -> tuple[Any, Any]:
+    def outer() -> tuple[object, object]:
         angles = np.outer(positions.astype(np.float32), inverse)
         return np.cos(angles), np.sin(angles)
 

@@ -4,16 +4,18 @@ import importlib.util
 import json
 from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from . import bench
-from .angles import cos_sin, inv_freq
+from .angles import Precision, cos_sin, inv_freq
 from .configs import from_hf_config
+from .kernels import Numbers
 from .layouts import pair_slices
 from .rotate import apply
 from .spec import Rotary
+from .strict_json import JSON
 
 MODEL = "Llama 3.1 8B"
 SEQ = 8192
@@ -28,18 +30,18 @@ class Law(NamedTuple):
     limit: float
 
 
-def config() -> dict[str, Any]:
+def config() -> dict[str, JSON]:
     """The published config.json of Llama 3.1 8B, as shipped with the package.
 
     >>> config()["rope_theta"]
     500000.0
     """
     text = (files("rotary") / "configs" / "llama-3.1-8b.json").read_text("utf-8")
-    data: dict[str, Any] = json.loads(text)
+    data: dict[str, JSON] = json.loads(text)
     return data
 
 
-def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
     """The report of the demo: the spec, the laws, the times. `progress` is told each step."""
     data = config()
     spec = from_hf_config(data)
@@ -95,14 +97,14 @@ def check_laws(spec: Rotary, heads: tuple[int, int]) -> list[Law]:
     ]
 
 
-def relative_error(spec: Rotary, precision: Any) -> float:
+def relative_error(spec: Rotary, precision: Precision) -> float:
     """How much a score q . k / sqrt(head_dim) changes when both tokens move by a million."""
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 256, spec.head_dim), np.float64)
     positions = np.arange(256)
     first, second = pair_slices(spec.rotary_dim, spec.layout, spec.start)
 
-    def scores(offset: int) -> Any:
+    def scores(offset: int) -> Numbers:
         cos, sin = cos_sin(spec, positions + offset, precision)
         turned = []
         for x in (q, k):

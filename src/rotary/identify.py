@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .blackbox.examine import Answer, examine
 from .blackbox.probe import (
@@ -32,9 +31,9 @@ from .blackbox.probe import (
     form_of,
     one_line,
 )
+from .kernels import Numbers as Array
 from .spec import Rotary
-
-Array = npt.NDArray[Any]
+from .strict_json import JSON
 
 FAR = 2**16  # for functions that are given tables: enough to see every pair of our tables rotate
 
@@ -65,7 +64,7 @@ class Identification(Answer):
         """The codes of the findings, in their order."""
         return tuple(finding.code for finding in self.findings)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data.
 
         >>> Identification(None).to_dict()["findings"]
@@ -102,7 +101,7 @@ def _brief(spec: Rotary) -> str:
 
 
 def identify(
-    fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+    fn: Callable[..., object] | Sequence[Callable[..., object]],
     head_dim: int,
     *,
     form: str | None = None,
@@ -174,7 +173,7 @@ def identify(
     return _compared(boxes, [examine(box, max_position) for box in boxes])
 
 
-def load(target: str) -> Callable[..., Any]:
+def load(target: str) -> Callable[..., object]:
     """The callable named "module:function" or "path/to/file.py:function"; its file is executed.
 
     Modules are looked for in the current folder too, and a file sees its neighbours.
@@ -248,7 +247,12 @@ def _difference(q: tuple[Box, Answer], k: tuple[Box, Answer]) -> str | None:
 
 
 def _with_tables(
-    fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, width: int
+    fn: Callable[..., object],
+    head_dim: int,
+    seq_dim: int,
+    library: str | None,
+    dtype: str,
+    width: int,
 ) -> Identification:
     """The rotation of f(q, k, cos, sin), under the order of tables that suits it best."""
     inv_freq = 1e4 ** (-np.arange(0, width, 2) / width)

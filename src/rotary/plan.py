@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare
@@ -14,6 +14,7 @@ from .configs import choose, to_hf_config
 from .configs.hf import rotary_of
 from .reach import lengths
 from .spec import Rotary
+from .strict_json import JSON
 
 MAX_CONTEXT = 2**20  # the certified search beyond takes many minutes
 _FIRST = 0.2  # share of the time that the smallest base takes; the rest goes to the safe one
@@ -43,7 +44,7 @@ class Plan(NamedTuple):
     min_base: MinBase
     safe_base: SafeBase
     options: tuple[Row, ...]
-    rope_parameters: dict[str, Any]
+    rope_parameters: dict[str, JSON]
     reason: str
 
     def shown(self, base: float) -> str:
@@ -56,7 +57,7 @@ class Plan(NamedTuple):
         spec = self.spec
         return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data; the two bases as numbers with every digit.
 
         >>> found = plan(1024, Rotary(head_dim=64)).to_dict()
@@ -148,7 +149,7 @@ def plan(
 
 
 def plan_model(
-    config: Any,
+    config: object,
     context: int,
     layer_type: str | None = None,
     *,
@@ -222,7 +223,7 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
     return dataclasses.replace(best.spec, axes=spec.axes)
 
 
-def _written(spec: Rotary, context: int) -> dict[str, Any]:
+def _written(spec: Rotary, context: int) -> dict[str, JSON]:
     """The keys for transformers; what a plain config cannot say belongs to the model's code."""
     plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
     spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type

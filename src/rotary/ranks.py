@@ -11,14 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from .angles import cos_sin, inv_freq, turns
+from .kernels import Numbers as Array
 from .spec import Rotary
-
-Array = npt.NDArray[Any]
 
 TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
 _ROUNDED = 0.05  # another position is farther off than this in some pair
@@ -66,12 +64,12 @@ class Report:
 
 def compare(
     spec: Rotary,
-    positions: Any = None,
-    cos: Any = None,
-    sin: Any = None,
+    positions: object = None,
+    cos: object = None,
+    sin: object = None,
     *,
     seq_len: int | None = None,
-    expected: Any = None,
+    expected: object = None,
     tolerance: float = TOLERANCE,
     group: Any = None,
 ) -> Report:
@@ -163,11 +161,11 @@ def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
     return _digest(steps, factor), float(np.abs(cos + 1j * sin - exact).max()) / abs(factor)
 
 
-def _digest(array: Array, *more: Any) -> str:
+def _digest(array: Array, *more: object) -> str:
     return hashlib.sha256(array.tobytes() + repr((array.shape, *more)).encode()).hexdigest()[:8]
 
 
-def _numpy(values: Any) -> Array:
+def _numpy(values: object) -> Array:
     if not isinstance(values, torch.Tensor):
         return np.asarray(values)
     values = values.float() if values.is_floating_point() else values  # NumPy has no bfloat16
@@ -187,7 +185,7 @@ def _rows_of(positions: Any, axes: int) -> Array:
     return (array if array.ndim == 3 else array[None]).astype(np.int64)
 
 
-def _whole(expected: Any, seq_len: int | None, held: Array) -> Array:
+def _whole(expected: object, seq_len: int | None, held: Array) -> Array:
     """Positions of the whole sequence, for as many rows as there are: (rows, tokens, axes)."""
     rows, _, axes = held.shape
     if expected is None and axes > 1:
@@ -199,7 +197,7 @@ def _whole(expected: Any, seq_len: int | None, held: Array) -> Array:
 
 
 def _table_fault(
-    spec: Rotary, positions: Any, cos: Any, sin: Any, tolerance: float, seq_len: int | None
+    spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, seq_len: int | None
 ) -> str:
     """What is wrong with the tables of a rank, or ""; ValueError where they have another shape."""
     at = _numpy(positions)

@@ -1,7 +1,7 @@
 """How far the RoPE of a model reaches: the numbers of `rotary.analysis`, and what they mean."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from .analysis.spectrum import (
 from .configs import Config, choose, layer_types
 from .configs.hf import rotary_of
 from .spec import Rotary
+from .strict_json import JSON
 
 TOLERANCE = 1e-2  # rad; an angle that is off by more is seen in a score of float32
 
@@ -58,7 +59,7 @@ class Reach(NamedTuple):
     float32_positions: int
     verdict: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data.
 
         >>> reach(Rotary(head_dim=128), 4096).to_dict()["first_failure"]
@@ -104,7 +105,7 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
 
 
 def reaches(
-    config: Any,
+    config: object,
     layer_type: str | None = None,
     *,
     part: str | None = None,

@@ -140,7 +140,7 @@ def _options(spec: Rotary, seq_dim: int | None, conjugate: bool) -> Options:
     return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
 
 
-def _outputs(out: object, count: int) -> tuple[Any, ...]:
+def _outputs(out: object, count: int) -> tuple[object, ...]:
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != count:
         raise ValueError(f"out must hold one array for each of the {count} inputs")

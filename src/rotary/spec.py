@@ -8,10 +8,10 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from .schedules import SCHEDULES, depends_on_length, parameters
-from .strict_json import parsed
+from .strict_json import JSON, parsed
 
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
@@ -52,7 +52,7 @@ class Rotary:
     layout: str = "half"
     out_layout: str = None  # type: ignore[assignment]  # filled in by __post_init__
     schedule: str = "default"
-    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    params: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     axes: Sequence[int] = ()
     sign: int = 1
 
@@ -116,7 +116,7 @@ class Rotary:
         """
         return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data.
 
         >>> Rotary(head_dim=4).to_dict()["base"]
@@ -143,7 +143,7 @@ class Rotary:
         return cls.from_dict(parsed(text, "a spec"))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Rotary":
+    def from_dict(cls, data: Mapping[str, JSON]) -> "Rotary":
         """The spec that `to_dict` wrote; ValueError for a key it does not know.
 
         >>> Rotary.from_dict({"head_dim": 4, "theta": 1e4})

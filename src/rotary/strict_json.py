@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 4 to 6
 MAX_NUMBER = 100  # characters of one number; a float64 written exactly enough has 24
 
+JSON = Any  # a value of a JSON text: what it is, is checked where it is read
 
-def parsed(text: str | bytes, where: str) -> Mapping[str, Any]:
+
+def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
     """The keys of an object that is JSON text; `where` it is from stands in the errors.
 
     text   str, or bytes in UTF-8 with or without a byte order mark
@@ -36,7 +38,7 @@ def parsed(text: str | bytes, where: str) -> Mapping[str, Any]:
     def real(digits: str) -> float:
         return float(_checked(digits, where))
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
         data = dict(pairs)
         if len(data) < len(pairs):
             keys = Counter(key for key, _ in pairs)
@@ -60,7 +62,7 @@ def parsed(text: str | bytes, where: str) -> Mapping[str, Any]:
         raise ValueError(_too_deep(where)) from error
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: must hold an object, got {type(data).__name__}")
-    level: list[Any] = [data]
+    level: list[JSON] = [data]
     for _ in range(MAX_DEPTH):
         level = [
             inner

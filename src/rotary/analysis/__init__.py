@@ -5,7 +5,7 @@ frequencies, `decay` about scores, `bounds` and `search` about the base bound of
 `extension` about longer contexts, `precision` about rounding, `simulate` draws queries and keys.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .bounds import failures as failures
 from .bounds import first_failure as first_failure
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .search import safe_base as safe_base
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """The searches, which load Numba, imported when they are asked for."""
     if name in ("comb", "min_base", "rounded_up", "safe_base"):
         from . import search

@@ -9,7 +9,6 @@ theta}, so all rows are one matrix product, right to 1e-11 at 2**24.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ from .spectrum import (
     whole_numbers,
 )
 
+Complex = npt.NDArray[np.complex128]
 _ROW = 512  # distances that share one start
 _BLOCK = 2**16  # distances that are held at once
 
@@ -128,7 +128,9 @@ def lowest(
     return best[1], best[0] / most
 
 
-def _blocks(theta: Array, weight: Any, constant: float, length: int) -> Iterator[tuple[int, Array]]:
+def _blocks(
+    theta: Array, weight: Complex | Array, constant: float, length: int
+) -> Iterator[tuple[int, Array]]:
     """(m, B_m and those that follow), of 1 .. length; blocks grow, as most failures are early."""
     within = _phases(theta, np.arange(_ROW)) * weight
     first, size = 1, 8 * _ROW
@@ -139,13 +141,13 @@ def _blocks(theta: Array, weight: Any, constant: float, length: int) -> Iterator
         first, size = first + count, min(2 * size, _BLOCK)
 
 
-def _product(within: Any, rows: Any) -> Array:
+def _product(within: Complex, rows: Complex) -> Array:
     """Re sum_i rows_i within_i of every row and place in it, (rows, _ROW)."""
     real = np.concatenate([rows.real, -rows.imag], axis=1)
     return real @ np.concatenate([within.real, within.imag], axis=1).T
 
 
-def _phases(theta: Array, distances: npt.NDArray[np.int64]) -> Any:
+def _phases(theta: Array, distances: npt.NDArray[np.int64]) -> Complex:
     """e^{i m theta}, (distances, pairs) complex128, right to 1e-15 for m < 2**25."""
     scale = 2.0 ** (27 - np.frexp(theta)[1])
     upper = np.rint(theta * scale) / scale  # 28 bits, so that the product is exact
@@ -159,7 +161,7 @@ def _terms(
     still: float | None,
     seq_len: int | None,
     axes: Axes,
-) -> tuple[Array, Any, float]:
+) -> tuple[Array, Complex | Array, float]:
     """Frequencies, weights and what the channels that do not turn add."""
     theta = frequencies(spec, seq_len, axes=axes)
     if still is None:

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from decimal import ROUND_CEILING, Context, Decimal
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -25,6 +25,7 @@ from . import loops
 from .bounds import first_failure, similarity
 from .spectrum import MAX_LENGTH, Array, still_pairs, whole_number
 
+Result = TypeVar("Result")
 Stop = npt.NDArray[np.int64]
 Progress = Callable[[float], None] | None
 
@@ -328,8 +329,8 @@ def _passing(
 
 
 def _in_order(
-    function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], executor: Executor | None
-) -> Generator[Any]:
+    function: Callable[..., Result], jobs: Iterable[tuple[object, ...]], executor: Executor | None
+) -> Generator[Result]:
     """Results of `function(*job, stop)` in the order of the jobs, which end when they are left.
 
     An executor of this process sees `stop`; others finish the few jobs that they have begun.
@@ -338,7 +339,7 @@ def _in_order(
     threads = numba.get_num_threads()
     ahead = threads if executor is None else _AHEAD
     with ThreadPoolExecutor(threads) if executor is None else nullcontext(executor) as pool:
-        waiting: deque[Future[Any]] = deque()
+        waiting: deque[Future[Result]] = deque()
         try:
             for job in jobs:
                 waiting.append(pool.submit(function, *job, stop))

@@ -7,15 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..angles import cos_sin, turns
-from ..kernels import is_traced, kernel_of
+from ..kernels import Numbers, is_traced, kernel_of
 from ..rotate import rotate
 from ..spec import Rotary
 from .arrays import Array, cast, constant, float64_of, namespace, positions_of
 
 
-def sinusoidal(
-    positions: npt.NDArray[Any], dim: int, base: float = 10_000.0
-) -> npt.NDArray[np.float64]:
+def sinusoidal(positions: Numbers, dim: int, base: float = 10_000.0) -> npt.NDArray[np.float64]:
     """The additive embedding that RoPE replaces: (..., dim) float64, a NumPy array.
 
     p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same. It is added to the token
@@ -81,7 +79,7 @@ def xpos(
 _BITS = {"float16": 8, "float64": 512}  # half of the exponents of a type; 64 for the others
 
 
-def _check_distance(from_origin: Array, rate: float, dtype: Any) -> None:
+def _check_distance(from_origin: Array, rate: float, dtype: object) -> None:
     if not math.prod(from_origin.shape) or is_traced(from_origin):
         return
     bits = _BITS.get(str(dtype).rpartition(".")[2], 64)

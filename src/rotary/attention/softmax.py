@@ -1,7 +1,6 @@
 """Softmax attention with rotary q and k, with rotary v, and the scaling of q by log n."""
 
 import math
-from typing import Any
 
 from ..angles import inv_freq
 from ..rotate import apply
@@ -150,7 +149,7 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
     return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
 
-def row_length(spec: Rotary, k: Array, k_positions: Any) -> Any:
+def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
     """The length that a spec which depends on it is scaled for: that of the keys; else None.
 
     >>> import numpy as np

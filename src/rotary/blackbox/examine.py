@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..angles import turns
+from ..kernels import Numbers as Array
 from ..spec import Rotary
 from .faults import inverted_yarn, odd_amplitude, odd_frequencies
 from .fit import Fit, Measured, fit, round_to
@@ -23,8 +23,6 @@ from .pairs import (
     wrapped,
 )
 from .probe import MAX_INDEXED, UNITS, Box, Finding, check, length_dependence
-
-Array = npt.NDArray[Any]
 
 RIGHT = 1e-3  # rad
 COARSE = ("bfloat16", "float16")

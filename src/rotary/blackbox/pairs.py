@@ -2,15 +2,13 @@
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..kernels import Numbers as Array
 from ..layouts import pair_indices
 from .fit import round_to
-
-Array = npt.NDArray[Any]
 
 FLOATS = ("float32", "float16", "bfloat16")
 LOST = 0.3  # rad: a position that is this far from the expected angle no longer says which turn
@@ -213,7 +211,7 @@ def is_running_product(
     def error(guess: Array) -> float:
         return float(np.abs(wrapped(angles - guess.astype(np.float64)))[usable].mean())
 
-    def running(step: Any) -> Array:
+    def running(step: object) -> Array:
         steps = np.full((len(first), count - 1), step, np.float32)
         products = np.multiply.accumulate(np.concatenate([first, steps], axis=1), axis=1)
         return products * scale

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Converter = Callable[[Array], Any]  # to an array of any library
 
 LIBRARIES = ("numpy", "torch")
 UNITS = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of x
@@ -48,8 +49,8 @@ class Box:
     Positions are asked in units of `step`; with `by_row` each row may have its own, (batch, seq).
     """
 
-    invoke: Callable[[Any, Array], Any]
-    convert: Callable[[Array], Any]
+    invoke: Callable[[Array, Array], Any]
+    convert: Converter
     head_dim: int
     seq_dim: int
     num_axes: int
@@ -107,7 +108,7 @@ class Box:
         return rotated.transpose(1, 2, 0).astype(np.float32 if self.dtype != "float64" else None)
 
 
-def to_numpy(array: Any) -> Array:
+def to_numpy(array: object) -> Array:
     """A float64 NumPy copy of an array of any library.
 
     >>> to_numpy([1, 2])
@@ -167,7 +168,7 @@ def boxes_with_positions(
 
 
 def boxes_with_tables(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     head_dim: int,
     seq_dim: int,
     library: str | None,

@@ -40,7 +40,7 @@ def convert_checkpoint(
     *,
     from_layout: str,
     to_layout: str,
-    config: Any = None,
+    config: object = None,
     trust_source: bool = False,
     leave: Sequence[str] = (),
     verify: str = "sample",

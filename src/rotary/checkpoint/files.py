@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import configs
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 from .headers import Shard, State, Tensor, read_json, read_shard, state_from, state_of
 
 CONFIG = "config.json"
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
     sidecars: tuple[Path, ...] = ()
     left: tuple[Path, ...] = ()
     states: Mapping[Path, State] = {}
-    manifest: Mapping[str, Any] | None = None
+    manifest: Mapping[str, JSON] | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class Checkpoint(NamedTuple):
 class ConfigFile(NamedTuple):
     """A config as it was read: its keys, and of a file its text and what the file was."""
 
-    data: Mapping[str, Any]
+    data: Mapping[str, JSON]
     text: str | None = None
     states: Mapping[Path, State] = {}
 
@@ -114,7 +114,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path, shards, listing, sidecars, left, states, manifest)
 
 
-def read_manifest(root: Path) -> Mapping[str, Any] | None:
+def read_manifest(root: Path) -> Mapping[str, JSON] | None:
     """The manifest of a folder, if it was converted.
 
     Raises ValueError for a conversion that was broken off: half of its weights are old.

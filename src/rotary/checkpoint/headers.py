@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_AXES = 64  # the limit of NumPy and of torch
@@ -121,7 +121,7 @@ def check_unchanged(path: Path, expected: State, now: State | None = None) -> No
         )
 
 
-def read_json(path: Path, expected: State | None = None) -> Mapping[str, Any]:
+def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:
     """An object in a file that may be as long as a header. Raises ValueError for anything else."""
     with open_regular(path, expected) as file:
         text = file.read(MAX_HEADER_BYTES + 1)

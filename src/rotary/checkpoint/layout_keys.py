@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..configs import MODELS, load
 from ..configs.entries import TEXT_PARTS
 from ..configs.hf import LAYOUT_MARK
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 from .files import CONFIG, ConfigFile
 
 
@@ -19,7 +19,7 @@ class Unread(NamedTuple):
     code: str
 
 
-def written_config(config: ConfigFile, changed: Mapping[str, Any], original: Any = None) -> bytes:
+def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: Any = None) -> bytes:
     """The config.json to be written beside the weights, byte for byte.
 
     changed   the config with the new layout, as `with_layout` gives it
@@ -40,7 +40,7 @@ def written_config(config: ConfigFile, changed: Mapping[str, Any], original: Any
         raise ValueError(f"config: {error}; give a config.json or plain values") from error
 
 
-def with_layout(data: Mapping[str, Any], layout: str) -> dict[str, Any]:
+def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
     """A config that says a layout where it is read: a key of the model, or `rope_traditional`.
 
     `rope_traditional` is the key of mlx-lm, which `from_hf_config` reads for every model; it stands
@@ -54,7 +54,7 @@ def with_layout(data: Mapping[str, Any], layout: str) -> dict[str, Any]:
     key = model.get("layout_key")
     if layout != model.get("layout", "half") or key in keys:
         keys[key or LAYOUT_MARK] = layout == "interleaved"
-    changed: dict[str, Any] = _replaced(data, text, keys)
+    changed: dict[str, JSON] = _replaced(data, text, keys)
     return changed
 
 
@@ -126,7 +126,7 @@ def edit_of(config: Any, layout: str) -> str:
 
 
 def warning_of(
-    config: Mapping[str, Any], layout: str, code_base: tuple[str, tuple[str, ...]] | None
+    config: Mapping[str, JSON], layout: str, code_base: tuple[str, tuple[str, ...]] | None
 ) -> str:
     """What will load weights that are now in `layout` and compute wrong results; "" for nothing.
 
@@ -163,7 +163,7 @@ def warning_of(
     return ""
 
 
-def _text_part(data: Mapping[str, Any], name: str = "") -> tuple[Mapping[str, Any], str]:
+def _text_part(data: Mapping[str, JSON], name: str = "") -> tuple[Mapping[str, JSON], str]:
     """The keys of the text model, all keys where there is one part alone; and its model_type."""
     name = str(data.get("model_type") or name)
     parts = MODELS.get(name, {}).get("parts", {})
@@ -174,7 +174,7 @@ def _text_part(data: Mapping[str, Any], name: str = "") -> tuple[Mapping[str, An
     return _text_part(inner, parts[key]) if isinstance(inner, Mapping) else (data, parts[key])
 
 
-def _without_mark(data: Mapping[str, Any]) -> dict[str, Any]:
+def _without_mark(data: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in data.items() if key != LAYOUT_MARK}
 
 

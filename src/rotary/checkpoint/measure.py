@@ -79,7 +79,7 @@ def _is_sure(differences: Norms) -> bool:
 
 
 def seen_in(
-    tensors: Mapping[str, Tensor], config: Any, norms_of: Callable[[str], Norms | None]
+    tensors: Mapping[str, Tensor], config: object, norms_of: Callable[[str], Norms | None]
 ) -> Seen | None:
     """The layout that the weights of a model look to be in; None where nothing shows it.
 
@@ -100,7 +100,7 @@ def seen_in(
     return seen[0] if len({each and each.layout for each in seen}) == 1 else None
 
 
-def seen_in_folder(path: Path, config: Any) -> Seen | None:
+def seen_in_folder(path: Path, config: object) -> Seen | None:
     """The same of safetensors in a folder, of which the rows of a few layers are read."""
     checkpoint = read_checkpoint(path)
     home = {name: shard for shard in checkpoint.shards for name in shard.tensors}
@@ -127,7 +127,7 @@ def seen_in_model(model: Any) -> Seen | None:
     return seen_in(tensors, config, norms_of)
 
 
-def disagreement(config: Any, seen: Seen | None) -> tuple[str, str] | None:
+def disagreement(config: object, seen: Seen | None) -> tuple[str, str] | None:
     """What is wrong where a config means another layout than the weights have, and what to do.
 
     >>> disagreement({"model_type": "gptj"}, Seen("half", "look half"))[0]

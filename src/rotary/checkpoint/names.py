@@ -10,9 +10,10 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..configs import MODELS
+from ..strict_json import JSON
 from .parameters import PARAMETERS
 
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
@@ -183,9 +184,9 @@ def rule_of(module: str, model: str = "") -> Rule | None:
     return next((rule for rule in RULES if re.fullmatch(rule.module, module)), None)
 
 
-def weights_of(model: str) -> Mapping[str, Any]:
+def weights_of(model: str) -> Mapping[str, JSON]:
     """What models.json says of the weights of a model type; its keys: tools/make_models.py."""
-    says: Mapping[str, Any] = MODELS.get(model, {}).get("weights", {})
+    says: Mapping[str, JSON] = MODELS.get(model, {}).get("weights", {})
     return says
 
 

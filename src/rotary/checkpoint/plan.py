@@ -14,6 +14,7 @@ import numpy as np
 from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
+from ..strict_json import JSON
 from .files import Checkpoint, ConfigFile
 from .headers import State, Tensor
 from .heads import Run, check_inputs, runs_of
@@ -68,7 +69,7 @@ class Move(NamedTuple):
         order[slices] = slices[:, inside]
         return order
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """The move as JSON-ready data, without the order itself."""
         return {
             "tensor": self.tensor,
@@ -114,7 +115,7 @@ class Plan(NamedTuple):
             "result computes wrong results"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """The plan as JSON-ready data.
 
         >>> shape = {"layers.0.attention.wk.weight": Tensor("F32", (64, 32), 0, 8192)}
@@ -167,7 +168,7 @@ class Conversion(NamedTuple):
 
 def plan(
     tensors: Mapping[str, Tensor],
-    config: Any,
+    config: object,
     source: str,
     target: str,
     *,
@@ -338,7 +339,9 @@ def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
     return str(types[name.layer])
 
 
-def _why_not(name: Name, spec: Rotary | None, projections: Mapping[str, Any], first: Config) -> str:
+def _why_not(
+    name: Name, spec: Rotary | None, projections: Mapping[str, JSON], first: Config
+) -> str:
     """Why a projection with a familiar name has no rotated heads; "" if it has."""
     data, layer = first.data, name.layer
     weights = first.model.get("weights", {})

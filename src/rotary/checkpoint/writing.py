@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 from .files import JOURNAL, MANIFEST
 from .headers import State, check_unchanged, open_regular
 from .plan import Conversion
@@ -250,7 +250,7 @@ def written_before(work: Conversion) -> dict[str, Hashes]:
     return {line["file"]: line["sha256"] for line in lines if line.keys() == {"file", "sha256"}}
 
 
-def _line(text: bytes) -> dict[str, Any]:
+def _line(text: bytes) -> dict[str, JSON]:
     """A line of a journal; {} for one that a kill or a full disk cut short."""
     try:
         return dict(parsed(text, JOURNAL))
@@ -258,7 +258,7 @@ def _line(text: bytes) -> dict[str, Any]:
         return {}
 
 
-def _conversion_line(work: Conversion) -> dict[str, Any]:
+def _conversion_line(work: Conversion) -> dict[str, JSON]:
     """What is converted and how: another conversion must not go on with its files."""
     return {
         "from": work.plan.source,
@@ -295,7 +295,7 @@ def finish(
     work: Conversion,
     hashes: Mapping[str, Hashes],
     beside: Mapping[str, str],
-    proof: Mapping[str, Any],
+    proof: Mapping[str, JSON],
 ) -> None:
     """Write the manifest, the last file of all, and end the journal.
 

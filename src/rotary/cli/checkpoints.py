@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -139,7 +139,7 @@ def _print_warning(text: str) -> None:
 def _ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the command as an error does, so that no file is left half written."""
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}

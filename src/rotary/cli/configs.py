@@ -2,10 +2,11 @@
 
 import math
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..strict_json import JSON
 from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, refuse_part
 from .terminal import print_json, print_table, short
 
@@ -61,7 +62,7 @@ def _specs(
     return {kind: from_hf_config(config, kind, part=part) for kind in kinds}
 
 
-def _inspected(spec: "Rotary | None") -> dict[str, Any] | None:
+def _inspected(spec: "Rotary | None") -> dict[str, JSON] | None:
     from ..angles import inv_freq
 
     if spec is None:
@@ -78,7 +79,7 @@ def _inspected(spec: "Rotary | None") -> dict[str, Any] | None:
     }
 
 
-def _inspection_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _inspection_rows(report: dict[str, JSON]) -> list[tuple[str, str]]:
     spec = dict(report["spec"])
     params, axes = spec.pop("params"), spec.pop("axes")
     rows = [(name, str(value)) for name, value in spec.items()]
@@ -175,7 +176,7 @@ def doctor(
         from ..audit import audit
         from ..identify import load
 
-        subject: Any = target
+        subject: object = target
         if ":" in target and not os.path.exists(target):
             subject = load(target)
             if not hasattr(subject, "modules"):  # no model: a function that makes one

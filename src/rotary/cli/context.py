@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import Config, Json, LayerType, Part, app, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..analysis.extension import Row
+    from ..plan import Plan
+    from ..reach import Reach
+    from ..spec import Rotary
 
 Plot = Annotated[
     Path | None, typer.Option(help="Draw it into FILE: .png, .svg or .pdf.", metavar="FILE")
@@ -85,7 +93,7 @@ def reach(
         typer.echo(f"\n{each.verdict}\n")
 
 
-def _reach_rows(result: Any) -> list[tuple[str, str]]:
+def _reach_rows(result: "Reach") -> list[tuple[str, str]]:
     first = result.first_failure
     return [
         ("length", f"{result.length:,} tokens; trained at {result.trained:,}"),
@@ -131,15 +139,16 @@ def plan(
     if config is None and (layer_type or part):
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
     with cluster(dask) as executor, bar("searching the bases") as progress:
-        options: Any = {"progress": progress, "executor": executor}
         if config is not None:
-            result = plan_model(config, context, layer_type, part=part, **options)
+            result = plan_model(
+                config, context, layer_type, part=part, progress=progress, executor=executor
+            )
         else:
             spec = Rotary(
                 head_dim=128 if head_dim is None else head_dim,
                 base=10_000.0 if base is None else base,
             )
-            result = make_plan(context, spec, trained, **options)
+            result = make_plan(context, spec, trained, progress=progress, executor=executor)
     if plot is not None:
         from .. import plots
 
@@ -157,7 +166,7 @@ def plan(
     typer.echo(json.dumps(result.rope_parameters, indent=2))
 
 
-def _plan_rows(result: Any) -> list[tuple[str, str]]:
+def _plan_rows(result: "Plan") -> list[tuple[str, str]]:
     first, safe, spec = result.first_failure, result.safe_base, result.recommended
     params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
                        if isinstance(value, int | float))  # fmt: skip
@@ -172,7 +181,7 @@ def _plan_rows(result: Any) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _option_rows(options: Any) -> list[tuple[str, ...]]:
+def _option_rows(options: "Sequence[Row]") -> list[tuple[str, ...]]:
     return [
         (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
          f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
@@ -183,7 +192,7 @@ def _option_rows(options: Any) -> list[tuple[str, ...]]:
 
 def _spec_and_length(
     config: str, layer_type: str | None, part: str | None, length: int | None
-) -> tuple[Any, int]:
+) -> "tuple[Rotary, int]":
     from ..configs import choose
     from ..reach import lengths
 

@@ -1,9 +1,10 @@
 """Commands on this machine: the demonstration, and the timing."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from ..strict_json import JSON
 from .app import Json, app
 from .terminal import print_json, print_table, print_times, status
 
@@ -67,7 +68,7 @@ def bench(
     print_times(f"q 32 x {seq} x 128, k 8 x {seq} x 128, {layout}", milliseconds)
 
 
-def _print_demo(report: dict[str, Any]) -> None:
+def _print_demo(report: dict[str, JSON]) -> None:
     spec = report["spec"]
     rope = [
         ("schedule", f"{spec['schedule']}, base {spec['base']:,.0f}"),

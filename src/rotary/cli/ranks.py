@@ -1,12 +1,19 @@
 """`rotary doctor --distributed`: all ranks are asked, rank 0 answers."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from .app import read_spec
 from .terminal import print_json, print_table
+
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    from ..ranks import Report
+    from ..spec import Rotary
 
 _LAUNCH = "torchrun --nproc-per-node=4 -m rotary doctor --distributed"
 
@@ -42,7 +49,7 @@ def examine_ranks(
         raise typer.Exit(1)
 
 
-def _report(spec: Any, target: str | None, seq_len: int | None) -> Any:
+def _report(spec: "Rotary", target: str | None, seq_len: int | None) -> "Report":
     from ..ranks import Finding, Report, compare, gathered
 
     arguments, failure = [], ""

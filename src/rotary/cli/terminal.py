@@ -4,16 +4,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import typer
 
 
-def print_json(document: Any) -> None:
+def print_json(document: object) -> None:
     typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
-def _finite(document: Any) -> Any:
+def _finite(document: object) -> object:
     """The document with null for what JSON has no number for."""
     if isinstance(document, dict):
         return {name: _finite(value) for name, value in document.items()}
@@ -54,14 +53,14 @@ def print_times(title: str, times: dict[str, dict[str, float]]) -> None:
     print_table(title, rows, ("", "", "ms", "x copy"))
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     if isinstance(value, tuple | list) and len(value) > 6:
         return f"{', '.join(f'{item:g}' for item in value[:6])}, ... ({len(value)} values)"
     return str(value)
 
 
 @contextmanager
-def status() -> Iterator[Any]:
+def status() -> Iterator[Callable[[str], None]]:
     """A spinner on stderr, silent where that is no terminal; yields a way to change its text."""
     from rich.console import Console
 
@@ -88,7 +87,7 @@ def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None] 
         return
     of_bytes = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(),
                 rich.TimeRemainingColumn())  # fmt: skip
-    columns: tuple[Any, ...] = () if size is None else of_bytes
+    columns: tuple[rich.ProgressColumn, ...] = () if size is None else of_bytes
     with rich.Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(text, total=1.0 if size is None else size)
         if size is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import nearest
+from ..strict_json import JSON
 from .files import load
 from .layers import Model, listed_layer_types, ropes
 from .record import Config
@@ -105,7 +106,7 @@ def choose(config: Any, layer_type: str | None = None, part: str | None = None) 
     return Config(rope or {}, data, model, layer_type, rope is not None, file_type)
 
 
-def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
+def layer_types(config: object, *, part: str | None = None) -> tuple[str, ...]:
     """The layer types that have entries of their own; empty where all layers are alike.
 
     >>> layer_types({"model_type": "gemma3_text"})
@@ -114,7 +115,7 @@ def layer_types(config: Any, *, part: str | None = None) -> tuple[str, ...]:
     return tuple(kind for kind in ropes(*_part(load(config), part)) if kind is not None)
 
 
-def parts(config: Any) -> tuple[str, ...]:
+def parts(config: object) -> tuple[str, ...]:
     """The parts of a model of several, whose RoPE can be asked for; empty for a model of one.
 
     >>> parts({"model_type": "qwen2_vl"})
@@ -123,7 +124,7 @@ def parts(config: Any) -> tuple[str, ...]:
     return tuple(MODELS.get(str(load(config).get("model_type")), {}).get("parts", ()))
 
 
-def _part(data: Mapping[str, Any], part: str | None) -> tuple[Mapping[str, Any], Model]:
+def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
     """The sub-config that is meant, and what is known of its model."""
     name = data.get("model_type")
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig

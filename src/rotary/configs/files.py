@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 
 MAX_CONFIG_BYTES = 10 * 2**20
 
 
-def load(config: Any) -> Mapping[str, Any]:
+def load(config: object) -> Mapping[str, JSON]:
     """The keys of a config: path of a file or its folder, a dict, or a PretrainedConfig.
 
     Raises FileNotFoundError for a path that is not there; ValueError for what is not JSON in UTF-8,

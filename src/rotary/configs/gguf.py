@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 from ..angles import inv_freq
 from ..schedules import grown_base, yarn_amplitude
 from ..spec import Rotary, nearest
+from ..strict_json import JSON
 from .gguf_file import TENSORS, read_gguf
 
-ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(
+ARCHITECTURES: dict[str, dict[str, JSON]] = json.loads(
     Path(__file__).with_name("gguf.json").read_text()
 )
 # what may follow "<architecture>.rope."; gguf-py/gguf/constants.py
@@ -69,7 +70,7 @@ class _Numbers(NamedTuple):
 
 
 def from_gguf(
-    source: str | os.PathLike[str] | Mapping[str, Any], layer_type: str | None = None
+    source: str | os.PathLike[str] | Mapping[str, JSON], layer_type: str | None = None
 ) -> Rotary:
     """The RoPE that llama.cpp computes from a GGUF file.
 
@@ -123,7 +124,7 @@ def from_gguf(
     return _with_divisors(_scaled(spec, numbers, trained), numbers, trained, tensors)
 
 
-def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, ...]:
+def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, JSON]) -> tuple[str, ...]:
     """The layer types with a RoPE of their own, to ask `from_gguf` for; empty if all are alike.
 
     >>> gguf_layer_types({"general.architecture": "gemma3", "gemma3.rope.freq_base": 1e6,
@@ -134,7 +135,7 @@ def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, Any]) -> tupl
     return _layer_types(name, keys)
 
 
-def model_of(architecture: Any) -> dict[str, Any]:
+def model_of(architecture: object) -> dict[str, JSON]:
     """What llama.cpp does in an architecture; ValueError for one that is unknown or has no RoPE.
 
     >>> model_of("llama")["layout"]
@@ -151,8 +152,8 @@ def model_of(architecture: Any) -> dict[str, Any]:
 
 
 def _opened(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-) -> tuple[str, dict[str, Any], dict[str, list[float]]]:
+    source: str | os.PathLike[str] | Mapping[str, JSON],
+) -> tuple[str, dict[str, JSON], dict[str, list[float]]]:
     """(architecture, its keys without that prefix, the RoPE tensors), all known by name."""
     if not isinstance(source, Mapping):
         source = read_gguf(source)
@@ -182,7 +183,7 @@ def _opened(
     return name, keys, tensors
 
 
-def _divisors(tensor: str, values: Any) -> list[float]:
+def _divisors(tensor: str, values: object) -> list[float]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or not all(
         isinstance(value, int | float) and 0 < value < math.inf for value in values
@@ -191,7 +192,7 @@ def _divisors(tensor: str, values: Any) -> list[float]:
     return list(map(float, values))
 
 
-def _layer_types(name: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
+def _layer_types(name: str, keys: Mapping[str, JSON]) -> tuple[str, ...]:
     model = ARCHITECTURES[name]
     if "layers" in model:
         return tuple(model["layers"])
@@ -205,7 +206,7 @@ def _layer_types(name: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
     return ("full_attention", "sliding_attention")
 
 
-def _head_dim(name: str, keys: Mapping[str, Any], sliding: str) -> int:
+def _head_dim(name: str, keys: Mapping[str, JSON], sliding: str) -> int:
     for key in (f"attention.key_length_mla{sliding}", "attention.key_length_mla",
                 f"attention.key_length{sliding}", "attention.key_length"):  # fmt: skip
         if key in keys:
@@ -222,7 +223,7 @@ def _head_dim(name: str, keys: Mapping[str, Any], sliding: str) -> int:
         ) from None
 
 
-def _numbers(name: str, keys: Mapping[str, Any], layer_type: str | None) -> _Numbers:
+def _numbers(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> _Numbers:
     """What llama.cpp's loader and context make of the keys."""
     model = ARCHITECTURES[name]
     reads = model.get("reads", ())
@@ -280,7 +281,7 @@ def yarn_gain(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0
 
 
-def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, Any]) -> tuple[int, ...]:
+def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> tuple[int, ...]:
     """The position axis of each pair: time, height, width, and a fourth, 0 for text tokens.
 
     >>> axes_of([2, 1, 1], 4, {"sections": "blocks"})
@@ -354,7 +355,7 @@ def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotar
             0.0 if divisor >= STANDS_STILL else step / divisor
             for step, divisor in zip(steps, divisors, strict=True)
         ]
-    params: dict[str, Any] = {"inv_freq": steps}
+    params: dict[str, JSON] = {"inv_freq": steps}
     if amplitude != 1.0:
         params["attention_factor"] = amplitude
     return dataclasses.replace(spec, schedule="custom", params=params)

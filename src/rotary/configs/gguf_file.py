@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..strict_json import JSON
+
 TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 # type of number -> its bytes
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def read_gguf(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_gguf(path: str | os.PathLike[str]) -> dict[str, JSON]:
     """What a GGUF file says about its RoPE: keys of the header, and the RoPE tensors as lists.
 
     Weights are not read, however large the file is. Of a model in several files give the first;
@@ -33,7 +35,7 @@ def read_gguf(path: str | os.PathLike[str]) -> dict[str, Any]:
     return kept
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, JSON]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; give a .gguf file")
     try:
@@ -64,7 +66,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
     try:
         reader = Header(path)
-        kept: dict[str, Any] = {
+        kept: dict[str, JSON] = {
             key: field.contents()
             for key, field in reader.fields.items()
             if key == "general.architecture" or not key.startswith(("general.", "tokenizer."))

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ..angles import inv_freq
 from ..spec import Rotary
+from ..strict_json import JSON
 from .gguf import ARCHITECTURES, BETAS, STANDS_STILL, axes_of, model_of, yarn_gain
 from .values import whole_number
 
 
 def to_gguf(
     spec: Rotary, architecture: str, *, context_length: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, JSON]:
     """The GGUF metadata that makes llama.cpp compute `spec`, RoPE tensors among it.
 
     Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
@@ -43,8 +43,8 @@ def to_gguf(
 
 
 def _scaling(
-    spec: Rotary, architecture: str, model: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    spec: Rotary, architecture: str, model: Mapping[str, JSON]
+) -> tuple[dict[str, JSON], dict[str, list[float]]]:
     """What stands under rope.scaling, and the tensors, for the frequencies of `spec`."""
     if spec.schedule == "default":
         return {}, {}
@@ -76,7 +76,7 @@ def _scaling(
     return {"attn_factor": amplitude} if amplitude != 1.0 else {}, {"rope_freqs.weight": divisors}
 
 
-def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
+def _shape(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
     """The keys of head and slice, if llama.cpp rotates the same channels."""
     layout = model["layout"]
     if (spec.layout, spec.out_layout) != (layout, layout):
@@ -99,7 +99,7 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
     if spec.sign != 1:
         raise ValueError("GGUF metadata cannot say sign -1")
     key_length = "key_length_mla" if model.get("latent") else "key_length"
-    keys: dict[str, Any] = {
+    keys: dict[str, JSON] = {
         f"attention.{key_length}": spec.head_dim,
         "rope.dimension_count": spec.rotary_dim,
     }
@@ -114,7 +114,7 @@ def _shape(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[st
     return keys
 
 
-def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
     """What stands under rope.scaling for YaRN; refuses what llama.cpp does not read there."""
     if model.get("latent") or "layers" in model:
         raise ValueError(
@@ -125,7 +125,7 @@ def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dic
     if params.get("truncate", True) is not True:
         raise ValueError("llama.cpp always rounds the ends of YaRN's ramp; truncate is False")
     factor = float(params["factor"])
-    keys: dict[str, Any] = {
+    keys: dict[str, JSON] = {
         "type": "yarn",
         "factor": factor,
         "original_context_length": params["original_max_position_embeddings"],
@@ -142,7 +142,7 @@ def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, Any]) -> dic
     return keys
 
 
-def _needs_divisors(architecture: str, model: Mapping[str, Any], tensor: str) -> None:
+def _needs_divisors(architecture: str, model: Mapping[str, JSON], tensor: str) -> None:
     if tensor not in model.get("divisors", ()):
         able = ", ".join(
             name for name, each in ARCHITECTURES.items() if tensor in each.get("divisors", ())

@@ -8,11 +8,11 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
+from ..strict_json import JSON
 from .entries import HARMLESS, choose
 from .layers import Model, Rope
 from .record import Config
@@ -50,7 +50,7 @@ def refuse(message: str) -> None:
 
 
 def from_hf_config(
-    config: Any,
+    config: object,
     layer_type: str | None = None,
     *,
     part: str | None = None,
@@ -124,7 +124,7 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
 
 def to_hf_config(
     spec: Rotary, *, max_position_embeddings: int | None = None, version: int = 5
-) -> dict[str, Any]:
+) -> dict[str, JSON]:
     """The keys of a config.json that give `spec` back through `from_hf_config`.
 
     version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
@@ -160,7 +160,7 @@ def to_hf_config(
             "proportional: both are that key"
         )
     params = spec.to_dict()["params"]
-    written: dict[str, Any] = {"head_dim": spec.head_dim}
+    written: dict[str, JSON] = {"head_dim": spec.head_dim}
     if spec.schedule == "dynamic":
         trained = params.pop("original_max_position_embeddings")
         if max_position_embeddings not in (None, trained):
@@ -257,7 +257,7 @@ def _schedule(rope_type: str, config: Config) -> str:
 
 def _parameters(
     rope_type: str, schedule: str, config: Config, complain: Complain
-) -> dict[str, Any]:
+) -> dict[str, JSON]:
     """The schedule's parameters that the file has; a null is none, but for truncate."""
     _check_trained(config, schedule, complain)
     rope = _known_keys(config.rope, schedule, rope_type, config.model, complain)
@@ -276,7 +276,7 @@ def _parameters(
 
 
 def _known_keys(
-    rope: Mapping[str, Any], schedule: str, rope_type: str, model: Model, complain: Complain
+    rope: Mapping[str, JSON], schedule: str, rope_type: str, model: Model, complain: Complain
 ) -> Rope:
     """The rope parameters without those that are not known, each of which is complained about."""
     if rope.get("use_fope"):
@@ -310,7 +310,7 @@ _DIALECT_KEYS = {
 }
 
 
-def _translated(rope_type: str, schedule: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict[str, JSON]:
     """Parameters that a dialect has under another name, or as another formula."""
     if schedule == "ntk" and rope.get("alpha"):
         return {"factor": rope["alpha"]}
@@ -378,7 +378,7 @@ def _axes(config: Config, pairs: int) -> tuple[int, ...]:
     return interleaved_sections(*counts) if way == "interleaved" else sections(*counts)
 
 
-def _filled(schedule: str, params: dict[str, Any], config: Config) -> dict[str, Any]:
+def _filled(schedule: str, params: dict[str, JSON], config: Config) -> dict[str, JSON]:
     """What transformers takes from beside the dict: trained length, and factor if it is missing."""
     name = "original_max_position_embeddings"
     context, trained = config.context, config.trained

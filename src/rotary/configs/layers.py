@@ -6,18 +6,18 @@ otherwise than it looks is refused here, with what to write.
 """
 
 from collections.abc import Container, Mapping
-from typing import Any
 
+from ..strict_json import JSON
 from .values import check_shapes, length
 
-Model = Mapping[str, Any]
-Rope = dict[str, Any]
+Model = Mapping[str, JSON]
+Rope = dict[str, JSON]
 Entries = dict[str | None, Rope | None]  # by layer type; None for a layer type without rotation
 # keys that say by layer what holds for it, of a few models
 _LISTS = ("layer_rope_theta", "rope_scaling_layers")
 
 
-def ropes(data: Mapping[str, Any], model: Model) -> Entries:
+def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     """Layer type -> rope parameters, None for layers that do not rotate; {None: ...} for all alike.
 
     >>> ropes({"rope_theta": 5e5}, {})
@@ -49,7 +49,7 @@ def ropes(data: Mapping[str, Any], model: Model) -> Entries:
     return _flat(written, own, data, model)
 
 
-def rope_parameters(data: Mapping[str, Any]) -> Rope:
+def rope_parameters(data: Mapping[str, JSON]) -> Rope:
     """What a config says under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
 
     >>> rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})
@@ -64,7 +64,7 @@ def rope_parameters(data: Mapping[str, Any]) -> Rope:
     return dict(new or old or {})
 
 
-def _check_filled(written: Rope, data: Mapping[str, Any], model: Model) -> None:
+def _check_filled(written: Rope, data: Mapping[str, JSON], model: Model) -> None:
     """Refuse rope parameters without what the model's class fills in only where there are none."""
     name = f"model_type {data.get('model_type')!r}"
     needed = model.get("needed", ())
@@ -85,7 +85,7 @@ def _check_filled(written: Rope, data: Mapping[str, Any], model: Model) -> None:
             )
 
 
-def listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
+def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
     """The layer type of each layer, as the config lists them; empty if it does not.
 
     >>> listed_layer_types({"layer_types": ["full_attention"]})
@@ -94,7 +94,7 @@ def listed_layer_types(data: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(data.get("layer_types") or ())
 
 
-def _by_layer(rope: Rope, data: Mapping[str, Any], model: Model) -> Entries | None:
+def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | None:
     """The entries where a list says which layers have which; None if there is no such list."""
     kind = data.get("model_type")
     for name in _LISTS:
@@ -120,11 +120,11 @@ def _is_nested(rope: Rope, labels: Container[str | None]) -> bool:
     )
 
 
-def _is_entry(value: Any) -> bool:
+def _is_entry(value: object) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
-def _nested(rope: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
+def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
     """The entries of a nested rope_parameters, refused where transformers takes something else."""
     name = data.get("model_type")
     entries = [value for value in rope.values() if isinstance(value, Mapping)]
@@ -174,7 +174,7 @@ def _fills(model: Model) -> bool:
     return "scaled_layers" in model and not model.get("flat")
 
 
-def _flat(written: Rope, own: Entries, data: Mapping[str, Any], model: Model) -> Entries:
+def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
     """The entries where the config has none of its own: the model's, and one flat rope_scaling."""
     meant, name = model.get("scaled_layers", ()), data.get("model_type")
     if written and not model.get("flat"):

@@ -8,6 +8,7 @@ from typing import Any
 from ..positions import sections
 from ..schedules import yarn_amplitude
 from ..spec import Rotary, nearest
+from ..strict_json import JSON
 from .values import is_whole
 
 # what a missing argument is, for each way in which Megatron builds its RoPE
@@ -58,7 +59,7 @@ _NO_BEARING = {
 }  # fmt: skip
 
 
-def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
+def from_megatron(arguments: Mapping[str, JSON]) -> Rotary:
     """The RoPE of Megatron's arguments: {"kv_channels": 128, "rotary_base": 500000, ...}.
 
     arguments  as a dict under their Python names, with or without the arguments of other subjects:
@@ -115,7 +116,7 @@ def from_megatron(arguments: Mapping[str, Any]) -> Rotary:
     return _plain(values, _head_dim(values), has_axes=kind == "mrope")
 
 
-def _head_dim(values: Mapping[str, Any]) -> int:
+def _head_dim(values: Mapping[str, JSON]) -> int:
     if "kv_channels" in values:
         return int(values["kv_channels"])
     if not {"hidden_size", "num_attention_heads"} <= values.keys():
@@ -123,7 +124,7 @@ def _head_dim(values: Mapping[str, Any]) -> int:
     return int(values["hidden_size"] // values["num_attention_heads"])
 
 
-def _latent(values: Mapping[str, Any]) -> Rotary:
+def _latent(values: Mapping[str, JSON]) -> Rotary:
     """The slice of multi-latent attention."""
     if values.get("rotary_interleaved"):
         raise ValueError("Megatron refuses rotary_interleaved with multi_latent_attention")
@@ -140,7 +141,7 @@ def _latent(values: Mapping[str, Any]) -> Rotary:
     return dataclasses.replace(spec, layout="interleaved", out_layout="half")
 
 
-def _refuse_ignored(values: Mapping[str, Any], beside: str, *names: str) -> None:
+def _refuse_ignored(values: Mapping[str, JSON], beside: str, *names: str) -> None:
     for name in names:
         if values.get(name):
             raise ValueError(f"Megatron ignores {name} beside {beside}: leave it out")
@@ -148,7 +149,7 @@ def _refuse_ignored(values: Mapping[str, Any], beside: str, *names: str) -> None
         raise ValueError(f"Megatron ignores rope_scaling_factor beside {beside}: leave it out")
 
 
-def _plain(values: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) -> Rotary:
+def _plain(values: Mapping[str, JSON], head_dim: int, *, has_axes: bool = False) -> Rotary:
     """RotaryEmbedding, or MultimodalRotaryEmbedding with three axes."""
     share = values.get("rotary_percent", 1.0)
     if not 0 < share <= 1:
@@ -189,7 +190,7 @@ def _plain(values: Mapping[str, Any], head_dim: int, *, has_axes: bool = False) 
 
 
 def _yarn_rotary(
-    values: Mapping[str, Any], head_dim: int, silent: Mapping[str, Any], prefix: str
+    values: Mapping[str, JSON], head_dim: int, silent: Mapping[str, JSON], prefix: str
 ) -> Rotary:
     """YarnRotaryEmbedding, which rotates the whole width whatever rotary_percent says."""
     if values.get("rotary_interleaved"):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..strict_json import JSON
 from .layers import Model, Rope, rope_parameters
 from .values import is_whole, length, whole_number
 
@@ -20,7 +21,7 @@ class Config(NamedTuple):
     """
 
     rope: Rope
-    data: Mapping[str, Any]
+    data: Mapping[str, JSON]
     model: Model
     layer_type: str | None
     is_layer_rotated: bool

@@ -1,12 +1,12 @@
 """What the values of a config must be, checked before anything of their size is made."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..spec import MAX_HEAD_DIM
+from ..strict_json import JSON
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """True for a whole number; a boolean is none.
 
     >>> is_whole(64), is_whole(True)
@@ -15,7 +15,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: JSON) -> int:
     """`value`, if it is a whole number; ValueError with its name if not.
 
     >>> whole_number("head_dim", 64)
@@ -26,7 +26,7 @@ def whole_number(name: str, value: Any) -> int:
     return int(value)
 
 
-def length(name: str, value: Any) -> int | None:
+def length(name: str, value: JSON) -> int | None:
     """`value`, None or a whole number that a position can be; ValueError with its name if not.
 
     >>> length("max_position_embeddings", None)
@@ -37,7 +37,7 @@ def length(name: str, value: Any) -> int | None:
 
 
 # what the keys that are more than one number or name must hold
-_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_SHAPES: dict[str, tuple[str, Callable[[JSON], bool]]] = {
     "layer_types": ("a list of names", lambda value: isinstance(value, str)),
     "layer_rope_theta": (
         "a list of numbers, null where a layer has no RoPE",
@@ -56,7 +56,7 @@ _SIZES = (
 )  # fmt: skip
 
 
-def check_shapes(keys: Mapping[str, Any]) -> None:
+def check_shapes(keys: Mapping[str, JSON]) -> None:
     """Refuse a list, an object or a size that is not what its name says.
 
     >>> check_shapes({"layer_types": 3})

@@ -1,14 +1,13 @@
 """vLLM's `--hf-overrides` for a `Rotary`."""
 
-from typing import Any
-
 from ..angles import inv_freq
 from ..schedules import grown_base
 from ..spec import Rotary
+from ..strict_json import JSON
 from .hf import to_hf_config
 
 
-def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, Any]:
+def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, JSON]:
     """The dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
 
     LongRoPE is written with short_mscale and long_mscale, for vLLM ignores factor and

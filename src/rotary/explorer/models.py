@@ -5,12 +5,12 @@ import warnings
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..configs import choose, from_hf_config, layer_types
 from ..reach import lengths
 from ..spec import Rotary
-from ..strict_json import parsed
+from ..strict_json import JSON, parsed
 
 MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
 MAX_HEAD_DIM = 1024
@@ -38,14 +38,14 @@ class Model(NamedTuple):
 
 
 @cache
-def presets() -> dict[str, Any]:
+def presets() -> dict[str, JSON]:
     """Name of a published model -> its layer type and the keys of its config that make its RoPE.
 
     >>> presets()["llama-3-8b"]["config"]["rope_theta"]
     500000.0
     """
     text = Path(__file__).with_name("presets.json").read_text()
-    found: dict[str, Any] = json.loads(text)
+    found: dict[str, JSON] = json.loads(text)
     return found
 
 
@@ -89,7 +89,7 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def read(config: Mapping[str, Any], layer_type: str | None) -> Model:
+def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     """The RoPE of a config that is a dict; errors as of `from_hf_config`, and for no rotation.
 
     >>> read({"head_dim": 64, "max_position_embeddings": 2048}, None).trained
@@ -122,7 +122,7 @@ def shortened(text: str, layer_type: str | None = None) -> str:
     return json.dumps(cut(dict(parsed(text, "the config")), layer_type), separators=(",", ":"))
 
 
-def cut(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
     """A copy without the keys, at any depth and the longest first, that change nothing.
 
     Each key that is tried costs a reading of what is left, so fewer are tried in a longer config.
@@ -133,7 +133,7 @@ def cut(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     text = json.dumps(config)
     wanted, kept, size, left = _model(config, layer_type), json.loads(text), len(text), MAX_TRIED
 
-    def look_in(part: dict[str, Any]) -> None:
+    def look_in(part: dict[str, JSON]) -> None:
         nonlocal left, size
         long = {key: len(json.dumps(value)) for key, value in part.items()}
         for key in sorted(long, key=lambda key: -long[key]):
@@ -154,7 +154,7 @@ def cut(config: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     return kept
 
 
-def _model(config: dict[str, Any], layer_type: str | None) -> Model | None:
+def _model(config: dict[str, JSON], layer_type: str | None) -> Model | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a config that lacks what it needs
@@ -163,7 +163,7 @@ def _model(config: dict[str, Any], layer_type: str | None) -> Model | None:
         return None
 
 
-def _layer(config: Mapping[str, Any], layers: tuple[str, ...], asked: str | None) -> str | None:
+def _layer(config: Mapping[str, JSON], layers: tuple[str, ...], asked: str | None) -> str | None:
     """The layer type that is meant: the one asked for, or the first one that rotates."""
     if not layers or asked in layers:
         return asked if layers else None

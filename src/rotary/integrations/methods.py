@@ -26,7 +26,9 @@ _ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
 # --- which functions a method calls ---
 
 
-def rotations_called(method: FunctionType) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
+def rotations_called(
+    method: FunctionType,
+) -> Iterator[tuple[dict[str, object], Callable[..., object]]]:
     """(globals, function) for every function named like a rotation that a method calls.
 
     Decorators count: what the method wraps is searched as well.
@@ -41,7 +43,7 @@ def rotations_called(method: FunctionType) -> Iterator[tuple[dict[str, Any], Cal
                 yield function.__globals__, value
 
 
-def _content(cell: CellType) -> Any:
+def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -118,7 +120,7 @@ def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
 # --- methods set on one module ---
 
 
-def attribute_of(module: Any, name: str, method: Callable[..., Any]) -> str:
+def attribute_of(module: object, name: str, method: Callable[..., object]) -> str:
     """The attribute to set in place of a method; ValueError if somebody has set it before."""
     hooked = f"_old_{name}"  # accelerate keeps what it wraps there
     attribute = hooked if hooked in vars(module) else name
@@ -128,7 +130,9 @@ def attribute_of(module: Any, name: str, method: Callable[..., Any]) -> str:
     return attribute
 
 
-def set_method(module: Any, attribute: str, function: Any, original: Any) -> None:
+def set_method(
+    module: object, attribute: str, function: Callable[..., object], original: object
+) -> None:
     """Let `function` be called for a method of this module alone, until `restore_methods`."""
     setattr(function, ORIGINAL, original)
     object.__setattr__(module, attribute, MethodType(function, module))

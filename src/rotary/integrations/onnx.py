@@ -39,7 +39,7 @@ _NEEDED = ("onnx", "onnxscript")
 
 def export(
     module: nn.Module,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     path: str | Path,
     *,
     kwargs: dict[str, Any] | None = None,

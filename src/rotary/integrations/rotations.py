@@ -60,7 +60,7 @@ class Convention(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def convention_of(function: Callable[..., Any]) -> Convention:
+def convention_of(function: Callable[..., object]) -> Convention:
     """The first `Convention` that gives what `function` gives.
 
     Raises ValueError if none does, or if it does not take one or two tensors and then cos and sin,
@@ -96,8 +96,8 @@ def convention_of(function: Callable[..., Any]) -> Convention:
 
 
 def replacement_of(
-    function: Callable[..., Any], convention: Convention, *, keeps_dtype: bool = False
-) -> Callable[..., Any]:
+    function: Callable[..., object], convention: Convention, *, keeps_dtype: bool = False
+) -> Callable[..., object]:
     """A function called as `function` is, which rotates by `rotary.rotate`.
 
     A call that does not fit (another argument, shape or dtype) goes to `function` itself; with
@@ -223,7 +223,7 @@ def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
 
 
 def _agrees(
-    function: Callable[..., Any], convention: Convention, trial: _Trial, rotary_dim: int
+    function: Callable[..., object], convention: Convention, trial: _Trial, rotary_dim: int
 ) -> bool:
     """Whether ours and theirs give the same on random tensors with random angles."""
     arguments = _random(convention, trial, rotary_dim)
@@ -264,7 +264,9 @@ def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str,
     return {**xs, **dict(zip(convention.tables, tables, strict=True)), **axis}
 
 
-def _completed(function: Callable[..., Any], convention: Convention, trial: _Trial) -> Convention:
+def _completed(
+    function: Callable[..., object], convention: Convention, trial: _Trial
+) -> Convention:
     """`convention` with what narrower tables, another axis order and other dtypes do."""
     if convention.new_axis == "unsqueeze_dim":
         other = trial._replace(shapes=_HEADS_LAST, unsqueeze_dim=2)
@@ -279,6 +281,6 @@ def _completed(function: Callable[..., Any], convention: Convention, trial: _Tri
     for name in convention.parameters[: convention.operands]:
         arguments[name] = arguments[name].bfloat16()
     with torch.no_grad():
-        result = function(**arguments)
+        result: Any = function(**arguments)
     first = result[0] if convention.operands == 2 else result
     return convention._replace(promotes=first.dtype == torch.float32)

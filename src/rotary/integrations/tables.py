@@ -7,8 +7,8 @@ touched.
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def nearest(names: dict[str, Any], path: str) -> str | None:
+def nearest(names: Iterable[str], path: str) -> str | None:
     """The rotary embedding that serves the module at `path`: the one in its closest ancestor.
 
     >>> nearest({"model.rotary_emb": 1, "vision.rotary_emb": 2}, "model.layers.0.self_attn")
@@ -116,7 +116,7 @@ def _tried(
 # --- exact tables ---
 
 
-def exact_forward(module: nn.Module) -> Callable[..., Any]:
+def exact_forward(module: nn.Module) -> Callable[..., object]:
     """A forward for `module` with float32 tables from exact angles; ValueError if it cannot be."""
     if any(True for _ in module.parameters()):
         raise ValueError("its frequencies are learned")
@@ -125,7 +125,9 @@ def exact_forward(module: nn.Module) -> Callable[..., Any]:
         source = source_of(module, kind)
         exact[kind] = _spec(module, kind, source), source
 
-    def forward(self: nn.Module, x: Tensor, position_ids: Tensor, layer_type: Any = None) -> Any:
+    def forward(
+        self: nn.Module, x: Tensor, position_ids: Tensor, layer_type: object = None
+    ) -> object:
         spec, source = exact[layer_type if layer_type in exact else None]
         if source.kind == "axes first":
             position_ids = position_ids.expand(source.axes, -1, -1).movedim(0, -1)

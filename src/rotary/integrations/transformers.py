@@ -156,7 +156,7 @@ class _Caller(NamedTuple):
     module: nn.Module
     attribute: str
     method: Any  # a function; as a FunctionType it would be taken for a method of this class
-    conventions: dict[Callable[..., Any], Convention]
+    conventions: dict[Callable[..., object], Convention]
     embedding: str | None
 
     def patched(self, *, is_exact: bool) -> FunctionType:
@@ -184,7 +184,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
         embedding = tables.nearest(styles, path)
         layout = layouts[path]
         for name, method in _methods_of(type(module)):
-            conventions: dict[Callable[..., Any], Convention] = {}
+            conventions: dict[Callable[..., object], Convention] = {}
             for _, function in rotations_called(method):
                 try:
                     convention = convention_of(function)
@@ -254,7 +254,7 @@ def _check_tables(convention: Convention, styles: set[str]) -> None:
 
 def _exact_forwards(
     model: nn.Module, callers: list[_Caller], skipped: list[tuple[str, str]]
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Callable[..., object]]:
     """A forward for each rotary embedding that only our rotations read; the others to `skipped`."""
     forwards = {}
     embeddings = tables.embeddings(model)

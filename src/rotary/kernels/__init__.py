@@ -63,6 +63,9 @@ class Kernel(Generic[Array]):
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 
 
+SomeKernel = Kernel[Any]  # of whichever library an array is of
+
+
 def kernel_of(array: Array) -> Kernel[Array]:
     """The kernel for an array; TypeError, naming the known libraries, for anything else.
 
@@ -76,7 +79,7 @@ def kernel_of(array: Array) -> Kernel[Array]:
     return kernel
 
 
-def _find(array: object) -> Kernel[Any]:
+def _find(array: object) -> SomeKernel:
     kernels = [load() for name, load in KERNELS.items() if _is_a(array, name)]
     if not (kernels and kernels[0].takes(array)):
         raise TypeError(f"cannot rotate a {_described(array)}")
@@ -93,7 +96,7 @@ def _is_a(array: object, name: str) -> bool:
     return module is not None and isinstance(array, getattr(module, kind, ()))
 
 
-def _numpy() -> Kernel[Any]:
+def _numpy() -> SomeKernel:
     try:
         from .cpu import KERNEL
     except ImportError:  # without Numba the reference gives the same numbers, slowly
@@ -101,19 +104,19 @@ def _numpy() -> Kernel[Any]:
     return KERNEL
 
 
-def _dtensor() -> Kernel[Any]:
+def _dtensor() -> SomeKernel:
     from .dtensor import KERNEL
 
     return KERNEL
 
 
-def _torch() -> Kernel[Any]:
+def _torch() -> SomeKernel:
     from .torch import KERNEL
 
     return KERNEL
 
 
-def _jax() -> Kernel[Any]:
+def _jax() -> SomeKernel:
     from .jax import KERNEL
 
     return KERNEL
@@ -121,17 +124,17 @@ def _jax() -> Kernel[Any]:
 
 # Array type -> what loads its kernel, when the first such array comes. An array gets that of the
 # first type that it is one of.
-KERNELS: dict[str, Callable[[], Kernel[Any]]] = {
+KERNELS: dict[str, Callable[[], SomeKernel]] = {
     "numpy.ndarray": _numpy,
     "torch.distributed.tensor.DTensor": _dtensor,
     "torch.Tensor": _torch,
     "jax.Array": _jax,
 }
-_known: dict[type, Kernel[Any]] = {}
+_known: dict[type, SomeKernel] = {}
 
 
 @contextmanager
-def served_by(kernel: Kernel[Any], module: Any) -> Iterator[None]:
+def served_by(kernel: SomeKernel, module: Any) -> Iterator[None]:
     """In this block the arrays of a kernel's module are given to another kernel."""
     before, module.KERNEL = module.KERNEL, kernel
     _known.clear()

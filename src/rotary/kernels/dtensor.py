@@ -9,14 +9,13 @@ What would need another rank (a head that is cut, a sum that is not done) is ref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import Kernel, Numbers, host, is_per_row, torch_exact, torch_tables
+from . import Numbers, SomeKernel, host, is_per_row, torch_exact, torch_tables
 from . import torch as kernel
 from .dtensor_shards import (
     Spans,
@@ -269,7 +268,7 @@ def is_cacheable(like: DTensor) -> bool:
     return not is_tracing() and torch_tables.is_cacheable(like.to_local())
 
 
-_of_a_rank: Kernel[Any] = kernel.KERNEL
+_of_a_rank: SomeKernel = kernel.KERNEL
 KERNEL = replace(
     _of_a_rank,
     name="DTensor",

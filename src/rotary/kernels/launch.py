@@ -1,6 +1,6 @@
 """From shapes and strides to a launch of the GPU kernel: pure arithmetic, kept for each form.
 
-The kernel walks over (batch, token, head). Any array is cut into these: heads are an axis along
+The kernel walks over (batch, token, head). Every array is cut into these: heads are an axis along
 which one row of angles serves all, tokens the axis along which angles vary, and what is left is
 merged into one batch axis, or takes a launch for each of its entries.
 """

@@ -192,7 +192,7 @@ class Loop(NamedTuple):
 def loop(name: str) -> Loop:
     """The loop that does the parts of a job until none is left: "table", or a key of TAGS.
 
-    Any number of threads may do one job together; each part is done once.
+    Several threads may do one job together; each part is done once.
     """
     function = _fill_table if name == "table" else _rotate(TAGS[name])
     compiled_ = c_function(function, types.void(types.int64))

@@ -219,7 +219,7 @@ Recent = Callable[[Sequence[Tensor], Tensor, Tensor, None], tuple[Tensor, ...]]
 _recent: dict[object, tuple[tuple[Any, Recent], ...]] = {}
 
 
-def _remember(key: tuple[Any, ...], tensors: Sequence[Tensor], call: Recent) -> None:
+def _remember(key: object, tensors: Sequence[Tensor], call: Recent) -> None:
     if TensorGuards is None:
         return
     sizes: list[list[int]] = [list(tensor.shape) for tensor in tensors]
@@ -253,8 +253,7 @@ def _run_on_gpu(
     sin: Tensor,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    kernel: Any = gpu_kernel(xs[0].device)
-    return kernel.rotate(xs, cos, sin, None, geometry, conjugate, out)
+    return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, conjugate, out)
 
 
 # --- autograd ---

@@ -3,7 +3,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +59,7 @@ def rotate_exact(
         return _turned(xs, steps, factor, positions, geometry, conjugate)
     check_no_grad(xs, out)
     check_writable(xs, out)
-    kernel: Any = gpu_kernel(xs[0].device)
-    kernel.rotate_exact(xs, steps, factor, positions, 0, geometry, conjugate, out)
+    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, 0, geometry, conjugate, out)
     mark_written(out)
     return tuple(out)
 
@@ -80,8 +78,8 @@ def _turned(
         return formula(xs, cos, sin, None, geometry, conjugate)
     if wants_grad(*xs):
         return _RotateExact.apply(geometry, conjugate, factor, turns, positions, *xs)
-    kernel: Any = gpu_kernel(xs[0].device)
-    return kernel.rotate_exact(xs, turns, factor, positions, 0, geometry, conjugate, None)
+    launch = gpu_kernel(xs[0].device).rotate_exact
+    return launch(xs, turns, factor, positions, 0, geometry, conjugate, None)
 
 
 def _tables_along(

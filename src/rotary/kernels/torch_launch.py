@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def launch(
 
 
 @lru_cache
-def gpu_kernel(device: torch.device) -> ModuleType | None:
+def gpu_kernel(device: torch.device) -> Any:
     """The kernel for a GPU; None where Triton is missing or does not compile for the device."""
     try:
         from . import triton

@@ -9,7 +9,7 @@ operators, for other devices, fractional positions, tracing, and the float32 ste
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..schedules import Arithmetic
+from ..spec import Rotary
 from . import NEEDS_LENGTH, Numbers
 from . import numpy as reference
 from .torch_state import (
@@ -214,7 +215,7 @@ def device_key(like: Tensor) -> str:
 
 
 def host_constant(
-    function: Callable[..., Numbers], spec: Any, lengths: Sequence[int], *arguments: object
+    function: Callable[..., Numbers], spec: Rotary, lengths: Sequence[int], *arguments: object
 ) -> Constant:
     """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
 
@@ -237,7 +238,7 @@ def host_constant(
 
 
 @torch.compiler.assume_constant_result
-def _traced(function: Callable[..., Numbers], spec: Any, *arguments: object) -> str:
+def _traced(function: Callable[..., Numbers], spec: Rotary, *arguments: object) -> str:
     # as text: Dynamo 2.13 takes two tensors that come from here for the same one
     array = np.atleast_2d(function(spec, *arguments))
     array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
@@ -249,7 +250,7 @@ _of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _named(function: Callable[..., Numbers], spec: Any, *arguments: object) -> str:
+def _named(function: Callable[..., Numbers], spec: Rotary, *arguments: object) -> str:
     name = f"{function.__name__} {spec.to_json()} {arguments}"
     _of_lengths[name] = lambda lengths: function(spec, tuple(lengths), *arguments)
     return name

@@ -1,12 +1,13 @@
 """What a program is asked, and what it answers: plain data that all files of the folder share."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..configs import Config
+from ..strict_json import JSON
 
 Array = npt.NDArray[np.floating]
 
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     """
 
     config: Config
-    rope: Mapping[str, Any]
+    rope: Mapping[str, JSON]
     rope_type: str
     base: float
     dim: int

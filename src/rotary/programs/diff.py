@@ -8,7 +8,7 @@ converter writes.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ..configs.hf import check_top, refuse
 from ..configs.values import whole_number
 from ..schedules import SCHEDULES, parameters
 from ..spec import Rotary, nearest
+from ..strict_json import JSON
 from .case import Array, Case, NotComparedError, Program, RefusedError
 from .keras_hub import KERAS_HUB
 from .llama_cpp import LLAMA_CPP
@@ -80,7 +81,7 @@ class Reading(NamedTuple):
     advice: str
     source: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """The reading as JSON-ready data.
 
         >>> readings({"head_dim": 4})[0].to_dict()["inv_freq"]
@@ -121,7 +122,7 @@ class Diff(NamedTuple):
     differences: tuple[Difference, ...]
     verdict: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, JSON]:
         """All of it as JSON-ready data; null where a difference is infinite.
 
         >>> diff({"head_dim": 4}).to_dict()["reference"]
@@ -140,7 +141,7 @@ class Diff(NamedTuple):
 
 
 def readings(
-    config: Any,
+    config: object,
     *,
     seq_len: int | None = None,
     layer_type: str | None = None,
@@ -172,7 +173,7 @@ def readings(
 
 
 def diff(
-    config: Any,
+    config: object,
     *,
     seq_len: int | None = None,
     layer_type: str | None = None,
@@ -232,7 +233,7 @@ def _case(config: Config, seq_len: int | None) -> Case:
     return Case(config, rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len)
 
 
-def _check_values(keys: Mapping[str, Any]) -> None:
+def _check_values(keys: Mapping[str, JSON]) -> None:
     """Refuse a value of the wrong kind, wherever the file has it."""
     for name, value in keys.items():
         if value is None:

@@ -3,9 +3,8 @@
 Its layers know more than its converters hand on: a type that no converter reads is dropped.
 """
 
-from typing import Any
-
 from ..schedules import yarn_amplitude
+from ..strict_json import JSON
 from . import rules
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
@@ -43,7 +42,7 @@ def opens(case: Case) -> Case:
 
 def _base(case: Case) -> float:
     data = case.config.data
-    base: Any = (data.get("rope_parameters") or {}).get("rope_theta", data.get("rope_theta"))
+    base: JSON = (data.get("rope_parameters") or {}).get("rope_theta", data.get("rope_theta"))
     if base is None:
         raise RefusedError("KeyError: 'rope_theta'")
     return float(base)

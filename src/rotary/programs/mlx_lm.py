@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from ..strict_json import JSON
 from . import rules
 from .case import Case, NotComparedError, Program, RefusedError, Result
 from .transformers import PHI3
@@ -94,7 +94,7 @@ def opens(case: Case) -> Case:
     )
 
 
-def _rope_and_base(case: Case, model_type: str) -> tuple[Mapping[str, Any], float]:
+def _rope_and_base(case: Case, model_type: str) -> tuple[Mapping[str, JSON], float]:
     """The rope parameters and the base, from the keys that the model file reads."""
     data, layer_type = case.config.data, case.config.layer_type
     new = data.get("rope_parameters") or {}

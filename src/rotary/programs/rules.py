@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from ..schedules import SCHEDULES, grown_base, longrope_amplitude, yarn_amplitude
+from ..strict_json import JSON
 from .case import Array, Case, NotComparedError, RefusedError, Result, Rule
 
 
@@ -19,7 +20,7 @@ def frequencies(schedule: str, dim: int, base: float, **params: Any) -> Array:
         return SCHEDULES[schedule](dim, base, **params)[0]
 
 
-def need(case: Case, name: str, default: Any = None) -> Any:
+def need(case: Case, name: str, default: JSON = None) -> JSON:
     """The rope parameter `name`; the program raises KeyError where it is missing."""
     value = case.rope.get(name, default)
     if value is None:
