@@ -11,7 +11,11 @@ import pytest
 import rotary
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"mypy": ["--strict"], "pyright": ["--pythonpath", sys.executable]}
+# basedpyright is Pyright in a wheel, with the Node.js that it runs on
+COMMANDS = {
+    "mypy": ["--strict"],
+    "basedpyright": ["--level", "error", "--pythonpath", sys.executable],
+}
 
 
 @pytest.mark.slow
