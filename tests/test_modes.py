@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotary
 import rotary.kernels.torch
-from rotary.kernels import torch_exact, torch_launch, torch_state, torch_tables
+from rotary.kernels import torch_exact, torch_launch, torch_ready, torch_state, torch_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"
 SPEC = rotary.Rotary(head_dim=8, base=100.0)
@@ -335,11 +335,11 @@ def captured(function, given, recorded):
     kernel, launches, run = interpreter.kernel, [], interpreter.kernel._run
     with pytest.MonkeyPatch.context() as patch:
         interpreter.mended(patch)
-        for module in (torch_state, torch_tables, torch_launch, torch_exact, rotary.kernels.torch):
+        for module in (torch_state, torch_tables, torch_launch, torch_exact, torch_ready):
             patch.setattr(module, "is_on_gpu", lambda x: True)
         for module in (torch_launch, torch_exact, rotary.kernels.torch):
             patch.setattr(module, "gpu_kernel", lambda device: kernel)
-        patch.setattr(rotary.kernels.torch, "_recent", {})
+        patch.setattr(torch_ready, "recent", {})
         patch.setattr(kernel, "_run", lambda *arguments: launches.append(arguments))
         function(*recorded)  # constants are then on the device
         launches.clear()

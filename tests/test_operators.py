@@ -25,7 +25,11 @@ rotate, rotate_out = torch.ops.rotary.rotate, torch.ops.rotary.rotate_out
 
 
 @pytest.mark.parametrize(
-    ("first", "last"), [(0, 2000), pytest.param(2000, 8000, marks=pytest.mark.slow)]
+    ("first", "last"),
+    [
+        (0, 2000),
+        *(pytest.param(n, n + 6000, marks=pytest.mark.slow) for n in range(2000, 20000, 6000)),
+    ],
 )
 def test_malformed_operands_are_rotated_right_or_refused(first, last, record_property):
     script = str(Path(__file__).with_name("guarded_operators.py"))

@@ -14,7 +14,14 @@ import rotary
 from rotary import Rotary, kernels
 from rotary.kernels import numpy as reference
 from rotary.kernels import torch as kernel
-from rotary.kernels import torch_exact, torch_formula, torch_launch, torch_state, torch_tables
+from rotary.kernels import (
+    torch_exact,
+    torch_formula,
+    torch_launch,
+    torch_ready,
+    torch_state,
+    torch_tables,
+)
 from rotary.kernels.geometry import Options, geometry_of
 
 if sys.platform != "linux":
@@ -45,11 +52,11 @@ def route(monkeypatch):
 
     interpreter.mended(monkeypatch)
     monkeypatch.setattr(interpreter.kernel, "_run", watched)
-    for module in (torch_state, torch_tables, torch_launch, torch_exact, kernel):
+    for module in (torch_state, torch_tables, torch_launch, torch_exact, torch_ready):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
     for module in (torch_launch, torch_exact, kernel):
         monkeypatch.setattr(module, "gpu_kernel", lambda device: interpreter.kernel)
-    monkeypatch.setattr(kernel, "_recent", {})
+    monkeypatch.setattr(torch_ready, "recent", {})
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
     yield seen
     torch.use_deterministic_algorithms(False)
@@ -294,7 +301,7 @@ def test_without_triton_the_formula_rotates_and_says_so_once(monkeypatch, caplog
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "rotary.kernels.triton", raising=False)
     monkeypatch.delattr(kernels, "triton", raising=False)
-    for module in (torch_state, torch_launch, torch_exact, kernel):
+    for module in (torch_state, torch_launch, torch_exact, torch_ready):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
     x, (cos, sin) = randn(2, 5, 8, grad=True), tables(5, 4)
     with caplog.at_level(logging.DEBUG, "rotary"):

@@ -21,7 +21,16 @@ from . import Numbers as Array
 from . import loops, threads
 from . import numpy as reference
 from .geometry import Geometry, Options, geometry_of
-from .memory import SIZES, Block, contiguous, is_contiguous_last, is_gapless
+from .memory import (
+    SIZES,
+    Block,
+    contiguous,
+    extent,
+    is_contiguous,
+    is_contiguous_last,
+    is_gapless,
+    is_injective,
+)
 from .numpy import address
 
 # what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
@@ -48,6 +57,10 @@ class Call(NamedTuple):
     size: int  # bytes of all blocks
     addresses: tuple[int, ...]  # of steps
     can_stream: bool  # whether every store is aligned, once the addresses are
+    row_count: int  # of row numbers, which are contiguous; 0 where there are none
+    row_limit: int  # the rows of the table that they may pick
+    reach: Array  # (7, 2) int64, see loops.ROTATION
+    reach_address: int
 
 
 def rotate(
@@ -60,22 +73,24 @@ def rotate(
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...]:
     """Rotate NumPy arrays, as `kernels/numpy.py` does."""
-    if positions is None:
-        arrays = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
+    rows = positions if isinstance(positions, np.ndarray) else None
+    if positions is None or rows is not None:
+        arrays = [*xs, cos, sin] if rows is None else [*xs, cos, sin, rows]
         call = _ready_call(
-            tuple([_signature(array) for array in arrays]),
+            tuple([_signature(array) for array in (*arrays, *(out or ()))]),
+            len(xs),
+            rows is not None,
             None if out is None else _in_place(xs, out),
             options,
             conjugate,
         )
-        if call is not None:
-            if out is None:
-                out = tuple([np.empty(x.shape, x.dtype) for x in xs])
-            else:
-                reference.check_out((*xs, cos, sin), out)
-            run(call, [address(x) for x in xs], [address(y) for y in out],
-                address(cos), address(sin), 0)  # fmt: skip
-            return tuple(out)
+        if call is not None and (out is None or all([y.flags.writeable for y in out])):
+            outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
+            index = 0 if rows is None else address(rows)
+            is_checked = out is not None or rows is not None
+            if run(call, [address(x) for x in xs], [address(y) for y in outs],
+                   address(cos), address(sin), index, is_checked=is_checked):  # fmt: skip
+                return tuple(outs)
     reference.check_operands(xs, cos, sin, out)
     rows = None if positions is None else reference.check_rows(positions, cos)
     if out is not None and rows is not None:
@@ -129,6 +144,8 @@ def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
 @lru_cache(maxsize=1024)
 def _ready_call(
     signature: tuple[Signature, ...],
+    count: int,
+    has_rows: bool,
     is_in_place: tuple[bool, ...] | None,
     options: Options,
     conjugate: bool,
@@ -139,35 +156,47 @@ def _ready_call(
     blocks = [
         Block(shape, strides, reference.name_of(dtype)) for _, shape, strides, dtype, _ in signature
     ]
-    return ready_call(blocks, is_in_place, options, conjugate)
+    xs, (cos, sin, *more) = blocks[:count], blocks[count:]
+    rows = more.pop(0) if has_rows else None
+    return ready_call(xs, cos, sin, rows, more, is_in_place, options, conjugate)
 
 
 def ready_call(
-    blocks: Sequence[Block],
+    xs: Sequence[Block],
+    cos: Block,
+    sin: Block,
+    rows: Block | None,
+    outs: Sequence[Block],
     is_in_place: tuple[bool, ...] | None,
     options: Options,
     conjugate: bool,
 ) -> Call | None:
-    """The call for blocks (*xs, cos, sin, *outs) that need no copy; None if there are others.
+    """The call for blocks that need no copy; None if there are others.
 
-    Without outs, `is_in_place` is None and the outputs will be new and contiguous.
+    Where `is_in_place` is None the outputs will be new and contiguous, and `outs` is empty.
     """
-    if not all(block.shape and block.dtype in SIZES for block in blocks):
+    index = () if rows is None else (rows,)
+    if not all(block.shape and block.dtype in SIZES for block in (*xs, cos, sin, *index, *outs)):
         return None
-    count = len(blocks) - 2 if is_in_place is None else (len(blocks) - 2) // 2
-    xs, (cos, sin) = blocks[:count], blocks[count : count + 2]
-    outs = blocks[count + 2 :] if is_in_place is not None else [contiguous(x) for x in xs]
-    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in loops.TAGS:
+    if is_in_place is None:
+        is_in_place, outs = (False,) * len(xs), [contiguous(x) for x in xs]
+    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in loops.TAGS or len(xs) > 2:
         return None
     if not all(map(is_contiguous_last, (*xs, cos, *outs))) or len({x.dtype for x in xs}) > 1:
         return None
-    if any(x.shape != y.shape or x.dtype != y.dtype for x, y in zip(xs, outs, strict=True)):
+    if not all(map(is_injective, outs)):
         return None
-    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, None, options)
-    is_in_place = is_in_place or (False,) * count
+    for x, y, same in zip(xs, outs, is_in_place, strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype or (same and x.strides != y.strides):
+            return None
+    if rows is not None and (rows.dtype != "int64" or not is_contiguous(rows)):
+        return None
+    shape = None if rows is None else rows.shape
+    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
     if geometry.layout != geometry.out_layout and any(is_in_place):
         return None
-    return prepare(tuple(xs), tuple(outs), is_in_place, cos, None, geometry, conjugate)
+    call = prepare(tuple(xs), tuple(outs), is_in_place, cos, rows, geometry, conjugate)
+    return None if call.offsets else call
 
 
 @lru_cache(maxsize=1024)
@@ -192,6 +221,7 @@ def prepare(
         steps.append(plan)
     if len(steps) == 1:
         steps.append(_NOTHING)
+    reach = _reach(xs, outs, table, rows)
     return Call(
         loops.loop(xs[0].dtype),
         tuple(steps),
@@ -205,7 +235,19 @@ def prepare(
         and not any(is_in_place)
         and all(_is_aligned(out, geometry) for out in outs)
         and sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs) >= STREAM_BYTES,
+        0 if rows is None else math.prod(rows.shape),
+        table.shape[0],
+        reach,
+        address(reach),
     )
+
+
+def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:
+    """Of q, k, cos, sin, rows, q_out, k_out, as `loops.is_safe` takes it."""
+    absent = [(0, 0)]
+    q_and_k, written = ([*map(extent, each[:2]), *absent][:2] for each in (xs, outs))
+    index = absent if rows is None else [extent(rows)]
+    return np.array([*q_and_k, extent(table), extent(table), *index, *written], np.int64)
 
 
 def _is_aligned(out: Block, geometry: Geometry) -> bool:
@@ -216,26 +258,46 @@ def _is_aligned(out: Block, geometry: Geometry) -> bool:
     return all(number % _LINE == 0 for number in (*offsets, *rows))
 
 
-def run(call: Call, xs: Sequence[int], outs: Sequence[int], cos: int, sin: int, rows: int) -> None:
-    """Rotate the blocks at these addresses; what is there must outlive the call."""
+def run(
+    call: Call,
+    xs: Sequence[int],
+    outs: Sequence[int],
+    cos: int,
+    sin: int,
+    rows: int,
+    *,
+    is_checked: bool = False,
+    is_apart: bool = False,
+) -> bool:
+    """Rotate the blocks at these addresses; what is there must outlive the call.
+
+    Where it is checked, and a row number is outside of the table or an output may share memory with
+    another operand, nothing is written and the answer is False. Such a call has no `offsets`.
+    `is_apart` where it is known that no memory is shared.
+    """
     mode = call.mode
     if call.can_stream and all([out % _LINE == 0 for out in outs]):
         mode += loops.STREAMING
     if not call.offsets:
         q, k = call.addresses
-        threads.run(call.loop, call.size, array("q", (
+        job = array("q", (
             0, 1, q, xs[0], outs[0], k, xs[-1], outs[-1],
             cos, sin, rows, call.pairs, mode, call.sign,
-        )))  # fmt: skip
-        return
+            call.row_count, call.row_limit, 0 if is_apart else call.reach_address,
+        ))  # fmt: skip
+        if is_checked and not loops.is_safe()(job.buffer_info()[0]):
+            return False
+        threads.run(call.loop, call.size, job)
+        return True
     blocks = zip(xs, outs, call.addresses[: len(xs)], call.offsets, strict=True)
     for x, out, steps, offsets in blocks:
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
             threads.run(call.loop, call.size // len(offsets), array("q", (
                 0, 1, steps, x + source, out + target, address(_NOTHING), 0, 0,
-                *table, call.pairs, mode, call.sign,
+                *table, call.pairs, mode, call.sign, 0, 0, 0,
             )))  # fmt: skip
+    return True
 
 
 def _walk(

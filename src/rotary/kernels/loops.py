@@ -6,7 +6,7 @@ any number of threads may take parts of it until none is left; the bits do not d
 
 import functools
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, c_void_p
+from ctypes import CFUNCTYPE, c_int64, c_void_p
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,9 @@ STEPS = _whole_numbers(
 ROTATION = _whole_numbers(
     *("next", "parts", "q_steps", "q", "q_out", "k_steps", "k", "k_out"),
     *("cos", "sin", "rows", "pairs", "mode", "sign"),
+    # for `is_safe`: how many row numbers there are, what they are below, and where the reach of
+    # q, k, cos, sin, rows, q_out, k_out is: the first byte and the one after the last, from each
+    *("row_count", "row_limit", "reach"),
 )
 TABLE = _whole_numbers(
     *("next", "parts", "positions", "batch", "seq", "num_axes", "axes", "turns", "turns_step"),
@@ -147,6 +150,25 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
     return rotate
 
 
+def _is_safe(address):
+    job = _rotation(address)
+    for at in range(job.row_count):
+        row = load_int(job.rows + 8 * at)
+        if row < 0 or row >= job.row_limit:
+            return 0
+    if job.reach:
+        operands = (job.q, job.k, job.cos, job.sin, job.rows, job.q_out, job.k_out)
+        for side in range(2):
+            out, own = operands[5 + side], job.reach + 16 * (5 + side)
+            low, high = out + load_int(own), out + load_int(own + 8)
+            for other in range(5 + side):
+                at, reach = operands[other], job.reach + 16 * other
+                is_apart = at + load_int(reach) >= high or low >= at + load_int(reach + 8)
+                if not is_apart and not (other == side and at == out):
+                    return 0
+    return 1
+
+
 @compiled()
 def _table_part(job, part):
     total, pairs = job.batch * job.seq, job.pairs
@@ -198,6 +220,15 @@ def loop(name: str) -> Loop:
     compiled_ = c_function(function, types.void(types.int64))
     _alive.append(compiled_)
     return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
+
+
+@functools.cache
+def is_safe() -> Callable[[int], int]:
+    """The check of a rotation's record: 1 where every row number is inside of the table, and no
+    output reaches into an operand other than its own x, nor into the output before."""
+    compiled_ = c_function(_is_safe, types.int64(types.int64))
+    _alive.append(compiled_)
+    return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
 
 
 _alive: list[object] = []

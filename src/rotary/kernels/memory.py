@@ -69,7 +69,7 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
     strides are equal.
     """
     for index, out in enumerate(outs):
-        if not _is_injective(out[1]):
+        if not is_injective(out[1]):
             raise ValueError("out has elements that share memory, as an expanded array has")
         others = [x for other, x in enumerate(xs) if other != index or x != out]
         for other in (*others, *outs[:index]):
@@ -80,8 +80,12 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
 
 
 @lru_cache(maxsize=1024)
-def _is_injective(block: Block) -> bool:
-    """Whether no two elements share memory: each axis steps over all that smaller steps reach."""
+def is_injective(block: Block) -> bool:
+    """Whether no two elements share memory: each axis steps over all that smaller steps reach.
+
+    >>> is_injective(Block((2, 3), (0, 4), "float32"))
+    False
+    """
     reach = SIZES[block.dtype]
     axes = zip(block.strides, block.shape, strict=True)
     for step, size in sorted((abs(step), size) for step, size in axes if size > 1):
@@ -92,15 +96,19 @@ def _is_injective(block: Block) -> bool:
 
 
 def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:
-    (low, high), (other_low, other_high) = _extent(one[1]), _extent(other[1])
+    (low, high), (other_low, other_high) = extent(one[1]), extent(other[1])
     if one[0] + high <= other[0] + other_low or other[0] + other_high <= one[0] + low:
         return False
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 
 @lru_cache(maxsize=1024)
-def _extent(block: Block) -> tuple[int, int]:
-    """First byte and the one after the last, counted from the address."""
+def extent(block: Block) -> tuple[int, int]:
+    """First byte and the one after the last, counted from the address.
+
+    >>> extent(Block((2, 3), (-12, 4), "float32"))
+    (-12, 12)
+    """
     if 0 in block.shape:
         return 0, 0
     reach = [(size - 1) * step for size, step in zip(block.shape, block.strides, strict=True)]

@@ -11,19 +11,16 @@ Everything else (other devices, subclasses, vmap, forward mode, export, tables t
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import NESTED, Kernel, torch_tables
+from . import NESTED, Kernel, torch_ready, torch_tables
 from .geometry import Geometry, Options, geometry_of
-from .memory import is_contiguous
-from .pages import LARGE
 from .torch_checks import (
-    check_memory,
     check_no_grad,
     check_strided,
     check_writable,
@@ -34,33 +31,19 @@ from .torch_exact import makes_angles as makes_angles
 from .torch_exact import rotate_exact as rotate_exact
 from .torch_formula import formula
 from .torch_launch import (
-    empty_like,
-    form_of,
     gpu_kernel,
     is_for_gpu,
     launch,
-    loops,
     mark_written,
 )
 from .torch_operators import flat
 from .torch_state import (
-    FLOATS,
-    TENSORS,
     are_plain,
-    has_memory,
-    is_lazy,
-    is_on_gpu,
     is_tracing,
     is_tracing_a_transform,
     is_transforming,
     wants_grad,
 )
-
-# of each tensor: type, dtype, whether on the CPU, whether lazy, shape, strides
-Signature = tuple[type, torch.dtype, bool, bool, Sequence[int], Sequence[int]]
-
-# None in a torch that has no such check: it pays the signature
-TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 def rotate(
@@ -76,28 +59,26 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    is_eager = positions is None and not is_tracing() and not is_transforming()
-    key = len(xs), options, conjugate
-    for tensor in (*xs, cos, sin):
-        if tensor.is_nested:  # the guards below would end the process
+    rows = positions if isinstance(positions, Tensor) else None
+    operands = (*xs, cos, sin) if rows is None else (*xs, cos, sin, rows)
+    others = None
+    if out is not None:  # no tensor twice: the guards would refuse it
+        others = tuple([y is not x for x, y in zip(xs, out, strict=True)])
+        operands = (*operands, *itertools.compress(out, others))
+    for tensor in operands:
+        if tensor.is_nested:  # the guards would end the process
             check_strided((tensor,))
-    if is_eager and out is None and not wants_grad(*xs, cos, sin):
-        for guard, call in _recent.get(key, ()):
-            if guard.check(*xs, cos, sin):
-                return call(xs, cos, sin, None)
-    if is_eager and not is_on_gpu(xs[0]) and (out is None or all(map(has_memory, (*xs, *out)))):
-        tensors = (*xs, cos, sin) if out is None else (*xs, cos, sin, *out)
-        check_strided(tensors)
-        ready = _ready_call(
-            tuple([(type(t), t.dtype, t.is_cpu, is_lazy(t), t.shape, t.stride()) for t in tensors]),
-            None if out is None else _in_place(xs, out),
-            options,
-            conjugate,
-        )
-        if ready is not None and not wants_grad(*tensors):
-            if out is None:
-                _remember(key, tensors, partial(_run, ready))
-            return _run(ready, xs, cos, sin, out)
+    is_eager = not is_tracing() and not is_transforming()
+    if is_eager and (positions is None or rows is not None):
+        mode = torch.is_inference_mode_enabled()
+        key = options, conjugate, mode, len(xs), rows is None, others, xs[0].shape
+        results = torch_ready.run_again(key, operands, xs, cos, sin, rows, out)
+        if results is not None:
+            return results
+        run = torch_ready.on_cpu(xs, cos, sin, rows, options, conjugate, out)
+        if run is not None and (results := run(xs, cos, sin, rows, out)) is not None:
+            torch_ready.remember(key, operands, run)
+            return results
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
     shapes = tuple([tuple(x.shape) for x in xs])
@@ -105,14 +86,14 @@ def rotate(
     geometry = geometry_of(shapes, tuple(cos.shape), row_shape, options)
     if out is not None:
         return _rotate_into(xs, cos, sin, rows, geometry, conjugate, out)
-    operands = (*xs, cos, sin)
     if (
         is_eager
+        and positions is None
         and is_for_gpu(operands)
         and cos.dtype != torch.float64
         and not wants_grad(*operands)
     ):
-        _remember(key, operands, partial(_run_on_gpu, geometry, conjugate))
+        torch_ready.remember(key, operands, partial(_run_on_gpu, geometry, conjugate))
     return _rotate(xs, cos, sin, rows, geometry, conjugate)
 
 
@@ -185,72 +166,13 @@ def _rotate_into(
     return tuple(out)
 
 
-# --- a call like the one before ---
-
-
-def _in_place(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[bool, ...]:
-    return tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, outs, strict=True)])
-
-
-@lru_cache(maxsize=1024)
-def _ready_call(
-    signature: tuple[Signature, ...],
-    is_in_place: tuple[bool, ...] | None,
-    options: Options,
-    conjugate: bool,
-) -> Any:
-    """The prepared call of the loops; None where another way has to be taken."""
-    if loops is None or not all(
-        kind in TENSORS and is_cpu and not is_lazy and dtype in FLOATS and shape
-        for kind, dtype, is_cpu, is_lazy, shape, _ in signature
-    ):
-        return None
-    blocks = [form_of(shape, stride, dtype) for _, dtype, _, _, shape, stride in signature]
-    if is_in_place is None and not all(map(is_contiguous, blocks)):
-        return None  # new outputs keep the memory order of x
-    return loops.ready_call(blocks, is_in_place, options, conjugate)
-
-
-# For one token the signature of four tensors costs as much as the rotation. torch.compile has a
-# check in C++ of type, dtype, device, shape, strides and all that the dispatcher would look at; it
-# guards the last few calls. Whether a gradient is wanted now it does not see.
-_RECENT = 4
-Recent = Callable[[Sequence[Tensor], Tensor, Tensor, None], tuple[Tensor, ...]]
-_recent: dict[object, tuple[tuple[Any, Recent], ...]] = {}
-
-
-def _remember(key: object, tensors: Sequence[Tensor], call: Recent) -> None:
-    if TensorGuards is None:
-        return
-    sizes: list[list[int]] = [list(tensor.shape) for tensor in tensors]
-    strides: list[list[int]] = [list(tensor.stride()) for tensor in tensors]
-    guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    _recent[key] = ((guard, call), *_recent.get(key, ())[: _RECENT - 1])
-
-
-def _run(
-    call: Any, xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
-) -> tuple[Tensor, ...]:
-    if out is not None:
-        check_memory((*xs, cos, sin), out)
-        outs = tuple(out)
-    elif call.size < LARGE:  # nothing stands between one token and its outputs
-        outs = tuple([torch.empty_like(x) for x in xs])
-    else:
-        outs = tuple([empty_like(x) for x in xs])
-    sources, targets = [x.data_ptr() for x in xs], [y.data_ptr() for y in outs]
-    loops.run(call, sources, targets, cos.data_ptr(), sin.data_ptr(), 0)
-    if out is not None:
-        mark_written(outs)
-    return outs
-
-
 def _run_on_gpu(
     geometry: Geometry,
     conjugate: bool,
     xs: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
+    rows: None,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, conjugate, out)

@@ -101,16 +101,17 @@ def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     if all(map(has_memory, (*inputs, *out))):
         check_memory(inputs, out)
     else:
-        _check_no_inference(out)
+        check_no_inference(out)
 
 
 def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """The same for tensors that all have memory."""
-    _check_no_inference(out)
+    check_no_inference(out)
     check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
 
 
-def _check_no_inference(out: Sequence[Tensor]) -> None:
+def check_no_inference(out: Sequence[Tensor]) -> None:
+    """Refuse to write inference tensors where autograd could have seen them."""
     for y in out:
         if y.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError("out is an inference tensor: write to it under inference_mode only")

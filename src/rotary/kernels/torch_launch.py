@@ -152,6 +152,6 @@ def _on_huge_pages(x: Tensor) -> Tensor:
 
 def mark_written(out: Sequence[Tensor]) -> None:
     """Tell autograd: a tensor it saved earlier and that was overwritten here must not be used."""
-    for y in out:
-        if not y.is_inference():
-            torch.autograd.graph.increment_version(y)
+    known = [y for y in out if not y.is_inference()]
+    if known:
+        torch.autograd.graph.increment_version(known)
