@@ -49,7 +49,7 @@ def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
 
 
 @cache
-def _openmp() -> ctypes.CDLL | None:
+def _openmp() -> "ctypes.CDLL | None":
     """GNU OpenMP: the copy torch has loaded, or will share when it is; None if there is none.
 
     Numba's own OpenMP layer asks for another file name and would start a second pool, that waits
