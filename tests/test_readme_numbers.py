@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import command, run
+from benchmarks import command, decode, run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,9 +25,17 @@ def test_the_tables_of_the_readme_are_those_that_the_command_prints(monkeypatch,
     assert capsys.readouterr().out in NUMBERS, "print them by python -m benchmarks.run --table"
 
 
+def test_the_table_of_one_token_is_that_of_the_newest_results(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["decode", "--table"])
+    decode.main()
+    assert capsys.readouterr().out in NUMBERS, "print it by python -m benchmarks.decode --table"
+
+
 def test_the_readme_has_no_other_table_of_numbers(report):
+    token = json.loads(max(command.RESULTS.glob("*-decode.json")).read_text())
+    tables = run.readme_tables(report) + decode.readme_table(token)
     shown = [line for line in NUMBERS.splitlines() if line.startswith("|")]
-    assert shown == [line for line in run.readme_tables(report).splitlines() if line[:1] == "|"]
+    assert shown == [line for line in tables.splitlines() if line.startswith("|")]
 
 
 def test_the_readme_leads_to_the_page_of_these_numbers(report):
