@@ -70,8 +70,7 @@ def rotate(
             check_strided((tensor,))
     is_eager = not is_tracing() and not is_transforming()
     if is_eager and (positions is None or rows is not None):
-        mode = torch.is_inference_mode_enabled()
-        key = options, conjugate, mode, len(xs), rows is None, others, xs[0].shape
+        key = options, conjugate, len(xs), rows is None, others, xs[0].shape
         results = torch_ready.run_again(key, operands, xs, cos, sin, rows, out)
         if results is not None:
             return results

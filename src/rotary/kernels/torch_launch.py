@@ -121,13 +121,8 @@ def _loop(
 
 def form(x: Tensor) -> Block:
     """The form of the memory of a tensor."""
-    return form_of(x.shape, x.stride(), x.dtype)
-
-
-def form_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Block:
-    """The same, from what is known of the tensor."""
-    strides = tuple([step * dtype.itemsize for step in stride])
-    return Block(tuple(shape), strides, _NAMES.get(dtype, str(dtype)))
+    strides = tuple([step * x.itemsize for step in x.stride()])
+    return Block(tuple(x.shape), strides, _NAMES.get(x.dtype, str(x.dtype)))
 
 
 def _contiguous_last(x: Tensor) -> Tensor:

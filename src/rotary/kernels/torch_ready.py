@@ -2,9 +2,10 @@
 
 For one token, working out how the tensors fit together costs several times the rotation. The checks
 that `torch.compile` makes before it runs a compiled function, in C++, cover what the answer depends
-on: of each operand its type, dtype, device, shape, strides, and whether it requires a gradient.
-What they do not see is looked at by the caller (transforms, recordings, dispatch modes, inference
-mode) or here: grad mode, row numbers, and whether memory is shared.
+on: of each operand its type, dtype, device, shape, strides, whether it requires a gradient, and
+what the dispatcher looks at, so also vmap, grad and inference mode. They do not see jit.trace,
+make_fx and forward mode, which the caller rules out, nor what is looked at here: grad mode, row
+numbers, and whether memory is shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +86,9 @@ def on_cpu(
     if wants_grad(*operands) or not all([x.dtype in FLOATS for x in xs]):
         return None
     check_no_inference(out or ())
-    is_in_place = None if out is None else _in_place(xs, out)
+    is_in_place = None
+    if out is not None:
+        is_in_place = tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)])
     blocks = [form(x) for x in xs], form(cos), form(sin), None if rows is None else form(rows)
     call = loops.ready_call(*blocks, [form(y) for y in out or ()], is_in_place, options, conjugate)
     apart: set[tuple[int, ...]] = set()
@@ -127,7 +130,3 @@ def on_cpu(
         return outs
 
     return run
-
-
-def _in_place(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[bool, ...]:
-    return tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, outs, strict=True)])
