@@ -360,11 +360,12 @@ def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):
     module, played = torch_exact, []
     kept = module.makes_angles, module.rotate_exact
 
-    def rotate_exact(xs, turns, factor, axes, positions, options, conjugate, out):
+    def rotate_exact(xs, turns, factor, axes, positions, options, out):
         assert turns.tolist() == rotary.turns(SPEC).tolist()
         where = torch.arange(xs[0].shape[-2]) if positions is None else positions
         played.append(where)
-        turned = rotary.rotate(tuple(xs), *rotary.cos_sin(SPEC, where), SPEC, conjugate=conjugate)
+        way = {"conjugate": options.conjugate}
+        turned = rotary.rotate(tuple(xs), *rotary.cos_sin(SPEC, where), SPEC, **way)
         return turned if out is None else tuple(map(torch.Tensor.copy_, out, turned))
 
     module.makes_angles = lambda xs, positions, out, num_axes: not isinstance(xs[0], DTensor)

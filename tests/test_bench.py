@@ -81,7 +81,7 @@ def inputs_of(case: Any) -> tuple[Any, Any]:
 def rotated(spec: Rotary, *xs: np.ndarray) -> tuple[np.ndarray, ...]:
     cos, sin = cos_sin(spec, np.arange(SHAPE.seq))
     options = Options(spec.layout, None, spec.rotary_dim, spec.start, -2)
-    return reference.rotate(xs, cos, sin, None, options, False, None)
+    return reference.rotate(xs, cos, sin, None, options, None)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

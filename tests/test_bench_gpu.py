@@ -93,7 +93,6 @@ ARGUMENTS = (
     launch.Angles(False, False, (0, 16, 0)),
     Geometry(0, 16, "half", "half", (None, 0, None)),
     False,
-    False,
     2,
     132,
 )

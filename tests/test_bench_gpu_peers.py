@@ -126,7 +126,7 @@ def planning_kernel(asks):
     """A kernel that does nothing, but asks for its plan if `asks`."""
     kernel = types.SimpleNamespace(plan=lambda *_: "as planned", seen=[])
 
-    def rotate(xs, cos, sin, rows, geometry, conjugate, out):
+    def rotate(xs, cos, sin, rows, geometry, out):
         if asks:
             kernel.seen.append(kernel.plan(geometry))
         return out

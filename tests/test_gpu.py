@@ -52,7 +52,9 @@ def wanted(x, cos, sin, options, conjugate=False):
     """The law, on the host, of float32 tensors; rounded once to the dtype of x."""
     cos, sin = (table.cpu().numpy() for table in (cos, sin))
     wide = x.detach().cpu().float().contiguous().numpy()
-    (result,) = reference.rotate((wide,), cos, sin, None, options, conjugate, None)
+    (result,) = reference.rotate(
+        (wide,), cos, sin, None, options._replace(conjugate=conjugate), None
+    )
     return torch.from_numpy(result).to(x.dtype)
 
 
@@ -61,7 +63,11 @@ def same(got, want):
 
 
 def way(options):
-    return {name: getattr(options, name) for name in Options._fields if name != "head_dim"}
+    return {
+        name: getattr(options, name)
+        for name in Options._fields
+        if name not in ("head_dim", "conjugate")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +181,7 @@ def test_what_the_kernel_does_not_take_is_the_formula(launches):
     x, (cos, sin) = randn(2, 3, 5, 8), tables(5, 4)
     wide = x.double()
     arrays = (wide.cpu().numpy(),), cos.cpu().numpy(), sin.cpu().numpy()
-    want = reference.rotate(*arrays, None, Options(), False, None)[0]
+    want = reference.rotate(*arrays, None, Options(), None)[0]
     same(rotary.rotate(wide, cos, sin, layout="half"), torch.from_numpy(want))
     same(
         torch.vmap(lambda x: rotary.rotate(x, cos, sin, layout="half"))(x),
@@ -236,7 +242,7 @@ def test_a_compiled_call_in_place_is_one_launch(launches):
 def test_opcheck(dtype):
     xs = [randn(2, heads, 5, 8, dtype=dtype) for heads in (4, 2)]
     geometry = geometry_of(((2, 4, 5, 8), (2, 2, 5, 8)), (5, 3), None, Options("half", None, 6, 1))
-    arguments = xs, *tables(5, 3), None, *kernel.flat(geometry), False
+    arguments = xs, *tables(5, 3), None, *kernel.flat(geometry)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(torch.ops.rotary.rotate.default, arguments)
     out = [torch.empty_like(x) for x in xs]
@@ -246,7 +252,7 @@ def test_opcheck(dtype):
 def test_tensors_of_two_devices_are_refused_before_the_launch(launches):
     x, (cos, sin) = randn(5, 8), tables(5, 4)
     geometry = geometry_of(((5, 8),), (5, 4), None, Options())
-    rest = None, *kernel.flat(geometry), False
+    rest = None, *kernel.flat(geometry)
     for mixed in (([x], cos.cpu(), sin.cpu()), ([x.cpu()], cos, sin)):
         with pytest.raises((RuntimeError, ValueError), match="device"):
             torch.ops.rotary.rotate(*mixed, *rest)

@@ -92,8 +92,9 @@ class Case(NamedTuple):
     seq_dim: int = -2
     rows: tuple[int, ...] | None = None
 
-    def options(self, layout, out_layout=None):
-        return Options(layout, out_layout, self.rotary_dim, self.start, self.seq_dim)
+    def options(self, layout, out_layout=None, conjugate=False):
+        channels = self.rotary_dim, self.start
+        return Options(layout, out_layout, *channels, self.seq_dim, None, conjugate)
 
     @property
     def shapes(self):
@@ -167,20 +168,20 @@ def operands(case, dtype="float32"):
     return xs, *tables(case.table, case.pairs), rows
 
 
-def rotate(xs, cos, sin, rows, options, conjugate=False, out=None):
+def rotate(xs, cos, sin, rows, options, out=None):
     """The kernel on torch tensors; xs and out may be any views."""
     cos, sin = to_torch(cos), to_torch(sin)
     rows = None if rows is None else to_torch(rows)
     shape = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), tuple(cos.shape), shape, options)
-    return kernel.rotate(xs, cos, sin, rows, geometry, conjugate, out)
+    return kernel.rotate(xs, cos, sin, rows, geometry, out)
 
 
 def check(case, layout, out_layout, conjugate, dtype):
     xs, cos, sin, rows = operands(case, dtype)
-    options = case.options(layout, out_layout)
-    want = reference.rotate(xs, cos, sin, rows, options, conjugate, None)
-    got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, options, conjugate)
+    options = case.options(layout, out_layout, conjugate)
+    want = reference.rotate(xs, cos, sin, rows, options, None)
+    got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, options)
     for tensor, array in zip(got, want, strict=True):
         assert_equal(tensor, array)
 
@@ -227,7 +228,7 @@ def test_any_view_equals_the_law(name, layout):
     options = Options(layout, None, 12, 2, seq_dim)
     cos, sin = tables((6,), 6)
     copies = tuple(np.ascontiguousarray(x.numpy()) for x in xs)
-    want = reference.rotate(copies, cos, sin, None, options, False, None)
+    want = reference.rotate(copies, cos, sin, None, options, None)
     for got, array in zip(rotate(xs, cos, sin, None, options), want, strict=True):
         assert_equal(got, array)
 
@@ -248,7 +249,7 @@ def test_nothing_is_written_beside_the_output(case, layout):
     out, blocks = zip(*map(guarded, case.shapes), strict=True)
     options = case.options(*layout)
     got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, options, out=out)
-    want = reference.rotate(xs, cos, sin, rows, options, False, None)
+    want = reference.rotate(xs, cos, sin, rows, options, None)
     for tensor, target, block, array in zip(got, out, blocks, want, strict=True):
         assert tensor is target
         assert_equal(target.contiguous(), array)
@@ -271,7 +272,7 @@ def test_in_place_equals_out_of_place(case, layout):
 def test_three_tensors_into_memory_whose_last_axis_has_gaps():
     xs = tuple(numbers(heads, (2, heads, 5, 16)) for heads in (4, 2, 3))
     cos, sin = tables((5,), 8)
-    want = reference.rotate(xs, cos, sin, None, Options(), False, None)
+    want = reference.rotate(xs, cos, sin, None, Options(), None)
     out = tuple(torch.full((*x.shape, 2), torch.nan)[..., 0] for x in xs)
     rotate(tuple(map(to_torch, xs)), cos, sin, None, Options(), out=out)
     for tensor, array in zip(out, want, strict=True):
@@ -295,7 +296,7 @@ def test_conjugate_is_the_transpose(layout):
     cos, sin = tables(case.table, case.pairs)
     one = torch.eye(24).reshape(1, 24, 1, 24).repeat(1, 1, 3, 1)
     (forward,) = rotate((one,), cos, sin, None, case.options(*layout))
-    (back,) = rotate((one,), cos, sin, None, case.options(*layout[::-1]), conjugate=True)
+    (back,) = rotate((one,), cos, sin, None, case.options(*layout[::-1], True))
     assert torch.equal(forward, back.transpose(1, 3))
     assert not torch.equal(forward, back)
 
@@ -307,7 +308,7 @@ def test_a_row_outside_the_tables_gives_nan_and_harms_no_other():
     got = rotate(tuple(map(to_torch, xs)), cos, sin, rows, case.options("half"))
     outside = (rows < 0) | (rows >= 9)
     rows[outside] = 0
-    want = reference.rotate(xs, cos, sin, rows, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, rows, case.options("half"), None)
     for tensor, array in zip(got, want, strict=True):
         array[outside] = np.nan
         assert_equal(tensor, array)
@@ -318,10 +319,10 @@ def test_one_row_of_a_table_may_stand_for_all_tokens(layout):
     case = CASES["GQA 4:2, odd seq"]
     xs, cos, sin, _ = operands(case)
     cos, sin = (np.broadcast_to(table[:1], table.shape) for table in (cos, sin))
-    want = reference.rotate(xs, cos, sin, None, case.options(layout), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options(layout), None)
     geometry = geometry_of(case.shapes, cos.shape, None, case.options(layout))
     expanded = (to_torch(table[:1].copy()).expand(table.shape) for table in (cos, sin))
-    got = kernel.rotate(tuple(map(to_torch, xs)), *expanded, None, geometry, False, None)
+    got = kernel.rotate(tuple(map(to_torch, xs)), *expanded, None, geometry, None)
     for tensor, array in zip(got, want, strict=True):
         assert_equal(tensor, array)
 
@@ -329,10 +330,10 @@ def test_one_row_of_a_table_may_stand_for_all_tokens(layout):
 def test_tables_may_be_any_view():
     case = CASES["tables per batch"]
     xs, cos, sin, _ = operands(case)
-    want = reference.rotate(xs, cos, sin, None, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options("half"), None)
     pair = torch.stack((to_torch(cos), to_torch(sin)), dim=-1)
     geometry = geometry_of(case.shapes, cos.shape, None, case.options("half"))
-    got = kernel.rotate(tuple(map(to_torch, xs)), *pair.unbind(-1), None, geometry, False, None)
+    got = kernel.rotate(tuple(map(to_torch, xs)), *pair.unbind(-1), None, geometry, None)
     for tensor, array in zip(got, want, strict=True):
         assert_equal(tensor, array)
 
@@ -352,7 +353,7 @@ def test_offsets_beyond_31_bits(axis):
     cos, sin = tables((shape[1],), width // 2)
     options = Options(seq_dim=-3)
     (got,) = rotate((x,), cos, sin, None, options)
-    (want,) = reference.rotate((values,), cos, sin, None, options, False, None)
+    (want,) = reference.rotate((values,), cos, sin, None, options, None)
     assert_equal(got, want)
     rotate((x,), cos, sin, None, options, out=(x,))
     assert_equal(x.clone(memory_format=torch.contiguous_format), want)
@@ -390,7 +391,7 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
     case = Case((2, 40, 12, 16), (2, 40, 8, 16), (40,), seq_dim=-3)
     launches = count_launches(monkeypatch)
     xs, cos, sin, _ = operands(case)
-    want = reference.rotate(xs, cos, sin, None, case.options("half"), False, None)
+    want = reference.rotate(xs, cos, sin, None, case.options("half"), None)
     for processors in (1, 10_000):
         monkeypatch.setattr(kernel, "_processors", lambda device, count=processors: count)
         got = rotate(tuple(map(to_torch, xs)), cos, sin, None, case.options("half"))
@@ -404,9 +405,9 @@ def test_types_the_kernel_does_not_take_are_refused(dtype):
     x, (cos, sin) = torch.zeros(1, 4, dtype=dtype), map(to_torch, tables((1,), 2))
     geometry = geometry_of(((1, 4),), (1, 2), None, Options())
     with pytest.raises(TypeError, match="takes float32, float16 and bfloat16"):
-        kernel.rotate((x,), cos, sin, None, geometry, False, None)
+        kernel.rotate((x,), cos, sin, None, geometry, None)
     with pytest.raises(TypeError, match=r"reads float32 tables, got torch\.float64"):
-        kernel.rotate((x.float(),), cos.double(), sin.double(), None, geometry, False, None)
+        kernel.rotate((x.float(),), cos.double(), sin.double(), None, geometry, None)
 
 
 # --- exact angles, without tables ---
@@ -435,9 +436,9 @@ def exact(spec, xs, positions=None, offset=0, conjugate=False, out=None, seq_dim
         rows = tuple(positions.shape[: positions.ndim - (spec.num_axes > 1)])
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim)
     table = (shapes[0][seq_dim], spec.rotary_dim // 2)
-    geometry = geometry_of(shapes, table, rows, options)
-    factor, backwards = rotary.inv_freq(spec)[1], conjugate != (spec.sign < 0)
-    return kernel.rotate_exact(xs, turns, factor, positions, offset, geometry, backwards, out)
+    options = options._replace(conjugate=conjugate != (spec.sign < 0))
+    geometry, factor = geometry_of(shapes, table, rows, options), rotary.inv_freq(spec)[1]
+    return kernel.rotate_exact(xs, turns, factor, positions, offset, geometry, out)
 
 
 def turned_units(spec, positions):
@@ -497,7 +498,7 @@ def test_exact_mode_equals_the_law(name, lead, conjugate):
     q, k = numbers(0, (2, 4, 7, spec.head_dim)), numbers(1, (2, 2, 7, spec.head_dim))
     cos, sin = rotary.cos_sin(spec, positions)
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
-    want = reference.rotate((q, k), cos, sin, None, options, conjugate, None)
+    want = reference.rotate((q, k), cos, sin, None, options._replace(conjugate=conjugate), None)
     got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), 0, conjugate)
     for tensor, array in zip(got, want, strict=True):
         assert abs(tensor.numpy() - array).max() <= 2e-6
@@ -641,7 +642,7 @@ def launch_tables(dim, options, order="bshd", dtype=torch.bfloat16, heads=(32, 8
     pairs = (options.rotary_dim or dim) // 2
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, pairs), None, options)
     table = torch.empty(512, pairs)
-    compiled.rotate(xs, table, table, None, geometry, False, xs if in_place else None)
+    compiled.rotate(xs, table, table, None, geometry, xs if in_place else None)
 
 
 def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.bfloat16):
@@ -650,7 +651,7 @@ def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.
     turns = torch.empty((dim // 2,) if axes == 1 else (axes, dim // 2), dtype=torch.int64)
     last = () if axes == 1 else (axes,)
     positions = None if lead is None else torch.empty((*lead, *last), dtype=torch.int64)
-    compiled.rotate_exact(xs, turns, 1.0, positions, 0, geometry, False, None)
+    compiled.rotate_exact(xs, turns, 1.0, positions, 0, geometry, None)
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
@@ -730,11 +731,11 @@ def test_what_limits_the_width_of_an_access(code):
     code.clear()
     x = torch.empty(2, 512, 32, 132, dtype=torch.bfloat16)[..., :128]  # 264 bytes from head to head
     geometry = geometry_of(((2, 512, 32, 128),), (512, 64), None, Options(seq_dim=-3))
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, False, (x,))
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
     assert set(code[0].stores) == {64}
     code.clear()
     x = torch.empty(2, 512, 32, 129, dtype=torch.bfloat16)[..., 1:]
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, False, (x,))
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
     assert set(code[0].stores) == {16}
     assert all(each.local == 0 for each in code)
 
@@ -750,7 +751,7 @@ def test_no_number_is_compiled_in():
     angles = launch.Angles(False, False, (0, 32, 0))
     plans = [
         launch.plan((shape,), (torch.empty(shape, device="meta").stride(),) * 2, angles, geometry,
-                    False, False, 2, 132)
+                    False, 2, 132)
         for shape in ((4, 2048, 8, 64), (5, 3001, 8, 64), (4, 2048, 24, 64))
     ]  # fmt: skip
     assert plans[0].constants == plans[1].constants == plans[2].constants
@@ -764,9 +765,9 @@ def test_only_exact_angles_may_be_fused(monkeypatch):
     monkeypatch.setattr(compiled, "kernel", launcher)
     x, table = torch.zeros(1, 2), torch.zeros(1, 1)
     geometry = geometry_of(((1, 2),), (1, 1), None, Options())
-    compiled.rotate((x,), table, table, None, geometry, False, None)
+    compiled.rotate((x,), table, table, None, geometry, None)
     turns = torch.ones(1, dtype=torch.int64)
-    compiled.rotate_exact((x,), turns, 1.0, None, 0, geometry, False, None)
+    compiled.rotate_exact((x,), turns, 1.0, None, 0, geometry, None)
     assert options == [False, True]
 
 
@@ -779,13 +780,13 @@ needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA
 def check_on_device(case, layout, conjugate, dtype):
     """Out of place and in place: the bits of the law, also of bfloat16."""
     xs, cos, sin, rows = operands(case, dtype)
-    options = case.options(*layout)
+    options = case.options(*layout, conjugate)
     geometry = geometry_of(case.shapes, cos.shape, None if rows is None else rows.shape, options)
     given = [None if array is None else to_torch(array).cuda() for array in (cos, sin, rows)]
-    want = reference.rotate(xs, cos, sin, rows, options, conjugate, None)
+    want = reference.rotate(xs, cos, sin, rows, options, None)
     moved = tuple(to_torch(x).cuda() for x in xs)
-    got = compiled.rotate(moved, *given, geometry, conjugate, None)
-    compiled.rotate(moved, *given, geometry, conjugate, moved)
+    got = compiled.rotate(moved, *given, geometry, None)
+    compiled.rotate(moved, *given, geometry, moved)
     for tensor, own, array in zip(got, moved, want, strict=True):
         assert steps_apart(to_numpy(tensor.cpu()), array) == 0
         assert steps_apart(to_numpy(own.cpu()), array) == 0

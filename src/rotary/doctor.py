@@ -60,7 +60,7 @@ def _kernel() -> list[Finding]:
     q = np.random.default_rng(0).standard_normal((1, 16, 512, 128), np.float32)
     tables = cos_sin(Rotary(head_dim=128), np.arange(512))
     results = [
-        module.rotate((q,), *tables, None, Options(), False, None)[0] for module in (cpu, reference)
+        module.rotate((q,), *tables, None, Options(), None)[0] for module in (cpu, reference)
     ]
     kernel = Finding("kernel", "compiled loops, equal to the reference implementation")
     if not np.array_equal(*results):

@@ -121,10 +121,10 @@ def rotate(
             )
         options = _options(spec, seq_dim, conjugate)
     elif layout is not None:
-        options = Options(layout, out_layout, rotary_dim, start or 0, seq_dim)
+        options = Options(layout, out_layout, rotary_dim, start or 0, seq_dim, None, conjugate)
     else:
         raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")
-    results = kernel.rotate(xs, cos, sin, positions, options, conjugate, outs)
+    results = kernel.rotate(xs, cos, sin, positions, options, outs)
     return results if is_several else results[0]
 
 
@@ -134,10 +134,12 @@ _BOTH_FORMS = (
 )
 
 
-def _options(spec: Rotary, seq_dim: int | None, conjugate: bool) -> Options:
+def _options(spec: Rotary, seq_dim: int | None, conjugate: bool, sign: int = 1) -> Options:
+    """What the kernel is told; `sign` is that of the spec, unless tables hold it already."""
     layouts = spec.layout, spec.out_layout
     read, written = layouts[::-1] if conjugate else layouts
-    return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
+    channels = spec.rotary_dim, spec.start
+    return Options(read, written, *channels, seq_dim, spec.head_dim, conjugate != (sign < 0))
 
 
 def _outputs(out: object, count: int) -> tuple[object, ...]:
@@ -229,8 +231,7 @@ def apply(
                 inv_freq(spec, length)[1],
                 spec.axes,
                 positions,
-                _options(spec, seq_dim, conjugate),
-                conjugate != (spec.sign < 0),
+                _options(spec, seq_dim, conjugate, spec.sign),
                 outs,
             )
             return turned[0] if k is None else turned

@@ -114,11 +114,11 @@ def _recording(has_operator: bool) -> Iterator[None]:
 
 def _rotate(
     threads: Sequence[int], has_operator: bool, xs: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    positions: Any, options: Options, conjugate: bool, out: Sequence[Tensor] | None,
+    positions: Any, options: Options, out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
     if threading.get_ident() not in threads:  # a model that runs during the export of another
-        return kernel.rotate(xs, cos, sin, positions, options, conjugate, out)
+        return kernel.rotate(xs, cos, sin, positions, options, out)
     kernel.check_operands(xs, cos, sin, out)
     if out is not None:
         raise ValueError("out= cannot be exported, ONNX has no writing in place: leave it out")
@@ -128,8 +128,8 @@ def _rotate(
     geometry = geometry_of(shapes, tuple(cos.shape), along, options)
     operands = [_operand(x, geometry.dims) for x in xs]
     if not (has_operator and _is_operator(xs[0], cos, geometry)) or None in operands:
-        return kernel.rotate(xs, cos, sin, positions, options, conjugate, None)
-    sin = -sin if conjugate else sin
+        return kernel.rotate(xs, cos, sin, positions, options, None)
+    sin = -sin if geometry.conjugate else sin
     turned = [_operator(*each, cos, sin, rows, geometry) for each in operands if each is not None]
     return tuple([y.reshape(x.shape) for x, y in zip(xs, turned, strict=True)])
 

@@ -19,7 +19,7 @@ from .geometry import Options
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch or JAX: the type that goes in comes out
 Numbers = npt.NDArray[Any]  # on the host
 Rotate = Callable[
-    [Sequence[Array], Array, Array, object, Options, bool, Sequence[Array] | None],
+    [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
     tuple[Array, ...],
 ]
 Tables = Callable[[Array, Numbers, Numbers, Sequence[int], bool], tuple[Array, Array]]
@@ -37,7 +37,7 @@ class Kernel(Generic[Array]):
 
     name: str
     namespace: str  # the module with exp, where, stack, ...
-    rotate: Rotate[Array]  # (xs, cos, sin, positions, options, conjugate, out)
+    rotate: Rotate[Array]  # (xs, cos, sin, positions, options, out)
     tables: Tables[Array]  # cos and sin: (positions, turns, scales, axes, backwards)
     tables_float64: Tables[Array]  # of fractional positions, from inv_freq
     tables_float32: Tables[Array]  # in float32 steps, from inv_freq

@@ -69,7 +69,6 @@ def rotate(
     sin: Array,
     positions: object,
     options: Options,
-    conjugate: bool,
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...]:
     """Rotate NumPy arrays, as `kernels/numpy.py` does."""
@@ -82,7 +81,6 @@ def rotate(
             rows is not None,
             None if out is None else _in_place(xs, out),
             options,
-            conjugate,
         )
         if call is not None and (out is None or all([y.flags.writeable for y in out])):
             outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
@@ -96,7 +94,7 @@ def rotate(
     if out is not None and rows is not None:
         reference.check_out((*xs, cos, sin, rows), out)
     if cos.dtype != np.float32:
-        return reference.rotate(xs, cos, sin, positions, options, conjugate, out)
+        return reference.rotate(xs, cos, sin, positions, options, out)
     shapes = tuple(x.shape for x in xs)
     geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
     if cos.strides != sin.strides or not _is_ready(cos):
@@ -117,7 +115,6 @@ def rotate(
         reference.block(cos),
         None if rows is None else reference.block(rows),
         geometry,
-        conjugate,
     )
     run(
         call,
@@ -148,7 +145,6 @@ def _ready_call(
     has_rows: bool,
     is_in_place: tuple[bool, ...] | None,
     options: Options,
-    conjugate: bool,
 ) -> Call | None:
     """The call for operands the loops can take as they are; None if one has to be copied first."""
     if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signature):
@@ -158,7 +154,7 @@ def _ready_call(
     ]
     xs, (cos, sin, *more) = blocks[:count], blocks[count:]
     rows = more.pop(0) if has_rows else None
-    return ready_call(xs, cos, sin, rows, more, is_in_place, options, conjugate)
+    return ready_call(xs, cos, sin, rows, more, is_in_place, options)
 
 
 def ready_call(
@@ -169,7 +165,6 @@ def ready_call(
     outs: Sequence[Block],
     is_in_place: tuple[bool, ...] | None,
     options: Options,
-    conjugate: bool,
 ) -> Call | None:
     """The call for blocks that need no copy; None if there are others.
 
@@ -195,7 +190,7 @@ def ready_call(
     geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
     if geometry.layout != geometry.out_layout and any(is_in_place):
         return None
-    call = prepare(tuple(xs), tuple(outs), is_in_place, cos, rows, geometry, conjugate)
+    call = prepare(tuple(xs), tuple(outs), is_in_place, cos, rows, geometry)
     return None if call.offsets else call
 
 
@@ -207,7 +202,6 @@ def prepare(
     table: Block,
     rows: Block | None,
     geometry: Geometry,
-    conjugate: bool,
 ) -> Call:
     """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
 
@@ -228,7 +222,7 @@ def prepare(
         tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
         geometry.pairs,
         loops.MODES[geometry.layout, geometry.out_layout],
-        -1 if conjugate else 1,
+        -1 if geometry.conjugate else 1,
         sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs),
         tuple(map(address, steps)),
         geometry.layout == geometry.out_layout

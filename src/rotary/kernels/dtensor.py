@@ -48,7 +48,6 @@ def rotate(
     sin: Tensor,
     positions: object,
     options: Options,
-    conjugate: bool,
     out: Sequence[DTensor] | None,
 ) -> tuple[DTensor, ...]:
     """Rotate DTensors, shard by shard; results lie as the inputs do.
@@ -65,7 +64,7 @@ def rotate(
     def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
         own = None if rows is None else share_of("positions", rows, x, spans, geometry.dims)
         tables = share_of("cos", cos, x, spans, dims), share_of("sin", sin, x, spans, dims)
-        return kernel.rotate(shards, *tables, own, settled, conjugate, outs)
+        return kernel.rotate(shards, *tables, own, settled, outs)
 
     return _on_each_rank(xs, out, turn)
 
@@ -87,7 +86,6 @@ def rotate_exact(
     axes: tuple[int, ...],
     positions: Tensor | None,
     options: Options,
-    conjugate: bool,
     out: Sequence[DTensor] | None,
 ) -> tuple[DTensor, ...]:
     """Rotate DTensors by exact angles; a rank makes those of its own tokens alone.
@@ -111,11 +109,9 @@ def rotate_exact(
         elif first:
             own = torch.arange(first, first + count, device=shards[0].device)
         if positions is not None or torch_exact.makes_angles(shards, own, outs, num_axes):
-            return torch_exact.rotate_exact(
-                shards, turns, factor, axes, own, settled, conjugate, outs
-            )
+            return torch_exact.rotate_exact(shards, turns, factor, axes, own, settled, outs)
         cos, sin = _run_tables(turns, factor, first, count, shards[0])
-        return kernel.rotate(shards, cos, sin, None, settled, conjugate, outs)
+        return kernel.rotate(shards, cos, sin, None, settled, outs)
 
     return _on_each_rank(xs, out, turn)
 

@@ -11,7 +11,8 @@ class Options(NamedTuple):
     """What the spec, or the caller of `rotate`, says about the channels and axes of x.
 
     The names are those of the arguments of `rotate`. `head_dim` is that of the spec, None where
-    there is none; `seq_dim` is None where the caller did not give it.
+    there is none; `seq_dim` is None where the caller did not give it. A rotation back is all in
+    here: the layouts are already exchanged, and `conjugate` takes minus the angles.
     """
 
     layout: str = "half"
@@ -20,13 +21,15 @@ class Options(NamedTuple):
     start: int = 0
     seq_dim: int | None = -2
     head_dim: int | None = None
+    conjugate: bool = False
 
 
 class Geometry(NamedTuple):
     """Where the rotated channels are, and how the axes of a table line up with those of x.
 
     `dims` has one entry per axis of x but the last: the axis of cos and sin (or, for an indexed
-    table, of `rows`) that runs along it, or None where one table row serves the whole axis.
+    table, of `rows`) that runs along it, or None where one table row serves the whole axis. With
+    `conjugate` the rotation is by minus the angles.
     """
 
     start: int
@@ -34,10 +37,12 @@ class Geometry(NamedTuple):
     layout: str
     out_layout: str
     dims: tuple[int | None, ...]
+    conjugate: bool = False
 
     def reversed(self) -> "Geometry":
-        """The geometry of the way back: it reads what this one writes."""
-        return self._replace(layout=self.out_layout, out_layout=self.layout)
+        """The geometry of the way back, by minus the angles: it reads what this one writes."""
+        start, pairs, layout, out_layout, dims, conjugate = self
+        return Geometry(start, pairs, out_layout, layout, dims, not conjugate)
 
 
 def geometry_of(
@@ -53,7 +58,7 @@ def geometry_of(
     >>> geometry_of(((2, 8, 5, 64),), (5, 32), None, Options()).dims
     (None, None, 0)
     """
-    layout, out_layout, _, start, seq_dim, head_dim = options
+    layout, out_layout, _, start, seq_dim, head_dim, conjugate = options
     out_layout = layout if out_layout is None else out_layout
     layouts.check(layout)
     layouts.check(out_layout, "out_layout")
@@ -92,7 +97,7 @@ def geometry_of(
             "-2: pass seq_dim=-2 for (..., heads, seq, head_dim), seq_dim=-3 for (..., seq, "
             "heads, head_dim)"
         )
-    return Geometry(start, pairs, layout, out_layout, dims)
+    return Geometry(start, pairs, layout, out_layout, dims, conjugate)
 
 
 def check_fit(

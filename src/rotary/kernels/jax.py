@@ -39,7 +39,6 @@ def rotate(
     sin: Array,
     positions: object,
     options: Options,
-    conjugate: bool,
     out: object,
 ) -> tuple[Array, ...]:
     """Rotate JAX arrays; the formula of `kernels/numpy.py`, in one compiled call.
@@ -55,24 +54,23 @@ def rotate(
     rows = None if positions is None else _check_rows(positions, cos)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
-    return _rotate(tuple(xs), cos, sin, rows, geometry, bool(conjugate))
+    return _rotate(tuple(xs), cos, sin, rows, geometry)
 
 
-@partial(jax.jit, static_argnames=("geometry", "conjugate"))
+@partial(jax.jit, static_argnames="geometry")
 def _rotate(
     xs: tuple[Array, ...],
     cos: Array,
     sin: Array,
     rows: Array | None,
     geometry: Geometry,
-    conjugate: bool,
 ) -> tuple[Array, ...]:
     for x in xs:
         _check_whole_pairs(x, geometry)
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
-    return tuple(_turned(x, cos, -sin if conjugate else sin, geometry) for x in xs)
+    return tuple(_turned(x, cos, -sin if geometry.conjugate else sin, geometry) for x in xs)
 
 
 def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:

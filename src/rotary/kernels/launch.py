@@ -49,7 +49,6 @@ def plan(
     strides: tuple[tuple[int, ...], ...],
     angles: Angles,
     geometry: Geometry,
-    conjugate: bool,
     is_in_place: bool,
     itemsize: int,
     processors: int,
@@ -61,7 +60,7 @@ def plan(
 
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
-    >>> plan(((1, 2, 8192, 128),), (steps,) * 2, angles, geometry, False, True, 2, 132).programs
+    >>> plan(((1, 2, 8192, 128),), (steps,) * 2, angles, geometry, True, 2, 132).programs
     512
     """
     q, k = shapes[0], shapes[-1]
@@ -122,7 +121,7 @@ def plan(
             "TABLE_ALIGN": table_align,
             "READ_HALF": geometry.layout == "half",
             "WRITE_HALF": geometry.out_layout == "half",
-            "NEGATE": conjugate,
+            "NEGATE": geometry.conjugate,
             "COPY": not is_in_place and (geometry.start > 0 or last < q[-1]),
             "HAS_ROWS": angles.has_rows,
             "EXACT": angles.is_exact,

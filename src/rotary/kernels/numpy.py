@@ -26,7 +26,6 @@ def rotate(
     sin: Array,
     positions: object,
     options: Options,
-    conjugate: bool,
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...]:
     """Rotate every array of `xs`; into `out` if given, which may be `xs` itself.
@@ -40,7 +39,7 @@ def rotate(
     if rows is not None:
         cos, sin = cos[rows], sin[rows]
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
-    sin = -sin if conjugate else sin
+    sin = -sin if geometry.conjugate else sin
     results = []
     for index, x in enumerate(xs):
         work = np.promote_types(x.dtype, np.float32) if x.dtype.kind == "f" else np.float32

@@ -52,7 +52,6 @@ def rotate(
     sin: Tensor,
     positions: object,
     options: Options,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Rotate torch tensors; the formula of `kernels/numpy.py`, with gradients.
@@ -70,11 +69,11 @@ def rotate(
             check_strided((tensor,))
     is_eager = not is_tracing() and not is_transforming()
     if is_eager and (positions is None or rows is not None):
-        key = options, conjugate, len(xs), rows is None, others, xs[0].shape
+        key = options, len(xs), rows is None, others, xs[0].shape
         results = torch_ready.run_again(key, operands, xs, cos, sin, rows, out)
         if results is not None:
             return results
-        run = torch_ready.on_cpu(xs, cos, sin, rows, options, conjugate, out)
+        run = torch_ready.on_cpu(xs, cos, sin, rows, options, out)
         if run is not None and (results := run(xs, cos, sin, rows, out)) is not None:
             torch_ready.remember(key, operands, run)
             return results
@@ -84,7 +83,7 @@ def rotate(
     row_shape = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(shapes, tuple(cos.shape), row_shape, options)
     if out is not None:
-        return _rotate_into(xs, cos, sin, rows, geometry, conjugate, out)
+        return _rotate_into(xs, cos, sin, rows, geometry, out)
     if (
         is_eager
         and positions is None
@@ -92,8 +91,8 @@ def rotate(
         and cos.dtype != torch.float64
         and not wants_grad(*operands)
     ):
-        torch_ready.remember(key, operands, partial(_run_on_gpu, geometry, conjugate))
-    return _rotate(xs, cos, sin, rows, geometry, conjugate)
+        torch_ready.remember(key, operands, partial(_run_on_gpu, geometry))
+    return _rotate(xs, cos, sin, rows, geometry)
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
@@ -130,16 +129,15 @@ def _rotate(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
 ) -> tuple[Tensor, ...]:
     way = route(xs, cos, sin)
     if way == "operator":
-        return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry), conjugate))
+        return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry)))
     if way == "formula":
-        return formula(xs, cos, sin, rows, geometry, conjugate)
+        return formula(xs, cos, sin, rows, geometry)
     if way == "autograd":
-        return _Rotate.apply(geometry, conjugate, rows, cos, sin, *xs)
-    return launch(xs, cos, sin, rows, geometry, conjugate, None)
+        return _Rotate.apply(geometry, rows, cos, sin, *xs)
+    return launch(xs, cos, sin, rows, geometry, None)
 
 
 def _rotate_into(
@@ -148,7 +146,6 @@ def _rotate_into(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
     out: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     if is_tracing_a_transform():
@@ -157,24 +154,23 @@ def _rotate_into(
         )
     check_no_grad((*xs, cos, sin), out)
     if is_tracing():
-        torch.ops.rotary.rotate_out(list(xs), cos, sin, rows, *flat(geometry), conjugate, list(out))
+        torch.ops.rotary.rotate_out(list(xs), cos, sin, rows, *flat(geometry), list(out))
         return tuple(out)
     check_writable((*xs, cos, sin, *(() if rows is None else (rows,))), out)
-    launch(xs, cos, sin, rows, geometry, conjugate, out)
+    launch(xs, cos, sin, rows, geometry, out)
     mark_written(out)
     return tuple(out)
 
 
 def _run_on_gpu(
     geometry: Geometry,
-    conjugate: bool,
     xs: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     rows: None,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, conjugate, out)
+    return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, out)
 
 
 # --- autograd ---
@@ -184,19 +180,19 @@ class _Rotate(torch.autograd.Function):
     """The rotation under autograd: nothing is kept but the tables."""
 
     @staticmethod
-    def forward(ctx, geometry, conjugate, rows, cos, sin, *xs):
-        ctx.geometry, ctx.conjugate = geometry, conjugate
+    def forward(ctx, geometry, rows, cos, sin, *xs):
+        ctx.geometry = geometry
         ctx.save_for_backward(cos, sin, rows)
         ctx.set_materialize_grads(False)
-        return launch(xs, cos, sin, rows, geometry, conjugate, None)
+        return launch(xs, cos, sin, rows, geometry, None)
 
     @staticmethod
     def backward(ctx, *grads):
         cos, sin, rows = ctx.saved_tensors
         known = [grad for grad in grads if grad is not None]
-        way = ctx.geometry.reversed(), not ctx.conjugate
-        turned = iter(_rotate(known, cos, sin, rows, *way) if known else ())
-        return *(None,) * 5, *[None if grad is None else next(turned) for grad in grads]
+        way = ctx.geometry.reversed()
+        turned = iter(_rotate(known, cos, sin, rows, way) if known else ())
+        return *(None,) * 4, *[None if grad is None else next(turned) for grad in grads]
 
 
 def _check(x: Tensor) -> None:

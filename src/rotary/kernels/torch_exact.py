@@ -35,7 +35,6 @@ def rotate_exact(
     axes: tuple[int, ...],
     positions: Tensor | None,
     options: Options,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Rotate tensors on a GPU by angles that the kernel works out itself: no table is made or read.
@@ -56,10 +55,10 @@ def rotate_exact(
     place = xs[0].device, torch.is_inference_mode_enabled()
     steps = axis_turns(turns.tobytes(), axes, *place)
     if out is None:
-        return _turned(xs, steps, factor, positions, geometry, conjugate)
+        return _turned(xs, steps, factor, positions, geometry)
     check_no_grad(xs, out)
     check_writable(xs, out)
-    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, 0, geometry, conjugate, out)
+    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, 0, geometry, out)
     mark_written(out)
     return tuple(out)
 
@@ -70,16 +69,15 @@ def _turned(
     factor: float,
     positions: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
 ) -> tuple[Tensor, ...]:
     given = () if positions is None else (positions,)
     if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
         cos, sin = _tables_along(xs[0], turns, factor, positions, geometry)
-        return formula(xs, cos, sin, None, geometry, conjugate)
+        return formula(xs, cos, sin, None, geometry)
     if wants_grad(*xs):
-        return _RotateExact.apply(geometry, conjugate, factor, turns, positions, *xs)
+        return _RotateExact.apply(geometry, factor, turns, positions, *xs)
     launch = gpu_kernel(xs[0].device).rotate_exact
-    return launch(xs, turns, factor, positions, 0, geometry, conjugate, None)
+    return launch(xs, turns, factor, positions, 0, geometry, None)
 
 
 def _tables_along(
@@ -99,16 +97,16 @@ class _RotateExact(torch.autograd.Function):
     """The rotation under autograd: nothing is kept but the positions."""
 
     @staticmethod
-    def forward(ctx, geometry, conjugate, factor, turns, positions, *xs):
-        ctx.geometry, ctx.conjugate, ctx.factor = geometry, conjugate, factor
+    def forward(ctx, geometry, factor, turns, positions, *xs):
+        ctx.geometry, ctx.factor = geometry, factor
         ctx.save_for_backward(turns, positions)
         ctx.set_materialize_grads(False)
-        return _turned(xs, turns, factor, positions, geometry, conjugate)
+        return _turned(xs, turns, factor, positions, geometry)
 
     @staticmethod
     def backward(ctx, *grads):
         turns, positions = ctx.saved_tensors
         known = [grad for grad in grads if grad is not None]
-        way = ctx.geometry.reversed(), not ctx.conjugate
-        turned = iter(_turned(known, turns, ctx.factor, positions, *way) if known else ())
-        return *(None,) * 5, *[None if grad is None else next(turned) for grad in grads]
+        way = ctx.geometry.reversed()
+        turned = iter(_turned(known, turns, ctx.factor, positions, way) if known else ())
+        return *(None,) * 4, *[None if grad is None else next(turned) for grad in grads]

@@ -16,13 +16,12 @@ def formula(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
 ) -> tuple[Tensor, ...]:
     """Every tensor of `xs` rotated, as `kernels/numpy.py` says; new tensors."""
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
-    sin = -sin if conjugate else sin
+    sin = -sin if geometry.conjugate else sin
     rotary_dim = 2 * geometry.pairs
     stop = geometry.start + rotary_dim
     results = []

@@ -30,7 +30,6 @@ def launch(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Rotate by the kernel of the device that holds the tensors; by the formula where none can.
@@ -44,10 +43,10 @@ def launch(
     if cos.dtype == torch.float32 and are_plain((*xs, cos, sin, *indices, *(out or ()))):
         kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
         if kernel is not None and xs[0].dtype in kernel.DTYPES:
-            return kernel.rotate(xs, cos, sin, rows, geometry, conjugate, out)
+            return kernel.rotate(xs, cos, sin, rows, geometry, out)
         if not is_on_gpu(xs[0]) and loops is not None:
-            return _loop(xs, cos, sin, rows, geometry, conjugate, out)
-    results = formula(xs, cos, sin, rows, geometry, conjugate)
+            return _loop(xs, cos, sin, rows, geometry, out)
+    results = formula(xs, cos, sin, rows, geometry)
     for target, result in zip(out or (), results, strict=out is not None):
         target.copy_(result)
     return results if out is None else tuple(out)
@@ -82,7 +81,6 @@ def _loop(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     results = tuple(map(empty_like, xs)) if out is None else tuple(out)
@@ -103,7 +101,6 @@ def _loop(
         form(cos),
         None if rows is None else form(rows),
         geometry,
-        conjugate,
     )
     loops.run(
         call,

@@ -33,17 +33,17 @@ _library.define(f"rotate({_OPERANDS}) -> Tensor[]")
 _library.define(f"rotate_out({_OPERANDS}, Tensor(a!)[] out) -> ()")
 
 
-def flat(geometry: Geometry) -> tuple[int, int, str, str, list[int]]:
-    """The arguments of an operator that say how arrays fit together, -1 for None."""
-    dims = [-1 if dim is None else dim for dim in geometry.dims]
-    return geometry.start, geometry.pairs, geometry.layout, geometry.out_layout, dims
+def flat(geometry: Geometry) -> tuple[int, int, str, str, list[int], bool]:
+    """A geometry as the last arguments of an operator, -1 for None."""
+    start, pairs, layout, out_layout, dims, conjugate = geometry
+    return start, pairs, layout, out_layout, [-1 if d is None else d for d in dims], conjugate
 
 
 def _geometry(
-    start: int, pairs: int, layout: str, out_layout: str, dims: Sequence[int]
+    start: int, pairs: int, layout: str, out_layout: str, dims: Sequence[int], conjugate: bool
 ) -> Geometry:
     known = tuple(None if dim == -1 else dim for dim in dims)
-    return Geometry(start, pairs, layout, out_layout, known)
+    return Geometry(start, pairs, layout, out_layout, known, conjugate)
 
 
 def _checked(xs, cos, sin, rows, geometry, out=None):
@@ -67,10 +67,11 @@ def _checked(xs, cos, sin, rows, geometry, out=None):
         rows = check_rows(rows, xs[0])
         indices = (rows,)
     along = cos.ndim - 1 if rows is None else rows.ndim
-    used = [dim for dim in geometry.dims if dim is not None]
+    *_, dims, _ = flat(geometry)
+    used = [dim for dim in dims if dim != -1]
     if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
         raise ValueError(
-            f"dims {flat(geometry)[-1]} must name each of the {along} leading axes of "
+            f"dims {dims} must name each of the {along} leading axes of "
             f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
         )
     check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
@@ -81,30 +82,30 @@ def _checked(xs, cos, sin, rows, geometry, out=None):
 
 
 def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    geometry = _geometry(start, pairs, layout, out_layout, dims)
+    geometry = _geometry(start, pairs, layout, out_layout, dims, conjugate)
     rows = _checked(xs, cos, sin, rows, geometry)
     out = [empty_contiguous(x) for x in xs]
-    return list(launch(xs, cos, sin, rows, geometry, conjugate, out))
+    return list(launch(xs, cos, sin, rows, geometry, out))
 
 
 def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    geometry = _geometry(start, pairs, layout, out_layout, dims)
+    geometry = _geometry(start, pairs, layout, out_layout, dims, conjugate)
     rows = _checked(xs, cos, sin, rows, geometry, out)
-    launch(xs, cos, sin, rows, geometry, conjugate, out)
+    launch(xs, cos, sin, rows, geometry, out)
     mark_written(out)
 
 
 def _fake(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims))
+    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims, conjugate))
     return [x.new_empty(x.shape) for x in xs]
 
 
 def _fake_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims), out)
+    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims, conjugate), out)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    _, cos, sin, rows, *rest, ctx.conjugate = inputs
+    _, cos, sin, rows, *rest = inputs
     if cos.requires_grad or sin.requires_grad:
         raise RuntimeError(
             "the operator rotary::rotate gives cos and sin no gradient: call rotary.rotate, which "
@@ -116,7 +117,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     known = [grad for grad in grads if grad is not None]
-    arguments = (*ctx.saved_tensors, *flat(ctx.geometry.reversed()), not ctx.conjugate)
+    arguments = (*ctx.saved_tensors, *flat(ctx.geometry.reversed()))
     rotated = iter(torch.ops.rotary.rotate(known, *arguments) if known else ())
     return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 

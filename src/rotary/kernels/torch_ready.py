@@ -73,7 +73,6 @@ def on_cpu(
     sin: Tensor,
     rows: Tensor | None,
     options: Options,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> Run | None:
     """The compiled loops for operands of these forms; None where another way has to be taken.
@@ -90,7 +89,7 @@ def on_cpu(
     if out is not None:
         is_in_place = tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)])
     blocks = [form(x) for x in xs], form(cos), form(sin), None if rows is None else form(rows)
-    call = loops.ready_call(*blocks, [form(y) for y in out or ()], is_in_place, options, conjugate)
+    call = loops.ready_call(*blocks, [form(y) for y in out or ()], is_in_place, options)
     apart: set[tuple[int, ...]] = set()
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x

@@ -165,7 +165,6 @@ def rotate(
     sin: Tensor,
     rows: Tensor | None,
     geometry: Geometry,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
@@ -182,7 +181,7 @@ def rotate(
     step = 0 if rows is None else cos.stride(0)
     angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
     memory = (cos, sin, cos if rows is None else rows)
-    return _rotate(xs, out, memory, angles, geometry, conjugate, (0, cos.shape[0]), 1.0)
+    return _rotate(xs, out, memory, angles, geometry, (0, cos.shape[0]), 1.0)
 
 
 def rotate_exact(
@@ -192,7 +191,6 @@ def rotate_exact(
     positions: Tensor | None,
     offset: int | Tensor,
     geometry: Geometry,
-    conjugate: bool,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """Every tensor of `xs` rotated at whole positions, without tables; cos and sin right to 2e-7.
@@ -203,7 +201,6 @@ def rotate_exact(
     positions  whole numbers, lined up with x by `geometry`; with several axes, these come last
     offset     without positions, that of the first token: a number, or () or (batch,) on the
                device, so that a captured graph can be run again at other positions
-    conjugate  turn backwards
     """
     dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
     turns = turns.contiguous()
@@ -220,7 +217,7 @@ def rotate_exact(
         else:
             memory, first = (turns, turns, turns), offset
         angles = Angles(True, isinstance(offset, Tensor), steps, 0, seq)
-    return _rotate(xs, out, memory, angles, geometry, conjugate, (first, 0), factor)
+    return _rotate(xs, out, memory, angles, geometry, (first, 0), factor)
 
 
 def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -243,7 +240,6 @@ def _rotate(
     memory: tuple[Tensor, Tensor, Tensor],
     angles: Angles,
     geometry: Geometry,
-    conjugate: bool,
     numbers: tuple[int, int],
     factor: float,
 ) -> tuple[Tensor, ...]:
@@ -265,7 +261,6 @@ def _rotate(
             tuple([x.stride() for x in (*inputs, *outputs)]),
             angles,
             geometry,
-            conjugate,
             all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
             inputs[0].itemsize,
             _processors(inputs[0].device),
