@@ -166,7 +166,7 @@ def ablations(work: Work, tables: Tables, kernel: Any) -> dict[str, Case]:
         return geometry_of(shapes, tuple(tables.cos.shape), None, options)
 
     def exact(where: Tensor | None) -> Case:
-        return lambda b: kernel.rotate_exact(b[:2], bits, 1.0, where, 0, geometry(b), b[2:4])
+        return lambda b: kernel.rotate_exact(b[:2], bits, 1.0, where, geometry(b), b[2:4])
 
     bases: dict[str, Case] = {
         "table": lambda b: kernel.rotate(b[:2], tables.cos, tables.sin, None, geometry(b), b[2:4]),

@@ -132,7 +132,7 @@ def planning_kernel(asks):
         return out
 
     kernel.rotate = rotate
-    kernel.rotate_exact = lambda xs, bits, factor, where, *rest: rotate(xs, *(None,) * 3, *rest[1:])
+    kernel.rotate_exact = lambda xs, bits, factor, where, *rest: rotate(xs, *(None,) * 3, *rest)
     return kernel
 
 

@@ -400,16 +400,6 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
     assert launches == [12, 100]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_types_the_kernel_does_not_take_are_refused(dtype):
-    x, (cos, sin) = torch.zeros(1, 4, dtype=dtype), map(to_torch, tables((1,), 2))
-    geometry = geometry_of(((1, 4),), (1, 2), None, Options())
-    with pytest.raises(TypeError, match="takes float32, float16 and bfloat16"):
-        kernel.rotate((x,), cos, sin, None, geometry, None)
-    with pytest.raises(TypeError, match=r"reads float32 tables, got torch\.float64"):
-        kernel.rotate((x.float(),), cos.double(), sin.double(), None, geometry, None)
-
-
 # --- exact angles, without tables ---
 
 SPECS = {
@@ -426,19 +416,20 @@ SPECS = {
 }  # fmt: skip
 
 
-def exact(spec, xs, positions=None, offset=0, conjugate=False, out=None, seq_dim=-2, rows=None):
+def exact(spec, xs, positions=None, conjugate=False, out=None, seq_dim=-2):
     turns = torch.from_numpy(rotary.turns(spec).astype(np.int64))
     if spec.num_axes > 1:
         own = torch.arange(spec.num_axes)[:, None] == torch.tensor(spec.axes)
         turns = torch.where(own, turns, 0)
     shapes = tuple(tuple(x.shape) for x in xs)
+    rows = None
     if positions is not None:
         rows = tuple(positions.shape[: positions.ndim - (spec.num_axes > 1)])
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim)
     table = (shapes[0][seq_dim], spec.rotary_dim // 2)
     options = options._replace(conjugate=conjugate != (spec.sign < 0))
     geometry, factor = geometry_of(shapes, table, rows, options), rotary.inv_freq(spec)[1]
-    return kernel.rotate_exact(xs, turns, factor, positions, offset, geometry, out)
+    return kernel.rotate_exact(xs, turns, factor, positions, geometry, out)
 
 
 def turned_units(spec, positions):
@@ -499,7 +490,7 @@ def test_exact_mode_equals_the_law(name, lead, conjugate):
     cos, sin = rotary.cos_sin(spec, positions)
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
     want = reference.rotate((q, k), cos, sin, None, options._replace(conjugate=conjugate), None)
-    got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), 0, conjugate)
+    got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), conjugate)
     for tensor, array in zip(got, want, strict=True):
         assert abs(tensor.numpy() - array).max() <= 2e-6
 
@@ -524,23 +515,8 @@ def test_positions_need_not_be_given(seq, seq_dim):
     def at(positions):
         return exact(spec, (x,), positions, seq_dim=seq_dim)[0]
 
-    for offset in (0, 1000, 2**31 + 5, 2**40, -3):
-        (got,) = exact(spec, (x,), offset=offset, seq_dim=seq_dim)
-        assert torch.equal(got, at(torch.arange(seq) + offset))
-        (got,) = exact(spec, (x,), offset=torch.tensor(offset), seq_dim=seq_dim)
-        assert torch.equal(got, at(torch.arange(seq) + offset))
-    offsets = torch.tensor([4, 0, 2**33, 70_000, 8])
-    (got,) = exact(spec, (x,), offset=offsets, seq_dim=seq_dim, rows=(5, seq))
-    assert torch.equal(got, at(offsets[:, None] + torch.arange(seq)))
-
-
-@pytest.mark.parametrize(
-    ("offset", "rows"), [([1, 2], None), ([1, 2, 3], (2, 7)), ([[1, 2]], (2, 7))]
-)
-def test_offsets_that_do_not_fit_are_refused(offset, rows):
-    x = torch.zeros(2, 4, 7, 16)
-    with pytest.raises(ValueError, match="offset must be one number or one per row"):
-        exact(SPECS["half"], (x,), offset=torch.tensor(offset), rows=rows)
+    (got,) = exact(spec, (x,), seq_dim=seq_dim)
+    assert torch.equal(got, at(torch.arange(seq)))
 
 
 @pytest.mark.parametrize("name", ["half", "a slice", "mixed", "three axes"])
@@ -651,7 +627,7 @@ def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.
     turns = torch.empty((dim // 2,) if axes == 1 else (axes, dim // 2), dtype=torch.int64)
     last = () if axes == 1 else (axes,)
     positions = None if lead is None else torch.empty((*lead, *last), dtype=torch.int64)
-    compiled.rotate_exact(xs, turns, 1.0, positions, 0, geometry, None)
+    compiled.rotate_exact(xs, turns, 1.0, positions, geometry, None)
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
@@ -767,7 +743,7 @@ def test_only_exact_angles_may_be_fused(monkeypatch):
     geometry = geometry_of(((1, 2),), (1, 1), None, Options())
     compiled.rotate((x,), table, table, None, geometry, None)
     turns = torch.ones(1, dtype=torch.int64)
-    compiled.rotate_exact((x,), turns, 1.0, None, 0, geometry, None)
+    compiled.rotate_exact((x,), turns, 1.0, None, geometry, None)
     assert options == [False, True]
 
 

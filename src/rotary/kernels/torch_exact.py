@@ -58,7 +58,7 @@ def rotate_exact(
         return _turned(xs, steps, factor, positions, geometry)
     check_no_grad(xs, out)
     check_writable(xs, out)
-    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, 0, geometry, out)
+    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, geometry, out)
     mark_written(out)
     return tuple(out)
 
@@ -77,7 +77,7 @@ def _turned(
     if wants_grad(*xs):
         return _RotateExact.apply(geometry, factor, turns, positions, *xs)
     launch = gpu_kernel(xs[0].device).rotate_exact
-    return launch(xs, turns, factor, positions, 0, geometry, None)
+    return launch(xs, turns, factor, positions, geometry, None)
 
 
 def _tables_along(

@@ -30,7 +30,7 @@ NUMBERS = (  # no value of them is compiled in: a new length must not wait for t
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
     *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
     *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "per_program"),
-    *("step", "advance", "offset", "count"),
+    *("step", "advance", "count"),
 )
 
 
@@ -66,7 +66,7 @@ def kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head,
     yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head,
     row_batch, row_token, tokens, q_heads, k_heads, per_program,
-    step, advance, offset, count, factor,
+    step, advance, count, factor,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr, COPY: tl.constexpr,
@@ -76,8 +76,8 @@ def kernel(
 
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
     at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
-    position is `offset`, or the number in `rows`, plus `advance t`; `step` lies between its axes,
-    and PAIRS between the turns of each axis.
+    position is the number in `rows`, or without them `advance t`; `step` lies between its axes, and
+    PAIRS between the turns of each axis.
     """
     q_groups = (q_heads + HEADS - 1) // HEADS
     groups = q_groups + (k_heads + HEADS - 1) // HEADS
@@ -96,9 +96,9 @@ def kernel(
 
     at = batch * row_batch + token * row_token
     if EXACT:
-        position = token * advance + offset
+        position = token * advance
         if HAS_ROWS:
-            position += tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+            position = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
         turns = tl.load(cos_or_turns + pair, mask=is_pair, other=0)
         angle = position[:, None] * turns[None, :]
         for axis in tl.static_range(1, AXES):
@@ -171,17 +171,14 @@ def rotate(
 
     The arguments are checked ones of `kernels/torch.py`: float32 tables, `rows` int64 or None. A
     row number outside the tables gives NaN, because to look at it first would wait for the device.
-    Raises TypeError for a dtype that the kernel does not take.
     """
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    if cos.dtype != torch.float32:
-        raise TypeError(f"the GPU kernel reads float32 tables, got {cos.dtype}")
     walked = cos if rows is None else rows
     step = 0 if rows is None else cos.stride(0)
     angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
     memory = (cos, sin, cos if rows is None else rows)
-    return _rotate(xs, out, memory, angles, geometry, (0, cos.shape[0]), 1.0)
+    return _rotate(xs, out, memory, angles, geometry, cos.shape[0], 1.0)
 
 
 def rotate_exact(
@@ -189,7 +186,6 @@ def rotate_exact(
     turns: Tensor,
     factor: float,
     positions: Tensor | None,
-    offset: int | Tensor,
     geometry: Geometry,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
@@ -198,40 +194,22 @@ def rotate_exact(
     turns      (pairs,) int64, the bits of `rotary.turns`; with several axes (axes, pairs), 0 where
                another axis turns the pair
     factor     multiplies cos and sin: the attention factor
-    positions  whole numbers, lined up with x by `geometry`; with several axes, these come last
-    offset     without positions, that of the first token: a number, or () or (batch,) on the
-               device, so that a captured graph can be run again at other positions
+    positions  whole numbers, lined up with x by `geometry`; with several axes, these come last.
+               None for 0, 1, ... along the axis of the tokens
     """
     dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
-    turns = turns.contiguous()
-    if positions is not None:
-        step = positions.stride(-1) if turns.ndim > 1 else 0
-        angles = Angles(True, True, _along(positions, dims), step, None, axes)
-        memory, first = (turns, turns, positions), 0
+    if positions is None:
+        angles = Angles(True, False, (0,) * len(dims), 0, dims.index(0))
     else:
-        last = max(dim for dim in dims if dim is not None)
-        seq, steps = dims.index(last), (0,) * len(dims)
-        if isinstance(offset, Tensor):
-            memory, first = (turns, turns, offset), 0
-            steps = _row_steps(offset, xs[0].shape, dims, last)
-        else:
-            memory, first = (turns, turns, turns), offset
-        angles = Angles(True, isinstance(offset, Tensor), steps, 0, seq)
-    return _rotate(xs, out, memory, angles, geometry, (first, 0), factor)
+        step = positions.stride(-1) if axes > 1 else 0
+        angles = Angles(True, True, _along(positions, dims), step, None, axes)
+    memory = (turns, turns, turns if positions is None else positions)
+    return _rotate(xs, out, memory, angles, geometry, 0, factor)
 
 
 def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """Strides along the axes of x; 0 where there is one row for all."""
     return tuple([0 if d is None or tensor.shape[d] == 1 else tensor.stride(d) for d in dims])
-
-
-def _row_steps(
-    offset: Tensor, shape: Sequence[int], dims: tuple[int | None, ...], last: int
-) -> tuple[int, ...]:
-    rows = [shape[axis] for axis, dim in enumerate(dims) if dim not in (None, last)]
-    if offset.ndim and list(offset.shape) != rows:
-        raise ValueError(f"offset must be one number or one per row, {rows}, got {[*offset.shape]}")
-    return tuple([0 if d in (None, last) or not offset.ndim else offset.stride(0) for d in dims])
 
 
 def _rotate(
@@ -240,11 +218,9 @@ def _rotate(
     memory: tuple[Tensor, Tensor, Tensor],
     angles: Angles,
     geometry: Geometry,
-    numbers: tuple[int, int],
+    count: int,
     factor: float,
 ) -> tuple[Tensor, ...]:
-    if xs[0].dtype not in DTYPES:
-        raise TypeError(f"the GPU kernel takes float32, float16 and bfloat16, not {xs[0].dtype}")
     results = tuple([torch.empty_like(x) for x in xs]) if out is None else tuple(out)
     is_mixed = geometry.layout != geometry.out_layout  # in place, a pair would overwrite another
     sources = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
@@ -267,7 +243,7 @@ def _rotate(
         )
         operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *memory)
         for corner in launch.corners if launch.programs else ():
-            _run(launch, _moved(operands, corner, angles), numbers, factor)
+            _run(launch, _moved(operands, corner, angles), count, factor)
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)
@@ -288,16 +264,14 @@ def _moved(
     )
 
 
-def _run(
-    launch: Plan, operands: tuple[Tensor, ...], numbers: tuple[int, int], factor: float
-) -> None:
+def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) -> None:
     device = operands[0].device
     is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if is_elsewhere else nullcontext():
         kernel[(launch.programs,)](
             *operands,
             *launch.numbers,
-            *numbers,
+            count,
             factor,
             **launch.constants,
             num_warps=launch.warps,
