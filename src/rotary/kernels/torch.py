@@ -29,8 +29,9 @@ from .torch_checks import check_operands as check_operands
 from .torch_checks import check_rows as check_rows
 from .torch_exact import makes_angles as makes_angles
 from .torch_exact import rotate_exact as rotate_exact
-from .torch_formula import formula
 from .torch_launch import (
+    Differentiable,
+    formula,
     gpu_kernel,
     is_for_gpu,
     launch,
@@ -92,7 +93,7 @@ def rotate(
         and not wants_grad(*operands)
     ):
         torch_ready.remember(key, operands, partial(_run_on_gpu, geometry))
-    return _rotate(xs, cos, sin, rows, geometry)
+    return _rotate(xs, (cos, sin, rows), geometry)
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
@@ -124,19 +125,16 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
 
 
 def _rotate(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Tensor | None,
-    geometry: Geometry,
+    xs: Sequence[Tensor], tables: tuple[Tensor, Tensor, Tensor | None], geometry: Geometry
 ) -> tuple[Tensor, ...]:
+    cos, sin, rows = tables
     way = route(xs, cos, sin)
     if way == "operator":
         return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry)))
     if way == "formula":
         return formula(xs, cos, sin, rows, geometry)
     if way == "autograd":
-        return _Rotate.apply(geometry, rows, cos, sin, *xs)
+        return Differentiable.apply(_rotate, tables, geometry, *xs)
     return launch(xs, cos, sin, rows, geometry, None)
 
 
@@ -171,28 +169,6 @@ def _run_on_gpu(
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, out)
-
-
-# --- autograd ---
-
-
-class _Rotate(torch.autograd.Function):
-    """The rotation under autograd: nothing is kept but the tables."""
-
-    @staticmethod
-    def forward(ctx, geometry, rows, cos, sin, *xs):
-        ctx.geometry = geometry
-        ctx.save_for_backward(cos, sin, rows)
-        ctx.set_materialize_grads(False)
-        return launch(xs, cos, sin, rows, geometry, None)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        cos, sin, rows = ctx.saved_tensors
-        known = [grad for grad in grads if grad is not None]
-        way = ctx.geometry.reversed()
-        turned = iter(_rotate(known, cos, sin, rows, way) if known else ())
-        return *(None,) * 4, *[None if grad is None else next(turned) for grad in grads]
 
 
 def _check(x: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Exact angles on a GPU without tables: the kernel works them out from positions and turns."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-calls=False
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 from . import Numbers
 from .geometry import Geometry, Options, geometry_of, seq_axis
 from .torch_checks import check_no_grad, check_writable, check_xs
-from .torch_formula import formula
-from .torch_launch import gpu_kernel, is_for_gpu, mark_written
+from .torch_launch import Differentiable, formula, gpu_kernel, is_for_gpu, mark_written
 from .torch_state import INTEGERS, are_plain, is_on_gpu, is_tracing, wants_grad
 from .torch_tables import arange, axis_turns, radians_of
 
@@ -55,7 +55,7 @@ def rotate_exact(
     place = xs[0].device, torch.is_inference_mode_enabled()
     steps = axis_turns(turns.tobytes(), axes, *place)
     if out is None:
-        return _turned(xs, steps, factor, positions, geometry)
+        return _turned(factor, xs, (steps, positions), geometry)
     check_no_grad(xs, out)
     check_writable(xs, out)
     gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, geometry, out)
@@ -64,49 +64,21 @@ def rotate_exact(
 
 
 def _turned(
-    xs: Sequence[Tensor],
-    turns: Tensor,
     factor: float,
-    positions: Tensor | None,
+    xs: Sequence[Tensor],
+    angles: tuple[Tensor, Tensor | None],
     geometry: Geometry,
 ) -> tuple[Tensor, ...]:
+    turns, positions = angles
     given = () if positions is None else (positions,)
     if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
-        cos, sin = _tables_along(xs[0], turns, factor, positions, geometry)
+        if positions is None:
+            positions = arange(xs[0], xs[0].shape[geometry.dims.index(0)])
+        steps = positions.long()[..., None] * turns
+        radians = radians_of(steps if turns.ndim == 1 else steps.sum(-2))
+        cos, sin = (radians.cos() * factor).float(), (radians.sin() * factor).float()
         return formula(xs, cos, sin, None, geometry)
     if wants_grad(*xs):
-        return _RotateExact.apply(geometry, factor, turns, positions, *xs)
+        return Differentiable.apply(partial(_turned, factor), angles, geometry, *xs)
     launch = gpu_kernel(xs[0].device).rotate_exact
     return launch(xs, turns, factor, positions, geometry, None)
-
-
-def _tables_along(
-    x: Tensor, turns: Tensor, factor: float, positions: Tensor | None, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    if positions is None:
-        positions = arange(x, x.shape[geometry.dims.index(0)])
-    if turns.ndim == 1:
-        angles = positions.long()[..., None] * turns
-    else:
-        angles = (positions.long()[..., None] * turns).sum(-2)
-    radians = radians_of(angles)
-    return (radians.cos() * factor).float(), (radians.sin() * factor).float()
-
-
-class _RotateExact(torch.autograd.Function):
-    """The rotation under autograd: nothing is kept but the positions."""
-
-    @staticmethod
-    def forward(ctx, geometry, factor, turns, positions, *xs):
-        ctx.geometry, ctx.factor = geometry, factor
-        ctx.save_for_backward(turns, positions)
-        ctx.set_materialize_grads(False)
-        return _turned(xs, turns, factor, positions, geometry)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        turns, positions = ctx.saved_tensors
-        known = [grad for grad in grads if grad is not None]
-        way = ctx.geometry.reversed()
-        turned = iter(_turned(known, turns, ctx.factor, positions, way) if known else ())
-        return *(None,) * 4, *[None if grad is None else next(turned) for grad in grads]

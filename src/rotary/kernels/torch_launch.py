@@ -1,4 +1,10 @@
-"""Memory of torch tensors handed to a kernel: the loops on the host, Triton's on a GPU."""
+"""What rotates torch tensors: the loops on the host, Triton's kernel on a GPU, or the formula.
+
+The formula is torch's own operators. Kernels write memory, and know nothing of gradients; with
+`Differentiable` around them they have gradients of every order.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 import logging
 from collections.abc import Sequence
@@ -8,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layouts import pair_slices
 from .geometry import Geometry
 from .memory import Block
 from .pages import ask_for_huge_pages
-from .torch_formula import check_row_range, formula
-from .torch_state import FLOATS, are_plain, is_on_gpu, is_on_host
+from .torch_state import FLOATS, are_plain, host_array, host_values, is_on_gpu, is_on_host
 
 loops: Any
 try:
@@ -38,7 +44,7 @@ def launch(
     gives NaN, by the kernel and by the formula.
     """
     if rows is not None and is_on_host(rows):
-        check_row_range(rows, cos)
+        _check_row_range(rows, cos)
     indices = () if rows is None else (rows,)
     if cos.dtype == torch.float32 and are_plain((*xs, cos, sin, *indices, *(out or ()))):
         kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
@@ -147,3 +153,91 @@ def mark_written(out: Sequence[Tensor]) -> None:
     known = [y for y in out if not y.is_inference()]
     if known:
         torch.autograd.graph.increment_version(known)
+
+
+# --- the formula ---
+
+
+def formula(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated by torch's own operators, as `kernels/numpy.py` says.
+
+    It takes any device and transform, and gives every gradient. Returns new tensors.
+    """
+    if rows is not None:
+        cos, sin = _picked(cos, rows), _picked(sin, rows)
+    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    sin = -sin if geometry.conjugate else sin
+    rotary_dim = 2 * geometry.pairs
+    stop = geometry.start + rotary_dim
+    results = []
+    for x in xs:
+        wide = x if x.dtype == torch.float64 else x.float()
+        first, second = pair_slices(rotary_dim, geometry.layout, geometry.start)
+        u, v = wide[..., first], wide[..., second]
+        one, other = u * cos - v * sin, v * cos + u * sin
+        if geometry.out_layout == "half":
+            turned = torch.cat((one, other), dim=-1)
+        else:
+            turned = torch.stack((one, other), dim=-1).flatten(-2)
+        turned = turned.to(x.dtype)
+        if rotary_dim < x.shape[-1]:
+            turned = torch.cat((x[..., : geometry.start], turned, x[..., stop:]), dim=-1)
+        results.append(turned)
+    return tuple(results)
+
+
+def _check_row_range(rows: Tensor, table: Tensor) -> None:
+    if not rows.numel():
+        return
+    numbers = host_array(rows)
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < 0 or high >= table.shape[0]:
+        raise ValueError(
+            f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
+        )
+
+
+def _picked(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a table; NaN for one outside, where to look at numbers would wait or is too early."""
+    numbers = host_values(rows)
+    if numbers is None:
+        is_inside = (rows >= 0) & (rows < table.shape[0])
+        return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
+    _check_row_range(numbers, table)
+    return table[rows]
+
+
+def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
+    order = [dim for dim in dims if dim is not None]
+    kept = [None if dim is None else slice(None) for dim in dims]
+    return table.permute(*order, table.ndim - 1)[(*kept, slice(None))]
+
+
+# --- autograd ---
+
+
+class Differentiable(torch.autograd.Function):
+    """A rotation under autograd, whose gradient is the rotation back: nothing is kept but `angles`.
+
+    `turn(xs, angles, geometry)` rotates `xs`, with gradients; `angles` is a tuple of tensors.
+    """
+
+    @staticmethod
+    def forward(ctx, turn, angles, geometry, *xs):
+        ctx.turn, ctx.geometry = turn, geometry
+        ctx.save_for_backward(*angles)
+        ctx.set_materialize_grads(False)
+        return turn(xs, angles, geometry)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        known = [grad for grad in grads if grad is not None]
+        back = ctx.saved_tensors, ctx.geometry.reversed()
+        turned = iter(ctx.turn(known, *back) if known else ())
+        return *(None,) * 3, *[None if grad is None else next(turned) for grad in grads]
