@@ -39,15 +39,14 @@ def flat(geometry: Geometry) -> tuple[int, int, str, str, list[int], bool]:
     return start, pairs, layout, out_layout, [-1 if d is None else d for d in dims], conjugate
 
 
-def _geometry(
-    start: int, pairs: int, layout: str, out_layout: str, dims: Sequence[int], conjugate: bool
-) -> Geometry:
+def _geometry(start, pairs, layout, out_layout, dims, conjugate):
     known = tuple(None if dim == -1 else dim for dim in dims)
     return Geometry(start, pairs, layout, out_layout, known, conjugate)
 
 
-def _checked(xs, cos, sin, rows, geometry, out=None):
-    """Row numbers as int64, after what the kernel would read or write past has been refused."""
+def _checked(xs, cos, sin, rows, *form, out=None):
+    """Row numbers as int64 and the geometry; what a kernel would read or write past is refused."""
+    geometry = _geometry(*form)
     if not xs:
         raise ValueError("xs must hold at least one tensor")
     if forward_ad._current_level >= 0:  # an operator sees no tangent, and it would be lost
@@ -67,41 +66,39 @@ def _checked(xs, cos, sin, rows, geometry, out=None):
         rows = check_rows(rows, xs[0])
         indices = (rows,)
     along = cos.ndim - 1 if rows is None else rows.ndim
-    *_, dims, _ = flat(geometry)
-    used = [dim for dim in dims if dim != -1]
+    used = [dim for dim in geometry.dims if dim is not None]
     if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
         raise ValueError(
-            f"dims {dims} must name each of the {along} leading axes of "
+            f"dims {flat(geometry)[4]} must name each of the {along} leading axes of "
             f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
         )
     check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
     if out is not None:
         check_no_grad((*xs, cos, sin), out)
         check_writable((*xs, cos, sin, *indices), out)
-    return rows
+    return rows, geometry
 
 
-def _operator(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    geometry = _geometry(start, pairs, layout, out_layout, dims, conjugate)
-    rows = _checked(xs, cos, sin, rows, geometry)
-    out = [empty_contiguous(x) for x in xs]
-    return list(launch(xs, cos, sin, rows, geometry, out))
+def _operator(xs, cos, sin, *rest):
+    rows, geometry = _checked(xs, cos, sin, *rest)
+    return list(launch(xs, cos, sin, rows, geometry, [empty_contiguous(x) for x in xs]))
 
 
-def _operator_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    geometry = _geometry(start, pairs, layout, out_layout, dims, conjugate)
-    rows = _checked(xs, cos, sin, rows, geometry, out)
+def _operator_out(xs, cos, sin, *rest):
+    *form, out = rest
+    rows, geometry = _checked(xs, cos, sin, *form, out=out)
     launch(xs, cos, sin, rows, geometry, out)
     mark_written(out)
 
 
-def _fake(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims, conjugate))
+def _fake(xs, *rest):
+    _checked(xs, *rest)
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _fake_out(xs, cos, sin, rows, start, pairs, layout, out_layout, dims, conjugate, out):
-    _checked(xs, cos, sin, rows, _geometry(start, pairs, layout, out_layout, dims, conjugate), out)
+def _fake_out(*operands):
+    *given, out = operands
+    _checked(*given, out=out)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
