@@ -55,9 +55,9 @@ def rotate(
     Arguments and errors are those of `rotary.rotate`, and: ValueError for placements or meshes that
     do not go together, and for plain tables that want a gradient.
     """
-    _check(xs, out)
     rows = None if positions is None else torch_tables.as_positions(positions, xs[0])
-    geometry = _fit(xs, tuple(cos.shape), None if rows is None else tuple(rows.shape), options)
+    along = None if rows is None else tuple(rows.shape)
+    geometry = _checked(xs, out, tuple(cos.shape), along, options)
     dims = geometry.dims if rows is None else (None,) * len(geometry.dims)
     settled = options._replace(seq_dim=seq_axis(tuple(xs[0].shape), options.seq_dim))
 
@@ -92,13 +92,12 @@ def rotate_exact(
 
     Arguments and errors are those of `torch_exact.rotate_exact`, and of `rotate` above.
     """
-    _check(xs, out)
     shape = tuple(xs[0].shape)
     seq, num_axes = seq_axis(shape, options.seq_dim), max(axes, default=0) + 1
     tokens = None
     if positions is not None:
         tokens = tuple(positions.shape[:-1] if num_axes > 1 else positions.shape)
-    geometry = _fit(xs, (shape[seq], len(turns)), tokens, options)
+    geometry = _checked(xs, out, (shape[seq], len(turns)), tokens, options)
     settled = options._replace(seq_dim=seq)
 
     def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
@@ -110,7 +109,10 @@ def rotate_exact(
             own = torch.arange(first, first + count, device=shards[0].device)
         if positions is not None or torch_exact.makes_angles(shards, own, outs, num_axes):
             return torch_exact.rotate_exact(shards, turns, factor, axes, own, settled, outs)
-        cos, sin = _run_tables(turns, factor, first, count, shards[0])
+        is_kept = torch_tables.is_cacheable(shards[0]) and count * turns.nbytes <= _KEPT_BYTES
+        make = _run_tables if is_kept else _run_tables.__wrapped__
+        place = shards[0].device, torch.is_inference_mode_enabled()
+        cos, sin = make(turns.tobytes(), factor, first, count, *place)
         return kernel.rotate(shards, cos, sin, None, settled, outs)
 
     return _on_each_rank(xs, out, turn)
@@ -185,37 +187,28 @@ def on_shards(
     return wrapped(cos, positions, shape), wrapped(sin, positions, shape)
 
 
+@lru_cache(maxsize=_KEPT)
 def _run_tables(
-    turns: Numbers, factor: float, first: int, count: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of a run of tokens, (count, pairs); the last few are kept for the next layers."""
-    is_kept = torch_tables.is_cacheable(like) and count * turns.nbytes <= _KEPT_BYTES
-    make = _kept_tables if is_kept else _made_tables
-    is_inference = torch.is_inference_mode_enabled()
-    return make(turns.tobytes(), factor, first, count, like.device, is_inference)
-
-
-def _made_tables(
     turns: bytes, factor: float, first: int, count: int, device: torch.device, is_inference: bool
 ) -> tuple[Tensor, Tensor]:
-    steps, scales = np.frombuffer(turns, np.uint64)[None], np.array([factor])
-    positions = torch.arange(first, first + count, device=device)
-    numbers = torch_tables.to_numpy(positions)
-    if numbers is None:
-        cos, sin = torch_tables.tables(positions[None], steps, scales, (), False)
-        return cos[0], sin[0]
-    tables = host().tables(numbers[None], steps, scales, (), False)
-    cos, sin = (torch_tables.from_numpy(table[0]) for table in tables)
+    """cos and sin of a run of tokens, (count, pairs); the last few are kept for the next layers."""
+    positions, steps = np.arange(first, first + count), np.frombuffer(turns, np.uint64)
+    tables = host().tables(positions[None], steps[None], np.array([factor]), (), False)
+    cos, sin = (torch_tables.from_numpy(table[0]).to(device) for table in tables)
     return cos, sin
-
-
-_kept_tables = lru_cache(maxsize=_KEPT)(_made_tables)
 
 
 # --- what is refused ---
 
 
-def _check(xs: Sequence[DTensor], out: Sequence[DTensor] | None) -> None:
+def _checked(
+    xs: Sequence[DTensor],
+    out: Sequence[DTensor] | None,
+    table: tuple[int, ...],
+    rows: tuple[int, ...] | None,
+    options: Options,
+) -> Geometry:
+    """The geometry of the whole; where the size of a shard was given, the error says so."""
     for each in (*xs, *(out or ())):
         if not isinstance(each, DTensor):
             raise TypeError(
@@ -231,14 +224,6 @@ def _check(xs: Sequence[DTensor], out: Sequence[DTensor] | None) -> None:
                 f"out must lie as x does, {shown(x.placements)}, got {shown(y.placements)}"
             )
 
-
-def _fit(
-    xs: Sequence[DTensor],
-    table: tuple[int, ...],
-    rows: tuple[int, ...] | None,
-    options: Options,
-) -> Geometry:
-    """The geometry of the whole; where the size of a shard was given, the error says so."""
     try:
         return geometry_of(tuple([tuple(x.shape) for x in xs]), table, rows, options)
     except ValueError as error:
