@@ -133,9 +133,13 @@ def _rotate(
         return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry)))
     if way == "formula":
         return formula(xs, cos, sin, rows, geometry)
+
+    def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return launch(xs, cos, sin, rows, geometry, None)
+
     if way == "autograd":
-        return Differentiable.apply(_rotate, tables, geometry, *xs)
-    return launch(xs, cos, sin, rows, geometry, None)
+        return Differentiable.apply(run, _rotate, tables, geometry, *xs)
+    return run(xs)
 
 
 def _rotate_into(

@@ -78,7 +78,11 @@ def _turned(
         radians = radians_of(steps if turns.ndim == 1 else steps.sum(-2))
         cos, sin = (radians.cos() * factor).float(), (radians.sin() * factor).float()
         return formula(xs, cos, sin, None, geometry)
+
+    def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        kernel = gpu_kernel(xs[0].device)
+        return kernel.rotate_exact(xs, turns, factor, positions, geometry, None)
+
     if wants_grad(*xs):
-        return Differentiable.apply(partial(_turned, factor), angles, geometry, *xs)
-    launch = gpu_kernel(xs[0].device).rotate_exact
-    return launch(xs, turns, factor, positions, geometry, None)
+        return Differentiable.apply(run, partial(_turned, factor), angles, geometry, *xs)
+    return run(xs)

@@ -225,19 +225,19 @@ def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
 class Differentiable(torch.autograd.Function):
     """A rotation under autograd, whose gradient is the rotation back: nothing is kept but `angles`.
 
-    `turn(xs, angles, geometry)` rotates `xs`, with gradients; `angles` is a tuple of tensors.
+    `run(xs)` rotates; `turn(xs, angles, geometry)` does so with gradients. `angles` are tensors.
     """
 
     @staticmethod
-    def forward(ctx, turn, angles, geometry, *xs):
+    def forward(ctx, run, turn, angles, geometry, *xs):
         ctx.turn, ctx.geometry = turn, geometry
         ctx.save_for_backward(*angles)
         ctx.set_materialize_grads(False)
-        return turn(xs, angles, geometry)
+        return run(xs)
 
     @staticmethod
     def backward(ctx, *grads):
         known = [grad for grad in grads if grad is not None]
         back = ctx.saved_tensors, ctx.geometry.reversed()
         turned = iter(ctx.turn(known, *back) if known else ())
-        return *(None,) * 3, *[None if grad is None else next(turned) for grad in grads]
+        return *(None,) * 4, *[None if grad is None else next(turned) for grad in grads]
