@@ -4,9 +4,10 @@ An eager call on plain CPU tensors goes straight to the compiled loops, one on p
 one launch of `kernels/triton.py`; through an autograd function if a gradient is wanted. Under
 `torch.compile` a call on the CPU is the operator `torch.ops.rotary.rotate`, which Inductor does not
 look into: there it is as fast as what Inductor makes of the formula in float32, and several times
-faster in bfloat16 (`benchmarks/run.py` compares them). On a GPU a compiled call is the formula, one
-loop that Inductor may fuse with its neighbours; only `out=` stays the operator, for in place one
-launch moves no byte twice. Neither choice is measured on a GPU yet.
+faster in bfloat16 (`benchmarks/run.py` compares them). So it is on a GPU, where Inductor would put
+the sines and cosines of `apply`, which are float64, into the loops over all channels of q and k;
+behind the operator there is one launch, and the tables are made once, by another. Neither is
+measured on a GPU yet.
 Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
@@ -33,6 +34,7 @@ from .torch_launch import (
     Differentiable,
     formula,
     gpu_kernel,
+    has_kernel,
     is_for_gpu,
     launch,
     mark_written,
@@ -40,6 +42,7 @@ from .torch_launch import (
 from .torch_operators import flat
 from .torch_state import (
     are_plain,
+    is_on_gpu,
     is_tracing,
     is_tracing_a_transform,
     is_transforming,
@@ -101,7 +104,7 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
 
     | the call | the code |
     |---|---|
-    | torch.compile records it for a CPU, the tables want no gradient | "operator" |
+    | torch.compile records it for loops or Triton, the tables want no gradient | "operator" |
     | it is recorded otherwise: torch.export, another device, torch.func | "formula" |
     | the tables want a gradient; a subclass, another device, vmap, a mode | "formula" |
     | x wants a gradient | "autograd", around the same as below |
@@ -112,13 +115,15 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     operator and the memory are left.
     """
     if is_tracing():
-        is_opaque = not (
-            torch.compiler.is_exporting()
-            or wants_grad(cos, sin)
-            or xs[0].device.type != "cpu"
-            or is_tracing_a_transform()
+        if torch.compiler.is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
+            return "formula"
+        x = xs[0]
+        is_taken = (
+            cos.dtype == torch.float32 and has_kernel(x.device, x.dtype)
+            if is_on_gpu(x)
+            else x.device.type == "cpu"
         )
-        return "operator" if is_opaque else "formula"
+        return "operator" if is_taken else "formula"
     if wants_grad(cos, sin) or not are_plain((*xs, cos, sin)):
         return "formula"
     return "autograd" if wants_grad(*xs) else "memory"

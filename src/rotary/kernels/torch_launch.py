@@ -5,6 +5,7 @@ The formula is torch's own operators. Kernels write memory, and know nothing of 
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 import logging
 from collections.abc import Sequence
@@ -47,10 +48,11 @@ def launch(
         _check_row_range(rows, cos)
     indices = () if rows is None else (rows,)
     if cos.dtype == torch.float32 and are_plain((*xs, cos, sin, *indices, *(out or ()))):
-        kernel = gpu_kernel(xs[0].device) if is_on_gpu(xs[0]) else None
-        if kernel is not None and xs[0].dtype in kernel.DTYPES:
-            return kernel.rotate(xs, cos, sin, rows, geometry, out)
-        if not is_on_gpu(xs[0]) and loops is not None:
+        if is_on_gpu(xs[0]):
+            if has_kernel(xs[0].device, xs[0].dtype):
+                kernel = gpu_kernel(xs[0].device)
+                return kernel.rotate(xs, cos, sin, rows, geometry, out)
+        elif loops is not None:
             return _loop(xs, cos, sin, rows, geometry, out)
     results = formula(xs, cos, sin, rows, geometry)
     for target, result in zip(out or (), results, strict=out is not None):
@@ -75,10 +77,15 @@ def gpu_kernel(device: torch.device) -> Any:
 
 def is_for_gpu(tensors: Sequence[Tensor]) -> bool:
     """Whether the GPU kernel takes these, of which the first is to be rotated."""
-    if not is_on_gpu(tensors[0]) or not are_plain(tensors):
-        return False
-    kernel = gpu_kernel(tensors[0].device)
-    return kernel is not None and tensors[0].dtype in kernel.DTYPES
+    x = tensors[0]
+    return is_on_gpu(x) and are_plain(tensors) and has_kernel(x.device, x.dtype)
+
+
+@torch.compiler.assume_constant_result
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for a GPU, and it takes a dtype; also while a call is recorded."""
+    kernel = gpu_kernel(device)
+    return kernel is not None and dtype in kernel.DTYPES
 
 
 def _loop(

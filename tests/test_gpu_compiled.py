@@ -1,0 +1,234 @@
+"""What Inductor makes of a call on an H100, which is not here: CPU tensors play those of a GPU."""
+
+import re
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _triton
+
+import rotary
+from rotary import Rotary
+from rotary.kernels import torch as kernel
+from rotary.kernels import torch_exact, torch_launch, torch_ready, torch_state, torch_tables
+
+if sys.platform != "linux":
+    pytest.skip("Triton is made for Linux", allow_module_level=True)
+pytest.importorskip("triton")
+
+SPEC = Rotary(head_dim=128, base=5e5)
+H100 = SimpleNamespace(
+    name="H100", major=9, minor=0, multi_processor_count=132, warp_size=32, gcnArchName="",
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, total_memory=80 << 30,
+    max_threads_per_block=1024, shared_memory_per_block=49152, L2_cache_size=50 << 20,
+    shared_memory_per_block_optin=232448, is_integrated=0, clock_rate=1_755_000,
+    memory_clock_rate=2_619_000, memory_bus_width=5120,
+)  # fmt: skip
+
+
+def formula_kernel(dtypes=(torch.float32, torch.float16, torch.bfloat16)):
+    def rotate(xs, cos, sin, rows, geometry, out):
+        results = torch_launch.formula(xs, cos, sin, rows, geometry)
+        for target, result in zip(out or (), results, strict=out is not None):
+            target.copy_(result)
+        return results if out is None else tuple(out)
+
+    return SimpleNamespace(DTYPES=dtypes, rotate=rotate)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """CPU tensors are taken for those of a GPU, where a kernel rotates by the formula."""
+    played = formula_kernel()
+    for module in (torch_state, torch_tables, torch_launch, torch_exact, torch_ready, kernel):
+        monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
+    for module in (torch_launch, torch_exact, kernel):
+        monkeypatch.setattr(module, "gpu_kernel", lambda device: played)
+
+
+def play_an_h100(monkeypatch):
+    """Inductor finds an H100 and Triton, and constants stay where they are."""
+    for each in (CudaInterface, CudaInterface.Worker):
+        monkeypatch.setattr(each, "get_device_properties", staticmethod(lambda *_: H100))
+        monkeypatch.setattr(each, "current_device", staticmethod(lambda: 0))
+    answers = {
+        "is_available": True,
+        "get_compute_capability": 90,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+        "is_bf16_supported": True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(CudaInterface, name, staticmethod(lambda *_, says=answer, **__: says))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: H100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(_triton, "triton_hash_with_backend", lambda: "0")
+    named = GraphLowering.constant_name
+    monkeypatch.setattr(
+        GraphLowering, "constant_name", lambda graph, name, device: named(graph, name, None)
+    )
+    driver = pytest.importorskip("triton.runtime.driver").driver
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+
+
+def compiled(function, *inputs):
+    """The graphs that are handed to a compiler, and what the compiled function returns."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    return graphs, torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+
+
+def on_cuda(value):
+    if isinstance(value, FakeTensor):
+        value.fake_device = torch.device("cuda:0")
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            on_cuda(each)
+
+
+def lowered(graph):
+    """What Inductor writes for a graph whose tensors are then on a GPU."""
+    for node in graph.graph.nodes:
+        on_cuda(node.meta.get("val"))
+        if node.op == "call_function" and "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = next(each.fake_mode for each in inputs if isinstance(each, FakeTensor))
+    _triton.has_triton.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch, V.set_fake_mode(mode):
+            play_an_h100(patch)
+            post_grad_passes(graph, is_inference=True)
+            lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env)
+            with V.set_graph_handler(lowering), DebugContext():
+                lowering.run(*inputs)
+                return lowering.codegen()[0].value
+    finally:
+        _triton.has_triton.cache_clear()
+
+
+def launches(source):
+    """How often the program calls a kernel of Inductor, and an operator of ours."""
+    return len(re.findall(r"triton_\w+\.run\(", source)), len(
+        re.findall(r"torch\.ops\.rotary\.rotate\w*\.default\(\[", source)
+    )
+
+
+def check_no_sine_over_channels(source):
+    """A loop with float64 runs over (batch, seq, pairs), without a number of q or k."""
+    kernels = source.split("async_compile.triton(")[1:]
+    for each in kernels:
+        signature = re.search(r"'signature': \{(.*?)\}", each).group(1)
+        assert not ("libdevice" in each and "*bf16" in signature)
+    assert sum(each.count("libdevice.cos(") for each in kernels) <= 1
+
+
+def q_and_k(grad=False):
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, heads, 64, 128).to(torch.bfloat16).requires_grad_(grad) for heads in (8, 2)
+    ]
+
+
+POSITIONS = torch.arange(128).reshape(2, 64)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_apply_makes_its_tables_once_and_rotates_by_one_operator():
+    q, k = q_and_k(grad=True)
+
+    def call(q, k, positions):
+        return rotary.apply(SPEC, q, k, positions=positions)
+
+    graphs, results = compiled(call, q, k, POSITIONS)
+    torch.autograd.grad(sum(x.float().sum() for x in results), (q, k))
+    forward, backward = map(lowered, graphs)
+    assert launches(forward) == (1, 1)
+    assert launches(backward) == (0, 1)  # of the tables that the forward pass kept
+    for source in (forward, backward):
+        check_no_sine_over_channels(source)
+    wanted = rotary.rotate((q, k), *rotary.cos_sin(SPEC, POSITIONS), SPEC)
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_layers_share_the_tables_of_one_graph():
+    def call(x, y, positions):
+        cos, sin = rotary.cos_sin(SPEC, positions)
+        for _ in range(3):
+            x, y = rotary.rotate((x, y), cos, sin, SPEC)
+        return x, y
+
+    (graph,), _ = compiled(call, *q_and_k(), POSITIONS)
+    source = lowered(graph)
+    assert launches(source) == (1, 3)
+    check_no_sine_over_channels(source)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rotation_by_given_tables_is_one_launch():
+    tables = rotary.cos_sin(SPEC, POSITIONS)
+    call = partial(rotary.rotate, spec=SPEC)
+    (graph,), _ = compiled(lambda q, k, cos, sin: call((q, k), cos, sin), *q_and_k(), *tables)
+    assert launches(lowered(graph)) == (0, 1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_in_place_nothing_is_copied():
+    q, k = q_and_k()
+    want = rotary.rotate((q, k), *rotary.cos_sin(SPEC, POSITIONS), SPEC)
+
+    def call(q, k, positions):
+        rotary.apply(SPEC, q, k, positions=positions, out=(q, k))
+
+    (graph,), _ = compiled(call, q, k, POSITIONS)
+    for got, wanted in zip((q, k), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    source = lowered(graph)
+    assert launches(source) == (1, 1)
+    check_no_sine_over_channels(source)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_triton", "way"),
+    [
+        (torch.bfloat16, True, "operator"),
+        (torch.float64, True, "formula"),
+        (torch.bfloat16, False, "formula"),
+    ],
+)
+def test_a_compiled_call_on_a_gpu_is_the_operator_where_the_kernel_takes_it(
+    dtype, has_triton, way, monkeypatch
+):
+    played = formula_kernel() if has_triton else None
+    monkeypatch.setattr(torch_launch, "gpu_kernel", lambda device: played)
+    monkeypatch.setattr(kernel, "is_tracing", lambda: True)
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 5, 8, dtype=dtype, device="cuda")
+        table = torch.empty(5, 4, device="cuda")
+    assert kernel.route((x,), table, table) == way
