@@ -23,7 +23,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import rotary
 import rotary.nn
 from rotary import kernels
-from rotary.kernels import host, torch_exact
+from rotary.kernels import host
+from rotary.kernels import torch as torch_kernel
 
 SPEC = rotary.Rotary(head_dim=8, base=500.0)
 SPECS = {
@@ -357,7 +358,7 @@ def a_rank_makes_angles_for_its_own_tokens_alone(world):
 
 def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):
     """As on a GPU, played here: the positions of each shard, and what has the shape of it."""
-    module, played = torch_exact, []
+    module, played = torch_kernel, []
     kept = module.makes_angles, module.rotate_exact
 
     def rotate_exact(xs, turns, factor, axes, positions, options, out):

@@ -21,7 +21,7 @@ from torch.utils import _triton
 import rotary
 from rotary import Rotary
 from rotary.kernels import torch as kernel
-from rotary.kernels import torch_exact, torch_launch, torch_ready, torch_state, torch_tables
+from rotary.kernels import torch_launch, torch_ready, torch_state, torch_tables
 
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
@@ -51,9 +51,9 @@ def formula_kernel(dtypes=(torch.float32, torch.float16, torch.bfloat16)):
 def gpu(monkeypatch):
     """CPU tensors are taken for those of a GPU, where a kernel rotates by the formula."""
     played = formula_kernel()
-    for module in (torch_state, torch_tables, torch_launch, torch_exact, torch_ready, kernel):
+    for module in (torch_state, torch_tables, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
-    for module in (torch_launch, torch_exact, kernel):
+    for module in (torch_launch, kernel):
         monkeypatch.setattr(module, "gpu_kernel", lambda device: played)
 
 

@@ -15,7 +15,6 @@ from rotary import Rotary, kernels
 from rotary.kernels import numpy as reference
 from rotary.kernels import torch as kernel
 from rotary.kernels import (
-    torch_exact,
     torch_launch,
     torch_ready,
     torch_state,
@@ -51,9 +50,9 @@ def route(monkeypatch):
 
     interpreter.mended(monkeypatch)
     monkeypatch.setattr(interpreter.kernel, "_run", watched)
-    for module in (torch_state, torch_tables, torch_launch, torch_exact, torch_ready):
+    for module in (torch_state, torch_tables, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
-    for module in (torch_launch, torch_exact, kernel):
+    for module in (torch_launch, kernel):
         monkeypatch.setattr(module, "gpu_kernel", lambda device: interpreter.kernel)
     monkeypatch.setattr(torch_ready, "recent", {})
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
@@ -307,7 +306,7 @@ def test_without_triton_the_formula_rotates_and_says_so_once(monkeypatch, caplog
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "rotary.kernels.triton", raising=False)
     monkeypatch.delattr(kernels, "triton", raising=False)
-    for module in (torch_state, torch_launch, torch_exact, torch_ready):
+    for module in (torch_state, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
     x, (cos, sin) = randn(2, 5, 8, grad=True), tables(5, 4)
     with caplog.at_level(logging.DEBUG, "rotary"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import Numbers, SomeKernel, host, is_per_row, torch_exact, torch_tables
+from . import Numbers, SomeKernel, host, is_per_row, torch_tables
 from . import torch as kernel
 from .dtensor_shards import (
     Spans,
@@ -76,7 +76,7 @@ def makes_angles(xs: Tensors, positions: Tensor | None, out: Targets, num_axes: 
     if positions is None:
         return True
     xs, [positions], out = (list(map(_local, each)) for each in (xs, [positions], out or ()))
-    return torch_exact.makes_angles(xs, positions, out, num_axes)
+    return kernel.makes_angles(xs, positions, out, num_axes)
 
 
 def rotate_exact(
@@ -90,7 +90,7 @@ def rotate_exact(
 ) -> tuple[DTensor, ...]:
     """Rotate DTensors by exact angles; a rank makes those of its own tokens alone.
 
-    Arguments and errors are those of `torch_exact.rotate_exact`, and of `rotate` above.
+    Arguments and errors are those of `torch.rotate_exact`, and of `rotate` above.
     """
     shape = tuple(xs[0].shape)
     seq, num_axes = seq_axis(shape, options.seq_dim), max(axes, default=0) + 1
@@ -107,8 +107,8 @@ def rotate_exact(
             own = share_of("positions", positions, x, spans, geometry.dims)
         elif first:
             own = torch.arange(first, first + count, device=shards[0].device)
-        if positions is not None or torch_exact.makes_angles(shards, own, outs, num_axes):
-            return torch_exact.rotate_exact(shards, turns, factor, axes, own, settled, outs)
+        if positions is not None or kernel.makes_angles(shards, own, outs, num_axes):
+            return kernel.rotate_exact(shards, turns, factor, axes, own, settled, outs)
         is_kept = torch_tables.is_cacheable(shards[0]) and count * turns.nbytes <= _KEPT_BYTES
         make = _run_tables if is_kept else _run_tables.__wrapped__
         place = shards[0].device, torch.is_inference_mode_enabled()
