@@ -451,6 +451,27 @@ def test_tables_are_made_where_the_kernel_cannot_work_out_the_angles(route):
     assert route.launches == 4
 
 
+class NoLists(TorchFunctionMode):
+    """A list as an index is copied to the device, which waits for it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(each, list) for each in index)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("precision", ["exact", "float32"])
+def test_tables_of_several_axes_are_made_without_waiting(precision):
+    spec = SPECS["three axes"]
+    positions = torch.from_numpy(np.random.default_rng(0).integers(0, 99, (2, 5, 3)))
+    with NoLists():
+        tables = rotary.cos_sin(spec, positions, precision)
+    for got, want in zip(tables, rotary.cos_sin(spec, positions.numpy(), precision), strict=True):
+        close(got, torch.from_numpy(want))
+
+
 def test_what_does_not_fit_is_refused_as_on_the_host(route):
     spec, x = SPECS["three axes"], randn(2, 3, 5, 8)
     with pytest.raises(ValueError, match="must be"):

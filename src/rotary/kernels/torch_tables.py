@@ -81,7 +81,12 @@ def _cos_sin(angles: Tensor, scales: Tensor, backwards: bool) -> tuple[Tensor, T
 
 
 def _per_pair(positions: Tensor, axes: Sequence[int]) -> Tensor:
-    return positions[..., list(axes)] if axes else positions[..., None]
+    if not axes:
+        return positions[..., None]
+    if is_tracing() or not is_on_gpu(positions):
+        return positions[..., list(axes)]
+    index = moved(np.array([axes]), positions).flatten()  # a list would wait for the device
+    return positions.index_select(-1, index)
 
 
 def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
