@@ -615,13 +615,12 @@ def test_steps_of_a_huge_array_do_not_wrap():
     x = Block(shape, strides, "float32")
     table = Block((2**14, 64), (64 * 4, 4), "float32")
     geometry = Geometry(0, 64, "half", "half", (None, None, 0))
-    call = cpu.prepare((x,), (x,), (True,), table, None, geometry)
-    steps = call.steps[0]
+    _, steps = cpu._walk(x, x, True, table, 0, geometry)
     sizes = [int(steps[f"size_{axis}"]) for axis in range(3)]
     reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
     assert sum((sizes[n] - 1) * int(steps[f"x_{n}"]) for n in range(3)) == reach > 2**45
     assert math.prod(sizes) == 2**36
-    assert call.size == 2**45
+    assert cpu.prepare((x,), (x,), (True,), table, None, geometry).size == 2**45
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that costs nothing until used")
@@ -659,20 +658,21 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     cos, sin = rotary.cos_sin(spec, np.arange(5))
     wanted = reference.rotate((x,), cos, sin, None, Options(layout), None)[0]
     monkeypatch.setattr(cpu, "STREAM_BYTES", 0)
-    prepared = []
-    real = cpu.prepare.__wrapped__
-    monkeypatch.setattr(
-        cpu, "prepare", lambda *given: prepared.append(real(*given)) or prepared[-1]
-    )
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    modes = []
+    run = pool.run
+    monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][3]), run(*job)))
     memory = np.zeros(4096 + x.nbytes, np.uint8)
     aligned = -memory.ctypes.data % 64
     for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned
         cpu._ready_call.cache_clear()
+        cpu.prepare.cache_clear()
         out = memory[aligned + shift :][: x.nbytes].view(x.dtype).reshape(x.shape)
         rotary.rotate(x, cos, sin, layout=layout, out=out)
-        assert prepared[-1].can_stream
+        assert (modes[-1] >= cpu.loops.STREAMING) == (shift == 0)
         assert out.tobytes() == wanted.tobytes()
     cpu._ready_call.cache_clear()
+    cpu.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -2,9 +2,9 @@
 
 from typing import Any, TypeVar, overload
 
-from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
+from .angles import Precision, angles_of, cos_sin, inv_freq, sequence_cos_sin, turns
 from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of
-from .kernels.geometry import Options, seq_axis
+from .kernels.geometry import AngleOptions, Options, seq_axis
 from .spec import Rotary
 
 Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
@@ -112,18 +112,7 @@ def rotate(
             )
     if positions is not None:
         check_positions(positions)
-    if spec is not None:
-        if not isinstance(spec, Rotary):
-            raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
-        if not (layout is None and out_layout is None and rotary_dim is None and start is None):
-            raise TypeError(
-                f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}"
-            )
-        options = _options(spec, seq_dim, conjugate)
-    elif layout is not None:
-        options = Options(layout, out_layout, rotary_dim, start or 0, seq_dim, None, conjugate)
-    else:
-        raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")
+    options = options_of(spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate)
     results = kernel.rotate(xs, cos, sin, positions, options, outs)
     return results if is_several else results[0]
 
@@ -134,15 +123,39 @@ _BOTH_FORMS = (
 )
 
 
-def _options(spec: Rotary, seq_dim: int | None, conjugate: bool, sign: int = 1) -> Options:
-    """What the kernel is told; `sign` is that of the spec, unless tables hold it already."""
-    layouts = spec.layout, spec.out_layout
-    read, written = layouts[::-1] if conjugate else layouts
-    channels = spec.rotary_dim, spec.start
-    return Options(read, written, *channels, seq_dim, spec.head_dim, conjugate != (sign < 0))
+def options_of(
+    spec: Rotary | None,
+    layout: str | None,
+    out_layout: str | None,
+    rotary_dim: int | None,
+    start: int | None,
+    seq_dim: int | None,
+    conjugate: bool,
+    sign: int = 1,
+) -> Options:
+    """What a kernel is told, of the arguments of `rotate`.
+
+    `sign` is that of the spec, unless tables hold it already.
+
+    >>> options_of(Rotary(head_dim=4), None, None, None, None, None, False).layout
+    'half'
+    """
+    if spec is None:
+        if layout is None:
+            raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")
+        return Options(layout, out_layout, rotary_dim, start or 0, seq_dim, None, conjugate)
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
+    if not (layout is None and out_layout is None and rotary_dim is None and start is None):
+        raise TypeError(f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}")
+    read, written = spec.layout, spec.out_layout
+    if conjugate:
+        read, written = written, read
+    is_back = not conjugate if sign < 0 else conjugate
+    return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim, is_back)
 
 
-def _outputs(out: object, count: int) -> tuple[object, ...]:
+def _outputs(out: object, count: int) -> tuple[Any, ...]:
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != count:
         raise ValueError(f"out must hold one array for each of the {count} inputs")
@@ -206,41 +219,57 @@ def apply(
     True
     """
     kernel = kernel_of(q)
-    seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
-    if positions is None and spec.num_axes > 1:
-        raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
+    xs = (q,) if k is None else (q, k)
+    outs = None if out is None else _outputs(out, len(xs))
     if positions is None:
+        if spec.num_axes > 1:
+            raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
         seq_dim = -2 if seq_dim is None else seq_dim
     else:
         check_positions(positions)
         positions = kernel.as_positions(positions, q)
+    options = options_of(spec, None, None, None, None, seq_dim, conjugate, spec.sign)
+    is_exact = precision == "exact" and _is_of_one_length(spec, positions, seq_len)
+    if is_exact and kernel.rotate_at and positions is not None:
+        at_angles = angle_options(spec, options, seq_len, allow_negative)
+        results: Any = at_angles and kernel.rotate_at(xs, positions, at_angles, outs)
+        if results is not None:
+            return results[0] if k is None else results
+    seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
+    if positions is not None:
         _check_shape(spec, tuple(positions.shape), tuple(q.shape))
-    if precision == "exact":
-        xs = (q,) if k is None else (q, k)
-        outs = None if out is None else _outputs(out, len(xs))
-        if (
-            kernel.rotate_exact
-            and kernel.makes_angles
-            and kernel.makes_angles(xs, positions, outs, spec.num_axes)
-            and _is_of_one_length(spec, positions, seq_len)
-        ):
-            length: Any = seq if seq_len is None else seq_len
-            turned: Any = kernel.rotate_exact(
-                xs,
-                turns(spec, length),
-                inv_freq(spec, length)[1],
-                spec.axes,
-                positions,
-                _options(spec, seq_dim, conjugate, spec.sign),
-                outs,
-            )
-            return turned[0] if k is None else turned
+    if (
+        is_exact
+        and kernel.rotate_exact
+        and kernel.makes_angles
+        and kernel.makes_angles(xs, positions, outs, spec.num_axes)
+    ):
+        length: Any = seq if seq_len is None else seq_len
+        bits, scale = turns(spec, length), inv_freq(spec, length)[1]
+        results = kernel.rotate_exact(xs, bits, scale, spec.axes, positions, options, outs)
+        return results[0] if k is None else results
     if positions is None:
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
     x: Any = q if k is None else (q, k)
     return rotate(x, cos, sin, spec, seq_dim=seq_dim, conjugate=conjugate, out=out)
+
+
+def angle_options(
+    spec: Rotary, options: Options, seq_len: object, allow_negative: bool
+) -> AngleOptions | None:
+    """The same for a rotation at positions; None where the angles depend on all of them.
+
+    >>> spec = Rotary(head_dim=4)
+    >>> angle_options(spec, Options(), None, False).form == (spec, None, False)
+    True
+    """
+    if not spec.depends_on_length:
+        return AngleOptions(options, (spec, None, allow_negative), angles_of)
+    if type(seq_len) is not int:
+        return None
+    return AngleOptions(options, (spec, seq_len, allow_negative), angles_of)
 
 
 def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:

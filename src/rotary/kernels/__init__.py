@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Arithmetic
-from .geometry import Options
+from .geometry import AngleOptions, Options
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch or JAX: the type that goes in comes out
 Numbers = npt.NDArray[Any]  # on the host
 Rotate = Callable[
     [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
     tuple[Array, ...],
+]
+RotateAt = Callable[
+    [Sequence[Array], object, AngleOptions, Sequence[Array] | None], tuple[Array, ...] | None
 ]
 Tables = Callable[[Array, Numbers, Numbers, Sequence[int], bool], tuple[Array, Array]]
 
@@ -56,6 +59,11 @@ class Kernel(Generic[Array]):
     device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
 
     check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
+    # a few tokens at positions, by angles worked out on the way; None where tables are needed
+    rotate_at: RotateAt[Array] | None = None
+    # from the options and arrays of a call: code for arrays of this form, which answers None for
+    # others; None where it would not help
+    prepare: Callable[..., Callable[..., tuple[Array, ...] | None] | None] | None = None
     # the rotation by angles worked out on the way, without tables; and whether it takes these
     rotate_exact: Callable[..., tuple[Array, ...]] | None = None
     makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)

@@ -5,10 +5,11 @@ same way and nothing is wrapped or copied.
 """
 
 import math
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numba
@@ -20,7 +21,7 @@ if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` 
 from . import Numbers as Array
 from . import loops, threads
 from . import numpy as reference
-from .geometry import Geometry, Options, geometry_of
+from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of
 from .memory import (
     SIZES,
     Block,
@@ -40,27 +41,26 @@ STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is rea
 _LINE = 64
 _TILE_BYTES = 1 << 21  # of both tables; smaller tiles gain nothing and break the runs of rows
 _AHEAD = 1 << 13  # bytes; 4 to 16 KiB are alike
-_NOTHING = np.zeros((), loops.STEPS)  # the steps of no rows
+CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
+_PACK = struct.Struct("12q").pack  # loops.ROTATION
+
+
+# (q, q_out, k, k_out, cos, sin, rows, checks), where q alone stands for k too, and 0 for what there
+# is not: whether the checks passed. If not, nothing is written
+Job = Callable[[int, int, int, int, int, int, int, int], bool]
+
+
+Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
 
 
 class Call(NamedTuple):
-    """All that is known of a rotation before the addresses are."""
+    """All that is known of a rotation before the addresses are; their memory must outlive a job."""
 
-    loop: loops.Loop
-    steps: tuple[Array, ...]  # of each block, see loops.STEPS; of nothing, where a second would be
-    # where blocks run one after the other: of x, out and table, for every index of the axes beyond
-    # three; empty if one or two blocks can go in one parallel region
-    offsets: tuple[tuple[tuple[int, int, int], ...], ...]
-    pairs: int
-    mode: int
-    sign: int
+    job: Job  # does all, or the first block where they are done one after the other
     size: int  # bytes of all blocks
-    addresses: tuple[int, ...]  # of steps
-    can_stream: bool  # whether every store is aligned, once the addresses are
-    row_count: int  # of row numbers, which are contiguous; 0 where there are none
-    row_limit: int  # the rows of the table that they may pick
-    reach: Array  # (7, 2) int64, see loops.ROTATION
-    reach_address: int
+    # where one job cannot do all: of each block its own, and the offsets of x, out and table for
+    # every index of the axes beyond three
+    blocks: tuple[tuple[Job, tuple[tuple[int, int, int], ...]], ...] = ()
 
 
 def rotate(
@@ -74,21 +74,11 @@ def rotate(
     """Rotate NumPy arrays, as `kernels/numpy.py` does."""
     rows = positions if isinstance(positions, np.ndarray) else None
     if positions is None or rows is not None:
-        arrays = [*xs, cos, sin] if rows is None else [*xs, cos, sin, rows]
-        call = _ready_call(
-            tuple([_signature(array) for array in (*arrays, *(out or ()))]),
-            len(xs),
-            rows is not None,
-            None if out is None else _in_place(xs, out),
-            options,
-        )
-        if call is not None and (out is None or all([y.flags.writeable for y in out])):
-            outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
-            index = 0 if rows is None else address(rows)
-            is_checked = out is not None or rows is not None
-            if run(call, [address(x) for x in xs], [address(y) for y in outs],
-                   address(cos), address(sin), index, is_checked=is_checked):  # fmt: skip
-                return tuple(outs)
+        tables = (cos, sin) if rows is None else (cos, sin, rows)
+        call = _ready_call(*_forms(xs, tables, out), options)
+        results = None if call is None else _results(call, xs, tables, out)
+        if results is not None:
+            return results
     reference.check_operands(xs, cos, sin, out)
     rows = None if positions is None else reference.check_rows(positions, cos)
     if out is not None and rows is not None:
@@ -116,22 +106,49 @@ def rotate(
         None if rows is None else reference.block(rows),
         geometry,
     )
-    run(
-        call,
-        [address(x) for x in sources],
-        [address(y) for y in targets],
-        address(cos),
-        address(sin),
-        0 if rows is None else address(rows),
-    )
+    places = [(address(x), address(y)) for x, y in zip(sources, targets, strict=True)]
+    run(call, places, address(cos), address(sin), 0 if rows is None else address(rows))
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result[...] = target
     return results
 
 
-def _signature(array: Array) -> Signature:
-    return type(array), array.shape, array.strides, array.dtype, array.flags.aligned
+def rotate_at(
+    xs: Sequence[Array], positions: object, options: AngleOptions, out: Sequence[Array] | None
+) -> tuple[Array, ...] | None:
+    """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
+    if not isinstance(positions, np.ndarray):
+        return None
+    call = _ready_call(*_forms(xs, (positions,), out), options)
+    return None if call is None else _results(call, xs, (positions,), out)
+
+
+def _forms(
+    xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
+) -> tuple[tuple[Signature, ...], int, int, tuple[bool, ...] | None]:
+    """Signatures of all, how many x and tables there are, and which outputs are their x."""
+    signatures = tuple([
+        (type(array), array.shape, array.strides, array.dtype, array.flags.aligned)
+        for array in (*xs, *tables, *(out or ()))
+    ])  # fmt: skip
+    return signatures, len(xs), len(tables), None if out is None else _in_place(xs, out)
+
+
+def _results(
+    call: Call, xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
+) -> tuple[Array, ...] | None:
+    """The call on these arrays; None, and nothing written, where a check fails.
+
+    `tables` are cos, sin and perhaps row numbers, or positions alone.
+    """
+    if not all([y.flags.writeable for y in out or ()]):
+        return None
+    outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
+    q, k, q_out, k_out = map(address, (xs[0], xs[-1], outs[0], outs[-1]))
+    cos, sin, rows = *map(address, tables), *(0,) * (3 - len(tables))
+    checks = CHECK_ROWS * (rows != 0) + CHECK_OVERLAP * (out is not None)
+    return tuple(outs) if call.job(q, q_out, k, k_out, cos, sin, rows, checks) else None
 
 
 def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
@@ -140,58 +157,108 @@ def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=1024)
 def _ready_call(
-    signature: tuple[Signature, ...],
+    signatures: tuple[Signature, ...],
     count: int,
-    has_rows: bool,
+    tables: int,
     is_in_place: tuple[bool, ...] | None,
-    options: Options,
+    options: Options | AngleOptions,
 ) -> Call | None:
     """The call for operands the loops can take as they are; None if one has to be copied first."""
-    if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signature):
+    if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signatures):
         return None
     blocks = [
-        Block(shape, strides, reference.name_of(dtype)) for _, shape, strides, dtype, _ in signature
+        Block(shape, strides, reference.name_of(dtype))
+        for _, shape, strides, dtype, _ in signatures
     ]
-    xs, (cos, sin, *more) = blocks[:count], blocks[count:]
-    rows = more.pop(0) if has_rows else None
-    return ready_call(xs, cos, sin, rows, more, is_in_place, options)
+    stop = count + tables
+    groups = blocks[:count], blocks[count:stop], blocks[stop:], is_in_place
+    if isinstance(options, AngleOptions):
+        return ready_turn(*groups, options)
+    return ready_call(*groups, options)
 
 
 def ready_call(
     xs: Sequence[Block],
-    cos: Block,
-    sin: Block,
-    rows: Block | None,
+    tables: Sequence[Block],
     outs: Sequence[Block],
     is_in_place: tuple[bool, ...] | None,
     options: Options,
 ) -> Call | None:
     """The call for blocks that need no copy; None if there are others.
 
-    Where `is_in_place` is None the outputs will be new and contiguous, and `outs` is empty.
+    `tables` are cos, sin and perhaps row numbers. Where `is_in_place` is None the outputs will be
+    new and contiguous, and `outs` is empty.
     """
-    index = () if rows is None else (rows,)
-    if not all(block.shape and block.dtype in SIZES for block in (*xs, cos, sin, *index, *outs)):
+    cos, sin, *index = tables
+    if not all(block.shape for block in tables) or not _are_ready(xs, outs, is_in_place):
         return None
-    if is_in_place is None:
-        is_in_place, outs = (False,) * len(xs), [contiguous(x) for x in xs]
-    if cos != sin or cos.dtype != "float32" or xs[0].dtype not in loops.TAGS or len(xs) > 2:
+    if cos != sin or cos.dtype != "float32" or not is_contiguous_last(cos):
         return None
-    if not all(map(is_contiguous_last, (*xs, cos, *outs))) or len({x.dtype for x in xs}) > 1:
+    if not all(rows.dtype == "int64" and is_contiguous(rows) for rows in index):
         return None
-    if not all(map(is_injective, outs)):
-        return None
-    for x, y, same in zip(xs, outs, is_in_place, strict=True):
-        if x.shape != y.shape or x.dtype != y.dtype or (same and x.strides != y.strides):
-            return None
-    if rows is not None and (rows.dtype != "int64" or not is_contiguous(rows)):
-        return None
+    rows = index[0] if index else None
     shape = None if rows is None else rows.shape
     geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    return _one_job(xs, outs, is_in_place, cos, rows, geometry)
+
+
+def ready_turn(
+    xs: Sequence[Block],
+    tables: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: AngleOptions,
+) -> Call | None:
+    """The same without tables, for few tokens; None where tables are made, too.
+
+    `tables` are positions alone; a check fails where one is below the lowest.
+    """
+    (positions,), angles = tables, options.angles_of(options.form)
+    tokens = positions.shape[: len(positions.shape) - bool(angles.axes)]
+    if len(tokens) not in (1, 2) or (len(tokens) == 2 and len(xs[0].shape) < 4):
+        return None
+    if angles.axes and positions.shape[-1] != max(angles.axes) + 1:
+        return None
+    if positions.dtype != "int64" or not is_contiguous(positions):
+        return None
+    size = sum(math.prod(x.shape) * SIZES.get(x.dtype, 0) for x in xs)
+    if size >= threads.SERIAL_BYTES or not _are_ready(xs, outs, is_in_place):
+        return None
+    table = contiguous(Block((*tokens, len(angles.turns)), (), "float32"))
+    geometry = geometry_of(tuple(x.shape for x in xs), table.shape, None, options.options)
+    return _one_job(xs, outs, is_in_place, table, positions, geometry, angles)
+
+
+def _are_ready(
+    xs: Sequence[Block], outs: Sequence[Block], is_in_place: tuple[bool, ...] | None
+) -> bool:
+    """Whether the loops take these as they are."""
+    blocks = *xs, *outs
+    if len(xs) > 2 or len({block.dtype for block in blocks}) > 1 or xs[0].dtype not in loops.TAGS:
+        return False
+    if not all(block.shape and is_contiguous_last(block) for block in blocks):
+        return False
+    return is_in_place is None or all(
+        is_injective(y) and x.shape == y.shape and (not same or x.strides == y.strides)
+        for x, y, same in zip(xs, outs, is_in_place, strict=True)
+    )
+
+
+def _one_job(
+    xs: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    table: Block,
+    index: Block | None,
+    geometry: Geometry,
+    angles: Angles | None = None,
+) -> Call | None:
+    if is_in_place is None:
+        is_in_place, outs = (False,) * len(xs), [contiguous(x) for x in xs]
     if geometry.layout != geometry.out_layout and any(is_in_place):
         return None
-    call = prepare(tuple(xs), tuple(outs), is_in_place, cos, rows, geometry)
-    return None if call.offsets else call
+    call = prepare(tuple(xs), tuple(outs), is_in_place, table, index, geometry, angles)
+    return None if call.blocks else call
 
 
 @lru_cache(maxsize=1024)
@@ -200,40 +267,84 @@ def prepare(
     outs: tuple[Block, ...],
     is_in_place: tuple[bool, ...],
     table: Block,
-    rows: Block | None,
+    index: Block | None,
     geometry: Geometry,
+    angles: Angles | None = None,
 ) -> Call:
     """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
 
-    With `rows`, they are walked along with x and say which row of `table` is read.
+    `index` are row numbers, which are walked along with x and say which row of `table` is read.
+    With `angles` they are positions, of a small call, and `table` is what will be made of them.
     """
+    rows = None if angles else index
     along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
-    offsets, steps = [], []
-    for x, out, same in zip(xs, outs, is_in_place, strict=True):
-        outer, plan = _walk(x, out, same, along, row_size, geometry)
-        offsets.append(outer)
-        steps.append(plan)
-    if len(steps) == 1:
-        steps.append(_NOTHING)
-    reach = _reach(xs, outs, table, rows)
-    return Call(
-        loops.loop(xs[0].dtype),
-        tuple(steps),
-        tuple(offsets) if any(len(each) > 1 for each in offsets) or len(xs) > 2 else (),
-        geometry.pairs,
-        loops.MODES[geometry.layout, geometry.out_layout],
-        -1 if geometry.conjugate else 1,
-        sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs),
-        tuple(map(address, steps)),
+    size = sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs)
+    walks = [
+        _walk(x, out, same, along, row_size, geometry)
+        for x, out, same in zip(xs, outs, is_in_place, strict=True)
+    ]
+    can_stream = (
         geometry.layout == geometry.out_layout
         and not any(is_in_place)
         and all(_is_aligned(out, geometry) for out in outs)
-        and sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs) >= STREAM_BYTES,
-        0 if rows is None else math.prod(rows.shape),
-        table.shape[0],
-        reach,
-        address(reach),
+        and size >= STREAM_BYTES
     )
+
+    def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
+        form = np.zeros((), loops.FORM)
+        for name, each in zip(("q", "k"), steps, strict=False):
+            form[name] = each
+        form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
+        form["row_count"] = 0 if rows is None else math.prod(rows.shape)
+        form["row_limit"], form["reach"] = table.shape[0], reach
+        mode = loops.MODES[geometry.layout, geometry.out_layout]
+        if angles is not None:
+            assert index is not None
+            tokens = index.shape[: len(index.shape) - bool(angles.axes)]
+            shape = *((1, *tokens)[-2:]), *index.shape[len(tokens) :]
+            alive = _angles(
+                shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
+                angles.lowest,
+            )  # fmt: skip
+            return _small_job(loops.turn_once(xs[0].dtype), form, mode, alive)
+        if size < threads.SERIAL_BYTES:
+            return _small_job(loops.rotate_once(xs[0].dtype), form, mode)
+        return partial(_large_job, loops.loop(xs[0].dtype), form, mode, size, can_stream)
+
+    if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
+        return Call(
+            job_of([steps for _, steps in walks], size, _reach(xs, outs, table, rows)), size
+        )
+    blocks = [(job_of([steps], size // len(offsets), 0), offsets) for offsets, steps in walks]
+    return Call(blocks[0][0], size, tuple(blocks))
+
+
+def _small_job(once: Callable[[bytes], int], form: Array, mode: int, angles: Alive = ()) -> Job:
+    """One call of C."""
+    if angles:
+        form["angles"] = address(angles[0])
+    pack, head = _PACK, (0, 1, address(form), mode)
+
+    def job(
+        q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
+    ) -> bool:
+        return once(pack(*head, q, q_out, k, k_out, cos, sin, rows, checks)) == 1
+
+    job.alive = form, angles  # type: ignore[attr-defined]  # what there are addresses of
+    return job
+
+
+def _large_job(
+    loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool,
+    q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int,
+) -> bool:  # fmt: skip
+    """On all threads, and past the caches where every store is aligned."""
+    mode += loops.STREAMING * (can_stream and q_out % _LINE == k_out % _LINE == 0)
+    job = array("q", (0, 1, address(form), mode, q, q_out, k, k_out, cos, sin, rows, checks))
+    if checks and not loops.is_safe()(job.buffer_info()[0]):
+        return False
+    threads.run(loop, size, job)
+    return True
 
 
 def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:
@@ -252,46 +363,15 @@ def _is_aligned(out: Block, geometry: Geometry) -> bool:
     return all(number % _LINE == 0 for number in (*offsets, *rows))
 
 
-def run(
-    call: Call,
-    xs: Sequence[int],
-    outs: Sequence[int],
-    cos: int,
-    sin: int,
-    rows: int,
-    *,
-    is_checked: bool = False,
-    is_apart: bool = False,
-) -> bool:
-    """Rotate the blocks at these addresses; what is there must outlive the call.
-
-    Where it is checked, and a row number is outside of the table or an output may share memory with
-    another operand, nothing is written and the answer is False. Such a call has no `offsets`.
-    `is_apart` where it is known that no memory is shared.
-    """
-    mode = call.mode
-    if call.can_stream and all([out % _LINE == 0 for out in outs]):
-        mode += loops.STREAMING
-    if not call.offsets:
-        q, k = call.addresses
-        job = array("q", (
-            0, 1, q, xs[0], outs[0], k, xs[-1], outs[-1],
-            cos, sin, rows, call.pairs, mode, call.sign,
-            call.row_count, call.row_limit, 0 if is_apart else call.reach_address,
-        ))  # fmt: skip
-        if is_checked and not loops.is_safe()(job.buffer_info()[0]):
-            return False
-        threads.run(call.loop, call.size, job)
-        return True
-    blocks = zip(xs, outs, call.addresses[: len(xs)], call.offsets, strict=True)
-    for x, out, steps, offsets in blocks:
+def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:
+    """Do any call, without checks; `places` are the addresses of x and out."""
+    if not call.blocks:
+        call.job(*places[0], *places[-1], cos, sin, rows, 0)
+        return
+    for (x, out), (job, offsets) in zip(places, call.blocks, strict=True):
         for source, target, row in offsets:
             table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
-            threads.run(call.loop, call.size // len(offsets), array("q", (
-                0, 1, steps, x + source, out + target, address(_NOTHING), 0, 0,
-                *table, call.pairs, mode, call.sign, 0, 0, 0,
-            )))  # fmt: skip
-    return True
+            job(x + source, out + target, 0, 0, *table, 0)
 
 
 def _walk(
@@ -346,20 +426,31 @@ def tables(
 ) -> tuple[Array, Array]:
     """cos and sin from turns, as `kernels/numpy.py` has them, in one pass and float64 inside."""
     positions = np.ascontiguousarray(positions, np.int64)
+    batch, seq = positions.shape[:2]
+    cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
+    form, *alive = _angles(positions.shape, turns, scales, axes, backwards)
+    job = array("q", (0, 1, address(form), address(positions), address(cos), address(sin)))
+    threads.run(loops.loop("table"), both.nbytes, job)
+    del alive
+    return cos, sin
+
+
+def _angles(
+    shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
+    lowest: int = -(2**63),
+) -> Alive:  # fmt: skip
+    """loops.ANGLES for positions of this shape, and what it has the addresses of."""
     turns = np.ascontiguousarray(turns, np.uint64)
     scales = np.ascontiguousarray(scales, np.float64)
-    batch, seq = positions.shape[:2]
-    pairs = turns.shape[-1]
-    both = np.empty((2, batch, seq, pairs), np.float32)
-    cos, sin = both
     per_pair = np.array(axes, np.int64)
-    threads.run(loops.loop("table"), both.nbytes, array("q", (
-        0, 1, address(positions), batch, seq, positions.shape[-1], address(per_pair) if axes else 0,
+    batch, seq, *num_axes = shape
+    form = np.array((
+        batch, seq, *(num_axes or [1]), address(per_pair) if axes else 0,
         address(turns), turns.strides[0] if len(turns) > 1 else 0,
         address(scales), scales.strides[0] if len(scales) > 1 else 0,
-        int(backwards), pairs, address(cos), address(sin),
-    )))  # fmt: skip
-    return cos, sin
+        backwards, turns.shape[-1], lowest,
+    ), loops.ANGLES)  # fmt: skip
+    return form, turns, scales, per_pair
 
 
 def _is_ready(array: Array) -> bool:
@@ -367,4 +458,6 @@ def _is_ready(array: Array) -> bool:
 
 
 # positions are NumPy's, and what is rare is left to the reference
-KERNEL = replace(reference.KERNEL, name="compiled loops", rotate=rotate, tables=tables)
+KERNEL = replace(
+    reference.KERNEL, name="compiled loops", rotate=rotate, tables=tables, rotate_at=rotate_at
+)

@@ -1,8 +1,12 @@
 """How the arrays of one rotation fit together, worked out from their shapes alone."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from .. import layouts
 
@@ -22,6 +26,30 @@ class Options(NamedTuple):
     seq_dim: int | None = -2
     head_dim: int | None = None
     conjugate: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """What positions are multiplied by, the same for all rows.
+
+    turns   (pairs,) uint64: 2^64 for one turn per token
+    scale   multiplies cos and sin: the attention factor
+    axes    of positions, one per pair; empty if there is one axis
+    lowest  the first position that is not refused
+    """
+
+    turns: npt.NDArray[np.uint64]
+    scale: float
+    axes: tuple[int, ...]
+    lowest: int
+
+
+class AngleOptions(NamedTuple):
+    """Options of a rotation at positions, without tables."""
+
+    options: Options
+    form: Hashable  # what the angles depend on
+    angles_of: Callable[[Any], Angles]  # from the form
 
 
 class Geometry(NamedTuple):

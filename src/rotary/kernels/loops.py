@@ -7,7 +7,7 @@ any number of threads may take parts of it until none is left; the bits do not d
 import functools
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -63,26 +63,32 @@ STEPS = _whole_numbers(
     "ahead",  # how far ahead memory is asked for
     "tile",
 )
-# Every record begins with the part that is taken next, 0, and the number of parts, 1
+# What calls of one form share. `angles` is the address of ANGLES, where there are no tables, and
+# `reach` where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
+FORM = np.dtype(
+    [("q", STEPS), ("k", STEPS)]
+    + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit", "angles")]
+    + [("reach", np.int64, (7, 2))]
+)
+# A job begins with the part that is taken next, 0, and the number of parts, 1. `checks` is a sum of
+ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output shares memory
 ROTATION = _whole_numbers(
-    *("next", "parts", "q_steps", "q", "q_out", "k_steps", "k", "k_out"),
-    *("cos", "sin", "rows", "pairs", "mode", "sign"),
-    # for `is_safe`: how many row numbers there are, what they are below, and where the reach of
-    # q, k, cos, sin, rows, q_out, k_out is: the first byte and the one after the last, from each
-    *("row_count", "row_limit", "reach"),
+    *("next", "parts", "form", "mode", "q", "q_out", "k", "k_out", "cos", "sin", "rows", "checks")
 )
-TABLE = _whole_numbers(
-    *("next", "parts", "positions", "batch", "seq", "num_axes", "axes", "turns", "turns_step"),
-    *("scales", "scales_step", "backwards", "pairs", "cos", "sin"),
+# What tables of one form share; `lowest` is the first position that is not refused
+ANGLES = _whole_numbers(
+    *("batch", "seq", "num_axes", "axes", "turns", "turns_step", "scales", "scales_step"),
+    *("backwards", "pairs", "lowest"),
 )
-_steps, _rotation, _table = (record(fields) for fields in (STEPS, ROTATION, TABLE))
+TABLE = _whole_numbers("next", "parts", "angles", "positions", "cos", "sin")
+_steps, _form, _rotation, _angles, _table = map(record, (STEPS, FORM, ROTATION, ANGLES, TABLE))
+_K, _REACH = (FORM.fields[name][1] for name in ("k", "reach"))  # type: ignore[index]
 
 
 @compiled()
-def _rotate_rows(tag, job, steps, x, out, first, last):
+def _rotate_rows(tag, form, mode, cos, sin, rows, steps, x, out, first, last):
     # the compiler would read a record again after every store
-    mode, pairs, sign, ahead = job.mode, job.pairs, job.sign, steps.ahead
-    cos, sin, rows, row_size = job.cos, job.sin, job.rows, steps.row_size
+    pairs, sign, ahead, row_size = form.pairs, form.sign, steps.ahead, steps.row_size
     start, head, tail, tail_size = steps.start, steps.head, steps.tail, steps.tail_size
     x_step, out_step, table_step = steps.x_2, steps.out_2, steps.table_2
     outer = steps.size_0 * steps.size_1
@@ -125,8 +131,8 @@ def _rotate_rows(tag, job, steps, x, out, first, last):
 
 
 @compiled()
-def _rotate_part(tag, job, part):
-    q, k = _steps(job.q_steps), _steps(job.k_steps)
+def _rotate_part(tag, job, cos, sin, rows, part):
+    form, q, k = _form(job.form), _steps(job.form), _steps(job.form + _K)
     q_rows = q.size_0 * q.size_1 * q.size_2
     total = q_rows + k.size_0 * k.size_1 * k.size_2
     first, last = total * part // job.parts, total * (part + 1) // job.parts
@@ -136,7 +142,7 @@ def _rotate_part(tag, job, part):
         )
         start, stop = max(first, low) - low, min(last, high) - low
         if start < stop:
-            _rotate_rows(tag, job, steps, x, out, start, stop)
+            _rotate_rows(tag, form, job.mode, cos, sin, rows, steps, x, out, start, stop)
 
 
 def _rotate(tag: np.generic) -> Callable[[int], None]:
@@ -144,55 +150,97 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
         job = _rotation(address)
         part = take(address)
         while part < job.parts:
-            _rotate_part(tag, job, part)
+            _rotate_part(tag, job, job.cos, job.sin, job.rows, part)
             part = take(address)
 
     return rotate
 
 
-def _is_safe(address):
-    job = _rotation(address)
-    for at in range(job.row_count):
-        row = load_int(job.rows + 8 * at)
-        if row < 0 or row >= job.row_limit:
-            return 0
-    if job.reach:
+@compiled()
+def _is_safe(job):
+    form = _form(job.form)
+    if job.checks & ROWS:
+        for at in range(form.row_count):
+            row = load_int(job.rows + 8 * at)
+            if row < 0 or row >= form.row_limit:
+                return False
+    if job.checks & OVERLAP:
         operands = (job.q, job.k, job.cos, job.sin, job.rows, job.q_out, job.k_out)
+        reach = job.form + _REACH
         for side in range(2):
-            out, own = operands[5 + side], job.reach + 16 * (5 + side)
+            out, own = operands[5 + side], reach + 16 * (5 + side)
             low, high = out + load_int(own), out + load_int(own + 8)
             for other in range(5 + side):
-                at, reach = operands[other], job.reach + 16 * other
-                is_apart = at + load_int(reach) >= high or low >= at + load_int(reach + 8)
+                at, extent = operands[other], reach + 16 * other
+                is_apart = at + load_int(extent) >= high or low >= at + load_int(extent + 8)
                 if not is_apart and not (other == side and at == out):
-                    return 0
-    return 1
+                    return False
+    return True
+
+
+def _check(address):
+    return int(_is_safe(_rotation(address)))
+
+
+def _rotate_once(tag: np.generic) -> Callable[[int], int]:
+    def rotate_once(address):
+        job = _rotation(address)
+        if not _is_safe(job):
+            return 0
+        _rotate_part(tag, job, job.cos, job.sin, job.rows, 0)
+        return 1
+
+    return rotate_once
+
+
+def _turn_once(tag: np.generic) -> Callable[[int], int]:
+    def turn_once(address):
+        job = _rotation(address)
+        angles = _angles(_form(job.form).angles)
+        tokens = angles.batch * angles.seq
+        for at in range(tokens * angles.num_axes):
+            if load_int(job.cos + 8 * at) < angles.lowest:
+                return 0
+        if not _is_safe(job):
+            return 0
+        both = np.empty((2, tokens * angles.pairs), np.float32)
+        cos, sin = both[0].ctypes.data, both[1].ctypes.data
+        _table_rows(angles, job.cos, cos, sin, 0, tokens)
+        _rotate_part(tag, job, cos, sin, 0, 0)
+        return 1
+
+    return turn_once
 
 
 @compiled()
-def _table_part(job, part):
-    total, pairs = job.batch * job.seq, job.pairs
-    spread = np.empty(pairs if job.axes else 0, np.int64)
-    for row in range(total * part // job.parts, total * (part + 1) // job.parts):
-        batch = row // job.seq
-        turns = job.turns + batch * job.turns_step
-        scale = load_double(job.scales + batch * job.scales_step)
-        cos, sin = job.cos + row * pairs * 4, job.sin + row * pairs * 4
-        if job.axes:
+def _table_rows(form, positions, cos, sin, first, last):
+    pairs = form.pairs
+    spread = np.empty(pairs if form.axes else 0, np.int64)
+    for row in range(first, last):
+        batch = row // form.seq
+        turns = form.turns + batch * form.turns_step
+        scale = load_double(form.scales + batch * form.scales_step)
+        at = row * pairs * 4
+        if form.axes:
             for pair in range(pairs):
-                axis = load_int(job.axes + 8 * pair)
-                spread[pair] = load_int(job.positions + 8 * (row * job.num_axes + axis))
-            table_row_axes(spread.ctypes.data, turns, pairs, scale, job.backwards, cos, sin)
+                axis = load_int(form.axes + 8 * pair)
+                spread[pair] = load_int(positions + 8 * (row * form.num_axes + axis))
+            table_row_axes(
+                spread.ctypes.data, turns, pairs, scale, form.backwards, cos + at, sin + at
+            )
         else:
-            position = load_int(job.positions + 8 * row)
-            table_row(position, turns, pairs, scale, job.backwards, cos, sin)
+            position = load_int(positions + 8 * row)
+            table_row(position, turns, pairs, scale, form.backwards, cos + at, sin + at)
 
 
 def _fill_table(address):
     job = _table(address)
+    angles = _angles(job.angles)
+    total = angles.batch * angles.seq
     part = take(address)
     while part < job.parts:
-        _table_part(job, part)
+        first, last = total * part // job.parts, total * (part + 1) // job.parts
+        _table_rows(angles, job.positions, job.cos, job.sin, first, last)
         part = take(address)
 
 
@@ -224,9 +272,25 @@ def loop(name: str) -> Loop:
 
 @functools.cache
 def is_safe() -> Callable[[int], int]:
-    """The check of a rotation's record: 1 where every row number is inside of the table, and no
-    output reaches into an operand other than its own x, nor into the output before."""
-    compiled_ = c_function(_is_safe, types.int64(types.int64))
+    """The checks of a ROTATION: 1 where every row number is inside of the table, and no output
+    reaches into an operand other than its own x, nor into the output before."""
+    return _whole_job(_check)
+
+
+@functools.cache
+def rotate_once(name: str) -> Callable[[bytes], int]:
+    """A ROTATION of one part, for a key of TAGS; 0, and nothing written, where a check fails."""
+    return _whole_job(_rotate_once(TAGS[name]))
+
+
+@functools.cache
+def turn_once(name: str) -> Callable[[bytes], int]:
+    """The same from positions, whose address stands in the place of that of cos."""
+    return _whole_job(_turn_once(TAGS[name]))
+
+
+def _whole_job(function: Callable[[int], int]) -> Callable[[Any], int]:
+    compiled_ = c_function(function, types.int64(types.int64))
     _alive.append(compiled_)
     return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
 

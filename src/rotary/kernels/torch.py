@@ -12,7 +12,6 @@ Everything else (other devices, subclasses, vmap, forward mode, export, tables t
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,10 +19,9 @@ import torch
 from torch import Tensor
 
 from . import NESTED, Kernel, Numbers, torch_ready, torch_tables
-from .geometry import Geometry, Options, geometry_of, seq_axis
+from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from .torch_checks import (
     check_no_grad,
-    check_strided,
     check_writable,
     check_xs,
 )
@@ -45,7 +43,7 @@ from .torch_state import (
     is_on_gpu,
     is_tracing,
     is_tracing_a_transform,
-    is_transforming,
+    is_watched,
     wants_grad,
 )
 
@@ -63,40 +61,64 @@ def rotate(
     Arguments and errors are those of `rotary.rotate`.
     """
     rows = positions if isinstance(positions, Tensor) else None
-    operands = (*xs, cos, sin) if rows is None else (*xs, cos, sin, rows)
-    others = None
-    if out is not None:  # no tensor twice: the guards would refuse it
-        others = tuple([y is not x for x, y in zip(xs, out, strict=True)])
-        operands = (*operands, *itertools.compress(out, others))
-    for tensor in operands:
-        if tensor.is_nested:  # the guards would end the process
-            check_strided((tensor,))
-    is_eager = not is_tracing() and not is_transforming()
-    if is_eager and (positions is None or rows is not None):
-        key = options, len(xs), rows is None, others, xs[0].shape
-        results = torch_ready.run_again(key, operands, xs, cos, sin, rows, out)
+    if (positions is None or rows is not None) and not is_watched():
+        tables = (cos, sin) if rows is None else (cos, sin, rows)
+        results = torch_ready.run(options, xs, tables, out, _code)
         if results is not None:
-            return results
-        run = torch_ready.on_cpu(xs, cos, sin, rows, options, out)
-        if run is not None and (results := run(xs, cos, sin, rows, out)) is not None:
-            torch_ready.remember(key, operands, run)
             return results
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
-    shapes = tuple([tuple(x.shape) for x in xs])
-    row_shape = None if rows is None else tuple(rows.shape)
-    geometry = geometry_of(shapes, tuple(cos.shape), row_shape, options)
+    geometry = _geometry(xs, cos, rows, options)
     if out is not None:
         return _rotate_into(xs, cos, sin, rows, geometry, out)
-    if (
-        is_eager
-        and positions is None
-        and is_for_gpu(operands)
-        and cos.dtype != torch.float64
-        and not wants_grad(*operands)
-    ):
-        torch_ready.remember(key, operands, partial(_run_on_gpu, geometry))
     return _rotate(xs, (cos, sin, rows), geometry)
+
+
+def rotate_at(
+    xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
+) -> tuple[Tensor, ...] | None:
+    """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
+    if is_watched() or not isinstance(positions, Tensor) or is_on_gpu(xs[0]):
+        return None
+    return torch_ready.run(options, xs, (positions,), out, torch_ready.on_cpu)
+
+
+def prepare(
+    options: Options | AngleOptions,
+    xs: Sequence[Tensor],
+    tables: torch_ready.Tables,
+    out: Sequence[Tensor] | None,
+) -> torch_ready.Run | None:
+    """The code for tensors of this form, that answers None for others; None where there is none."""
+    if is_watched():
+        return None
+    if isinstance(options, AngleOptions):
+        return torch_ready.prepared(options, xs, tables, out, torch_ready.on_cpu)
+    return torch_ready.prepared(options, xs, tables, out, _code)
+
+
+def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:
+    shapes = tuple([tuple(x.shape) for x in xs])
+    return geometry_of(
+        shapes, tuple(cos.shape), None if rows is None else tuple(rows.shape), options
+    )
+
+
+def _code(
+    options: Options,
+    xs: Sequence[Tensor],
+    tables: torch_ready.Tables,
+    out: Sequence[Tensor] | None,
+) -> torch_ready.Run | None:
+    """What rotates tensors like these without another look; None where that is not known."""
+    cos, sin, *rows = tables
+    operands = (*xs, *tables)
+    if not is_for_gpu(operands):
+        return torch_ready.on_cpu(options, xs, tables, out)
+    if out is not None or rows or cos.dtype == torch.float64 or wants_grad(*operands):
+        return None
+    check_operands(xs, cos, sin, out)
+    return partial(_run_on_gpu, _geometry(xs, cos, None, options))
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
@@ -170,14 +192,9 @@ def _rotate_into(
 
 
 def _run_on_gpu(
-    geometry: Geometry,
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: None,
-    out: Sequence[Tensor] | None,
+    geometry: Geometry, xs: Sequence[Tensor], tables: torch_ready.Tables, out: None
 ) -> tuple[Tensor, ...]:
-    return gpu_kernel(xs[0].device).rotate(xs, cos, sin, None, geometry, out)
+    return gpu_kernel(xs[0].device).rotate(xs, *tables, None, geometry, None)
 
 
 # --- exact angles, without tables ---
@@ -264,6 +281,8 @@ KERNEL = Kernel(
     name="torch",
     namespace="torch",
     rotate=rotate,
+    rotate_at=rotate_at,
+    prepare=prepare,
     tables=torch_tables.tables,
     tables_float64=torch_tables.tables_float64,
     tables_float32=torch_tables.tables_float32,

@@ -115,14 +115,8 @@ def _loop(
         None if rows is None else form(rows),
         geometry,
     )
-    loops.run(
-        call,
-        [x.data_ptr() for x in sources],
-        [y.data_ptr() for y in targets],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        0 if rows is None else rows.data_ptr(),
-    )
+    places = [(x.data_ptr(), y.data_ptr()) for x, y in zip(sources, targets, strict=True)]
+    loops.run(call, places, cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr())
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)

@@ -8,29 +8,41 @@ make_fx and forward mode, which the caller rules out, nor what is looked at here
 numbers, and whether memory is shared.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .geometry import Options
+from .geometry import AngleOptions, Options
 from .pages import LARGE
-from .torch_checks import check_memory, check_no_inference
-from .torch_launch import empty_like, form, loops, mark_written
-from .torch_state import FLOATS, has_memory, is_on_gpu, wants_grad
+from .torch_checks import check_memory, check_no_inference, check_strided
+from .torch_launch import empty_like, form, loops
+from .torch_state import (
+    FLOATS,
+    has_memory,
+    is_on_gpu,
+    is_watched,
+    wants_grad,
+)
 
 # None in a torch that has no such check: every call is then worked out
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
-# (xs, cos, sin, rows, out) -> the results, or None where this code cannot take them
-Run = Callable[
-    [Sequence[Tensor], Tensor, Tensor, Tensor | None, Sequence[Tensor] | None],
-    tuple[Tensor, ...] | None,
-]
-# of calls of one kind and shape of x: forms of the other operands; and how many kinds and shapes
-_FORMS, _KINDS = 4, 256
+Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or positions alone
+# the code of a call: its results, or None where it cannot take these after all
+Run = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...] | None]
+Kind = TypeVar("Kind", bound=Hashable)
+# of calls of one kind and size of x: forms of the operands; and how many kinds and sizes
+_FORMS, _KINDS = 8, 256
 _SPACINGS = 64  # of operands whose memory was compared byte by byte
+# without the cost of looking whether it was given one tensor or many
+_increment_version: Any = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
+_data_ptr: Any = Tensor.data_ptr
+_is_nested: Any = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
 class Ready(NamedTuple):
@@ -44,42 +56,111 @@ class Ready(NamedTuple):
 recent: dict[tuple[object, ...], tuple[Ready, ...]] = {}
 
 
-def run_again(key: tuple[object, ...], operands: Sequence[Tensor], *call: Any) -> Any:
-    """The results of a call like one before, or None. `operands` are all tensors of the call."""
+def run(
+    kind: Kind,
+    xs: Sequence[Tensor],
+    tables: Tables,
+    out: Sequence[Tensor] | None,
+    make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
+) -> tuple[Tensor, ...] | None:
+    """The results, by the code of a call like this one, or by new code, which is then kept.
+
+    `kind` is all that the code depends on beside the tensors, and `make` writes it for these
+    tensors. None where it cannot: another way has to be taken.
+    """
+    others = None
+    operands = (*xs, *tables)
+    if out is not None:  # no tensor twice: the guards would refuse it
+        others = tuple([y is not x for x, y in zip(xs, out, strict=True)])
+        operands = (*operands, *itertools.compress(out, others))
+    if any(map(_is_nested, operands)):  # the guards would end the process
+        check_strided(operands)
+    key = kind, len(operands), others, xs[0].numel()
     for ready in recent.get(key, ()):
         if ready.guard.check(*operands) and not (ready.is_without_grad and torch.is_grad_enabled()):
-            results = ready.run(*call)
+            results = ready.run(xs, tables, out)
             if results is not None:
                 return results
-    return None
+    code = make(kind, xs, tables, out)
+    results = None if code is None else code(xs, tables, out)
+    if code is not None and results is not None and TensorGuards is not None:
+        if key not in recent and len(recent) >= _KINDS:
+            recent.pop(next(iter(recent)), None)
+        recent[key] = (ready_for(operands, code), *recent.get(key, ())[: _FORMS - 1])
+    return results
 
 
-def remember(key: tuple[object, ...], operands: Sequence[Tensor], run: Run) -> None:
-    """Keep the code that took these operands, for calls of the same form."""
-    if TensorGuards is None:
-        return
+def prepared(
+    kind: Kind,
+    xs: Sequence[Tensor],
+    tables: Tables,
+    out: Sequence[Tensor] | None,
+    make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
+) -> Run | None:
+    """The code for calls of this form alone, which answers None for others; None if there is none.
+
+    >>> x, cos = torch.ones(1, 3, 4), torch.ones(3, 2)
+    >>> code = prepared(Options(), [x], (cos, cos), None, on_cpu)
+    >>> code is None or code([x[:, :1]], (cos, cos), None) is None
+    True
+    """
+    code = make(kind, xs, tables, out)
+    if code is None or TensorGuards is None:
+        return None
+    is_into = out is not None
+    others = [y is not x for x, y in zip(xs, out or (), strict=False)]
+    has_others = any(others)
+    operands = (*xs, *tables, *itertools.compress(out or (), others))
+    count, ready = len(operands), ready_for(operands, code)
+    check, is_without_grad = ready.guard.check, ready.is_without_grad
+
+    def run(
+        xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    ) -> tuple[Tensor, ...] | None:
+        operands = (*xs, *tables)
+        if out is None or not is_into:
+            if out is not None or is_into:
+                return None
+        elif has_others:
+            if [y is not x for x, y in zip(xs, out, strict=False)] != others:
+                return None
+            operands = (*operands, *itertools.compress(out, others))
+        elif out is not xs and [*map(id, out)] != [*map(id, xs)]:
+            return None
+        try:
+            if (
+                len(operands) != count
+                or is_watched()
+                or any(map(_is_nested, operands))
+                or not check(*operands)
+            ):
+                return None
+        except TypeError:  # not a tensor
+            return None
+        return None if is_without_grad and torch.is_grad_enabled() else code(xs, tables, out)
+
+    return run
+
+
+def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
+    """The code and the guard of operands like these, of which none stands twice."""
     sizes: list[Any] = [list(tensor.shape) for tensor in operands]
     strides: list[Any] = [list(tensor.stride()) for tensor in operands]
     guard = TensorGuards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    ready = Ready(guard, any([tensor.requires_grad for tensor in operands]), run)
-    if key not in recent and len(recent) >= _KINDS:
-        recent.pop(next(iter(recent)), None)
-    recent[key] = (ready, *recent.get(key, ())[: _FORMS - 1])
+    return Ready(guard, any([tensor.requires_grad for tensor in operands]), code)
 
 
 def on_cpu(
+    kind: Options | AngleOptions,
     xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Tensor | None,
-    options: Options,
+    tables: Tables,
     out: Sequence[Tensor] | None,
 ) -> Run | None:
     """The compiled loops for operands of these forms; None where another way has to be taken.
 
     ValueError for shapes that do not fit. Nobody may watch the operators.
     """
-    operands = (*xs, cos, sin, *(() if rows is None else (rows,)), *(out or ()))
+    operands = (*xs, *tables, *(out or ()))
     if loops is None or not all(map(has_memory, operands)) or any(map(is_on_gpu, operands)):
         return None
     if wants_grad(*operands) or not all([x.dtype in FLOATS for x in xs]):
@@ -88,44 +169,52 @@ def on_cpu(
     is_in_place = None
     if out is not None:
         is_in_place = tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)])
-    blocks = [form(x) for x in xs], form(cos), form(sin), None if rows is None else form(rows)
-    call = loops.ready_call(*blocks, [form(y) for y in out or ()], is_in_place, options)
-    apart: set[tuple[int, ...]] = set()
+    read, written = [form(x) for x in xs], [form(y) for y in out or ()]
+    ready = loops.ready_turn if isinstance(kind, AngleOptions) else loops.ready_call
+    call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
+    # nothing stands between one token and its outputs
+    new = torch.empty_like if call.size < LARGE else empty_like
+    checks = loops.CHECK_ROWS * (len(tables) == 3) + loops.CHECK_OVERLAP * (out is not None)
+    is_tracked = not any([y.is_inference() for y in out or ()])
+    job = call.job
+    is_other_memory = is_in_place and (not is_in_place[0], not is_in_place[-1])
+    is_single, absent = len(xs) == 1, (0,) * (3 - len(tables))
+    apart: set[tuple[int, ...]] = set()
 
-    def run(
-        xs: Sequence[Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        rows: Tensor | None,
-        out: Sequence[Tensor] | None,
+    def code(
+        xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, ...] | None:
+        q, k = xs[0], xs[-1]
         if out is not None:
             outs = tuple(out)
-        elif call.size < LARGE:  # nothing stands between one token and its outputs
-            outs = tuple([torch.empty_like(x) for x in xs])
+        elif is_single:
+            outs = (new(q),)
         else:
-            outs = tuple([empty_like(x) for x in xs])
-        sources, targets = [x.data_ptr() for x in xs], [y.data_ptr() for y in outs]
-        tables = cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr()
+            outs = (new(q), new(k))
+        q_at, q_out, k_at, k_out = (
+            q.data_ptr(), outs[0].data_ptr(), k.data_ptr(), outs[-1].data_ptr()
+        )  # fmt: skip
+        cos, sin, rows = *map(_data_ptr, tables), *absent
         if out is None:
-            is_done = loops.run(call, sources, targets, *tables, is_checked=rows is not None)
+            is_done = job(q_at, q_out, k_at, k_out, cos, sin, rows, checks)
             return outs if is_done else None
-        if is_in_place != tuple([x == y for x, y in zip(sources, targets, strict=True)]):
+        if is_other_memory != (q_at != q_out, k_at != k_out):
             return None
-        if not loops.run(call, sources, targets, *tables, is_checked=True):
+        if not job(q_at, q_out, k_at, k_out, cos, sin, rows, checks):
             # q and k may be slices of one buffer: their reach overlaps, their bytes do not
-            places = *sources, *targets, *tables
-            spacing = tuple([place - sources[0] for place in places])
+            places = q_at, q_out, k_at, k_out, cos, sin, rows
+            spacing = tuple([place - q_at for place in places])
             if spacing not in apart:
-                check_memory((*xs, cos, sin, *(() if rows is None else (rows,))), outs)
+                check_memory((*xs, *tables), outs)
                 if len(apart) >= _SPACINGS:
                     apart.clear()
                 apart.add(spacing)
-            if not loops.run(call, sources, targets, *tables, is_checked=True, is_apart=True):
+            if not job(*places, checks - loops.CHECK_OVERLAP):
                 return None
-        mark_written(outs)
+        if is_tracked:
+            _increment_version(outs)
         return outs
 
-    return run
+    return code

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import Numbers
 
@@ -19,6 +20,10 @@ FLOATS = {
 }
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_is_tracing_by_jit: Any = torch._C._is_tracing
+_functorch_level: Any = torch._C._functorch.maybe_current_level
+_count_of_modes: Any = torch._C._len_torch_dispatch_stack
 _DispatchModeKey: Any = torch._C._TorchDispatchModeKey
 
 
@@ -31,7 +36,7 @@ def is_recording() -> bool:
     """Whether this call is recorded, by torch.jit.trace or make_fx too: later values may differ."""
     return (
         is_tracing()
-        or torch._C._is_tracing()
+        or _is_tracing_by_jit()
         or torch._C._get_dispatch_mode(_DispatchModeKey.PROXY) is not None
     )
 
@@ -43,20 +48,22 @@ def is_tracing_a_transform() -> bool:
 
 @torch.compiler.assume_constant_result
 def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
-    return (
-        torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_transforming() -> bool:
     """Whether a functorch transform, forward mode, a dispatch mode or torch.jit.trace is active."""
     return (
-        torch._C._is_tracing()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
+        _is_tracing_by_jit()
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _count_of_modes() > 0
     )
+
+
+def is_watched() -> bool:
+    """Whether something records the operators of this call, or gives them another meaning."""
+    return is_transforming() or _is_compiling()
 
 
 def wants_grad(*tensors: Tensor) -> bool:
