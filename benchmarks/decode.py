@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rotary import Rotary, apply, cos_sin, rotate
+from rotary import Rotary, apply, cos_sin, prepare, rotate
 from rotary import bench as timing
 
 from . import command, peers
@@ -38,7 +38,10 @@ BARS = {
     "rotate positions=": (0.3, 0.6),
     "rotate positions=, in place": (0.3, 0.6),
     "apply positions=": (0.45, 0.8),
+    "prepared rotate positions=, in place": (0.15, 0.4),
+    "prepared apply positions=, in place": (0.15, 0.4),
 }
+VLLM_BAR = 1.2  # most times of vLLM's operator: a prepared call in a loop
 
 Group = dict[str, float]  # case -> median microseconds
 
@@ -120,7 +123,10 @@ def cases(call: Call) -> dict[str, timing.Case]:
     q, k, positions = call
     cos, sin = cos_sin(SPEC, positions)
     all_cos, all_sin = cos_sin(SPEC, torch.arange(ROWS))
-    outs, own, rows = (tuple(x.clone() for x in (q, k)) for _ in range(3))
+    outs, own, rows, mine, ready = (tuple(x.clone() for x in (q, k)) for _ in range(5))
+    how: dict[str, Any] = {"seq_dim": -2, "positions": positions}
+    by_row = prepare(rotate, mine, all_cos, all_sin, SPEC, out=mine, **how)
+    by_angle = prepare(apply, SPEC, *ready, out=ready, **how)
     ours: dict[str, timing.Case] = {
         "rotate": lambda: rotate((q, k), cos, sin, SPEC, seq_dim=-2),
         "rotate out=": lambda: rotate((q, k), cos, sin, SPEC, seq_dim=-2, out=outs),
@@ -132,6 +138,12 @@ def cases(call: Call) -> dict[str, timing.Case]:
             rows, all_cos, all_sin, SPEC, seq_dim=-2, positions=positions, out=rows
         ),
         "apply positions=": lambda: apply(SPEC, q, k, positions=positions, seq_dim=-2),
+        "prepared rotate positions=, in place": lambda: by_row(
+            mine, all_cos, all_sin, positions=positions, out=mine
+        ),
+        "prepared apply positions=, in place": lambda: by_angle(
+            *ready, positions=positions, out=ready
+        ),
     }
     return {**ours, **peer_cases(call)}
 
@@ -283,6 +295,15 @@ def bars(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
             limit = limits[place != "in a loop"]
             if ratios:
                 yield f"{case} / {EAGER}, {place}", max(ratios), limit, max(ratios) <= limit
+    ratios = [
+        group[case] / group[VLLM]
+        for group in loops.values()
+        for case in BARS
+        if VLLM in group and case.startswith("prepared")
+    ]
+    if ratios:
+        worst = max(ratios)
+        yield f"prepared / {VLLM}, in a loop", worst, VLLM_BAR, worst <= VLLM_BAR
     for name, spent in report["libraries"].items():
         if name != "torch":
             ratio = spent / report["libraries"]["torch"]

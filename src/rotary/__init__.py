@@ -9,6 +9,7 @@ from .angles import inv_freq as inv_freq
 from .angles import turns as turns
 from .configs import from_hf_config as from_hf_config
 from .configs import to_hf_config as to_hf_config
+from .prepare import prepare as prepare
 from .rerotate import rerotate as rerotate
 from .rotate import apply as apply
 from .rotate import rotate as rotate
@@ -28,6 +29,7 @@ __all__ = [
     "layouts",
     "patch",
     "positions",
+    "prepare",
     "rerotate",
     "rotate",
     "to_hf_config",
