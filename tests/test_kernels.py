@@ -661,7 +661,7 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
     modes = []
     run = pool.run
-    monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][3]), run(*job)))
+    monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][4]), run(*job)))
     memory = np.zeros(4096 + x.nbytes, np.uint8)
     aligned = -memory.ctypes.data % 64
     for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned

@@ -19,9 +19,10 @@ if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` 
     raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 from . import Numbers as Array
-from . import loops, threads
+from . import caches, loops, threads
 from . import numpy as reference
 from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of
+from .llvm import MODES
 from .memory import (
     SIZES,
     Block,
@@ -29,7 +30,6 @@ from .memory import (
     extent,
     is_contiguous,
     is_contiguous_last,
-    is_gapless,
     is_injective,
 )
 from .numpy import address
@@ -37,19 +37,15 @@ from .numpy import address
 # what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
 Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
 
-STREAM_BYTES = 1 << 25  # from here on no cache keeps the output until it is read
+STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read and what is written
 _LINE = 64
-_TILE_BYTES = 1 << 21  # of both tables; smaller tiles gain nothing and break the runs of rows
-_AHEAD = 1 << 13  # bytes; 4 to 16 KiB are alike
+_TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
-_PACK = struct.Struct("12q").pack  # loops.ROTATION
-
+_PACK = struct.Struct(f"{len(loops.ROTATION)}q").pack
 
 # (q, q_out, k, k_out, cos, sin, rows, checks), where q alone stands for k too, and 0 for what there
 # is not: whether the checks passed. If not, nothing is written
 Job = Callable[[int, int, int, int, int, int, int, int], bool]
-
-
 Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
 
 
@@ -292,12 +288,13 @@ def prepare(
 
     def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
         form = np.zeros((), loops.FORM)
+        form["k"]["tile"] = 1
         for name, each in zip(("q", "k"), steps, strict=False):
             form[name] = each
         form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
         form["row_count"] = 0 if rows is None else math.prod(rows.shape)
         form["row_limit"], form["reach"] = table.shape[0], reach
-        mode = loops.MODES[geometry.layout, geometry.out_layout]
+        mode = MODES.index((geometry.layout, geometry.out_layout, False))
         if angles is not None:
             assert index is not None
             tokens = index.shape[: len(index.shape) - bool(angles.axes)]
@@ -323,12 +320,12 @@ def _small_job(once: Callable[[bytes], int], form: Array, mode: int, angles: Ali
     """One call of C."""
     if angles:
         form["angles"] = address(angles[0])
-    pack, head = _PACK, (0, 1, address(form), mode)
+    pack, head = _PACK, (1, 1, 0, address(form), mode)
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
     ) -> bool:
-        return once(pack(*head, q, q_out, k, k_out, cos, sin, rows, checks)) == 1
+        return once(pack(*head, q, q_out, k, k_out, cos, sin, rows, checks, 0)) == 1
 
     job.alive = form, angles  # type: ignore[attr-defined]  # what there are addresses of
     return job
@@ -340,7 +337,8 @@ def _large_job(
 ) -> bool:  # fmt: skip
     """On all threads, and past the caches where every store is aligned."""
     mode += loops.STREAMING * (can_stream and q_out % _LINE == k_out % _LINE == 0)
-    job = array("q", (0, 1, address(form), mode, q, q_out, k, k_out, cos, sin, rows, checks))
+    places = q, q_out, k, k_out, cos, sin, rows
+    job = array("q", (1, 1, 0, address(form), mode, *places, checks, 0))
     if checks and not loops.is_safe()(job.buffer_info()[0]):
         return False
     threads.run(loop, size, job)
@@ -401,8 +399,9 @@ def _walk(
     if not (is_in_place and x.strides == out.strides):
         steps["head"] = geometry.start * itemsize
         steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
-    steps["ahead"] = _AHEAD if is_gapless(x) else 0
-    steps["tile"] = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+    *_, table_step = inner[-1]
+    tile = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+    steps["tile"] = tile if table_step else 4 * tile  # rows of one row of the table need no tile
     return offsets, steps
 
 
@@ -429,7 +428,7 @@ def tables(
     batch, seq = positions.shape[:2]
     cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
     form, *alive = _angles(positions.shape, turns, scales, axes, backwards)
-    job = array("q", (0, 1, address(form), address(positions), address(cos), address(sin)))
+    job = array("q", (1, 1, 0, *map(address, (form, positions, cos, sin)), 0))
     threads.run(loops.loop("table"), both.nbytes, job)
     del alive
     return cos, sin

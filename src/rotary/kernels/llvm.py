@@ -10,7 +10,8 @@ The element type is told by a tag, a NumPy scalar of the type that holds the bit
 uint16 for bfloat16, int16 for float16.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numba
@@ -26,10 +27,10 @@ _BYTES = {_I16: 2, _F16: 2, _I32: 4, _F32: 4, _F64: 8}
 # tag -> (type in memory, bytes, type of the arithmetic, lanes of the vectors): the widest fills a
 # cache line of 64 bytes with each store
 _ELEMENTS = {
-    types.float32: (_F32, 4, _F32, (16,)),
-    types.float64: (_F64, 8, _F64, (8,)),
-    types.uint16: (_I16, 2, _F32, (32, 16)),
-    types.int16: (_F16, 2, _F32, (32, 16)),
+    types.float32: (_F32, 4, _F32, (32, 16)),
+    types.float64: (_F64, 8, _F64, (16, 8)),
+    types.uint16: (_I16, 2, _F32, (64, 32, 16)),
+    types.int16: (_F16, 2, _F32, (64, 32, 16)),
 }
 
 
@@ -70,7 +71,11 @@ def _load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) 
 
 def _widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
     if tag is types.uint16:  # bfloat16 is the upper half of a float32
-        value = b.shl(b.zext(value, _vector(_I32, lanes)), _constant(_I32, lanes, 16))
+        if lanes > 1:
+            order = [number for lane in range(lanes) for number in (lanes, lane)]
+            value = _pick(b, value, _constant(_I16, lanes, 0), order)
+        else:
+            value = b.shl(b.zext(value, _I32), _constant(_I32, 1, 16))
         return b.bitcast(value, _vector(_F32, lanes))
     return b.fpext(value, _vector(_F32, lanes)) if tag is types.int16 else value
 
@@ -87,17 +92,32 @@ def _store_wide(
 
 
 def _narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
-    element = _ELEMENTS[tag][0]
     if tag is types.int16:
-        return b.fptrunc(value, _vector(element, lanes))
-    if tag is not types.uint16:
-        return value
-    bits = _bfloat16_above(b, value, lanes)
+        return b.fptrunc(value, _vector(_F16, lanes))
+    return _bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
+
+
+def _bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
+    """Two vectors of float32, of which `order` picks the lanes, rounded to nearest even.
+
+    The halves of the words are parted by one shuffle each and rounded 16 bits wide. Results of
+    arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one too.
+    """
+    lanes = len(order)
     if lanes == 1:
-        return b.trunc(b.lshr(bits, _constant(_I32, 1, 16)), element)
-    # one shuffle of two vectors takes the upper halves of both
-    halves = b.bitcast(bits, _vector(element, 2 * lanes))
-    return _pick(b, halves, halves, list(range(1, 2 * lanes, 2)))
+        bits = b.bitcast(one, _I32)
+        low, high = b.trunc(bits, _I16), b.trunc(b.lshr(bits, _constant(_I32, 1, 16)), _I16)
+    else:
+        halves = [b.bitcast(value, _vector(_I16, 2 * value.type.count)) for value in (one, other)]
+        low, high = (_pick(b, *halves, [2 * lane + side for lane in order]) for side in (0, 1))
+
+    def constant(number: int) -> ir.Constant:
+        return _constant(_I16, lanes, number)
+
+    middle = b.sub(constant(0x8000), b.and_(high, constant(1)))
+    below_last = b.select(b.icmp_unsigned("<", high, constant(0xFFFE)), high, constant(0xFFFE))
+    above = _saturating_add(b, below_last, constant(1))
+    return b.select(b.icmp_unsigned(">", low, middle), above, high)
 
 
 def _store(b: ir.IRBuilder, value: ir.Value, size: int, address: ir.Value, streaming: bool) -> None:
@@ -110,17 +130,14 @@ def _store(b: ir.IRBuilder, value: ir.Value, size: int, address: ir.Value, strea
     b.store(value, pointer, align=min(whole, 64)).set_metadata("nontemporal", hint)
 
 
-def _bfloat16_above(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
-    """The bits of a float32, rounded so that their upper half is a bfloat16."""
-
-    def constant(number: int) -> ir.Constant:
-        return _constant(_I32, lanes, number)
-
-    bits = b.bitcast(value, _vector(_I32, lanes))
-    is_even = b.icmp_unsigned("==", b.and_(bits, constant(0x10000)), constant(0))
-    rounded = b.add(bits, b.select(is_even, constant(0x7FFF), constant(0x8000)))
-    quiet = b.or_(bits, constant(0x400000))
-    return b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The sum of signed numbers, or the largest one."""
+    kind = one.type
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
+    )
+    return b.call(function, [one, other])
 
 
 @contextmanager
@@ -152,15 +169,14 @@ def _each(
         done = whole
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, lanes: int) -> None:
-    """Ask for a cache line that is read a few rows later."""
-    if lanes == 1:
-        return
+def _prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> None:
+    """Ask for the cache lines of so many bytes, to be read in the next run of rows."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
     prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    pointer = b.inttoptr(b.add(address, ahead), cgutils.voidptr_t)
     for_reading, keep, data = (_constant(_I32, 1, number) for number in (0, 3, 1))
-    b.call(prefetch, [pointer, for_reading, keep, data])
+    for line in range(0, size, 64):
+        pointer = b.add(b.add(address, ahead), _constant(_I64, 1, line))
+        b.call(prefetch, [b.inttoptr(pointer, cgutils.voidptr_t), for_reading, keep, data])
 
 
 def _load_pairs(
@@ -170,17 +186,17 @@ def _load_pairs(
     size = _ELEMENTS[tag][1]
     if not interleaved:
         first = _address(b, row, index, size)
-        _prefetch(b, first, ahead, lanes)
-        _prefetch(b, _address(b, first, pairs, size), ahead, lanes)
-        return _load_wide(b, tag, first, lanes), _load_wide(
-            b, tag, _address(b, first, pairs, size), lanes
-        )
+        ends = first, _address(b, first, pairs, size)
+        for end in ends if lanes > 1 else ():
+            _prefetch(b, end, ahead, lanes * size)
+        return _load_wide(b, tag, ends[0], lanes), _load_wide(b, tag, ends[1], lanes)
     both = _address(b, row, index, 2 * size)
-    _prefetch(b, both, ahead, lanes)
-    _prefetch(b, b.add(both, _constant(_I64, 1, 64)), ahead, lanes)
+    if lanes > 1:
+        _prefetch(b, both, ahead, 2 * lanes * size)
     if tag is types.uint16:  # a pair is a word of 32 bits
         words = _load(b, _I32, size, both, lanes)
-        lower, upper = b.shl(words, _constant(_I32, lanes, 16)), _upper(b, words, lanes)
+        lower = b.shl(words, _constant(_I32, lanes, 16))
+        upper = b.and_(words, _constant(_I32, lanes, 0xFFFF0000))
         return b.bitcast(lower, _vector(_F32, lanes)), b.bitcast(upper, _vector(_F32, lanes))
     if lanes == 1:
         second = _address(b, both, _constant(_I64, 1, 1), size)
@@ -204,88 +220,114 @@ def _store_pairs(
         _store_wide(b, tag, _address(b, first, pairs, size), other, streaming)
         return
     both = _address(b, row, index, 2 * size)
-    if tag is types.uint16:
-        lower = b.lshr(_bfloat16_above(b, one, lanes), _constant(_I32, lanes, 16))
-        upper = _upper(b, _bfloat16_above(b, other, lanes), lanes)
-        _store(b, b.or_(lower, upper), size, both, streaming)
-        return
     if lanes == 1:
         _store_wide(b, tag, both, one)
         _store_wide(b, tag, _address(b, both, _constant(_I64, 1, 1), size), other)
         return
     order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
-    one, other = (_narrowed(b, tag, value, lanes) for value in (one, other))
-    _store(b, _pick(b, one, other, order), size, both, streaming)
+    if tag is types.uint16:
+        pairs_ = _bfloat16(b, one, other, order)
+    else:
+        pairs_ = _pick(b, *(_narrowed(b, tag, value, lanes) for value in (one, other)), order)
+    _store(b, pairs_, size, both, streaming)
 
 
-def _upper(b: ir.IRBuilder, words: ir.Value, lanes: int) -> ir.Value:
-    return b.and_(words, _constant(_I32, lanes, 0xFFFF0000))
-
-
-def _rotation(
-    read_interleaved: bool, write_interleaved: bool, streaming: bool = False
-) -> Callable[..., object]:
-    """The rotation of one row: (tag, x, out, cos, sin, pairs, sign, ahead) -> None.
-
-    The row so many bytes `ahead` is asked for from memory.
-    """
-
-    @intrinsic
-    def rotate_row(context, tag, x, out, cos, sin, pairs, sign, ahead):
-        def generate(context, b, signature, arguments):
-            _, x, out, cos, sin, pairs, sign, ahead = arguments
-            _, _, wide, widths = _ELEMENTS[tag]
-            sign = b.sitofp(sign, wide)
-
-            def rotate(index: ir.Value, lanes: int) -> None:
-                offset = _address(b, cos, index, 4), _address(b, sin, index, 4)
-                c, s = (_load(b, _F32, 4, address, lanes) for address in offset)
-                if wide is _F64:
-                    c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
-                s = b.fmul(s, _splat(b, sign, lanes))
-                u, v = _load_pairs(
-                    b, tag, x, index, pairs, lanes, ahead, interleaved=read_interleaved
-                )
-                one = b.fsub(b.fmul(u, c), b.fmul(v, s))
-                other = b.fadd(b.fmul(v, c), b.fmul(u, s))
-                _store_pairs(
-                    b,
-                    tag,
-                    out,
-                    index,
-                    pairs,
-                    lanes,
-                    one,
-                    other,
-                    interleaved=write_interleaved,
-                    streaming=streaming,
-                )
-
-            _each(b, pairs, widths, rotate)
-            return context.get_dummy_value()
-
-        return types.void(tag, *(types.int64,) * 7), generate
-
-    return rotate_row
-
-
-row_half = _rotation(False, False)
-row_half_streaming = _rotation(False, False, streaming=True)
-row_interleaved_streaming = _rotation(True, True, streaming=True)
-row_interleaved = _rotation(True, True)
-row_half_to_interleaved = _rotation(False, True)
-row_interleaved_to_half = _rotation(True, False)
+# how a rotation reads and writes pairs, and whether its stores go past the caches
+MODES = (
+    ("half", "half", False),
+    ("interleaved", "interleaved", False),
+    ("half", "interleaved", False),
+    ("interleaved", "half", False),
+    ("half", "half", True),
+    ("interleaved", "interleaved", True),
+)
 
 
 @intrinsic
-def copy(context, target, source, size):
+def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
+    """Rotate `count` rows of one tensor.
+
+    x and out are the addresses of the first row; `tables` those of cos, sin and row numbers, or 0,
+    and the offset of its row of the table, or of its row number. The memory so many bytes `ahead`
+    of each row of x is asked for.
+    """
+
     def generate(context, b, signature, arguments):
-        target, source, size = arguments
-        pointers = (b.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
-        cgutils.raw_memcpy(b, *pointers, size, 1)
+        _, job_mode, *records, x, out, tables, count, ahead = arguments
+        cos, sin, rows, row = cgutils.unpack_tuple(b, tables)
+
+        def field(name: str) -> ir.Value:
+            side = name not in form.fields
+            kind = (form, steps)[side]
+            return b.load(cgutils.get_record_member(b, records[side], kind.offset(name), _I64))
+
+        pairs, row_size = field("pairs"), field("row_size")
+        x_step, out_step, table_step = map(field, ("x_2", "out_2", "table_2"))
+        start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
+        sign = b.sitofp(field("sign"), _ELEMENTS[tag][2])
+        none, apart = _constant(_I64, 1, 0), b.sub(sin, cos)
+
+        def table_offset(at: ir.Value) -> ir.Value:
+            offset = b.add(row, b.mul(at, table_step))
+            before = b.block
+            with b.if_then(b.icmp_signed("!=", rows, none)):
+                picked = b.mul(_load(b, _I64, 8, b.add(rows, offset), 1), row_size)
+                after = b.block
+            result = b.phi(_I64)
+            result.add_incoming(offset, before)
+            result.add_incoming(picked, after)
+            return result
+
+        def rotate(mode: tuple[str, str, bool], index: ir.Value, lanes: int) -> None:
+            with _loop(b, none, count, 1) as at:
+                source = _opaque(b, b.add(b.add(x, start), b.mul(at, x_step)))
+                target = _opaque(b, b.add(b.add(out, start), b.mul(at, out_step)))
+                table = _opaque(b, b.add(b.add(cos, _address(b, none, index, 4)), table_offset(at)))
+                c, s = (_load(b, _F32, 4, each, lanes) for each in (table, b.add(table, apart)))
+                _rotate(b, tag, source, target, c, s, index, pairs, sign, ahead, *mode)
+
+        for number, mode in enumerate(MODES):
+            with b.if_then(b.icmp_signed("==", job_mode, _constant(_I64, 1, number))):
+                _each(b, pairs, _ELEMENTS[tag][3], functools.partial(rotate, mode))
+        with (
+            b.if_then(b.icmp_signed("!=", b.or_(head, tail_size), none)),
+            _loop(b, none, count, 1) as at,
+        ):
+            ends = b.add(out, b.mul(at, out_step)), b.add(x, b.mul(at, x_step))
+            for skipped, size in ((none, head), (tail, tail_size)):
+                to, come = (b.inttoptr(b.add(end, skipped), cgutils.voidptr_t) for end in ends)
+                cgutils.raw_memcpy(b, to, come, size, 1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    numbers = types.int64, types.int64, types.UniTuple(types.int64, 4), types.int64, types.int64
+    return types.void(tag, types.int64, form, steps, *numbers), generate
+
+
+def _opaque(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The same number, which the compiler cannot see through.
+
+    From what it sees of an address it makes a counter for each load and store, more than there are
+    registers, and counting takes as long as rotating.
+    """
+    return b.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [value], side_effect=False)
+
+
+def _rotate(
+    b: ir.IRBuilder, tag: types.Type, x: ir.Value, out: ir.Value, c: ir.Value, s: ir.Value,
+    index: ir.Value, pairs: ir.Value, sign: ir.Value, ahead: ir.Value,
+    layout: str, out_layout: str, streaming: bool,
+) -> None:  # fmt: skip
+    lanes = c.type.count if isinstance(c.type, ir.VectorType) else 1
+    if _ELEMENTS[tag][2] is _F64:
+        c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
+    s = b.fmul(s, _splat(b, sign, lanes))
+    u, v = _load_pairs(b, tag, x, index, pairs, lanes, ahead, interleaved=layout == "interleaved")
+    one = b.fsub(b.fmul(u, c), b.fmul(v, s))
+    other = b.fadd(b.fmul(v, c), b.fmul(u, s))
+    _store_pairs(
+        b, tag, out, index, pairs, lanes, one, other,
+        interleaved=out_layout == "interleaved", streaming=streaming,
+    )  # fmt: skip
 
 
 @intrinsic
@@ -342,6 +384,17 @@ def call_address(context, function, argument):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def call_number(context, function):
+    """What a C function `int (void)` returns, called by its address."""
+
+    def generate(context, b, signature, arguments):
+        kind = ir.FunctionType(_I32, []).as_pointer()
+        return b.sext(b.call(b.inttoptr(arguments[0], kind), []), _I64)
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic

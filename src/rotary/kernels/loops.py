@@ -1,7 +1,8 @@
 """The compiled loops of the CPU kernel: over the rows of tensors, and over the rows of tables.
 
-A call is one record of whole numbers: addresses, and strides in bytes. It is cut into parts, and
-any number of threads may take parts of it until none is left; the bits do not depend on how many.
+A call is one record of whole numbers: addresses, and strides in bytes. It is cut into parts, a few
+for each thread, and a thread that has done its own takes those of others; the bits do not depend on
+how many there are.
 """
 
 import functools
@@ -14,18 +15,14 @@ from numba import prange, types
 
 from .compiled import c_function, compiled
 from .llvm import (
+    MODES,
     call_address,
-    copy,
+    call_number,
     fence,
     load_double,
     load_int,
     record,
-    row_half,
-    row_half_streaming,
-    row_half_to_interleaved,
-    row_interleaved,
-    row_interleaved_streaming,
-    row_interleaved_to_half,
+    rotate_rows,
     table_row,
     table_row_axes,
     take,
@@ -38,29 +35,22 @@ TAGS = {
     "bfloat16": np.uint16(0),
     "float16": np.int16(0),
 }
-MODES = {
-    ("half", "half"): 0,
-    ("interleaved", "interleaved"): 1,
-    ("half", "interleaved"): 2,
-    ("interleaved", "half"): 3,
-}
-STREAMING = 4  # added to the modes 0 and 1: stores that go past the caches
+STREAMING = MODES.index(("half", "half", True))  # the first mode of stores past the caches
 
 
 def _whole_numbers(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
 
-# How the rows of one tensor lie in memory; all in bytes but the sizes and the tile. Rows run
-# through a tile of the last axis for every index of the other axes before the next tile, so that
-# the table rows of one stay in a cache
+# How the rows of one tensor lie in memory; all in bytes but the sizes and the tile. The last axis
+# is cut into tiles of rows. A tile is rotated for every index of the other axes before the next
+# one, so that its rows of the table stay in the first cache
 STEPS = _whole_numbers(
     *("size_0", "size_1", "size_2", "x_0", "x_1", "x_2", "out_0", "out_1", "out_2"),
     *("table_0", "table_1", "table_2"),  # of the table, or of the row numbers
     "row_size",  # of the table, where there are row numbers
     *("start", "head"),  # where the rotated channels begin, and how much is copied before them
     *("tail", "tail_size"),  # what is copied after them
-    "ahead",  # how far ahead memory is asked for
     "tile",
 )
 # What calls of one form share. `angles` is the address of ANGLES, where there are no tables, and
@@ -70,88 +60,98 @@ FORM = np.dtype(
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit", "angles")]
     + [("reach", np.int64, (7, 2))]
 )
-# A job begins with the part that is taken next, 0, and the number of parts, 1. `checks` is a sum of
+# A job begins with the number of threads, 1, of parts for each, 1, and the address of the C
+# function that numbers threads, or 0. It ends with how many parts are taken, 0: of each thread, and
+# with many threads after them how many have come. `checks` is a sum of
 ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output shares memory
 ROTATION = _whole_numbers(
-    *("next", "parts", "form", "mode", "q", "q_out", "k", "k_out", "cos", "sin", "rows", "checks")
+    *("threads", "parts", "number", "form", "mode", "q", "q_out", "k", "k_out"),
+    *("cos", "sin", "rows", "checks", "taken"),
 )
 # What tables of one form share; `lowest` is the first position that is not refused
 ANGLES = _whole_numbers(
     *("batch", "seq", "num_axes", "axes", "turns", "turns_step", "scales", "scales_step"),
     *("backwards", "pairs", "lowest"),
 )
-TABLE = _whole_numbers("next", "parts", "angles", "positions", "cos", "sin")
+TABLE = _whole_numbers("threads", "parts", "number", "angles", "positions", "cos", "sin", "taken")
 _steps, _form, _rotation, _angles, _table = map(record, (STEPS, FORM, ROTATION, ANGLES, TABLE))
-_K, _REACH = (FORM.fields[name][1] for name in ("k", "reach"))  # type: ignore[index]
+
+
+def _offset(fields: np.dtype[np.void], name: str) -> int:
+    return int(fields.fields[name][1])  # type: ignore[index]
+
+
+_K, _REACH = _offset(FORM, "k"), _offset(FORM, "reach")
+_ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "taken")
 
 
 @compiled()
-def _rotate_rows(tag, form, mode, cos, sin, rows, steps, x, out, first, last):
-    # the compiler would read a record again after every store
-    pairs, sign, ahead, row_size = form.pairs, form.sign, steps.ahead, steps.row_size
-    start, head, tail, tail_size = steps.start, steps.head, steps.tail, steps.tail_size
-    x_step, out_step, table_step = steps.x_2, steps.out_2, steps.table_2
-    outer = steps.size_0 * steps.size_1
-    at = first
-    while at < last:
-        number, inside = at // (outer * steps.tile), at % (outer * steps.tile)
-        height = min(steps.tile, steps.size_2 - number * steps.tile)
-        i, j = inside // height // steps.size_1, inside // height % steps.size_1
-        k = inside % height
-        stop = min(last, at + height - k)
-        k += number * steps.tile
-        source = x + i * steps.x_0 + j * steps.x_1 + k * x_step
-        target = out + i * steps.out_0 + j * steps.out_1 + k * out_step
-        row = i * steps.table_0 + j * steps.table_1 + k * table_step
-        while at < stop:
-            offset = load_int(rows + row) * row_size if rows else row
-            u, v, c, s = source + start, target + start, cos + offset, sin + offset
-            if mode == 0:
-                row_half(tag, u, v, c, s, pairs, sign, ahead)
-            elif mode == 1:
-                row_interleaved(tag, u, v, c, s, pairs, sign, ahead)
-            elif mode == STREAMING:
-                row_half_streaming(tag, u, v, c, s, pairs, sign, ahead)
-            elif mode == STREAMING + 1:
-                row_interleaved_streaming(tag, u, v, c, s, pairs, sign, ahead)
-            elif mode == 2:
-                row_half_to_interleaved(tag, u, v, c, s, pairs, sign, ahead)
-            else:
-                row_interleaved_to_half(tag, u, v, c, s, pairs, sign, ahead)
-            if head:
-                copy(target, source, head)
-            if tail_size:
-                copy(target + tail, source + tail, tail_size)
-            source += x_step
-            target += out_step
-            row += table_step
-            at += 1
-    if mode >= STREAMING:
+def _own(job, taken):
+    """The number of this thread: the same in every call, and so are its parts, which it finds in
+    its own caches."""
+    if job.threads == 1:
+        return 0
+    come = call_number(job.number) if job.number else take(taken + 8 * job.threads)
+    return come % job.threads
+
+
+@compiled()
+def _next_part(job, taken, own):
+    """A part that no thread has taken, if there is one its own; -1 if there is none."""
+    for turn in range(job.threads):
+        thread = (own + turn) % job.threads
+        part = take(taken + 8 * thread)
+        if part < job.parts:
+            return thread * job.parts + part
+    return -1
+
+
+@compiled()
+def _share(job, total, part):
+    """The first and the last of so many, in a part."""
+    parts = job.threads * job.parts
+    return total * part // parts, total * (part + 1) // parts
+
+
+@compiled()
+def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
+    form = _form(job.form)
+    places = steps.size_0 * steps.size_1  # on the other axes
+    first, last = _share(job, places * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
+    for at in range(first, last):
+        k, place = at // places * steps.tile, at % places
+        i, j = place // steps.size_1, place % steps.size_1
+        source = x + i * steps.x_0 + j * steps.x_1 + k * steps.x_2
+        target = out + i * steps.out_0 + j * steps.out_1 + k * steps.out_2
+        row = i * steps.table_0 + j * steps.table_1 + k * steps.table_2
+        ahead = steps.x_1 if j + 1 < steps.size_1 else steps.x_0 - j * steps.x_1
+        if place + 1 == places:  # the next tile
+            ahead = steps.tile * steps.x_2 - i * steps.x_0 - j * steps.x_1
+        count = min(steps.tile, steps.size_2 - k)
+        tables = cos, sin, rows, row
+        rotate_rows(tag, job.mode, form, steps, source, target, tables, count, ahead)
+    if job.mode >= STREAMING:
         fence()
 
 
 @compiled()
 def _rotate_part(tag, job, cos, sin, rows, part):
-    form, q, k = _form(job.form), _steps(job.form), _steps(job.form + _K)
-    q_rows = q.size_0 * q.size_1 * q.size_2
-    total = q_rows + k.size_0 * k.size_1 * k.size_2
-    first, last = total * part // job.parts, total * (part + 1) // job.parts
     for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
-        steps, x, out, low, high = (
-            (q, job.q, job.q_out, 0, q_rows) if side == 0 else (k, job.k, job.k_out, q_rows, total)
+        steps, x, out = (
+            (job.form, job.q, job.q_out) if side == 0 else (job.form + _K, job.k, job.k_out)
         )
-        start, stop = max(first, low) - low, min(last, high) - low
-        if start < stop:
-            _rotate_rows(tag, form, job.mode, cos, sin, rows, steps, x, out, start, stop)
+        _rotate_tiles(tag, job, _steps(steps), x, out, cos, sin, rows, part)
 
 
 def _rotate(tag: np.generic) -> Callable[[int], None]:
     def rotate(address):
         job = _rotation(address)
-        part = take(address)
-        while part < job.parts:
+        taken = address + _ROTATION_TAKEN
+        own = _own(job, taken)
+        part = _next_part(job, taken, own)
+        while part >= 0:
             _rotate_part(tag, job, job.cos, job.sin, job.rows, part)
-            part = take(address)
+            part = _next_part(job, taken, own)
 
     return rotate
 
@@ -234,14 +234,14 @@ def _table_rows(form, positions, cos, sin, first, last):
 
 
 def _fill_table(address):
-    job = _table(address)
+    job, taken = _table(address), address + _TABLE_TAKEN
     angles = _angles(job.angles)
-    total = angles.batch * angles.seq
-    part = take(address)
-    while part < job.parts:
-        first, last = total * part // job.parts, total * (part + 1) // job.parts
+    own = _own(job, taken)
+    part = _next_part(job, taken, own)
+    while part >= 0:
+        first, last = _share(job, angles.batch * angles.seq, part)
         _table_rows(angles, job.positions, job.cos, job.sin, first, last)
-        part = take(address)
+        part = _next_part(job, taken, own)
 
 
 @compiled(parallel=True)

@@ -9,15 +9,17 @@ import os
 import sys
 import threading
 from array import array
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import numba
 
 from . import loops
 
+PARTS = 4  # of each thread; what one that is disturbed does not begin is left to the others
 SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
-_PARTS_PER_THREAD = 4  # a thread that is disturbed leaves the rest to the other
 
 
 def count() -> int:
@@ -34,22 +36,31 @@ def count() -> int:
 def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
     """Do a job of one part, over `size` bytes: on this thread if it is small, or on all, in parts.
 
-    `job` is a record of `loops.py`, whose second number is that of the parts.
+    `job` is a record of `loops.py`, which says what its first three numbers and its last are.
     """
-    address = job.buffer_info()[0]
     if size < SERIAL_BYTES or _in_forked_child or (wanted := count()) == 1:
-        loop.call(address)
+        loop.call(job.buffer_info()[0])
         return
-    job[1] = wanted * _PARTS_PER_THREAD
+    job[0], job[1] = wanted, PARTS
+    job.extend((0,) * wanted)
     if (openmp := _openmp()) is not None:
-        openmp.GOMP_parallel(loop.address, address, wanted, 0)
+        job[2] = openmp.thread_number
+        openmp.parallel(loop.address, job.buffer_info()[0], wanted, 0)
         return
+    address = job.buffer_info()[0]
     with nullcontext() if _may_overlap() else _one_at_a_time:
         loops.on_numba_threads(loop.address, address, wanted)
 
 
+class _OpenMP(NamedTuple):
+    """What is called of GNU OpenMP, and the address of its `int omp_get_thread_num(void)`."""
+
+    parallel: Callable[..., None]
+    thread_number: int
+
+
 @cache
-def _openmp() -> "ctypes.CDLL | None":
+def _openmp() -> _OpenMP | None:
     """GNU OpenMP: the copy torch has loaded, or will share when it is; None if there is none.
 
     Numba's own OpenMP layer asks for another file name and would start a second pool, that waits
@@ -61,14 +72,11 @@ def _openmp() -> "ctypes.CDLL | None":
         library = ctypes.CDLL("libgomp.so.1")
     except OSError:
         return None
-    library.GOMP_parallel.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint,
-        ctypes.c_uint,
-    )
-    library.GOMP_parallel.restype = None
-    return library
+    parallel = library.GOMP_parallel
+    parallel.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+    parallel.restype = None
+    address = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value
+    return _OpenMP(parallel, address or 0)
 
 
 def pool() -> str:
