@@ -606,6 +606,23 @@ def test_threads_follow_torch(set_threads):
     assert pool.count() == 1
 
 
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("pairs", [64, 32, 16, 5])
+def test_bfloat16_is_rounded_to_nearest_even(pairs, layout):
+    """x of 1 and a sine of 0 leave the cosine: ties, infinities, subnormals and any NaN."""
+    edges = [0x3F808000, 0x3F818000, 0x3F817FFF, 0x3F808001, 0x7F7F8000, 0x7F800000, 0x0000FFFF,
+             0x80018000, 0x007FFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC08001, 0xFFFF8000]  # fmt: skip
+    drawn = np.random.default_rng(0).integers(2**32, size=5000, dtype=np.uint32)
+    bits = np.concatenate((np.array(edges, np.uint32), drawn))
+    cos = np.resize(bits, (len(bits) // pairs + 1, pairs)).view(np.float32)
+    x = torch.ones(len(cos), 2 * pairs, dtype=torch.bfloat16)
+    result = rotary.rotate(x, torch.from_numpy(cos), torch.zeros(cos.shape), layout=layout)
+    first = result[:, :pairs] if layout == "half" else result[:, ::2]
+    torch.testing.assert_close(
+        first, torch.from_numpy(cos).to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
+
+
 # --- more than 2^31 elements ---
 
 
