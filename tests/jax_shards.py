@@ -1,5 +1,7 @@
 """RoPE on 4 devices of JAX: prints what came of each law as JSON, for `test_jax_sharding.py`.
 
+    python tests/jax_shards.py [LAW ...]    # all where none is named
+
 A law gives plain numbers and texts and judges nothing; one that raises gives its traceback.
 """
 
@@ -364,6 +366,22 @@ def eager():
 
 
 @law
+def placed():
+    """A program for each device by pmap; fractions under shard_map; an array on one device."""
+    q, k, p = *arrays(), np.arange(BATCH * SEQ, dtype=np.int32).reshape(BATCH, SEQ) * 7
+    each = jax.pmap(lambda *x: at("half")(*(one[None] for one in x)))(q, k, p)
+    cut = {"mesh": mesh_of(AxisType.Auto), "in_specs": P("x"), "out_specs": P("x")}
+    mapped = jax.shard_map(lambda p: rotary.cos_sin(SPECS["half"], p), **cut)
+    last = jax.devices()[3]
+    return {
+        "pmap": furthest([y[:, 0] for y in each], at("half")(q, k, p)),
+        "fractions": furthest(jax.jit(mapped)(p / 8.0), rotary.cos_sin(SPECS["half"], p / 8.0)),
+        "one device": [str(d) for d in applied("half")(jax.device_put(q, last), q)[0].devices()],
+        "device": str(last),
+    }
+
+
+@law
 def long_sequence():
     """A compiled call at 131 072 tokens, by shapes alone."""
     seq, facts = 131_072, {}
@@ -402,4 +420,4 @@ def outcome(function):
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    json.dump({name: outcome(function) for name, function in LAWS.items()}, sys.stdout)
+    json.dump({name: outcome(LAWS[name]) for name in sys.argv[1:] or LAWS}, sys.stdout)
