@@ -660,22 +660,6 @@ def test_positions_under_a_transform_say_the_length_unless_they_are_mapped():
             function()
 
 
-def test_operators_called_directly_have_no_forward_mode():
-    """torch took their results for constants: the tangent was zero, without a word."""
-    cos, sin = Torch.tables(5)
-
-    def direct(x):
-        return torch.ops.rotary.rotate(
-            [x], cos, sin, None, 0, 4, "half", "half", [-1, -1, 0], False
-        )[0]
-
-    x = Torch.array(X)
-    with pytest.raises(RuntimeError, match=r"no forward-mode derivative: call rotary\.rotate"):
-        torch.func.jvp(direct, (x,), (x,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        direct(forward_ad.make_dual(x, x))
-
-
 def wrapped_apply(x):
     return rotary.apply(SPEC, x)
 

@@ -410,21 +410,6 @@ def test_compile_asks_for_the_length_where_it_matters(name):
         fast(randn(1, 1, 5, 8), torch.arange(5))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["default", "llama3", "partial"])
-def test_export_keeps_operators_of_aten_only(name, strict):
-    module, (q, k) = Attention(SPECS[name]), lengths(5, grad=False)[0]
-    seq = torch.export.Dim("seq", min=2, max=64)
-    shapes = ({2: seq}, {2: seq})
-    program = torch.export.export(module, (q, k), dynamic_shapes=shapes, strict=strict)
-    calls = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
-    named = {call for call in calls if "." in call}
-    assert "aten.cos.default" in named
-    assert not {call for call in named if not call.startswith("aten.")}
-    for xs in lengths(5, 33, grad=False):
-        torch.testing.assert_close(program.module()(*xs), module(*xs), **CLOSE)
-
-
 # --- modes and global state ---
 
 

@@ -1,9 +1,7 @@
-"""torch around an ordinary call: operators called directly, tracers, transforms, overlap."""
+"""torch around an ordinary call: operators called directly, and traced programs."""
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.utils.flop_counter import FlopCounterMode
 
 import rotary
 import rotary.kernels.torch
@@ -92,96 +90,6 @@ def test_a_traced_program_rotates(seq):
         ):
             program = torch.jit.trace(function, (x,), check_trace=False)
             torch.testing.assert_close(program(other), function(other), rtol=0, atol=1e-6)
-
-
-BAD_ROWS = torch.tensor([-1, 0, 1, 2, 3])
-
-
-def turned(x, rows):
-    return rotary.rotate(x, COS, SIN, SPEC, positions=rows)
-
-
-def in_forward_mode(x, rows):
-    with forward_ad.dual_level():
-        return turned(forward_ad.make_dual(x, x), rows)
-
-
-def counted(x, rows):
-    with FlopCounterMode(display=False):
-        return turned(x, rows)
-
-
-SEEN = {
-    "eager": turned,
-    "a gradient": lambda x, rows: turned(x.clone().requires_grad_(), rows),
-    "vmap": lambda x, rows: torch.vmap(lambda a: turned(a, rows))(x),
-    "vmap over rows": lambda x, rows: torch.vmap(turned)(x, rows.expand(2, 1, 5)[:, 0]),
-    "grad of vmap": lambda x, rows: torch.func.grad(
-        lambda a: torch.vmap(lambda b: turned(b, rows))(a).sum())(x),
-    "vmap of grad": lambda x, rows: torch.vmap(torch.func.grad(
-        lambda a: turned(a, rows).sum()))(x),
-    "forward mode": in_forward_mode,
-    "a dispatch mode": counted,
-    "tables that want a gradient": lambda x, rows: rotary.rotate(
-        x, COS.clone().requires_grad_(), SIN, SPEC, positions=rows),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", SEEN)
-@pytest.mark.parametrize("rows", [BAD_ROWS, BAD_ROWS + 2], ids=["negative", "too large"])
-def test_a_row_outside_the_tables_is_the_same_error_in_every_mode(mode, rows):
-    good = SEEN[mode](X, rows.clamp(0, 4))
-    assert good.shape == X.shape
-    with pytest.raises(ValueError, match=r"positions run from -?\d to \d, the tables have 5 rows"):
-        SEEN[mode](X, rows)
-
-
-class Turned(torch.nn.Module):
-    def forward(self, x, rows):
-        return turned(x, rows)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("record", ["export", "trace"])
-def test_a_recorded_program_gives_nan_for_a_row_outside_the_tables(record):
-    rows = torch.arange(5)
-    if record == "export":
-        program = torch.export.export(Turned(), (X, rows)).module()
-    else:
-        with torch.no_grad():
-            program = torch.jit.trace(Turned(), (X, rows), check_trace=False)
-    torch.testing.assert_close(program(X, rows), turned(X, rows))
-    found = program(X, BAD_ROWS)
-    assert torch.isnan(found[:, :, 0]).all()
-    torch.testing.assert_close(found[:, :, 1:], turned(X, BAD_ROWS.clamp(0))[:, :, 1:])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_call_refuses_overlapping_memory_like_an_eager_one():
-    def into(x, out):
-        return rotary.rotate(x, COS, SIN, SPEC, out=out)
-
-    compiled = torch.compile(into)
-    memory = torch.randn(6, 8)
-    for function in (into, compiled):
-        with pytest.raises(ValueError, match="out overlaps an input"):
-            function(memory[:5], memory[1:6])
-    inside = memory[:5].clone()
-    expected = rotary.rotate(inside, COS, SIN, SPEC)
-    torch.testing.assert_close(compiled(inside, inside), expected, rtol=0, atol=0)
-
-
-def test_out_is_refused_where_forward_mode_wants_a_derivative():
-    """The tangent that was there before stayed, and was wrong."""
-    message = "out= does not take part in forward-mode autograd"
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(X.clone(), X.clone())
-        with pytest.raises(RuntimeError, match=message):
-            rotary.rotate(x, COS, SIN, SPEC, out=x)
-    with pytest.raises(RuntimeError, match=message):
-        torch.func.jvp(
-            lambda a: rotary.rotate(a, COS, SIN, SPEC, out=torch.empty_like(a)), (X,), (X,)
-        )
 
 
 def test_a_list_of_fractions_is_as_fine_for_torch_as_for_numpy():
