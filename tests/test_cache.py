@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from rotary.cache import Cache
@@ -34,21 +35,51 @@ def test_what_is_evicted_dies_after_the_lock():
     assert held == [True]
 
 
+class Key:
+    """Equal to all others; calls a function whenever it is looked for, as a signal may come."""
+
+    def __init__(self, called=lambda: None):
+        self.called = called
+
+    def __hash__(self):
+        self.called()
+        return 1
+
+    def __eq__(self, other):
+        return isinstance(other, Key)
+
+
 def test_a_signal_in_the_middle_of_the_cache_is_answered():
     cache, answers = Cache(100), []
-
-    class Key:
-        """Asks the cache while the cache looks for it, as a signal handler may."""
-
-        def __hash__(self):
-            answers.append(cache.get("other", lambda: 7))
-            return 1
-
-    thread = threading.Thread(target=cache.get, args=(Key(), lambda: 5), daemon=True)
+    key = Key(lambda: answers.append(cache.get("other", lambda: 7)))
+    thread = threading.Thread(target=cache.get, args=(key, lambda: 5), daemon=True)
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
     assert set(answers) == {7}
+
+
+@pytest.mark.parametrize("step", range(3))  # of three at which a key is looked for in a call
+@pytest.mark.parametrize("asked", [Key(), "another"], ids=["the same key", "another key"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_signal_at_any_step_leaves_entries_and_bytes_in_agreement(is_kept, asked, step):
+    """Either value alone fits: a call in between that changed the entries would evict the other."""
+    cache, looked = Cache(100), []
+
+    def build():
+        return np.zeros(60, np.uint8)
+
+    def signalled():
+        looked.append(1)
+        if len(looked) == step + 1:
+            assert cache.get(asked, build).nbytes == 60
+
+    if is_kept:
+        cache.get(Key(), build)
+    assert cache.get(Key(signalled), build).nbytes == 60
+    assert len(looked) == 3
+    assert list(cache._entries) == [Key()]
+    assert cache.bytes == 60
 
 
 EVICTING = """
