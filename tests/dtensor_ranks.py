@@ -261,7 +261,9 @@ def q_and_k_may_lie_differently(world):
     want = rotary.rotate(whole, cos, sin, SPEC)
     grads = torch.autograd.grad(want, whole, weights)
     for mesh in meshes(world):
-        for pair in itertools.product(all_placements(mesh), repeat=2):
+        kinds = [Replicate(), *map(Shard, (0, 1, 2))]
+        for each in pairwise(*[kinds] * 2 * mesh.ndim):
+            pair = each[: mesh.ndim], each[mesh.ndim :]
             shards = [cut(x.detach(), mesh, p).requires_grad_() for x, p in zip(whole, pair)]  # noqa: B905
             for got in (rotary.rotate(shards, cos, sin, SPEC), rotary.apply(SPEC, *shards)):
                 given = [cut(w, mesh, p) for w, p in zip(weights, pair, strict=True)]
@@ -535,7 +537,8 @@ def results_of_all_ranks_together(world):
         torch.save((whole, together), Path(sys.argv[2]) / "together.pt")
 
 
-def compiled_calls_are_one_graph_forward_and_backward(world):
+def compiled_checks(world):
+    """A function that compares compiled calls with those of whole tensors, and their names."""
     mesh = next(meshes(world))
     torch.manual_seed(0)
     whole = [torch.randn(BATCH, heads, SEQ, 8, requires_grad=True) for heads in HEADS]
@@ -556,7 +559,7 @@ def compiled_calls_are_one_graph_forward_and_backward(world):
             "float32": lambda q, k: rotary.apply(SPEC, q, k, precision="float32"),
         }
 
-    def check(placement, names, backend):
+    def check(placement, names, backend="aot_eager"):
         """All of these calls in one graph, each with its own q and k: compiling takes a second."""
         shards = [
             [cut(x.detach(), mesh, [placement]).requires_grad_() for x in whole] for _ in names
@@ -582,9 +585,18 @@ def compiled_calls_are_one_graph_forward_and_backward(world):
                 message = f"{name} {placement} {backend}"
                 torch.testing.assert_close(one.to_local(), part, rtol=0, atol=1e-6, msg=message)
 
-    check(Shard(2), list(calls(lambda x, _: x)), "aot_eager")
+    return check, list(calls(lambda x, _: x))
+
+
+def compiled_calls_are_one_graph_forward_and_backward(world):
+    check, names = compiled_checks(world)
+    check(Shard(2), names)
+
+
+def a_compiled_call_is_right_in_every_placement_and_by_inductor(world):
+    check, _ = compiled_checks(world)
     for placement in (Shard(0), Shard(1), Replicate()):
-        check(placement, ["apply"], "aot_eager")
+        check(placement, ["apply"])
     check(Shard(2), ["apply"], "inductor")
 
 
@@ -705,6 +717,7 @@ MODELS = (
 )
 COMPILED = (
     compiled_calls_are_one_graph_forward_and_backward,
+    a_compiled_call_is_right_in_every_placement_and_by_inductor,
     a_compiled_call_writes_into_the_shards,
 )
 SAVED = (results_of_all_ranks_together,)
