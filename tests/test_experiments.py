@@ -91,27 +91,36 @@ for folder, when in json.loads(sys.argv[1]):
 print(json.dumps(ended))
 """
 
-# Trains the same small model with as many processes as torchrun starts, in float32.
+# Trains the same small model in float32 in one process and in two, as torchrun starts them.
 SHARED = """
-import json, sys
+import json, os, socket, sys
 from pathlib import Path
 import torch
+import torch._dynamo  # each process would import it for its optimizer
 from experiments.lab import data
 from experiments.lab.model import Config, build
 from experiments.lab.train import Recipe, processes, train
 
-torch.set_num_threads(1)
 recipe = Recipe(steps=20, rows=8, learning_rate=1e-2, seed=0, warmup=2)
 content = torch.arange(5000) % 4
 
 def batches(step):
     return data.masked(data.windows(content, 24, 8, 0, step), data.TRAINING, 0, step)
 
-with processes() as these:
-    model = build(Config(layers=2, width=32, causal=False), seed=0)
-    found = train(model, batches, recipe, Path(sys.argv[1]) / "run.pt", lambda model: {}, these)
-    if these.rank == 0:
-        Path(sys.argv[1], "losses.json").write_text(json.dumps([these.size, found.losses]))
+def run(rank, count, folder):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    with processes() as these:
+        model = build(Config(layers=2, width=32, causal=False), seed=0)
+        run = Path(folder) / f"{count}.pt"
+        found = train(model, batches, recipe, run, lambda model: {}, these)
+        if these.rank == 0:
+            Path(folder, f"{count}.json").write_text(json.dumps([these.size, found.losses]))
+
+with socket.create_server(("localhost", 0)) as free:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+for count in (1, 2):
+    torch.multiprocessing.start_processes(run, (count, sys.argv[1]), count, start_method="fork")
 """
 
 
@@ -332,17 +341,11 @@ def test_a_run_that_diverged_is_resumed_where_it_was(tmp_path, one_thread):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
     """Apart by the order of sums alone: one float32 rounding of the loss after 20 steps."""
+    done = python("-c", SHARED, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     losses = {}
     for count in (1, 2):
-        folder = tmp_path / str(count)
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        launch = launch if count > 1 else []
-        script = tmp_path / "shared.py"
-        script.write_text(SHARED)
-        done = python(*launch, script, folder, env={**os.environ, "PYTHONPATH": str(ROOT),
-                                                    "OMP_NUM_THREADS": "1"})  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        started, losses[count] = json.loads((folder / "losses.json").read_text())
+        started, losses[count] = json.loads((tmp_path / f"{count}.json").read_text())
         assert started == count
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6, atol=0)
     assert losses[1][-1] < losses[1][0] - 1, "what is compared must have learned"
