@@ -484,8 +484,9 @@ def from_zero(q: Tensor, k: Tensor, positions: Tensor):
     return rotary.apply(HALF, q, k)
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_run_where_rotary_cannot_be_imported(tmp_path, strict):
+def test_exported_programs_run_where_rotary_cannot_be_imported(tmp_path, strict, half):
     cos, sin = rotary.cos_sin(HALF, torch.arange(64))
     modules = {str(spec): (Attention(spec), spec.head_dim) for spec in
                (*SPECS.values(), *DECOMPOSED.values())}  # fmt: skip
@@ -496,7 +497,7 @@ def test_exported_programs_run_where_rotary_cannot_be_imported(tmp_path, strict)
     )  # strict mode asks for a bound: tables have one in bytes
     shapes = ({0: BATCH, 2: seq}, {0: BATCH, 2: seq}, {0: BATCH, 1: seq})
     wanted = []
-    for number, (module, head_dim) in enumerate(modules.values()):
+    for number, (module, head_dim) in enumerate([*modules.values()][half::2]):
         dynamic = {"inputs": shapes} if isinstance(module, Call) else shapes
         with torch.no_grad():
             program = torch.export.export(
@@ -508,6 +509,6 @@ def test_exported_programs_run_where_rotary_cannot_be_imported(tmp_path, strict)
         wanted.append(module(*args))
     subprocess.run([sys.executable, "-c", WITHOUT_US, tmp_path], check=True, cwd=tmp_path)
     outputs = [torch.load(path) for path in sorted(tmp_path.glob("*.outputs"))]
-    assert len(outputs) == len(modules)
+    assert len(outputs) == len(wanted) >= 4
     for ours, expected in zip(outputs, wanted, strict=True):
         assert_near(ours, expected, 4e-7)
