@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 
 import rotary
 from rotary import Rotary, from_hf_config, to_hf_config
-from rotary.configs import MODELS
 from rotary.configs.files import MAX_CONFIG_BYTES
 from rotary.kernels.torch_tables import FLOAT32
 from rotary.schedules import SCHEDULES
 
 transformers = pytest.importorskip("transformers")
-from huggingface_hub.errors import StrictDataclassClassValidationError  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 # models whose config says it all; every other one is in test_parity.py
@@ -89,7 +87,7 @@ def assert_computes(spec: Rotary, config: Any) -> None:
             assert torch.equal(half, wide[..., pairs:])
 
 
-# --- every model and type, as transformers computes it ---
+# --- models as transformers computes them; every other rope type is in test_parity.py ---
 
 
 @pytest.mark.parametrize("model", PLAIN)
@@ -106,39 +104,6 @@ def test_a_model_with_default_config(model, tmp_path):
 def test_a_model_whose_config_is_silent(model):
     silent = {"model_type": model, **SIZES}
     assert_computes(from_hf_config(silent), config_of(silent))
-
-
-STRICT = StrictDataclassClassValidationError
-# yarn is an older name of longrope there, so that the two lists are missing
-PHI3_REFUSES = {"linear": STRICT, "dynamic": STRICT, "yarn": KeyError, "llama3": STRICT}
-
-
-@pytest.mark.parametrize("rope_type", PHI3_REFUSES)
-def test_transformers_refuses_phi3_with_what_is_not_longrope(rope_type):
-    rope = {"rope_type": rope_type, "rope_theta": BASE, **parameters_of(rope_type, D // 2)}
-    with pytest.raises(PHI3_REFUSES[rope_type], match="longrope"):
-        config_of({"model_type": "phi3", **SIZES, **TRAINED_ONLY, "rope_parameters": rope})
-
-
-MODELS_AND_TYPES = [  # a whole head, a slice, a class of its own; test_parity.py has the others
-    (model, rope_type)
-    for model in ("llama", "phi", "phi3")
-    for rope_type in TYPES
-    if rope_type != "proportional" and not (model == "phi3" and rope_type in PHI3_REFUSES)
-]
-
-
-@pytest.mark.parametrize(("model", "rope_type"), MODELS_AND_TYPES)
-def test_a_model_with_every_type(model, rope_type):
-    pairs = int(D * MODELS[model].get("partial_rotary_factor", 1.0)) // 2
-    rope = {"rope_type": rope_type, "rope_theta": BASE, **parameters_of(rope_type, pairs)}
-    outer = TRAINED_ONLY if model == "phi3" else {}
-    data = {"model_type": model, **SIZES, "head_dim": D, **outer, "rope_parameters": rope}
-    config = config_of(data)
-    spec = from_hf_config(data)
-    assert (spec.schedule, spec.base, spec.rotary_dim) == (rope_type, BASE, 2 * pairs)
-    assert from_hf_config(config) == from_hf_config(config.to_dict()) == spec
-    assert_computes(spec, config)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
