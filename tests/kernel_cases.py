@@ -40,8 +40,9 @@ class Case(NamedTuple):
     seq_dim: int = -2
     rows: tuple[int, ...] | None = None  # the shape of the row numbers
 
-    def options(self, layout, out_layout):
-        return Options(layout, out_layout, self.rotary_dim, self.start, self.seq_dim)
+    def options(self, layout, out_layout, conjugate=False):
+        channels = self.rotary_dim, self.start
+        return Options(layout, out_layout, *channels, self.seq_dim, None, conjugate)
 
 
 CASES = {

@@ -58,14 +58,14 @@ def spread(table, x, seq_dim):
     return np.expand_dims(table, [i for i in range(leading) if i not in kept])
 
 
-def formula(x, cos, sin, options, conjugate, work=None):
+def formula(x, cos, sin, options, work=None):
     """x cos - y sin and y cos + x sin in the type `work`, rounded once to the type of x."""
     work = work or (np.float64 if x.dtype == np.float64 else np.float32)
     read = channels(options.layout, cos.shape[-1], options.start)
     write = channels(options.out_layout or options.layout, cos.shape[-1], options.start)
     u, v = (x[..., index].astype(work) for index in read)
     c, s = (spread(table, x, options.seq_dim).astype(work) for table in (cos, sin))
-    s = -s if conjugate else s
+    s = -s if options.conjugate else s
     y = x.astype(work)
     y[..., write[0]], y[..., write[1]] = u * c - v * s, v * c + u * s
     return y
@@ -81,45 +81,43 @@ def assert_bits(got, want):
     assert len(wrong) == 0, f"{len(wrong)} of {got.size} differ, first at {tuple(wrong[0])}"
 
 
-# --- the kernels: (xs, cos, sin, rows, options, conjugate, out) of NumPy arrays ---
+# --- the kernels: (xs, cos, sin, rows, options, out) of NumPy arrays ---
 
 
-def _torch(xs, cos, sin, rows, options, conjugate, out=None):
+def _torch(xs, cos, sin, rows, options, out=None):
     xs, (cos, sin) = map(to_torch, xs), map(to_torch, (cos, sin))
     out = None if out is None else tuple(map(to_torch, out))
-    results = torch_kernel.rotate(tuple(xs), cos, sin, rows, options, conjugate, out)
+    results = torch_kernel.rotate(tuple(xs), cos, sin, rows, options, out)
     return tuple(map(to_numpy, results))
 
 
-def _torch_formula(xs, cos, sin, rows, options, conjugate):
+def _torch_formula(xs, cos, sin, rows, options):
     cos, sin = (to_torch(table).requires_grad_() for table in (cos, sin))
-    results = torch_kernel.rotate(
-        tuple(map(to_torch, xs)), cos, sin, rows, options, conjugate, None
-    )
+    results = torch_kernel.rotate(tuple(map(to_torch, xs)), cos, sin, rows, options, None)
     assert all(result.requires_grad for result in results)  # else another way was taken
     return tuple(map(to_numpy, results))
 
 
-def _torch_operator(xs, cos, sin, rows, options, conjugate, out=None):
+def _torch_operator(xs, cos, sin, rows, options, out=None):
     shape = None if rows is None else rows.shape
     geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
     rows = None if rows is None else torch.from_numpy(rows)
     tensors = [*map(to_torch, xs)], to_torch(cos), to_torch(sin), rows
-    rest = (*torch_kernel.flat(geometry), conjugate)
+    rest = torch_kernel.flat(geometry)
     if out is None:
         return tuple(map(to_numpy, torch.ops.rotary.rotate(*tensors, *rest)))
     torch.ops.rotary.rotate_out(*tensors, *rest, [*map(to_torch, out)])
     return tuple(out)
 
 
-def _triton(xs, cos, sin, rows, options, conjugate, out=None):
+def _triton(xs, cos, sin, rows, options, out=None):
     """The code for GPUs, in Triton's interpreter."""
     shape = None if rows is None else rows.shape
     geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
     rows = None if rows is None else torch.from_numpy(rows)
     tensors = tuple(map(to_torch, xs)), to_torch(cos), to_torch(sin), rows
     out = None if out is None else tuple(map(to_torch, out))
-    return tuple(map(to_numpy, interpreter.kernel.rotate(*tensors, geometry, conjugate, out)))
+    return tuple(map(to_numpy, interpreter.kernel.rotate(*tensors, geometry, out)))
 
 
 def stored(kernel, y, dtype):
@@ -129,11 +127,11 @@ def stored(kernel, y, dtype):
     return y.astype(dtype)
 
 
-def _jax(xs, cos, sin, rows, options, conjugate, out=None):
+def _jax(xs, cos, sin, rows, options, out=None):
     with jax.enable_x64(True), jax.disable_jit():  # compiled, a product and a sum may be fused
         xs = tuple(map(jax.numpy.asarray, xs))
         cos, sin = map(jax.numpy.asarray, (cos, sin))
-        results = jax_kernel.rotate(xs, cos, sin, rows, options, conjugate, out)
+        results = jax_kernel.rotate(xs, cos, sin, rows, options, out)
         return tuple(map(np.asarray, results))
 
 
@@ -169,11 +167,11 @@ class Mirror:
 def _on_device(call):
     """A kernel of torch that gets its tensors on the device."""
 
-    def kernel(xs, cos, sin, rows, options, conjugate, out=None):
+    def kernel(xs, cos, sin, rows, options, out=None):
         mirror = Mirror()
         xs, (cos, sin) = tuple(map(mirror, xs)), map(mirror, (cos, sin))
         rows = None if rows is None else torch.from_numpy(rows.copy()).to(mirror.device)
-        results = call(xs, cos, sin, rows, options, conjugate, out and tuple(map(mirror, out)))
+        results = call(xs, cos, sin, rows, options, out and tuple(map(mirror, out)))
         if out is None:
             return tuple(to_numpy(result.cpu()) for result in results)
         mirror.bring_back()
@@ -182,10 +180,10 @@ def _on_device(call):
     return kernel
 
 
-def _call_operator(xs, cos, sin, rows, options, conjugate, out):
+def _call_operator(xs, cos, sin, rows, options, out):
     shape = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), tuple(cos.shape), shape, options)
-    arguments = list(xs), cos, sin, rows, *torch_kernel.flat(geometry), conjugate
+    arguments = list(xs), cos, sin, rows, *torch_kernel.flat(geometry)
     if out is None:
         return torch.ops.rotary.rotate(*arguments)
     return torch.ops.rotary.rotate_out(*arguments, list(out))
@@ -240,9 +238,9 @@ def test_new_memory_is_poisoned_in_these_tests(dtype):
 # --- shapes ---
 
 
-def _assert_close(got, x, cos, sin, options, conjugate):
+def _assert_close(got, x, cos, sin, options):
     """Two products and a sum, half a unit each, the sum at most twice the larger of the pair."""
-    exact = formula(x, cos, sin, options, conjugate, np.float64)
+    exact = formula(x, cos, sin, options, np.float64)
     layout = options.out_layout or options.layout
     sizes = np.zeros(x.shape, np.float32)
     read = channels(options.layout, cos.shape[-1], options.start)
@@ -282,13 +280,13 @@ def test_every_shape(kernel, name, dtype, ways):
     tables = (cos, sin) if rows is None else (cos[rows], sin[rows])
     before = [x.copy() for x in xs]
     for layout, out_layout, conjugate in ways:
-        options = case.options(layout, out_layout)
-        results = KERNELS[kernel](xs, cos, sin, rows, options, conjugate, *_no_out(kernel))
+        options = case.options(layout, out_layout, conjugate)
+        results = KERNELS[kernel](xs, cos, sin, rows, options, *_no_out(kernel))
         for x, result in zip(xs, results, strict=True):
-            want = formula(x, *tables, options, conjugate)
+            want = formula(x, *tables, options)
             assert_bits(result, stored(kernel, want, x.dtype))
             if dtype == "float32":
-                _assert_close(result, x, *tables, options, conjugate)
+                _assert_close(result, x, *tables, options)
     for x, was in zip(xs, before, strict=True):
         assert_bits(x, was)
 
@@ -359,10 +357,10 @@ def test_any_memory_of_x(kernel, form, dtype, ways):
     xs, cos, sin = operands(MEMORY, DTYPES[dtype])
     xs = tuple(map(FORMS[form], xs))
     for layout, out_layout, conjugate in ways:
-        options = MEMORY.options(layout, out_layout)
-        results = KERNELS[kernel](xs, cos, sin, None, options, conjugate, *_no_out(kernel))
+        options = MEMORY.options(layout, out_layout, conjugate)
+        results = KERNELS[kernel](xs, cos, sin, None, options, *_no_out(kernel))
         for x, result in zip(xs, results, strict=True):
-            want = formula(x, cos, sin, options, conjugate)
+            want = formula(x, cos, sin, options)
             assert_bits(result, stored(kernel, want, x.dtype))
 
 
@@ -370,15 +368,15 @@ def test_any_memory_of_x(kernel, form, dtype, ways):
 def test_any_memory_of_out_and_in_place(kernel, form, dtype, ways):
     xs, cos, sin = operands(MEMORY, DTYPES[dtype])
     for layout, out_layout, conjugate in ways:
-        options = MEMORY.options(layout, out_layout)
-        arguments = cos, sin, None, options, conjugate
+        options = MEMORY.options(layout, out_layout, conjugate)
+        arguments = cos, sin, None, options
         fresh = KERNELS[kernel](xs, *arguments, None)
         outs = tuple(WRITABLE[form](np.full_like(x, np.nan)) for x in xs)
         IN_PLACE[kernel](xs, *arguments, outs)
         same = tuple(map(WRITABLE[form], xs))
         IN_PLACE[kernel](same, *arguments, same)
         for x, new, out, own in zip(xs, fresh, outs, same, strict=True):
-            want = formula(x, cos, sin, options, conjugate)
+            want = formula(x, cos, sin, options)
             assert_bits(new, stored(kernel, want, x.dtype))
             assert_bits(out, new)
             assert_bits(own, new)
@@ -392,7 +390,7 @@ def test_out_touches_nothing_beside_it(kernel):
         (every_second, (..., slice(1, None, 2))),
     ):
         view = make(x)
-        IN_PLACE[kernel]((view,), cos, sin, None, MEMORY.options("half", None), False, (view,))
+        IN_PLACE[kernel]((view,), cos, sin, None, MEMORY.options("half", None), (view,))
         assert (view.base[rest] == 77).all()
 
 
@@ -402,9 +400,9 @@ def test_q_and_k_inside_one_packed_projection_in_place(kernel):
     want, (cos, sin) = packed.copy(), tables((5,), 8)
     options = Options(seq_dim=1)
     for part in (0, 1):
-        want[:, :, part] = formula(packed[:, :, part], cos, sin, options, False)
+        want[:, :, part] = formula(packed[:, :, part], cos, sin, options)
     xs = packed[:, :, 0], packed[:, :, 1]
-    IN_PLACE[kernel](xs, cos, sin, None, options, False, xs)
+    IN_PLACE[kernel](xs, cos, sin, None, options, xs)
     assert_bits(packed, want)
 
 
@@ -427,9 +425,9 @@ def test_any_memory_of_the_tables(kernel, form):
     xs, *both = operands(MEMORY, DTYPES["float32"])
     cos, sin = TABLE_FORMS[form](both)
     options = MEMORY.options("half", None)
-    results = KERNELS[kernel](xs, cos, sin, None, options, False, *_no_out(kernel))
+    results = KERNELS[kernel](xs, cos, sin, None, options, *_no_out(kernel))
     for x, result in zip(xs, results, strict=True):
-        assert_bits(result, formula(x, cos, sin, options, False))
+        assert_bits(result, formula(x, cos, sin, options))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -439,9 +437,9 @@ def test_float64_tables_compute_in_float64(kernel, dtype):
     angles = numbers(3, (5, 18), np.float64)
     cos, sin = np.cos(angles), np.sin(angles)
     options = MEMORY.options("interleaved", None)
-    results = KERNELS[kernel](xs, cos, sin, None, options, False, *_no_out(kernel))
+    results = KERNELS[kernel](xs, cos, sin, None, options, *_no_out(kernel))
     for x, result in zip(xs, results, strict=True):
-        want = formula(x, cos, sin, options, False, np.float64).astype(x.dtype)
+        want = formula(x, cos, sin, options, np.float64).astype(x.dtype)
         assert_bits(result, want)
 
 
@@ -462,8 +460,8 @@ def test_special_values_stay_in_their_pair(kernel, dtype):
     cos[1::27, :1] = np.uint32(0x7FFFFFFF).view(np.float32)  # a NaN that rounding up would end
     options = Options("interleaved")
     with np.errstate(all="ignore"):
-        (result,) = KERNELS[kernel]((x,), cos, sin, None, options, False, *_no_out(kernel))
-        want = formula(x, cos, sin, options, False).astype(kind)
+        (result,) = KERNELS[kernel]((x,), cos, sin, None, options, *_no_out(kernel))
+        want = formula(x, cos, sin, options).astype(kind)
     assert_bits(result, want)
     assert np.isfinite(result[:, 2:]).all()
     assert np.isnan(result[:, :2]).any()
@@ -478,7 +476,7 @@ def test_halves_are_rounded_to_nearest_even(kernel, dtype):
     x = np.stack([1 + step * np.arange(32), np.zeros(32)], -1).astype(kind)
     middle = (x[:, :1].astype(np.float32) + np.float32(step / 2)) / x[:, :1].astype(np.float32)
     for cos in (middle, np.nextafter(middle, 0, dtype=np.float32), np.ones_like(middle)):
-        (y,) = KERNELS[kernel]((x,), cos, 0 * cos, None, Options(), False, *_no_out(kernel))
+        (y,) = KERNELS[kernel]((x,), cos, 0 * cos, None, Options(), *_no_out(kernel))
         exact = x[:, :1].astype(np.float32) * cos
         low = np.floor(exact / np.float32(step)) * np.float32(step)  # both neighbours are exact
         rest, odd = exact - low, np.round(low / step) % 2 == 1
@@ -494,10 +492,10 @@ def test_halves_are_rounded_to_nearest_even(kernel, dtype):
 def test_several_arrays_in_one_call_equal_one_call_each(kernel, count):
     xs = tuple(numbers(seed, (2, seed + 1, 5, 16)) for seed in range(count))
     cos, sin = tables((5,), 8)
-    results = KERNELS[kernel](xs, cos, sin, None, Options(), False, *_no_out(kernel))
+    results = KERNELS[kernel](xs, cos, sin, None, Options(), *_no_out(kernel))
     assert len(results) == count
     for x, result in zip(xs, results, strict=True):
-        assert_bits(result, formula(x, cos, sin, Options(), False))
+        assert_bits(result, formula(x, cos, sin, Options()))
 
 
 ROWS = {
@@ -517,10 +515,10 @@ def test_row_numbers_equal_gathered_tables(kernel, rows):
     cos, sin = tables((11,), 18)
     rows = ROWS[rows].astype(np.int64) if "operator" in kernel else ROWS[rows]
     for layout, out_layout, conjugate in WAYS:
-        options = MEMORY.options(layout, out_layout)
-        results = KERNELS[kernel](xs, cos, sin, rows, options, conjugate, *_no_out(kernel))
+        options = MEMORY.options(layout, out_layout, conjugate)
+        results = KERNELS[kernel](xs, cos, sin, rows, options, *_no_out(kernel))
         for x, result in zip(xs, results, strict=True):
-            assert_bits(result, formula(x, cos[rows], sin[rows], options, conjugate))
+            assert_bits(result, formula(x, cos[rows], sin[rows], options))
 
 
 @pytest.fixture
@@ -541,7 +539,7 @@ def test_large_work_on_any_number_of_threads_equals_small(kernel, dtype, set_thr
     tokens = [np.s_[b : b + 1, :, s : s + 1] for b in range(3) for s in range(31)]
     rows = [
         [
-            call((x[at],), cos[at[0], at[2]], sin[at[0], at[2]], None, options, False,
+            call((x[at],), cos[at[0], at[2]], sin[at[0], at[2]], None, options,
                  *_no_out(kernel))[0]
             for at in tokens
         ]
@@ -549,7 +547,7 @@ def test_large_work_on_any_number_of_threads_equals_small(kernel, dtype, set_thr
     ]  # fmt: skip
     for threads in (1, 2):
         set_threads(threads)
-        results = call(xs, cos, sin, None, options, False, *_no_out(kernel))
+        results = call(xs, cos, sin, None, options, *_no_out(kernel))
         for result, wanted in zip(results, rows, strict=True):
             for at, row in zip(tokens, wanted, strict=True):
                 assert_bits(result[at], row)
@@ -563,8 +561,8 @@ def test_shares_cover_every_row_once(threads, monkeypatch):
     for heads in (1, 2, 13):
         xs = numbers(0, (2, heads, 5, 16)), numbers(1, (2, 1, 5, 16))
         cos, sin = tables((5,), 8)
-        wanted = [formula(x, cos, sin, Options(), False) for x in xs]
-        cpu.rotate(xs, cos, sin, None, Options(), False, xs)
+        wanted = [formula(x, cos, sin, Options()) for x in xs]
+        cpu.rotate(xs, cos, sin, None, Options(), xs)
         for x, want in zip(xs, wanted, strict=True):
             assert_bits(x, want)
 
@@ -572,6 +570,23 @@ def test_shares_cover_every_row_once(threads, monkeypatch):
 def test_threads_follow_torch(set_threads):
     set_threads(1)
     assert pool.count() == 1
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("pairs", [64, 32, 16, 5])
+def test_bfloat16_is_rounded_to_nearest_even(pairs, layout):
+    """x of 1 and a sine of 0 leave the cosine: ties, infinities, subnormals and any NaN."""
+    edges = [0x3F808000, 0x3F818000, 0x3F817FFF, 0x3F808001, 0x7F7F8000, 0x7F800000, 0x0000FFFF,
+             0x80018000, 0x007FFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC08001, 0xFFFF8000]  # fmt: skip
+    drawn = np.random.default_rng(0).integers(2**32, size=5000, dtype=np.uint32)
+    bits = np.concatenate((np.array(edges, np.uint32), drawn))
+    cos = np.resize(bits, (len(bits) // pairs + 1, pairs)).view(np.float32)
+    x = torch.ones(len(cos), 2 * pairs, dtype=torch.bfloat16)
+    result = rotary.rotate(x, torch.from_numpy(cos), torch.zeros(cos.shape), layout=layout)
+    first = result[:, :pairs] if layout == "half" else result[:, ::2]
+    torch.testing.assert_close(
+        first, torch.from_numpy(cos).to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
 
 
 # --- more than 2^31 elements ---
@@ -583,13 +598,12 @@ def test_steps_of_a_huge_array_do_not_wrap():
     x = Block(shape, strides, "float32")
     table = Block((2**14, 64), (64 * 4, 4), "float32")
     geometry = Geometry(0, 64, "half", "half", (None, None, 0))
-    call = cpu.prepare((x,), (x,), (True,), table, None, geometry, False)
-    steps = call.steps[0]
+    _, steps = cpu._walk(x, x, True, table, 0, geometry)
     sizes = [int(steps[f"size_{axis}"]) for axis in range(3)]
     reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
     assert sum((sizes[n] - 1) * int(steps[f"x_{n}"]) for n in range(3)) == reach > 2**45
     assert math.prod(sizes) == 2**36
-    assert call.size == 2**45
+    assert cpu.prepare((x,), (x,), (True,), table, None, geometry).size == 2**45
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that costs nothing until used")
@@ -601,14 +615,14 @@ def test_addresses_beyond_2_31_elements(kernel):
     x = np.lib.stride_tricks.as_strided(memory, (3, 64), (4 * step, 4))
     x[...] = numbers(0, (3, 64))
     cos, sin = tables((3,), 32)
-    want = formula(x, cos, sin, Options(), False)
-    KERNELS[kernel]((x,), cos, sin, None, Options(), False, (x,))
+    want = formula(x, cos, sin, Options())
+    KERNELS[kernel]((x,), cos, sin, None, Options(), (x,))
     assert_bits(x.copy(), want)
 
 
 def test_the_public_call_is_these_kernels():
     xs, cos, sin = operands(MEMORY, DTYPES["float32"])
-    want = [formula(x, cos, sin, MEMORY.options("half", "interleaved"), True) for x in xs]
+    want = [formula(x, cos, sin, MEMORY.options("half", "interleaved", True)) for x in xs]
     for convert, back in ((np.asarray, np.asarray), (to_torch, to_numpy)):
         results = rotary.rotate(
             list(map(convert, xs)), convert(cos), convert(sin), layout="half",
@@ -625,22 +639,23 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     spec = rotary.Rotary(head_dim=128, layout=layout)
     x = numbers(3, (2, 5, 128), DTYPES[dtype])
     cos, sin = rotary.cos_sin(spec, np.arange(5))
-    wanted = reference.rotate((x,), cos, sin, None, Options(layout), False, None)[0]
+    wanted = reference.rotate((x,), cos, sin, None, Options(layout), None)[0]
     monkeypatch.setattr(cpu, "STREAM_BYTES", 0)
-    prepared = []
-    real = cpu.prepare.__wrapped__
-    monkeypatch.setattr(
-        cpu, "prepare", lambda *given: prepared.append(real(*given)) or prepared[-1]
-    )
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    modes = []
+    run = pool.run
+    monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][4]), run(*job)))
     memory = np.zeros(4096 + x.nbytes, np.uint8)
     aligned = -memory.ctypes.data % 64
     for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned
         cpu._ready_call.cache_clear()
+        cpu.prepare.cache_clear()
         out = memory[aligned + shift :][: x.nbytes].view(x.dtype).reshape(x.shape)
         rotary.rotate(x, cos, sin, layout=layout, out=out)
-        assert prepared[-1].can_stream
+        assert (modes[-1] >= cpu.loops.STREAMING) == (shift == 0)
         assert out.tobytes() == wanted.tobytes()
     cpu._ready_call.cache_clear()
+    cpu.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -661,7 +676,7 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
         cpu._ready_call.cache_clear()
         xs = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
         cos, sin = (rng.standard_normal(table, np.float32) for _ in range(2))
-        arguments = (xs, cos, sin, None, Options(), False, None)
+        arguments = (xs, cos, sin, None, Options(), None)
         for got, want in zip(cpu.rotate(*arguments), reference.rotate(*arguments), strict=True):
             assert_bits(got, want)
     cpu.prepare.cache_clear()

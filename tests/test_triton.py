@@ -50,7 +50,7 @@ def _poison():
 def rotate(xs, cos, sin, options, out=None):
     """The kernel on torch tensors, by tables of NumPy."""
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), cos.shape, None, options)
-    return kernel.rotate(xs, to_torch(cos), to_torch(sin), None, geometry, False, out)
+    return kernel.rotate(xs, to_torch(cos), to_torch(sin), None, geometry, out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +78,7 @@ def test_offsets_beyond_31_bits(axis):
     cos, sin = tables((shape[1],), width // 2)
     options = Options(seq_dim=-3)
     (got,) = rotate((x,), cos, sin, options)
-    (want,) = reference.rotate((values,), cos, sin, None, options, False, None)
+    (want,) = reference.rotate((values,), cos, sin, None, options, None)
     assert torch.equal(got, torch.from_numpy(want))
     rotate((x,), cos, sin, options, out=(x,))
     assert torch.equal(x, torch.from_numpy(want))
@@ -117,7 +117,7 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
     launches = count_launches(monkeypatch)
     xs, cos, sin = operands(case, np.float32)
     options = case.options("half", None)
-    want = reference.rotate(xs, cos, sin, None, options, False, None)
+    want = reference.rotate(xs, cos, sin, None, options, None)
     for processors in (1, 10_000):
         monkeypatch.setattr(kernel, "_processors", lambda device, count=processors: count)
         for got, array in zip(
@@ -125,16 +125,6 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
         ):
             assert torch.equal(got, to_torch(array))
     assert launches == [12, 100]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_types_the_kernel_does_not_take_are_refused(dtype):
-    x, (cos, sin) = torch.zeros(1, 4, dtype=dtype), map(to_torch, tables((1,), 2))
-    geometry = geometry_of(((1, 4),), (1, 2), None, Options())
-    with pytest.raises(TypeError, match="takes float32, float16 and bfloat16"):
-        kernel.rotate((x,), cos, sin, None, geometry, False, None)
-    with pytest.raises(TypeError, match=r"reads float32 tables, got torch\.float64"):
-        kernel.rotate((x.float(),), cos.double(), sin.double(), None, geometry, False, None)
 
 
 # --- exact angles, without tables ---
@@ -153,19 +143,20 @@ SPECS = {
 }  # fmt: skip
 
 
-def exact(spec, xs, positions=None, offset=0, conjugate=False, out=None, seq_dim=-2, rows=None):
+def exact(spec, xs, positions=None, conjugate=False, out=None, seq_dim=-2):
     turns = torch.from_numpy(rotary.turns(spec).astype(np.int64))
     if spec.num_axes > 1:
         own = torch.arange(spec.num_axes)[:, None] == torch.tensor(spec.axes)
         turns = torch.where(own, turns, 0)
     shapes = tuple(tuple(x.shape) for x in xs)
+    rows = None
     if positions is not None:
         rows = tuple(positions.shape[: positions.ndim - (spec.num_axes > 1)])
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start, seq_dim)
     table = (shapes[0][seq_dim], spec.rotary_dim // 2)
-    geometry = geometry_of(shapes, table, rows, options)
-    factor, backwards = rotary.inv_freq(spec)[1], conjugate != (spec.sign < 0)
-    return kernel.rotate_exact(xs, turns, factor, positions, offset, geometry, backwards, out)
+    options = options._replace(conjugate=conjugate != (spec.sign < 0))
+    geometry, factor = geometry_of(shapes, table, rows, options), rotary.inv_freq(spec)[1]
+    return kernel.rotate_exact(xs, turns, factor, positions, geometry, out)
 
 
 def turned_units(spec, positions):
@@ -225,8 +216,8 @@ def test_exact_mode_equals_the_law(name, lead, conjugate):
     q, k = numbers(0, (2, 4, 7, spec.head_dim)), numbers(1, (2, 2, 7, spec.head_dim))
     cos, sin = rotary.cos_sin(spec, positions)
     options = Options(spec.layout, spec.out_layout, spec.rotary_dim, spec.start)
-    want = reference.rotate((q, k), cos, sin, None, options, conjugate, None)
-    got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), 0, conjugate)
+    want = reference.rotate((q, k), cos, sin, None, options._replace(conjugate=conjugate), None)
+    got = exact(spec, tuple(map(to_torch, (q, k))), torch.from_numpy(positions), conjugate)
     for tensor, array in zip(got, want, strict=True):
         assert abs(tensor.numpy() - array).max() <= 2e-6
 
@@ -251,23 +242,8 @@ def test_positions_need_not_be_given(seq, seq_dim):
     def at(positions):
         return exact(spec, (x,), positions, seq_dim=seq_dim)[0]
 
-    for offset in (0, 1000, 2**31 + 5, 2**40, -3):
-        (got,) = exact(spec, (x,), offset=offset, seq_dim=seq_dim)
-        assert torch.equal(got, at(torch.arange(seq) + offset))
-        (got,) = exact(spec, (x,), offset=torch.tensor(offset), seq_dim=seq_dim)
-        assert torch.equal(got, at(torch.arange(seq) + offset))
-    offsets = torch.tensor([4, 0, 2**33, 70_000, 8])
-    (got,) = exact(spec, (x,), offset=offsets, seq_dim=seq_dim, rows=(5, seq))
-    assert torch.equal(got, at(offsets[:, None] + torch.arange(seq)))
-
-
-@pytest.mark.parametrize(
-    ("offset", "rows"), [([1, 2], None), ([1, 2, 3], (2, 7)), ([[1, 2]], (2, 7))]
-)
-def test_offsets_that_do_not_fit_are_refused(offset, rows):
-    x = torch.zeros(2, 4, 7, 16)
-    with pytest.raises(ValueError, match="offset must be one number or one per row"):
-        exact(SPECS["half"], (x,), offset=torch.tensor(offset), rows=rows)
+    (got,) = exact(spec, (x,), seq_dim=seq_dim)
+    assert torch.equal(got, at(torch.arange(seq)))
 
 
 @pytest.mark.parametrize("name", ["half", "a slice", "mixed", "three axes"])
@@ -369,7 +345,7 @@ def launch_tables(dim, options, order="bshd", dtype=torch.bfloat16, heads=(32, 8
     pairs = (options.rotary_dim or dim) // 2
     geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, pairs), None, options)
     table = torch.empty(512, pairs)
-    compiled.rotate(xs, table, table, None, geometry, False, xs if in_place else None)
+    compiled.rotate(xs, table, table, None, geometry, xs if in_place else None)
 
 
 def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.bfloat16):
@@ -378,7 +354,7 @@ def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.
     turns = torch.empty((dim // 2,) if axes == 1 else (axes, dim // 2), dtype=torch.int64)
     last = () if axes == 1 else (axes,)
     positions = None if lead is None else torch.empty((*lead, *last), dtype=torch.int64)
-    compiled.rotate_exact(xs, turns, 1.0, positions, 0, geometry, False, None)
+    compiled.rotate_exact(xs, turns, 1.0, positions, geometry, None)
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
@@ -458,11 +434,11 @@ def test_what_limits_the_width_of_an_access(code):
     code.clear()
     x = torch.empty(2, 512, 32, 132, dtype=torch.bfloat16)[..., :128]  # 264 bytes from head to head
     geometry = geometry_of(((2, 512, 32, 128),), (512, 64), None, Options(seq_dim=-3))
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, False, (x,))
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
     assert set(code[0].stores) == {64}
     code.clear()
     x = torch.empty(2, 512, 32, 129, dtype=torch.bfloat16)[..., 1:]
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, False, (x,))
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
     assert set(code[0].stores) == {16}
     assert all(each.local == 0 for each in code)
 
@@ -478,7 +454,7 @@ def test_no_number_is_compiled_in():
     angles = launch.Angles(False, False, (0, 32, 0))
     plans = [
         launch.plan((shape,), (torch.empty(shape, device="meta").stride(),) * 2, angles, geometry,
-                    False, False, 2, 132)
+                    False, 2, 132)
         for shape in ((4, 2048, 8, 64), (5, 3001, 8, 64), (4, 2048, 24, 64))
     ]  # fmt: skip
     assert plans[0].constants == plans[1].constants == plans[2].constants
@@ -492,7 +468,7 @@ def test_only_exact_angles_may_be_fused(monkeypatch):
     monkeypatch.setattr(compiled, "kernel", launcher)
     x, table = torch.zeros(1, 2), torch.zeros(1, 1)
     geometry = geometry_of(((1, 2),), (1, 1), None, Options())
-    compiled.rotate((x,), table, table, None, geometry, False, None)
+    compiled.rotate((x,), table, table, None, geometry, None)
     turns = torch.ones(1, dtype=torch.int64)
-    compiled.rotate_exact((x,), turns, 1.0, None, 0, geometry, False, None)
+    compiled.rotate_exact((x,), turns, 1.0, None, geometry, None)
     assert options == [False, True]
