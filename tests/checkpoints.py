@@ -11,10 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rotary.checkpoint import convert_checkpoint
-from rotary.checkpoint.files import JOURNAL, MANIFEST
-from rotary.checkpoint.headers import Tensor
+from rotary.checkpoint.files import JOURNAL, MANIFEST, Tensor
 from rotary.checkpoint.plan import plan
-from rotary.checkpoint.shards import moved, write_shard
+from rotary.checkpoint.shards import pieces, write_shard
 from rotary.checkpoint.writing import LOCK, is_unfinished
 from rotary.fanout import Batch
 
@@ -51,6 +50,14 @@ def there(source, folder, before="half", **more):
 
 def tensor_of(array: np.ndarray) -> Tensor:
     return Tensor(DTYPES[array.dtype.name], array.shape, 0, array.nbytes)
+
+
+def moved(raw, tensor, move):
+    """The bytes of a tensor after its move."""
+    return np.concatenate([
+        turn(raw[begin - tensor.begin : end - tensor.begin])
+        for begin, end, turn in pieces(tensor, move)
+    ])  # fmt: skip
 
 
 def carried(arrays, config, source="half", **trust):

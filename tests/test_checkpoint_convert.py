@@ -16,6 +16,7 @@ from checkpoints import (
     LLAMA,
     SIDECARS,
     WIDTH,
+    Inline,
     contents,
     converted,
     llama,
@@ -26,10 +27,10 @@ from checkpoints import (
 from safetensors.numpy import load_file, save_file
 
 import rotary
-from rotary.checkpoint import shards, verify
+from rotary.checkpoint import shards
+from rotary.checkpoint.channels import Run
 from rotary.checkpoint.files import JOURNAL, MANIFEST
-from rotary.checkpoint.heads import Run
-from rotary.checkpoint.layout_keys import with_layout
+from rotary.checkpoint.layout import with_layout
 from rotary.checkpoint.plan import Move
 
 MOVING = ("q_proj.weight", "q_proj.bias", "k_proj.weight")
@@ -358,7 +359,7 @@ def test_the_proof_finds_channels_that_moved_outside_of_the_slices(tmp_path, mon
 
 
 def test_the_proof_finds_a_move_that_does_not_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_rows", lambda order, raw: np.roll(raw, 1))
+    monkeypatch.setattr(shards, "moved", lambda raw, **how: np.roll(raw, 1))
     with pytest.raises(ValueError, match="does not come back when its move is undone"):
         converted(llama(tmp_path / "a"), tmp_path / "b")
 
@@ -366,20 +367,20 @@ def test_the_proof_finds_a_move_that_does_not_come_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("which", ["q_proj.weight", "up_proj.weight"])
 def test_the_proof_finds_a_flipped_byte_and_the_next_call_mends_it(tmp_path, monkeypatch, which):
     source, folder = llama(tmp_path / "a"), tmp_path / "b"
-    real = verify.prove
+    real = shards.read_again
 
-    def flipped(work, *rest):
-        path = work.target / name_of(1)
-        tensor = next(t for name, t in work.checkpoint.shards[1].tensors.items() if which in name)
-        content = bytearray(path.read_bytes())
-        content[tensor.end - 1] ^= 1
-        path.write_bytes(content)
-        return real(work, *rest)
+    def flipped(job):
+        if job.target.name == name_of(1):
+            content = bytearray(job.target.read_bytes())
+            tensor = next(tensor for name, tensor in job.shard.tensors.items() if which in name)
+            content[tensor.end - 1] ^= 1
+            job.target.write_bytes(content)
+        return real(job)
 
     with monkeypatch.context() as patched:
-        patched.setattr("rotary.checkpoint.convert.prove", flipped)
+        patched.setattr(shards, "read_again", flipped)
         with pytest.raises(ValueError, match=f"{which}' is not what was written.*run it again"):
-            converted(source, folder, verify="full")
+            converted(source, folder, verify="full", executor=Inline())
     assert converted(source, folder).written == (name_of(1),)
     assert contents(folder) == contents(there(source, tmp_path / "c"))
 
@@ -390,4 +391,4 @@ def test_weights_that_are_no_numbers_are_moved_and_proved_as_well(tmp_path):
         value.reshape(-1)[::5] = [np.nan, np.inf, -np.inf, 0.0, 1.0][: value.size % 5 + 1][-1]
     save_file(values, tmp_path / "model.safetensors")
     done = converted(tmp_path / "model.safetensors", tmp_path / "b", config=LLAMA)
-    assert done.proof == verify.Proof("sample", (0,), 3, 0.0)
+    assert done.proof == shards.Proof("sample", (0,), 3, 0.0)

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 import transformers.core_model_loading as loading
-from checkpoints import tensor_of
+from checkpoints import moved, tensor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from rotary import layouts
-from rotary.checkpoint.headers import Tensor
-from rotary.checkpoint.parameters import Place, reordered
+from rotary.checkpoint.channels import Place, reordered
+from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.plan import plan
-from rotary.checkpoint.shards import moved
 
 examples = settings(max_examples=30, deadline=None, derandomize=True)
 Q = "model.layers.0.self_attn.q_proj."

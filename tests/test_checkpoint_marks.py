@@ -17,7 +17,7 @@ from rotary import from_hf_config
 from rotary.audit import audit
 from rotary.checkpoint import convert_checkpoint
 from rotary.checkpoint.files import MANIFEST
-from rotary.checkpoint.layout_keys import unread_layout, with_layout
+from rotary.checkpoint.layout import unread_layout, with_layout
 from rotary.checkpoint.plan import plan
 
 WITH_A_KEY = ("deepseek_v3", "mistral4")  # of CASES: their code in transformers reads a key

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoints import OTHER
 
-from rotary.checkpoint.measure import layout_of_norms
+from rotary.checkpoint.layout import layout_of_norms
 from rotary.layouts import channel_permutation
 
 TRAINED = json.loads((Path(__file__).parent / "golden" / "trained_norms.json").read_text())

@@ -4,14 +4,13 @@ import sys
 
 import pytest
 import torch
-from checkpoints import OTHER
+from checkpoints import OTHER, moved
 from families import FAMILIES, MLA, MOE, MROPES, distance, tiny_model
 from transformers import AutoModel
 
 from rotary import from_hf_config
-from rotary.checkpoint.headers import Tensor
+from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.plan import plan
-from rotary.checkpoint.shards import moved
 from rotary.configs import layer_types
 from rotary.integrations import rotations
 

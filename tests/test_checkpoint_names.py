@@ -11,8 +11,8 @@ from checkpoints import OTHER
 
 from rotary import Rotary, from_hf_config
 from rotary.checkpoint import names
-from rotary.checkpoint.headers import Tensor
-from rotary.checkpoint.heads import runs_of
+from rotary.checkpoint.channels import runs_of
+from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.plan import plan
 from rotary.configs import MODELS, choose, layer_types
 
@@ -231,13 +231,14 @@ def test_models_that_cannot_be_converted_say_why(model):
 
 def test_every_rule_has_a_kind_that_is_known_and_says_why_it_leaves():
     spec, config = Rotary(head_dim=8), choose({"num_attention_heads": 4, "head_dim": 8})
-    rules = list(names.RULES)
+    rules = [kind for kind, _ in names.RULES]
     for model, entry in MODELS.items():
         for module in entry.get("weights", {}).get("modules", {}):
             rules.append(names.rule_of(f"self_attn.{module}", model))
     for rule in rules:
-        assert bool(rule.reason) == (rule.kind == names.LEFT), rule
-        if rule.kind not in (names.LEFT, "output"):
-            name = names.Name("q", "q", 0, "weight", rule.kind)
+        kind, _, reason = rule.partition(": ")
+        assert bool(reason) == (kind == names.LEFT), rule
+        if kind not in (names.LEFT, "output"):
+            name = names.Name("q", "q", 0, "weight", kind)
             with contextlib.suppress(ValueError):  # other sizes are wanted; a KeyError is a fault
                 runs_of(name, 64, spec, config)

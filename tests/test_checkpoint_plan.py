@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotary import Rotary
-from rotary.checkpoint.headers import Tensor
-from rotary.checkpoint.heads import runs_of
+from rotary.checkpoint.channels import Place, runs_of
+from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.names import Name
-from rotary.checkpoint.parameters import Place
 from rotary.checkpoint.plan import Move, plan
 from rotary.configs import choose
 

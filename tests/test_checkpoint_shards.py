@@ -20,6 +20,7 @@ from checkpoints import (
     is_finished,
     leftovers,
     llama,
+    moved,
     name_of,
     there,
     weights,
@@ -29,12 +30,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from rotary.checkpoint import shards
-from rotary.checkpoint.files import JOURNAL
-from rotary.checkpoint.headers import Tensor
-from rotary.checkpoint.heads import Run
-from rotary.checkpoint.parameters import AWQ, Place
+from rotary.checkpoint.channels import AWQ, Place, Run
+from rotary.checkpoint.files import JOURNAL, Tensor
 from rotary.checkpoint.plan import Move
-from rotary.checkpoint.shards import moved
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from rotary import fanout
 from rotary.analysis import comb, min_base, safe_base
 from rotary.checkpoint import writing
-from rotary.checkpoint.headers import read_shard, state_of
+from rotary.checkpoint.files import read_shard, state_of
 from rotary.checkpoint.shards import Job, write_shard
 from rotary.cli import cluster as door
 from rotary.cli.cluster import cluster

@@ -10,7 +10,6 @@ from rotary.programs import llama_cpp, mlx_lm, sglang, transformers, vllm
 
 PROGRAM = "a rule of this program's own model files, as a table at the top"
 LEFT = {  # file -> (how many names of models it has at most, why they are there)
-    "checkpoint/heads": (1, "a kind of fused tensor, named after the model"),
     "programs/keras_hub": (29, PROGRAM),
     "programs/llama_cpp": (39, PROGRAM),
     "programs/mlx_lm": (184, PROGRAM),

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import rotary
-from rotary.checkpoint.files import read_checkpoint, weight_map
-from rotary.checkpoint.headers import read_shard
+from rotary.checkpoint.files import read_checkpoint, read_json, read_shard
 from rotary.explorer.models import pasted
 from rotary.strict_json import parsed
 
@@ -52,7 +51,7 @@ def test_a_hostile_text_gives_one_sentence_within_a_second_wherever_it_stands(tm
     calls = [
         lambda: parsed(text, "a text"),
         lambda: rotary.from_hf_config(tmp_path / "config.json"),
-        lambda: weight_map(tmp_path / "index.json"),
+        lambda: read_json(tmp_path / "index.json"),
     ]
     if raw.startswith(b"{"):
         calls.append(lambda: read_shard(shard))

@@ -11,8 +11,7 @@ import numpy as np
 from .analysis.precision import longest_safe_position
 from .angles import inv_freq
 from .checkpoint.files import CONFIG, MANIFEST, read_manifest
-from .checkpoint.layout_keys import unread_layout
-from .checkpoint.measure import Seen, disagreement, seen_in_folder, seen_in_model
+from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
 from .configs import choose, from_hf_config, layer_types, parts
 from .configs.hf import LAYOUT_MARK, rotary_of
 from .integrations.methods import is_patched

@@ -3,7 +3,7 @@
     python tests/golden/make_norms.py        # some minutes on one core
 
 Three layers of 128 channels learn the source text of Python's standard library for 700 steps, in
-the code of transformers: two models in each layout. They are what `checkpoint/measure.py` is tested
+the code of transformers: two models in each layout. They are what `checkpoint/layout.py` is tested
 on, for weights that were never trained show no layout.
 """
 

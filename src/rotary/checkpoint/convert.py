@@ -1,7 +1,7 @@
 """A checkpoint in the other pair layout: shard by shard, resumable, and proved before it is whole.
 
-Read, plan, write, verify: `prepare` reads and plans, and refuses what it can; `carry_out` writes
-and verifies. The order of writing is what makes it safe: shards, the config, then the proof, the
+`prepare` reads and plans, and refuses what it can; `carry_out` writes and proves. The order of
+writing is what makes it safe: shards, each of which is read again, the config, then the scores, the
 files beside, the index, and the manifest last of all. Until the manifest is there the folder is
 unfinished, and the same call goes on.
 """
@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import writing
-from .files import CONFIG, MANIFEST, read_checkpoint, read_config
-from .headers import check_unchanged, state_of
-from .layout_keys import warning_of, with_layout, written_config
+from .files import (
+    CONFIG,
+    MANIFEST,
+    check_unchanged,
+    open_regular,
+    read_checkpoint,
+    read_config,
+    state_of,
+)
+from .layout import warning_of, with_layout, written_config
 from .plan import Conversion, Plan, plan
-from .shards import Advance, jobs_of, write_shards
-from .verify import Proof, check_files, prove
+from .shards import CHUNK, Advance, Proof, prove, write_shards
 
 
 class Converted(NamedTuple):
@@ -103,33 +109,21 @@ def prepare(
     if config is None and not (root / CONFIG).is_file():
         raise ValueError(f"{root}: has no {CONFIG}; give the model's with --config")
     file = read_config(root if config is None else config)
+    is_trusted = trust_source or manifest is not None
     todo = plan(
-        checkpoint.tensors,
-        file.data,
-        from_layout,
-        to_layout,
-        trust_source=trust_source or manifest is not None,
-        leave=leave,
+        checkpoint.tensors, file.data, from_layout, to_layout, trust_source=is_trusted, leave=leave
     )
     changed = with_layout(file.data, to_layout)
-    written = written_config(file, changed, (manifest or {}).get("config"))
-    misread = warning_of(changed, to_layout, todo.code_base)
-    inputs = {
-        **file.states,
-        # what was listed first is what was meant
-        **{root / name: state for name, state in checkpoint.states.items()},
-        **{shard.path: shard.state for shard in checkpoint.shards},
-    }
+    warnings = (todo.warning, warning_of(changed, to_layout, todo.code_base))
     return Conversion(
         Path(source),
         None if target is None else Path(target),
         checkpoint,
         todo,
         file,
-        written,
-        inputs,
+        written_config(file, changed, (manifest or {}).get("config")),
         verify,
-        warning="; ".join(filter(None, (todo.warning, misread))),
+        warning="; ".join(filter(None, warnings)),
     )
 
 
@@ -142,22 +136,43 @@ def carry_out(
     sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
     missing = [path for path in sizes if path.name not in before or not path.is_file()]
     writing.check_space(folder, sum(sizes[path] for path in missing))
+    # what was listed first is what was meant
+    states = {
+        **work.config.states,
+        **{checkpoint.root / name: state for name, state in checkpoint.beside.items()},
+        **{shard.path: shard.state for shard in checkpoint.shards},
+    }
     with writing.new_folder(folder), writing.locked(folder) as ticket:
         before = writing.begin(work)  # the folder is there now, and another process may have ended
-        jobs = jobs_of(work, before, ticket)
-        hashes, new = write_shards(jobs, lambda new: writing.add(folder, new), executor, advance)
+        written = write_shards(work, before, ticket, executor, advance)
         with writing.replacing(folder / CONFIG) as file:
             file.write(work.written)
-        outputs = {folder / name: state_of(folder / name) for name in (CONFIG, *hashes)}
-        proof = prove(work, jobs, hashes, executor)
+        states |= {folder / name: shard.state for name, shard in written.items()}
+        states[folder / CONFIG] = state_of(folder / CONFIG)
+        proof = prove(work, written)
         beside = {CONFIG: hashlib.sha256(work.written).hexdigest()}
-        for name, state in checkpoint.states.items():  # of them the index is the last
+        for name, state in checkpoint.beside.items():  # of them the index is the last
             if str(name) not in (MANIFEST, CONFIG, writing.LOCK):
                 beside[str(name)] = writing.copy(checkpoint.root, name, folder, state)
-                outputs[folder / name] = state_of(folder / name)
+                states[folder / name] = state_of(folder / name)
         if work.verify == "full":
             check_files(folder, beside)
-        for path, state in {**work.inputs, **outputs}.items():
+        for path, state in states.items():
             check_unchanged(path, state)
+        hashes = {name: shard.hashes for name, shard in written.items()}
         writing.finish(work, hashes, beside, proof._asdict())
-    return Converted(work.plan, tuple(sorted(new)), proof, work.warning)
+    new = tuple(sorted(name for name, shard in written.items() if shard.is_new))
+    return Converted(work.plan, new, proof, work.warning)
+
+
+def check_files(folder: Path, hashes: dict[str, str]) -> None:
+    """Read files that are no shards again: name -> the sha256 that was written."""
+    for name, written in hashes.items():
+        digest = hashlib.sha256()
+        with open_regular(folder / name) as file:
+            while piece := file.read(CHUNK):
+                digest.update(piece)
+        if digest.hexdigest() != written:
+            raise ValueError(
+                f"{folder / name}: is not what was written; check the disk, and run it again"
+            )

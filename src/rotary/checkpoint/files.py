@@ -1,30 +1,76 @@
-"""All that a conversion reads: the folder of a checkpoint with its index, manifest and config.
+"""All that a conversion reads: files of safetensors, the folder they are in, and its config.
 
-A link that leads out of the folder, an index that does not fit its shards and an unfinished
-conversion are errors. Nothing is ever unpickled or imported.
+Of the weights only the headers are read here, strictly: a file that breaks the format is an error,
+as are a link that leads out of the folder, an index that does not fit its shards and an unfinished
+conversion. Nothing is ever unpickled or imported.
+Source of the format: the README of safetensors 0.8.
 """
 
+import math
 import os
-import re
 import stat
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from .. import configs
 from ..strict_json import JSON, parsed
-from .headers import Shard, State, Tensor, read_json, read_shard, state_from, state_of
 
 CONFIG = "config.json"
+INDEX = ".safetensors.index.json"
 MANIFEST = "rotary-conversion.json"  # of a conversion that is whole
 JOURNAL = "rotary-conversion.unfinished"  # of one that is not
-# files that hold weights in another form, or list them, which stay as they are and are not copied
-OTHER_WEIGHTS = (
-    ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".onnx",
+# files that hold weights, or list them; those of another form stay where they are
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz",
+    ".onnx",
 )  # fmt: skip
-INDEX = ".safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+MAX_AXES = 64  # the limit of NumPy and of torch
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+# how files begin that are met under the name of a checkpoint
+FOREIGN = {
+    b"version https://git-lfs": "a git-lfs pointer, not the weights; run `git lfs pull`",
+    b"PK\x03\x04": "a zip file, as torch.save writes; convert it to safetensors first",
+    b"\x80\x02": "a pickle; convert it to safetensors first, it is never unpickled here",
+    b"\x1f\x8b": "a gzip file; unpack it first",
+    b"GGUF": "a GGUF file; convert it to safetensors first",
+    b"\x93NUMPY": "a NumPy file; convert it to safetensors first",
+    b"<": "a web page; the download went wrong",
+}
 NAMES_SHOWN = 5
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor; `begin` and `end` are bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class State(NamedTuple):
+    """What tells that a file is still the one that was read."""
+
+    size: int
+    modified: int  # nanoseconds
+    inode: int
+    changed: int  # nanoseconds; unlike `modified`, no program can put it back
+
+
+class Shard(NamedTuple):
+    """One file: its tensors in the order of their bytes, which begin behind `header` bytes."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    header: int
+    state: State
 
 
 class Checkpoint(NamedTuple):
@@ -32,19 +78,16 @@ class Checkpoint(NamedTuple):
 
     root      the folder that it is in
     shards    its files, by name
-    listing   relative path of the index, which says in which file a tensor is, or None
-    sidecars  other files under the folder, relative, to be copied as they are
     left      weights in other forms or in folders below, relative, which are not copied
-    states    what the index and the sidecars were when they were read, by their relative path
+    beside    other files under the folder, to be copied as they are, the index last: relative path
+              -> what the file was when it was listed
     manifest  of the conversion that wrote the folder, if one did
     """
 
     root: Path
     shards: tuple[Shard, ...]
-    listing: Path | None = None
-    sidecars: tuple[Path, ...] = ()
     left: tuple[Path, ...] = ()
-    states: Mapping[Path, State] = {}
+    beside: Mapping[Path, State] = {}
     manifest: Mapping[str, JSON] | None = None
 
     @property
@@ -76,42 +119,38 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; give a folder or a .safetensors file")
-    root = path if path.is_dir() else path.parent
-    files = _files(root) if path.is_dir() else {path: _inside(root, path)}
-    manifest = read_manifest(root)
     if not path.is_dir():
-        return Checkpoint(root, (read_shard(path, files[path]),), manifest=manifest)
-    weights = [file for file in files if file.suffix == ".safetensors" and len(file.parts) == 1]
-    indices = [file for file in files if file.name.endswith(INDEX) and len(file.parts) == 1]
-    if len(indices) > 1:
-        raise ValueError(f"{path}: more than one index, {_shown(indices)}; keep one")
-    kept = {*weights, *indices}
+        shard = read_shard(path, _state_inside(path.parent, path))
+        return Checkpoint(path.parent, (shard,), manifest=read_manifest(path.parent))
+    states = _files(path)
+    manifest = read_manifest(path)
+    files = [file for file in states if len(file.parts) == 1]
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    indices = [file for file in files if file.name.endswith(INDEX)]
+    others = [file for file in states if file not in {*weights, *indices}]
     # by the names, also of the indices of such files
-    left = tuple(
-        file
-        for file in files
-        if file not in kept
-        and Path(file.name.removesuffix(".index.json")).suffix in (*OTHER_WEIGHTS, ".safetensors")
-    )
-    if not kept:
-        below = any(file.suffix == ".safetensors" for file in left)
-        how = "give the folder below" if below else "convert it to safetensors first"
-        raise ValueError(
-            f"{path}: no .safetensors file" + f", only {_shown(left)}; {how}" * bool(left)
-        )
+    left = [
+        each for each in others if Path(each.name.removesuffix(".index.json")).suffix in WEIGHTS
+    ]
+    if len(indices) > 1:
+        raise ValueError(f"{path}: more than one index, {_few(indices)}; keep one")
     if indices:
-        shards = _indexed(path, indices[0], weights, files)
-    elif len(weights) > 1:
+        shards = _indexed(path, indices[0], states)
+    elif len(weights) == 1:
+        shards = (read_shard(path / weights[0], states[weights[0]]),)
+    elif weights:
         raise ValueError(
-            f"{path}: {len(weights)} files and no model{INDEX}, {_shown(weights)}; "
+            f"{path}: {len(weights)} files and no model{INDEX}, {_few(weights)}; "
             "give the path of one file"
         )
     else:
-        shards = (read_shard(path / weights[0], files[weights[0]]),)
-    sidecars = tuple(file for file in files if file not in {*kept, *left})
-    states = {file: files[file] for file in (*sidecars, *indices)}
-    listing = indices[0] if indices else None
-    return Checkpoint(path, shards, listing, sidecars, left, states, manifest)
+        below = any(file.suffix == ".safetensors" for file in left)
+        how = "give the folder below" if below else "convert it to safetensors first"
+        raise ValueError(
+            f"{path}: no .safetensors file" + f", only {_few(left)}; {how}" * bool(left)
+        )
+    beside = {file: states[file] for file in (*others, *indices) if file not in left}
+    return Checkpoint(path, shards, tuple(left), beside, manifest)
 
 
 def read_manifest(root: Path) -> Mapping[str, JSON] | None:
@@ -138,6 +177,58 @@ def read_config(config: Any) -> ConfigFile:
     return ConfigFile(parsed(text, str(path)), text.decode(), states)
 
 
+def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:
+    """An object in a file that may be as long as a header. Raises ValueError for anything else."""
+    with open_regular(path, expected) as file:
+        text = file.read(MAX_HEADER_BYTES + 1)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_HEADER_BYTES} bytes; is it the right file?")
+    return parsed(text, str(path))
+
+
+def state_of(path: Path) -> State:
+    """What a file is now; another than it was if somebody changed it."""
+    return _state(os.stat(path))
+
+
+def _state(status: os.stat_result) -> State:
+    return State(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+def open_regular(path: Path, expected: State | None = None) -> BinaryIO:
+    """A regular file to read bytes from; never a device or a pipe, which could wait for ever.
+
+    expected  what the file was when it was first read: ValueError if the one that is opened is
+              another, as where it was changed since, or replaced by a link to somewhere else
+    """
+
+    def opener(name: str, flags: int) -> int:
+        handle = os.open(name, flags | os.O_NONBLOCK)
+        try:
+            status = os.fstat(handle)  # of what is open: a name may be another's by now
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path}: not a regular file")
+            if expected is not None:
+                check_unchanged(path, expected, _state(status))
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    return open(path, "rb", opener=opener)
+
+
+def check_unchanged(path: Path, expected: State, now: State | None = None) -> None:
+    """Raise ValueError where a file is not what it was when it was first read."""
+    if (now or state_of(path)) != expected:
+        raise ValueError(
+            f"{path}: changed while it was converted; delete the target and begin again"
+        )
+
+
+# --- the files of a folder ---
+
+
 def _files(root: Path) -> dict[Path, State]:
     """All files under a folder, relative and sorted, hidden folders left out."""
     states: dict[Path, State] = {}
@@ -146,11 +237,11 @@ def _files(root: Path) -> dict[Path, State]:
         for name in [*inner, *names]:
             path = Path(folder) / name
             if path.is_symlink() or name in names:
-                states[path.relative_to(root)] = _inside(root, path)
+                states[path.relative_to(root)] = _state_inside(root, path)
     return dict(sorted(states.items()))
 
 
-def _inside(root: Path, path: Path) -> State:
+def _state_inside(root: Path, path: Path) -> State:
     """What a file is; ValueError for no regular file, and for a link that leads out of the folder.
 
     Hugging Face's cache keeps its files in `blobs`, beside `snapshots`; that is inside.
@@ -167,66 +258,132 @@ def _inside(root: Path, path: Path) -> State:
     status = os.lstat(real)  # a link that was put there since is none
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path}: not a regular file")
-    return state_from(status)
+    return _state(status)
 
 
-def _indexed(
-    root: Path, listing: Path, weights: list[Path], states: Mapping[Path, State]
-) -> tuple[Shard, ...]:
+def _indexed(root: Path, name: Path, states: Mapping[Path, State]) -> tuple[Shard, ...]:
     """The shards that an index lists, if they hold what it says and nothing else is there.
 
-    listing, weights, states  relative to the folder `root`
+    name, states  of the index and of all files, relative to the folder `root`
     """
-    index = root / listing
-    where, total = weight_map(index, states[listing])
-    problems = [
-        f"tensor {name!r} is said to be in {file!r}, which is no name of a .safetensors file"
-        for name, file in where.items()
-        if re.search(r"[/\\\x00]", file) or not file.endswith(".safetensors")
-    ]
-    _refuse(index, problems)
-    listed, there = set(where.values()), {file.name for file in weights}
-    problems += [f"{file!r} is missing" for file in sorted(listed - there)]
-    problems += [f"{file!r} is not in the index, move it away" for file in sorted(there - listed)]
-    _refuse(index, problems)
-    shards = tuple(read_shard(root / name, states[Path(name)]) for name in sorted(listed))
-    seen: dict[str, str] = {}
+    index = root / name
+    content = read_json(index, states[name])
+    where, metadata = content.get("weight_map"), content.get("metadata") or {}
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise ValueError(f"{index}: weight_map must hold a file name for each tensor")
+    # a name with a folder is that of no file here, and is never opened
+    here = {file.name for file in states if file.suffix == ".safetensors" and len(file.parts) == 1}
+    listed = set(where.values())
+    problems = [f"{file!r} is missing, or no .safetensors file" for file in sorted(listed - here)]
+    problems += [f"{file!r} is not in the index, move it away" for file in sorted(here - listed)]
+    if problems:
+        raise ValueError(f"{index}: {_few(problems, '; ')}")
+    shards = tuple(read_shard(root / file, states[Path(file)]) for file in sorted(listed))
+    homes: dict[str, str] = {}
     for shard in shards:
-        for name in shard.tensors:
-            if name in seen:
-                problems.append(f"tensor {name!r} is in {seen[name]!r} and {shard.path.name!r}")
-            elif where.get(name) != shard.path.name:
-                problems.append(
-                    f"tensor {name!r} is in {shard.path.name!r}, not in {where.get(name)!r}"
-                )
-            seen[name] = shard.path.name
+        for tensor in shard.tensors:
+            file = shard.path.name
+            if tensor in homes:
+                problems.append(f"tensor {tensor!r} is in {homes[tensor]!r} and {file!r}")
+            elif where.get(tensor) != file:
+                problems.append(f"tensor {tensor!r} is in {file!r}, not in {where.get(tensor)!r}")
+            homes[tensor] = file
     problems += [
-        f"tensor {name!r} is not in {file!r}" for name, file in where.items() if name not in seen
+        f"tensor {each!r} is not in {where[each]!r}" for each in where if each not in homes
     ]
-    _refuse(index, problems)
-    size = sum(t.end - t.begin for shard in shards for t in shard.tensors.values())
-    if total is not None and total != size:
+    if problems:
+        raise ValueError(f"{index}: {_few(problems, '; ')}")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    size = sum(shard.state.size - shard.header for shard in shards)
+    if type(total) is int and total != size:
         warnings.warn(f"{index}: total_size is {total}, the tensors have {size}", stacklevel=3)
     return shards
 
 
-def weight_map(index: Path, expected: State | None = None) -> tuple[dict[str, str], int | None]:
-    """Tensor -> file, and the size of all, as an index says. Raises ValueError for another form."""
-    content = read_json(index, expected)
-    where, metadata = content.get("weight_map"), content.get("metadata") or {}
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise ValueError(f"{index}: weight_map must hold a file name for each tensor")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return where, total if type(total) is int else None
+def _few(items: Sequence[object], between: str = ", ") -> str:
+    more = len(items) - NAMES_SHOWN
+    return between.join([*map(str, items[:NAMES_SHOWN]), *[f"and {more} more"] * (more > 0)])
 
 
-def _refuse(index: Path, problems: list[str]) -> None:
-    if problems:
-        more = len(problems) - NAMES_SHOWN
-        shown = "; ".join(problems[:NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"{index}: {shown}")
+# --- one file ---
 
 
-def _shown(files: Iterable[Path]) -> str:
-    names = [str(file) for file in files]
-    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+def read_shard(path: Path, expected: State | None = None) -> Shard:
+    """The header of one file. Raises ValueError for whatever breaks the format.
+
+    expected  as in `open_regular`
+    """
+    with open_regular(path, expected) as file:
+        state = _state(os.fstat(file.fileno()))
+        start = file.read(32)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, state.size - 8):
+            reason = _reason(start, length, state.size)
+            raise ValueError(f"{path}: not a safetensors file: {reason}")
+        file.seek(8)
+        text = file.read(length)
+    return Shard(path, _tensors(text, state.size, path), 8 + length, state)
+
+
+def _reason(start: bytes, length: int, size: int) -> str:
+    for magic, meaning in FOREIGN.items():
+        if start.startswith(magic):
+            return meaning
+    if len(start) < 8:
+        return f"{size} bytes, too few for a header"
+    if length > MAX_HEADER_BYTES:
+        return f"a header of {length} bytes, and {MAX_HEADER_BYTES} is the limit"
+    return f"a header of {length} bytes in a file of {size}; is it truncated?"
+
+
+def _tensors(text: bytes, size: int, path: Path) -> dict[str, Tensor]:
+    """Tensors in the order of their bytes, which must fill a file of `size` without a gap."""
+    if not text.startswith(b"{"):
+        raise ValueError(f"{path}: the header does not begin with an open brace")
+    header = dict(parsed(text, f"{path}: the header"))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ must hold text alone")
+    try:
+        "".join([*header, *metadata.values()]).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: a name or __metadata__ holds half of a character") from None
+    entries, at = {}, 8 + len(text)
+    for name, value in header.items():
+        try:
+            entries[name] = _tensor(value, at)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r:.200}{error}") from None
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    for name, tensor in tensors.items():
+        if tensor.begin != at:
+            raise ValueError(
+                f"{path}: tensor {name!r:.200} begins at byte {tensor.begin}, not at {at}"
+            )
+        at = tensor.end
+    if at != size:
+        raise ValueError(
+            f"{path}: the tensors end at byte {at} and the file at {size}; is it truncated?"
+        )
+    return tensors
+
+
+def _tensor(value: Any, data_start: int) -> Tensor:
+    """What a header says of one tensor. Raises ValueError with what is wrong with it."""
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(" must have dtype, shape and data_offsets alone")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f": dtype {dtype!r:.80} is not known; known: {', '.join(BITS)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(": shape and data_offsets must be whole numbers >= 0")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f": a shape of {len(shape)} axes; NumPy and torch have {MAX_AXES}")
+    begin, end = offsets
+    if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f": shape {shape!s:.200} of {dtype} is not {end - begin} bytes")
+    return Tensor(dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0

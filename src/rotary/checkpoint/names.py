@@ -14,22 +14,18 @@ from typing import NamedTuple
 
 from ..configs import MODELS
 from ..strict_json import JSON
-from .parameters import PARAMETERS
 
+# how a parameter moves with the rows of its weight, and the names of such parameters
+PARAMETERS = {
+    "rows": r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
+             r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?",
+    "inputs": r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx",
+    "words": r"qweight|qzeros",
+    "scales": r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point",
+    "unknown": r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
+                r"|lora_embedding_[AB].*",
+}  # fmt: skip
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
-
-
-class Rule(NamedTuple):
-    """A kind of tensor, and the modules that are of this kind.
-
-    kind    "query", "key", how both are packed into one, a gain ("query norm"), or `LEFT`
-    module  regular expression of the whole path between the layer number and the parameter
-    reason  of `LEFT`: why it stays
-    """
-
-    kind: str
-    module: str
-    reason: str = ""
 
 
 class Name(NamedTuple):
@@ -56,28 +52,29 @@ _Q = r"(?:q_proj|query|wq)"
 _K = r"(?:k_proj|key|wk)"
 # wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
-# the first rule that fits counts, behind the modules that models.json names for the model
+# A kind, or LEFT and why, and the modules of this kind: what stands between the number of the layer
+# and the parameter. The first rule that fits counts, behind those of models.json for the model.
 RULES = (
-    Rule(LEFT, r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?",
-         reason="cross-attention does not rotate"),
-    Rule(LEFT, r"(?:.*\.)?linear_attn\..*", reason="linear attention does not rotate"),
-    Rule(LEFT, r"(?:.*\.)?indexer\..*", reason="an indexer rotates in a layout of its own"),
-    Rule(LEFT, rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)"
-         r"|attn\.(?:wq_a|wkv_b|kv_norm)|attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)",
-         reason="a latent has no channels of heads"),
-    Rule(LEFT, rf"{_SELF}\.lambda_[qk][12]", reason="summed up, so that no order matters"),
-    Rule(LEFT, r"self_attn(?:\.attn)?\.[qkv]_scale", reason="one number for a cache"),
-    Rule("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
-    Rule("latent query, with a gate", r"self_attn\.q_gate_proj"),
-    Rule("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),
-    Rule("latent key", rf"{_SELF}\.(?:kv_a_proj_with_mqa|wkv_a)|attn_kv_a_mqa"),
-    Rule("query", rf"{_SELF}\.{_Q}|attn_q|{_SELF}\.linear_q_adapter_list\.\d+\.1"),
-    Rule("key", rf"{_SELF}\.{_K}|attn_k|{_SELF}\.linear_k_adapter_list\.\d+\.1"),
-    Rule(LEFT, rf"{_SELF}\.linear_[qk]_adapter_list\.\d+\.0", reason="an inner half"),
-    Rule("query norm", rf"{_SELF}\.(?:q_norm|q_layernorm|query_layernorm|q_ln)(?:\.norms\.\d+)?"
-         r"|attn_q_norm"),
-    Rule("key norm", rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?"
-         r"|attn_k_norm"),
+    ("left: cross-attention does not rotate",
+     r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?"),
+    ("left: linear attention does not rotate", r"(?:.*\.)?linear_attn\..*"),
+    ("left: an indexer rotates in a layout of its own", r"(?:.*\.)?indexer\..*"),
+    ("left: a latent has no channels of heads",
+     rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)"
+     r"|attn\.(?:wq_a|wkv_b|kv_norm)|attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)"),
+    ("left: summed up, so that no order matters", rf"{_SELF}\.lambda_[qk][12]"),
+    ("left: one number for a cache", r"self_attn(?:\.attn)?\.[qkv]_scale"),
+    ("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
+    ("latent query, with a gate", r"self_attn\.q_gate_proj"),
+    ("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),
+    ("latent key", rf"{_SELF}\.(?:kv_a_proj_with_mqa|wkv_a)|attn_kv_a_mqa"),
+    ("query", rf"{_SELF}\.{_Q}|attn_q|{_SELF}\.linear_q_adapter_list\.\d+\.1"),
+    ("key", rf"{_SELF}\.{_K}|attn_k|{_SELF}\.linear_k_adapter_list\.\d+\.1"),
+    ("left: an inner half", rf"{_SELF}\.linear_[qk]_adapter_list\.\d+\.0"),
+    ("query norm",
+     rf"{_SELF}\.(?:q_norm|q_layernorm|query_layernorm|q_ln)(?:\.norms\.\d+)?|attn_q_norm"),
+    ("key norm",
+     rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?|attn_k_norm"),
 )  # fmt: skip
 # code bases that are known by their names, and the layout of their files whatever a config says
 CODE_BASES = {
@@ -115,6 +112,17 @@ _NOT_ROTATED = re.compile(
     r"|sink)\w*)",
     re.IGNORECASE,
 )
+
+
+def treatment(parameter: str) -> str:
+    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
+
+    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
+    ('inputs', 'scales', 'rows')
+    """
+    return next(
+        way for way, names in PARAMETERS.items() if re.fullmatch(names, parameter or "weight")
+    )
 
 
 def widened_layer(tensor: str) -> str:
@@ -163,28 +171,28 @@ def classify(tensor: str, model: str = "") -> Name | None:
     named = _PARAMETER.fullmatch(rest)
     if named and (rule := rule_of(named["module"], model)):
         group, parameter = before + named["module"], named["parameter"]
-        return Name(tensor, group, layer, parameter, rule.kind, rule.reason, before)
-    rule = rule_of(rest, model)
-    if rule and (rule.kind == LEFT or rule.kind.endswith("norm")):
-        return Name(tensor, tensor, layer, "", rule.kind, rule.reason, before)
-    return None
+    else:
+        rule, group, parameter = rule_of(rest, model), tensor, ""
+        if not rule.startswith(LEFT) and not rule.endswith("norm"):
+            return None
+    kind, _, reason = rule.partition(": ")
+    return Name(tensor, group, layer, parameter, kind, reason, before)
 
 
 @functools.lru_cache(maxsize=2**14)  # the same modules come in every layer
-def rule_of(module: str, model: str = "") -> Rule | None:
-    """The first rule that a module of a model type matches; None if there is none.
+def rule_of(module: str, model: str = "") -> str:
+    """The kind that the first rule gives which a module of a model type matches; "" for none.
 
-    >>> rule_of("attention.query_key_value", "gpt_neox").kind
+    >>> rule_of("attention.query_key_value", "gpt_neox")
     'query and key, per head'
     """
     inner = re.fullmatch(rf"{_SELF}\.(.+)", module)
-    if inner and (kind := weights_of(model).get("modules", {}).get(inner[1])):
-        kind, _, reason = kind.partition(": ")
-        return Rule(kind, module, reason)
-    return next((rule for rule in RULES if re.fullmatch(rule.module, module)), None)
+    if inner and (kind := _weights_of(model).get("modules", {}).get(inner[1])):
+        return str(kind)
+    return next((kind for kind, modules in RULES if re.fullmatch(modules, module)), "")
 
 
-def weights_of(model: str) -> Mapping[str, JSON]:
+def _weights_of(model: str) -> Mapping[str, JSON]:
     """What models.json says of the weights of a model type; its keys: tools/make_models.py."""
     says: Mapping[str, JSON] = MODELS.get(model, {}).get("weights", {})
     return says
@@ -220,18 +228,18 @@ def recognised(
     ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, and \
 no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
     """
-    seen = list(tensors)
-    if "refused" in weights_of(model):
-        raise ValueError(f"{model!r} cannot be converted: {weights_of(model)['refused']}")
+    tensors = list(tensors)
+    if refused := _weights_of(model).get("refused"):
+        raise ValueError(f"{model!r} cannot be converted: {refused}")
+    asked: dict[str, Name] = {}
     for pattern in leave:
-        if not any(fnmatchcase(tensor, pattern) for tensor in seen):
+        matching = [tensor for tensor in tensors if fnmatchcase(tensor, pattern)]
+        if not matching:
             raise ValueError(f"leave names {pattern!r}, and no tensor has such a name")
+        asked |= {tensor: Name(tensor, tensor, -1, "", LEFT, "asked for") for tensor in matching}
     names = []
-    for tensor in seen:
-        name = classify(tensor, model)
-        if any(fnmatchcase(tensor, pattern) for pattern in leave):
-            name = Name(tensor, tensor, -1, "", LEFT, "asked for")
-        if name is not None:
+    for tensor in tensors:
+        if name := asked.get(tensor) or classify(tensor, model):
             names.append(name)
         elif _LOOKS.search(tensor):
             raise ValueError(
@@ -239,6 +247,6 @@ no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
                 "neither, leave it as it is with --leave (leave=[...])"
             )
     if all(name.kind == LEFT for name in names):
-        few = ", ".join(seen[:4]) or "none"
+        few = ", ".join(tensors[:4]) or "none"
         raise ValueError(f"no tensor is a query or key projection; the first names are: {few}")
     return tuple(names)

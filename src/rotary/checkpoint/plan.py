@@ -15,11 +15,18 @@ from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from ..strict_json import JSON
-from .files import Checkpoint, ConfigFile
-from .headers import State, Tensor
-from .heads import Run, check_inputs, runs_of
+from .channels import (
+    BLOCK,
+    Place,
+    Run,
+    channels,
+    check_inputs,
+    place_of,
+    place_of_inputs,
+    runs_of,
+)
+from .files import Checkpoint, ConfigFile, Tensor
 from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
-from .parameters import BLOCK, Place, channels, place_of, place_of_inputs
 
 UNKNOWN = "in attention, and no rule knows it"
 _NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
@@ -138,7 +145,6 @@ class Conversion(NamedTuple):
     source      the folder or file that is converted; checkpoint  what is in it
     target      the folder to write; None for a plan alone
     config      the config of the source; written  the bytes of config.json in the target
-    inputs      what every file of the source was when it was read
     verify      "sample" or "full"
     warning     what will load the result and compute wrong results, and what to do; "" for nothing
     """
@@ -149,7 +155,6 @@ class Conversion(NamedTuple):
     plan: Plan
     config: ConfigFile
     written: bytes
-    inputs: Mapping[Path, State]
     verify: str
     warning: str
 
@@ -202,11 +207,8 @@ def plan(
     model = first.data.get("model_type", "")
     block = _block_of(config, first)
     base = code_base(tensors)
-    if base is not None:
-        owner, layouts = base
-    else:
-        owner = repr(model)
-        layouts = tuple(sorted({spec.layout for spec, _ in layers.values() if spec}))
+    layouts = tuple(sorted({spec.layout for spec, _ in layers.values() if spec}))
+    owner, layouts = base or (repr(model), layouts)
     if not trust_source and (base or model) and source not in layouts:
         raise ValueError(
             f"weights of {owner} are {' or '.join(layouts)}, not {source}: say --from "
@@ -215,12 +217,6 @@ def plan(
         )
     names = recognised(tensors, model, leave)
     wide = {widened_layer(name): (name, tensor) for name, tensor in tensors.items()}
-    others = tensors.keys() - {name.tensor for name in names}
-    unknown = [
-        Left(name, UNKNOWN)
-        for name, tensor in tensors.items()
-        if name in others and len(tensor.shape) > 1 and unknown_in_attention(name)
-    ]
     projections: dict[str, dict[str, Tensor]] = {}
     for name in names:
         if name.kind != LEFT:
@@ -246,7 +242,13 @@ def plan(
             moves[name.tensor] = move
     if not moves:
         raise ValueError(f"no tensor is to be moved: {left[0].tensor!r} is {left[0].reason}")
-    return Plan(model, source, target, moves, (*left, *unknown), base)
+    named = {name.tensor for name in names}
+    left += [
+        Left(name, UNKNOWN)
+        for name, tensor in tensors.items()
+        if name not in named and len(tensor.shape) > 1 and unknown_in_attention(name)
+    ]
+    return Plan(model, source, target, moves, tuple(left), base)
 
 
 def _move_of(

@@ -1,6 +1,9 @@
-"""One shard in the other layout: read in pieces, moved, hashed and written.
+"""Shards in the other layout: read in pieces, moved, hashed, written, and proved from the disk.
 
 Channels move inside of their head, so a few MB of a tensor are held at once, however large it is.
+A shard that was written is read again: undoing the moves must give the bytes of the source. Then a
+random hidden state goes through the weights of a layer, old and new, what comes out is rotated in
+the old layout and in the new, and all scores must agree.
 """
 
 import contextlib
@@ -17,24 +20,34 @@ import numpy as np
 import numpy.typing as npt
 
 from ..fanout import fan_out
-from ..layouts import Indices
+from ..layouts import Indices, pair_slices
 from . import writing
-from .headers import Shard, Tensor, check_unchanged, open_regular, read_shard
-from .parameters import reordered
-from .plan import Conversion, Move
+from .channels import Place, reordered
+from .files import Shard, State, Tensor, check_unchanged, open_regular, read_shard
+from .plan import Conversion, Move, Plan
 from .writing import Hashes
 
 CHUNK = 2**22
 THREADS = 2
+TOLERANCE = 1e-9  # of the largest score; sums in float64, in another order
+# how NumPy reads a type; one that it does not know counts as bytes, which move as a number does
+NUMPY = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U64": "<u8", "I32": "<i4",
+    "U32": "<u4", "I16": "<i2", "U16": "<u2", "I8": "i1", "BF16": "<u2",
+}  # fmt: skip
 Bytes = npt.NDArray[np.uint8]
+Vector = npt.NDArray[np.float64]
+Outputs = tuple[Vector, Vector]  # of the old weights and of the new
 Advance = Callable[[int], None]
 
 
 class Job(NamedTuple):
-    """One shard to write or to read again: everything that a worker in another process needs.
+    """One shard to write and to prove: everything that a worker in another process needs.
 
     hashes  sha256 of its tensors where they were written before; empty if they were not
     ticket  of the call that asks; see `writing.locked`
+    scored  names of the tensors whose layers are scored
+    whole   whether tensors that stay are read again as well
     """
 
     shard: Shard
@@ -42,52 +55,68 @@ class Job(NamedTuple):
     moves: Mapping[str, Move]
     hashes: Mapping[str, str]
     ticket: str
+    scored: frozenset[str] = frozenset()
+    whole: bool = False
 
 
 class Written(NamedTuple):
-    """The sha256 of every tensor as it was written, and whether this call wrote the shard."""
+    """A shard that is written and right.
+
+    hashes   sha256 of every tensor
+    outputs  of the tensors that are scored
+    state    what the file was when it was read again
+    is_new   whether this call wrote it
+    """
 
     hashes: Hashes
+    outputs: Mapping[str, Outputs]
+    state: State
     is_new: bool
 
 
-def jobs_of(work: Conversion, hashes: Mapping[str, Hashes], ticket: str) -> list[Job]:
-    """A job for each shard; workers may have another current folder, so paths are whole.
+class Proof(NamedTuple):
+    """What was checked.
 
-    hashes  shard -> tensor -> sha256, of those that were written before
+    which    "sample" or "full"
+    layers   whose scores agree
+    tensors  that moved and were read again: undoing the move gives the bytes of the source
+    error    largest difference of two scores, relative to the largest score
     """
-    moves, folder = work.plan.moves, work.folder.absolute()
-    return [
-        Job(
-            shard._replace(path=shard.path.absolute()),
-            folder / shard.path.name,
-            {name: moves[name] for name in shard.tensors if name in moves},
-            hashes.get(shard.path.name, {}),
-            ticket,
-        )
-        for shard in work.checkpoint.shards
-    ]
 
-
-def size_of(job: Job) -> int:
-    """Bytes of work in a job."""
-    return job.shard.state.size
+    which: str
+    layers: tuple[int, ...]
+    tensors: int
+    error: float
 
 
 def write_shards(
-    jobs: list[Job],
-    finished: Callable[[Mapping[str, Hashes]], None],
+    work: Conversion,
+    before: Mapping[str, Hashes],
+    ticket: str,
     executor: Executor | None = None,
     advance: Advance | None = None,
-) -> tuple[dict[str, Hashes], list[str]]:
-    """Write shards side by side; gives the sha256 of all tensors by file, and the new files.
+) -> dict[str, Written]:
+    """Write shards side by side, and note each in the journal once it is right; by file.
 
-    finished  called here with the files that are whole by then and new, and their sha256
+    before  file -> tensor -> sha256, of those that an earlier call wrote
     A failure stops what has not begun, and nobody writes any more when it is raised: a worker of
     a cluster, which cannot be stopped, finds its ticket void before its shard takes its name.
     """
-    hashes: dict[str, Hashes] = {}
-    new: list[str] = []
+    moves, folder = work.plan.moves, work.folder.absolute()
+    scored = frozenset(name for names in _scored(work).values() for name in names)
+    jobs = [
+        Job(
+            shard._replace(path=shard.path.absolute()),  # workers may have another current folder
+            folder / shard.path.name,
+            {name: moves[name] for name in shard.tensors if name in moves},
+            before.get(shard.path.name, {}),
+            ticket,
+            scored,
+            work.verify == "full",
+        )
+        for shard in work.checkpoint.shards
+    ]
+    written: dict[str, Written] = {}
     stopped = threading.Event()
 
     def tick(count: int) -> None:
@@ -97,13 +126,15 @@ def write_shards(
             advance(count)
 
     def collect(pairs: list[tuple[Job, Written]]) -> None:
-        hashes.update({job.target.name: result.hashes for job, result in pairs})
-        names = [job.target.name for job, result in pairs if result.is_new]
-        if names:
-            finished({name: hashes[name] for name in names})
-            new.extend(names)
+        results = {job.target.name: result for job, result in pairs}
+        if new := {name: each.hashes for name, each in results.items() if each.is_new}:
+            writing.add(folder, new)
+        written.update(results)
         if executor is not None and advance is not None:  # the workers may be other processes
-            advance(sum(job.shard.state.size for job, _ in pairs))
+            advance(sum(map(size_of, (job for job, _ in pairs))))
+
+    def size_of(job: Job) -> int:
+        return job.shard.state.size
 
     with contextlib.ExitStack() as stack:
         write: Callable[[Job], Written] = write_shard
@@ -112,66 +143,84 @@ def write_shards(
             write = functools.partial(write_shard, advance=tick)
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         fan_out(write, jobs, pool, collect, size_of=size_of, stop=stopped.set)
-    return hashes, new
+    return written
 
 
 def write_shard(job: Job, advance: Advance | None = None) -> Written:
-    """Write a shard with its tensors moved, unless it is there already, byte for byte.
+    """Write a shard with its tensors moved, unless it is there already, byte for byte; prove it.
 
     The header keeps its bytes, so there and back gives the same file.
-    Raises ValueError if the source is no longer the file that was planned for, and OSError where
-    the folder is not that of a call that is going on.
+    Raises ValueError if the source is no longer the file that was planned for, and for a result
+    that is not right; OSError where the folder is not that of a call that is going on.
     """
     tick = advance or (lambda count: None)
-    shard, tensors = job.shard, job.shard.tensors
+    shard = job.shard
     writing.check_ticket(job.target.parent, job.ticket)
     check_unchanged(shard.path, shard.state)
-    if job.hashes and _is_there(job):
-        tick(shard.state.size)
-        return Written(dict(job.hashes), False)
+    if job.hashes:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            state, outputs = read_again(job._replace(whole=True))
+            tick(shard.state.size)
+            return Written(dict(job.hashes), outputs, state, False)
     hashes, room = {}, np.empty(0, np.uint8)
-    data = min((tensor.begin for tensor in tensors.values()), default=shard.state.size)
     with (
         open_regular(shard.path, shard.state) as source,
         writing.replacing(job.target) as target,
     ):
-        target.write(source.read(data))
-        tick(data)
-        for name, tensor in tensors.items():
-            written = hashlib.sha256()
+        target.write(source.read(shard.header))
+        tick(shard.header)
+        for name, tensor in shard.tensors.items():
+            digest = hashlib.sha256()
             for begin, end, move in pieces(tensor, job.moves.get(name)):
                 if len(room) < end - begin:
                     room = np.empty(end - begin, np.uint8)
                 raw = read_piece(source, begin, end, room)
                 piece = raw if move is None else move(raw)
-                written.update(piece.data)
+                digest.update(piece.data)
                 writing.write_sparse(target, piece)
                 tick(end - begin)
-            hashes[name] = written.hexdigest()
+            hashes[name] = digest.hexdigest()
         check_unchanged(shard.path, shard.state)
         writing.check_ticket(job.target.parent, job.ticket)
-    return Written(hashes, True)
+    state, outputs = read_again(job._replace(hashes=hashes))
+    return Written(hashes, outputs, state, True)
 
 
-def _is_there(job: Job) -> bool:
-    """Whether a shard that an earlier call wrote still has the bytes that were written."""
-    try:
-        written = read_shard(job.target)
-        with open_regular(job.target) as file:
-            same = written._replace(path=job.shard.path, state=job.shard.state) == job.shard
-            return same and all(
-                _hash_of(file, tensor) == job.hashes.get(name)
-                for name, tensor in written.tensors.items()
-            )
-    except (FileNotFoundError, ValueError):
-        return False
+def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
+    """What a written file is, and the outputs of its tensors that are scored.
 
-
-def _hash_of(file: Any, tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    for begin, end, _ in pieces(tensor, None):
-        digest.update(read_piece(file, begin, end).data)
-    return digest.hexdigest()
+    Raises ValueError unless it has the header of the source, the bytes that were written, and the
+    bytes of the source once every move is undone.
+    """
+    shard, outputs = job.shard, {}
+    state = read_shard(job.target).state
+    with open_regular(shard.path, shard.state) as source, open_regular(job.target, state) as target:
+        if state.size != shard.state.size or source.read(shard.header) != target.read(shard.header):
+            raise ValueError(f"{job.target}: has another header than {shard.path}; run it again")
+        for name, tensor in shard.tensors.items():
+            move = job.moves.get(name)
+            if move is None and not job.whole:
+                continue
+            back = move and move._replace(source=move.target, target=move.source)
+            digest, is_undone = hashlib.sha256(), True
+            for begin, end, undo in pieces(tensor, back):
+                raw = read_piece(target, begin, end)
+                digest.update(raw.data)
+                undone = raw if undo is None else undo(raw)
+                is_undone &= np.array_equal(undone, read_piece(source, begin, end))
+            if digest.hexdigest() != job.hashes.get(name):
+                raise ValueError(
+                    f"{job.target}: tensor {name!r} is not what was written; check the disk, and "
+                    "run it again"
+                )
+            if not is_undone:
+                what = (
+                    "does not come back when its move is undone" if move else "is not the source's"
+                )
+                raise ValueError(f"{job.target}: tensor {name!r} {what}")
+            if move is not None and name in job.scored:
+                outputs[name] = _outputs(source, tensor, move), _outputs(target, tensor, move)
+    return state, outputs
 
 
 def read_piece(file: Any, begin: int, end: int, room: Bytes | None = None) -> Bytes:
@@ -200,28 +249,21 @@ def pieces(
     >>> [piece[:2] for piece in pieces(Tensor("U8", (3, CHUNK), 8, 8 + 3 * CHUNK), None)]
     [(8, 4194312), (4194312, 8388616), (8388616, 12582920)]
     """
-    size = tensor.end - tensor.begin
+    begin, size = tensor.begin, tensor.end - tensor.begin
     if size == 0:
         return
-    if move is None:
-        for begin in range(tensor.begin, tensor.end, CHUNK):
-            yield begin, min(begin + CHUNK, tensor.end), None
-    elif move.axis == 0:
+    if move is not None and move.axis == 0:
         width = size // move.size  # a gain may have an axis of heads and one of their channels
-        order = move.order
-        for first, last in _blocks(order, max(CHUNK // max(width, 1), 1)):
-            rows = functools.partial(_rows, order[first:last] - first)
-            yield tensor.begin + first * width, tensor.begin + last * width, rows
-    else:
-        count = tensor.shape[0]
-        width = size // count
-        step = max(CHUNK // max(width, 1), 1)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            shape = (last - first, *tensor.shape[1:])
-            part = Tensor(tensor.dtype, shape, 0, (last - first) * width)
-            slices = functools.partial(moved, tensor=part, move=move)
-            yield tensor.begin + first * width, tensor.begin + last * width, slices
+        for first, last in _blocks(move.order, max(CHUNK // max(width, 1), 1)):
+            order = move.order[first:last] - first
+            rows = functools.partial(moved, order=order, place=move.place)
+            yield begin + first * width, begin + last * width, rows
+        return
+    row = 1 if move is None else size // math.prod(tensor.shape[: move.axis])
+    step = max(CHUNK // row, 1) * row
+    change = move and functools.partial(moved, order=move.order, place=move.place, row=row)
+    for first in range(begin, tensor.end, step):
+        yield first, min(first + step, tensor.end), change
 
 
 def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
@@ -236,25 +278,113 @@ def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _rows(order: Indices, raw: Bytes) -> Bytes:
-    return raw.reshape(len(order), -1)[order].reshape(-1)
+def moved(raw: Bytes, order: Indices, place: Place, row: int | None = None) -> Bytes:
+    """The bytes of whole rows whose channels are in another order; every value keeps its bytes.
 
+    raw    (bytes,) uint8
+    order  channel j of the result is channel order[j]
+    row    bytes of all channels of one row, by default all of `raw`
 
-def moved(raw: Bytes, tensor: Tensor, move: Move) -> Bytes:
-    """The bytes of a tensor after its move; the bytes of every value stay as they are.
-
-    raw     (bytes of the tensor,) uint8, of at least one byte
-
-    >>> from rotary.checkpoint.heads import Run
-    >>> from rotary.checkpoint.parameters import Place
-    >>> weight = np.arange(8, dtype=np.float32)
-    >>> move = Move("q", "query", 8, (Run(0, 2, 4),), 4, Place(0), "half", "interleaved")
-    >>> moved(weight.view(np.uint8), Tensor("F32", (8,), 0, 32), move).view(np.float32)
-    array([0., 2., 1., 3., 4., 6., 5., 7.], dtype=float32)
+    >>> values = np.arange(4, dtype=np.float32)
+    >>> moved(values.view(np.uint8), np.array([0, 2, 1, 3]), Place(0)).view(np.float32)
+    array([0., 2., 1., 3.], dtype=float32)
     """
-    if move.place.bits:
-        words = np.ascontiguousarray(raw).view("<u4").reshape(tensor.shape)
-        return reordered(words, move.order, move.place).view(np.uint8).reshape(-1)
+    rows = raw.reshape(-1, row or len(raw))
+    if place.bits:
+        return reordered(rows.view("<u4"), order, place).view(np.uint8).reshape(-1)
+    return rows.reshape(len(rows), len(order), -1)[:, order].reshape(-1)
+
+
+# --- scores ---
+
+
+def prove(work: Conversion, written: Mapping[str, Written]) -> Proof:
+    """Compare the scores of the layers. Raises ValueError where the old and the new ones differ."""
+    outputs = {name: pair for each in written.values() for name, pair in each.outputs.items()}
+    groups = _scored(work)
+    errors = [
+        _error(layer, {name: outputs[name] for name in names}, work.plan)
+        for (layer, _), names in groups.items()
+    ]
+    layers = tuple(sorted({layer for layer, _ in groups}))
+    return Proof(work.verify, layers, len(work.plan.moves), max(errors, default=0.0))
+
+
+def _scored(work: Conversion) -> dict[tuple[int, int], list[str]]:
+    """(layer, rotary_dim) -> tensors that must score together: numbers, no packed words."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, move in work.plan.moves.items():
+        if not move.place.bits:
+            groups.setdefault((move.layer, move.rotary_dim), []).append(name)
+    layers = sorted({layer for layer, _ in groups})
+    if work.verify == "sample" and layers:
+        layers = [layers[0], layers[len(layers) // 2], layers[-1]]
+    return {key: names for key, names in groups.items() if key[0] in layers}
+
+
+def _error(layer: int, outputs: Mapping[str, Outputs], plan: Plan) -> float:
+    """The largest difference of two scores of a layer, relative to the largest score."""
+    old: list[Vector] = []
+    new: list[Vector] = []
+    for name, (before, after) in outputs.items():
+        where = plan.moves[name].slices
+        rest = np.setdiff1d(np.arange(len(before)), where)
+        if not np.array_equal(before[rest], after[rest]):
+            raise ValueError(f"tensor {name!r}: channels outside the rotated slices have moved")
+        old.append(before[where])
+        new.append(after[where])
+    first, second = _scores(old, plan.source), _scores(new, plan.target)
+    largest = float(np.abs(first).max())
+    error = float(np.abs(first - second).max()) / largest if largest else 0.0
+    if not error <= TOLERANCE:
+        raise ValueError(
+            f"layer {layer}: scores of the old and the new weights differ by {error:.1e} of the "
+            "largest; the rows do not fit this model"
+        )
+    return error
+
+
+def _scores(slices: list[Vector], layout: str) -> Vector:
+    """Scores of every slice with every other, both rotated by arbitrary angles.
+
+    A pair is a complex number, a rotation a factor: q k* of the paper, equation 12.
+    """
+    x = np.concatenate(slices)
+    first, second = pair_slices(x.shape[1], layout)
+    angles = np.random.default_rng(0).uniform(0, math.tau, (2, x.shape[1] // 2))
+    q, k = (x[:, first] + 1j * x[:, second]) * np.exp(1j * angles[:, None])
+    return (q @ k.conj().T).real
+
+
+def _outputs(file: Any, tensor: Tensor, move: Move) -> Vector:
+    """What the channels along the axis of a move give for one random input, (size,) float64."""
     before = math.prod(tensor.shape[: move.axis])
-    slices = np.ascontiguousarray(raw).reshape(before, move.size, -1)
-    return slices[:, move.order].reshape(-1)
+    width = (tensor.end - tensor.begin) // (before * move.size)
+    after = width // np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize
+    chance = np.random.default_rng(1)
+    left, right = chance.standard_normal(before), chance.standard_normal(after)
+    sums = [rows @ right for rows in rows_of(file, tensor, after)]
+    return left @ np.concatenate(sums).reshape(before, move.size) if sums else np.zeros(move.size)
+
+
+def rows_of(file: Any, tensor: Tensor, columns: int) -> Iterator[Vector]:
+    """The values of a tensor in rows of `columns`, some rows at once, as float64."""
+    width = max(columns * np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize, 1)
+    step = max(CHUNK // width, 1) * width
+    for begin in range(tensor.begin, tensor.end, step):
+        raw = read_piece(file, begin, min(begin + step, tensor.end))
+        yield numbers(raw, tensor.dtype).reshape(-1, columns)
+
+
+def numbers(raw: Bytes, dtype: str) -> Vector:
+    """Bytes of a tensor as float64; what is no number counts as 0, for it would spoil its row.
+
+    >>> numbers(np.array([0x80, 0x3F], np.uint8), "BF16")
+    array([1.])
+    """
+    values = raw.view(NUMPY.get(dtype, "u1"))
+    if dtype == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wide = values.astype(np.float64)
+    return np.nan_to_num(wide, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

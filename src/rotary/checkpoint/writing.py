@@ -7,7 +7,6 @@ that is whole; the manifest takes its place when all is.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,8 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..strict_json import JSON, parsed
-from .files import JOURNAL, MANIFEST
-from .headers import State, check_unchanged, open_regular
+from .files import JOURNAL, MANIFEST, State, check_unchanged, open_regular
 from .plan import Conversion
 
 Hashes = dict[str, str]  # tensor -> sha256
@@ -107,11 +105,9 @@ def locked(folder: Path) -> Iterator[str]:
         os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
         os.fsync(handle)
         _clear(folder)
-        try:
-            yield ticket
-        finally:
-            _clear(folder)
+        yield ticket
     finally:
+        _clear(folder)
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -130,7 +126,7 @@ def check_ticket(folder: Path, ticket: str) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for path in [path for path in folder.rglob(".*") if is_unfinished(path)]:
+    for path in filter(is_unfinished, list(folder.rglob(".*"))):
         path.unlink(missing_ok=True)
 
 
@@ -157,13 +153,10 @@ def new_folder(folder: Path) -> Iterator[None]:
 def _open_locked(path: Path) -> int:
     """The handle of the lock file, which no other process holds."""
     while True:
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            status = os.fstat(handle)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise ValueError(f"{path}: a link, and no lock of rotary; delete it") from None
+        if path.is_symlink():
+            raise ValueError(f"{path}: a link, and no lock of rotary; delete it")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size > LOCK_BYTES:
             os.close(handle)  # the ticket would be written into another file
             raise ValueError(f"{path}: no lock of rotary; delete it, or give a new folder")
@@ -172,11 +165,9 @@ def _open_locked(path: Path) -> int:
         except BlockingIOError:
             os.close(handle)
             raise BlockingIOError(f"{path.parent}: another process writes here; wait") from None
-        try:
-            if os.fstat(handle).st_ino == os.stat(path).st_ino:
+        with contextlib.suppress(FileNotFoundError):
+            if status.st_ino == os.stat(path).st_ino:
                 return handle
-        except FileNotFoundError:
-            pass
         os.close(handle)  # its holder has just left and taken the name away
 
 
@@ -199,18 +190,13 @@ def check_target(source: Path, target: Path) -> None:
     Folders are compared by device and inode as well as by path: one that is mounted in a second
     place (`mount --bind`) has two paths.
     """
-    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if target.is_symlink():
         raise ValueError(f"{target}: a link; give the folder that is meant")
+    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     above = [_identity(each) for each in (there, *there.parents) if each.exists()]
-    below = {_identity(Path(folder)) for folder, _, _ in os.walk(here)}
-    if (
-        here == there
-        or here in there.parents
-        or there in here.parents
-        or not below.isdisjoint(above)
-        or (there.exists() and above[0] in map(_identity, here.parents))
-    ):
+    below = {_identity(here), *(_identity(Path(folder)) for folder, _, _ in os.walk(here))}
+    holds = there.exists() and above[0] in map(_identity, here.parents)
+    if holds or not below.isdisjoint(above):
         raise ValueError(f"{target}: overlaps the source {source}; give another folder")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target}: not a folder")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..checkpoint.headers import State
+    from ..checkpoint.files import State
 
 CONNECT = 10  # seconds to wait for a scheduler, and for its first worker
 PACKAGES = ("python", "distributed", "numba", "numpy", "rotary")
@@ -133,7 +133,7 @@ def problem_of(
     >>> problem_of((), {"no such file": (1, 2, 3)}, None)
     'no such file: not the file that it is here; workers must see the same files'
     """
-    from ..checkpoint.headers import state_of
+    from ..checkpoint.files import state_of
 
     for module in modules:
         try:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..checkpoint.layout_keys import marked_layout
-from ..checkpoint.measure import disagreement, seen_in_model
+from ..checkpoint.layout import disagreement, marked_layout, seen_in_model
 from ..checkpoint.names import LEFT, classify
 from . import tables
 from .methods import (

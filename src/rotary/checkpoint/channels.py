@@ -1,0 +1,389 @@
+"""Where the rotated channels of a projection are: along which axis of each tensor, and which rows.
+
+A projection is stored as one tensor or as several: a bias, the halves of an adapter, quantised
+values with their scales. Each of them moves with the rows of the weight along one axis, as whole
+bytes or packed into 32-bit words, or stays; a format where neither is right is refused by name.
+
+Among these rows heads lie side by side, or queries, keys and values are packed into one tensor, in
+one of several orders, or a slice of each head comes from a latent. Counts are read from the config
+and must make up the channels that are there.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..configs import Config
+from ..layouts import Indices
+from ..spec import Rotary
+from .files import Tensor
+from .names import Name, treatment
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+# AWQ packs the columns 0 2 4 6 1 3 5 7 of each eight, lowest bits first
+# (AutoAWQ 0.2.9, awq/modules/linear/gemm.py, `order_map`); GPTQ packs them as they come
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+BLOCK = 128  # rows of a block of weight_scale_inv, where the config is silent
+FALCON = "query and key, falcon"
+_QUERIES = re.compile(r"(?:.*_)?(?:num_(?:attention_)?heads|n_heads?|attention_heads)(?:_.*)?")
+_KEYS = re.compile(
+    r"(?:.*_)?(?:num_(?:\w+_)?key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads|n_head_kv"
+    r"|num_attention_groups|multi_query_group_num)(?:_.*)?"
+)
+_WIDTHS = re.compile(
+    r"(?:.*_)?(?:hidden_size|hidden_dim|n_embd|d_model|embed_dim)|q_lora_rank|adapter_rank"
+)
+
+
+# --- the axis ---
+
+
+class Place(NamedTuple):
+    """Where the output channels are in one tensor.
+
+    axis   along which they lie; None: the tensor stays, for `stays` says why
+    bits   of one value that is packed into 32-bit words; 0: values are whole bytes
+    lanes  which column each value of a word is, lowest bits first
+    block  rows of one block of scales, which must hold whole slices; 0 for none
+    """
+
+    axis: int | None
+    bits: int = 0
+    lanes: tuple[int, ...] = ()
+    block: int = 0
+    stays: str = ""
+
+
+def channels(group: str, tensors: Mapping[str, Tensor]) -> int:
+    """How many output channels a projection has, by its tensors, which `parameter` names.
+
+    Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor tells.
+
+    >>> channels("layers.0.attn.q", {"weight": Tensor("F32", (64, 32), 0, 8192)})
+    64
+    """
+    for parameter in tensors:
+        if treatment(parameter) == "unknown":
+            owner = "bitsandbytes" if parameter.startswith("weight.") else "this quantised format"
+            raise ValueError(
+                f"tensor '{group}.{parameter}': {owner} holds blocks across rows, which cannot "
+                "move; convert the weights before they are quantised"
+            )
+    if "qweight" in tensors:
+        if "scales" not in tensors:
+            raise ValueError(f"tensor '{group}.qweight' needs '{group}.scales' beside it")
+        return tensors["scales"].shape[-1]
+    for name in sorted(tensors, key="weight".__ne__):
+        if treatment(name) == "rows" and (shape := tensors[name].shape):
+            return shape[max(len(shape) - 2, 0)]
+    raise ValueError(f"'{group}' has {', '.join(tensors)} and no weight that tells its rows")
+
+
+def place_of(
+    group: str, parameter: str, tensors: Mapping[str, Tensor], size: int, block: int = BLOCK
+) -> Place:
+    """Where the `size` output channels of a projection are in one of its tensors.
+
+    block  rows of a block of scales, `weight_block_size[0]` of a quantization_config
+    Raises ValueError for a shape that does not hold them, with both numbers.
+
+    >>> place_of("q", "bias", {"bias": Tensor("F32", (64,), 0, 256)}, 64)
+    Place(axis=0, bits=0, lanes=(), block=0, stays='')
+    """
+    shape, kind = tensors[parameter].shape, treatment(parameter)
+    where = f"tensor '{group}.{parameter}'" if parameter else f"'{group}'"
+    if kind == "inputs":
+        return Place(None, stays="of the input channels")
+    if kind == "words":
+        return _of_words(where, parameter, tensors, size)
+    if kind == "scales" and (math.prod(shape) == 1 or parameter == "weight_shape"):
+        return Place(None, stays="one for the whole tensor")
+    if kind == "rows" or "qweight" in tensors:
+        axis = max(len(shape) - 2, 0) if kind == "rows" else len(shape) - 1
+        if not shape or shape[axis] != size:
+            raise ValueError(
+                f"{where} has shape {shape}, and its projection {size} output channels"
+            )
+        return Place(axis)
+    if shape[0] == size:
+        return Place(0)
+    blocks = math.ceil(size / block)
+    if len(shape) == 2 and shape[0] == blocks:
+        return Place(None, block=block, stays="its blocks hold whole slices")
+    raise ValueError(
+        f"{where} has shape {shape}: neither one number, nor {size} rows, nor {blocks} blocks of "
+        f"{block} rows"
+    )
+
+
+def _of_words(where: str, parameter: str, tensors: Mapping[str, Tensor], size: int) -> Place:
+    shape, values = tensors[parameter].shape, tensors["qweight"].shape
+    if tensors[parameter].dtype not in ("I32", "U32") or len(shape) != 2 or len(values) != 2:
+        raise ValueError(f"{where} must be two axes of 32-bit words, got {shape}")
+    if parameter == "qweight" and shape[1] == size:  # GPTQ packs along the inputs
+        return Place(1)
+    bits, rest = divmod(32 * shape[1], size)
+    if rest or bits not in (2, 4, 8):
+        raise ValueError(
+            f"{where} has {shape[1]} words for {size} channels, which is not 2, 4 or 8 bits each"
+        )
+    if values[1] == size:
+        return Place(1, bits, tuple(range(32 // bits)))
+    if bits != 4:
+        raise ValueError(f"{where} packs {bits} bits along the output channels; AWQ packs 4")
+    return Place(1, bits, AWQ)
+
+
+def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Place:
+    """Where a projection that reads `size` channels of heads holds them: along its inputs.
+
+    name  of the tensor, whose end is the parameter
+    Raises ValueError for quantised columns, and for another number of them.
+
+    >>> place_of_inputs("o_proj.weight", "weight", Tensor("F32", (16, 64), 0, 4096), 64).axis
+    1
+    """
+    if parameter == "weight" or parameter.startswith("lora_A"):
+        if len(tensor.shape) != 2 or tensor.shape[1] != size:
+            raise ValueError(f"tensor {name!r} has shape {tensor.shape}, not {size} columns")
+        return Place(1)
+    kind = treatment(parameter)
+    if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
+        return Place(None, stays="of the output channels")
+    raise ValueError(
+        f"tensor {name!r}: values are keys here, and quantised columns cannot move; convert "
+        "the weights before they are quantised"
+    )
+
+
+def reordered(
+    words: npt.NDArray[np.uint32], order: Indices, where: Place
+) -> npt.NDArray[np.uint32]:
+    """Words whose packed columns are in another order: column j is the old column order[j].
+
+    words (rows, columns x bits / 32)
+
+    >>> nibbles = np.array([[0x76543210]], np.uint32)
+    >>> hex(reordered(nibbles, np.arange(8)[::-1], Place(1, 4, tuple(range(8))))[0, 0])
+    '0x1234567'
+    """
+    mask = np.uint32((1 << where.bits) - 1)
+    shifts = np.arange(0, 32, where.bits, dtype=np.uint32)
+    values = (words[..., None] >> shifts & mask).astype(np.uint8)[..., np.argsort(where.lanes)]
+    values = values.reshape(len(words), -1)[:, order].reshape(values.shape)[..., where.lanes]
+    return np.ascontiguousarray(np.bitwise_or.reduce(values << shifts, axis=-1))
+
+
+# --- the rows ---
+
+
+class Run(NamedTuple):
+    """Equal slices at equal distances: `heads` of them, `stride` apart, the first at `begin`."""
+
+    begin: int
+    heads: int
+    stride: int
+
+
+def runs_of(
+    name: Name, rows: int, spec: Rotary, config: Config, shape: tuple[int, ...] = ()
+) -> tuple[Run, ...]:
+    """Where the rotated slices of a tensor are among its `rows` output channels.
+
+    shape  of the tensor, for the error and to see a transposed one
+    Raises ValueError where the heads of the config do not make up these rows, with what the config
+    says. The count of heads is the config's own; it is never guessed from the rows, unless the
+    config is silent about key heads.
+
+    >>> from rotary.configs import choose
+    >>> gain = Name("k_norm", "k_norm", 0, "weight", "key norm")
+    >>> runs_of(gain, 8, Rotary(head_dim=8, rotary_dim=4), choose({}))
+    (Run(begin=0, heads=1, stride=8),)
+    """
+    kind, width = name.kind, spec.head_dim
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, list | tuple) and name.layer < len(heads):
+        heads = heads[name.layer]
+
+    def refusal(reason: str) -> ValueError:
+        """What the tensor has, what is wrong with it, and which keys of the config say so."""
+        keys = ("hidden_size", "num_attention_heads", "qk_nope_head_dim", "kv_lora_rank")
+        values = {config.model.get("names", {}).get(key, key): config.get(key) for key in keys}
+        values |= dict(_matching(config.data, _KEYS)) | {"head_dim": width}
+        says = ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+        if len(shape) == 2 and shape[0] == config.get("hidden_size") != shape[1]:
+            says += "; it looks transposed, for a weight is (outputs, inputs)"
+        return ValueError(
+            f"tensor {name.tensor!r}{f' of shape {shape}' * bool(shape)} ({name.kind}) has {rows} "
+            f"output channels, {reason}; the config says {says}"
+        )
+
+    if kind.endswith("norm") and rows == width:  # a gain of one head, for all of them
+        return (Run(spec.start, 1, width),)
+    if kind == "query" and config.data.get("kv_lora_rank") is not None:
+        kind = "latent query"
+    if kind in ("query", "key", "query norm", "key norm", "query of an expert"):
+        count, rest = divmod(rows, width)
+        if kind.startswith("key") or kind == "query of an expert":
+            counts = _key_heads(name, heads, config)
+            is_right = _is_key_count(count, counts, heads)
+        else:
+            counts = _counts(name, config, _QUERIES) | {heads} - {None}
+            is_right = count in counts or not counts
+        if rest or count < 1 or not is_right:
+            expected = " or ".join(map(str, sorted(counts))) or f"a divisor of {heads}"
+            raise refusal(f"and {expected} heads of {width} are expected")
+        return (Run(spec.start, count, width),)
+    if not isinstance(heads, int):
+        raise ValueError(f"the config needs num_attention_heads, got {heads!r}")
+    if kind == FALCON:
+        is_shared = config.get("multi_query") is not False
+        kind = "query and key" if is_shared else "query and key, per head"
+        kind = "query and key, grouped" if config.get("new_decoder_architecture") else kind
+    keys = rows // width // 2 if kind == "key and value" else (rows // width - heads) // 2
+    is_solved = kind in ("query and key", "query and key, grouped", "key and value")
+    if is_solved and not _is_key_count(keys, _key_heads(name, heads, config), heads):
+        beside = "" if kind == "key and value" else f" beside {heads} query heads"
+        raise refusal(f"which has room for {keys} key heads{beside}")
+    repeat, parts = _packed(kind, heads, keys, width, config)
+    stride = sum(slices * size for slices, size, _ in parts)
+    if repeat < 1 or stride * repeat != rows:
+        widths = " + ".join(f"{slices} x {size}" for slices, size, _ in parts)
+        raise refusal(f"and its heads need {stride * repeat} = {repeat} x ({widths})")
+    runs, begin = [], spec.start
+    for slices, size, is_rotated in parts:
+        if is_rotated and repeat == 1:
+            runs.append(Run(begin, slices, size))
+        elif is_rotated:
+            runs += [Run(begin + i * size, repeat, stride) for i in range(slices)]
+        begin += slices * size
+    return tuple(runs)
+
+
+def _packed(
+    kind: str, heads: int, keys: int, width: int, config: Config
+) -> tuple[int, tuple[tuple[int, int, bool], ...]]:
+    """How often a packed tensor repeats its parts; of each (slices, channels of one, rotated?)."""
+
+    def channels_of(key: str) -> int:
+        value = config.get(key)
+        if not isinstance(value, int):
+            raise ValueError(f"the config needs {key}, a whole number, got {value!r}")
+        return value
+
+    queries, key, value = (heads, width, True), (keys, width, True), (keys, width, False)
+    one, still = (1, width, True), (1, width, False)
+    match kind:
+        case "query and key":
+            return 1, (queries, key, value)
+        case "query and key, per head":
+            return heads, ((2, width, True), still)
+        case "query and key, grouped":
+            return keys, ((heads // max(keys, 1) + 1, width, True), still)
+        case "query and key, 4 blocks":
+            return 4, tuple((heads // 4, width, is_rotated) for is_rotated in (True, False, True))
+        case "key and value":
+            return 1, (key, value)
+        case "query, with a gate":
+            return heads, (one, still)
+        case "latent query":
+            return heads, ((1, channels_of("qk_nope_head_dim"), False), one)
+        case "latent query, with a gate":
+            nope, gate = channels_of("qk_nope_head_dim"), channels_of("v_head_dim")
+            return heads, ((1, nope, False), one, (1, gate, False))
+        case "latent key":
+            return 1, ((1, channels_of("kv_lora_rank"), False), one)
+    raise KeyError(f"models.json names a kind {kind!r}, and it is none of these")
+
+
+def check_inputs(
+    name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None = None
+) -> None:
+    """Raise ValueError where a weight has another number of input channels than the config says.
+
+    wide  name and tensor of a weight of the same layer that makes more channels of a hidden state:
+          where it is transposed, so is a square weight, which shows nothing itself
+    A matrix of whole numbers may be packed, and is not looked at.
+
+    >>> from rotary.configs import choose
+    >>> weight = Name("wq", "wq", 0, "weight", "query")
+    >>> config = choose({"hidden_size": 32, "num_attention_heads": 4})
+    >>> check_inputs(weight, Tensor("F32", (32, 64), 0, 8192), config)
+    Traceback (most recent call last):
+    ValueError: tensor 'wq' of shape (32, 64) has 64 input channels, and the config says \
+hidden_size 32
+    """
+    hidden, shape = config.get("hidden_size"), tensor.shape
+    if name.parameter != "weight" or hidden is None:
+        return
+    if wide and shape == (hidden, hidden) and wide[1].shape[:1] == (hidden,) != wide[1].shape[1:]:
+        raise ValueError(
+            f"tensor {name.tensor!r} of shape {shape} looks transposed, for {wide[0]!r} "
+            f"beside it is {wide[1].shape}, and its inputs are hidden_size {hidden}; a weight is "
+            "(outputs, inputs)"
+        )
+    if len(shape) < 2 or tensor.dtype not in FLOATS or name.kind.endswith("norm"):
+        return
+    widths = [(config.model.get("names", {}).get("hidden_size", "hidden_size"), hidden)]
+    widths += [pair for pair in _matching(config.data, _WIDTHS) if isinstance(pair[1], int)]
+    count = 2 if name.kind == "latent query, with a gate" else 1  # two latents
+    if shape[-1] not in [value * count for _, value in widths]:
+        keys = " or ".join(dict.fromkeys(f"{key} {value}" for key, value in widths))
+        raise ValueError(
+            f"tensor {name.tensor!r} of shape {shape} has {shape[-1]} input channels, and the "
+            f"config says {keys}"
+        )
+
+
+def _is_key_count(count: int, counts: set[int], heads: Any) -> bool:
+    """Whether a layer may have so many key heads; `heads` are of the queries.
+
+    A config that names no count means as many as its class: some number that divides `heads`.
+    """
+    return count in counts if counts else count >= 1 and (heads is None or heads % count == 0)
+
+
+def _key_heads(name: Name, heads: Any, config: Config) -> set[int]:
+    """The counts of key heads that the config names for a layer; empty if it is silent."""
+    if name.kind == FALCON and not config.get("new_decoder_architecture"):
+        return {1} if config.get("multi_query") is not False else {heads}
+    rule = config.model.get("weights", {}).get("key_heads")
+    if rule == "queries":
+        return {heads}
+    counts = _counts(name, config, _KEYS)
+    return counts | {2 * count for count in counts} if rule == "or twice" else counts
+
+
+def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
+    """The head counts that a config names, for layers may differ; of a list that of this layer.
+
+    Keys of objects inside, but for per_layer_config, count only where the config itself has none.
+    """
+    top = {key: value for key, value in config.data.items() if not isinstance(value, Mapping)}
+    pairs = list(_matching(top, pattern))
+    layers = config.data.get("per_layer_config") or {}
+    pairs += _matching(layers if pairs else config.data, pattern)
+    counts = set()
+    for key, value in pairs:
+        is_list = isinstance(value, list | tuple) and name.layer < len(value)
+        count = value[name.layer] if is_list else value
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"{key} must be a whole number >= 1, got {count!r:.80}; it is the number of heads "
+                f"of {name.tensor!r}"
+            )
+        counts.add(count)
+    return counts
+
+
+def _matching(data: Any, pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:
+    """Keys that match and their values, at any depth, but for null."""
+    for key, value in data.items():
+        if pattern.fullmatch(str(key)) and value is not None:
+            yield str(key), value
+        elif isinstance(value, Mapping):
+            yield from _matching(value, pattern)
