@@ -32,54 +32,41 @@ def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{where}: {constant} is not JSON")
 
-    def integer(digits: str) -> int:
-        return int(_checked(digits, where))
-
-    def real(digits: str) -> float:
-        return float(_checked(digits, where))
+    def checked(digits: str) -> str:
+        if len(digits) > MAX_NUMBER:
+            raise ValueError(f"{where}: a number of {len(digits):,} digits, {digits[:20]}...")
+        return digits
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
         data = dict(pairs)
         if len(data) < len(pairs):
-            keys = Counter(key for key, _ in pairs)
-            raise ValueError(f"{where}: key {keys.most_common(1)[0][0]!r:.200} appears twice")
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"{where}: key {key!r:.200} appears twice")
         return data
 
     try:
         data = json.loads(
             text.decode("utf-8-sig") if isinstance(text, bytes) else text,
             parse_constant=refuse,
-            parse_int=integer,
-            parse_float=real,
+            parse_int=lambda digits: int(checked(digits)),
+            parse_float=lambda digits: float(checked(digits)),
             object_pairs_hook=unique,
         )
+        level: list[JSON] = [[data]]
+        for _ in range(MAX_DEPTH + 1):
+            inner = (each.values() if isinstance(each, dict) else each for each in level)
+            level = [each for some in inner for each in some if isinstance(each, dict | list)]
+        if level:
+            raise RecursionError
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not JSON in UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{where} is not JSON in UTF-8: {error.msg}, {at}") from error
     except RecursionError as error:
-        raise ValueError(_too_deep(where)) from error
+        raise ValueError(
+            f"{where}: objects and lists are nested more than {MAX_DEPTH} deep"
+        ) from error
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: must hold an object, got {type(data).__name__}")
-    level: list[JSON] = [data]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return data
-    raise ValueError(_too_deep(where))
-
-
-def _checked(digits: str, where: str) -> str:
-    if len(digits) > MAX_NUMBER:
-        raise ValueError(f"{where}: a number of {len(digits):,} digits, {digits[:20]}...")
-    return digits
-
-
-def _too_deep(where: str) -> str:
-    return f"{where}: objects and lists are nested more than {MAX_DEPTH} deep"
+    return data

@@ -13,7 +13,7 @@ from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, printable
 
 if TYPE_CHECKING:
-    from ..checkpoint.plan import Move, Plan
+    from ..checkpoint.plan import Move
 
 Layout = Literal["half", "interleaved"]
 
@@ -59,80 +59,64 @@ def convert(
     """Move the weights of a checkpoint to the other pair layout, and prove it."""
     from ..checkpoint.convert import carry_out, prepare
 
+    if target is None and not dry_run:
+        raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
     config_path = None if config is None else str(config)
     work = prepare(
         source, target, from_layout, to_layout, config_path, trust_source, leave or (), verify
     )
-    todo = work.plan
+    todo, shards = work.plan, work.checkpoint.shards
     not_copied = [str(path) for path in work.checkpoint.left]
+    header: tuple[str, ...] = ("", "")
+    document = {**todo.to_dict(), "not_copied": not_copied, "warning": work.warning}
     if dry_run:
-        if as_json:
-            print_json({**todo.to_dict(), "not_copied": not_copied, "warning": work.warning})
-        else:
-            _print_plan(str(source), todo)
-            _print_not_copied(not_copied)
-            _print_warning(work.warning)
-        return
-    if target is None:
-        raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
-    files = {shard.path: shard.state for shard in work.checkpoint.shards}
-    with (
-        _ended_by_signals(),
-        cluster(dask, files=files, folder=target) as executor,
-        bar("converting", work.size) as advance,
-    ):
-        done = carry_out(work, executor, advance)
-    proof = done.proof
+        title = f"{source}: {todo.source} to {todo.target}, {len(todo.moves)} tensors move"
+        rows, header = (
+            [*map(_row, todo.moves.values())],
+            ("tensor", "kind", "heads", "slices", "rows"),
+        )
+    else:
+        files = {shard.path: shard.state for shard in shards}
+        with (
+            _ended_by_signals(),
+            cluster(dask, files=files, folder=target) as executor,
+            bar("converting", sum(shard.state.size for shard in shards)) as advance,
+        ):
+            done = carry_out(work, executor, advance)
+        proof = done.proof
+        document |= {"written": done.written, "proof": proof._asdict()}
+        title = f"{target}: {to_layout}"
+        rows = [
+            ("tensors moved", str(len(todo.moves))),
+            ("left as they are", str(len(todo.left))),
+            ("shards written", f"{len(done.written)} of {len(shards)}"),
+            (
+                "read again",
+                f"{proof.tensors} tensors; undoing the move gives the bytes of the source",
+            ),
+            ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
+            ("largest difference", f"{proof.error:.1e} of the largest score"),
+        ]
     if as_json:
-        document = {"written": done.written, "not_copied": not_copied, "proof": proof._asdict()}
-        print_json({**todo.to_dict(), **document, "warning": done.warning})
+        print_json(document)
         return
-    rows = [
-        ("tensors moved", str(len(todo.moves))),
-        ("left as they are", str(len(todo.left))),
-        ("shards written", f"{len(done.written)} of {len(work.checkpoint.shards)}"),
-        ("read again", f"{proof.tensors} tensors; undoing the move gives the bytes of the source"),
-        ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
-        ("largest difference", f"{proof.error:.1e} of the largest score"),
-    ]
-    print_table(f"{target}: {to_layout}", rows)
-    _print_not_copied(not_copied)
-    _print_warning(done.warning)
+    print_table(title, rows, header)
+    if dry_run and todo.left:
+        print_table("stay as they are", todo.left, ("tensor", "why"))
+    if not_copied:
+        print_table("not converted and not copied", [(name,) for name in not_copied], ("",))
+    if work.warning:
+        typer.echo(f"warning: {printable(work.warning)}", err=True)
 
 
-def _print_plan(title: str, todo: "Plan") -> None:
-    rows = [
-        (move.tensor, move.kind, str(move.heads), _slices(move), _rows(move))
-        for move in todo.moves.values()
-    ]
-    head = ("tensor", "kind", "heads", "slices", "rows")
-    print_table(f"{title}: {todo.source} to {todo.target}, {len(rows)} tensors move", rows, head)
-    if todo.left:
-        left = [(left.tensor, left.reason) for left in todo.left]
-        print_table("stay as they are", left, ("tensor", "why"))
-
-
-def _slices(move: "Move") -> str:
-    """Where the rotated slices are: the first of each run, and the distance to the next."""
-    return ", ".join(
-        f"{run.begin}:{run.begin + move.rotary_dim}"
-        + (f" every {run.stride}" if run.heads > 1 else "")
+def _row(move: "Move") -> tuple[str, ...]:
+    """What moves of a tensor: of each run of slices the first, and the distance to the next."""
+    slices = ", ".join(
+        f"{run.begin}:{run.begin + move.rotary_dim}" + f" every {run.stride}" * (run.heads > 1)
         for run in move.runs
     )
-
-
-def _rows(move: "Move") -> str:
-    return f"{move.heads * move.rotary_dim:,} of {move.size:,}"
-
-
-def _print_not_copied(names: list[str]) -> None:
-    if names:
-        print_table("not converted and not copied", [(name,) for name in names], ("",))
-
-
-def _print_warning(text: str) -> None:
-    if text:
-        typer.echo(f"warning: {printable(text)}", err=True)
+    rows = f"{move.heads * move.rotary_dim:,} of {move.size:,}"
+    return move.tensor, move.kind, str(move.heads), slices, rows
 
 
 @contextmanager

@@ -55,11 +55,8 @@ def cluster(
     with _connected(address) as client:
         _check_versions(client, (*PACKAGES, *packages))
         seen = {os.path.abspath(path): tuple(state) for path, state in (files or {}).items()}
-        place = None
-        if folder is not None:
-            above = (folder.absolute(), *folder.absolute().parents)
-            there = next(each for each in above if each.exists())
-            place = str(there), there.stat().st_ino
+        above = () if folder is None else (folder.absolute(), *folder.absolute().parents)
+        place = next(((str(each), each.stat().st_ino) for each in above if each.exists()), None)
         for worker, problem in client.run(problem_of, modules, seen, place).items():
             if problem:
                 raise ValueError(f"worker {worker}: {problem}")
@@ -143,11 +140,7 @@ def problem_of(
         if spec is None:
             return f"has no module {module!r}; start it with PYTHONPATH set to the folder of it"
     for path, state in files.items():
-        try:
-            same = tuple(state_of(Path(path))) == tuple(state)
-        except OSError:
-            same = False
-        if not same:
+        if not os.path.isfile(path) or tuple(state_of(Path(path))) != tuple(state):
             return f"{path}: not the file that it is here; workers must see the same files"
     if folder is not None:
         path, inode = folder

@@ -50,15 +50,12 @@ def _specs(
     """Layer type -> its RoPE; one entry where a layer type is asked for, or all are alike."""
     from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
 
-    kinds: tuple[str | None, ...] = (layer_type,)
     if is_gguf(config):
         refuse_part(config, part)
         metadata = read_gguf(config)
-        if layer_type is None:
-            kinds = gguf_layer_types(metadata) or kinds
+        kinds = (layer_type,) if layer_type else gguf_layer_types(metadata) or (None,)
         return {kind: from_gguf(metadata, kind) for kind in kinds}
-    if layer_type is None:
-        kinds = layer_types(config, part=part) or kinds
+    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
     return {kind: from_hf_config(config, kind, part=part) for kind in kinds}
 
 

@@ -9,9 +9,6 @@ from .app import read_spec
 from .terminal import print_json, print_table
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from ..ranks import Report
     from ..spec import Rotary
 

@@ -64,33 +64,31 @@ def status() -> Iterator[Callable[[str], None]]:
     """A spinner on stderr, silent where that is no terminal; yields a way to change its text."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("starting") as status:
-        yield status.update
+    with Console(stderr=True).status("starting") as spinner:
+        yield spinner.update
 
 
 @contextmanager
-def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None] | None]:
-    """A progress bar on stderr; None where that is no terminal.
+def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None]]:
+    """A progress bar on stderr, silent where that is no terminal.
 
-    It is called with the share that is done, 0 .. 1; or, of `size` bytes, with those just done.
+    What it yields is called with the share that is done, 0 .. 1; or, of `size` bytes, with those
+    just done.
     """
     from rich import progress as rich
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
     of_bytes = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(),
                 rich.TimeRemainingColumn())  # fmt: skip
-    columns: tuple[rich.ProgressColumn, ...] = () if size is None else of_bytes
-    with rich.Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(text, total=1.0 if size is None else size)
-        if size is None:
-            yield lambda share: progress.update(task, completed=share)
-        else:
+    console = Console(stderr=True)
+    with rich.Progress(
+        *(of_bytes if size else ()),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(text, total=size or 1.0)
+        if size:
             yield lambda count: progress.advance(task, count)
+        else:
+            yield lambda share: progress.update(task, completed=share)
