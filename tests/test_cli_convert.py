@@ -59,7 +59,7 @@ def test_a_dry_run_shows_a_slice_and_what_stays_and_why(main, tmp_path, monkeypa
 
 def test_a_dry_run_is_one_document(main, source):
     found = document(main("convert", str(source), "--dry-run", "--json", *WAY))
-    work = prepare(source, None, "half", "interleaved")
+    work = prepare(source, source, "half", "interleaved")
     expected = {**work.plan.to_dict(), "not_copied": [], "warning": work.warning}
     assert found == json.loads(json.dumps(expected))
     assert {move["heads"] for move in found["moves"] if move["kind"] == "key"} == {2}

@@ -58,12 +58,12 @@ class Place(NamedTuple):
     stays: str = ""
 
 
-def channels(group: str, tensors: Mapping[str, Tensor]) -> int:
+def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
     """How many output channels a projection has, by its tensors, which `parameter` names.
 
     Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor tells.
 
-    >>> channels("layers.0.attn.q", {"weight": Tensor("F32", (64, 32), 0, 8192)})
+    >>> count_of("layers.0.attn.q", {"weight": Tensor("F32", (64, 32), 0, 8192)})
     64
     """
     for parameter in tensors:
@@ -269,7 +269,7 @@ def _packed(
 ) -> tuple[int, tuple[tuple[int, int, bool], ...]]:
     """How often a packed tensor repeats its parts; of each (slices, channels of one, rotated?)."""
 
-    def channels_of(key: str) -> int:
+    def size_of(key: str) -> int:
         value = config.get(key)
         if not isinstance(value, int):
             raise ValueError(f"the config needs {key}, a whole number, got {value!r}")
@@ -291,12 +291,12 @@ def _packed(
         case "query, with a gate":
             return heads, (one, still)
         case "latent query":
-            return heads, ((1, channels_of("qk_nope_head_dim"), False), one)
+            return heads, ((1, size_of("qk_nope_head_dim"), False), one)
         case "latent query, with a gate":
-            nope, gate = channels_of("qk_nope_head_dim"), channels_of("v_head_dim")
+            nope, gate = size_of("qk_nope_head_dim"), size_of("v_head_dim")
             return heads, ((1, nope, False), one, (1, gate, False))
         case "latent key":
-            return 1, ((1, channels_of("kv_lora_rank"), False), one)
+            return 1, ((1, size_of("kv_lora_rank"), False), one)
     raise KeyError(f"models.json names a kind {kind!r}, and it is none of these")
 
 

@@ -13,16 +13,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import writing
-from .files import (
-    CONFIG,
-    MANIFEST,
-    check_unchanged,
-    open_regular,
-    read_checkpoint,
-    read_config,
-    state_of,
-)
+from . import files, writing
+from .files import CONFIG, MANIFEST, check_unchanged, state_of
 from .layout import warning_of, with_layout, written_config
 from .plan import Conversion, Plan, plan
 from .shards import CHUNK, Advance, Proof, prove, write_shards
@@ -85,7 +77,7 @@ def convert_checkpoint(
 
 def prepare(
     source: str | os.PathLike[str],
-    target: str | os.PathLike[str] | None,
+    target: str | os.PathLike[str],
     from_layout: str,
     to_layout: str,
     config: Any = None,
@@ -93,13 +85,13 @@ def prepare(
     leave: Sequence[str] = (),
     verify: str = "sample",
 ) -> Conversion:
-    """What is there and what is to be done; whatever can be refused without a target is refused.
+    """What is there and what is to be done. Arguments and errors are those of `convert_checkpoint`.
 
-    target  None for a plan alone. Other arguments and errors are those of `convert_checkpoint`.
+    What is wrong with the target is seen by `carry_out`; for a plan alone any will do.
     """
     if verify not in ("sample", "full"):
         raise ValueError(f"verify must be 'sample' or 'full', got {verify!r}")
-    checkpoint = read_checkpoint(source)
+    checkpoint = files.read_checkpoint(source)
     root, manifest = checkpoint.root, checkpoint.manifest
     if manifest is not None and manifest.get("to") != from_layout:
         raise ValueError(
@@ -108,20 +100,25 @@ def prepare(
         )
     if config is None and not (root / CONFIG).is_file():
         raise ValueError(f"{root}: has no {CONFIG}; give the model's with --config")
-    file = read_config(root if config is None else config)
+    config_file = files.read_config(root if config is None else config)
     is_trusted = trust_source or manifest is not None
     todo = plan(
-        checkpoint.tensors, file.data, from_layout, to_layout, trust_source=is_trusted, leave=leave
+        checkpoint.tensors,
+        config_file.data,
+        from_layout,
+        to_layout,
+        trust_source=is_trusted,
+        leave=leave,
     )
-    changed = with_layout(file.data, to_layout)
+    changed = with_layout(config_file.data, to_layout)
     warnings = (todo.warning, warning_of(changed, to_layout, todo.code_base))
     return Conversion(
         Path(source),
-        None if target is None else Path(target),
+        Path(target),
         checkpoint,
         todo,
-        file,
-        written_config(file, changed, (manifest or {}).get("config")),
+        config_file,
+        written_config(config_file, changed, (manifest or {}).get("config")),
         verify,
         warning="; ".join(filter(None, warnings)),
     )
@@ -131,7 +128,7 @@ def carry_out(
     work: Conversion, executor: Executor | None = None, advance: Advance | None = None
 ) -> Converted:
     """Do what is prepared. Arguments and errors are those of `convert_checkpoint`."""
-    folder, checkpoint = work.folder, work.checkpoint
+    folder, checkpoint = work.target, work.checkpoint
     before = writing.written_before(work)
     sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
     missing = [path for path in sizes if path.name not in before or not path.is_file()]
@@ -169,7 +166,7 @@ def check_files(folder: Path, hashes: dict[str, str]) -> None:
     """Read files that are no shards again: name -> the sha256 that was written."""
     for name, written in hashes.items():
         digest = hashlib.sha256()
-        with open_regular(folder / name) as file:
+        with files.open_regular(folder / name) as file:
             while piece := file.read(CHUNK):
                 digest.update(piece)
         if digest.hexdigest() != written:

@@ -15,16 +15,8 @@ from ..configs import Config, choose, from_hf_config, layer_types, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from ..strict_json import JSON
-from .channels import (
-    BLOCK,
-    Place,
-    Run,
-    channels,
-    check_inputs,
-    place_of,
-    place_of_inputs,
-    runs_of,
-)
+from . import channels
+from .channels import BLOCK, Place, Run
 from .files import Checkpoint, ConfigFile, Tensor
 from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
 
@@ -143,32 +135,20 @@ class Conversion(NamedTuple):
     """Everything about a conversion before it begins: all that writes and verifies takes this.
 
     source      the folder or file that is converted; checkpoint  what is in it
-    target      the folder to write; None for a plan alone
+    target      the folder to write
     config      the config of the source; written  the bytes of config.json in the target
     verify      "sample" or "full"
     warning     what will load the result and compute wrong results, and what to do; "" for nothing
     """
 
     source: Path
-    target: Path | None
+    target: Path
     checkpoint: Checkpoint
     plan: Plan
     config: ConfigFile
     written: bytes
     verify: str
     warning: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of all shards."""
-        return sum(shard.state.size for shard in self.checkpoint.shards)
-
-    @property
-    def folder(self) -> Path:
-        """The folder to write. Raises ValueError where there is none."""
-        if self.target is None:
-            raise ValueError("a plan alone has no folder to write; give a target")
-        return self.target
 
 
 def plan(
@@ -265,16 +245,16 @@ def _move_of(
     tensor = group[name.parameter]
     if name.kind == "output":
         size = spec.head_dim * int(layer.get("num_attention_heads"))
-        place = place_of_inputs(name.tensor, name.parameter, tensor, size)
+        place = channels.place_of_inputs(name.tensor, name.parameter, tensor, size)
         runs: tuple[Run, ...] = (Run(spec.start, size // spec.head_dim, spec.head_dim),)
     else:
         if name.kind.endswith("norm"):
             size, place = math.prod(next(iter(group.values())).shape), Place(0)
         else:
-            size = channels(name.group, group)
-            place = place_of(name.group, name.parameter, group, size, block)
-        runs = runs_of(name, size, spec, layer, tensor.shape)
-        check_inputs(name, tensor, layer, wide.get(name.before))
+            size = channels.count_of(name.group, group)
+            place = channels.place_of(name.group, name.parameter, group, size, block)
+        runs = channels.runs_of(name, size, spec, layer, tensor.shape)
+        channels.check_inputs(name, tensor, layer, wide.get(name.before))
     move = Move(
         name.tensor, name.kind, size, runs, spec.rotary_dim, place, source, target, name.layer
     )

@@ -102,7 +102,7 @@ def write_shards(
     A failure stops what has not begun, and nobody writes any more when it is raised: a worker of
     a cluster, which cannot be stopped, finds its ticket void before its shard takes its name.
     """
-    moves, folder = work.plan.moves, work.folder.absolute()
+    moves, folder = work.plan.moves, work.target.absolute()
     scored = frozenset(name for names in _scored(work).values() for name in names)
     jobs = [
         Job(

@@ -215,7 +215,7 @@ def written_before(work: Conversion) -> dict[str, Hashes]:
 
     Raises ValueError for a folder that overlaps the source, is finished, or is not ours.
     """
-    folder, conversion = work.folder, _conversion_line(work)
+    folder, conversion = work.target, _conversion_line(work)
     check_target(work.source, folder)
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     names -= {name for name in names if is_unfinished(folder / name)}
@@ -263,7 +263,7 @@ def begin(work: Conversion) -> dict[str, Hashes]:
     """Write the journal anew, without a line that a kill cut short; result as `written_before`."""
     written = written_before(work)
     lines = [_conversion_line(work), *({"file": file, "sha256": written[file]} for file in written)]
-    with replacing(work.folder / JOURNAL) as file:
+    with replacing(work.target / JOURNAL) as file:
         file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
     return written
 
@@ -291,7 +291,7 @@ def finish(
     """
     from .. import __version__
 
-    folder, shards, plan = work.folder, work.checkpoint.shards, work.plan.to_dict()
+    folder, shards, plan = work.target, work.checkpoint.shards, work.plan.to_dict()
     content = {
         "from": plan.pop("source"),
         "to": plan.pop("target"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..layouts import Layout
 from .app import Json, app
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, printable
@@ -15,23 +16,21 @@ from .terminal import bar, print_json, print_table, printable
 if TYPE_CHECKING:
     from ..checkpoint.plan import Move
 
-Layout = Literal["half", "interleaved"]
-
 
 @app.command()
 def convert(
     source: Annotated[
         Path, typer.Argument(help="A folder of safetensors, or one file.", show_default=False)
     ],
+    from_layout: Annotated[
+        Layout, typer.Option("--from", help="Layout that the weights have.", show_default=False)
+    ],
+    to_layout: Annotated[
+        Layout, typer.Option("--to", help="Layout that they get.", show_default=False)
+    ],
     target: Annotated[
         Path | None, typer.Argument(help="A new folder; not needed with --dry-run.")
     ] = None,
-    from_layout: Annotated[
-        Layout, typer.Option("--from", help="Layout that the weights have.", show_default=False)
-    ] = ...,  # type: ignore[assignment]  # typer's way to ask for an option
-    to_layout: Annotated[
-        Layout, typer.Option("--to", help="Layout that they get.", show_default=False)
-    ] = ...,  # type: ignore[assignment]
     config: Annotated[
         Path | None, typer.Option(help="The model's config.json, where the source has none.")
     ] = None,
@@ -63,37 +62,34 @@ def convert(
         raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
     config_path = None if config is None else str(config)
     work = prepare(
-        source, target, from_layout, to_layout, config_path, trust_source, leave or (), verify
-    )
+        source, target or source, from_layout, to_layout, config_path, trust_source, leave or (),
+        verify,
+    )  # fmt: skip
     todo, shards = work.plan, work.checkpoint.shards
     not_copied = [str(path) for path in work.checkpoint.left]
     header: tuple[str, ...] = ("", "")
     document = {**todo.to_dict(), "not_copied": not_copied, "warning": work.warning}
     if dry_run:
         title = f"{source}: {todo.source} to {todo.target}, {len(todo.moves)} tensors move"
-        rows, header = (
-            [*map(_row, todo.moves.values())],
-            ("tensor", "kind", "heads", "slices", "rows"),
-        )
+        header = ("tensor", "kind", "heads", "slices", "rows")
+        rows = [_row(move) for move in todo.moves.values()]
     else:
         files = {shard.path: shard.state for shard in shards}
         with (
             _ended_by_signals(),
             cluster(dask, files=files, folder=target) as executor,
-            bar("converting", sum(shard.state.size for shard in shards)) as advance,
+            bar("converting", sum(state.size for state in files.values())) as advance,
         ):
             done = carry_out(work, executor, advance)
         proof = done.proof
         document |= {"written": done.written, "proof": proof._asdict()}
         title = f"{target}: {to_layout}"
+        undone = f"{proof.tensors} tensors; undoing the move gives the bytes of the source"
         rows = [
             ("tensors moved", str(len(todo.moves))),
             ("left as they are", str(len(todo.left))),
             ("shards written", f"{len(done.written)} of {len(shards)}"),
-            (
-                "read again",
-                f"{proof.tensors} tensors; undoing the move gives the bytes of the source",
-            ),
+            ("read again", undone),
             ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
             ("largest difference", f"{proof.error:.1e} of the largest score"),
         ]

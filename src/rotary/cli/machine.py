@@ -1,14 +1,13 @@
 """Commands on this machine: the demonstration, and the timing."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from ..layouts import Layout
 from ..strict_json import JSON
 from .app import Json, app
 from .terminal import print_json, print_table, print_times, status
-
-Layout = Literal["half", "interleaved"]
 
 
 @app.command()
