@@ -177,6 +177,23 @@ def test_a_lock_that_is_another_file_is_refused_and_not_written_into(tmp_path, m
     assert contents(source) == before
 
 
+def test_a_lock_that_was_deleted_while_it_was_waited_for_is_not_trusted(tmp_path, monkeypatch):
+    """Between the opening and the taking of a lock its holder may leave and delete the name."""
+    opened, real = [], os.open
+
+    def open_and_delete(path, *args, **kwargs):
+        handle = real(path, *args, **kwargs)
+        opened.append(path)
+        if len(opened) == 1:
+            os.unlink(path)
+        return handle
+
+    monkeypatch.setattr(os, "open", open_and_delete)
+    with writing.locked(tmp_path):
+        assert (tmp_path / writing.LOCK).exists()
+    assert len(opened) == 2
+
+
 def test_a_folder_of_the_target_that_is_a_link_is_not_written_through(tmp_path, monkeypatch):
     source, target = llama(tmp_path / "a"), tmp_path / "b"
     (tmp_path / "elsewhere").mkdir()

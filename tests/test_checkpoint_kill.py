@@ -96,7 +96,6 @@ DRIVER = """
 """
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_whole_files_and_the_next_call_ends_it(tmp_path):
     source = llama(tmp_path / "a", sidecars=False)
     (source / "tokenizer.json").write_text("{}")

@@ -78,7 +78,7 @@ def test_zeros_take_no_disk(tmp_path):
     assert not load_file(target / "model.safetensors")["zeros"].any()
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_every_file_has_the_mode_of_a_new_file(tmp_path, mask, mode):
     source = llama(tmp_path / "a")
     before = os.umask(mask)
