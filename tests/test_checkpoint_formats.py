@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from rotary import layouts
-from rotary.checkpoint.channels import Place, reordered
+from rotary.checkpoint import shards
+from rotary.checkpoint.channels import Place
 from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.plan import plan
 
@@ -141,8 +142,8 @@ def test_a_word_of_awq_is_the_published_one():
     """AutoAWQ packs the columns 0 to 7 as 0x75316420."""
     place = Place(1, 4, (0, 2, 4, 6, 1, 3, 5, 7))
     word = np.array([[0x75316420]], np.uint32)
-    swapped = reordered(word, np.array([1, 0, 2, 3, 4, 5, 6, 7]), place)
-    assert hex(swapped[0, 0]) == "0x75306421"
+    swapped = shards.moved(word.view(np.uint8)[0], np.array([1, 0, 2, 3, 4, 5, 6, 7]), place)
+    assert hex(swapped.view(np.uint32)[0]) == "0x75306421"
     assert packed(np.arange(8)[None], place.lanes, 4).view(np.uint32)[0, 0] == word[0, 0]
 
 

@@ -14,11 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ..configs import Config
-from ..layouts import Indices
 from ..spec import Rotary
 from .files import Tensor
 from .names import Name, treatment
@@ -62,9 +58,6 @@ def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
     """How many output channels a projection has, by its tensors, which `parameter` names.
 
     Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor tells.
-
-    >>> count_of("layers.0.attn.q", {"weight": Tensor("F32", (64, 32), 0, 8192)})
-    64
     """
     for parameter in tensors:
         if treatment(parameter) == "unknown":
@@ -90,9 +83,6 @@ def place_of(
 
     block  rows of a block of scales, `weight_block_size[0]` of a quantization_config
     Raises ValueError for a shape that does not hold them, with both numbers.
-
-    >>> place_of("q", "bias", {"bias": Tensor("F32", (64,), 0, 256)}, 64)
-    Place(axis=0, bits=0, lanes=(), block=0, stays='')
     """
     shape, kind = tensors[parameter].shape, treatment(parameter)
     where = f"tensor '{group}.{parameter}'" if parameter else f"'{group}'"
@@ -143,9 +133,6 @@ def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Pla
 
     name  of the tensor, whose end is the parameter
     Raises ValueError for quantised columns, and for another number of them.
-
-    >>> place_of_inputs("o_proj.weight", "weight", Tensor("F32", (16, 64), 0, 4096), 64).axis
-    1
     """
     if parameter == "weight" or parameter.startswith("lora_A"):
         if len(tensor.shape) != 2 or tensor.shape[1] != size:
@@ -158,24 +145,6 @@ def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Pla
         f"tensor {name!r}: values are keys here, and quantised columns cannot move; convert "
         "the weights before they are quantised"
     )
-
-
-def reordered(
-    words: npt.NDArray[np.uint32], order: Indices, where: Place
-) -> npt.NDArray[np.uint32]:
-    """Words whose packed columns are in another order: column j is the old column order[j].
-
-    words (rows, columns x bits / 32)
-
-    >>> nibbles = np.array([[0x76543210]], np.uint32)
-    >>> hex(reordered(nibbles, np.arange(8)[::-1], Place(1, 4, tuple(range(8))))[0, 0])
-    '0x1234567'
-    """
-    mask = np.uint32((1 << where.bits) - 1)
-    shifts = np.arange(0, 32, where.bits, dtype=np.uint32)
-    values = (words[..., None] >> shifts & mask).astype(np.uint8)[..., np.argsort(where.lanes)]
-    values = values.reshape(len(words), -1)[:, order].reshape(values.shape)[..., where.lanes]
-    return np.ascontiguousarray(np.bitwise_or.reduce(values << shifts, axis=-1))
 
 
 # --- the rows ---
@@ -198,11 +167,6 @@ def runs_of(
     Raises ValueError where the heads of the config do not make up these rows, with what the config
     says. The count of heads is the config's own; it is never guessed from the rows, unless the
     config is silent about key heads.
-
-    >>> from rotary.configs import choose
-    >>> gain = Name("k_norm", "k_norm", 0, "weight", "key norm")
-    >>> runs_of(gain, 8, Rotary(head_dim=8, rotary_dim=4), choose({}))
-    (Run(begin=0, heads=1, stride=8),)
     """
     kind, width = name.kind, spec.head_dim
     heads = config.get("num_attention_heads")
@@ -308,14 +272,6 @@ def check_inputs(
     wide  name and tensor of a weight of the same layer that makes more channels of a hidden state:
           where it is transposed, so is a square weight, which shows nothing itself
     A matrix of whole numbers may be packed, and is not looked at.
-
-    >>> from rotary.configs import choose
-    >>> weight = Name("wq", "wq", 0, "weight", "query")
-    >>> config = choose({"hidden_size": 32, "num_attention_heads": 4})
-    >>> check_inputs(weight, Tensor("F32", (32, 64), 0, 8192), config)
-    Traceback (most recent call last):
-    ValueError: tensor 'wq' of shape (32, 64) has 64 input channels, and the config says \
-hidden_size 32
     """
     hidden, shape = config.get("hidden_size"), tensor.shape
     if name.parameter != "weight" or hidden is None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ..fanout import fan_out
 from ..layouts import Indices, pair_slices
 from . import writing
-from .channels import Place, reordered
+from .channels import Place
 from .files import Shard, State, Tensor, check_unchanged, open_regular, read_shard
 from .plan import Conversion, Move, Plan
 from .writing import Hashes
@@ -279,7 +279,7 @@ def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
 
 
 def moved(raw: Bytes, order: Indices, place: Place, row: int | None = None) -> Bytes:
-    """The bytes of whole rows whose channels are in another order; every value keeps its bytes.
+    """The bytes of whole rows whose channels are in another order; every value stays as it is.
 
     raw    (bytes,) uint8
     order  channel j of the result is channel order[j]
@@ -288,11 +288,18 @@ def moved(raw: Bytes, order: Indices, place: Place, row: int | None = None) -> B
     >>> values = np.arange(4, dtype=np.float32)
     >>> moved(values.view(np.uint8), np.array([0, 2, 1, 3]), Place(0)).view(np.float32)
     array([0., 2., 1., 3.], dtype=float32)
+    >>> nibbles = np.array([0x76543210], "<u4").view(np.uint8)
+    >>> hex(moved(nibbles, np.arange(8)[::-1], Place(1, 4, tuple(range(8)))).view("<u4")[0])
+    '0x1234567'
     """
     rows = raw.reshape(-1, row or len(raw))
-    if place.bits:
-        return reordered(rows.view("<u4"), order, place).view(np.uint8).reshape(-1)
-    return rows.reshape(len(rows), len(order), -1)[:, order].reshape(-1)
+    if not place.bits:
+        return rows.reshape(len(rows), len(order), -1)[:, order].reshape(-1)
+    words, mask = rows.view("<u4"), np.uint32((1 << place.bits) - 1)
+    shifts = np.arange(0, 32, place.bits, dtype=np.uint32)
+    values = (words[..., None] >> shifts & mask).astype(np.uint8)[..., np.argsort(place.lanes)]
+    values = values.reshape(len(rows), -1)[:, order].reshape(values.shape)[..., place.lanes]
+    return np.bitwise_or.reduce(values << shifts, axis=-1).reshape(-1).view(np.uint8)
 
 
 # --- scores ---
@@ -368,23 +375,18 @@ def _outputs(file: Any, tensor: Tensor, move: Move) -> Vector:
 
 
 def rows_of(file: Any, tensor: Tensor, columns: int) -> Iterator[Vector]:
-    """The values of a tensor in rows of `columns`, some rows at once, as float64."""
-    width = max(columns * np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize, 1)
+    """The values of a tensor in rows of `columns`, some rows at once, as float64.
+
+    What is no number counts as 0, for it would spoil its row.
+    """
+    kind = np.dtype(NUMPY.get(tensor.dtype, "u1"))
+    width = max(columns * kind.itemsize, 1)
     step = max(CHUNK // width, 1) * width
     for begin in range(tensor.begin, tensor.end, step):
-        raw = read_piece(file, begin, min(begin + step, tensor.end))
-        yield numbers(raw, tensor.dtype).reshape(-1, columns)
-
-
-def numbers(raw: Bytes, dtype: str) -> Vector:
-    """Bytes of a tensor as float64; what is no number counts as 0, for it would spoil its row.
-
-    >>> numbers(np.array([0x80, 0x3F], np.uint8), "BF16")
-    array([1.])
-    """
-    values = raw.view(NUMPY.get(dtype, "u1"))
-    if dtype == "BF16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        wide = values.astype(np.float64)
-    return np.nan_to_num(wide, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        values = read_piece(file, begin, min(begin + step, tensor.end)).view(kind)
+        if tensor.dtype == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            wide = values.astype(np.float64)
+        np.nan_to_num(wide, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        yield wide.reshape(-1, columns)
