@@ -101,16 +101,10 @@ def prepare(
     if config is None and not (root / CONFIG).is_file():
         raise ValueError(f"{root}: has no {CONFIG}; give the model's with --config")
     config_file = files.read_config(root if config is None else config)
-    is_trusted = trust_source or manifest is not None
-    todo = plan(
-        checkpoint.tensors,
-        config_file.data,
-        from_layout,
-        to_layout,
-        trust_source=is_trusted,
-        leave=leave,
-    )
-    changed = with_layout(config_file.data, to_layout)
+    tensors, is_moved = checkpoint.tensors, trust_source or manifest is not None
+    data = config_file.data
+    todo = plan(tensors, data, from_layout, to_layout, trust_source=is_moved, leave=leave)
+    changed = with_layout(data, to_layout)
     warnings = (todo.warning, warning_of(changed, to_layout, todo.code_base))
     return Conversion(
         Path(source),
@@ -135,7 +129,6 @@ def carry_out(
     writing.check_space(folder, sum(sizes[path] for path in missing))
     # what was listed first is what was meant
     states = {
-        **work.config.states,
         **{checkpoint.root / name: state for name, state in checkpoint.beside.items()},
         **{shard.path: shard.state for shard in checkpoint.shards},
     }

@@ -97,11 +97,10 @@ class Checkpoint(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """A config as it was read: its keys, and of a file its text and what the file was."""
+    """A config as it was read: its keys, and of a file its text."""
 
     data: Mapping[str, JSON]
     text: str | None = None
-    states: Mapping[Path, State] = {}
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -171,10 +170,8 @@ def read_config(config: Any) -> ConfigFile:
     """
     if not isinstance(config, str | os.PathLike):
         return ConfigFile(configs.load(config))
-    path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
-    states = {path: state_of(path)} if path.exists() else {}
-    text = configs.read_config(path)
-    return ConfigFile(parsed(text, str(path)), text.decode(), states)
+    text = configs.read_config(Path(config))
+    return ConfigFile(parsed(text, str(config)), text.decode())
 
 
 def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:

@@ -126,25 +126,13 @@ def treatment(parameter: str) -> str:
 
 
 def widened_layer(tensor: str) -> str:
-    """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others.
-
-    >>> widened_layer("model.layers.0.mlp.up_proj.weight")
-    'model.layers.0.'
-    >>> widened_layer("model.layers.0.mlp.down_proj.weight")
-    ''
-    """
+    """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others."""
     match = _LAYER.fullmatch(tensor)
     return tensor[: match.start("rest")] if match and _WIDE.fullmatch(match["rest"]) else ""
 
 
 def unknown_in_attention(tensor: str) -> bool:
-    """Whether a tensor of a layer is in a module of attention under a name that says nothing.
-
-    >>> unknown_in_attention("model.layers.0.self_attn.alpha.weight")
-    True
-    >>> unknown_in_attention("model.layers.0.self_attn.v_proj.weight")
-    False
-    """
+    """Whether a tensor of a layer is in a module of attention under a name that says nothing."""
     match = _LAYER.fullmatch(tensor)
     if not match or not _ATTENTION.fullmatch(match["rest"]):
         return False

@@ -156,7 +156,6 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     tick = advance or (lambda count: None)
     shard = job.shard
     writing.check_ticket(job.target.parent, job.ticket)
-    check_unchanged(shard.path, shard.state)
     if job.hashes:
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, outputs = read_again(job._replace(whole=True))
