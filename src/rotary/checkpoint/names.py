@@ -126,7 +126,7 @@ def treatment(parameter: str) -> str:
 
 
 def widened_layer(tensor: str) -> str:
-    """The layer of the weight of an MLP that makes more channels of a hidden state; "" for others."""
+    """The layer of the weight of an MLP that makes a hidden state wider; "" for others."""
     match = _LAYER.fullmatch(tensor)
     return tensor[: match.start("rest")] if match and _WIDE.fullmatch(match["rest"]) else ""
 
