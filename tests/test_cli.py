@@ -159,7 +159,7 @@ def test_the_layer_type_is_passed_on(main, tmp_path):
     assert document(main("inspect", str(path), "--layer-type", "full", "--json"))["spec"][
         "base"] == 1e6  # fmt: skip
     assert_refused(main("inspect", str(path), "--layer-type", "none"), "'none' has no rotation")
-    assert_refused(main("freqs", str(path)), "pass layer_type, one of full, sliding, none")
+    assert_refused(main("freqs", str(path)), "pass --layer-type, one of full, sliding, none")
 
 
 BAD = {

@@ -57,19 +57,33 @@ def is_gguf(config: str) -> bool:
     return config.endswith(".gguf")
 
 
-def refuse_part(config: str, part: str | None) -> None:
-    """A GGUF file holds one model."""
-    if part is not None:
+def read_specs(
+    config: str, layer_type: str | None, part: str | None
+) -> "dict[str | None, Rotary | None]":
+    """Layer type -> its RoPE; one entry where a layer type is asked for, or all are alike."""
+    from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
+
+    asked = (layer_type,) if layer_type else ()
+    if not is_gguf(config):
+        kinds = asked or layer_types(config, part=part) or (None,)
+        specs = {kind: from_hf_config(config, kind, part=part) for kind in kinds}
+    elif part is None:
+        metadata = read_gguf(config)
+        kinds = asked or gguf_layer_types(metadata) or (None,)
+        specs = {kind: from_gguf(metadata, kind) for kind in kinds}
+    else:
         raise ValueError(f"{config}: --part {part}: a .gguf has no parts; leave it out")
+    if layer_type and specs[layer_type] is None:
+        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
+    return specs
 
 
 def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
-    from ..configs import from_gguf, from_hf_config
-
-    if is_gguf(config):
-        refuse_part(config, part)
-        return from_gguf(config, layer_type)
-    spec = from_hf_config(config, layer_type, part=part)
+    specs = read_specs(config, layer_type, part)
+    if len(specs) > 1:
+        kinds = ", ".join(map(str, specs))
+        raise ValueError(f"{config}: layers differ; pass --layer-type, one of {kinds}")
+    (spec,) = specs.values()
     if spec is None:
-        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
+        raise ValueError(f"{config}: has no rotation")
     return spec

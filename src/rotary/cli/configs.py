@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..strict_json import JSON
-from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, refuse_part
+from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, read_specs
 from .terminal import print_json, print_table, short
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ def inspect(
     """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
     from ..configs import parts
 
-    specs = _specs(config, layer_type, part)
+    specs = read_specs(config, layer_type, part)
     reports = {kind: _inspected(spec) for kind, spec in specs.items()}
-    if layer_type and reports[layer_type] is None:
-        raise ValueError(f"{config}: layer type {layer_type!r} has no rotation")
     asked = (part,) if part else ("text_config", "thinker_config", "llm_config")
     others = [] if is_gguf(config) else [name for name in parts(config) if name not in asked]
     if as_json:
@@ -42,21 +40,6 @@ def inspect(
             print_table(title, _inspection_rows(report))
     if others:
         typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
-
-
-def _specs(
-    config: str, layer_type: str | None, part: str | None
-) -> "dict[str | None, Rotary | None]":
-    """Layer type -> its RoPE; one entry where a layer type is asked for, or all are alike."""
-    from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
-
-    if is_gguf(config):
-        refuse_part(config, part)
-        metadata = read_gguf(config)
-        kinds = (layer_type,) if layer_type else gguf_layer_types(metadata) or (None,)
-        return {kind: from_gguf(metadata, kind) for kind in kinds}
-    kinds = (layer_type,) if layer_type else layer_types(config, part=part) or (None,)
-    return {kind: from_hf_config(config, kind, part=part) for kind in kinds}
 
 
 def _inspected(spec: "Rotary | None") -> dict[str, JSON] | None:

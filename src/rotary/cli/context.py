@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..analysis.extension import Row
     from ..plan import Plan
     from ..reach import Reach
-    from ..spec import Rotary
 
 Plot = Annotated[
     Path | None, typer.Option(help="Draw it into FILE: .png, .svg or .pdf.", metavar="FILE")
@@ -39,9 +38,13 @@ def decay(
     """How a score decays with distance: mean |S_j| of RoFormer, and B_m of the base bound."""
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
-    from ..reach import distances_to
+    from ..configs import choose
+    from ..reach import distances_to, lengths
 
-    spec, length = _spec_and_length(config, layer_type, part, length)
+    spec = read_spec(config, layer_type, part)
+    length = length if length is not None else lengths(spec, choose(config, layer_type, part))[1]
+    if length is None:
+        raise ValueError(f"{config} says no max_position_embeddings; give --length")
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
     alike = similarity(spec, distances, seq_len=length)
@@ -188,20 +191,6 @@ def _option_rows(options: "Sequence[Row]") -> list[tuple[str, ...]]:
          f"{row.slowest_ratio:.3g}")
         for row in options
     ]  # fmt: skip
-
-
-def _spec_and_length(
-    config: str, layer_type: str | None, part: str | None, length: int | None
-) -> "tuple[Rotary, int]":
-    from ..configs import choose
-    from ..reach import lengths
-
-    spec = read_spec(config, layer_type, part)
-    if length is None:
-        length = lengths(spec, choose(config, layer_type, part))[1]
-    if length is None:
-        raise ValueError(f"{config} says no max_position_embeddings; give --length")
-    return spec, length
 
 
 @app.command()
