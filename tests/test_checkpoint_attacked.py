@@ -1,5 +1,6 @@
 """A conversion while somebody changes its files, or leads it to write where it must not."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,7 +47,7 @@ ON_TARGET = {
     "the config": lambda target: poke(target / "config.json"),
     "a file beside": lambda target: poke(target / "generation_config.json"),
 }
-FUNCTIONS = {"planned": (writing, "check_space"), "copied": (convert, "check_files")}
+FUNCTIONS = {"planned": (writing, "check_space"), "copied": (convert, "check_unchanged")}
 
 
 def at(monkeypatch, step, act):
@@ -106,22 +107,29 @@ def test_every_byte_is_compared_with_the_source(tmp_path, monkeypatch):
         return piece ^ np.uint8(is_there and len(calls) == 1)
 
     monkeypatch.setattr(shards, "read_piece", wrong)
-    with pytest.raises(ValueError, match=r"tensor 'lm_head.weight' is not the source's"):
+    with pytest.raises(ValueError, match=r"'lm_head.weight' is not the source's"):
         converted(source, tmp_path / "b", verify="full")
 
 
-def test_the_index_and_the_files_beside_are_read_again(tmp_path):
-    target = tmp_path / "b"
-    converted(llama(tmp_path / "a"), target, verify="full")
-    hashes = json.loads((target / "rotary-conversion.json").read_text())["sha256_beside"]
-    assert {INDEX, "config.json", "tokenizer.json", "original/params.json"} <= set(hashes)
-    convert.check_files(target, hashes)
-    for name in hashes:
-        if (target / name).stat().st_size:
-            poke(target / name)
-            with pytest.raises(ValueError, match=f"{name}: is not what was written"):
-                convert.check_files(target, hashes)
-            poke(target / name)
+def test_the_index_and_the_files_beside_are_read_again(tmp_path, monkeypatch):
+    source, real = llama(tmp_path / "a"), shards.read_again
+    names = [INDEX, "tokenizer.json", "original/params.json"]
+    for number, name in enumerate(names):
+
+        def damaged(job, name=name):
+            if str(job.target).endswith(name):
+                poke(job.target)
+            return real(job)
+
+        monkeypatch.setattr(shards, "read_again", damaged)
+        with pytest.raises(ValueError, match=f"{name}: .* is not what was written"):
+            converted(source, tmp_path / f"b{number}", verify="full")
+    monkeypatch.setattr(shards, "read_again", real)
+    converted(source, tmp_path / "b", verify="full")
+    hashes = json.loads((tmp_path / "b" / "rotary-conversion.json").read_text())["sha256_beside"]
+    assert {*names, "config.json"} <= set(hashes)
+    for name, digest in hashes.items():
+        assert hashlib.sha256((tmp_path / "b" / name).read_bytes()).hexdigest() == digest
 
 
 # --- where it writes ---

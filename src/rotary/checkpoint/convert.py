@@ -17,7 +17,7 @@ from . import files, writing
 from .files import CONFIG, MANIFEST, check_unchanged, state_of
 from .layout import warning_of, with_layout, written_config
 from .plan import Conversion, Plan, plan
-from .shards import CHUNK, Advance, Proof, prove, write_shards
+from .shards import Advance, Proof, copy_file, prove, write_shards
 
 
 class Converted(NamedTuple):
@@ -139,30 +139,18 @@ def carry_out(
             file.write(work.written)
         states |= {folder / name: shard.state for name, shard in written.items()}
         states[folder / CONFIG] = state_of(folder / CONFIG)
+        if (folder / CONFIG).read_bytes() != work.written:
+            raise OSError(f"{folder / CONFIG}: is not what was written; check the disk")
         proof = prove(work, written)
         beside = {CONFIG: hashlib.sha256(work.written).hexdigest()}
         for name, state in checkpoint.beside.items():  # of them the index is the last
             if str(name) not in (MANIFEST, CONFIG, writing.LOCK):
-                beside[str(name)] = writing.copy(checkpoint.root, name, folder, state)
-                states[folder / name] = state_of(folder / name)
-        if work.verify == "full":
-            check_files(folder, beside)
+                copied = copy_file(work, name, state, ticket)
+                beside[str(name)] = copied.hashes[str(name)]
+                states[folder / name] = copied.state
         for path, state in states.items():
             check_unchanged(path, state)
         hashes = {name: shard.hashes for name, shard in written.items()}
         writing.finish(work, hashes, beside, proof._asdict())
     new = tuple(sorted(name for name, shard in written.items() if shard.is_new))
     return Converted(work.plan, new, proof, work.warning)
-
-
-def check_files(folder: Path, hashes: dict[str, str]) -> None:
-    """Read files that are no shards again: name -> the sha256 that was written."""
-    for name, written in hashes.items():
-        digest = hashlib.sha256()
-        with files.open_regular(folder / name) as file:
-            while piece := file.read(CHUNK):
-                digest.update(piece)
-        if digest.hexdigest() != written:
-            raise ValueError(
-                f"{folder / name}: is not what was written; check the disk, and run it again"
-            )

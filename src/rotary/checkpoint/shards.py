@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -23,9 +24,9 @@ from ..fanout import fan_out
 from ..layouts import Indices, pair_slices
 from . import writing
 from .channels import Place
-from .files import Shard, State, Tensor, check_unchanged, open_regular, read_shard
+from .files import Shard, State, Tensor, check_unchanged, open_regular, state_of
 from .plan import Conversion, Move, Plan
-from .writing import Hashes
+from .writing import Hashes, Ticket
 
 CHUNK = 2**22
 THREADS = 2
@@ -54,7 +55,7 @@ class Job(NamedTuple):
     target: Path
     moves: Mapping[str, Move]
     hashes: Mapping[str, str]
-    ticket: str
+    ticket: Ticket
     scored: frozenset[str] = frozenset()
     whole: bool = False
 
@@ -92,7 +93,7 @@ class Proof(NamedTuple):
 def write_shards(
     work: Conversion,
     before: Mapping[str, Hashes],
-    ticket: str,
+    ticket: Ticket,
     executor: Executor | None = None,
     advance: Advance | None = None,
 ) -> dict[str, Written]:
@@ -155,7 +156,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     """
     tick = advance or (lambda count: None)
     shard = job.shard
-    writing.check_ticket(job.target.parent, job.ticket)
+    writing.check_ticket(job.ticket)
     if job.hashes:
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, outputs = read_again(job._replace(whole=True))
@@ -180,9 +181,23 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
                 tick(end - begin)
             hashes[name] = digest.hexdigest()
         check_unchanged(shard.path, shard.state)
-        writing.check_ticket(job.target.parent, job.ticket)
+        writing.check_ticket(job.ticket)
     state, outputs = read_again(job._replace(hashes=hashes))
     return Written(hashes, outputs, state, True)
+
+
+def copy_file(work: Conversion, name: Path, state: State, ticket: Ticket) -> Written:
+    """Copy a file from beside the shards, as one tensor of bytes that stays.
+
+    name   path in the folder; state  what the file was when it was listed
+    Raises ValueError where a folder on the way is a link, which could lead anywhere.
+    """
+    source, target = work.checkpoint.root / name, work.target / name
+    if Path(os.path.realpath(target.parent)) != Path(os.path.realpath(work.target)) / name.parent:
+        raise ValueError(f"{target.parent}: a link, in a folder that is written here; delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shard = Shard(source, {str(name): Tensor("U8", (state.size,), 0, state.size)}, 0, state)
+    return write_shard(Job(shard, target, {}, {}, ticket, whole=work.verify == "full"))
 
 
 def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
@@ -192,7 +207,7 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
     bytes of the source once every move is undone.
     """
     shard, outputs = job.shard, {}
-    state = read_shard(job.target).state
+    state = state_of(job.target)
     with open_regular(shard.path, shard.state) as source, open_regular(job.target, state) as target:
         if state.size != shard.state.size or source.read(shard.header) != target.read(shard.header):
             raise ValueError(f"{job.target}: has another header than {shard.path}; run it again")
@@ -209,14 +224,14 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
                 is_undone &= np.array_equal(undone, read_piece(source, begin, end))
             if digest.hexdigest() != job.hashes.get(name):
                 raise ValueError(
-                    f"{job.target}: tensor {name!r} is not what was written; check the disk, and "
-                    "run it again"
+                    f"{job.target}: {name!r} is not what was written; check the disk, and run it "
+                    "again"
                 )
             if not is_undone:
                 what = (
                     "does not come back when its move is undone" if move else "is not the source's"
                 )
-                raise ValueError(f"{job.target}: tensor {name!r} {what}")
+                raise ValueError(f"{job.target}: {name!r} {what}")
             if move is not None and name in job.scored:
                 outputs[name] = _outputs(source, tensor, move), _outputs(target, tensor, move)
     return state, outputs

@@ -23,15 +23,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..strict_json import JSON, parsed
-from .files import JOURNAL, MANIFEST, State, check_unchanged, open_regular
+from .files import JOURNAL, MANIFEST
 from .plan import Conversion
 
 Hashes = dict[str, str]  # tensor -> sha256
+Ticket = tuple[Path, str]  # the lock of a folder, and what the process at work has written into it
 
 UNFINISHED = ".rotary-{}"  # names of files that are not whole yet
 LOCK = ".rotary.lock"
 LOCK_BYTES = 32  # a ticket
-CHUNK = 2**24
 SPARE = 2**20  # bytes of headers and small files, beside the weights
 
 
@@ -71,27 +71,8 @@ def write_sparse(file: BinaryIO, piece: Any) -> None:
         file.seek(len(piece), os.SEEK_CUR)
 
 
-def copy(root: Path, name: Path, folder: Path, expected: State) -> str:
-    """Copy the file `name` of the folder `root` into `folder`; gives the sha256 of its bytes.
-
-    expected  what the file was when it was first read; ValueError if it is another now
-    Raises ValueError too where a folder on the way is a link, which could lead anywhere.
-    """
-    source, target = root / name, folder / name
-    if Path(os.path.realpath(target.parent)) != Path(os.path.realpath(folder)) / name.parent:
-        raise ValueError(f"{target.parent}: a link, in a folder that is written here; delete it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    copied = hashlib.sha256()
-    with replacing(target) as written, open_regular(source, expected) as file:
-        while piece := file.read(CHUNK):
-            copied.update(piece)
-            written.write(piece)
-        check_unchanged(source, expected)
-    return copied.hexdigest()
-
-
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[str]:
+def locked(folder: Path) -> Iterator[Ticket]:
     """Be the one process that writes in a folder; the lock goes with the process, however it ends.
 
     Gives the ticket of this process, which is in the lock: whoever works for it elsewhere shows it
@@ -105,23 +86,20 @@ def locked(folder: Path) -> Iterator[str]:
         os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
         os.fsync(handle)
         _clear(folder)
-        yield ticket
+        yield path.absolute(), ticket
     finally:
         _clear(folder)
         path.unlink(missing_ok=True)
         os.close(handle)
 
 
-def check_ticket(folder: Path, ticket: str) -> None:
-    """Raise OSError unless the process that gave the ticket holds the lock of the folder."""
-    try:
-        held = (folder / LOCK).read_text()
-    except FileNotFoundError:
-        held = ""
-    if held != ticket:
+def check_ticket(ticket: Ticket) -> None:
+    """Raise OSError unless the process that gave the ticket holds the lock of its folder."""
+    path, text = ticket
+    if not path.exists() or path.read_text() != text:
         raise OSError(
-            f"{folder}: is not the folder of this conversion on {platform.node()}, or it is over; "
-            "all workers must see the same files"
+            f"{path.parent}: is not the folder of this conversion on {platform.node()}, or it is "
+            "over; all workers must see the same files"
         )
 
 
