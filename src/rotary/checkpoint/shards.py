@@ -132,18 +132,15 @@ def write_shards(
             writing.add(folder, new)
         written.update(results)
         if executor is not None and advance is not None:  # the workers may be other processes
-            advance(sum(map(size_of, (job for job, _ in pairs))))
+            advance(sum(job.shard.state.size for job, _ in pairs))
 
-    def size_of(job: Job) -> int:
-        return job.shard.state.size
-
-    with contextlib.ExitStack() as stack:
-        write: Callable[[Job], Written] = write_shard
-        pool = executor
-        if pool is None:
-            write = functools.partial(write_shard, advance=tick)
-            pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-        fan_out(write, jobs, pool, collect, size_of=size_of, stop=stopped.set)
+    own = ThreadPoolExecutor(THREADS) if executor is None else contextlib.nullcontext(executor)
+    write = functools.partial(write_shard, advance=tick) if executor is None else write_shard
+    with own as pool:
+        fan_out(
+            write, jobs, pool, collect,
+            size_of=lambda job: job.shard.state.size, stop=stopped.set,
+        )  # fmt: skip
     return written
 
 
@@ -174,8 +171,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
             for begin, end, move in pieces(tensor, job.moves.get(name)):
                 if len(room) < end - begin:
                     room = np.empty(end - begin, np.uint8)
-                raw = read_piece(source, begin, end, room)
-                piece = raw if move is None else move(raw)
+                piece = move(read_piece(source, begin, end, room))
                 digest.update(piece.data)
                 writing.write_sparse(target, piece)
                 tick(end - begin)
@@ -220,18 +216,14 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
             for begin, end, undo in pieces(tensor, back):
                 raw = read_piece(target, begin, end)
                 digest.update(raw.data)
-                undone = raw if undo is None else undo(raw)
-                is_undone &= np.array_equal(undone, read_piece(source, begin, end))
-            if digest.hexdigest() != job.hashes.get(name):
-                raise ValueError(
-                    f"{job.target}: {name!r} is not what was written; check the disk, and run it "
-                    "again"
-                )
-            if not is_undone:
-                what = (
-                    "does not come back when its move is undone" if move else "is not the source's"
-                )
-                raise ValueError(f"{job.target}: {name!r} {what}")
+                is_undone &= np.array_equal(undo(raw), read_piece(source, begin, end))
+            problem = (
+                "does not come back when its move is undone" if move else "is not the source's"
+            )
+            if is_damaged := digest.hexdigest() != job.hashes.get(name):
+                problem = "is not what was written; check the disk, and run it again"
+            if is_damaged or not is_undone:
+                raise ValueError(f"{job.target}: {name!r} {problem}")
             if move is not None and name in job.scored:
                 outputs[name] = _outputs(source, tensor, move), _outputs(target, tensor, move)
     return state, outputs
@@ -255,8 +247,8 @@ def read_piece(file: Any, begin: int, end: int, room: Bytes | None = None) -> By
 
 def pieces(
     tensor: Tensor, move: Move | None
-) -> Iterator[tuple[int, int, Callable[[Bytes], Bytes] | None]]:
-    """(begin, end, function) of each piece: bytes of the file, and what moves them, or None.
+) -> Iterator[tuple[int, int, Callable[[Bytes], Bytes]]]:
+    """(begin, end, function) of each piece: bytes of the file, and what moves them.
 
     A piece of the result is made of the same piece of the source alone.
 
@@ -273,9 +265,11 @@ def pieces(
             rows = functools.partial(moved, order=order, place=move.place)
             yield begin + first * width, begin + last * width, rows
         return
-    row = 1 if move is None else size // math.prod(tensor.shape[: move.axis])
+    row, change = 1, lambda raw: raw
+    if move is not None:
+        row = size // math.prod(tensor.shape[: move.axis])
+        change = functools.partial(moved, order=move.order, place=move.place, row=row)
     step = max(CHUNK // row, 1) * row
-    change = move and functools.partial(moved, order=move.order, place=move.place, row=row)
     for first in range(begin, tensor.end, step):
         yield first, min(first + step, tensor.end), change
 
