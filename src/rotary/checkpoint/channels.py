@@ -194,11 +194,9 @@ def runs_of(
         count, rest = divmod(rows, width)
         if kind.startswith("key") or kind == "query of an expert":
             counts = _key_heads(name, heads, config)
-            is_right = _is_key_count(count, counts, heads)
         else:
             counts = _counts(name, config, _QUERIES) | {heads} - {None}
-            is_right = count in counts or not counts
-        if rest or count < 1 or not is_right:
+        if rest or count < 1 or not _is_count(count, counts, heads):
             expected = " or ".join(map(str, sorted(counts))) or f"a divisor of {heads}"
             raise refusal(f"and {expected} heads of {width} are expected")
         return (Run(spec.start, count, width),)
@@ -210,7 +208,7 @@ def runs_of(
         kind = "query and key, grouped" if config.get("new_decoder_architecture") else kind
     keys = rows // width // 2 if kind == "key and value" else (rows // width - heads) // 2
     is_solved = kind in ("query and key", "query and key, grouped", "key and value")
-    if is_solved and not _is_key_count(keys, _key_heads(name, heads, config), heads):
+    if is_solved and not _is_count(keys, _key_heads(name, heads, config), heads):
         beside = "" if kind == "key and value" else f" beside {heads} query heads"
         raise refusal(f"which has room for {keys} key heads{beside}")
     repeat, parts = _packed(kind, heads, keys, width, config)
@@ -295,10 +293,11 @@ def check_inputs(
         )
 
 
-def _is_key_count(count: int, counts: set[int], heads: Any) -> bool:
-    """Whether a layer may have so many key heads; `heads` are of the queries.
+def _is_count(count: int, counts: set[int], heads: Any) -> bool:
+    """Whether a layer may have so many heads, of which the config names `counts`.
 
-    A config that names no count means as many as its class: some number that divides `heads`.
+    A config that names no count means as many as its class: some number that divides `heads`, the
+    count of the queries, if that is known.
     """
     return count in counts if counts else count >= 1 and (heads is None or heads % count == 0)
 
