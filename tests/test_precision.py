@@ -40,6 +40,10 @@ SPECS = {
 POSITIONS = [0, 1, 2**12, 131071, 2**20 - 1, 2**24, 987_654_321_987]
 
 
+def bfloat16(values):
+    return precision.round_to(values, "bfloat16")
+
+
 def nearest(values, dropped):
     """float32 less `dropped` bits, by scaling and rounding, ties to even."""
     mantissa, exponent = np.frexp(np.asarray(values, np.float32).astype(np.float64))
@@ -230,8 +234,8 @@ def score_errors(place: int) -> dict[str, float]:
     exact = cos_sin(LLAMA_2, near)
     found = {
         "float32 angles": scores(*cos_sin(LLAMA_2, near, "float32")),
-        "exact angles, then q and k in bfloat16": scores(*exact, kept=precision.bfloat16),
-        "exact angles, cos and sin in bfloat16": scores(*map(precision.bfloat16, exact)),
+        "exact angles, then q and k in bfloat16": scores(*exact, kept=bfloat16),
+        "exact angles, cos and sin in bfloat16": scores(*map(bfloat16, exact)),
         "exact angles, all in float32": scores(*exact, dtype=np.float32),
     }
     return {name: float(np.sqrt(((each - true) ** 2).mean())) for name, each in found.items()}
@@ -276,15 +280,15 @@ def test_bfloat16_is_that_of_ml_dtypes():
     with np.errstate(over="ignore", invalid="ignore"):
         expected = values.astype(ml_dtypes.bfloat16).astype(np.float64)
         wide = values.astype(np.float64)
-    assert precision.bfloat16(wide).tolist() == expected.tolist()
-    assert math.isnan(precision.bfloat16([math.nan])[0])
+    assert bfloat16(wide).tolist() == expected.tolist()
+    assert math.isnan(bfloat16([math.nan])[0])
 
 
 def test_tf32_keeps_ten_bits_after_the_point():
     values = float32_patterns().astype(np.float64)
     values = values[np.isfinite(values) & (np.abs(values) > 1e-37) & (np.abs(values) < 3e38)]
-    assert precision.tf32(values).tolist() == nearest(values, 13).tolist()
-    assert precision.tf32([2049.0, 2051.0, 2049.5]).tolist() == [2048.0, 2052.0, 2050.0]
+    assert precision.round_to(values, "tf32").tolist() == nearest(values, 13).tolist()
+    assert precision.round_to([2049.0, 2051.0, 2049.5], "tf32").tolist() == [2048.0, 2052.0, 2050.0]
 
 
 def test_the_angle_of_a_stored_table_is_where_its_two_values_point():

@@ -11,9 +11,9 @@ One number says how far an arithmetic is off near a position, on every page and 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,114 +30,60 @@ _TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021")
 _SPLITTER = 2.0**27 + 1  # cuts the 53 bits of a float64 into two halves
 
 
-class Type(NamedTuple):
-    """A number type: how many significant `bits` it has, and what each float64 is `rounded` to."""
-
-    bits: int
-    rounded: Callable[[Array], Array]
+# significant bits of each number type
+BITS = {"float64": 53, "float32": 24, "float16": 11, "tf32": 11, "bfloat16": 8}
 
 
 class Arithmetic(NamedTuple):
-    """What a position, the product, cos and sin are rounded to; product None: not at all.
+    """The types of the position, of inv_freq, of their product (None: not rounded), of cos and sin.
 
-    rates  (inv_freq as it is held, how far that is off), of a spec and a length of the row
+    inv_freq may be "turns", the 64-bit turns of this package.
     """
 
-    position: Type
-    rates: Callable[[Rotary, int | None], tuple[Array, Array]]
-    product: Type | None
-    table: Type
-
-
-def bfloat16(values: npt.ArrayLike) -> Array:
-    """The nearest bfloat16 of every value, ties to even: float64 of the same shape.
-
-    >>> bfloat16([257.0, 259.0])
-    array([256., 260.])
-    """
-    return _shortened(values, 16)
-
-
-def tf32(values: npt.ArrayLike) -> Array:
-    """The nearest TF32 of every value, 10 bits after the point, ties to even: float64, same shape.
-
-    >>> tf32([2049.0, 2051.0])
-    array([2048., 2052.])
-    """
-    return _shortened(values, 13)
-
-
-def _shortened(values: npt.ArrayLike, dropped: int) -> Array:
-    """float32 less its last bits: half a step is added, or just under it where the rest is even."""
-    with np.errstate(over="ignore"):
-        single = np.asarray(values, np.float64).astype(np.float32)
-    bits = single.view(np.uint32).astype(np.uint64)
-    is_odd = (bits >> np.uint64(dropped)) & np.uint64(1)
-    bits = (bits + np.uint64(2 ** (dropped - 1) - 1) + is_odd) >> np.uint64(dropped)
-    rounded = (bits << np.uint64(dropped)).astype(np.uint32).view(np.float32)
-    return np.where(np.isnan(single), single, rounded).astype(np.float64)
-
-
-def _through(*dtypes: Any) -> Callable[[Array], Array]:
-    def rounded(values: Array) -> Array:
-        with np.errstate(over="ignore"):
-            for dtype in dtypes:
-                values = values.astype(dtype)
-            return values.astype(np.float64)
-
-    return rounded
-
-
-_FLOAT64, _FLOAT32 = Type(53, _through()), Type(24, _through(np.float32))
-_FLOAT16 = Type(11, _through(np.float32, np.float16))
-_BFLOAT16, _TF32 = Type(8, bfloat16), Type(11, tf32)
-
-
-def _float32_rates(kept: Type) -> Callable[[Rotary, int | None], tuple[Array, Array]]:
-    """float32 inv_freq as models compute it, kept in another type, and how far it is off."""
-
-    def rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
-        true = frequencies(spec, seq_len)
-        extra = {"seq_len": seq_len and int(seq_len)} if spec.depends_on_length else {}
-        with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
-            warnings.simplefilter("ignore")  # the spec has warned already
-            schedule = SCHEDULES[spec.schedule]
-            single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
-            rate = kept.rounded(np.abs(single).astype(np.float64))
-            return rate, rate - true
-
-    return rates
-
-
-def _float64_rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
-    true = frequencies(spec, seq_len)
-    return true, np.zeros_like(true)
-
-
-def _turn_rates(spec: Rotary, seq_len: int | None) -> tuple[Array, Array]:
-    """inv_freq, and how far its 64-bit turns are off; whole turns between them do not matter."""
-    true = inv_freq(spec, seq_len)[0]
-    off = []
-    for value, turn in zip(true.tolist(), turns(spec, seq_len).tolist(), strict=True):
-        apart = Fraction(turn, 2**64) - Fraction(value) / _TWO_PI
-        off.append(float((apart - round(apart)) * _TWO_PI))
-    return np.abs(true), np.array(off) * np.sign(true)
+    position: str = "float32"
+    inv_freq: str = "float32"
+    product: str | None = "float32"
+    table: str = "float32"
 
 
 _ARITHMETICS = {
-    "float32": Arithmetic(_FLOAT32, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
-    "bfloat16": Arithmetic(_BFLOAT16, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
-    "tf32": Arithmetic(_TF32, _float32_rates(_TF32), _FLOAT32, _FLOAT32),
-    "float16": Arithmetic(_FLOAT16, _float32_rates(_FLOAT32), _FLOAT32, _FLOAT32),
-    "inv_freq_bfloat16": Arithmetic(_FLOAT32, _float32_rates(_BFLOAT16), _FLOAT32, _FLOAT32),
-    "inv_freq_float16": Arithmetic(_FLOAT32, _float32_rates(_FLOAT16), _FLOAT32, _FLOAT32),
-    "bfloat16_table": Arithmetic(_FLOAT64, _turn_rates, None, _BFLOAT16),
-    "float16_table": Arithmetic(_FLOAT64, _turn_rates, None, _FLOAT16),
-    "float64": Arithmetic(_FLOAT64, _float64_rates, _FLOAT64, _FLOAT64),
-    "exact": Arithmetic(_FLOAT64, _turn_rates, None, _FLOAT32),
+    "float32": Arithmetic(),
+    "bfloat16": Arithmetic(position="bfloat16"),
+    "tf32": Arithmetic(position="tf32", inv_freq="tf32"),
+    "float16": Arithmetic(position="float16"),
+    "inv_freq_bfloat16": Arithmetic(inv_freq="bfloat16"),
+    "inv_freq_float16": Arithmetic(inv_freq="float16"),
+    "bfloat16_table": Arithmetic("float64", "turns", None, "bfloat16"),
+    "float16_table": Arithmetic("float64", "turns", None, "float16"),
+    "float64": Arithmetic("float64", "float64", "float64", "float64"),
+    "exact": Arithmetic("float64", "turns", None, "float32"),
 }
 ARITHMETICS = tuple(_ARITHMETICS)
 _TABLES = ("bfloat16_table", "float16_table")  # whose angles go wrong only as cos and sin are kept
+
+
+def round_to(values: npt.ArrayLike, kind: str) -> Array:
+    """The nearest number of a type of `BITS`, ties to even: float64 of the same shape.
+
+    bfloat16, float16 and TF32 are reached through float32, as programs cast to them.
+
+    >>> round_to([257.0, 259.0], "bfloat16"), round_to([2049.0, 2051.0], "tf32")
+    (array([256., 260.]), array([2048., 2052.]))
+    """
+    wide = np.asarray(values, np.float64)
+    if kind == "float64":
+        return wide
+    with np.errstate(over="ignore"):
+        single = wide.astype(np.float32)
+        if kind in ("float32", "float16"):
+            return single.astype(kind).astype(np.float64)
+    # half a step is added before the last bits go, or just under it where the rest is even
+    dropped = np.uint64(24 - BITS[kind])
+    bits = single.view(np.uint32).astype(np.uint64)
+    half = (np.uint64(1) << (dropped - np.uint64(1))) - np.uint64(1)
+    kept = (bits + half + ((bits >> dropped) & np.uint64(1))) >> dropped << dropped
+    nearest = kept.astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(single), single, nearest).astype(np.float64)
 
 
 def angle_error(
@@ -167,12 +113,12 @@ def angle_error(
     """
     rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
     check_size("positions", len(places), spec.rotary_dim // 2)
-    true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
+    true, (rate, off) = frequencies(spec, seq_len), _rates(spec, seq_len, rule.inv_freq)
     error = np.empty((len(places), len(true)))
     for part in _blocks(len(places), len(true)):
         if arithmetic in _TABLES:  # from the exact angle to the one that cos and sin point at
             cos, sin = _cos_sin(places[part], true)
-            x, y = rule.table.rounded(cos), rule.table.rounded(sin)
+            x, y = round_to(cos, rule.table), round_to(sin, rule.table)
             error[part] = np.arctan2(y * cos - x * sin, x * cos + y * sin)
         else:
             error[part] = _angle_errors(rule, places[part], rate, off)
@@ -193,14 +139,16 @@ def table_error(
     True
     """
     rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
-    true, (rate, off) = frequencies(spec, seq_len), rule.rates(spec, seq_len)
+    true, (rate, off) = frequencies(spec, seq_len), _rates(spec, seq_len, rule.inv_freq)
     worst = np.empty(len(places))
     for part in _blocks(len(places), len(true)):
         exact = np.stack(_cos_sin(places[part], true))
         with np.errstate(invalid="ignore"):  # no angle, no table
             error = _angle_errors(rule, places[part], rate, off)
             turned = np.stack(_turned(exact[0], exact[1], error))
-        worst[part] = _infinite_if_none(np.abs(rule.table.rounded(turned) - exact)).max(axis=(0, 2))
+        worst[part] = _infinite_if_none(np.abs(round_to(turned, rule.table) - exact)).max(
+            axis=(0, 2)
+        )
     return worst
 
 
@@ -257,10 +205,10 @@ def longest_safe_position(
     rule = _rule(arithmetic)
     if not number("tolerance", tolerance) > 0:
         raise ValueError(f"tolerance must be > 0 rad, got {tolerance}")
-    rate, off = rule.rates(spec, seq_len)
+    rate, off = _rates(spec, seq_len, rule.inv_freq)
     if arithmetic in _TABLES:
         # cos and sin off by a share u turn a pair by u / (1 - u) at most; 2^-24: float16 subnormals
-        share = 2.0**-rule.table.bits
+        share = 2.0 ** -BITS[rule.table]
         return MAX_POSITION if (share + 2.0**-24) / (1 - share) <= tolerance else 0
     safe, unsafe = 0, MAX_POSITION + 1
     while unsafe - safe > 1:
@@ -276,6 +224,26 @@ def _rule(arithmetic: str) -> Arithmetic:
     return _ARITHMETICS[arithmetic]
 
 
+def _rates(spec: Rotary, seq_len: int | None, kind: str) -> tuple[Array, Array]:
+    """inv_freq as it is held in a type, and how far that is off."""
+    true = frequencies(spec, seq_len)
+    if kind == "float64":
+        return true, np.zeros_like(true)
+    if kind == "turns":
+        signed, off = inv_freq(spec, seq_len)[0], []
+        for value, turn in zip(signed.tolist(), turns(spec, seq_len).tolist(), strict=True):
+            apart = Fraction(turn, 2**64) - Fraction(value) / _TWO_PI
+            off.append(float((apart - round(apart)) * _TWO_PI))  # whole turns do not matter
+        return true, np.array(off) * np.sign(signed)
+    extra = {"seq_len": seq_len and int(seq_len)} if spec.depends_on_length else {}
+    with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore")  # the spec has warned already
+        schedule = SCHEDULES[spec.schedule]
+        single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
+        rate = round_to(np.abs(single), kind)
+        return rate, rate - true
+
+
 def _blocks(length: int, pairs: int) -> Iterator[slice]:
     rows = max(1, _BLOCK // pairs)
     return (slice(start, start + rows) for start in range(0, length, rows))
@@ -286,12 +254,12 @@ def _angle_errors(
 ) -> Array:
     """(len, pairs) signed: rounding of the product, of the position, and of the frequency."""
     true = positions[:, None].astype(np.float64)
-    held = rule.position.rounded(true)
+    held = round_to(true, rule.position)
     with np.errstate(over="ignore", invalid="ignore"):  # a position that does not fit
         error = (held - true) * rate + true * off
         if rule.product is not None:
             high, low = _product(held, rate)
-            error += rule.product.rounded(high) - high - low
+            error += round_to(high, rule.product) - high - low
     return _infinite_if_none(error)
 
 
@@ -326,19 +294,19 @@ def _turned(cos: Array, sin: Array, angle: Array) -> tuple[Array, Array]:
 
 def _bound(rule: Arithmetic, position: int, rate: Array, off: Array) -> float:
     """What no error at a position up to this one exceeds; it grows with the position."""
-    held = rule.position.rounded(np.array([float(position)]))
+    held = round_to([position], rule.position)
     if not (np.isfinite(held).all() and np.isfinite(rate).all()):
         return math.inf
     bits = max(position - 1, 0).bit_length()  # the last position with more is no power of two
     # bfloat16, float16 and TF32 are reached through float32
-    kinds = {rule.position.bits, max(rule.position.bits, _FLOAT32.bits)}
-    moved = sum(2.0 ** (bits - kind - 1) for kind in kinds if bits > kind)
+    own = BITS[rule.position]
+    moved = sum(2.0 ** (bits - kind - 1) for kind in {own, max(own, 24)} if bits > kind)
     error = moved * rate + position * off
     if rule.product is not None:
-        steps = np.ldexp(1.0, np.frexp((position + moved) * rate)[1] - rule.product.bits - 1)
+        steps = np.ldexp(1.0, np.frexp((position + moved) * rate)[1] - BITS[rule.product] - 1)
         whole = (np.frexp(rate)[0] * 2.0**53).astype(np.int64)
         last = np.frexp((whole & -whole).astype(np.float64))[1]
         widths = np.where(whole == 0, 0, 54 - last)  # bits from the first to the last that is set
-        is_exact = min(bits, rule.position.bits) + widths <= rule.product.bits
+        is_exact = min(bits, own) + widths <= BITS[rule.product]
         error += np.where(is_exact, 0.0, steps)
     return float(error.max()) * (1 + 1e-12)  # 1e-12: the bound itself is computed in float64

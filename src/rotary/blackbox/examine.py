@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..analysis.precision import round_to
 from ..angles import turns
 from ..kernels import Numbers as Array
 from ..spec import Rotary
 from .faults import inverted_yarn, odd_amplitude, odd_frequencies
-from .fit import Fit, Measured, fit, round_to
+from .fit import Fit, Measured, fit
 from .lengths import Far, end_of_table, shared_positions, with_length
 from .pairs import (
     Pairs,

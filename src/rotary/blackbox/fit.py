@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..analysis.precision import round_to
 from ..schedules import SCHEDULES
 
 Array = npt.NDArray[Any]
@@ -50,22 +51,6 @@ class Fit(NamedTuple):
 
 
 Candidate = tuple[str, float, dict[str, Any]]
-
-
-def round_to(values: Array, dtype: str) -> Array:
-    """Values rounded to a float type, as float64; "" and "float64" change nothing.
-
-    >>> round_to(np.array([256.0, 257.0]), "bfloat16")
-    array([256., 256.])
-    """
-    if dtype in ("", "float64"):
-        return values
-    if dtype != "bfloat16":
-        with np.errstate(over="ignore"):
-            return values.astype(dtype).astype(np.float64)
-    bits = values.astype(np.float32).view(np.uint32)
-    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)  # to nearest, ties to even
-    return kept.view(np.float32).astype(np.float64)
 
 
 def fit(measured: Measured) -> Fit:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..analysis.precision import round_to
 from ..kernels import Numbers as Array
 from ..layouts import pair_indices
-from .fit import round_to
 
 FLOATS = ("float32", "float16", "bfloat16")
 LOST = 0.3  # rad: a position that is this far from the expected angle no longer says which turn
