@@ -8,8 +8,6 @@ import numpy as np
 from ..kernels import Array as Array
 from ..kernels import kernel_of
 
-_INT32 = 2**31
-
 
 def namespace(array: Array) -> Any:
     """`numpy`, `torch` or `jax.numpy`; TypeError, naming the known libraries, for another array.
@@ -32,31 +30,17 @@ def positions_of(positions: object, x: Array) -> Array:
     return kernel.arange(x, x.shape[-2]) if positions is None else kernel.as_positions(positions, x)
 
 
-def positions_after(first: Any, x: Array) -> Array:
-    """Positions of the tokens of x, the first of them at `first`: a number, or one for each row.
-
-    (seq,) or (batch, seq). What JAX's 32-bit integers cannot hold stays a NumPy array.
-
-    >>> positions_after(np.array([0, 7]), np.zeros((2, 3, 4)))
-    array([[0, 1, 2],
-           [7, 8, 9]])
-    """
-    seq = x.shape[-2]
-    is_numpy = isinstance(first, np.ndarray | np.generic)
-    is_far = isinstance(first, int) and first + seq > _INT32
-    order = np.arange(seq) if is_numpy or is_far else kernel_of(x).arange(x, seq)
-    return (first[:, None] if getattr(first, "ndim", 0) else first) + order
-
-
-def comparable(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-    """Both positions as they are; on JAX a NumPy array beside a JAX array becomes one, if it fits.
+def positions_of_both(
+    q_positions: object, q: Array, k_positions: object, k: Array
+) -> tuple[Array, Array]:
+    """`positions_of` queries and keys; on JAX a NumPy array beside a JAX array becomes one.
 
     Raises ValueError for NumPy positions beyond the integers of JAX: it would wrap them.
 
-    >>> comparable(np.arange(2), np.arange(3))[1]
-    array([0, 1, 2])
+    >>> positions_of_both(None, np.zeros((2, 4)), [5, 6, 7], np.zeros((3, 4)))[1]
+    array([5, 6, 7])
     """
-    pair = q_positions, k_positions
+    pair = positions_of(q_positions, q), positions_of(k_positions, k)
     xp = next((namespace(p) for p in pair if not isinstance(p, np.ndarray)), None)
     if xp is None or xp.__name__ != "jax.numpy":
         return pair
@@ -66,7 +50,7 @@ def comparable(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
             "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "
             "jax_enable_x64"
         )
-    return xp.asarray(q_positions), xp.asarray(k_positions)
+    return xp.asarray(pair[0]), xp.asarray(pair[1])
 
 
 def float64_of(x: Array) -> Any:
@@ -75,24 +59,13 @@ def float64_of(x: Array) -> Any:
     >>> float64_of(np.zeros(2, np.float32)) is np.float64
     True
     """
-    widest = widest_float(x)
-    if widest is not namespace(x).float64:
+    xp = namespace(x)
+    if xp.__name__ == "jax.numpy" and xp.asarray(0.0).dtype != np.float64:
         raise TypeError(
             "this needs float64: call jax.config.update('jax_enable_x64', True), or pass NumPy "
             "arrays"
         )
-    return widest
-
-
-def widest_float(x: Array) -> Any:
-    """float64 where the library of x has it: float32 on JAX without 64-bit types.
-
-    >>> widest_float(np.zeros(2, np.float32)) is np.float64
-    True
-    """
-    xp = namespace(x)
-    is_narrow = xp.__name__ == "jax.numpy" and xp.asarray(0.0).dtype != np.float64
-    return xp.float32 if is_narrow else xp.float64
+    return xp.float64
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -102,17 +75,6 @@ def cast(x: Array, dtype: Any) -> Array:
     array([1.], dtype=float32)
     """
     return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
-
-
-def constant(x: Array) -> Array:
-    """x without its derivative.
-
-    >>> constant(np.ones(1))
-    array([1.])
-    """
-    if namespace(x).__name__ == "jax.numpy":
-        return sys.modules["jax"].lax.stop_gradient(x)
-    return x.detach() if hasattr(x, "detach") else x
 
 
 def at_least_float32(x: Array) -> Array:
@@ -153,16 +115,6 @@ def per_query_head(q: Array, k: Array) -> Array:
     shared = (*lead, heads, q.shape[-3] // heads, seq, width)
     each = namespace(k).broadcast_to(k[..., None, :, :], shared)
     return each.reshape(*lead, q.shape[-3], seq, width)
-
-
-def is_visible(q_positions: Array, k_positions: Array, num_dims: int) -> Array:
-    """Whether a key is at or before a query: (seq, seq), or (batch, 1, seq, seq) for 4-D scores.
-
-    >>> is_visible(np.arange(2), np.arange(2), 2).tolist()
-    [[True, False], [True, True]]
-    """
-    q_positions, k_positions = comparable(q_positions, k_positions)
-    return per_head(k_positions[..., None, :] <= q_positions[..., :, None], num_dims)
 
 
 def per_head(pairs: Array, num_dims: int) -> Array:

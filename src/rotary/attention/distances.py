@@ -14,12 +14,10 @@ from ..spec import Rotary
 from .arrays import (
     Array,
     at_least_float32,
-    comparable,
-    is_visible,
     namespace,
     per_head,
     per_query_head,
-    positions_of,
+    positions_of_both,
 )
 from .softmax import weighted
 
@@ -142,8 +140,7 @@ def distance_attention(
             "distances need one position axis and frequencies that do not depend on the length, "
             f"got {spec.num_axes} axes and schedule {spec.schedule!r}"
         )
-    xp = namespace(q)
-    m, n = comparable(positions_of(q_positions, q), positions_of(k_positions, k))
+    m, n = positions_of_both(q_positions, q, k_positions, k)
     k, v = per_query_head(q, k), per_query_head(q, v)
     q, k = at_least_float32(q), at_least_float32(k)
     frequencies, factor = inv_freq(spec)
@@ -155,9 +152,10 @@ def distance_attention(
     far_k = apply(slow, k, positions=n // distances.group, seq_dim=-2)
     near_q = apply(spec, q, positions=m, seq_dim=-2)
     near_k = apply(spec, k, positions=n, seq_dim=-2)
-    is_near = per_head(m[..., :, None] - n[..., None, :] < distances.window, q.ndim)
-    scores = xp.where(is_near, near_q @ near_k.swapaxes(-1, -2), far_q @ far_k.swapaxes(-1, -2))
-    return weighted(scores / math.sqrt(q.shape[-1]), is_visible(m, n, q.ndim), v)
+    m, n = m[..., :, None], n[..., None, :]
+    near, far = near_q @ near_k.swapaxes(-1, -2), far_q @ far_k.swapaxes(-1, -2)
+    scores = namespace(q).where(per_head(m - n < distances.window, q.ndim), near, far)
+    return weighted(scores / math.sqrt(q.shape[-1]), per_head(n <= m, q.ndim), v)
 
 
 def _with_frequencies(spec: Rotary, frequencies: Array, factor: float) -> Rotary:

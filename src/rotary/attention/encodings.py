@@ -1,6 +1,7 @@
 """Encodings beside plain RoPE: the sinusoidal one it replaces, xPos, and learned 2-D directions."""
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from ..angles import cos_sin, turns
 from ..kernels import Numbers, is_traced, kernel_of
 from ..rotate import rotate
 from ..spec import Rotary
-from .arrays import Array, cast, constant, float64_of, namespace, positions_of
+from .arrays import Array, cast, float64_of, namespace, positions_of
 
 
 def sinusoidal(positions: Numbers, dim: int, base: float = 10_000.0) -> npt.NDArray[np.float64]:
@@ -146,11 +147,18 @@ def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
     factors = cast(positions, xp.float64)
     if "int" in str(positions.dtype):
         # turns wrap without rounding; the sum beside them is 0 and only carries the gradient
-        carrier = _summed(factors, steps - constant(steps))
-        angles = _exact(xp, positions, constant(steps)) + carrier
+        held = _constant(steps)
+        angles = _exact(xp, positions, held) + _summed(factors, steps - held)
     else:
         angles = _summed(factors, steps)
     return cast(xp.cos(angles), directions.dtype), cast(xp.sin(angles), directions.dtype)
+
+
+def _constant(x: Array) -> Array:
+    """x without its derivative."""
+    if namespace(x).__name__ == "jax.numpy":
+        return sys.modules["jax"].lax.stop_gradient(x)
+    return x.detach() if hasattr(x, "detach") else x
 
 
 def _exact(xp: Any, positions: Array, steps: Array) -> Array:

@@ -10,10 +10,11 @@ Source: Su et al., RoFormer (arXiv 2104.09864), equation 19; Katharopoulos et al
 
 from typing import Any, NamedTuple
 
-from ..kernels import kernel_of
+import numpy as np
+
 from ..rotate import apply
 from ..spec import Rotary
-from .arrays import Array, at_least_float32, cast, namespace, positions_after
+from .arrays import Array, at_least_float32, cast, namespace, positions_of
 
 
 def elu_plus_one(x: Array) -> Array:
@@ -21,7 +22,6 @@ def elu_plus_one(x: Array) -> Array:
 
     Source: Katharopoulos et al. (arXiv 2006.16236), equation 7.
 
-    >>> import numpy as np
     >>> elu_plus_one(np.array([-1.0, 0.0, 2.0])).round(4)
     array([0.3679, 1.    , 3.    ])
     """
@@ -38,7 +38,6 @@ def linear_attention(
     q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
     are those of `rotary.apply`; a token sees those before it in the sequence.
 
-    >>> import numpy as np
     >>> x = np.ones((1, 2))
     >>> linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
@@ -57,7 +56,6 @@ def recurrent_linear_attention(
 ) -> Array:  # fmt: skip
     """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
 
-    >>> import numpy as np
     >>> x = np.ones((1, 2))
     >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
@@ -74,7 +72,6 @@ class LinearState(NamedTuple):
 
     On JAX it is a pytree, so it can be the carry of `jax.lax.scan` and cross `jax.jit`.
 
-    >>> import numpy as np
     >>> LinearState(np.zeros((4, 4)), np.zeros(4), 7).position
     7
     """
@@ -103,7 +100,6 @@ def chunked_linear_attention(
     length: what the state holds cannot be turned again.
     Source: the chunkwise form of Hua et al. (arXiv 2202.10447), section 3.2, with equation 19.
 
-    >>> import numpy as np
     >>> x, spec = np.ones((3, 2)), Rotary(head_dim=2)
     >>> first, state = chunked_linear_attention(x[:2], x[:2], x[:2], spec)
     >>> last, state = chunked_linear_attention(x[2:], x[2:], x[2:], spec, state=state)
@@ -119,9 +115,14 @@ def chunked_linear_attention(
         )
     first: Any = 0 if state is None else state.position
     if positions is None:
-        positions, position = positions_after(first, q), first + q.shape[-2]
+        # what the 32-bit integers of JAX cannot hold stays a NumPy array
+        is_numpy = isinstance(first, np.ndarray | np.generic)
+        is_far = isinstance(first, int) and first + q.shape[-2] > 2**31
+        order = np.arange(q.shape[-2]) if is_numpy or is_far else positions_of(None, q)
+        positions = (first[:, None] if getattr(first, "ndim", 0) else first) + order
+        position = first + q.shape[-2]
     else:
-        positions = kernel_of(q).as_positions(positions, q)
+        positions = positions_of(positions, q)
         position = positions[..., -1] + 1 if q.shape[-2] else first
     features = _features(q, k, spec, positions, allow_negative)
     output, s, z = _by_chunks(features, v, state, chunk_size)
@@ -161,5 +162,5 @@ def _features(
 
 
 def _lower_triangle(k: Array) -> Array:
-    order = kernel_of(k).arange(k, k.shape[-2])
+    order = positions_of(None, k)
     return cast(order[:, None] >= order, k.dtype)

@@ -10,12 +10,11 @@ from .arrays import (
     at_least_float32,
     cast,
     has_shared_heads,
-    is_visible,
     namespace,
     per_head,
     per_query_head,
     positions_of,
-    widest_float,
+    positions_of_both,
 )
 
 
@@ -56,7 +55,8 @@ def softmax_attention(
     is_counted = q_positions is None and k_positions is None
     visible = None
     if causal and not (is_torch and is_counted):
-        visible = is_visible(positions_of(q_positions, q), positions_of(k_positions, k), q.ndim)
+        m, n = positions_of_both(q_positions, q, k_positions, k)
+        visible = per_head(n[..., None, :] <= m[..., :, None], q.ndim)
     if is_torch:
         return namespace(q).nn.functional.scaled_dot_product_attention(
             q,
@@ -144,7 +144,7 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
     if trained_length < 2:
         raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
     xp = namespace(q)
-    seen = cast(positions_of(counts, q), widest_float(q))
+    seen = cast(positions_of(counts, q), at_least_float32(q).dtype)
     factors = xp.clip(xp.log(xp.clip(seen, 1, None)) / math.log(trained_length), 1, None)
     return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
