@@ -251,7 +251,6 @@ def test_wavelengths_are_those_of_the_formula():
 def test_the_first_failure_is_the_published_one_and_stands_in_the_figure():
     seen = look(Side(model="llama-3-8b"), 32768)
     found = views.similarity(seen)
-    assert found.marks["first_failure"] == 18438
     assert "18,438" in found.words
     (marked,) = found.figure.points
     assert marked.x == 18438
@@ -262,7 +261,7 @@ def test_the_first_failure_is_the_published_one_and_stands_in_the_figure():
 
 def test_the_first_failure_is_a_point_where_it_is_not_the_lowest_around():
     found = views.similarity(look(Side(model="llama-2-7b", base=500.0), 2**17))
-    at = found.columns["distance"].tolist().index(int(found.marks["first_failure"]))
+    at = found.columns["distance"].tolist().index(found.figure.points[0].x)
     sums = found.columns["similarity"]
     assert sums[at + 1] < sums[at] < 0 < sums[:at].min()
 
@@ -283,7 +282,7 @@ def test_no_dip_of_the_similarity_falls_between_two_points():
 def test_a_search_that_would_take_long_is_not_begun():
     seen = look(Side(model="gpt-neox-20b"), 2**24)  # a quarter is rotated: never negative
     found = views.similarity(seen)
-    assert found.marks == {}
+    assert found.figure.points == ()
     assert "up to 131,072. Not searched beyond; `rotary plan --context 16777216`" in found.words
     assert "rotary plan --context 16777216" in page.smallest_base(seen)
 
@@ -291,7 +290,7 @@ def test_a_search_that_would_take_long_is_not_begun():
 def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     found = views.scaling(look(Side(model="llama-2-7b", method="yarn"), 32768))
     ratio = found.columns["speed_ratio"]
-    first, last = found.marks["kept_before"], found.marks["interpolated_after"]
+    first, last = found.figure.band.start, found.figure.band.stop
     np.testing.assert_allclose(ratio[: int(first)], 1)
     np.testing.assert_allclose(ratio[math.ceil(last) + 1 :], 1 / 8)
 
@@ -476,7 +475,7 @@ def work(monkeypatch):
     """What was computed since the test began."""
     done = []
     for name, (kind, _) in server.DOWNLOADS.items():
-        watched = server.Download(kind, lambda *given: done.append(given) or "x")
+        watched = (kind, lambda *given: done.append(given) or "x")
         monkeypatch.setitem(server.DOWNLOADS, name, watched)
     for name in ("drawn", "certified"):
         monkeypatch.setattr(page, name, lambda *given: done.append(given) or {})
@@ -517,7 +516,7 @@ def test_its_own_page_a_typed_address_and_a_program_are_answered(given, work):
 def test_a_page_of_this_machine_is_asked_by_its_own_names_alone(name, served, status):
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", name.encode())]}
     found = server.refused(scope, served)
-    assert (found.status if found else 200) == status
+    assert (found.status_code if found else 200) == status
 
 
 def test_a_websocket_is_closed():
@@ -593,7 +592,7 @@ def test_slow_requests_stop_no_other_request(path, method, at_once, waiting, mon
 
     for name in ("drawn", "certified"):
         monkeypatch.setattr(page, name, slow)
-    monkeypatch.setitem(server.DOWNLOADS, "config.json", server.Download("text/plain", slow))
+    monkeypatch.setitem(server.DOWNLOADS, "config.json", ("text/plain", slow))
     head = {"type": "http", "query_string": b"", "client": ("127.0.0.1", 1), "root_path": "",
             "headers": [(b"host", b"localhost")]}  # fmt: skip
 

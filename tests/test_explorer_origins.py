@@ -98,7 +98,7 @@ def watched(write):
 server.Guard = Watched
 page.drawn, page.certified = watched(page.drawn), watched(page.certified)
 for name, (kind, write) in server.DOWNLOADS.items():
-    server.DOWNLOADS[name] = server.Download(kind, watched(write))
+    server.DOWNLOADS[name] = (kind, watched(write))
 if sys.argv[1:] == ["open"]:
     server.refused = lambda scope, host: None
 serve(ready=lambda address: say("ready", address))

@@ -85,10 +85,9 @@ class Figure:
 
 
 class Picture(NamedTuple):
-    """columns: arrays of one length; marks: single numbers; words: what they say; figure."""
+    """columns: arrays of one length; words: what they say; figure."""
 
     columns: dict[str, npt.NDArray[Any]]
-    marks: dict[str, float]
     words: str
     figure: Figure
 
@@ -97,7 +96,7 @@ class Picture(NamedTuple):
 
         >>> figure = Figure(Axis("pair"), Axis("x"))
         >>> columns = {"pair": np.arange(2), "x": np.array([0.5, 1e-9])}
-        >>> print(Picture(columns, {}, "", figure).csv(), end="")
+        >>> print(Picture(columns, "", figure).csv(), end="")
         pair,x
         0,0.5
         1,1e-09
@@ -110,7 +109,7 @@ class Picture(NamedTuple):
         """Words, figure and columns as JSON can hold them: null for what is not finite.
 
         >>> columns = {"x": np.array([0.5, np.nan])}
-        >>> Picture(columns, {}, "", Figure(Axis("x"), Axis("y"))).data()["columns"]
+        >>> Picture(columns, "", Figure(Axis("x"), Axis("y"))).data()["columns"]
         {'x': [0.5, None]}
         """
         columns = {

@@ -71,12 +71,11 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, Any]:
     for letter in "ab" if state.compared else "a":
         try:
             picture = _picture(state.view, state.look(letter))
+        except ValueError as error:
+            errors[getattr(error, "field", "view")] = str(error)[:400]
+        else:
             title = f"{letter.upper()}: {getattr(state, letter).title()}"
             pictures[letter] = {"title": title, **picture.data()}
-        except FieldError as error:
-            errors[error.field] = str(error)[:400]
-        except ValueError as error:
-            errors["view"] = str(error)[:400]
     return {
         "fields": to_fields(state),
         "query": to_query(state),

@@ -11,8 +11,8 @@ import json
 import re
 import socket
 import webbrowser
-from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -51,25 +51,11 @@ STATIC = {
 }
 
 
-class Download(NamedTuple):
-    """The media type of a file, and what writes it for a state and a side."""
-
-    kind: str
-    write: Callable[[State, str], str]
-
-
-DOWNLOADS = {
-    "numbers.csv": Download("text/csv", page.numbers_csv),
-    "figure.html": Download("text/html", page.figure_html),
-    "config.json": Download("application/json", page.config_json),
+DOWNLOADS: dict[str, tuple[str, Callable[[State, str], str]]] = {  # media type, and what writes it
+    "numbers.csv": ("text/csv", page.numbers_csv),
+    "figure.html": ("text/html", page.figure_html),
+    "config.json": ("application/json", page.config_json),
 }
-
-
-class Refusal(NamedTuple):
-    """A request that is not answered: its status, and one line that says why."""
-
-    status: int
-    why: str
 
 
 class Guard:
@@ -88,38 +74,40 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        app = self.app
-        if scope["type"] == "http" and (refusal := refused(scope, self.host)):
-            app = PlainTextResponse(f"{refusal.why}\n", refusal.status)
-        await app(scope, receive, with_headers)
+        refusal = refused(scope, self.host) if scope["type"] == "http" else None
+        await (refusal or self.app)(scope, receive, with_headers)
 
 
-def refused(scope: Scope, host: str) -> Refusal | None:
-    """Why a request is not answered: it is for another name, from another site, or too large.
+def refused(scope: Scope, host: str) -> Response | None:
+    """The answer to a request for another name, from another site, or too large; else None.
 
     Browsers say in `Sec-Fetch-Site` and `Origin` which site causes a request, and no script can
     change these. "none": a person typed the address. A program such as curl says neither.
 
-    >>> refused({"method": "GET", "path": "/", "headers": [(b"host", b"evil.example")]}, "::1")
-    Refusal(status=400, why="this page is not 'evil.example'")
+    >>> refused({"method": "GET", "path": "/", "headers": [(b"host", b"evil.org")]}, "::1").body
+    b"this page is not 'evil.org'\\n"
     """
     headers = Headers(scope=scope)
     size = sum(len(name) + len(value) for name, value in headers.raw)
     if size + len(scope["path"]) + len(scope.get("query_string", b"")) > MAX_HEAD:
-        return Refusal(431, f"address and headers must be at most {MAX_HEAD:,} bytes")
+        return _line(431, f"address and headers must be at most {MAX_HEAD:,} bytes")
     asked = headers.get("host", "")
     name = re.sub(r":\d*$", "", asked).strip("[]").lower()
     if is_loopback(host) and not is_loopback(name):
-        return Refusal(400, f"this page is not {name[:80]!r}")
+        return _line(400, f"this page is not {name[:80]!r}")
     origin = headers.get("origin")
     is_own = headers.get("sec-fetch-site") in (None, "same-origin", "none")
     if not is_own or (origin is not None and origin.partition("://")[2] != asked):
-        return Refusal(
+        return _line(
             403, "another site asked for this page: copy the address into a tab of its own"
         )
     if scope["method"] not in ("GET", "HEAD", "POST"):
-        return Refusal(405, "GET, HEAD and POST are answered")
+        return _line(405, "GET, HEAD and POST are answered")
     return None
+
+
+def _line(status: int, why: str) -> Response:
+    return PlainTextResponse(f"{why}\n", status)
 
 
 def is_loopback(host: str) -> bool:
@@ -154,11 +142,10 @@ class Workers:
             self.calls -= 1
 
 
-def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -> Starlette:
+def build(host: str = "127.0.0.1") -> Starlette:
     """The page as an ASGI app, not yet served; `serve` does that, and keeps it to this machine.
 
-    host   where it will be served; on this machine's own, no other name is answered to
-    ready  called once, when it starts
+    host  where it will be served; on this machine's own, no other name is answered to
 
     >>> [route.path for route in build().routes][:2]
     ['/', '/draw']
@@ -197,12 +184,7 @@ def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -
 
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return PlainTextResponse(f"{error.detail}\n", error.status_code)
-
-    @contextlib.asynccontextmanager
-    async def started(_: Starlette) -> AsyncIterator[None]:
-        ready()
-        yield
+        return _line(error.status_code, error.detail)
 
     return Starlette(
         routes=[
@@ -214,7 +196,6 @@ def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -
         ],
         middleware=[Middleware(Guard, host=host)],
         exception_handlers={HTTPException: failed},
-        lifespan=started,
     )
 
 
@@ -237,15 +218,13 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/"
 
-        def up() -> None:
-            if open_browser:
-                webbrowser.open(address)
-            if ready:
-                ready(address)
-
         config = uvicorn.Config(  # h11 bounds what it reads before the guard sees a request
-            build(host, up), http="h11", ws="none", log_level="warning", server_header=False
+            build(host), http="h11", ws="none", log_level="warning", server_header=False
         )
+        if open_browser:  # the socket listens already: what is asked before the loop runs waits
+            webbrowser.open(address)
+        if ready:
+            ready(address)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from ..analysis import extension, spectrum
 from ..spec import Rotary, nearest
@@ -19,10 +20,14 @@ from .models import (
     shortened,
 )
 
-MAX_BASE = 10**15
 MAX_LINK = 8000  # characters of a config in a link; servers refuse far longer ones
 AS_MADE = "as published"
-WHOLE = {"head_dim": (2, MAX_HEAD_DIM), "trained": (1, MAX_LENGTH), "context": (1, MAX_LENGTH)}
+LIMITS = {  # of each control that holds a number
+    "base": (1, 10**15),
+    "head_dim": (2, MAX_HEAD_DIM),
+    "trained": (1, MAX_LENGTH),
+    "context": (1, MAX_LENGTH),
+}
 METHODS = (AS_MADE, "none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "longrope")
 
 
@@ -133,71 +138,65 @@ def _changed(spec: Rotary, side: Side) -> Rotary:
     return dataclasses.replace(spec, head_dim=side.head_dim, rotary_dim=rotary_dim, start=start)
 
 
-def side(default: Side, fields: Mapping[str, object]) -> Side:
-    """A side from what controls or a link say, checked; None and "" say nothing.
+def side(letter: str, default: Side, fields: Mapping[str, object]) -> Side:
+    """Side "a" or "b" from what controls or a link say, checked; None and "" say nothing.
 
     Raises FieldError of one line for a value that makes no sense.
 
-    >>> side(Side(), {"base": "1e15", "head_dim": 96}) == Side(base=1e15, head_dim=96)
+    >>> side("a", Side(), {"a.base": "1e15", "a.head_dim": 96}) == Side(base=1e15, head_dim=96)
     True
     """
-    kept: dict[str, object] = {}
-    for name, value in fields.items():
+    choices = {"method": METHODS, "model": (*presets(), PASTED)}
+    kept: dict[str, Any] = {}
+    for name in vars(default):
+        value = fields.get(f"{letter}.{name}")
         if value is None or value == "":
             continue
-        if name == "base":
-            kept[name] = number(name, value, 1, MAX_BASE)
-        elif name in ("head_dim", "trained"):
-            kept[name] = whole(name, value)
-            if name == "head_dim" and kept[name] % 2:  # type: ignore[operator]
-                raise FieldError(name, f"head_dim must be even, got {kept[name]}")
-        elif name == "method":
-            kept[name] = one_of(name, value, METHODS)
-        elif name == "model":
-            kept[name] = str(value) if value == PASTED else one_of(name, value, presets())
-        elif name in ("layer", "config"):
+        if name in LIMITS:
+            kept[name] = number(f"{letter}.{name}", value)
+        elif name in choices:
+            kept[name] = one_of(f"{letter}.{name}", value, choices[name])
+        else:
             kept[name] = encodable(str(value)[: MAX_PASTED + 1])
-    return dataclasses.replace(default, **kept)  # type: ignore[arg-type]  # by name, checked above
+    return dataclasses.replace(default, **kept)
 
 
-def number(name: str, value: object, least: float, most: float) -> float:
-    """`value` as a number in `least` .. `most`; FieldError for what is none.
+def number(field: str, value: object) -> float:
+    """`value` within the limits of its control, whole but for a base; else FieldError.
 
-    >>> number("base", "1e4", 1, 1e15)
-    10000.0
+    >>> number("a.base", "1e4"), number("context", "4096")
+    (10000.0, 4096)
     """
+    name = field.rpartition(".")[2]
+    least, most = LIMITS[name]
     try:
         read = float(value)  # type: ignore[arg-type]  # what is no number raises
     except (TypeError, ValueError, OverflowError):
         read = math.nan
     if math.isnan(read):
-        raise FieldError(name, f"{name} must be a number, got {str(value)[:40]!r}")
+        raise FieldError(field, f"{name} must be a number, got {str(value)[:40]!r}")
     if not least <= read <= most:
-        raise FieldError(name, f"{name} must be in {least:,} .. {most:,}, got {read:,.15g}")
-    return read
-
-
-def whole(name: str, value: object) -> int:
-    """`value` as a whole number within the limits of its control; FieldError for what is none.
-
-    >>> whole("context", "4096")
-    4096
-    """
-    read = number(name, value, *WHOLE[name])
+        raise FieldError(field, f"{name} must be in {least:,} .. {most:,}, got {read:,.15g}")
+    if name == "base":
+        return read
     if read != int(read):
-        raise FieldError(name, f"{name} must be a whole number, got {read:,}")
+        raise FieldError(field, f"{name} must be a whole number, got {read:,}")
+    if name == "head_dim" and read % 2:
+        raise FieldError(field, f"head_dim must be even, got {read:g}")
     return int(read)
 
 
-def one_of(name: str, value: object, known: Collection[str]) -> str:
+def one_of(field: str, value: object, known: Collection[str]) -> str:
     """`value` if it is one of `known`; else FieldError, with the nearest one.
 
-    >>> one_of("method", "yarn", METHODS)
+    >>> one_of("a.method", "yarn", METHODS)
     'yarn'
     """
     if value in known:
         return str(value)
     short = str(value)[:40]
     choices = ", ".join(known) if len(known) < 10 else f"the {len(known)} in the list"
-    hint = nearest(short, known)
-    raise FieldError(name, f"{name} must be one of {choices}; got {short!r}{hint}")
+    name = field.rpartition(".")[2]
+    raise FieldError(
+        field, f"{name} must be one of {choices}; got {short!r}{nearest(short, known)}"
+    )

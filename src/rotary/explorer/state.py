@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from .models import PASTED
-from .side import FieldError, Look, Side, look, one_of, side, whole
+from .side import FieldError, Look, Side, look, number, one_of, side
 from .views import VIEWS
 
 
@@ -48,18 +48,20 @@ def to_fields(state: State) -> dict[str, str]:
     >>> to_fields(State(context=4096, a=Side(base=1e4)))
     {'context': '4096', 'a.base': '10000'}
     """
-    fields: dict[str, str] = {}
-    plain = State()
-    for name in ("view", "context", "compared"):
-        if getattr(state, name) != getattr(plain, name):
-            fields[name] = _written(getattr(state, name))
+    plain = _texts(State())
+    return {name: text for name, text in _texts(state).items() if text != plain.get(name)}
+
+
+def _texts(state: State) -> dict[str, str]:
+    """What each control says, but for those that say nothing."""
+    values = {"view": state.view, "context": state.context, "compared": int(state.compared)}
     for letter in ("a", "b"):
-        one, default = getattr(state, letter), getattr(plain, letter)
-        for name, value in vars(one).items():
-            unused = name in ("config", "layer") and one.model != PASTED
-            if value and value != getattr(default, name) and not unused:
-                fields[f"{letter}.{name}"] = _written(value)
-    return fields
+        one: Side = getattr(state, letter)
+        unused = () if one.model == PASTED else ("config", "layer")
+        values |= {f"{letter}.{name}": value for name, value in vars(one).items()
+                   if value and name not in unused}  # fmt: skip
+    return {name: f"{value:.15g}" if isinstance(value, float) else str(value)
+            for name, value in values.items()}  # fmt: skip
 
 
 def to_query(state: State) -> str | None:
@@ -90,27 +92,18 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
     True
     """
     letter, _, name = changed.rpartition(".")
-    is_another = letter in ("a", "b") and name in ("model", "config", "layer")
-    stale = [f"{letter}.{number}" for number in ("base", "head_dim", "trained")]
-    if name == "model":
-        stale.append(f"{letter}.layer")
-    if is_another:
-        fields = {key: value for key, value in fields.items() if key not in stale}
+    if name in ("model", "config", "layer"):
+        stale = ["base", "head_dim", "trained", *["layer"] * (name == "model")]
+        fields = {key: value for key, value in fields.items()
+                  if key not in [f"{letter}.{each}" for each in stale]}  # fmt: skip
     plain = State()
-    sides = {}
-    for each in ("a", "b"):
-        own = {key[2:]: value for key, value in fields.items() if key.startswith(f"{each}.")}
-        try:
-            sides[each] = side(getattr(plain, each), own)
-        except FieldError as error:
-            raise FieldError(f"{each}.{error.field}", str(error)) from error
-    context = whole("context", fields.get("context", plain.context))
-    if is_another and letter == "a":
+    a, b = side("a", plain.a, fields), side("b", plain.b, fields)
+    context = int(number("context", fields.get("context", plain.context)))
+    if changed in ("a.model", "a.config", "a.layer"):
         with contextlib.suppress(ValueError):
-            context = sides["a"].made().context
+            context = a.made().context
     view = one_of("view", fields.get("view", plain.view), VIEWS)
-    is_compared = fields.get("compared") in ("1", True)
-    return State(compared=is_compared, view=view, context=context, **sides)
+    return State(a, b, fields.get("compared") in ("1", True), view, context)
 
 
 def shown(state: State) -> dict[str, Any]:
@@ -119,9 +112,7 @@ def shown(state: State) -> dict[str, Any]:
     >>> shown(State())["a.base"], shown(State())["b.method"]
     (500000.0, 'yarn')
     """
-    found: dict[str, Any] = {
-        "view": state.view, "compared": state.compared, "context": state.context
-    }  # fmt: skip
+    found: dict[str, Any] = {name: getattr(state, name) for name in ("view", "compared", "context")}
     for letter in ("a", "b"):
         one: Side = getattr(state, letter)
         found |= {f"{letter}.model": one.model, f"{letter}.method": one.method}
@@ -135,9 +126,3 @@ def shown(state: State) -> dict[str, Any]:
             if one.model == PASTED and made.layers:
                 found |= {f"{letter}.layers": made.layers, f"{letter}.layer": made.layer}
     return found
-
-
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return f"{value:.15g}" if isinstance(value, float) else str(value)

@@ -33,8 +33,8 @@ def wavelengths(look: Look) -> Picture:
     """Tokens for one whole turn of each pair, and the turns in both lengths.
 
     >>> from rotary.explorer.side import Side, look
-    >>> wavelengths(look(Side(model="llama-2-7b"), 4096)).marks["critical_dimension"]
-    92
+    >>> wavelengths(look(Side(model="llama-2-7b"), 4096)).words[-29:]
+    'the critical dimension is 92.'
     """
     waves = spectrum.wavelengths(look.spec, look.context)
     never = int(spectrum.never_turning(look.before, look.trained).sum())
@@ -62,7 +62,7 @@ def wavelengths(look: Look) -> Picture:
         (Curve("wavelength_tokens", "one turn", has_dots=True),),
         tuple(lines),
     )
-    return Picture(columns, {"critical_dimension": critical}, words, figure)
+    return Picture(columns, words, figure)
 
 
 def decay_curve(look: Look) -> Picture:
@@ -84,25 +84,23 @@ def decay_curve(look: Look) -> Picture:
         (Curve("mean_partial_sum", "mean |S_j|"),),
         _trained(look),
     )
-    return Picture({"distance": distances, "mean_partial_sum": mean}, {}, words, figure)
+    return Picture({"distance": distances, "mean_partial_sum": mean}, words, figure)
 
 
 def similarity(look: Look) -> Picture:
     """B_m, by which a similar key is preferred to a random one, and where it first is negative.
 
     >>> from rotary.explorer.side import Side, look
-    >>> similarity(look(Side(model="llama-2-7b"), 4096)).marks["first_failure"]
-    1707.0
+    >>> similarity(look(Side(model="llama-2-7b"), 4096)).figure.points[0].label
+    'first below 0: 1,707'
     """
     searched = min(look.context, SEARCHED)
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
     distances = np.union1d(_outline(look), [] if first is None else [first]).astype(np.int64)
     sums = bounds.similarity(look.spec, distances, seq_len=look.context)
-    marks: dict[str, float] = {}
     points: tuple[Point, ...] = ()
     if first is not None:
         at_first = float(sums[np.searchsorted(distances, first)])
-        marks = {"first_failure": float(first)}
         points = (Point(first, at_first, f"first below 0: {first:,}"),)
         words = (
             f"At distance {first:,} a similar key is first preferred less than a random one "
@@ -119,7 +117,7 @@ def similarity(look: Look) -> Picture:
         (Line("y", 0, "", "ink"), *_trained(look)),
         points,
     )
-    return Picture({"distance": distances, "similarity": sums}, marks, words, figure)
+    return Picture({"distance": distances, "similarity": sums}, words, figure)
 
 
 def _outline(look: Look) -> npt.NDArray[np.int64]:
@@ -138,8 +136,8 @@ def scaling(look: Look) -> Picture:
     """How much the scaling slowed each pair down, beside the band that YaRN would draw.
 
     >>> from rotary.explorer.side import Side, look
-    >>> marks = scaling(look(Side(model="llama-2-7b"), 4096)).marks
-    >>> round(marks["kept_before"], 1), round(marks["interpolated_after"], 1)
+    >>> band = scaling(look(Side(model="llama-2-7b"), 4096)).figure.band
+    >>> round(band.start, 1), round(band.stop, 1)
     (20.9, 45.0)
     """
     (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
@@ -164,7 +162,7 @@ def scaling(look: Look) -> Picture:
         (Curve("speed_ratio", "speed ratio", has_dots=True),),
         band=Band(start, stop, "YaRN blends here"),
     )
-    return Picture(columns, {"kept_before": first, "interpolated_after": last}, words, figure)
+    return Picture(columns, words, figure)
 
 
 def coverage(look: Look) -> Picture:
@@ -196,7 +194,7 @@ def coverage(look: Look) -> Picture:
             Curve("unseen_at_context", "new angles at the context", "red", "dotted"),
         ),
     )
-    return Picture(columns, {}, words, figure)
+    return Picture(columns, words, figure)
 
 
 def error_of_angles(look: Look) -> Picture:
@@ -225,7 +223,7 @@ def error_of_angles(look: Look) -> Picture:
         tuple(Curve(name, name, *style) for name, style in ARITHMETICS.items()),
         (Line("y", TOLERANCE, f"{TOLERANCE:g}", "ink"),),
     )
-    return Picture(columns, {"longest_safe_position": float(safe)}, words, figure)
+    return Picture(columns, words, figure)
 
 
 def layout(look: Look) -> Picture:
@@ -258,7 +256,7 @@ def layout(look: Look) -> Picture:
         rows.append(Row("writes", f"writes {spec.out_layout}", "pair"))
     if spec.num_axes > 1:
         rows.append(Row("axis", "position axis", "axis"))
-    return Picture(columns, {}, words.strip(), Figure(Axis("channel"), Axis(""), rows=tuple(rows)))
+    return Picture(columns, words.strip(), Figure(Axis("channel"), Axis(""), rows=tuple(rows)))
 
 
 def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
@@ -285,38 +283,27 @@ class View(NamedTuple):
 
 VIEWS = {
     "wavelengths": View(
-        "Wavelengths",
-        "Tokens that each pair of channels needs for one whole turn.",
-        wavelengths,
+        "Wavelengths", "Tokens that each pair of channels needs for one whole turn.", wavelengths
     ),
     "decay": View(
-        "Decay",
-        "RoFormer, figure 2: the mean size of the partial sums, which bounds a score.",
+        "Decay", "RoFormer, figure 2: the mean size of the partial sums, which bounds a score.",
         decay_curve,
     ),
     "similarity": View(
-        "Similarity",
-        "Men et al.: by how much a similar key is preferred to a random one.",
+        "Similarity", "Men et al.: by how much a similar key is preferred to a random one.",
         similarity,
     ),
     "band": View(
-        "Scaling",
-        "What the scaling does to the speed of each pair, and the band where YaRN blends.",
-        scaling,
+        "Scaling", "What the scaling does to the speed of each pair, and the band where YaRN "
+        "blends.", scaling,
     ),
     "coverage": View(
-        "Coverage",
-        "How much of its circle each pair saw in training, and what is new at the context.",
-        coverage,
+        "Coverage", "How much of its circle each pair saw in training, and what is new at the "
+        "context.", coverage,
     ),
     "precision": View(
-        "Precision",
-        "What an angle computed in 32 or 16 bits does to cos and sin.",
+        "Precision", "What an angle computed in 32 or 16 bits does to cos and sin.",
         error_of_angles,
     ),
-    "layout": View(
-        "Layout",
-        "Which channels of a head turn together.",
-        layout,
-    ),
-}
+    "layout": View("Layout", "Which channels of a head turn together.", layout),
+}  # fmt: skip
