@@ -5,8 +5,6 @@ frequencies, `decay` about scores, `bounds` and `search` about the base bound of
 `extension` about longer contexts, `precision` about rounding, `simulate` draws queries and keys.
 """
 
-from typing import TYPE_CHECKING
-
 from .bounds import failures as failures
 from .bounds import first_failure as first_failure
 from .bounds import lowest as lowest
@@ -29,6 +27,10 @@ from .precision import error_near as error_near
 from .precision import longest_safe_position as longest_safe_position
 from .precision import nearby as nearby
 from .precision import table_error as table_error
+from .search import comb as comb
+from .search import min_base as min_base
+from .search import rounded_up as rounded_up
+from .search import safe_base as safe_base
 from .simulate import retrieval as retrieval
 from .simulate import theorem_1 as theorem_1
 from .spectrum import before_scaling as before_scaling
@@ -42,18 +44,3 @@ from .spectrum import still_pairs as still_pairs
 from .spectrum import turns_completed as turns_completed
 from .spectrum import wavelengths as wavelengths
 from .spectrum import yarn_band as yarn_band
-
-if TYPE_CHECKING:
-    from .search import comb as comb
-    from .search import min_base as min_base
-    from .search import rounded_up as rounded_up
-    from .search import safe_base as safe_base
-
-
-def __getattr__(name: str) -> object:
-    """The searches, which load Numba, imported when they are asked for."""
-    if name in ("comb", "min_base", "rounded_up", "safe_base"):
-        from . import search
-
-        return getattr(search, name)
-    raise AttributeError(f"module 'rotary.analysis' has no attribute {name!r}")

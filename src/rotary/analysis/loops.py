@@ -35,31 +35,19 @@ def _fill(theta, cos, sin):
 
 
 @compiled(fastmath={"contract"})
-def _add(cos, sin, c0, s0, c1, s1, i, total0, total1):
-    """Add four pairs to the similarities of two blocks."""
-    a0, a1, a2, a3 = c0[i], c0[i + 1], c0[i + 2], c0[i + 3]
-    b0, b1, b2, b3 = s0[i], s0[i + 1], s0[i + 2], s0[i + 3]
-    e0, e1, e2, e3 = c1[i], c1[i + 1], c1[i + 2], c1[i + 3]
-    f0, f1, f2, f3 = s1[i], s1[i + 1], s1[i + 2], s1[i + 3]
+def _add(cos, sin, c, s, i, total):
+    """Add four pairs to the similarities of a block."""
+    c0, c1, c2, c3 = c[i], c[i + 1], c[i + 2], c[i + 3]
+    s0, s1, s2, s3 = s[i], s[i + 1], s[i + 2], s[i + 3]
     p0, p1, p2, p3 = cos[i], cos[i + 1], cos[i + 2], cos[i + 3]
     q0, q1, q2, q3 = sin[i], sin[i + 1], sin[i + 2], sin[i + 3]
     for j in range(_BLOCK):
-        first, other = total0[j], total1[j]
-        first += a0 * p0[j] - b0 * q0[j]
-        first += a1 * p1[j] - b1 * q1[j]
-        first += a2 * p2[j] - b2 * q2[j]
-        first += a3 * p3[j] - b3 * q3[j]
-        other += e0 * p0[j] - f0 * q0[j]
-        other += e1 * p1[j] - f1 * q1[j]
-        other += e2 * p2[j] - f2 * q2[j]
-        other += e3 * p3[j] - f3 * q3[j]
-        total0[j], total1[j] = first, other
-
-
-@compiled()
-def _phases(theta, distance, c, s):
-    for i in range(theta.size):
-        c[i], s[i] = math.cos(distance * theta[i]), math.sin(distance * theta[i])
+        value = total[j]
+        value += c0 * p0[j] - s0 * q0[j]
+        value += c1 * p1[j] - s1 * q1[j]
+        value += c2 * p2[j] - s2 * q2[j]
+        value += c3 * p3[j] - s3 * q3[j]
+        total[j] = value
 
 
 @compiled()
@@ -68,41 +56,31 @@ def _scan(theta, cos, sin, still, first, last, threshold, below):
 
     Returns (count, next): stops when `below` is full; `next` is the first distance not looked at.
     """
-    padded = cos.shape[0]
-    turn_c, turn_s = np.empty(theta.size), np.empty(theta.size)
-    _phases(theta, 2.0 * _BLOCK, turn_c, turn_s)
-    c, s = np.zeros((2, theta.size)), np.zeros((2, theta.size))
-    _phases(theta, float(first), c[0], s[0])
-    _phases(theta, float(first + _BLOCK), c[1], s[1])
-    short_c, short_s = np.zeros((2, padded), np.float32), np.zeros((2, padded), np.float32)
-    total = np.empty((2, _BLOCK), np.float32)
+    padded, pairs = cos.shape[0], theta.size
+    c, s = np.cos(first * theta), np.sin(first * theta)
+    turn_c, turn_s = np.cos(_BLOCK * theta), np.sin(_BLOCK * theta)
+    short_c, short_s = np.zeros(padded, np.float32), np.zeros(padded, np.float32)
+    total = np.empty(_BLOCK, np.float32)
     limit = np.float32(threshold)
     count = 0
-    for start in range(first, last + 1, 2 * _BLOCK):
-        for half in range(2):
-            for i in range(theta.size):
-                short_c[half, i], short_s[half, i] = c[half, i], s[half, i]
-                c[half, i], s[half, i] = (
-                    c[half, i] * turn_c[i] - s[half, i] * turn_s[i],
-                    s[half, i] * turn_c[i] + c[half, i] * turn_s[i],
-                )
+    for start in range(first, last + 1, _BLOCK):
+        for i in range(pairs):
+            short_c[i], short_s[i] = c[i], s[i]
+            c[i], s[i] = c[i] * turn_c[i] - s[i] * turn_s[i], s[i] * turn_c[i] + c[i] * turn_s[i]
         total[:] = np.float32(still)
         for i in range(0, padded, 4):
-            _add(cos, sin, short_c[0], short_s[0], short_c[1], short_s[1], i, total[0], total[1])
-        for half in range(2):
-            row = total[half]
-            hits = 0
-            for j in range(_BLOCK):
-                hits += row[j] < limit
-            if hits == 0:
-                continue
-            for j in range(_BLOCK):
-                m = start + half * _BLOCK + j
-                if row[j] < limit and m <= last:
-                    below[count] = m
-                    count += 1
-                    if count == below.size:
-                        return count, m + 1
+            _add(cos, sin, short_c, short_s, i, total)
+        hits = 0
+        for j in range(_BLOCK):
+            hits += total[j] < limit
+        if hits == 0:
+            continue
+        for j in range(min(_BLOCK, last + 1 - start)):
+            if total[j] < limit:
+                below[count] = start + j
+                count += 1
+                if count == below.size:
+                    return count, start + j + 1
     return count, last + 1
 
 

@@ -11,6 +11,7 @@ One number says how far an arithmetic is off near a position, on every page and 
 
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
@@ -210,12 +211,11 @@ def longest_safe_position(
         # cos and sin off by a share u turn a pair by u / (1 - u) at most; 2^-24: float16 subnormals
         share = 2.0 ** -BITS[rule.table]
         return MAX_POSITION if (share + 2.0**-24) / (1 - share) <= tolerance else 0
-    safe, unsafe = 0, MAX_POSITION + 1
-    while unsafe - safe > 1:
-        middle = (safe + unsafe) // 2
-        is_safe = _bound(rule, middle, rate, np.abs(off)) <= tolerance
-        safe, unsafe = (middle, unsafe) if is_safe else (safe, middle)
-    return safe
+    return bisect_right(  # how many of 1, 2, 3 ... are within it: the last that is
+        range(1, MAX_POSITION + 1),
+        tolerance,
+        key=lambda position: _bound(rule, position, rate, np.abs(off)),
+    )
 
 
 def _rule(arithmetic: str) -> Arithmetic:

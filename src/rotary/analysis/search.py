@@ -16,12 +16,10 @@ from decimal import ROUND_CEILING, Context, Decimal
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from ..spec import Rotary
-from . import loops
 from .bounds import first_failure, similarity
 from .spectrum import MAX_LENGTH, Array, still_pairs, whole_number
 
@@ -268,6 +266,8 @@ def _searched(
     n: int, k: Array, still: float, context: int, stop: Stop
 ) -> tuple[float, int, int, int]:
     """What `loops.search` finds in one chunk of ln b."""
+    from . import loops  # and so Numba, when a search begins
+
     return loops.search(n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop)
 
 
@@ -278,12 +278,13 @@ def _refined(
 
     Where rounding hid a sign from the search, other distances bind above x; each counts.
     """
+    from .loops import GAP
 
     def value(at: float) -> float:
         return float(similarity(_spec(at, k), [binding], still=still)[0])
 
     for hidden in range(64):
-        low, width = x - 2 * loops.GAP, loops.GAP
+        low, width = x - 2 * GAP, GAP
         while value(x + width) < 0 and width < 1:
             width *= 2
         high = x + width
@@ -294,7 +295,7 @@ def _refined(
             x = high + margin
             failing = first_failure(_spec(x, k), context, still=still)
             if failing is None:
-                return x, binding, hidden + (width > loops.GAP)
+                return x, binding, hidden + (width > GAP)
         binding = failing or binding
     raise ValueError(f"float64 does not tell which base passes at {context:,} distances")
 
@@ -323,6 +324,8 @@ def _passing(
     logs: Array, k: Array, still: float, context: int, stop: Stop
 ) -> npt.NDArray[np.bool_]:
     """Whether each base of one part of a comb passes."""
+    from . import loops
+
     passes = np.zeros(len(logs), np.bool_)
     loops.passing(logs, k, still, context, stop, passes)
     return passes
@@ -335,6 +338,8 @@ def _in_order(
 
     An executor of this process sees `stop`; others finish the few jobs that they have begun.
     """
+    import numba
+
     stop = np.zeros(1, np.int64)
     threads = numba.get_num_threads()
     ahead = threads if executor is None else _AHEAD

@@ -47,11 +47,11 @@ def theorem_1(
     >>> theorem_1(Rotary(head_dim=128), [0, 10, 1000]).round(1)
     array([64. , 42.8, 10.2])
     """
-    mean, sigma, noise = number("mean", mean), number("sigma", sigma), _noise(noise)
+    mean, sigma, random = number("mean", mean), number("sigma", sigma), _generator(noise, seed)
     other_mean = mean if other_mean is None else number("other_mean", other_mean)
     if sigma <= 0:
         raise ValueError(f"sigma must be > 0, the theorem divides by its square; got {sigma}")
-    count, random = whole_number("samples", samples, 1, MAX_DRAWS), _generator(seed)
+    count = whole_number("samples", samples, 1, MAX_DRAWS)
     blocks = _angle_blocks(spec, distances, seq_len, axes, 1)
 
     # a score is linear in q_i conj(k_i): their means are all that the distances need
@@ -103,10 +103,9 @@ def retrieval(
     >>> retrieval(Rotary(head_dim=128), [100, 500, 1700]).round(1)
     array([1. , 0.5, 0. ])
     """
-    noise, rivals = _noise(noise), whole_number("rivals", rivals)
+    random, rivals = _generator(noise, seed), whole_number("rivals", rivals)
     pairs, amplitude = spec.rotary_dim // 2, inv_freq(spec, seq_len)[1] ** 2
     count = whole_number("trials", trials, 1, min(MAX_DRAWS, MAX_SIZES // pairs))
-    random = _generator(seed)
     blocks = _angle_blocks(spec, distances, seq_len, axes, count)
 
     sizes = random.exponential(2.0, (count, pairs))  # |q_i|^2 of two standard normal channels
@@ -138,11 +137,7 @@ def _blocks(count: int, each: int) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, count))
 
 
-def _noise(value: float) -> float:
-    if number("noise", value) < 0:
-        raise ValueError(f"noise must be >= 0, got {value}")
-    return float(value)
-
-
-def _generator(seed: int) -> np.random.Generator:
+def _generator(noise: float, seed: int) -> np.random.Generator:
+    if number("noise", noise) < 0:
+        raise ValueError(f"noise must be >= 0, got {noise}")
     return np.random.default_rng(whole_number("seed", seed, 0, 2**63 - 1))

@@ -4,6 +4,7 @@ Both are measured at single positions beyond the last one that is understood, an
 claimed if a formula gives every measured angle there.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,9 +166,7 @@ def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | 
     try:
         if not is_turned_as(right, right) or is_turned_as(wrong, wrong):
             return None
-        while wrong - right > 1:
-            middle = (right + wrong) // 2
-            right, wrong = (middle, wrong) if is_turned_as(middle, middle) else (right, middle)
+        wrong = right + 1 + bisect(range(right + 1, wrong), 0, key=lambda p: not is_turned_as(p, p))
         for code, text, turned_as in ENDS:
             if all(is_turned_as(wrong + step, each)
                    for step, each in zip((0, 5), turned_as(wrong), strict=True)):  # fmt: skip
