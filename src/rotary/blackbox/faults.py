@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, off_ladder, rounded
+from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, rounded
 from .pairs import wrapped
 from .probe import Finding
 
@@ -108,8 +108,19 @@ def _odd_list(measured: Measured) -> list[Finding]:
     if twins and measured.num_axes == 1:
         shown = ", ".join(f"{i} and {j}" for i, j in twins[:4])
         findings.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
-    if (odd := off_ladder(measured)) is not None:
-        findings.append(Finding("off_ladder", f"all pairs but {odd[1]} follow base {odd[0]:g}"))
+    size = np.abs(size)
+    turning = (size > measured.noise) & (index > 0)
+    slopes = -np.log(size[turning]) / index[turning]
+    usual = math.exp(min(700.0, float(np.median(slopes)) * len(size))) if len(slopes) > 2 else 0.0
+    for base in rounded(usual, range(1, 5)):
+        ladder = base ** (-index / len(size))
+        wrong = np.abs(size - ladder) > measured.noise + FLOAT32_RATIO * ladder
+        if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
+            others = np.flatnonzero(wrong).tolist()
+            return [
+                *findings,
+                Finding("off_ladder", f"all pairs but {others} follow base {base:g}"),
+            ]
     return findings
 
 

@@ -42,12 +42,13 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A schedule: name, base, params and its exact frequencies."""
+    """A schedule: name, base, params, its exact frequencies and its attention factor."""
 
     schedule: str
     base: float
     params: Mapping[str, Any]
     inv_freq: Array
+    factor: float = 1.0
 
 
 Candidate = tuple[str, float, dict[str, Any]]
@@ -61,9 +62,9 @@ def fit(measured: Measured) -> Fit:
     """
     for level in ("", *(("float32",) if measured.is_float32 else ()), "float16", "bfloat16"):
         for candidate in _candidates(measured, level):
-            computed = compute(candidate, measured.rotary_dim)
+            computed = _computed(*candidate, measured.rotary_dim)
             if computed and _matches(computed, measured, level):
-                return Fit(*candidate, computed[0])
+                return computed
     if abs(measured.amplitude - 1) <= measured.amplitude_noise:
         params = {"inv_freq": measured.inv_freq.tolist()}
         return Fit("custom", 10_000.0, params, measured.inv_freq)
@@ -72,62 +73,32 @@ def fit(measured: Measured) -> Fit:
     return plain._replace(schedule="custom", base=10_000.0, params=params)
 
 
-def compute(candidate: Candidate, rotary_dim: int) -> tuple[Array, float] | None:
-    """Frequencies and attention factor of a candidate, or None if it makes no sense.
-
-    >>> compute(("linear", 1e4, {"factor": 2.0}), 2)
-    (array([0.5]), 1.0)
-    """
-    name, base, params = candidate
+def _computed(name: str, base: float, params: dict[str, Any], rotary_dim: int) -> Fit | None:
+    """The schedule of a candidate; None if it makes no sense."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a factor below 1 is odd, and may be what it is
             inv_freq, factor = SCHEDULES[name](rotary_dim, base, **params)
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
-    return np.asarray(inv_freq, np.float64), factor
-
-
-def off_ladder(measured: Measured) -> tuple[float, list[int]] | None:
-    """The base that most pairs follow, and the pairs that do not; None if there is no such base.
-
-    >>> ladder = np.array([1, 0.1, 0.01, 0.01])
-    >>> off_ladder(Measured(ladder, np.full(4, 1e-9), 8))
-    (10000.0, [3])
-    """
-    size = np.abs(measured.inv_freq)
-    index = np.arange(len(size))
-    turning = (size > measured.noise) & (index > 0)
-    if turning.sum() < 3:
-        return None
-    slopes = -np.log(size[turning]) / index[turning]
-    for base in rounded(math.exp(min(700.0, float(np.median(slopes)) * len(size))), range(1, 5)):
-        ladder = base ** (-index / len(size))
-        wrong = np.abs(size - ladder) > measured.noise + FLOAT32_RATIO * ladder
-        if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
-            return base, np.flatnonzero(wrong).tolist()
-    return None
+    return Fit(name, base, params, np.asarray(inv_freq, np.float64), factor)
 
 
 def _tolerance(measured: Measured, level: str) -> Array:
     """How far a frequency may be from the formula's, before rounding is taken into account."""
-    size = np.abs(measured.inv_freq)
-    if level == "bfloat16":
-        return measured.noise + size * 2.0**-8
-    if level == "float16":
-        return measured.noise + size * 2.0**-11 + 2.0**-25
-    return measured.noise + (size * FLOAT32_RATIO if level == "float32" else 0.0)
+    shares = {"": 0.0, "float32": FLOAT32_RATIO, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+    least = 2.0**-25 if level == "float16" else 0.0  # half of its smallest step
+    return measured.noise + np.abs(measured.inv_freq) * shares[level] + least
 
 
-def _matches(computed: tuple[Array, float], measured: Measured, level: str) -> bool:
-    inv_freq, factor = computed
-    if abs(factor - measured.amplitude) > measured.amplitude_noise:
+def _matches(computed: Fit, measured: Measured, level: str) -> bool:
+    if abs(computed.factor - measured.amplitude) > measured.amplitude_noise:
         return False
-    if not (np.abs(inv_freq - measured.inv_freq) <= _tolerance(measured, level)).all():
+    if not (np.abs(computed.inv_freq - measured.inv_freq) <= _tolerance(measured, level)).all():
         return False
     if level not in ("float16", "bfloat16"):
         return True
-    error = np.abs(round_to(inv_freq, level) - measured.inv_freq)
+    error = np.abs(round_to(computed.inv_freq, level) - measured.inv_freq)
     return bool((error <= _tolerance(measured, "float32")).mean() >= 0.9)  # near ties may differ
 
 
@@ -252,11 +223,9 @@ def _yarn(
     for cut, choices in (({}, lengths), ({"truncate": False}, exact)):
         for length in choices:
             params = {"factor": factor, "original_max_position_embeddings": length, **cut}
-            computed = compute(("yarn", base, params), d)
-            if computed is None:
-                continue
+            computed = _computed("yarn", base, params, d)
             seen = base ** (-2 * index / d) * ((1 - kept) / factor + kept)
-            if (np.abs(computed[0][index] / seen - 1) < margin + 1e-2).all():
+            if computed and (np.abs(computed.inv_freq[index] / seen - 1) < margin + 1e-2).all():
                 yield from (("yarn", base, {**params, **scale}) for scale in scales)
 
 
@@ -329,6 +298,5 @@ def dynamic(
         line = [factor * n / length - (factor - 1) for n in (near, far)]
         if abs(line[0] / first - 1) < 1e-4 and abs(line[1] / second - 1) < 1e-4:
             params = {"factor": factor, "original_max_position_embeddings": length}
-            computed = compute(("dynamic", base, params), rotary_dim)
-            return computed and Fit("dynamic", base, params, computed[0])
+            return _computed("dynamic", base, params, rotary_dim)
     return None
