@@ -117,9 +117,8 @@ def pair_terms(
     >>> pair_terms(Rotary(head_dim=4), [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], 3).round(4)
     array([-1.98  ,  1.9991])
     """
-    q, k, distance = _operands(spec, q, k, distance)
-    phases = np.exp(1j * _angles(distance[..., None], _steps(spec, seq_len, axes)))
-    return (_products(spec, q, k, inv_freq(spec, seq_len)[1]) * phases).real
+    products, phases = _factors(spec, q, k, distance, seq_len, axes)
+    return (products * phases).real
 
 
 def still_term(spec: Rotary, q: Like, k: Like) -> Array:
@@ -211,7 +210,8 @@ def abel_terms(
     >>> bool(abs(-terms.real.sum() - score(spec, ones, ones, 3)) < 1e-12)
     True
     """
-    return np.multiply(*_abel_factors(spec, q, k, distance, seq_len, axes))
+    products, phases = _factors(spec, q, k, distance, seq_len, axes)
+    return np.cumsum(phases, axis=-1) * np.diff(products, append=0)
 
 
 def score_bound(
@@ -230,8 +230,9 @@ def score_bound(
     >>> score_bound(Rotary(head_dim=4), ones, ones, 3).round(4)
     np.float64(2.3428)
     """
-    sums, steps = _abel_factors(spec, q, k, distance, seq_len, axes)
-    bound: Array = np.abs(steps).max(axis=-1) * np.abs(sums).sum(axis=-1)
+    products, phases = _factors(spec, q, k, distance, seq_len, axes)
+    sums = np.abs(np.cumsum(phases, axis=-1)).sum(axis=-1)
+    bound: Array = np.abs(np.diff(products, append=0)).max(axis=-1) * sums
     return bound + np.abs(still_term(spec, q, k))
 
 
@@ -270,11 +271,8 @@ def decay_curve(
 
 def _waves(distances: Whole, steps: Turns) -> Array:
     """(2, pairs, len): cosines and sines."""
-    waves = np.empty((2, len(steps), len(distances)))
     angles = _angles(distances, steps[:, None])
-    np.cos(angles, out=waves[0])
-    np.sin(angles, out=waves[1])
-    return waves
+    return np.stack((np.cos(angles), np.sin(angles)))
 
 
 def _steps(spec: Rotary, seq_len: int | None, axes: Axes) -> Turns:
@@ -289,23 +287,19 @@ def _angles(distances: Whole, steps: Turns) -> Array:
     return signed * np.float64(2 * np.pi / 2**64)
 
 
-def _abel_factors(
+def _factors(
     spec: Rotary, q: Like, k: Like, distance: Like, seq_len: int | None, axes: Axes
 ) -> tuple[Complex, Complex]:
+    """h_i and e^{i distance theta_i} of every pair."""
     q, k, distance = _operands(spec, q, k, distance)
-    products = _products(spec, q, k, inv_freq(spec, seq_len)[1])
     phases = np.exp(1j * _angles(distance[..., None], _steps(spec, seq_len, axes)))
-    after = np.concatenate((products[..., 1:], np.zeros_like(products[..., :1])), axis=-1)
-    return np.cumsum(phases, axis=-1), after - products
+    a = inv_freq(spec, seq_len)[1]
+    return a * a * _pairs(spec, q) * np.conj(_pairs(spec, k)), phases
 
 
 def _pairs(spec: Rotary, x: Array) -> Complex:
     first, second = pair_slices(spec.rotary_dim, spec.layout, spec.start)
     return x[..., first] + 1j * x[..., second]
-
-
-def _products(spec: Rotary, q: Array, k: Array, a: float) -> Complex:
-    return a * a * _pairs(spec, q) * np.conj(_pairs(spec, k))
 
 
 def _token_positions(spec: Rotary, name: str, positions: Like | None, count: int) -> Whole:

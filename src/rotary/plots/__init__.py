@@ -22,8 +22,8 @@ from .models import gallery as gallery
 from .models import roofline as roofline
 from .reach import base_bound as base_bound
 from .reach import comb as comb
+from .reach import precision as precision
 from .reach import similarity as similarity
-from .rounding import precision as precision
 from .spectrum import angle_coverage as angle_coverage
 from .spectrum import cosine_map as cosine_map
 from .spectrum import frequency_ratio as frequency_ratio

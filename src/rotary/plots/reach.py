@@ -1,5 +1,6 @@
-"""Pictures of the reach: similarity and its first failure, the smallest base for a context."""
+"""Pictures of the reach: first failures, the smallest base for a context, rounded angles."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from ..analysis import bounds, search
+from ..analysis.precision import ARITHMETICS, error_near
 from ..analysis.spectrum import Axes, whole_number
 from .points import MAX_POINTS, extremes, log_bins
 from .style import (
@@ -22,7 +24,10 @@ from .style import (
     named,
     panels,
     plain,
+    write,
 )
+
+PLACES = 64  # of precision, along the log axis
 
 
 def similarity(
@@ -168,4 +173,47 @@ def comb(
             text = f"{search.rounded_up(base, context, head_dim, rotary_dim=rotary_dim):,f}"
         entries.append((f"{plain(name)} {text}", line))
     label(panel, "base", "", f"Bases for a context of {context:,} tokens, head_dim {head_dim}")
+    return legend(figure, entries)
+
+
+def precision(
+    specs: Specs,
+    length: int = 2**20,
+    *,
+    arithmetics: Sequence[str] = ARITHMETICS,
+    seq_len: int | None = None,
+) -> Figure:
+    """Largest error of cos or sin near a position, both log scales, for each arithmetic.
+
+    `rotary.analysis.error_near` at 64 log-spaced places: the worst of all pairs and of 64 positions
+    before each. Where it is near 1 an angle says nothing, and 2 is the most. An error of exactly
+    0 has no place on a log scale, nor have positions that a type cannot hold (float16 beyond
+    65,504).
+    Several specs are drawn for one arithmetic each, several arithmetics for one spec.
+    Raises ValueError for an unknown arithmetic.
+
+    >>> from rotary import Rotary
+    >>> precision(Rotary(head_dim=8), arithmetics=["float32"]).axes[0].get_yscale()
+    'log'
+    """
+    models = named(specs)
+    kinds = [arithmetics] if isinstance(arithmetics, str) else list(arithmetics)
+    if not kinds or (len(models) > 1 and len(kinds) > 1):
+        raise ValueError(
+            f"draw one spec in several arithmetics or several specs in one, "
+            f"got {len(models)} specs and {len(kinds)} arithmetics"
+        )
+    ends = np.geomspace(1, whole_number("length", length, 2), PLACES)
+    at = np.unique(ends.round().astype(np.int64))
+    figure, (panel,) = panels(log="xy")
+    entries = []
+    for index, ((name, spec), kind) in enumerate(itertools.product(models.items(), kinds)):
+        worst = error_near(spec, at, kind, seq_len)
+        shown = np.where((worst > 0) & np.isfinite(worst), worst, np.nan)
+        line = panel.plot(at, shown, marker=".", markersize=4, **curve(index))[0]
+        entries.append((kind if len(models) == 1 else f"{name}, {kind}", line))
+    panel.axhline(2.0, color=GREY, linewidth=0.8, linestyle=":")
+    write(panel, 0.01, 2.0, "2, the most", va="bottom", transform=panel.get_yaxis_transform())
+    title = "Largest error of cos or sin near a position"
+    label(panel, "position, tokens", "largest error of cos or sin", title)
     return legend(figure, entries)
