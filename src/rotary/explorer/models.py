@@ -38,15 +38,13 @@ class Model(NamedTuple):
 
 
 @cache
-def presets() -> dict[str, JSON]:
+def presets() -> Mapping[str, JSON]:
     """Name of a published model -> its layer type and the keys of its config that make its RoPE.
 
     >>> presets()["llama-3-8b"]["config"]["rope_theta"]
     500000.0
     """
-    text = Path(__file__).with_name("presets.json").read_text()
-    found: dict[str, JSON] = json.loads(text)
-    return found
+    return parsed(Path(__file__).with_name("presets.json").read_text(), "presets.json")
 
 
 @cache
@@ -66,7 +64,6 @@ def published(name: str) -> Model:
 def pasted(text: str, layer_type: str | None = None) -> Model:
     """The RoPE of a pasted config.json. The text is parsed as JSON and as nothing else.
 
-    Where layer types differ and none is asked for, the first one that rotates is taken.
     Raises ValueError of one line for what is too long, is not JSON, or is no RoPE.
 
     >>> pasted('{"hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500}').spec
@@ -75,9 +72,8 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
     if len(text.encode("utf-8", "replace")) > MAX_PASTED:
         raise ValueError(f"the config is over {MAX_PASTED:,} bytes; paste a config.json alone")
     config = parsed(text, "the config")
-    layers = layer_types(config)
     name = config.get("_name_or_path") or config.get("model_type") or "no name"
-    return read(config, _layer(config, layers, layer_type))._replace(name=encodable(str(name)[:80]))
+    return read(config, layer_type)._replace(name=encodable(str(name)[:80]))
 
 
 def encodable(text: str) -> str:
@@ -92,9 +88,15 @@ def encodable(text: str) -> str:
 def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     """The RoPE of a config that is a dict; errors as of `from_hf_config`, and for no rotation.
 
+    Where layer types differ and it is none of them, the first one that rotates is taken.
+
     >>> read({"head_dim": 64, "max_position_embeddings": 2048}, None).trained
     2048
     """
+    layers = layer_types(config)
+    if layer_type not in layers:
+        rotating = (kind for kind in layers if from_hf_config(config, kind))
+        layer_type = next(rotating, layers[0] if layers else None)
     spec = from_hf_config(config, layer_type)
     if spec is None:
         raise ValueError("these layers have no rotation; choose another layer type")
@@ -105,7 +107,7 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     trained = found if isinstance(found, int) and found > 0 else context
     if max(context, trained) > MAX_LENGTH:
         raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
-    return Model(spec, trained, context, layer_types(config), layer_type)
+    return Model(spec, trained, context, layers, layer_type)
 
 
 @lru_cache(maxsize=8)
@@ -158,13 +160,6 @@ def _model(config: dict[str, JSON], layer_type: str | None) -> Model | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a config that lacks what it needs
-            return read(config, _layer(config, layer_types(config), layer_type))
+            return read(config, layer_type)
     except ValueError:
         return None
-
-
-def _layer(config: Mapping[str, JSON], layers: tuple[str, ...], asked: str | None) -> str | None:
-    """The layer type that is meant: the one asked for, or the first one that rotates."""
-    if not layers or asked in layers:
-        return asked if layers else None
-    return next((kind for kind in layers if from_hf_config(config, kind)), layers[0])

@@ -101,8 +101,6 @@ def refused(scope: Scope, host: str) -> Response | None:
         return _line(
             403, "another site asked for this page: copy the address into a tab of its own"
         )
-    if scope["method"] not in ("GET", "HEAD", "POST"):
-        return _line(405, "GET, HEAD and POST are answered")
     return None
 
 
