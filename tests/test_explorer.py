@@ -248,6 +248,17 @@ def test_wavelengths_are_those_of_the_formula():
     np.testing.assert_allclose(columns["turns_in_training"], 4096 / expected, rtol=1e-12)
 
 
+def test_what_the_views_say_of_llama_2():
+    seen, far = look(LLAMA_2, 4096), look(LLAMA_2, 131_072)
+    assert views.wavelengths(seen).words.endswith("the critical dimension is 92.")
+    assert views.decay_curve(seen).columns["mean_partial_sum"][0] == 32.5
+    band = views.scaling(seen).figure.band
+    assert (round(band.start, 1), round(band.stop, 1)) == (20.9, 45.0)
+    assert views.coverage(seen).columns["unseen_at_context"].max() == 0
+    errors = views.error_of_angles(far).columns
+    assert errors["float32"].max() > 1e-3 > 1e-6 > errors["exact"].max()
+
+
 def test_the_first_failure_is_the_published_one_and_stands_in_the_figure():
     seen = look(Side(model="llama-3-8b"), 32768)
     found = views.similarity(seen)

@@ -344,11 +344,7 @@ def _vectors(spec: Rotary, name: str, x: Like) -> Array:
 
 
 def checked_distances(distances: Like) -> Whole:
-    """(len,) int64, if they are at most 2^24 whole numbers up to 2^24 in size; else ValueError.
-
-    >>> checked_distances([0, 10, -3])
-    array([ 0, 10, -3])
-    """
+    """(len,) int64, if they are at most 2^24 whole numbers up to 2^24 in size; else ValueError."""
     row = whole_numbers("distances", distances, -MAX_LENGTH)
     if len(row) > MAX_LENGTH:
         raise ValueError(f"distances must be at most 2^24 numbers, got {len(row):,}")

@@ -16,11 +16,7 @@ MAX_ANGLES = 2**27  # in one answer that has a value for every position and pair
 
 
 def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGTH) -> int:
-    """`value`, if it is a whole number in `least` .. `most`; else ValueError.
-
-    >>> whole_number("length", 4096)
-    4096
-    """
+    """`value`, if it is a whole number in `least` .. `most`; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     if not least <= value <= most:
@@ -80,10 +76,7 @@ def whole_numbers(
 
 
 def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None:
-    """ValueError if `count` times `each` numbers are more than `most`, a power of two.
-
-    >>> check_size("positions", 4096, 64)
-    """
+    """ValueError if `count` times `each` numbers are more than `most`, a power of two."""
     if count * each > most:
         raise ValueError(
             f"{count:,} {name} x {each:,} are more than 2^{most.bit_length() - 1}; "
@@ -92,11 +85,7 @@ def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None
 
 
 def number(name: str, value: object) -> float:
-    """`value` as a float, if it is a finite number; else ValueError.
-
-    >>> number("turns", 32)
-    32.0
-    """
+    """`value` as a float, if it is a finite number; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):

@@ -13,19 +13,12 @@ def namespace(array: Array) -> Any:
     """`numpy`, `torch` or `jax.numpy`; TypeError, naming the known libraries, for another array.
 
     They are called by the names they share: exp, where, amax, stack, with `axis` and `keepdims`.
-
-    >>> namespace(np.zeros(2)).__name__
-    'numpy'
     """
     return sys.modules[kernel_of(array).namespace]
 
 
 def positions_of(positions: object, x: Array) -> Array:
-    """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1.
-
-    >>> positions_of(None, np.zeros((3, 4)))
-    array([0, 1, 2])
-    """
+    """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1."""
     kernel = kernel_of(x)
     return kernel.arange(x, x.shape[-2]) if positions is None else kernel.as_positions(positions, x)
 
@@ -54,11 +47,7 @@ def positions_of_both(
 
 
 def float64_of(x: Array) -> Any:
-    """The type float64 of the library of x; TypeError on JAX without 64-bit types.
-
-    >>> float64_of(np.zeros(2, np.float32)) is np.float64
-    True
-    """
+    """The type float64 of the library of x; TypeError on JAX without 64-bit types."""
     xp = namespace(x)
     if xp.__name__ == "jax.numpy" and xp.asarray(0.0).dtype != np.float64:
         raise TypeError(
@@ -69,30 +58,18 @@ def float64_of(x: Array) -> Any:
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """x in another type, differentiably.
-
-    >>> cast(np.ones(1), np.float32)
-    array([1.], dtype=float32)
-    """
+    """x in another type, differentiably."""
     return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
 
 
 def at_least_float32(x: Array) -> Array:
-    """x with its 16-bit types widened, for sums over a sequence.
-
-    >>> at_least_float32(np.ones(1, np.float16)).dtype
-    dtype('float32')
-    """
+    """x with its 16-bit types widened, for sums over a sequence."""
     xp = namespace(x)
     return cast(x, xp.promote_types(x.dtype, xp.float32))
 
 
 def has_shared_heads(q: Array, k: Array) -> bool:
-    """Whether several heads of q share one of k (GQA); ValueError if they cannot be shared out.
-
-    >>> has_shared_heads(np.zeros((8, 5, 4)), np.zeros((2, 5, 4)))
-    True
-    """
+    """Whether several heads of q share one of k (GQA); ValueError if they cannot be shared out."""
     if q.ndim < 3 or q.shape[-3] == k.shape[-3]:
         return False
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:

@@ -72,12 +72,7 @@ def softmax_attention(
 
 
 def weighted(scores: Array, visible: Array | None, v: Array) -> Array:
-    """softmax(scores) v over the visible keys, in the type of v; zeros where there are none.
-
-    >>> import numpy as np
-    >>> weighted(np.zeros((1, 2)), None, np.array([[1.0], [3.0]]))
-    array([[2.]])
-    """
+    """softmax(scores) v over the visible keys, in the type of v; zeros where there are none."""
     xp = namespace(scores)
     if not scores.shape[-1]:
         return cast(scores, v.dtype) @ v
@@ -150,11 +145,7 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
 
 
 def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
-    """The length that a spec which depends on it is scaled for: that of the keys; else None.
-
-    >>> import numpy as np
-    >>> row_length(Rotary(head_dim=4), np.ones((3, 4)), None)
-    """
+    """The length that a spec which depends on it is scaled for: that of the keys; else None."""
     if not (spec.depends_on_length and k.shape[-2]):
         return None
     if k_positions is None:

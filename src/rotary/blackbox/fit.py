@@ -259,11 +259,7 @@ def _prefix(size: Array, tolerance: Array) -> int:
 
 
 def rounded(value: float, digits: Iterable[int]) -> list[float]:
-    """The value rounded to each number of digits, without repetition; none if not finite.
-
-    >>> rounded(4.0019, (1, 2, 5))
-    [4.0, 4.0019]
-    """
+    """The value rounded to each number of digits, without repetition; none if not finite."""
     if not 0 < value < math.inf:
         return []
     return list(dict.fromkeys(float(f"{value:.{count - 1}e}") for count in digits))

@@ -30,11 +30,7 @@ MAX_INDEXED = 256  # positions that are token numbers cost memory: head_dim^2 fo
 
 
 class Finding(NamedTuple):
-    """Something worth knowing: a stable `code`, and what it means in plain words.
-
-    >>> Finding("clockwise", "pairs turn the other way").code
-    'clockwise'
-    """
+    """Something worth knowing: a stable `code`, and what it means in plain words."""
 
     code: str
     text: str
@@ -109,22 +105,14 @@ class Box:
 
 
 def to_numpy(array: object) -> Array:
-    """A float64 NumPy copy of an array of any library.
-
-    >>> to_numpy([1, 2])
-    array([1., 2.])
-    """
+    """A float64 NumPy copy of an array of any library."""
     if hasattr(array, "detach"):  # torch has no NumPy dtype for bfloat16
         array = array.detach().cpu().double().numpy()
     return np.array(array, np.float64)
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says.
-
-    >>> one_line(KeyError("a"))
-    "KeyError: 'a'"
-    """
+    """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

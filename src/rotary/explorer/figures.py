@@ -106,12 +106,7 @@ class Picture(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def data(self) -> dict[str, Any]:
-        """Words, figure and columns as JSON can hold them: null for what is not finite.
-
-        >>> columns = {"x": np.array([0.5, np.nan])}
-        >>> Picture(columns, "", Figure(Axis("x"), Axis("y"))).data()["columns"]
-        {'x': [0.5, None]}
-        """
+        """Words, figure and columns as JSON can hold them: null for what is not finite."""
         columns = {
             name: [value if np.isfinite(value) else None for value in column.tolist()]
             for name, column in self.columns.items()

@@ -49,11 +49,7 @@ def presets() -> Mapping[str, JSON]:
 
 @cache
 def published(name: str) -> Model:
-    """The RoPE of a published model; ValueError for a name that is not in `presets`.
-
-    >>> published("llama-3.1-8b").trained, published("llama-3.1-8b").context
-    (8192, 131072)
-    """
+    """The RoPE of a published model; ValueError for a name that is not in `presets`."""
     if name not in presets():
         raise ValueError(f"model {name[:80]!r} is not one of the {len(presets())} published ones")
     preset = presets()[name]
@@ -77,11 +73,7 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each half of a character, which UTF-8 cannot hold.
-
-    >>> encodable("a" + chr(0xD800))
-    'a?'
-    """
+    """The text with a question mark for each half of a character, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -89,9 +81,6 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     """The RoPE of a config that is a dict; errors as of `from_hf_config`, and for no rotation.
 
     Where layer types differ and it is none of them, the first one that rotates is taken.
-
-    >>> read({"head_dim": 64, "max_position_embeddings": 2048}, None).trained
-    2048
     """
     layers = layer_types(config)
     if layer_type not in layers:
@@ -112,11 +101,7 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
 
 @lru_cache(maxsize=8)
 def shortened(text: str, layer_type: str | None = None) -> str:
-    """A pasted config without the parts that have no bearing; as it is if it gives no RoPE.
-
-    >>> shortened('{"head_dim": 64, "id2label": {"0": "no"}}')
-    '{"head_dim":64}'
-    """
+    """A pasted config without the parts that have no bearing; as it is if it gives no RoPE."""
     try:
         pasted(text, layer_type)
     except ValueError:

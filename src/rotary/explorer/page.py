@@ -30,11 +30,7 @@ _ONE_SEARCH = threading.Lock()  # some of Numba's threading layers break under t
 
 @cache
 def page() -> str:
-    """The HTML of the page: `page.html` with the controls of both sides and the choices.
-
-    >>> page().splitlines()[0]
-    '<!doctype html>'
-    """
+    """The HTML of the page: `page.html` with the controls of both sides and the choices."""
     sides = string.Template(file("side.html"))
     choices = {
         "models": _options([*presets(), PASTED]),
@@ -59,9 +55,6 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, Any]:
     fields, query, shown  the state by its controls, as a link (None: too long), and all values
     text, pictures        a sentence on the view; one picture for each side that is shown
     errors                name of a control -> one line; where it stands alone, nothing changes
-
-    >>> drawn({"context": "many"})
-    {'errors': {'context': "context must be a number, got 'many'"}}
     """
     try:
         state = from_fields(fields, changed)
@@ -113,11 +106,7 @@ def _smallest_base(context: int, head_dim: int) -> float:
 
 
 def certified(fields: Mapping[str, object]) -> dict[str, Any]:
-    """The smallest base for the context of a state, in words; or its error, as of `drawn`.
-
-    >>> certified({"context": 2**20})
-    {'words': 'This takes more than a moment: run rotary plan --context 1048576.'}
-    """
+    """The smallest base for the context of a state, in words; or its error, as of `drawn`."""
     try:
         return {"words": smallest_base(from_fields(fields).look("a"))}
     except FieldError as error:
@@ -150,11 +139,7 @@ def config_json(state: State, letter: str) -> str:
 
 @cache
 def file(name: str) -> str:
-    """The text of a file of the page.
-
-    >>> "svg" in file("chart.js")
-    True
-    """
+    """The text of a file of the page."""
     return (HERE / name).read_text(encoding="utf-8")
 
 

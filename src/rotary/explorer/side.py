@@ -52,11 +52,7 @@ class Side:
     trained: int | None = None
 
     def made(self) -> Model:
-        """The RoPE before any change; ValueError as of `pasted` and `published`.
-
-        >>> Side().made().spec.base
-        500000.0
-        """
+        """The RoPE before any change; ValueError as of `pasted` and `published`."""
         if self.model == PASTED:
             if not self.config.strip():
                 raise ValueError("paste a config.json, or choose a published model")
@@ -64,11 +60,7 @@ class Side:
         return published(self.model)
 
     def title(self) -> str:
-        """The name of the model, and what was changed of it.
-
-        >>> Side(base=1e6, trained=4096, method="yarn").title()
-        'llama-3-8b, base 1000000, trained 4,096, yarn'
-        """
+        """The name of the model, and what was changed of it."""
         made = self.made()
         parts = [made.name or self.model]
         if self.base not in (None, made.spec.base):
@@ -80,11 +72,7 @@ class Side:
         return ", ".join(parts + [self.method] * (self.method != AS_MADE))
 
     def link_config(self) -> str | None:
-        """The config as it stands in a link, cut if it is long; None where that is not enough.
-
-        >>> Side(config="{}").link_config()
-        ''
-        """
+        """The config as it stands in a link, cut if it is long; None where that is not enough."""
         if self.model != PASTED or len(self.config) <= MAX_LINK:
             return self.config if self.model == PASTED else ""
         short = shortened(self.config, self.layer or None)
@@ -162,11 +150,7 @@ def side(letter: str, default: Side, fields: Mapping[str, object]) -> Side:
 
 
 def number(field: str, value: object) -> float:
-    """`value` within the limits of its control, whole but for a base; else FieldError.
-
-    >>> number("a.base", "1e4"), number("context", "4096")
-    (10000.0, 4096)
-    """
+    """`value` within the limits of its control, whole but for a base; else FieldError."""
     name = field.rpartition(".")[2]
     least, most = LIMITS[name]
     try:
@@ -187,11 +171,7 @@ def number(field: str, value: object) -> float:
 
 
 def one_of(field: str, value: object, known: Collection[str]) -> str:
-    """`value` if it is one of `known`; else FieldError, with the nearest one.
-
-    >>> one_of("a.method", "yarn", METHODS)
-    'yarn'
-    """
+    """`value` if it is one of `known`; else FieldError, with the nearest one."""
     if value in known:
         return str(value)
     short = str(value)[:40]

@@ -25,11 +25,7 @@ class State:
     context: int = 32768
 
     def look(self, letter: str) -> Look:
-        """The RoPE of side "a" or "b"; FieldError where it makes no sense.
-
-        >>> State().look("a").trained
-        8192
-        """
+        """The RoPE of side "a" or "b"; FieldError where it makes no sense."""
         one: Side = getattr(self, letter)
         try:
             one.made()
@@ -107,11 +103,7 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
 
 
 def shown(state: State) -> dict[str, Any]:
-    """What each control shows in a state, but for the configs, and the layer types to choose from.
-
-    >>> shown(State())["a.base"], shown(State())["b.method"]
-    (500000.0, 'yarn')
-    """
+    """What each control shows in a state, but for configs; and the layer types to choose from."""
     found: dict[str, Any] = {name: getattr(state, name) for name in ("view", "compared", "context")}
     for letter in ("a", "b"):
         one: Side = getattr(state, letter)

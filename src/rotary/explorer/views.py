@@ -30,12 +30,7 @@ ARITHMETICS = {  # name -> colour and dash of its curve
 
 
 def wavelengths(look: Look) -> Picture:
-    """Tokens for one whole turn of each pair, and the turns in both lengths.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> wavelengths(look(Side(model="llama-2-7b"), 4096)).words[-29:]
-    'the critical dimension is 92.'
-    """
+    """Tokens for one whole turn of each pair, and the turns in both lengths."""
     waves = spectrum.wavelengths(look.spec, look.context)
     never = int(spectrum.never_turning(look.before, look.trained).sum())
     critical = spectrum.critical_dimension(look.before, look.trained)
@@ -66,12 +61,7 @@ def wavelengths(look: Look) -> Picture:
 
 
 def decay_curve(look: Look) -> Picture:
-    """Figure 2 of RoFormer: mean |S_j| against distance, the size a score can have at most.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> float(decay_curve(look(Side(model="llama-2-7b"), 4096)).columns["mean_partial_sum"][0])
-    32.5
-    """
+    """Figure 2 of RoFormer: mean |S_j| against distance, the size a score can have at most."""
     distances = np.concatenate([[0], spaced(look.context)])
     mean = decay.decay_curve(look.spec, distances, seq_len=look.context)
     words = (
@@ -88,12 +78,7 @@ def decay_curve(look: Look) -> Picture:
 
 
 def similarity(look: Look) -> Picture:
-    """B_m, by which a similar key is preferred to a random one, and where it first is negative.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> similarity(look(Side(model="llama-2-7b"), 4096)).figure.points[0].label
-    'first below 0: 1,707'
-    """
+    """B_m, by which a similar key is preferred to a random one, and where it first is negative."""
     searched = min(look.context, SEARCHED)
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
     distances = np.union1d(_outline(look), [] if first is None else [first]).astype(np.int64)
@@ -133,13 +118,7 @@ def _outline(look: Look) -> npt.NDArray[np.int64]:
 
 
 def scaling(look: Look) -> Picture:
-    """How much the scaling slowed each pair down, beside the band that YaRN would draw.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> band = scaling(look(Side(model="llama-2-7b"), 4096)).figure.band
-    >>> round(band.start, 1), round(band.stop, 1)
-    (20.9, 45.0)
-    """
+    """How much the scaling slowed each pair down, beside the band that YaRN would draw."""
     (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
     ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
     first, last = spectrum.yarn_band(look.plain, look.trained)
@@ -166,12 +145,7 @@ def scaling(look: Look) -> Picture:
 
 
 def coverage(look: Look) -> Picture:
-    """The share of the circle each pair saw in training, and of the angles that are new to it.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> float(coverage(look(Side(model="llama-2-7b"), 4096)).columns["unseen_at_context"].max())
-    0.0
-    """
+    """The share of the circle each pair saw in training, and of the angles that are new to it."""
     seen = extension.coverage(look.plain, look.trained)
     unseen = extension.unseen(
         look.plain, look.trained, look.spec, [look.context - 1], look.context
@@ -198,13 +172,7 @@ def coverage(look: Look) -> Picture:
 
 
 def error_of_angles(look: Look) -> Picture:
-    """The largest error of cos or sin near a position, in four arithmetics: `error_near`.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> columns = error_of_angles(look(Side(model="llama-2-7b"), 131072)).columns
-    >>> bool(columns["float32"].max() > 1e-3 > 1e-6 > columns["exact"].max())
-    True
-    """
+    """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
     positions = spaced(look.context, 24)
     columns: dict[str, npt.NDArray[Any]] = {"position": positions}
     for name in ARITHMETICS:
@@ -227,12 +195,7 @@ def error_of_angles(look: Look) -> Picture:
 
 
 def layout(look: Look) -> Picture:
-    """Which pair each channel belongs to, in the layout that is read and the one that is written.
-
-    >>> from rotary.explorer.side import Side, look
-    >>> layout(look(Side(model="llama-2-7b"), 4096)).columns["reads"][:3].tolist()
-    [0.0, 1.0, 2.0]
-    """
+    """Which pair each channel belongs to, in the layout that is read and in the one written."""
     spec, count = look.spec, look.spec.rotary_dim // 2
     columns: dict[str, npt.NDArray[Any]] = {"channel": np.arange(spec.head_dim)}
     axes = np.array(spec.axes or (0,) * count)
@@ -260,11 +223,7 @@ def layout(look: Look) -> Picture:
 
 
 def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
-    """At most `count` whole numbers from 1 to `last`, evenly spaced on a log axis.
-
-    >>> spaced(10, 4).tolist()
-    [1, 2, 5, 10]
-    """
+    """At most `count` whole numbers from 1 to `last`, evenly spaced on a log axis."""
     return np.unique(np.geomspace(1, last, count).round().astype(np.int64))
 
 

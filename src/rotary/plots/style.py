@@ -29,9 +29,6 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
     """The specs to draw by the name to show: their own, or what they are.
 
     Raises ValueError for none, for more than `most`, and for what is no `Rotary`.
-
-    >>> list(named(Rotary(head_dim=128)))
-    ['base 10,000, head_dim 128']
     """
     if isinstance(specs, Rotary):
         specs = [specs]
@@ -59,11 +56,7 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
 
 
 def curves(specs: Specs) -> Iterator[tuple[str, Rotary, dict[str, Any]]]:
-    """The name, the spec, and the colour and dashes of the curve of each spec.
-
-    >>> list(curves(Rotary(head_dim=128)))[0][2]
-    {'color': '#0072b2', 'linestyle': '-'}
-    """
+    """The name, the spec, and the colour and dashes of the curve of each spec."""
     for index, (name, spec) in enumerate(named(specs).items()):
         yield name, spec, curve(index)
 
@@ -98,11 +91,7 @@ def scaling(spec: Rotary) -> str:
 
 
 def amplitude(spec: Rotary, seq_len: int | None) -> str:
-    """What the name of a curve says of the attention factor: nothing where it is 1.
-
-    >>> amplitude(Rotary(head_dim=8), None)
-    ''
-    """
+    """What the name of a curve says of the attention factor: nothing where it is 1."""
     factor = inv_freq(spec, seq_len)[1]
     return "" if factor == 1 else f", attention factor {factor:.4g}"
 
@@ -120,11 +109,7 @@ def plain(name: object, most: int = MAX_NAME) -> str:
 
 
 def curve(index: int) -> dict[str, Any]:
-    """Colour and dashes of the curve `index`.
-
-    >>> curve(8)
-    {'color': '#d55e00', 'linestyle': '--'}
-    """
+    """Colour and dashes of the curve `index`."""
     return {
         "color": PALETTE[index % len(PALETTE)],
         "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
@@ -136,9 +121,6 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float
     """A new figure and its panels, row by row; `width` and `height` of the whole in inches.
 
     log  which axes have a log scale: "x", "y" or "xy"
-
-    >>> len(panels(2, 3)[1])
-    6
     """
     figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
     axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
@@ -150,10 +132,7 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float
 
 
 def label(panel: Axes, x: str, y: str, title: str = "") -> None:
-    """Write what the axes hold, with units, and a short title, as plain text.
-
-    >>> label(panels()[1][0], "distance, tokens", "similarity")
-    """
+    """Write what the axes hold, with units, and a short title, as plain text."""
     panel.set_xlabel(x, parse_math=False)
     panel.set_ylabel(y, parse_math=False)
     if title:
@@ -161,20 +140,12 @@ def label(panel: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def write(panel: Axes, x: float, y: float, text: str, **options: Any) -> None:
-    """Write plain text into a panel, at a place in its data unless `transform` says otherwise.
-
-    >>> write(panels()[1][0], 0, 0, "costs $1, or _less_")
-    """
+    """Write plain text into a panel, at a place in its data unless `transform` says otherwise."""
     panel.text(x, y, text, **{"parse_math": False, "fontsize": 9, "color": GREY, **options})
 
 
 def legend(figure: Figure, entries: Sequence[tuple[str, Artist]]) -> Figure:
-    """The figure with its curves named under the panels, where no data is; no name is markup.
-
-    >>> figure, (panel,) = panels()
-    >>> legend(figure, [("_costs_ $1", panel.plot([1, 2])[0])]) is figure
-    True
-    """
+    """The figure with its curves named under the panels, where no data is; no name is markup."""
     if not entries:
         return figure
     names, artists = zip(*entries, strict=True)
