@@ -208,7 +208,7 @@ def search(low, high, k, still, context, stop):
 
 
 @compiled()
-def passing(logs, k, still, context, stop, passes):
+def passing(logs, k, still, context, stop):
     """Whether B_m >= 0 at every distance of the context, of bases e^x, x = `logs`, which rise.
 
     |dB_m/dx| <= m sum_i k_i theta_i, which falls with x. So after a look at every distance, only
@@ -218,9 +218,10 @@ def passing(logs, k, still, context, stop, passes):
     pool, size, failing = np.empty(8 * _POOL, np.int64), 0, 0
     unsure = _unsure(k.size, still)
     known_to, margin = -1.0, 1.0 + unsure
+    passes = np.zeros(logs.size, np.bool_)
     for n in range(logs.size):
         if stop[0]:
-            return
+            break
         slope = 0.0
         for i in range(k.size):
             theta[i] = math.exp(-k[i] * logs[n])
@@ -238,6 +239,7 @@ def passing(logs, k, still, context, stop, passes):
                 known_to = logs[n] + (margin - unsure) / (context * slope + 1e-9)
             margin = max(unsure, margin * (1.5 if looks == 1 and size < _POOL else 0.7))
         passes[n] = failing == size
+    return passes
 
 
 @compiled()

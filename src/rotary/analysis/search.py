@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from decimal import ROUND_CEILING, Context, Decimal
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from ..spec import Rotary
 from .bounds import first_failure, similarity
 from .spectrum import MAX_LENGTH, Array, still_pairs, whole_number
 
-Result = TypeVar("Result")
-Stop = npt.NDArray[np.int64]
 Progress = Callable[[float], None] | None
 
 MAX_CONTEXT = 2**22
@@ -245,12 +243,13 @@ def _first_passing(
 ) -> tuple[float, int, int]:
     """(ln b, binding distance, undecided) of the first base that passes."""
     undecided, share, before = 0, 0.0, 0
-    chunks = ((n, k, still, context) for n in range(int(MAX_LOG_BASE / _CHUNK)))
+    edges = _CHUNK * np.arange(int(MAX_LOG_BASE / _CHUNK) + 1)
+    chunks = ((*edge, k, still, context) for edge in pairwise(edges.tolist()))
     progress(0.0)
-    with closing(_in_order(_searched, chunks, executor)) as results:
+    with closing(_in_order("search", chunks, executor)) as results:
         for n, (x, binding, gaps, largest) in enumerate(results):
             undecided += gaps
-            if x < (n + 1) * _CHUNK:
+            if x < edges[n + 1]:
                 progress(1.0)
                 return x, binding or before, undecided
             before = binding
@@ -260,15 +259,6 @@ def _first_passing(
     raise ValueError(
         f"no base up to 1e37 passes at all of {context:,} distances with {len(k)} pairs"
     )
-
-
-def _searched(
-    n: int, k: Array, still: float, context: int, stop: Stop
-) -> tuple[float, int, int, int]:
-    """What `loops.search` finds in one chunk of ln b."""
-    from . import loops  # and so Numba, when a search begins
-
-    return loops.search(n * _CHUNK, (n + 1) * _CHUNK, k, still, context, stop)
 
 
 def _refined(
@@ -313,28 +303,24 @@ def _comb(
     edges = np.linspace(0, len(logs), min(len(logs), 64) + 1).astype(int)
     parts = [(logs[slice(*edge)], k, still, context) for edge in pairwise(edges)]
     passes = [np.zeros(0, np.bool_)]
-    with closing(_in_order(_passing, parts, executor)) as results:
+    with closing(_in_order("passing", parts, executor)) as results:
         for each in results:
             passes.append(each)
             progress((len(passes) - 1) / len(parts))
     return np.concatenate(passes)
 
 
-def _passing(
-    logs: Array, k: Array, still: float, context: int, stop: Stop
-) -> npt.NDArray[np.bool_]:
-    """Whether each base of one part of a comb passes."""
+def _loop(name: str, *given: object) -> Any:
+    """What a loop of `loops.py` returns; Numba is loaded here, when a search begins."""
     from . import loops
 
-    passes = np.zeros(len(logs), np.bool_)
-    loops.passing(logs, k, still, context, stop, passes)
-    return passes
+    return getattr(loops, name)(*given)
 
 
 def _in_order(
-    function: Callable[..., Result], jobs: Iterable[tuple[object, ...]], executor: Executor | None
-) -> Generator[Result]:
-    """Results of `function(*job, stop)` in the order of the jobs, which end when they are left.
+    name: str, jobs: Iterable[tuple[object, ...]], executor: Executor | None
+) -> Generator[Any]:
+    """Results of a loop, of `(*job, stop)`, in the order of the jobs, which end when they are left.
 
     An executor of this process sees `stop`; others finish the few jobs that they have begun.
     """
@@ -344,10 +330,10 @@ def _in_order(
     threads = numba.get_num_threads()
     ahead = threads if executor is None else _AHEAD
     with ThreadPoolExecutor(threads) if executor is None else nullcontext(executor) as pool:
-        waiting: deque[Future[Result]] = deque()
+        waiting: deque[Future[Any]] = deque()
         try:
             for job in jobs:
-                waiting.append(pool.submit(function, *job, stop))
+                waiting.append(pool.submit(_loop, name, *job, stop))
                 if len(waiting) > ahead:
                     yield waiting.popleft().result()
             while waiting:

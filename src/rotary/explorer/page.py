@@ -3,7 +3,6 @@
 import html
 import json
 import string
-import threading
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,7 +24,7 @@ FIGURE = """<!doctype html>
 <script>{script}
 new Chart(document.querySelector("svg")).draw({data});</script></body></html>
 """
-_ONE_SEARCH = threading.Lock()  # some of Numba's threading layers break under two calls
+_min_base = lru_cache(maxsize=256)(search.min_base)
 
 
 @cache
@@ -90,19 +89,12 @@ smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     spec, context = look.spec, look.context
     if not (spec.rotary_dim == spec.head_dim <= 256 and spec.head_dim >= 8 and context <= 2**15):
         return f"This takes more than a moment: run rotary plan --context {context}."
-    base = search.rounded_up(
-        _smallest_base(context, spec.head_dim), context, spec.head_dim, digits=8
-    )
+    least = _min_base(context, spec.head_dim).base
+    base = search.rounded_up(least, context, spec.head_dim, digits=8)
     return (
         f"With base {base:,f} a similar key is preferred at every distance up to {context:,}. It "
         f"is the smallest one, rounded up: certified for a plain RoPE of head_dim {spec.head_dim}."
     )
-
-
-@lru_cache(maxsize=256)
-def _smallest_base(context: int, head_dim: int) -> float:
-    with _ONE_SEARCH:
-        return search.min_base(context, head_dim).base
 
 
 def certified(fields: Mapping[str, object]) -> dict[str, Any]:
