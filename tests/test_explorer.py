@@ -100,7 +100,7 @@ def test_pairs_that_stand_still_by_design_are_not_called_scaled():
 def test_a_config_that_makes_no_sense_is_refused_in_one_line(name):
     text, message = NONSENSE[name]
     with pytest.raises(ValueError, match=message) as refusal:
-        Side(model=PASTED, config=text).made()
+        Side(model=PASTED, config=text).original()
     assert len(str(refusal.value).splitlines()) == 1
 
 
@@ -119,8 +119,8 @@ def test_a_long_config_is_cut_to_what_bears_on_the_rope():
     side = Side(model=PASTED, config=json.dumps(config))
     assert len(side.config) > 30_000 > 8_000 > len(side.link_config())
     restored = from_fields(dict(parse_qsl(to_query(State(a=side))))).a
-    assert restored.made().spec == side.made().spec
-    assert restored.made().trained == side.made().trained == 4096
+    assert restored.original().spec == side.original().spec
+    assert restored.original().trained == side.original().trained == 4096
 
 
 def test_a_config_that_stays_too_long_is_not_put_into_a_link():
@@ -129,7 +129,7 @@ def test_a_config_that_stays_too_long_is_not_put_into_a_link():
     config = {"head_dim": 1024, "rope_scaling": {**rope, "short_factor": factors,
               "long_factor": factors}}  # fmt: skip
     state = State(a=Side(model=PASTED, config=json.dumps(config)))
-    assert state.a.made().spec.head_dim == 1024
+    assert state.a.original().spec.head_dim == 1024
     assert state.a.link_config() is None
     assert to_query(state) is None
     drawn = page.drawn({**to_fields(state), "a.config": state.a.config})

@@ -310,11 +310,11 @@ def _comb(
     return np.concatenate(passes)
 
 
-def _loop(name: str, *given: object) -> Any:
+def _loop(name: str, *arguments: object) -> Any:
     """What a loop of `loops.py` returns; Numba is loaded here, when a search begins."""
     from . import loops
 
-    return getattr(loops, name)(*given)
+    return getattr(loops, name)(*arguments)
 
 
 def _in_order(

@@ -91,9 +91,9 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
         raise ValueError("these layers have no rotation; choose another layer type")
     if spec.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {spec.head_dim}")
-    found, advertised = lengths(spec, choose(config, layer_type))
+    before, advertised = lengths(spec, choose(config, layer_type))
     context = advertised if isinstance(advertised, int) and advertised > 0 else 4096
-    trained = found if isinstance(found, int) and found > 0 else context
+    trained = before if isinstance(before, int) and before > 0 else context
     if max(context, trained) > MAX_LENGTH:
         raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
     return Model(spec, trained, context, layers, layer_type)
@@ -118,7 +118,7 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
     {'rope_theta': 500000.0, 'head_dim': 64}
     """
     text = json.dumps(config)
-    wanted, kept, size, left = _model(config, layer_type), json.loads(text), len(text), MAX_TRIED
+    original, kept, size, left = _model(config, layer_type), json.loads(text), len(text), MAX_TRIED
 
     def look_in(part: dict[str, JSON]) -> None:
         nonlocal left, size
@@ -128,7 +128,7 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
             if left < 0 or (part is kept and key == "model_type"):
                 continue
             order, value = list(part), part.pop(key)
-            if _model(kept, layer_type) == wanted:
+            if _model(kept, layer_type) == original:
                 size -= long[key]
                 continue
             rest = {**part, key: value}

@@ -51,7 +51,7 @@ class Side:
     head_dim: int | None = None
     trained: int | None = None
 
-    def made(self) -> Model:
+    def original(self) -> Model:
         """The RoPE before any change; ValueError as of `pasted` and `published`."""
         if self.model == PASTED:
             if not self.config.strip():
@@ -61,13 +61,13 @@ class Side:
 
     def title(self) -> str:
         """The name of the model, and what was changed of it."""
-        made = self.made()
-        parts = [made.name or self.model]
-        if self.base not in (None, made.spec.base):
+        original = self.original()
+        parts = [original.name or self.model]
+        if self.base not in (None, original.spec.base):
             parts.append(f"base {self.base:.15g}")
-        if self.head_dim not in (None, made.spec.head_dim):
+        if self.head_dim not in (None, original.spec.head_dim):
             parts.append(f"head_dim {self.head_dim}")
-        if self.trained not in (None, made.trained):
+        if self.trained not in (None, original.trained):
             parts.append(f"trained {self.trained:,}")
         return ", ".join(parts + [self.method] * (self.method != AS_MADE))
 
@@ -101,9 +101,9 @@ def look(side: Side, context: int) -> Look:
     >>> look(Side(model="llama-2-7b", method="linear"), 8192).spec.params["factor"]
     2.0
     """
-    made = side.made()
-    spec = _changed(made.spec, side)
-    trained = side.trained or made.trained
+    original = side.original()
+    spec = _changed(original.spec, side)
+    trained = side.trained or original.trained
     plain = spec
     if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
@@ -170,13 +170,13 @@ def number(field: str, value: object) -> float:
     return int(read)
 
 
-def one_of(field: str, value: object, known: Collection[str]) -> str:
-    """`value` if it is one of `known`; else FieldError, with the nearest one."""
-    if value in known:
+def one_of(field: str, value: object, choices: Collection[str]) -> str:
+    """`value` if it is one of `choices`; else FieldError, with the nearest one."""
+    if value in choices:
         return str(value)
     short = str(value)[:40]
-    choices = ", ".join(known) if len(known) < 10 else f"the {len(known)} in the list"
+    listed = ", ".join(choices) if len(choices) < 10 else f"the {len(choices)} in the list"
     name = field.rpartition(".")[2]
     raise FieldError(
-        field, f"{name} must be one of {choices}; got {short!r}{nearest(short, known)}"
+        field, f"{name} must be one of {listed}; got {short!r}{nearest(short, choices)}"
     )

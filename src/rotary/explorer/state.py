@@ -28,7 +28,7 @@ class State:
         """The RoPE of side "a" or "b"; FieldError where it makes no sense."""
         one: Side = getattr(self, letter)
         try:
-            one.made()
+            one.original()
         except ValueError as error:
             field = "config" if one.model == PASTED else "model"
             raise FieldError(f"{letter}.{field}", str(error)) from error
@@ -97,24 +97,26 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
     context = int(number("context", fields.get("context", plain.context)))
     if changed in ("a.model", "a.config", "a.layer"):
         with contextlib.suppress(ValueError):
-            context = a.made().context
+            context = a.original().context
     view = one_of("view", fields.get("view", plain.view), VIEWS)
     return State(a, b, fields.get("compared") in ("1", True), view, context)
 
 
 def shown(state: State) -> dict[str, Any]:
     """What each control shows in a state, but for configs; and the layer types to choose from."""
-    found: dict[str, Any] = {name: getattr(state, name) for name in ("view", "compared", "context")}
+    values: dict[str, Any] = {
+        name: getattr(state, name) for name in ("view", "compared", "context")
+    }
     for letter in ("a", "b"):
         one: Side = getattr(state, letter)
-        found |= {f"{letter}.model": one.model, f"{letter}.method": one.method}
+        values |= {f"{letter}.model": one.model, f"{letter}.method": one.method}
         with contextlib.suppress(ValueError):
-            made = one.made()
-            found |= {
-                f"{letter}.base": one.base or made.spec.base,
-                f"{letter}.head_dim": one.head_dim or made.spec.head_dim,
-                f"{letter}.trained": one.trained or made.trained,
+            original = one.original()
+            values |= {
+                f"{letter}.base": one.base or original.spec.base,
+                f"{letter}.head_dim": one.head_dim or original.spec.head_dim,
+                f"{letter}.trained": one.trained or original.trained,
             }
-            if one.model == PASTED and made.layers:
-                found |= {f"{letter}.layers": made.layers, f"{letter}.layer": made.layer}
-    return found
+            if one.model == PASTED and original.layers:
+                values |= {f"{letter}.layers": original.layers, f"{letter}.layer": original.layer}
+    return values
