@@ -11,7 +11,7 @@ import json
 import re
 import socket
 import webbrowser
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import uvicorn
@@ -49,8 +49,6 @@ STATIC = {
     "explore.css": "text/css",
     "favicon.svg": "image/svg+xml",
 }
-
-
 DOWNLOADS: dict[str, tuple[str, Callable[[State, str], str]]] = {  # media type, and what writes it
     "numbers.csv": ("text/csv", page.numbers_csv),
     "figure.html": ("text/html", page.figure_html),
@@ -121,22 +119,23 @@ class Workers:
         self.room = at_once + waiting
         self.calls = 0
 
-    async def run(self, function: Callable[..., T], *given: object) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of the function; status 503 where too many calls wait."""
         if self.calls >= self.room:
             raise HTTPException(503, "too many requests are being computed; ask again later")
         self.calls += 1
         try:
             async with self.places:
-                return await asyncio.to_thread(function, *given)
+                return await asyncio.to_thread(function, *arguments)
         finally:
             self.calls -= 1
 
 
-def build(host: str = "127.0.0.1") -> Starlette:
+def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -> Starlette:
     """The page as an ASGI app, not yet served; `serve` does that, and keeps it to this machine.
 
-    host  where it will be served; on this machine's own, no other name is answered to
+    host   where it will be served; on this machine's own, no other name is answered to
+    ready  called once, when it starts
 
     >>> [route.path for route in build().routes][:2]
     ['/', '/draw']
@@ -177,6 +176,11 @@ def build(host: str = "127.0.0.1") -> Starlette:
         assert isinstance(error, HTTPException)
         return _line(error.status_code, error.detail)
 
+    @contextlib.asynccontextmanager
+    async def started(_: Starlette) -> AsyncIterator[None]:
+        ready()
+        yield
+
     return Starlette(
         routes=[
             Route("/", index),
@@ -187,6 +191,7 @@ def build(host: str = "127.0.0.1") -> Starlette:
         ],
         middleware=[Middleware(Guard, host=host)],
         exception_handlers={HTTPException: failed},
+        lifespan=started,
     )
 
 
@@ -209,13 +214,15 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/"
 
+        def up() -> None:
+            if open_browser:
+                webbrowser.open(address)
+            if ready:
+                ready(address)
+
         config = uvicorn.Config(  # h11 bounds what it reads before the guard sees a request
-            build(host), http="h11", ws="none", log_level="warning", server_header=False
+            build(host, up), http="h11", ws="none", log_level="warning", server_header=False
         )
-        if open_browser:  # the socket listens already: what is asked before the loop runs waits
-            webbrowser.open(address)
-        if ready:
-            ready(address)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 
