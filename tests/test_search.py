@@ -312,6 +312,20 @@ def test_small_heads_whose_sign_rounding_hides_still_pass():
     assert found.base == pytest.approx(355**2 / (2 * (1 + math.cos(355))), rel=1e-3)
 
 
+def test_a_scan_that_stops_where_its_list_is_full_goes_on_with_the_next_distance():
+    theta = 1e4 ** (-np.arange(7) / 7)  # a number of pairs that `_add` does not take four by four
+    cos, sin = np.zeros((2, 8, loops._BLOCK), np.float32)
+    loops._fill(theta, cos, sin)
+    begin, below, seen = 1, np.empty(5, np.int64), []
+    while begin <= 1000:
+        count, begin = loops._scan(theta, cos, sin, 0.5, begin, 1000, 1.0, below)
+        seen += below[:count].tolist()
+    every = np.arange(1, 1001)
+    sums = np.cos(every[:, None] * theta).sum(axis=1) + 0.5
+    assert np.abs(sums - 1.0).min() > 1e-5  # no distance that float32 could put on either side
+    assert seen == every[sums < 1.0].tolist()
+
+
 def test_every_public_function_is_a_name_of_the_package():
     files = ("bounds", "decay", "extension", "precision", "search", "simulate", "spectrum")
     among_themselves = {"angles_at", "check_size", "checked_distances", "number", "round_to"}
