@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .angles import cos_sin
-from .kernels import Numbers
 from .rotate import apply, rotate
 from .spec import Rotary
 
@@ -84,26 +83,7 @@ def numpy_cases(spec: Rotary, shape: Shape, dtype: npt.DTypeLike = np.float32) -
         rng.standard_normal(shape.of(heads, spec.head_dim), np.float32).astype(dtype)
         for heads in (shape.q_heads, shape.k_heads)
     )
-    q_out, k_out, q_own, k_own = np.zeros_like(q), np.zeros_like(k), q.copy(), k.copy()
-    cos, sin = cos_sin(spec, np.arange(shape.seq))
-    wide_cos, wide_sin = (_full_width(table, spec.layout) for table in (cos, sin))
-
-    def formula(x: Numbers) -> Numbers:
-        return (x * wide_cos + _turned(x, spec.layout) * wide_sin).astype(dtype)
-
-    def copy() -> None:
-        np.copyto(q_out, q)
-        np.copyto(k_out, k)
-
-    return {
-        "copy": copy,
-        "formula": lambda: (formula(q), formula(k)),
-        "rotary": lambda: apply(spec, q, k),
-        "rotary out=": lambda: rotate((q, k), cos, sin, spec, seq_dim=-2, out=(q_out, k_out)),
-        "rotary in place": lambda: rotate(
-            (q_own, k_own), cos, sin, spec, seq_dim=-2, out=(q_own, k_own)
-        ),
-    }
+    return _cases(spec, q, k, np.arange(shape.seq), np.copyto)
 
 
 def torch_cases(
@@ -113,22 +93,41 @@ def torch_cases(
     import torch
 
     generator = torch.Generator().manual_seed(0)
+    order = (0, 2, 1, 3) if transposed else (0, 1, 2, 3)
+    q, k = (
+        torch.randn([size[axis] for axis in order], generator=generator).to(dtype).permute(order)
+        for size in (shape.of(heads, spec.head_dim) for heads in (shape.q_heads, shape.k_heads))
+    )
+    return _cases(spec, q, k, torch.arange(shape.seq), torch.Tensor.copy_)
 
-    def make(heads: int) -> Any:
-        batch, heads, seq, dim = shape.of(heads, spec.head_dim)
-        size = (batch, seq, heads, dim) if transposed else (batch, heads, seq, dim)
-        x = torch.randn(size, generator=generator).to(dtype)
-        return x.transpose(1, 2) if transposed else x
 
-    q, k = make(shape.q_heads), make(shape.k_heads)
-    q_out, k_out, q_own, k_own = torch.zeros_like(q), torch.zeros_like(k), q.clone(), k.clone()
-    cos, sin = cos_sin(spec, torch.arange(shape.seq))
-    wide = [
-        torch.from_numpy(_full_width(each.numpy(), spec.layout)).to(dtype) for each in (cos, sin)
-    ]
+def _cases(
+    spec: Rotary, q: Any, k: Any, positions: Any, copy: Callable[[Any, Any], object]
+) -> dict[str, Case]:
+    """The cases for arrays of one library, whose `copy(to, array)` is the one that is timed."""
+    library = np if isinstance(q, np.ndarray) else sys.modules["torch"]
+    q_out, k_out, q_own, k_own = (library.zeros_like(x) for x in (q, k, q, k))
+    copy(q_own, q)
+    copy(k_own, k)
+    cos, sin = cos_sin(spec, positions)
+    is_half = spec.layout == "half"
+
+    def full_width(table: Any) -> Any:
+        if is_half:
+            return library.concatenate((table, table), axis=-1)
+        return library.stack((table, table), axis=-1).reshape(*table.shape[:-1], -1)
+
+    def swapped(x: Any) -> Any:
+        """x with the members of each pair swapped and one negated: what the sine multiplies."""
+        if is_half:
+            half = x.shape[-1] // 2
+            return library.concatenate((-x[..., half:], x[..., :half]), axis=-1)
+        return library.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
+
+    wide_cos, wide_sin = (library.asarray(full_width(each), dtype=q.dtype) for each in (cos, sin))
     return {
-        "copy": lambda: (q_out.copy_(q), k_out.copy_(k)),
-        "formula": lambda: [x * wide[0] + _turned(x, spec.layout) * wide[1] for x in (q, k)],
+        "copy": lambda: (copy(q_out, q), copy(k_out, k)),
+        "formula": lambda: [x * wide_cos + swapped(x) * wide_sin for x in (q, k)],
         "rotary": lambda: apply(spec, q, k),
         "rotary out=": lambda: rotate((q, k), cos, sin, spec, seq_dim=-2, out=(q_out, k_out)),
         "rotary in place": lambda: rotate(
@@ -175,18 +174,3 @@ def _cpu_name() -> str:
     except OSError:
         return "unknown"
     return f"{len(names)} x {names[0]}" if names else "unknown"
-
-
-def _full_width(table: Any, layout: str) -> Any:
-    if layout == "half":
-        return np.concatenate((table, table), axis=-1)
-    return np.repeat(table, 2, axis=-1)
-
-
-def _turned(x: Any, layout: str) -> Any:
-    """x with the members of each pair swapped and one negated: what the sine multiplies."""
-    library = np if isinstance(x, np.ndarray) else sys.modules["torch"]
-    if layout == "half":
-        half = x.shape[-1] // 2
-        return library.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    return library.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
