@@ -15,7 +15,7 @@ from command import START, Done, assert_refused, document, environment, in_proce
 
 import rotary
 from rotary import bench, demo, doctor, from_hf_config
-from rotary.demo import Law
+from rotary.demo import Check
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 COMMANDS = (
@@ -372,12 +372,12 @@ def test_doctor_reports_every_finding(main):
         assert finding["what"] in shown.out
 
 
-def assert_laws_hold(report: dict[str, Any]) -> None:
+def assert_checks_pass(report: dict[str, Any]) -> None:
     assert report["model"] == "Llama 3.1 8B"
     assert rotary.Rotary.from_dict(report["spec"]) == from_hf_config(LLAMA)
-    assert len(report["laws"]) == 3
-    for law in report["laws"]:
-        assert 0 <= law["error"] <= law["limit"] <= 1e-6
+    assert len(report["checks"]) == 3
+    for check in report["checks"]:
+        assert 0 <= check["error"] <= check["limit"] <= 1e-6
     assert report["exact_error"] <= 1e-6
     assert report["float32_error"] > 100 * report["exact_error"]  # what exact angles are for
     for cases in report["times_ms"].values():
@@ -387,45 +387,45 @@ def assert_laws_hold(report: dict[str, Any]) -> None:
 def test_demo_on_a_short_row(main, monkeypatch):
     monkeypatch.setattr(demo, "SEQ", 64)
     report = document(main("demo", "--json"))
-    assert_laws_hold(report)
+    assert_checks_pass(report)
     assert (report["q"], report["k"]) == ([1, 32, 64, 128], [1, 8, 64, 128])
     shown = main("demo")
     assert (shown.code, shown.err) == (0, "")
-    assert shown.out.count(" holds") == 3
+    assert shown.out.count(" ok") == 3
     for part in ("Llama 3.1 8B", "1 x 32 x 64 x 128", "PyTorch bfloat16", "rotary out="):
         assert part in shown.out
 
 
 @pytest.mark.slow
-def test_the_laws_hold_at_the_size_of_the_demo(main, monkeypatch):
+def test_the_checks_pass_at_the_size_of_the_demo(main, monkeypatch):
     monkeypatch.setattr(demo, "_times", lambda *_, **__: {"copy": 1.0})
     report = document(main("demo", "--json"))
-    assert_laws_hold(report)
+    assert_checks_pass(report)
     assert report["q"] == [1, 32, 8192, 128]
 
 
 @pytest.mark.parametrize("error", [2e-6, float("inf"), float("nan")])
-def test_demo_fails_when_a_law_is_broken(main, monkeypatch, error):
+def test_demo_fails_when_a_check_fails(main, monkeypatch, error):
     monkeypatch.setattr(demo, "SEQ", 16)
     monkeypatch.setattr(demo, "_times", lambda *_, **__: {"copy": 1.0})
-    laws = [Law("the norm is kept", error, 1e-6), Law("another", 0.0, 1e-6)]
-    monkeypatch.setattr(demo, "check_laws", lambda *_: laws)
+    checks = [Check("the norm is kept", error, 1e-6), Check("another", 0.0, 1e-6)]
+    monkeypatch.setattr(demo, "check_rotation", lambda *_: checks)
     shown = main("demo")
     assert shown.code == 1
-    assert re.fullmatch(r"error: broken on this machine: the norm is kept; .*\n", shown.err)
-    assert re.search(r"the norm is kept +\S+ +BROKEN", shown.out)
-    assert re.search(r"another +\S+ +holds", shown.out)
+    assert re.fullmatch(r"error: wrong on this machine: the norm is kept; .*\n", shown.err)
+    assert re.search(r"the norm is kept +\S+ +WRONG", shown.out)
+    assert re.search(r"another +\S+ +ok", shown.out)
     told = main("demo", "--json")
     assert (told.code, told.err) == (1, shown.err)
     report = document(Done(0, told.out, ""))
-    assert [law["name"] for law in report["laws"]] == ["the norm is kept", "another"]
+    assert [check["name"] for check in report["checks"]] == ["the norm is kept", "another"]
 
 
 @pytest.mark.parametrize("change", ["rotation", "tables"])
-def test_the_laws_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
+def test_the_checks_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
     monkeypatch.setattr(demo, "SEQ", 16)
     spec = rotary.Rotary(head_dim=16)
-    assert all(law.error <= law.limit for law in demo.check_laws(spec, (2, 1)))
+    assert all(check.error <= check.limit for check in demo.check_rotation(spec, (2, 1)))
     if change == "rotation":
         wrong = lambda spec, q, k: (q * np.float32(1.00001), k)  # noqa: E731
         monkeypatch.setattr(demo, "apply", wrong)
@@ -434,8 +434,8 @@ def test_the_laws_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
         single = lambda spec, positions, _: rotary.cos_sin(spec, positions, "float32")  # noqa: E731
         monkeypatch.setattr(demo, "cos_sin", single)
         broken = ["a score depends on distance alone, to 1,000,000"]
-    laws = demo.check_laws(spec, (2, 1))
-    assert [law.name for law in laws if not law.error <= law.limit] == broken
+    checks = demo.check_rotation(spec, (2, 1))
+    assert [check.name for check in checks if not check.error <= check.limit] == broken
 
 
 # --- several layer types, and the commands that compare ---

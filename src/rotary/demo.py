@@ -1,4 +1,4 @@
-"""The main job on real input: Llama 3.1 8B's RoPE, its laws checked, its cost beside a copy."""
+"""The main job on real input: Llama 3.1 8B's RoPE, checked, and its cost beside a copy."""
 
 import importlib.util
 import json
@@ -12,8 +12,7 @@ from . import bench
 from .angles import Precision, cos_sin, inv_freq
 from .configs import from_hf_config
 from .kernels import Numbers
-from .layouts import pair_slices
-from .rotate import apply
+from .rotate import apply, rotate
 from .spec import Rotary
 from .strict_json import JSON
 
@@ -22,8 +21,8 @@ SEQ = 8192
 FAR = 1_000_000
 
 
-class Law(NamedTuple):
-    """One law of RoPE as it was found on this run: the error, and the most it may be."""
+class Check(NamedTuple):
+    """A property of every RoPE, as it was measured on this run: the error, and the most allowed."""
 
     name: str
     error: float
@@ -42,13 +41,13 @@ def config() -> dict[str, JSON]:
 
 
 def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
-    """The report of the demo: the spec, the laws, the times. `progress` is told each step."""
+    """The report of the demo: the spec, the checks, the times. `progress` is told each step."""
     data = config()
     spec = from_hf_config(data)
     assert spec is not None  # the shipped config has a rotation
     heads = data["num_attention_heads"], data["num_key_value_heads"]
     progress("rotating q and k of 8,192 tokens")
-    laws = check_laws(spec, heads)
+    checks = check_rotation(spec, heads)
     shape = bench.Shape(SEQ, 1, *heads)
     times = {}
     progress("timing NumPy")
@@ -66,7 +65,7 @@ def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
         "spec": spec.to_dict(),
         "q": shape.of(heads[0], spec.head_dim),
         "k": shape.of(heads[1], spec.head_dim),
-        "laws": [law._asdict() for law in laws],
+        "checks": [check._asdict() for check in checks],
         "float32_error": relative_error(spec, "float32"),
         "exact_error": relative_error(spec, "exact"),
         "times_ms": times,
@@ -74,43 +73,37 @@ def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
     }
 
 
-def check_laws(spec: Rotary, heads: tuple[int, int]) -> list[Law]:
-    """Rotate q and k of the real shape, and measure how far the laws are from holding.
+def check_rotation(spec: Rotary, heads: tuple[int, int]) -> list[Check]:
+    """Rotate q and k of the real shape, and measure how well the properties of RoPE hold.
 
-    >>> all(law.error <= law.limit for law in check_laws(Rotary(head_dim=16), (2, 1)))
+    >>> all(each.error <= each.limit for each in check_rotation(Rotary(head_dim=16), (2, 1)))
     True
     """
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, n, SEQ, spec.head_dim), np.float32) for n in heads)
-    rotated_q, rotated_k = apply(spec, q, k)
-    norms = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (q, rotated_q, k, rotated_k)]
-    amplitude = inv_freq(spec)[1]
-    norm_error = max(
-        float(np.abs(after / (amplitude * before) - 1).max())
-        for before, after in (norms[:2], norms[2:])
-    )
-    identity_error = float(np.abs(rotated_q[:, :, 0] / amplitude - q[:, :, 0]).max())
+    rotated, amplitude = apply(spec, q, k), inv_freq(spec)[1]
+    norm_error = 0.0
+    for before, after in zip((q, k), rotated, strict=True):
+        norms = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (before, after)]
+        norm_error = max(norm_error, float(np.abs(norms[1] / (amplitude * norms[0]) - 1).max()))
+    identity_error = float(np.abs(rotated[0][:, :, 0] / amplitude - q[:, :, 0]).max())
     return [
-        Law("position 0 changes nothing", identity_error, 1e-6),
-        Law("the norm is kept (relative)", norm_error, 1e-6),
-        Law(f"a score depends on distance alone, to {FAR:,}", relative_error(spec, "exact"), 1e-6),
-    ]
+        Check("position 0 changes nothing", identity_error, 1e-6),
+        Check("the norm is kept (relative)", norm_error, 1e-6),
+        Check(f"a score depends on distance alone, to {FAR:,}",
+              relative_error(spec, "exact"), 1e-6),
+    ]  # fmt: skip
 
 
 def relative_error(spec: Rotary, precision: Precision) -> float:
     """How much a score q . k / sqrt(head_dim) changes when both tokens move by a million."""
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 256, spec.head_dim), np.float64)
-    positions = np.arange(256)
-    first, second = pair_slices(spec.rotary_dim, spec.layout, spec.start)
 
     def scores(offset: int) -> Numbers:
-        cos, sin = cos_sin(spec, positions + offset, precision)
-        turned = []
-        for x in (q, k):
-            pairs = x[:, first] + 1j * x[:, second]
-            turned.append(pairs * (cos.astype(np.float64) + 1j * sin))
-        return (turned[0] @ turned[1].conj().T).real / np.sqrt(spec.head_dim)
+        cos, sin = cos_sin(spec, np.arange(256) + offset, precision)
+        rotated_q, rotated_k = rotate((q, k), cos, sin, spec)
+        return rotated_q @ rotated_k.T / np.sqrt(spec.head_dim)
 
     return float(np.abs(scores(FAR) - scores(0)).max())
 

@@ -12,7 +12,7 @@ from .terminal import print_json, print_table, print_times, status
 
 @app.command()
 def demo(as_json: Json = False) -> None:
-    """Rotate q and k of Llama 3.1 8B: check the laws, time it against a copy."""
+    """Rotate q and k of Llama 3.1 8B: check the result, time it against a copy."""
     from .. import demo as job
 
     with status() as tell:
@@ -21,9 +21,9 @@ def demo(as_json: Json = False) -> None:
         print_json(report)
     else:
         _print_demo(report)
-    broken = [law["name"] for law in report["laws"] if not law["error"] <= law["limit"]]
-    if broken:
-        raise ValueError(f"broken on this machine: {', '.join(broken)}; see `rotary doctor`")
+    failed = [each["name"] for each in report["checks"] if not each["error"] <= each["limit"]]
+    if failed:
+        raise ValueError(f"wrong on this machine: {', '.join(failed)}; see `rotary doctor`")
 
 
 @app.command()
@@ -76,12 +76,12 @@ def _print_demo(report: dict[str, JSON]) -> None:
         ("k", " x ".join(map(str, report["k"]))),
     ]
     print_table(f"{report['model']}: its RoPE", rope)
-    laws = [
-        (law["name"], f"{law['error']:.1e}", "holds" if law["error"] <= law["limit"] else "BROKEN")
-        for law in report["laws"]
+    checks = [
+        (each["name"], f"{each['error']:.1e}", "ok" if each["error"] <= each["limit"] else "WRONG")
+        for each in report["checks"]
     ]
-    laws.append(("  the same with float32 angles", f"{report['float32_error']:.1e}", ""))
+    checks.append(("  the same with float32 angles", f"{report['float32_error']:.1e}", ""))
     typer.echo()
-    print_table("The laws, on this run", laws, ("", "error", ""))
+    print_table("What every rotation keeps, measured", checks, ("", "error", ""))
     typer.echo()
     print_times("Time, median", report["times_ms"])
