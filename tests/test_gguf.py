@@ -80,6 +80,7 @@ def test_keys_that_others_may_write_are_read_as_llama_cpp_reads_them(row):
         assert_as_computed(from_gguf(metadata, computed["layer_type"]), computed)
 
 
+@pytest.mark.filterwarnings("ignore:factor 0.5 < 1 shortens the context")
 @pytest.mark.parametrize("row", [row for row in ROWS if "spec" in row], ids=lambda row: row["name"])
 def test_llama_cpp_computes_the_spec_from_what_is_written(row):
     spec = Rotary.from_dict(row["spec"])
@@ -110,12 +111,12 @@ def test_the_amplitude_of_yarn_is_written_as_llama_cpp_reads_it():
         ("gemma3", Rotary(head_dim=8, schedule="ntk", params={"factor": 2.0}),
          "reads no rope_freqs"),
         ("llama", Rotary(head_dim=8, rotary_dim=4, layout="interleaved"), "the whole head"),
-        ("minicpm3", Rotary(head_dim=96, rotary_dim=32), "from 64 on"),
+        ("minicpm3", Rotary(head_dim=96, rotary_dim=32), "computes start 64"),
         ("qwen2vl", Rotary(head_dim=8), "sections"),
-        ("qwen2", Rotary(head_dim=8, axes=(0, 1, 2, 0)), "sections for the axes"),
+        ("qwen2", Rotary(head_dim=8, axes=(0, 1, 2, 0)), "computes axes"),
         ("mamba", Rotary(head_dim=8), "no RoPE"),
-        ("llama", Rotary(head_dim=64), r"interleaved layout.*row_permutation"),
-        ("qwen2", Rotary(head_dim=8, rotary_dim=4, start=4), "start"),
+        ("llama", Rotary(head_dim=64), r"layout 'interleaved'.*row_permutation"),
+        ("qwen2", Rotary(head_dim=8, rotary_dim=4, start=4), "computes start 0"),
         ("qwen2", Rotary(head_dim=8, sign=-1), "sign"),
         ("qwen2", Rotary(head_dim=8, axes=(0, 1, 0, 1)), "axes"),
         ("qwen2", Rotary(head_dim=8, schedule="dynamic", params=DYNAMIC), "dynamic"),
@@ -158,6 +159,13 @@ BASE = {
 def test_metadata_that_makes_no_sense(keys, layer_type, message):
     with pytest.raises(ValueError, match=message):
         from_gguf({**BASE, **keys}, layer_type)
+
+
+def test_layers_of_deepseek_v4_without_their_base_are_one_sentence():
+    keys = {"general.architecture": "deepseek4", "deepseek4.attention.key_length": 64}
+    assert from_gguf(keys, "main").base == 10_000.0
+    with pytest.raises(ValueError, match=r"needs deepseek4\.attention\.compress_rope_freq_base"):
+        from_gguf(keys, "compress")
 
 
 def test_a_factor_without_a_type_is_linear():

@@ -103,7 +103,8 @@ def relative_error(spec: Rotary, precision: Precision) -> float:
     def scores(offset: int) -> Numbers:
         cos, sin = cos_sin(spec, np.arange(256) + offset, precision)
         rotated_q, rotated_k = rotate((q, k), cos, sin, spec)
-        return rotated_q @ rotated_k.T / np.sqrt(spec.head_dim)
+        product: Numbers = rotated_q @ rotated_k.T
+        return product / np.sqrt(spec.head_dim)
 
     return float(np.abs(scores(FAR) - scores(0)).max())
 

@@ -53,6 +53,7 @@ SPECS = {
         ("mistral3", "ministral-3-8b.json"),
         interleaved("yarn", **YARN, beta_fast=16.0, beta_slow=2.0),
     ),
+    "yarn, factor below 1": (QWEN, half("yarn", **{**YARN, "factor": 0.5})),
     "llama3": (LLAMA, interleaved("llama3", **LLAMA3)),
     "llama3, half": (EXAONE, half("llama3", **LLAMA3)),
     "proportional": (EXAONE, half("proportional", partial_rotary_factor=0.25)),

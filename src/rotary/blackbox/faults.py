@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from ..schedules import yarn_amplitude
 from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, rounded
 from .pairs import wrapped
 from .probe import Finding
@@ -132,7 +133,7 @@ def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
     factor = explained.params.get("factor", 1.0)
     if explained.schedule != "yarn" or factor <= 1:
         return findings
-    g = 0.1 * math.log(factor) + 1
+    g = yarn_amplitude(factor)
     if abs(size - g) <= noise:
         return findings
     for code, value, text in AMPLITUDES:

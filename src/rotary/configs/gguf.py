@@ -52,21 +52,17 @@ STANDS_STILL = 1e30  # the divisor that is written for a pair that is not rotate
 class _Numbers(NamedTuple):
     """The parameters of ggml's RoPE, for one kind of layers.
 
-    factor       1 / freq_scale
-    ramp         ext_factor: 1 for YaRN, 0 for the plain or interpolated frequencies
-    attn_factor  what the amplitude is made of, beside YaRN's own 0.1 ln(factor) + 1
-    betas        turns at which YaRN's ramp ends
+    factor     1 / freq_scale
+    is_yarn    whether ext_factor is 1: YaRN; 0 gives the plain or interpolated frequencies
+    amplitude  multiplies cos and sin
+    betas      turns at which YaRN's ramp ends
     """
 
     base: float
-    factor: float
-    ramp: float
-    attn_factor: float
-    betas: tuple[float, float] = BETAS
-
-    @property
-    def amplitude(self) -> float:
-        return self.attn_factor * (yarn_gain(self.factor) if self.ramp else 1.0)
+    factor: float = 1.0
+    is_yarn: bool = False
+    amplitude: float = 1.0
+    betas: tuple[float, ...] = BETAS
 
 
 def from_gguf(
@@ -121,7 +117,7 @@ def from_gguf(
     if layer_type is not None and layer_type == model.get("undivided"):
         tensors = {}
     trained = keys.get("rope.scaling.original_context_length") or keys.get("context_length")
-    return _with_divisors(_scaled(spec, numbers, trained), numbers, trained, tensors)
+    return _scaled(spec, numbers, trained, tensors)
 
 
 def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, JSON]) -> tuple[str, ...]:
@@ -165,12 +161,10 @@ def _opened(
         if key.startswith("rope.") and key.removeprefix("rope.") not in _KEYS:
             known = nearest(key, [f"rope.{each}" for each in _KEYS])
             raise ValueError(f"GGUF key {prefix + key!r} is not known{known}")
-    tensors = {
-        tensor: _divisors(tensor, source[tensor])
-        for tensor in TENSORS
-        if source.get(tensor) is not None
-    }
-    for tensor in tensors:
+    tensors = {}
+    for tensor in TENSORS:
+        if source.get(tensor) is None:
+            continue
         kind = "rope_freqs" if tensor == TENSORS[0] else "rope_factors"
         if kind not in model.get("divisors", ()):
             raise ValueError(f"llama.cpp reads no {tensor} in the architecture {name!r}")
@@ -180,16 +174,13 @@ def _opened(
                 f"llama.cpp reads rope_factors with rope.scaling.type longrope, and rope_freqs "
                 f"without, in the architecture {name!r}"
             )
+        values = source[tensor].tolist() if hasattr(source[tensor], "tolist") else source[tensor]
+        if not isinstance(values, Sequence) or not all(
+            isinstance(value, int | float) and 0 < value < math.inf for value in values
+        ):
+            raise ValueError(f"{tensor} must be a list of finite numbers > 0")
+        tensors[tensor] = list(map(float, values))
     return name, keys, tensors
-
-
-def _divisors(tensor: str, values: object) -> list[float]:
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or not all(
-        isinstance(value, int | float) and 0 < value < math.inf for value in values
-    ):
-        raise ValueError(f"{tensor} must be a list of finite numbers > 0")
-    return list(map(float, values))
 
 
 def _layer_types(name: str, keys: Mapping[str, JSON]) -> tuple[str, ...]:
@@ -237,48 +228,44 @@ def _numbers(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> _Nu
     if "alpha" in reads and keys.get("rope.scaling.alpha", 0.0) > 0:
         width = _head_dim(name, keys, "")
         base = grown_base(width, base, keys["rope.scaling.alpha"])
-    ramp = 1.0 if kind == "yarn" else 0.0
+    is_yarn = kind == "yarn"
     if "yarn_ext_factor" in reads and keys.get("rope.scaling.yarn_ext_factor", -1.0) >= 0:
-        ramp = keys["rope.scaling.yarn_ext_factor"]
-        if ramp not in (0.0, 1.0):
-            raise ValueError(f"rope.scaling.yarn_ext_factor must be 0 or 1, got {ramp}")
-    attn_factor = keys.get("rope.scaling.attn_factor", 1.0)
-    if ramp:
+        is_yarn = bool(keys["rope.scaling.yarn_ext_factor"])
+        if keys["rope.scaling.yarn_ext_factor"] not in (0.0, 1.0):
+            raise ValueError(
+                "rope.scaling.yarn_ext_factor must be 0 or 1, got "
+                f"{keys['rope.scaling.yarn_ext_factor']}"
+            )
+    unscaled = amplitude = keys.get("rope.scaling.attn_factor", 1.0)
+    if is_yarn:
         under = 0.0
         if "log_multiplier" in model:
             under = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
         over = under if under and model.get("equal_mscales") else 1.0
-        attn_factor *= yarn_amplitude(factor, over, under) / yarn_gain(factor)
+        amplitude *= yarn_amplitude(factor, over, under)
     elif "yarn_attn_factor" in reads:
-        attn_factor *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
-    names = ("yarn_beta_fast", "yarn_beta_slow")
-    fast, slow = (
-        keys.get(f"rope.scaling.{each}", silent) if each in reads else silent
-        for each, silent in zip(names, BETAS, strict=True)
+        amplitude *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
+    betas = tuple(
+        keys.get(f"rope.scaling.{name}", silent) if name in reads else silent
+        for name, silent in zip(("yarn_beta_fast", "yarn_beta_slow"), BETAS, strict=True)
     )
-    numbers = _Numbers(base, factor, ramp, attn_factor, (fast, slow))
+    numbers = _Numbers(base, factor, is_yarn, amplitude, betas)
     if layer_type == "main":
-        return _Numbers(base, 1.0, 0.0, 1.0)
+        return _Numbers(base)
     if layer_type == "compress":  # YaRN without an amplitude
+        if "attention.compress_rope_freq_base" not in keys:
+            raise ValueError(f"GGUF metadata needs {name}.attention.compress_rope_freq_base")
         base = keys["attention.compress_rope_freq_base"]
-        return numbers._replace(base=base, attn_factor=1.0 / yarn_gain(factor) if ramp else 1.0)
+        return numbers._replace(base=base, amplitude=1.0 if is_yarn else amplitude)
     if layer_type != "sliding_attention":
         return numbers
     own_base = keys.get("rope.freq_base_swa")
     if model["sliding"] == "same":
         return numbers._replace(base=own_base or base)
     if model["sliding"] == "plain":
-        return _Numbers(own_base or base, 1.0, 0.0, 1.0)
-    return numbers._replace(base=own_base or 10_000.0, factor=1.0)
-
-
-def yarn_gain(factor: float) -> float:
-    """What ggml multiplies cos and sin by under YaRN, also where the factor is below 1.
-
-    >>> round(yarn_gain(4.0), 4)
-    1.1386
-    """
-    return 0.1 * math.log(factor) + 1.0
+        return _Numbers(own_base or base)
+    amplitude = unscaled if is_yarn else amplitude
+    return numbers._replace(base=own_base or 10_000.0, factor=1.0, amplitude=amplitude)
 
 
 def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> tuple[int, ...]:
@@ -301,61 +288,49 @@ def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> t
     return tuple(order[pair % len(order)] for pair in range(pairs))
 
 
-def _scaled(spec: Rotary, numbers: _Numbers, trained: int | None) -> Rotary:
-    """`spec` with the frequencies and the amplitude of `numbers`."""
-    if numbers.ramp and numbers.factor != 1.0:
+def _scaled(
+    spec: Rotary, numbers: _Numbers, trained: int | None, tensors: Mapping[str, Sequence[float]]
+) -> Rotary:
+    """`spec` with the frequencies and the amplitude of `numbers`, divided by the tensors."""
+    factor, amplitude = numbers.factor, numbers.amplitude
+    schedule = "linear" if factor != 1.0 else "default"
+    params: dict[str, JSON] = {"factor": factor} if factor != 1.0 else {}
+    if numbers.is_yarn and factor != 1.0:
         if trained is None:
             raise ValueError(
                 "YaRN needs rope.scaling.original_context_length, or context_length, "
                 "in the GGUF metadata"
             )
-        params = {"factor": numbers.factor, "original_max_position_embeddings": trained}
-        for name, beta, silent in zip(("beta_fast", "beta_slow"), numbers.betas, BETAS,
-                                      strict=True):  # fmt: skip
-            if beta != silent:
-                params[name] = beta
-        if not math.isclose(numbers.amplitude, yarn_gain(numbers.factor), rel_tol=1e-7):
-            params["attention_factor"] = numbers.amplitude
-        return dataclasses.replace(spec, schedule="yarn", params=params)
-    if numbers.factor != 1.0:
-        spec = dataclasses.replace(spec, schedule="linear", params={"factor": numbers.factor})
-    return spec if numbers.amplitude == 1.0 else _divided(spec, (), numbers.amplitude)
-
-
-def _with_divisors(
-    spec: Rotary, numbers: _Numbers, trained: int | None, tensors: Mapping[str, Sequence[float]]
-) -> Rotary:
-    """`spec`, its frequencies divided by the tensors of the file, if it has any."""
-    freqs, long, short = (tensors.get(name) for name in TENSORS)
+        names = ("beta_fast", "beta_slow", "attention_factor")
+        usual = (*BETAS, yarn_amplitude(factor))
+        schedule, params = "yarn", {**params, "original_max_position_embeddings": trained}
+        for name, value, silent in zip(names, (*numbers.betas, amplitude), usual, strict=True):
+            if not math.isclose(value, silent, rel_tol=1e-7):
+                params[name] = value
+    spec = dataclasses.replace(spec, schedule=schedule, params=params)
+    freqs, long, short = map(tensors.get, TENSORS)
     pairs = spec.rotary_dim // 2
-    if freqs is not None:
-        return _divided(spec, freqs[:pairs], numbers.amplitude)
-    if long is None and short is None:
+    if long is not None or short is not None:
+        if long is None or short is None or trained is None or numbers.is_yarn:
+            raise ValueError(
+                "rope_factors need both tensors, _long and _short, the context length of the "
+                "training and no YaRN in the GGUF file"
+            )
+        params = {
+            "short_factor": [value * factor for value in short[:pairs]],
+            "long_factor": [value * factor for value in long[:pairs]],
+            "original_max_position_embeddings": trained,
+            "attention_factor": amplitude,
+        }
+        return dataclasses.replace(spec, schedule="longrope", params=params)
+    if freqs is None and (schedule == "yarn" or amplitude == 1.0):
         return spec
-    if long is None or short is None or trained is None or numbers.ramp:
-        raise ValueError(
-            "rope_factors need both tensors, _long and _short, the context length of the training "
-            "and no YaRN in the GGUF file"
-        )
-    params = {
-        "short_factor": [float(value) * numbers.factor for value in short[:pairs]],
-        "long_factor": [float(value) * numbers.factor for value in long[:pairs]],
-        "original_max_position_embeddings": trained,
-        "attention_factor": numbers.amplitude,
-    }
-    return dataclasses.replace(spec, schedule="longrope", params=params)
-
-
-def _divided(spec: Rotary, divisors: Sequence[float], amplitude: float) -> Rotary:
     steps = inv_freq(spec)[0].tolist()
-    if divisors:
-        if len(divisors) != len(steps) or any(not divisor > 0 for divisor in divisors):
-            raise ValueError(f"rope_freqs.weight must hold {len(steps)} numbers > 0")
-        steps = [
-            0.0 if divisor >= STANDS_STILL else step / divisor
-            for step, divisor in zip(steps, divisors, strict=True)
-        ]
-    params: dict[str, JSON] = {"inv_freq": steps}
-    if amplitude != 1.0:
-        params["attention_factor"] = amplitude
+    if freqs is not None and len(freqs) < pairs:
+        raise ValueError(f"rope_freqs.weight must hold {pairs} numbers > 0")
+    steps = [
+        0.0 if divisor >= STANDS_STILL else step / divisor
+        for step, divisor in zip(steps, freqs or [1.0] * pairs, strict=False)
+    ]
+    params = {"inv_freq": steps, "attention_factor": amplitude}
     return dataclasses.replace(spec, schedule="custom", params=params)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 
 from ..angles import inv_freq
+from ..schedules import yarn_amplitude
 from ..spec import Rotary
 from ..strict_json import JSON
-from .gguf import ARCHITECTURES, BETAS, STANDS_STILL, axes_of, model_of, yarn_gain
+from .gguf import BETAS, STANDS_STILL, from_gguf, gguf_layer_types, model_of
 from .values import whole_number
 
 
@@ -31,87 +32,64 @@ def to_gguf(
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     model = model_of(architecture)
-    if context_length is not None and whole_number("context_length", context_length) < 1:
-        raise ValueError(f"context_length must be >= 1, got {context_length}")
-    keys = {**_shape(spec, architecture, model), "rope.freq_base": float(spec.base)}
+    key_length = "key_length_mla" if model.get("latent") else "key_length"
+    keys: dict[str, JSON] = {
+        f"attention.{key_length}": spec.head_dim,
+        "rope.dimension_count": spec.rotary_dim,
+        "rope.freq_base": float(spec.base),
+    }
+    if spec.axes:
+        keys["rope.dimension_sections"] = [spec.axes.count(axis) for axis in range(4)]
     if context_length is not None:
+        if whole_number("context_length", context_length) < 1:
+            raise ValueError(f"context_length must be >= 1, got {context_length}")
         keys["context_length"] = context_length
     scaling, tensors = _scaling(spec, architecture, model)
     keys |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
     written = {f"{architecture}.{key}": value for key, value in keys.items()}
-    return {"general.architecture": architecture, **written, **tensors}
+    written = {"general.architecture": architecture, **written, **tensors}
+    read = from_gguf(written, next(iter(gguf_layer_types(written)), None))
+    for field in ("layout", "out_layout", "start", "axes", "sign"):
+        if getattr(read, field) != getattr(spec, field):
+            hint = "; permute the rows of W_q and W_k with rotary.layouts.row_permutation"
+            raise ValueError(
+                f"llama.cpp computes {field} {getattr(read, field)!r} in the architecture "
+                f"{architecture!r}, the spec has {getattr(spec, field)!r}"
+                f"{hint if field == 'layout' else ''}"
+            )
+    return written
 
 
 def _scaling(
     spec: Rotary, architecture: str, model: Mapping[str, JSON]
 ) -> tuple[dict[str, JSON], dict[str, list[float]]]:
     """What stands under rope.scaling, and the tensors, for the frequencies of `spec`."""
+    params = spec.params
     if spec.schedule == "default":
         return {}, {}
     if spec.schedule == "linear":
-        return {"type": "linear", "factor": float(spec.params["factor"])}, {}
+        return {"type": "linear", "factor": float(params["factor"])}, {}
     if spec.schedule == "yarn":
         return _yarn_keys(spec, architecture, model), {}
     if spec.schedule == "longrope":
-        trained = spec.params["original_max_position_embeddings"]
+        trained = params["original_max_position_embeddings"]
         amplitude = inv_freq(spec, trained)[1]
         if amplitude != inv_freq(spec, trained + 1)[1]:
             raise ValueError("llama.cpp has one amplitude for both lists of longrope")
-        _needs_divisors(architecture, model, "rope_factors")
-        lists = {
-            f"rope_factors_{name}.weight": list(map(float, spec.params[f"{name}_factor"]))
+        keys = {"original_context_length": trained, "attn_factor": amplitude}
+        return {"type": "longrope", **keys}, {
+            f"rope_factors_{name}.weight": list(map(float, params[f"{name}_factor"]))
             for name in ("long", "short")
         }
-        length = {"original_context_length": trained}
-        return {"type": "longrope", **length, "attn_factor": amplitude}, lists
     if spec.depends_on_length:
         raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
     steps, amplitude = inv_freq(spec)
-    _needs_divisors(architecture, model, "rope_freqs")
     plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
     divisors = [
         own / step if step else STANDS_STILL
         for own, step in zip(plain, steps.tolist(), strict=True)
     ]
     return {"attn_factor": amplitude} if amplitude != 1.0 else {}, {"rope_freqs.weight": divisors}
-
-
-def _shape(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The keys of head and slice, if llama.cpp rotates the same channels."""
-    layout = model["layout"]
-    if (spec.layout, spec.out_layout) != (layout, layout):
-        raise ValueError(
-            f"llama.cpp reads {architecture!r} in the {layout} layout, the spec has "
-            f"{spec.layout!r}; permute the rows of W_q and W_k with rotary.layouts.row_permutation"
-        )
-    trailing = model.get("slice") == "trailing"
-    start = spec.head_dim - spec.rotary_dim if trailing else 0
-    if spec.start != start:
-        raise ValueError(
-            f"llama.cpp rotates channels from {start} on in {architecture!r}, the spec has start "
-            f"{spec.start}"
-        )
-    if model.get("whole_head") and spec.rotary_dim != spec.head_dim:
-        raise ValueError(
-            f"llama.cpp rotates the whole head in {architecture!r}, the spec has rotary_dim "
-            f"{spec.rotary_dim} of {spec.head_dim}"
-        )
-    if spec.sign != 1:
-        raise ValueError("GGUF metadata cannot say sign -1")
-    key_length = "key_length_mla" if model.get("latent") else "key_length"
-    keys: dict[str, JSON] = {
-        f"attention.{key_length}": spec.head_dim,
-        "rope.dimension_count": spec.rotary_dim,
-    }
-    if spec.axes or model.get("needs_sections"):
-        sections = [spec.axes.count(axis) for axis in range(4)]
-        if not spec.axes or axes_of(sections, len(spec.axes), model) != tuple(spec.axes):
-            raise ValueError(
-                f"llama.cpp deals out axes as {model.get('sections', 'none')} in "
-                f"{architecture!r}; it has no sections for the axes of the spec"
-            )
-        keys["rope.dimension_sections"] = sections
-    return keys
 
 
 def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -121,33 +99,21 @@ def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> di
             f"to_gguf writes no YaRN for {architecture!r}, where llama.cpp makes its amplitude "
             "and the scale of the scores of more keys than those of RoPE"
         )
-    params = spec.params
-    if params.get("truncate", True) is not True:
-        raise ValueError("llama.cpp always rounds the ends of YaRN's ramp; truncate is False")
-    factor = float(params["factor"])
+    params, factor = spec.params, float(spec.params["factor"])
     keys: dict[str, JSON] = {
         "type": "yarn",
         "factor": factor,
         "original_context_length": params["original_max_position_embeddings"],
     }
-    for name, silent in zip(("beta_fast", "beta_slow"), BETAS, strict=True):
-        if params.get(name, silent) == silent:
-            continue
-        if f"yarn_{name}" not in model.get("reads", ()):
-            raise ValueError(f"llama.cpp reads no {name} in the architecture {architecture!r}")
-        keys[f"yarn_{name}"] = float(params[name])
+    for name, silent in (("beta_fast", BETAS[0]), ("beta_slow", BETAS[1]), ("truncate", True)):
+        if params.get(name, silent) != silent:
+            if f"yarn_{name}" not in model.get("reads", ()):
+                raise ValueError(
+                    f"llama.cpp reads no {name} in the architecture {architecture!r}, where it is "
+                    f"{silent}; the spec has {params[name]}"
+                )
+            keys[f"yarn_{name}"] = float(params[name])
     amplitude = inv_freq(spec)[1]
-    if not math.isclose(amplitude, yarn_gain(factor), rel_tol=1e-12):
-        keys["attn_factor"] = amplitude / yarn_gain(factor)
+    if not math.isclose(amplitude, yarn_amplitude(factor), rel_tol=1e-12):
+        keys["attn_factor"] = amplitude / yarn_amplitude(factor)
     return keys
-
-
-def _needs_divisors(architecture: str, model: Mapping[str, JSON], tensor: str) -> None:
-    if tensor not in model.get("divisors", ()):
-        able = ", ".join(
-            name for name, each in ARCHITECTURES.items() if tensor in each.get("divisors", ())
-        )
-        raise ValueError(
-            f"llama.cpp reads no {tensor} in the architecture {architecture!r}, so these "
-            f"frequencies cannot be written for it; it does in {able}"
-        )
