@@ -60,14 +60,6 @@ def dynamic(case: Case) -> Result:
     return rules.unscaled("llama.cpp")(case)
 
 
-def longrope(case: Case) -> Result:
-    """LongRoPE, whose list is chosen when the context is made."""
-    is_long = case.limit > rules.required_length(case.trained)
-    switch = "long list for every row if the allocated n_ctx > L, at start"
-    advice = rules.longrope_advice(case, is_long)
-    return rules.longrope(case, is_long, rules.context_amplitude(case), switch, advice)
-
-
 def yarn(case: Case) -> Result:
     """YaRN with the amplitude of the paper, or with mscale_all_dim where that is read."""
     model, mscale = case.config.model_type, case.rope.get("mscale_all_dim")
@@ -96,6 +88,11 @@ def llama3(case: Case) -> Result:
     return rules.llama3(case, trained, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
+longrope = rules.longrope(
+    lambda case: case.limit,
+    "long list for every row if the allocated n_ctx > L, at start",
+    reads_mscale=False,
+)
 _BASE = "conversion/base.py, set_gguf_parameters"
 LLAMA_CPP = Program(
     "llama.cpp",

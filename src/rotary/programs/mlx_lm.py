@@ -122,7 +122,7 @@ def llama3(case: Case) -> Result:
     """The band of Llama 3.1; a wavelength on its edge is kept."""
     trained = case.rope.get(TRAINED, 8192)
     result = rules.llama3(case, trained, low_freq_factor=1.0, high_freq_factor=4.0)
-    kept = rules.frequencies("default", case.dim, case.base)
+    kept = rules.plain(case).inv_freq
     edge = trained / case.rope.get("low_freq_factor", 1.0)
     inv_freq = np.where(2 * math.pi / kept == edge, kept, result.inv_freq)  # strict < there
     return result._replace(inv_freq=inv_freq)
@@ -134,11 +134,11 @@ def longrope(case: Case) -> Result:
     is_phi3 = case.config.model_type in PHI3
     case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
     advice = case.advice or "mlx-lm uses the long list for every row, and its own attention factor"
-    switch = "never: the long list always"
-    amplitude = rules.context_amplitude(case)
+    rule = rules.longrope(lambda _: math.inf, "never: the long list always", reads_mscale=False)
+    result = rule(case)._replace(advice=advice)
     if case.config.model_type == "phimoe":
-        amplitude = float(rules.need(case, "long_mscale"))
-    return rules.longrope(case, True, amplitude, switch, advice)
+        result = result._replace(attention_factor=float(rules.need(case, "long_mscale")))
+    return result
 
 
 def dynamic(case: Case) -> Result:

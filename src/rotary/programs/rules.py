@@ -4,20 +4,42 @@ Frequencies come from `rotary.schedules`; only what deviates from there is writt
 """
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from ..schedules import SCHEDULES, grown_base, longrope_amplitude, yarn_amplitude
 from ..strict_json import JSON
-from .case import Array, Case, NotComparedError, RefusedError, Result, Rule
+from .case import Case, NotComparedError, RefusedError, Result, Rule
 
 
-def frequencies(schedule: str, dim: int, base: float, **params: Any) -> Array:
-    """The frequencies of a schedule of ours, (dim / 2,) float64 in rad per token."""
-    if base <= 0:
-        raise NotComparedError(f"its base would be {base:g}")
+def computed(
+    case: Case, schedule: str, amplitude: float = 1.0, switch: str = "never", advice: str = "",
+    *, seq_len: int | None = None, **params: JSON,
+) -> Result:  # fmt: skip
+    """What a schedule of ours gives for the channels and the base of `case`."""
+    if case.base <= 0:
+        raise NotComparedError(f"its base would be {case.base:g}")
+    length = {} if seq_len is None else {"seq_len": seq_len}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
-        return SCHEDULES[schedule](dim, base, **params)[0]
+        inv_freq = SCHEDULES[schedule](case.dim, case.base, **params, **length)[0]
+    words = in_words(schedule, case.base, params, case.seq_len if seq_len is None else seq_len)
+    return Result(words, inv_freq, amplitude, switch, advice=advice)
+
+
+def in_words(schedule: str, base: float, params: Mapping[str, JSON], seq_len: int) -> str:
+    """A schedule as a table shows it."""
+    factor, trained = (
+        params.get(name, silent)
+        for name, silent in (("factor", 1), ("original_max_position_embeddings", 0))
+    )
+    exact = "" if params.get("truncate", True) else ", not truncated"
+    share = f", share {params['partial_rotary_factor']:g}" if schedule == "proportional" else ""
+    return {
+        "default": f"plain, base {base:g}",
+        "dynamic": f"dynamic NTK at {seq_len} tokens",
+        "yarn": f"YaRN, factor {factor:g}, trained length {trained}{exact}",
+        "longrope": f"LongRoPE, {'long' if seq_len > trained else 'short'} list",
+    }.get(schedule, f"{schedule}{share}, factor {factor:g}")
 
 
 def need(case: Case, name: str, default: JSON = None) -> JSON:
@@ -37,8 +59,7 @@ def required_length(value: int | None) -> int:
 
 def plain(case: Case) -> Result:
     """Frequencies of the base alone."""
-    inv_freq = frequencies("default", case.dim, case.base)
-    return Result(f"plain, base {case.base:g}", inv_freq)
+    return computed(case, "default")
 
 
 def plain_on_one_axis(case: Case) -> Result:
@@ -69,10 +90,7 @@ def refuse(error: str) -> Rule:
 
 def linear(case: Case) -> Result:
     """All frequencies divided by factor."""
-    factor = need(case, "factor")
-    return Result(
-        f"linear, factor {factor:g}", frequencies("linear", case.dim, case.base, factor=factor)
-    )
+    return computed(case, "linear", factor=need(case, "factor"))
 
 
 def linear_float(case: Case) -> Result:
@@ -87,24 +105,21 @@ def llama3(case: Case, trained: int | None = None, **silent: float) -> Result:
     names = ("factor", "low_freq_factor", "high_freq_factor")
     params = {name: need(case, name, silent.get(name)) for name in names}
     length = trained or required_length(case.trained)
-    inv_freq = frequencies(
-        "llama3", case.dim, case.base, **params, original_max_position_embeddings=length
-    )
-    return Result(f"llama3, factor {params['factor']:g}", inv_freq)
+    return computed(case, "llama3", **params, original_max_position_embeddings=length)
 
 
-def proportional(case: Case) -> Result:
+def proportional(case: Case, advice: str = "") -> Result:
     """Gemma 4: the exponent counts the whole head, pairs beyond the share stand still."""
-    factor = case.rope.get("factor", 1.0)
-    params = {"partial_rotary_factor": case.config.share, "factor": factor}
-    inv_freq = frequencies("proportional", case.config.head_dim, case.base, **params)
-    return Result(f"proportional, share {case.config.share:g}, factor {factor:g}", inv_freq)
+    params = {"partial_rotary_factor": case.config.share, "factor": case.rope.get("factor", 1.0)}
+    return computed(
+        case._replace(dim=case.config.head_dim), "proportional", advice=advice, **params
+    )
 
 
 def proportional_unscaled(case: Case) -> Result:
     """The same without its factor."""
     advice = "vLLM, SGLang, llama.cpp and keras-hub drop the factor of proportional"
-    return proportional(case._replace(rope={}))._replace(advice=advice)
+    return proportional(case._replace(rope={}), advice)
 
 
 def dynamic(switch: str) -> Rule:
@@ -113,8 +128,7 @@ def dynamic(switch: str) -> Rule:
     def rule(case: Case) -> Result:
         factor, trained = need(case, "factor"), required_length(case.config.context)
         params = {"factor": factor, "original_max_position_embeddings": trained}
-        inv_freq = frequencies("dynamic", case.dim, case.base, **params, seq_len=case.seq_len)
-        return Result(f"dynamic NTK at {case.seq_len} tokens", inv_freq, switch=switch)
+        return computed(case, "dynamic", switch=switch, seq_len=case.seq_len, **params)
 
     return rule
 
@@ -123,28 +137,25 @@ def grown(case: Case, growth: float, advice: str = "") -> Result:
     """A fixed base, grown by `growth`."""
     if growth <= 0:
         raise NotComparedError(f"it would grow the base by {growth:g}")
-    base = grown_base(case.dim, case.base, growth)
-    return Result(
-        f"NTK, fixed base {base:.4g}", frequencies("default", case.dim, base), advice=advice
-    )
+    case = case._replace(base=grown_base(case.dim, case.base, growth))
+    result = computed(case, "default", advice=advice)
+    return result._replace(schedule=f"NTK, fixed base {case.base:.4g}")
 
 
 def yarn(
     case: Case, amplitude: float, advice: str = "", *,
-    trained: int | None = None, truncate: bool = True, kept: float = 1.0, reads_betas: bool = True,
+    trained: int | None = None, truncate: bool = True, reads_betas: bool = True,
 ) -> Result:  # fmt: skip
-    """YaRN; `kept` is SGLang's extrapolation_factor."""
-    factor, length = need(case, "factor"), trained or required_length(case.trained)
-    turns = {"beta_fast": 32.0, "beta_slow": 1.0}
+    """YaRN, whose amplitude each program has of its own."""
+    params = {
+        "factor": need(case, "factor"),
+        "original_max_position_embeddings": trained or required_length(case.trained),
+        "truncate": truncate,
+    }
     if reads_betas:
-        turns = {name: case.rope.get(name) or value for name, value in turns.items()}
-    params = {"factor": factor, "original_max_position_embeddings": length, "truncate": truncate}
-    inv_freq = frequencies("yarn", case.dim, case.base, **params, **turns)
-    interpolated = frequencies("default", case.dim, case.base) / factor
-    inv_freq = interpolated + kept * (inv_freq - interpolated) if kept != 1 else inv_freq
-    rounded = "" if truncate else ", not truncated"
-    words = f"YaRN, factor {factor:g}, trained length {length}{rounded}"
-    return Result(words, inv_freq, amplitude, advice=advice)
+        for name in ("beta_fast", "beta_slow"):
+            params |= {name: case.rope[name]} if case.rope.get(name) else {}
+    return computed(case, "yarn", amplitude, advice=advice, **params)
 
 
 def amplitude_of(case: Case, factor: float) -> float:
@@ -163,14 +174,31 @@ def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
     return yarn(case, amplitude, trained=trained)
 
 
-def longrope(case: Case, is_long: bool, amplitude: float, switch: str, advice: str = "") -> Result:
-    """LongRoPE, with the list that is in use."""
-    trained = required_length(case.trained)
-    lists = {name: need(case, name) for name in ("short_factor", "long_factor")}
-    params = {"original_max_position_embeddings": trained, "attention_factor": 1.0, **lists}
-    inv_freq = frequencies("longrope", case.dim, case.base, **params, seq_len=trained + is_long)
-    words = f"LongRoPE, {'long' if is_long else 'short'} list at {case.seq_len} tokens"
-    return Result(words, inv_freq, amplitude, switch, advice=advice)
+def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bool) -> Rule:
+    """LongRoPE: a `decisive` length over the trained one takes the long list, as `switch` says."""
+
+    def rule(case: Case) -> Result:
+        trained = required_length(case.trained)
+        is_long = decisive(case) > trained
+        name = "long_mscale" if is_long else "short_mscale"
+        mscale = case.rope.get(name) if reads_mscale else None
+        amplitude = context_amplitude(case) if mscale is None else float(mscale)
+        ignored = [key for key in ("factor", "attention_factor") if case.rope.get(key) is not None]
+        advice = ""
+        if is_long != (case.seq_len > trained):
+            advice = (
+                "For rows up to L start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
+            )
+        elif ignored:
+            advice = ("vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and "
+                      f"ignore {' and '.join(ignored)}")  # fmt: skip
+        lists = {key: need(case, key) for key in ("short_factor", "long_factor")}
+        params = {"original_max_position_embeddings": trained, "attention_factor": 1.0, **lists}
+        length = trained + is_long
+        result = computed(case, "longrope", amplitude, switch, advice, seq_len=length, **params)
+        return result._replace(schedule=f"{result.schedule} at {case.seq_len} tokens")
+
+    return rule
 
 
 def context_amplitude(case: Case) -> float:
@@ -179,21 +207,6 @@ def context_amplitude(case: Case) -> float:
     if trained == 1:
         raise NotComparedError("it would divide by the logarithm of a trained length of 1")
     return longrope_amplitude(required_length(case.config.context) / trained, trained)
-
-
-def longrope_advice(case: Case, is_long: bool) -> str:
-    """What to say where vLLM, SGLang or llama.cpp give something else than transformers."""
-    if is_long != (case.seq_len > required_length(case.trained)):
-        return "For rows up to L start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
-    ignored = [name for name in ("factor", "attention_factor") if case.rope.get(name) is not None]
-    text = "vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and ignore "
-    return text + " and ".join(ignored) if ignored else ""
-
-
-def longrope_mscale(case: Case, is_long: bool) -> float:
-    """long_mscale or short_mscale, and the amplitude where it is missing."""
-    mscale = case.rope.get("long_mscale" if is_long else "short_mscale")
-    return context_amplitude(case) if mscale is None else float(mscale)
 
 
 def legacy_mrope(case: Case) -> Result:

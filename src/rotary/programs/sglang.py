@@ -43,11 +43,17 @@ def yarn(case: Case) -> Result:
     both = () if mscale is None or all_dim is None else (mscale, all_dim)
     amplitude = yarn_amplitude(factor, *both)
     advice = "SGLang ignores attention_factor: give attn_factor too, its ratio to 0.1 ln(factor)+1"
-    return rules.yarn(
+    result = rules.yarn(
         case, amplitude * rope.get("attn_factor", 1.0),
         advice if rope.get("attention_factor") is not None else "",
-        truncate=rope.get("truncate", True), kept=rope.get("extrapolation_factor", 1.0),
+        truncate=rope.get("truncate", True),
     )  # fmt: skip
+    kept = rope.get("extrapolation_factor", 1.0)
+    if kept == 1:
+        return result
+    interpolated = rules.plain(case).inv_freq / factor
+    inv_freq = interpolated + kept * (result.inv_freq - interpolated)
+    return result._replace(inv_freq=inv_freq)
 
 
 def yarn_deepseek(case: Case) -> Result:
@@ -57,16 +63,11 @@ def yarn_deepseek(case: Case) -> Result:
     return result._replace(attention_factor=amplitude)
 
 
-def longrope(case: Case) -> Result:
-    """LongRoPE, whose list follows the running batch."""
-    is_long = case.seq_len - 1 > rules.required_length(
-        case.trained
-    )  # a position > L: one token later
-    amplitude = rules.longrope_mscale(case, is_long)
-    switch = "long list if any position of the running batch exceeds L"
-    return rules.longrope(case, is_long, amplitude, switch, rules.longrope_advice(case, is_long))
-
-
+longrope = rules.longrope(
+    lambda case: case.seq_len - 1,  # a position > L: one token later
+    "long list if any position of the running batch exceeds L",
+    reads_mscale=True,
+)
 _DIR = "layers/rotary_embedding/"
 SGLANG = Program(
     "SGLang",

@@ -11,9 +11,8 @@ import numpy as np
 from ..angles import inv_freq
 from ..configs import Config
 from ..configs.hf import rotary_of
-from ..spec import Rotary
 from .case import Case, Program, RefusedError, Result
-from .rules import refuse
+from .rules import in_words, refuse
 
 # what the config class demands; vLLM and SGLang load it too
 REQUIRED = {
@@ -56,23 +55,22 @@ def computed(case: Case) -> Result:
         spec = rotary_of(config, lambda complaint: None)
     assert spec is not None  # a config without rotation is refused before
     steps, factor = inv_freq(spec, case.seq_len)
-    advice = ""
-    if spec.schedule == "longrope" and config.model_type == "phimoe":
-        trained = spec.params["original_max_position_embeddings"]
-        steps, _ = inv_freq(spec)
-        if case.seq_len > trained:
-            advice = "transformers keeps the short list of phimoe beyond L, with long_mscale"
-        return Result(
-            _words(spec, trained), np.asarray(steps), factor,
-            "never: the short list always, with long_mscale beyond L", advice=advice,
-        )  # fmt: skip
-    if _is_nested(config) and case.rope.get("truncate") is False:
-        advice = "transformers ignores truncate inside a nested rope_parameters"
+    words, advice = in_words(spec.schedule, spec.base, spec.params, case.seq_len), ""
     switch = {
         "dynamic": "with the longest row of the batch, at every forward",
         "longrope": "long list if the longest row of the batch exceeds L, at every forward",
     }.get(spec.schedule, "never")
-    return Result(_words(spec, case.seq_len), np.asarray(steps), factor, switch, advice=advice)
+    if spec.schedule == "longrope":
+        trained, at = spec.params["original_max_position_embeddings"], case.seq_len
+        if config.model_type == "phimoe":
+            if at > trained:
+                advice = "transformers keeps the short list of phimoe beyond L, with long_mscale"
+            steps, words, at = inv_freq(spec)[0], "LongRoPE, short list", trained
+            switch = "never: the short list always, with long_mscale beyond L"
+        words += f" at {at} tokens"
+    elif _is_nested(config) and case.rope.get("truncate") is False:
+        advice = "transformers ignores truncate inside a nested rope_parameters"
+    return Result(words, np.asarray(steps), factor, switch, advice=advice)
 
 
 def _as_its_code_reads(case: Case) -> Config:
@@ -94,19 +92,6 @@ def _as_its_code_reads(case: Case) -> Config:
 def _is_nested(config: Config) -> bool:
     """Whether the file has an object of rope parameters for each layer type."""
     return config.layer_type in (config.data.get("rope_parameters") or {})
-
-
-def _words(spec: Rotary, seq_len: int) -> str:
-    params = spec.params
-    trained = params.get("original_max_position_embeddings", 0)
-    exact = "" if params.get("truncate", True) else ", not truncated"
-    return {
-        "default": f"plain, base {spec.base:g}",
-        "dynamic": f"dynamic NTK at {seq_len} tokens",
-        "yarn": f"YaRN, factor {params.get('factor', 1):g}, trained length {trained}{exact}",
-        "longrope": f"LongRoPE, {'long' if seq_len > trained else 'short'} list "
-        f"at {seq_len} tokens",
-    }.get(spec.schedule, f"{spec.schedule}, factor {params.get('factor', 1):g}")
 
 
 _HF = "modeling_rope_utils.py"

@@ -59,24 +59,22 @@ def yarn_telechat(case: Case) -> Result:
     return rules.yarn(case, amplitude, truncate=case.rope.get("truncate", True))
 
 
-def longrope(case: Case) -> Result:
-    """LongRoPE, whose list is chosen when the server starts."""
-    is_long = case.limit > rules.required_length(case.trained)
-    amplitude = rules.longrope_mscale(case, is_long)
-    switch = "long list for every row if max_model_len > L (default: a top-level L), at start"
-    return rules.longrope(case, is_long, amplitude, switch, rules.longrope_advice(case, is_long))
-
-
 def ntk(case: Case) -> Result:
     """NTK with a fixed factor, or NTK-mixed."""
     factor, b = rules.need(case, "factor"), case.rope.get("mixed_b")
     if b is not None:
-        inv_freq = rules.frequencies("ntk_mixed", case.dim, case.base, factor=factor, b=b)
-        return Result(f"NTK-mixed, b {b:g}", inv_freq)
-    inv_freq = rules.frequencies("default", case.dim, case.base * factor) / factor ** (2 / case.dim)
-    return Result(f"NTK, factor {factor:g}, the first pair scaled too", inv_freq)
+        result = rules.computed(case, "ntk_mixed", factor=factor, b=b)
+        return result._replace(schedule=f"NTK-mixed, b {b:g}")
+    inv_freq = rules.plain(case._replace(base=case.base * factor)).inv_freq
+    words = f"NTK, factor {factor:g}, the first pair scaled too"
+    return Result(words, inv_freq / factor ** (2 / case.dim))
 
 
+longrope = rules.longrope(
+    lambda case: case.limit,
+    "long list for every row if max_model_len > L (default: a top-level L), at start",
+    reads_mscale=True,
+)
 _DIR = "layers/rotary_embedding/"
 _PATCH = "transformers_utils/config.py, patch_legacy_rope_type"
 VLLM = Program(
