@@ -5,12 +5,15 @@
 
 import json
 
+import numpy as np
 import pytest
+from peers.measure import without_bases
 from peers.table import CONFIGS, fault
 from peers.table import RECORDED as FOLDER
 
 import rotary
-from rotary.programs import PROGRAMS
+from rotary.configs import layer_types
+from rotary.programs import PROGRAMS, readings
 
 RECORDED = {
     program.name: FOLDER / f"{program.name.lower().replace('.', '_').replace('-', '_')}.json"
@@ -30,6 +33,26 @@ ROWS = [
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_our_file_says_what_the_program_computes(name, row):
     assert fault(row, name) == ""
+
+
+SILENT = json.loads((FOLDER / "mlx_lm_silent.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", SILENT, ids=lambda row: f"{row['config']}-{row['layer_type']}")
+def test_the_base_that_mlx_lm_takes_by_itself(row):
+    """Of a config that says none; each published one does, so a wrong default showed nowhere."""
+    config = without_bases(json.loads((CONFIGS / row["config"]).read_text()))
+    try:
+        kind = row["layer_type"] or next(iter(layer_types(config)), None)
+        found = readings(config, seq_len=row["seq_len"], layer_type=kind)
+    except ValueError as error:  # transformers, which all are compared with, does not read it
+        assert "needs rope_theta" in str(error)
+        return
+    (ours,) = (each for each in found if each.framework == "mlx-lm")
+    if "refused" in row:
+        assert ours.refuses
+    else:
+        np.testing.assert_allclose(ours.inv_freq[[1, -1]], row["inv_freq"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mlx_lm", "keras_hub", "litgpt"])

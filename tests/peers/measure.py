@@ -26,6 +26,16 @@ def configs(folder):
         yield path.name, json.loads(path.read_text())
 
 
+def without_bases(config):
+    """A config that does not say a base: a program then takes the one of its own code."""
+    bases = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
+    return {
+        key: without_bases(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in bases
+    }
+
+
 def measured(rotate, head_dim, farthest=2**30):
     """Frequencies, amplitude, layout and slice of a rotation, from what it does to unit vectors.
 

@@ -4,6 +4,9 @@ MLX computes nothing before it is asked to, so the whole model costs no memory. 
 `mx.fast.rope` in its layers is noted; the kernel then turns unit vectors with the same arguments.
 What the configs of this repository leave out (sizes of the MLP, experts, norms) is made up, RoPE's
 own keys never are.
+
+    python tests/peers/mlx_lm.py tests/configs tests/golden/peers/mlx_lm.json
+    python tests/peers/mlx_lm.py tests/configs tests/golden/peers/mlx_lm_silent.json --silent
 """
 
 import dataclasses
@@ -190,6 +193,20 @@ BitLinear.__call__ = without_metal
 sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))  # asked for by olmo.py, not used
 BaseModelArgs.from_dict = classmethod(with_made_up_sizes)
 
+
+def ends(row):
+    """A row with its second and its last frequency alone, which a base determines."""
+    if "inv_freq" not in row:
+        return row
+    return {**row, "inv_freq": [row["inv_freq"][1], row["inv_freq"][-1]]}
+
+
 if __name__ == "__main__":
-    rows = [row for name, config in measure.configs(sys.argv[1]) for row in rows_of(name, config)]
+    configs = dict(measure.configs(sys.argv[1]))
+    if sys.argv[3:] == ["--silent"]:  # mlx_lm_silent.json: what a model file takes by itself
+        rows = [ends(row) for name in configs
+                for row in rows_of(name, measure.without_bases(configs[name]))
+                if "skipped" not in row]  # fmt: skip
+    else:
+        rows = [row for name in configs for row in rows_of(name, configs[name])]
     measure.write(sys.argv[2], "mlx-lm", version("mlx-lm"), rows)

@@ -1,7 +1,19 @@
-"""What mlx-lm 0.32.2 computes from a config."""
+"""What mlx-lm 0.32.2 computes from a config.
 
+`mlx_lm.json` says of each of its model files that `rotary.configs` knows, and their aliases:
+  reads          what it takes from `rope_parameters`: "type", the "base" alone, or entries "nested"
+                 by layer type; rope_theta and rope_scaling at the top level otherwise
+  base           where the file is silent; null where it then stops; 10 000 if not said here
+  local_base     the key of the base of sliding layers, 10 000 where the file is silent
+  scaled_layers  the layers that rope_scaling is for; others are plain
+  unscaled       plain whatever rope_scaling says
+tests/test_peers.py compares with what that program computed, of files that are silent too.
+"""
+
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -10,79 +22,35 @@ from . import rules
 from .case import Case, NotComparedError, Program, RefusedError, Result
 from .transformers import PHI3
 
-# those of its model files that `rotary.configs` knows, and their aliases
-MODEL_TYPES = frozenset({
-    "afmoe", "apertus", "bailing_hybrid", "bitnet", "cohere", "cohere2", "dbrx", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
-    "gemma4_unified", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox",
-    "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium",
-    "hunyuan_v1_dense", "internlm2", "kimi_k2", "kimi_k25", "laguna", "lfm2", "lfm2_moe",
-    "llama", "llama4", "llama4_text", "llava", "longcat_flash", "mellum", "mimo_v2_flash",
-    "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl", "ministral3", "mistral", "mistral3",
-    "mistral4", "mixtral", "muse_glimmer", "muse_spark", "nanochat", "nemotron", "olmo",
-    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "pixtral", "qwen2",
-    "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
-    "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "recurrent_gemma", "seed_oss", "smollm3",
-    "solar_open", "stablelm", "starcoder2", "step3p5",
-})  # fmt: skip
-# model files that take the type, or the base alone, from `rope_parameters`
-READ_TYPES = frozenset({
-    "glm_moe_dsa", "minimax_m3_vl", "ministral3", "mistral4", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl",
-})  # fmt: skip
-READ_BASES = frozenset({
-    "exaone_moe", "granitemoehybrid", "lfm2", "lfm2_moe", "muse_glimmer", "muse_spark",
-    "olmo_hybrid",
-})  # fmt: skip
-READ_NESTED = frozenset({"gemma4", "laguna", "mellum", "minimax_m3_vl"})  # by layer type
-SCALED_LAYERS = {"gemma3": "full_attention", "olmo3": "full_attention"}  # others are plain
-LOCAL_BASES = {"gemma3": "rope_local_base_freq", "gemma3n": "rope_local_base_freq"}
-UNSCALED = frozenset({  # plain whatever rope_scaling says
-    "cohere", "cohere2", "dbrx", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3n", "glm",
-    "glm4", "glm4_moe", "gpt_neox", "gptj", "granitemoehybrid", "helium", "lfm2", "lfm2_moe",
-    "minimax_m2", "mixtral", "nanochat", "olmo_hybrid", "phi", "qwen3_moe", "recurrent_gemma",
-    "solar_open", "stablelm", "starcoder2",
-})  # fmt: skip
-NEEDS_BASE = frozenset({  # rope_theta at the top level, or a TypeError
-    "apertus", "bailing_hybrid", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3n", "glm4",
-    "glm4_moe", "granite", "granitemoe", "helium", "llama4", "longcat_flash", "mimo_v2_flash",
-    "minimax_m2", "olmo3", "qwen3_moe", "qwen3_next", "recurrent_gemma", "solar_open", "stablelm",
-})  # fmt: skip
-BASES = {  # where the file is silent; 10 000 in the others
-    "cohere": 8e6, "cohere2": 5e4, "exaone_moe": 1e6, "falcon_h1": 1e11, "gemma3": 1e6,
-    "glm4_moe_lite": 1e6, "gpt_oss": 1.5e5, "lfm2": 1e6, "lfm2_moe": 1e6, "minicpm3": 1e6,
-    "mixtral": 1e6, "muse_glimmer": 5e5, "qwen2": 1e6, "qwen2_moe": 1e6, "qwen2_vl": 1e6,
-    "qwen2_5_vl": 1e6, "starcoder2": 1e5,
-}  # fmt: skip
+MODELS: dict[str, dict[str, JSON]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 TRAINED = "original_max_position_embeddings"
 
 
 def opens(case: Case) -> Case:
     """What the model file takes of config.json, which it reads as it is."""
     config, data = case.config, case.config.data
-    if config.file_type and config.file_type not in MODEL_TYPES:
+    if config.file_type and config.file_type not in MODELS:
         raise NotComparedError(f"mlx-lm has no file for model type {config.file_type}")
     model_type, layer_type = config.model_type.removesuffix("_text"), config.layer_type
     if model_type == "olmo":
         raise RefusedError(
             "TypeError: missing d_model, n_layers, n_heads: it reads OLMo's own file"
         )
-    rope, base = _rope_and_base(case, model_type)
+    model = MODELS.get(model_type, {})
+    rope, base = _rope_and_base(case, model)
     if base is None or None in rope.values():
         raise NotComparedError("a null that only mlx-lm reads was never run")
     advice = ""
-    if base != case.base and model_type in BASES:
+    if base != case.base and "base" in model:
         advice = f"Write rope_theta: without it mlx-lm takes {base:g}"
     if model_type == "glm":
         advice = "mlx-lm rotates the whole head of glm"
-    if layer_type is not None and layer_type != SCALED_LAYERS.get(model_type, layer_type):
+    if layer_type is not None and layer_type != model.get("scaled_layers", layer_type):
         rope = {}
-    if model_type in UNSCALED:
+    if "unscaled" in model:
         advice = f"mlx-lm does not scale {model_type} at all" if rope else advice
         rope = {}
-    new = data.get("rope_parameters")
-    if new and model_type not in READ_TYPES | READ_NESTED:
+    if data.get("rope_parameters") and model.get("reads") not in ("type", "nested"):
         keys = "rope_theta and rope_scaling"
         advice = f"Write {keys} at the top level: mlx-lm reads no rope_parameters"
     return case._replace(
@@ -94,22 +62,20 @@ def opens(case: Case) -> Case:
     )
 
 
-def _rope_and_base(case: Case, model_type: str) -> tuple[Mapping[str, JSON], float]:
+def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, JSON], float]:
     """The rope parameters and the base, from the keys that the model file reads."""
-    data, layer_type = case.config.data, case.config.layer_type
+    data, reads = case.config.data, model.get("reads")
     new = data.get("rope_parameters") or {}
-    if model_type in READ_NESTED:
+    if reads == "nested":
         return case.rope, case.rope.get("rope_theta", case.base)
-    takes_type = model_type in READ_TYPES
-    rope = data.get("rope_scaling") or (new if takes_type else {})
-    if layer_type == "sliding_attention" and model_type in LOCAL_BASES:
-        return rope, data.get(LOCAL_BASES[model_type], 10_000.0)
+    rope = data.get("rope_scaling") or (new if reads == "type" else {})
+    if case.config.layer_type == "sliding_attention" and "local_base" in model:
+        return rope, data.get(model["local_base"], 10_000.0)
     name = case.config.model.get("names", {}).get("rope_theta", "rope_theta")
-    read = new.get("rope_theta") if takes_type or model_type in READ_BASES else None
-    base = data.get(name, read)
-    if base is None and model_type in NEEDS_BASE:
+    base = data.get(name, new.get("rope_theta") if reads else None)
+    if base is None and model.get("base", 10_000.0) is None:
         raise RefusedError("TypeError: missing 1 required argument: 'rope_theta'")
-    return rope, BASES.get(model_type, 10_000.0) if base is None else base
+    return rope, model.get("base", 10_000.0) if base is None else base
 
 
 def mrope(case: Case) -> Result:
