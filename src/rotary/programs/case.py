@@ -21,13 +21,13 @@ class NotComparedError(Exception):
 
 
 class Case(NamedTuple):
-    """A config as one program opens it, and the row it is asked for.
+    """A config as one program opens it, and the sequence it is asked for.
 
     config     the config as it was read, once, for all programs
     rope       the rope parameters that the program sees;  rope_type, base  what it takes from them
     dim        channels that it rotates
     trained    original_max_position_embeddings
-    seq_len    tokens of the row that is computed
+    seq_len    tokens of the sequence that is computed
     advice     what to change in the file, known before any rule
     """
 
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """The longest row that a program is started for."""
+        """The longest sequence that a program is started for."""
         return max(self.config.context or 0, self.seq_len)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..configs import Config, choose
 from ..configs.entries import MODELS, TEXT_PARTS
@@ -91,8 +92,11 @@ class Reading(NamedTuple):
         return {**self._asdict(), "inv_freq": inv_freq, "notes": list(self.notes)}
 
 
+Readings = Mapping[int, tuple[Reading, ...]]  # of the programs in order, by length
+
+
 class Difference(NamedTuple):
-    """How far a program is from the reference, at the row length where that is farthest.
+    """How far a program is from the reference, at the sequence length where that is farthest.
 
     Relative: the largest |inv_freq - reference| / reference, and the same of attention_factor. inf
     where one rotates another number of pairs, or a pair that stands still in the other.
@@ -110,11 +114,11 @@ class Difference(NamedTuple):
         >>> Difference("vLLM", 4096, 0.0, 0.0).agrees
         True
         """
-        return max(self.inv_freq, self.attention_factor) <= TOLERANCE
+        return _size(self) <= TOLERANCE
 
 
 class Diff(NamedTuple):
-    """The readings at the longest row compared, and what they mean."""
+    """The readings at the longest sequence compared, and what they mean."""
 
     readings: tuple[Reading, ...]
     lengths: tuple[int, ...]
@@ -150,10 +154,10 @@ def readings(
     """What each of six programs makes of a Hugging Face config.
 
     config      path of a config.json or of the folder that holds it, or a dict
-    seq_len     tokens of the one row that is computed, alone in its batch; it matters to dynamic
-                and longrope. Default: the longest row the config is made for, that is
+    seq_len     tokens of the one sequence that is computed, alone in its batch; it matters to
+                dynamic and longrope. Default: the longest the config is made for, that is
                 max_position_embeddings, and factor times that for dynamic. Programs that decide
-                once at start (vLLM, llama.cpp) are taken to be started for that longest row.
+                once at start (vLLM, llama.cpp) are taken to be started for that longest sequence.
     layer_type  which entry, where frequencies differ by layer type
     part        which sub-config of a model of several parts, as in `from_hf_config`; the vision
                 parts of other programs are not compared
@@ -165,7 +169,7 @@ def readings(
     >>> for reading in readings({"head_dim": 128, "max_position_embeddings": 4096,
     ...                          "rope_scaling": {"type": "dynamic", "factor": 4.0}})[:3]:
     ...     print(f"{reading.framework:12} {reading.inv_freq[-1]:.2e} {reading.switch}")
-    transformers 8.88e-06 with the longest row of the batch, at every forward
+    transformers 8.88e-06 with the longest sequence of the batch, at every forward
     vLLM         1.15e-04 never
     SGLang       8.88e-06 never
     """
@@ -197,13 +201,13 @@ decimal point, as 8.0.
     trained = entry.context if longest.rope_type == "dynamic" else longest.trained
     if seq_len is None and trained and longest.rope_type in ("dynamic", "longrope", "su"):
         lengths.add(trained)
-    rows = {length: _read_all(_case(entry, length), part) for length in sorted(lengths)}
-    of_longest = rows[max(rows)]
-    accepted = [reading for reading in of_longest if reading.inv_freq is not None]
-    reference = accepted[0].framework if accepted else ""
-    differences = tuple(_farthest(each.framework, reference, rows) for each in accepted[1:])
-    verdict = _verdict(rows, reference, differences, longest.rope_type)
-    return Diff(of_longest, tuple(rows), reference, differences, verdict)
+    by_length = {length: _read_all(_case(entry, length), part) for length in sorted(lengths)}
+    of_longest = by_length[max(by_length)]
+    accepted = [reading.framework for reading in of_longest if reading.inv_freq is not None]
+    reference = accepted[0] if accepted else ""
+    differences = tuple(_farthest(name, reference, by_length) for name in accepted[1:])
+    verdict = _verdict(by_length, reference, differences, longest.rope_type)
+    return Diff(of_longest, tuple(by_length), reference, differences, verdict)
 
 
 def _case(config: Config, seq_len: int | None) -> Case:
@@ -282,42 +286,37 @@ def _read(program: Program, case: Case, is_text: bool) -> Reading:
     return reading._replace(**{**result._asdict(), "notes": notes, "advice": advice})
 
 
-def _farthest(name: str, reference: str, rows: Mapping[int, tuple[Reading, ...]]) -> Difference:
+def _farthest(name: str, reference: str, by_length: Readings) -> Difference:
     """The larger of the differences at each length, of two programs that accept the config."""
     differences = []
-    for length, row in rows.items():
-        theirs, ours = (
-            next(reading for reading in row if reading.framework == each)
-            for each in (name, reference)
-        )
-        assert theirs.inv_freq is not None
-        assert ours.inv_freq is not None
-        assert theirs.attention_factor is not None
-        assert ours.attention_factor is not None
-        amplitude = abs(theirs.attention_factor / ours.attention_factor - 1)
-        inv_freq = _relative(theirs.inv_freq, ours.inv_freq)
+    for length, readings in by_length.items():
+        of = {reading.framework: reading for reading in readings}
+        inv_freq = _relative(of[name].inv_freq, of[reference].inv_freq)
+        amplitude = _relative(of[name].attention_factor, of[reference].attention_factor)
         differences.append(Difference(name, length, inv_freq, amplitude))
-    return max(differences, key=lambda each: max(each.inv_freq, each.attention_factor))
+    return max(differences, key=_size)
 
 
-def _relative(theirs: Array, ours: Array) -> float:
-    if theirs.shape != ours.shape:
+def _size(difference: Difference) -> float:
+    return max(difference.inv_freq, difference.attention_factor)
+
+
+def _relative(theirs: npt.ArrayLike | None, ours: npt.ArrayLike | None) -> float:
+    a, b = np.asarray(theirs, np.float64), np.asarray(ours, np.float64)
+    if a.shape != b.shape:
         return math.inf
-    away = np.abs(theirs - ours)
+    away = np.abs(a - b)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.max(np.where(away == 0, 0.0, away / np.abs(ours))))
+        return float(np.max(np.where(away == 0, 0.0, away / np.abs(b))))
 
 
 def _verdict(
-    rows: Mapping[int, tuple[Reading, ...]],
-    reference: str,
-    differences: tuple[Difference, ...],
-    rope_type: str,
+    by_length: Readings, reference: str, differences: tuple[Difference, ...], rope_type: str
 ) -> str:
-    readings = {reading.framework: reading for reading in rows[max(rows)]}
+    readings = {reading.framework: reading for reading in by_length[max(by_length)]}
     refusing = [name for name, reading in readings.items() if reading.refuses]
     compared = [name for name, reading in readings.items() if reading.inv_freq is not None]
-    apart = [each for each in differences if not each.agrees]
+    apart = sorted((each for each in differences if not each.agrees), key=_size, reverse=True)
     if not reference:
         refusal = readings["transformers"].refuses
         return f"No program accepts this config; transformers says {refusal}."
@@ -327,35 +326,34 @@ def _verdict(
         if len(compared) == len(readings):
             return "All six agree."
         return f"All that read it agree: {', '.join(compared)}."
-    clauses = [f"refused by {', '.join(refusing)}"] if refusing else []
-    far = [f"{each.framework} {_size(each, readings[each.framework])}" for each in apart]
-    clauses.append(f"off from {reference}: {', '.join(far)}" if apart else "all others agree")
-    first = "; ".join(clauses)
-    of_reference = readings[reference].advice
-    advice = (of_reference if apart else "") or _advice(rows, apart)
-    is_refused_for_type = rope_type != "linear" or {"vLLM", "SGLang"} & set(refusing)
-    if refusing and rope_type in RENAME and is_refused_for_type:
+    off = [f"{each.framework} {_words(each, readings[each.framework])}"
+           for each in differences if each in apart]  # fmt: skip
+    first = f"off from {reference}: {', '.join(off)}" if apart else "all others agree"
+    if refusing:
+        first = f"refused by {', '.join(refusing)}; {first}"
+    advice = readings[reference].advice
+    if (
+        refusing
+        and rope_type in RENAME
+        and (rope_type != "linear" or {"vLLM", "SGLang"} & set(refusing))
+    ):
         advice = f"To be read by more, {RENAME[rope_type]}"
-    elif refusing and not apart:
-        advice = of_reference
+    elif apart and not advice:  # of the program that is farthest off, or the next one with some
+        said = (
+            reading.advice
+            for each in apart
+            for reading in by_length[each.seq_len]
+            if reading.framework == each.framework and reading.advice
+        )
+        share = "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
+        advice = next(said, share if apart[0].inv_freq == math.inf else "")
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 
-def _size(each: Difference, reading: Reading) -> str:
+def _words(each: Difference, reading: Reading) -> str:
     if each.inv_freq == math.inf:
         return f"rotates {np.count_nonzero(np.asarray(reading.inv_freq))} pairs"
     sizes = {"inv_freq": each.inv_freq, "amplitude": each.attention_factor}
     parts = [f"{100 * size:.2g}% in {name}" if size < 0.1 else f"{size:,.0%} in {name}"
              for name, size in sizes.items() if size > TOLERANCE]  # fmt: skip
     return f"by {' and '.join(parts)}"
-
-
-def _advice(rows: Mapping[int, tuple[Reading, ...]], apart: list[Difference]) -> str:
-    """What the program that is farthest off needs, or the next one for which that is known."""
-    for each in sorted(apart, key=lambda each: -max(each.inv_freq, each.attention_factor)):
-        for reading in rows[each.seq_len]:
-            if reading.framework == each.framework and reading.advice:
-                return reading.advice
-    if any(each.inv_freq == math.inf for each in apart):
-        return "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
-    return ""

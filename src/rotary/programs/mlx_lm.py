@@ -99,7 +99,9 @@ def longrope(case: Case) -> Result:
     data = case.config.data
     is_phi3 = case.config.model_type in PHI3
     case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
-    advice = case.advice or "mlx-lm uses the long list for every row, and its own attention factor"
+    advice = (
+        case.advice or "mlx-lm uses the long list for every sequence, and its own attention factor"
+    )
     rule = rules.longrope(lambda _: math.inf, "never: the long list always", reads_mscale=False)
     result = rule(case)._replace(advice=advice)
     if case.config.model_type == "phimoe":

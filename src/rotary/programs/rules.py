@@ -123,7 +123,7 @@ def proportional_unscaled(case: Case) -> Result:
 
 
 def dynamic(switch: str) -> Rule:
-    """The base grows with the row; `switch` says when that is decided."""
+    """The base grows with the sequence; `switch` says when that is decided."""
 
     def rule(case: Case) -> Result:
         factor, trained = need(case, "factor"), required_length(case.config.context)
@@ -186,9 +186,7 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         ignored = [key for key in ("factor", "attention_factor") if case.rope.get(key) is not None]
         advice = ""
         if is_long != (case.seq_len > trained):
-            advice = (
-                "For rows up to L start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
-            )
+            advice = "Up to L tokens start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
         elif ignored:
             advice = ("vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and "
                       f"ignore {' and '.join(ignored)}")  # fmt: skip

@@ -21,13 +21,13 @@ def opens(case: Case) -> Case:
 
 
 def dynamic(case: Case) -> Result:
-    """A fixed base, by alpha or as if every row were factor times the context."""
+    """A fixed base, by alpha or as if every sequence were factor times the context."""
     if case.config.file_type in THROUGH_TRANSFORMERS:
         return transformers.computed(case)
     if "alpha" in case.rope:
         return rules.grown(case, case.rope["alpha"])
     factor = case.rope["factor"]
-    advice = "SGLang scales every row as if it had factor * max_position_embeddings tokens"
+    advice = "SGLang scales every sequence as if it had factor * max_position_embeddings tokens"
     return rules.grown(case, factor * factor - (factor - 1), advice)
 
 

@@ -57,8 +57,8 @@ def computed(case: Case) -> Result:
     steps, factor = inv_freq(spec, case.seq_len)
     words, advice = in_words(spec.schedule, spec.base, spec.params, case.seq_len), ""
     switch = {
-        "dynamic": "with the longest row of the batch, at every forward",
-        "longrope": "long list if the longest row of the batch exceeds L, at every forward",
+        "dynamic": "with the longest sequence of the batch, at every forward",
+        "longrope": "long list if the longest sequence of the batch exceeds L, at every forward",
     }.get(spec.schedule, "never")
     if spec.schedule == "longrope":
         trained, at = spec.params["original_max_position_embeddings"], case.seq_len

@@ -72,7 +72,7 @@ def ntk(case: Case) -> Result:
 
 longrope = rules.longrope(
     lambda case: case.limit,
-    "long list for every row if max_model_len > L (default: a top-level L), at start",
+    "long list for every sequence if max_model_len > L (default: a top-level L), at start",
     reads_mscale=True,
 )
 _DIR = "layers/rotary_embedding/"
