@@ -12,7 +12,8 @@ import operator
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ class Identification(Answer):
         >>> Identification(None).to_dict()["findings"]
         []
         """
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            **plain,
+            **vars(self),
             "spec": None if self.spec is None else self.spec.to_dict(),
             "findings": [finding._asdict() for finding in self.findings],
             "inv_freq": None if self.inv_freq is None else self.inv_freq.tolist(),
@@ -125,23 +125,8 @@ def identify(
     rotary_dim    of f(q, k, cos, sin): channels that the tables are for; default head_dim
     max_position  how far to probe; less for callables that build a table of every position
 
-    Codes of findings, where it is no plain RoPE: no_rotation, not_a_rotation, not_linear,
-    not_shift_invariant, mixes_channels, mixes_heads, mixes_tokens, mixes_batch,
-    rows_share_positions, heads_differ, heads_as_positions, mixed_axes, axes_ignored,
-    axes_split_pairs, mixed_directions, tables_in_other_layout, sin_missing, cos_of_cos, pair_scale,
-    position_scale, scales_the_rest, clockwise, cos_sin_swapped, offset, phase, q_k_differ, no_spec;
-    of cos and sin: amplitude, no_attention_factor, attention_factor_twice,
-    attention_factor_divides, mscale_alone;
-    of frequencies: ramp_inverted, frequencies_multiplied, growth_divides, reciprocal_frequencies,
-    denominator, last_pair_at_base, pairs_from_1, duplicate_frequency, off_ladder;
-    of the length: depends_on_length, depends_on_batch, depends_on_position, dynamic_linear,
-    amplitude_depends_on_length, remembers_length, positions_shared, positions_clamped,
-    positions_restart, positions_overflow, not_rotated_far;
-    of precision: float32_angles, float32_running_product, angles_drift, uneven, and bfloat16 or
-    float16 before _positions, _frequencies, _angles, _tables;
-    of the call: overwrites_input, not_repeatable, positions_ignored, positions_consecutive,
-    depends_on_shape, refuses_batch, far_refused. docs/guide.md says what each means, and what
-    cannot be seen.
+    The code of a finding is a stable name, such as "no_rotation" or "float32_angles":
+    docs/identify.md lists all of them, says what each means, and what cannot be seen.
 
     Frequencies are found modulo one turn per token. The fewest words that explain them win: an NTK
     base may be a plain base, many trained lengths give the same YaRN, low_freq_factor is called 1.
@@ -155,7 +140,18 @@ def identify(
     Rotary(head_dim=8, base=500.0)
       angles: exact; right to 1e-3 rad up to position 1,048,576, probed up to 1,048,576
     """
-    _check_arguments(head_dim, form, seq_dim, library, dtype, num_axes, rotary_dim, max_position)
+    for name, value, least in (("head_dim", head_dim, 2), ("num_axes", num_axes, 1),
+                               ("max_position", max_position, 1)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
+        raise ValueError(f"rotary_dim must be even and in (0, {head_dim}], got {rotary_dim!r}")
+    for name, choice, choices in (("form", form, (None, "positions", "tables")),
+                                  ("seq_dim", seq_dim, (-2, -3)), ("dtype", dtype, tuple(UNITS)),
+                                  ("library", library, (None, *LIBRARIES))):  # fmt: skip
+        if choice not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {names}; got {choice!r}")
     fns = tuple(fn) if isinstance(fn, Sequence) else (fn,)
     if not 1 <= len(fns) <= 2 or not all(map(callable, fns)):
         raise ValueError("fn must be a callable, or two: of q and of k")
@@ -163,7 +159,8 @@ def identify(
     if forms == {"tables"} and len(fns) == 1:
         if num_axes != 1:
             raise ValueError("num_axes belongs to f(x, positions): tables have no axes")
-        return _with_tables(fns[0], head_dim, seq_dim, library, dtype, rotary_dim or head_dim)
+        boxes_of = partial(boxes_with_tables, fns[0], head_dim, seq_dim, library, dtype)
+        return _with_tables(boxes_of, rotary_dim or head_dim)
     if forms != {"positions"}:
         raise ValueError("two callables must both be f(x, positions)")
     if rotary_dim is not None:
@@ -216,51 +213,45 @@ def _from_file(path: Path) -> Any:
 
 def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification:
     """The answer about q, with what is different about k."""
-    q, *others = answers
-    findings = list(q.findings)
+    q, findings = answers[0], list(answers[0].findings)
     is_rotation = all(answer.is_rotation for answer in answers)
-    for box, k in zip(boxes[1:], others, strict=True):
+    for box, k in zip(boxes[1:], answers[1:], strict=True):
         findings += [
             finding._replace(text=f"k: {finding.text}")
             for finding in k.findings
             if finding not in q.findings
         ]
-        if (text := _difference((boxes[0], q), (box, k))) is not None:
+        apart = np.abs(box.matrices([3, 4, 5]) - boxes[0].matrices([3, 4, 5])).max()
+        if apart > 2e-5 + 4 * UNITS[box.dtype]:
+            text = f"q and k are treated differently{_difference(q.spec, k.spec)}"
             findings.append(Finding("q_k_differ", text))
             is_rotation = is_rotation and q.spec == k.spec
     fields = {**vars(q), "findings": tuple(findings), "is_rotation": is_rotation}
     return Identification(**fields)
 
 
-def _difference(q: tuple[Box, Answer], k: tuple[Box, Answer]) -> str | None:
-    """In what q and k are treated differently, or None."""
-    rotated = [box.matrices([3, 4, 5]) for box, _ in (q, k)]
-    if np.abs(rotated[0] - rotated[1]).max() <= 2e-5 + 4 * UNITS[q[0].dtype]:
-        return None
-    one, two = q[1].spec, k[1].spec
-    if one is None or two is None:
-        return "q and k are treated differently"
-    plain = one.to_dict(), two.to_dict()
-    fields = [name for name in plain[0] if plain[0][name] != plain[1][name] and name != "params"]
-    shown = ", ".join(f"{name} {plain[0][name]} and {plain[1][name]}" for name in fields)
-    return f"q and k are treated differently: {shown or 'frequencies or amplitude'}"
+def _difference(q: Rotary | None, k: Rotary | None) -> str:
+    """In which fields two specs differ, in words."""
+    if q is None or k is None:
+        return ""
+    one, two = q.to_dict(), k.to_dict()
+    names = [name for name in one if one[name] != two[name] and name != "params"]
+    shown = ", ".join(f"{name} {one[name]} and {two[name]}" for name in names)
+    return f": {shown or 'frequencies or amplitude'}"
 
 
 def _with_tables(
-    fn: Callable[..., object],
-    head_dim: int,
-    seq_dim: int,
-    library: str | None,
-    dtype: str,
-    width: int,
+    boxes_of: Callable[[Array, str], Iterator[tuple[str, Any]]], width: int
 ) -> Identification:
-    """The rotation of f(q, k, cos, sin), under the order of tables that suits it best."""
+    """The rotation of f(q, k, cos, sin), under the order of tables that suits it best.
+
+    boxes_of  the boxes to try, for tables of these frequencies in that order
+    """
     inv_freq = 1e4 ** (-np.arange(0, width, 2) / width)
     best, refusals = None, []
     for order in TABLES:
-        ways = boxes_with_tables(fn, head_dim, seq_dim, library, dtype, inv_freq, order)
         try:
-            boxes = first_that_works(ways)
+            boxes = first_that_works(boxes_of(inv_freq, order))
             answers = [examine(box, FAR) for box in boxes]
         except ValueError as error:
             refusals.append(str(error))
@@ -269,35 +260,12 @@ def _with_tables(
             _compared(boxes, answers), tables=order,
             inv_freq=None, arithmetic=None, right_up_to=None, probed_up_to=None,
         )  # fmt: skip
-        if any(_turns_by(answer, inv_freq) for answer in answers):
-            return result
+        for answer in answers:
+            measured = np.zeros(0) if answer.inv_freq is None else answer.inv_freq
+            is_right = measured.shape == inv_freq.shape and np.abs(measured - inv_freq).max() < 1e-3
+            if answer.spec is not None and is_right:  # they rotate as the tables say
+                return result
         best = best or result
     if best is None:
         raise ValueError(refusals[0])
     return best
-
-
-def _turns_by(answer: Answer, inv_freq: Array) -> bool:
-    """Whether pairs rotate by the frequencies that the tables were made of, in their order."""
-    measured = answer.inv_freq
-    if answer.spec is None or measured is None or len(measured) != len(inv_freq):
-        return False
-    return bool(np.abs(measured - inv_freq).max() < 1e-3)
-
-
-def _check_arguments(
-    head_dim: int, form: str | None, seq_dim: int, library: str | None, dtype: str, num_axes: int,
-    rotary_dim: int | None, max_position: int,
-) -> None:  # fmt: skip
-    for name, value, least in (("head_dim", head_dim, 2), ("num_axes", num_axes, 1),
-                               ("max_position", max_position, 1)):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
-    if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
-        raise ValueError(f"rotary_dim must be even and in (0, {head_dim}], got {rotary_dim!r}")
-    for name, choice, choices in (("form", form, (None, "positions", "tables")),
-                               ("seq_dim", seq_dim, (-2, -3)), ("dtype", dtype, tuple(UNITS)),
-                               ("library", library, (None, *LIBRARIES))):  # fmt: skip
-        if choice not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} must be one of {names}; got {choice!r}")
