@@ -64,7 +64,6 @@ class Plan(NamedTuple):
         >>> round(found["min_base"], 1), found["recommended"]["base"] >= found["safe_base"]
         (7753.0, True)
         """
-        options = [{**row._asdict(), "spec": row.spec.to_dict()} for row in self.options]
         return {
             **self._asdict(),
             "spec": self.spec.to_dict(),
@@ -73,7 +72,7 @@ class Plan(NamedTuple):
             "min_base_certificate": self.min_base._asdict(),
             "safe_base": self.safe_base.base,
             "safe_base_search": self.safe_base._asdict(),
-            "options": options,
+            "options": [{**each._asdict(), "spec": each.spec.to_dict()} for each in self.options],
         }
 
 
@@ -189,23 +188,22 @@ def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
         return spec
     exponent = math.floor(math.log10(safe)) - 1
     digits = math.ceil(safe / 10.0**exponent)
-    while not _passes(plain := _plain(spec, float(f"{digits}e{exponent}")), context):
+    plain = dataclasses.replace(spec, schedule="default", params={})
+    while not _passes(raised := dataclasses.replace(plain, base=float(f"{digits}e{exponent}")),
+                      context):  # fmt: skip
         digits += 1
-    return plain
+    return raised
 
 
 def _passes(spec: Rotary, context: int) -> bool:
     return first_failure(spec, context, seq_len=context) is None
 
 
-def _plain(spec: Rotary, base: float) -> Rotary:
-    return dataclasses.replace(spec, schedule="default", params={}, base=base)
-
-
 def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
     if spec.schedule == "proportional":  # its share of pairs is no slice: no other method fits
         return ()
-    return tuple(compare(dataclasses.replace(_plain(spec, spec.base), axes=()), trained, context))
+    plain = dataclasses.replace(spec, schedule="default", params={}, axes=())
+    return tuple(compare(plain, trained, context))
 
 
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
@@ -215,10 +213,10 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
         return dataclasses.replace(spec, params={**spec.params, "factor": factor})
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
-    rows = {row.method: row for row in options}
+    by_method = {option.method: option for option in options}
     best = min(  # by unseen angles, then by neighbours that are pressed together
-        (rows[name] for name in ("yarn", "llama3", "linear")),
-        key=lambda row: (row.unseen > UNSEEN, row.fastest_ratio < 0.99),
+        (by_method[name] for name in ("yarn", "llama3", "linear")),
+        key=lambda option: (option.unseen > UNSEEN, option.fastest_ratio < 0.99),
     )
     return dataclasses.replace(best.spec, axes=spec.axes)
 
@@ -232,19 +230,36 @@ def _written(spec: Rotary, context: int) -> dict[str, JSON]:
 
 
 def _sentences(result: Plan) -> Iterator[str]:
-    spec, context = result.spec, result.context
+    spec, context, recommended = result.spec, result.context, result.recommended
+    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+    as_it_is = f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is"
     if result.first_failure is None:
         yield (
-            f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is favoured over a "
-            f"random one at every distance up to {context:,} tokens (B_m >= 0)."
+            f"{as_it_is} favoured over a random one at every distance up to {context:,} tokens "
+            "(B_m >= 0)."
         )
     else:
         yield (
-            f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is first no longer "
-            f"favoured over a random one at a distance of {result.first_failure:,} of {context:,} "
-            f"tokens (B_m < 0), and so at {result.failures:,} distances."
+            f"{as_it_is} first no longer favoured over a random one at a distance of "
+            f"{result.first_failure:,} of {context:,} tokens (B_m < 0), and so at "
+            f"{result.failures:,} distances."
         )
-    yield {"keep": _keep, "base": _base, "scaling": _scaling}[result.action](result)
+    if result.action == "scaling":
+        yield from _of_scaling(result, least, safe)
+    elif result.action == "base":
+        share = (
+            "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
+        )
+        yield (
+            f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
+            f"{share}, is {least} (certified, rounded up). Some above it fail again; none was "
+            f"found to fail from {safe} on. Train with rope_theta {recommended.base:,.15g}, which "
+            "passes at every distance."
+        )
+    elif result.trained is None:
+        yield "Keep the base: no larger one was found to fail."
+    else:
+        yield "The model reaches this context as it was trained: keep its RoPE."
     if result.first_failure is not None or result.action != "keep":
         yield (
             "The bound is a mean over independent channels and no hard limit: many good models "
@@ -253,49 +268,26 @@ def _sentences(result: Plan) -> Iterator[str]:
         )
 
 
-def _keep(result: Plan) -> str:
-    if result.trained is None:
-        return "Keep the base: no larger one was found to fail."
-    return "The model reaches this context as it was trained: keep its RoPE."
-
-
-def _base(result: Plan) -> str:
-    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
-    spec = result.spec
-    share = "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
-    return (
-        f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
-        f"{share}, is {least} (certified, rounded up). Some above it fail again; none "
-        f"was found to fail from {safe} on. Train with rope_theta "
-        f"{result.recommended.base:,.15g}, which passes at every distance."
-    )
-
-
-def _scaling(result: Plan) -> str:
-    spec, name = result.spec, result.recommended.schedule
-    factor = result.recommended.params["factor"]
-    rows = {row.method: row for row in result.options}
-    words = [
-        f"The weights were trained at {result.trained:,} tokens"
-        + (f" and scaled by {spec.schedule}" if spec.schedule != "default" else "")
-        + "."
-    ]
-    if "none" in rows:
-        words.append(
-            f"Without scaling {rows['none'].unseen:.0%} of the angles at {result.context:,} would "
-            "be ones they have never seen"
-            + (f", with {name} {rows[name].unseen:.0%}." if name in rows else ".")
-        )  # fmt: skip
-    words.append(
-        f"Use {name} with factor {factor:g}, and tune on long documents "
-        "if you can; a few hundred steps are common, and without any expect some loss."
+def _of_scaling(result: Plan, least: str, safe: str) -> Iterator[str]:
+    name, factor = result.recommended.schedule, result.recommended.params["factor"]
+    unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
+    known = result.spec.schedule
+    scaled = "" if known == "default" else f" and scaled by {known}"
+    yield f"The weights were trained at {result.trained:,} tokens{scaled}."
+    if "none" in unseen:
+        scaled = f", with {name} {unseen[name]}" if name in unseen else ""
+        yield (
+            f"Without scaling {unseen['none']} of the angles at {result.context:,} would be ones "
+            f"they have never seen{scaled}."
+        )
+    yield (
+        f"Use {name} with factor {factor:g}, and tune on long documents if you can; a few hundred "
+        "steps are common, and without any expect some loss."
     )
     if factor > 40:
-        words.append("Factors above 40 are hardly published: consider steps, with tuning between.")
-    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
-    words.append(
+        yield "Factors above 40 are hardly published: consider steps, with tuning between."
+    yield (
         "Who can train for long on long documents may raise the base instead: the smallest "
         f"rope_theta that passes is {least} (certified, rounded up), and none was found to fail "
         f"from {safe} on."
     )
-    return " ".join(words)
