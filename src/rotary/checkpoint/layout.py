@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ..configs import MODELS, load
 from ..configs.entries import TEXT_PARTS
-from ..configs.hf import LAYOUT_MARK
+from ..configs.hf import LAYOUT_MARK, layout_of_weights
 from ..strict_json import JSON, parsed
 from .files import CONFIG, ConfigFile, Tensor, open_regular, read_checkpoint
 from .names import classify
@@ -207,11 +207,7 @@ def _layout(text: Mapping[str, JSON], name: str) -> str:
     """The layout that the keys of a text model say; the model's own where they are silent."""
     if name and name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known")
-    model = MODELS.get(name, {})
-    for key in (model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK):
-        if text.get(key) is not None:
-            return "interleaved" if text[key] else "half"
-    return str(model.get("layout", "half"))
+    return layout_of_weights(text, MODELS.get(name, {}))
 
 
 # --- what norms show ---

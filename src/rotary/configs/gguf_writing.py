@@ -41,9 +41,7 @@ def to_gguf(
     if spec.axes:
         keys["rope.dimension_sections"] = [spec.axes.count(axis) for axis in range(4)]
     if context_length is not None:
-        if whole_number("context_length", context_length) < 1:
-            raise ValueError(f"context_length must be >= 1, got {context_length}")
-        keys["context_length"] = context_length
+        keys["context_length"] = whole_number("context_length", context_length, 1)
     scaling, tensors = _scaling(spec, architecture, model)
     keys |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
     written = {f"{architecture}.{key}": value for key, value in keys.items()}

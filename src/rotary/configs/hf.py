@@ -92,8 +92,7 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
         return None
     head_dim = config.head_dim
     check_head_dim(head_dim)
-    rope_type = _rope_type(config)
-    schedule = _schedule(rope_type, config)
+    rope_type, schedule = _rope_type(config)
     params = _parameters(rope_type, schedule, config, complain)
     if schedule == "axial":
         count = model["num_axes"]
@@ -107,16 +106,17 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
                 "rotates the whole head and ignores it; remove the key"
             )
         rotary_dim = config.rotary_dim
-    layout, out_layout = _layouts(config)
+    layout = layout_of_weights(config.data, model)
+    is_own = layout == model.get("layout", "half")
     return Rotary(
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         start=head_dim - rotary_dim if model.get("slice") == "trailing" else 0,
         base=config.base,
         layout=layout,
-        out_layout=out_layout,
+        out_layout=model.get("out_layout", layout) if is_own else layout,
         schedule=schedule,
-        params=_filled(schedule, params, config),
+        params=params,
         axes=_axes(config, rotary_dim // 2),
         sign=model.get("sign", 1),
     )
@@ -137,11 +137,8 @@ def to_hf_config(
     """
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
-    if (
-        max_position_embeddings is not None
-        and whole_number("max_position_embeddings", max_position_embeddings) < 1
-    ):
-        raise ValueError(f"max_position_embeddings must be >= 1, got {max_position_embeddings}")
+    if max_position_embeddings is not None:
+        whole_number("max_position_embeddings", max_position_embeddings, 1)
     if version not in (4, 5):
         raise ValueError(f"version must be 4 or 5, got {version!r}")
     if spec.schedule not in TYPES:
@@ -225,10 +222,10 @@ def check_top(config: Config, complain: Complain) -> None:
             complain(f"config key {key!r} is not known{nearest(key, read)}")
 
 
-def _rope_type(config: Config) -> str:
-    """The rope type of the file, one of `TYPES` or `ALIASES`."""
-    name, model = config.rope_type, config.model
-    new, old = config.rope.get("rope_type"), config.rope.get("type")
+def _rope_type(config: Config) -> tuple[str, str]:
+    """The rope type of the file, one of `TYPES` or `ALIASES`, and the schedule that is meant."""
+    name, model, rope = config.rope_type, config.model, config.rope
+    new, old = rope.get("rope_type"), rope.get("type")
     if new is not None and old is not None and new != old and ALIASES.get(str(old), old) != new:
         raise ValueError(f"rope_type {new!r} and type {old!r} disagree; keep one")
     names = (*TYPES, *ALIASES)
@@ -241,18 +238,13 @@ def _rope_type(config: Config) -> str:
             f"of this model rope_type {', '.join(model['only'])} alone is read, got {name!r}"
         )
     if "num_axes" in model and model["axes"] != "turns of one ladder" and name == "default":
-        return "axial"
-    return name
-
-
-def _schedule(rope_type: str, config: Config) -> str:
-    """The schedule that a rope type names, which other keys may change."""
-    if rope_type == "ntk" and config.rope.get("mixed_b") is not None:
-        return "ntk_mixed"
-    schedule = ALIASES.get(rope_type, rope_type)
-    if schedule == "dynamic" and config.rope.get("alpha") and config.model.get("alpha"):
-        return "ntk"  # Hunyuan: a fixed base, whatever the length
-    return schedule
+        return "axial", "axial"
+    schedule = ALIASES.get(name, name)
+    if schedule == "ntk" and rope.get("mixed_b") is not None:
+        schedule = "ntk_mixed"
+    elif schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
+        schedule = "ntk"  # Hunyuan: a fixed base, whatever the length
+    return name, schedule
 
 
 def _parameters(
@@ -272,7 +264,8 @@ def _parameters(
         params["partial_rotary_factor"] = width / config.head_dim if width else config.share
     if "truncate" in params and params["truncate"] is None:
         params["truncate"] = False  # null counts as false where transformers asks
-    return {key: value for key, value in params.items() if value is not None}
+    params = {key: value for key, value in params.items() if value is not None}
+    return _filled(schedule, params, config)
 
 
 def _known_keys(
@@ -341,18 +334,22 @@ def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
         )
 
 
-def _layouts(config: Config) -> tuple[str, str]:
-    """(layout, out_layout): the model's own, unless a key says that its weights have the other."""
-    own = config.model.get("layout", "half")
-    names = (config.model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
-    keys = {key: config.data[key] for key in names if key in config.data}
+def layout_of_weights(data: Mapping[str, JSON], model: Model) -> str:
+    """The layout of the weights: the model's own, unless a key of the config says the other.
+
+    >>> layout_of_weights({"rope_traditional": True}, {"layout": "half"})
+    'interleaved'
+    """
+    names = (model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
+    keys = {key: data[key] for key in names if key in data}
     for key, value in keys.items():
         if not isinstance(value, bool):
             raise ValueError(f"{key} must be true or false, got {value!r}")
     if len(set(keys.values())) > 1:
         raise ValueError(f"{keys} say different layouts of the weights: keep one of the keys")
-    layout = own if not keys else "interleaved" if any(keys.values()) else "half"
-    return layout, config.model.get("out_layout", layout) if layout == own else layout
+    if not keys:
+        return str(model.get("layout", "half"))
+    return "interleaved" if any(keys.values()) else "half"
 
 
 def _axes(config: Config, pairs: int) -> tuple[int, ...]:

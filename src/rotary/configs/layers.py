@@ -5,7 +5,7 @@ every such model has its own rule for what is missing or flat. A config that it 
 otherwise than it looks is refused here, with what to write.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from ..strict_json import JSON
 from .values import check_shapes, length
@@ -42,7 +42,8 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
         and {key: value[key] for key in value if key != "head_dim"}  # `Config.get` has it
         for kind, value in model.get("layers", {}).items()
     }
-    if _is_nested(rope, (*own, *listed_layer_types(data))):
+    labels = {*own, *listed_layer_types(data)}
+    if rope and (labels & rope.keys() or all(map(_is_entry, rope.values()))):
         return _nested(rope, own, data, model)
     if not own:
         return {None: rope}
@@ -114,12 +115,6 @@ def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | N
     return None
 
 
-def _is_nested(rope: Rope, labels: Container[str | None]) -> bool:
-    return bool(rope) and (
-        any(key in labels for key in rope) or all(_is_entry(value) for value in rope.values())
-    )
-
-
 def _is_entry(value: object) -> bool:
     return value is None or isinstance(value, Mapping)
 
@@ -143,7 +138,8 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
             f"model_type {name!r} have one RoPE, and transformers ignores such entries; write "
             "one object that is not nested"
         )
-    if _fills(model):
+    # of models made before nesting: the class fills in what is missing, and reads a rope_scaling
+    if "scaled_layers" in model and not model.get("flat"):
         if not data.get("rope_parameters"):
             raise ValueError(
                 f"rope_scaling of model_type {name!r} is nested by layer type, and transformers "
@@ -164,14 +160,6 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
         if entry is not None and entry.get("rope_theta") is None:
             raise ValueError(f"rope_parameters of {kind!r} needs rope_theta")
     return {**own, **nested}
-
-
-def _fills(model: Model) -> bool:
-    """True for models made before rope_parameters was nested: the class fills in what is missing.
-
-    They read an older flat rope_scaling too, meant for some of the layers.
-    """
-    return "scaled_layers" in model and not model.get("flat")
 
 
 def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:

@@ -62,8 +62,7 @@ class Config(NamedTuple):
         for layer, kind in enumerate(self.data.get("layer_types") or ()):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
-        if check := _PLAIN_HEAD_DIM.get(self.model.get("plain_head_dim", "")):
-            check(self, name)
+        self._check_plain_head_dim(name)
         is_null = name in self.data and self.data[name] is None  # not silent: the code divides
         head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
@@ -86,6 +85,41 @@ class Config(NamedTuple):
         """hidden_size and num_attention_heads, if one can be divided by the other."""
         hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
         return (hidden, heads) if is_whole(hidden) and is_whole(heads) and heads > 0 else None
+
+    def _check_plain_head_dim(self, name: str) -> None:
+        """Refuse a key head_dim beside the key `name` that is meant, if it could change its value.
+
+        The rule of the model: head_dim "wins", as its class writes `name` there; the code has
+        "divided" hidden_size by the heads; or it rotates a share of head_dim, "with the rest".
+        """
+        data, rule = self.data, self.model.get("plain_head_dim")
+        plain, sizes = data.get("head_dim"), self._width_and_heads
+        divided = sizes[0] // sizes[1] if sizes and rule == "divided" else plain
+        if plain is not None and sizes and plain != divided:
+            raise ValueError(
+                f"head_dim {plain!r} is not read by model_type {self.model_type!r}, which "
+                f"divides hidden_size {sizes[0]} by {sizes[1]}"
+            )
+        if rule == "wins" and name != "head_dim" and "head_dim" in data:
+            named = data.get(name, self.model["head_dim"])
+            if plain != named:
+                raise ValueError(
+                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
+                )
+        if rule == "with the rest":
+            named = whole_number(name, data.get(name, self.model["head_dim"]))
+            rest = data.get("qk_nope_head_dim", self.model["qk_nope_head_dim"])
+            whole = named + whole_number("qk_nope_head_dim", rest)
+            share = rope_parameters(data).get("partial_rotary_factor")
+            if share is None and not data.get("rope_scaling"):
+                share = named / max(whole, 1)
+            plain = data.get("head_dim", whole)
+            if not isinstance(share, float) or not is_whole(plain) or int(plain * share) != named:
+                raise ValueError(
+                    f"head_dim {plain!r}, {name} {named}, qk_nope_head_dim {rest} and "
+                    f"partial_rotary_factor {share!r} disagree: head_dim must be the sum, and the "
+                    f"factor, in rope_parameters, the part of {name} in it"
+                )
 
     @property
     def share(self) -> float:
@@ -199,49 +233,3 @@ class Config(NamedTuple):
         if self.model.get("fixed_base"):
             return inside if inside is not None else outside
         return None if inside is not None or self._names("rope_theta") else outside
-
-
-def _refuse_another_head_dim(config: Config, name: str) -> None:
-    """Of a class that writes the key `name` to head_dim: a head_dim beside it changes its value."""
-    if name == "head_dim" or "head_dim" not in config.data:
-        return
-    plain, named = config.data["head_dim"], config.data.get(name, config.model["head_dim"])
-    if plain != named:
-        raise ValueError(
-            f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
-        )
-
-
-def _refuse_unread_head_dim(config: Config, name: str) -> None:
-    """Of code that divides hidden_size by the heads, whatever head_dim says."""
-    plain, sizes = config.data.get("head_dim"), config._width_and_heads
-    if plain is not None and sizes is not None and plain != sizes[0] // sizes[1]:
-        raise ValueError(
-            f"head_dim {plain!r} is not read by model_type {config.model_type!r}, which "
-            f"divides hidden_size {sizes[0]} by {sizes[1]}"
-        )
-
-
-def _refuse_unequal_sum(config: Config, name: str) -> None:
-    """Of code that rotates a share of head_dim, both slices together: it must be the key `name`."""
-    named = whole_number(name, config.data.get(name, config.model["head_dim"]))
-    rest = config.data.get("qk_nope_head_dim", config.model["qk_nope_head_dim"])
-    whole = named + whole_number("qk_nope_head_dim", rest)
-    share = rope_parameters(config.data).get("partial_rotary_factor")
-    if share is None and not config.data.get("rope_scaling"):
-        share = named / max(whole, 1)
-    plain = config.data.get("head_dim", whole)
-    if not isinstance(share, float) or not is_whole(plain) or int(plain * share) != named:
-        raise ValueError(
-            f"head_dim {plain!r}, {name} {named}, qk_nope_head_dim {rest} and "
-            f"partial_rotary_factor {share!r} disagree: head_dim must be the sum, and the "
-            f"factor, in rope_parameters, the part of {name} in it"
-        )
-
-
-# what a key head_dim is beside the key that is meant -> the check that it changes nothing
-_PLAIN_HEAD_DIM = {
-    "wins": _refuse_another_head_dim,
-    "divided": _refuse_unread_head_dim,
-    "with the rest": _refuse_unequal_sum,
-}

@@ -15,14 +15,16 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole_number(name: str, value: JSON) -> int:
-    """`value`, if it is a whole number; ValueError with its name if not.
+def whole_number(name: str, value: JSON, least: int | None = None) -> int:
+    """`value`, if it is a whole number and at least `least`; ValueError with its name if not.
 
     >>> whole_number("head_dim", 64)
     64
     """
     if not is_whole(value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
     return int(value)
 
 

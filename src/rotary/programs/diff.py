@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..configs import Config, choose
 from ..configs.entries import MODELS, TEXT_PARTS
 from ..configs.hf import check_top, refuse
-from ..configs.values import whole_number
+from ..configs.values import is_whole, whole_number
 from ..schedules import SCHEDULES, parameters
 from ..spec import Rotary, nearest
 from ..strict_json import JSON
@@ -215,8 +215,7 @@ def _case(config: Config, seq_len: int | None) -> Case:
     if not config.rotates:
         where = f"layer type {config.layer_type!r}" if config.layer_type else "this config"
         raise ValueError(f"{where} has no rotation; there is nothing to compare")
-    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int)
-                                or seq_len < 1):  # fmt: skip
+    if seq_len is not None and (not is_whole(seq_len) or seq_len < 1):
         raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
     Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # or an error
     for name in config.rope:
@@ -243,8 +242,7 @@ def _check_values(keys: Mapping[str, JSON]) -> None:
         if value is None:
             continue
         if name in LENGTHS:
-            if whole_number(name, value) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            whole_number(name, value, 1)
         elif name in ("rope_type", "type"):
             if not isinstance(value, str):
                 raise ValueError(f"{name} must be a name, got {value!r}")
