@@ -5,10 +5,11 @@ all of them; medians and their ratios are then comparable even where the times a
 """
 
 import importlib.metadata
+import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,6 +155,37 @@ def torch_matmul() -> Case:
 
     a = torch.randn(512, 512)
     return lambda: a @ a
+
+
+def measure_libraries(
+    spec: Rotary, shape: Shape, dtypes: Sequence[str], rounds: int, tell: Callable[[str], None]
+) -> dict[str, dict[str, Timing]]:
+    """The cases of NumPy, and of torch in each of `dtypes` where it is installed.
+
+    tell  is given each step in words, before it is done
+    """
+    tell("timing NumPy float32")
+    times = {"NumPy float32": measure(numpy_cases(spec, shape), rounds=rounds)}
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        for dtype in dtypes:
+            tell(f"timing PyTorch {dtype}")
+            cases = torch_cases(spec, shape, getattr(torch, dtype))
+            times[f"PyTorch {dtype}"] = measure(cases, rounds=rounds, between=torch_matmul())
+    return times
+
+
+def medians_in_ms(times: Mapping[str, Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
+    """Library -> case -> milliseconds.
+
+    >>> medians_in_ms({"NumPy float32": {"copy": Timing(0.002, 0.001)}})
+    {'NumPy float32': {'copy': 2.0}}
+    """
+    return {
+        name: {case: each.median * 1e3 for case, each in cases.items()}
+        for name, cases in times.items()
+    }
 
 
 def versions() -> dict[str, str]:

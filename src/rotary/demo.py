@@ -1,6 +1,5 @@
 """The main job on real input: Llama 3.1 8B's RoPE, checked, and its cost beside a copy."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from importlib.resources import files
@@ -49,17 +48,7 @@ def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
     progress("rotating q and k of 8,192 tokens")
     checks = check_rotation(spec, heads)
     shape = bench.Shape(SEQ, 1, *heads)
-    times = {}
-    progress("timing NumPy")
-    times["NumPy float32"] = _times(bench.numpy_cases(spec, shape))
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        for dtype in (torch.float32, torch.bfloat16):
-            progress(f"timing {dtype}")
-            name = str(dtype).removeprefix("torch.")
-            cases = bench.torch_cases(spec, shape, dtype)
-            times[f"PyTorch {name}"] = _times(cases, between=bench.torch_matmul())
+    times = bench.measure_libraries(spec, shape, ("float32", "bfloat16"), 3, progress)
     return {
         "model": MODEL,
         "spec": spec.to_dict(),
@@ -68,7 +57,7 @@ def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
         "checks": [check._asdict() for check in checks],
         "float32_error": relative_error(spec, "float32"),
         "exact_error": relative_error(spec, "exact"),
-        "times_ms": times,
+        "times_ms": bench.medians_in_ms(times),
         "versions": bench.versions(),
     }
 
@@ -107,8 +96,3 @@ def relative_error(spec: Rotary, precision: Precision) -> float:
         return product / np.sqrt(spec.head_dim)
 
     return float(np.abs(scores(FAR) - scores(0)).max())
-
-
-def _times(cases: dict[str, bench.Case], between: bench.Case | None = None) -> dict[str, float]:
-    measured = bench.measure(cases, rounds=3, between=between)
-    return {name: timing.median * 1e3 for name, timing in measured.items()}

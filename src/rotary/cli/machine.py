@@ -34,37 +34,20 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time the rotation against a copy of the same bytes, at Llama 3 8B's shape."""
-    from importlib.util import find_spec
-
     from .. import bench as timing
     from ..spec import Rotary
 
     spec, shape = Rotary(head_dim=128, base=500_000.0, layout=layout), timing.Shape(seq)
-    times: dict[str, dict[str, timing.Timing]] = {}
     with status() as tell:
-        tell("timing NumPy float32")
-        times["NumPy float32"] = timing.measure(timing.numpy_cases(spec, shape), rounds=rounds)
-        if find_spec("torch") is not None:
-            import torch
-
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                name = f"PyTorch {str(dtype).removeprefix('torch.')}"
-                tell(f"timing {name}")
-                times[name] = timing.measure(
-                    timing.torch_cases(spec, shape, dtype),
-                    rounds=rounds,
-                    between=timing.torch_matmul(),
-                )
+        dtypes = ("float32", "bfloat16", "float16")
+        times = timing.measure_libraries(spec, shape, dtypes, rounds, tell)
     if as_json:
         measured = {name: {case: each._asdict() for case, each in cases.items()}
                     for name, cases in times.items()}  # fmt: skip
         print_json({"seq": seq, "seconds": measured, "versions": timing.versions()})
         return
-    milliseconds = {
-        name: {case: each.median * 1e3 for case, each in cases.items()}
-        for name, cases in times.items()
-    }
-    print_times(f"q 32 x {seq} x 128, k 8 x {seq} x 128, {layout}", milliseconds)
+    title = f"q 32 x {seq} x 128, k 8 x {seq} x 128, {layout}"
+    print_times(title, timing.medians_in_ms(times))
 
 
 def _print_demo(report: dict[str, JSON]) -> None:
