@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange, types
+from numpy import empty
 
 from .compiled import c_function, compiled
 from .llvm import (
@@ -203,7 +204,7 @@ def _turn_once(tag: np.generic) -> Callable[[int], int]:
                 return 0
         if not _is_safe(job):
             return 0
-        both = np.empty((2, tokens * angles.pairs), np.float32)
+        both = empty((2, tokens * angles.pairs), np.float32)
         cos, sin = both[0].ctypes.data, both[1].ctypes.data
         _table_rows(angles, job.cos, cos, sin, 0, tokens)
         _rotate_part(tag, job, cos, sin, 0, 0)
@@ -215,7 +216,7 @@ def _turn_once(tag: np.generic) -> Callable[[int], int]:
 @compiled()
 def _table_rows(form, positions, cos, sin, first, last):
     pairs = form.pairs
-    spread = np.empty(pairs if form.axes else 0, np.int64)
+    spread = empty(pairs if form.axes else 0, np.int64)
     for row in range(first, last):
         batch = row // form.seq
         turns = form.turns + batch * form.turns_step
