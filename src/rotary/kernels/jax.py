@@ -31,6 +31,7 @@ from . import numpy as reference
 from .geometry import Geometry, Options, geometry_of
 
 Array = jax.Array
+_FLOAT64 = np.dtype(np.float64)
 
 
 def rotate(
@@ -48,23 +49,23 @@ def rotate(
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
     operands: tuple[Any, Any, Any] = (xs, cos, sin)  # only shapes and dtypes are read
-    reference.check_operands(*operands, None)
-    if cos.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
+    if _FLOAT64 in [array.dtype for array in (*xs, cos, sin)]:  # of NumPy too, which jit rounds
+        reference.check_operands(*operands, None)
+        if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
     rows = None if positions is None else _check_rows(positions, cos)
+    return _rotate(tuple(xs), cos, sin, rows, options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _rotate(
+    xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
+) -> tuple[Array, ...]:
+    """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
+    operands: tuple[Any, Any, Any] = (xs, cos, sin)
+    reference.check_operands(*operands, None)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
-    return _rotate(tuple(xs), cos, sin, rows, geometry)
-
-
-@partial(jax.jit, static_argnames="geometry")
-def _rotate(
-    xs: tuple[Array, ...],
-    cos: Array,
-    sin: Array,
-    rows: Array | None,
-    geometry: Geometry,
-) -> tuple[Array, ...]:
     for x in xs:
         _check_whole_pairs(x, geometry)
     if rows is not None:
