@@ -299,7 +299,7 @@ def test_gigabytes_of_holes_take_little_memory_and_no_disk(tmp_path):
     assert err == b""
     peak, _, error, moves = json.loads(out)
     assert (error, moves) == (0.0, 2 * SHARDS)
-    assert peak < 1.5 * 10**8  # Python and NumPy take 80 MB; a query more would be above
+    assert peak < 2 * 10**8  # Python, NumPy and blocks of 4 MiB on two threads; a query is 128 MiB
     sizes = [path.stat() for path in folder.glob("*.safetensors")]
     assert sum(found.st_size for found in sizes) > SHARDS * SHARD
     assert sum(512 * found.st_blocks for found in sizes) < SHARDS * 10 * 2**20
