@@ -76,7 +76,7 @@ class Guard:
         await (refusal or self.app)(scope, receive, with_headers)
 
 
-def refused(scope: Scope, host: str) -> Response | None:
+def refused(scope: Scope, host: str) -> "Response | None":
     """The answer to a request for another name, from another site, or too large; else None.
 
     Browsers say in `Sec-Fetch-Site` and `Origin` which site causes a request, and no script can
