@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotary import Rotary, apply, cos_sin, rotate
-from rotary.kernels import cpu
+from rotary.kernels import cpu, jobs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LLAMA = {
@@ -30,7 +30,10 @@ def without_tables(monkeypatch):
     """How many calls were prepared to work out their angles."""
     calls = []
     ready = cpu.ready_turn
-    monkeypatch.setattr(cpu, "ready_turn", lambda *form: calls.append(ready(*form)) or calls[-1])
+    for module in (cpu, jobs):
+        monkeypatch.setattr(
+            module, "ready_turn", lambda *form: calls.append(ready(*form)) or calls[-1]
+        )
     return calls
 
 

@@ -26,7 +26,7 @@ from kernel_cases import (
 )
 
 import rotary
-from rotary.kernels import cpu
+from rotary.kernels import cpu, jobs
 from rotary.kernels import jax as jax_kernel
 from rotary.kernels import numpy as reference
 from rotary.kernels import threads as pool
@@ -598,12 +598,12 @@ def test_steps_of_a_huge_array_do_not_wrap():
     x = Block(shape, strides, "float32")
     table = Block((2**14, 64), (64 * 4, 4), "float32")
     geometry = Geometry(0, 64, "half", "half", (None, None, 0))
-    _, steps = cpu._walk(x, x, True, table, 0, geometry)
+    _, steps = jobs._walk(x, x, True, table, 0, geometry)
     sizes = [int(steps[f"size_{axis}"]) for axis in range(3)]
     reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
     assert sum((sizes[n] - 1) * int(steps[f"x_{n}"]) for n in range(3)) == reach > 2**45
     assert math.prod(sizes) == 2**36
-    assert cpu.prepare((x,), (x,), (True,), table, None, geometry).size == 2**45
+    assert jobs.call_of((x,), (x,), (True,), table, None, geometry).size == 2**45
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that costs nothing until used")
@@ -640,7 +640,7 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     x = numbers(3, (2, 5, 128), DTYPES[dtype])
     cos, sin = rotary.cos_sin(spec, np.arange(5))
     wanted = reference.rotate((x,), cos, sin, None, Options(layout), None)[0]
-    monkeypatch.setattr(cpu, "STREAM_BYTES", 0)
+    monkeypatch.setattr(jobs, "STREAM_BYTES", 0)
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
     modes = []
     run = pool.run
@@ -649,13 +649,13 @@ def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
     aligned = -memory.ctypes.data % 64
     for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned
         cpu._ready_call.cache_clear()
-        cpu.prepare.cache_clear()
+        jobs.call_of.cache_clear()
         out = memory[aligned + shift :][: x.nbytes].view(x.dtype).reshape(x.shape)
         rotary.rotate(x, cos, sin, layout=layout, out=out)
-        assert (modes[-1] >= cpu.loops.STREAMING) == (shift == 0)
+        assert (modes[-1] >= jobs.loops.STREAMING) == (shift == 0)
         assert out.tobytes() == wanted.tobytes()
     cpu._ready_call.cache_clear()
-    cpu.prepare.cache_clear()
+    jobs.call_of.cache_clear()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -664,7 +664,7 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
     monkeypatch.setattr(pool, "count", lambda: threads)
     pairs, seq = 4, 11
-    monkeypatch.setattr(cpu, "_TILE_BYTES", rows * 2 * 4 * pairs)
+    monkeypatch.setattr(jobs, "_TILE_BYTES", rows * 2 * 4 * pairs)
     rng = np.random.default_rng(0)
     for shape, table in (
         ((2, 3, seq, 8), (2, seq, pairs)),
@@ -672,12 +672,12 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
         ((1, 1, seq, 8), (seq, pairs)),
         ((2, 2, 3, seq, 8), (2, 1, 1, seq, pairs)),
     ):
-        cpu.prepare.cache_clear()
+        jobs.call_of.cache_clear()
         cpu._ready_call.cache_clear()
         xs = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
         cos, sin = (rng.standard_normal(table, np.float32) for _ in range(2))
         arguments = (xs, cos, sin, None, Options(), None)
         for got, want in zip(cpu.rotate(*arguments), reference.rotate(*arguments), strict=True):
             assert_bits(got, want)
-    cpu.prepare.cache_clear()
+    jobs.call_of.cache_clear()
     cpu._ready_call.cache_clear()

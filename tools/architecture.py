@@ -19,7 +19,7 @@ FLOORS = (
     {"kernels"},
     {"angles"},
     {"rotate"},
-    {"rerotate", "attention", "configs", "nn"},
+    {"prepare", "rerotate", "attention", "configs", "nn"},
     {"analysis", "checkpoint", "programs"},
     {"blackbox", "integrations"},
     {"audit", "identify", "ranks", "reach"},

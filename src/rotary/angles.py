@@ -29,7 +29,6 @@ from .kernels import (
     is_traced,
     kernel_of,
 )
-from .kernels.geometry import Angles
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary
 
@@ -70,17 +69,6 @@ def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
     """
     length = _known_length(spec, seq_len)
     return _cache.get(("turns", spec, length), lambda: _turns_of(inv_freq(spec, length)[0]))
-
-
-def angles_of(form: tuple[Rotary, int | None, bool]) -> Angles:
-    """What positions are multiplied by: of a spec, for a length, and whether they may be negative.
-
-    >>> angles_of((Rotary(head_dim=2), None, False)).lowest
-    0
-    """
-    spec, length, allow_negative = form
-    lowest = -(2**63) if allow_negative else 0
-    return Angles(turns(spec, length), inv_freq(spec, length)[1], tuple(spec.axes), lowest)
 
 
 @overload

@@ -2,9 +2,9 @@
 
 from typing import Any, TypeVar, overload
 
-from .angles import Precision, angles_of, cos_sin, inv_freq, sequence_cos_sin, turns
+from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
 from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of
-from .kernels.geometry import AngleOptions, Options, seq_axis
+from .kernels.geometry import AngleOptions, Angles, Options, seq_axis
 from .spec import Rotary
 
 Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
@@ -266,10 +266,16 @@ def angle_options(
     True
     """
     if not spec.depends_on_length:
-        return AngleOptions(options, (spec, None, allow_negative), angles_of)
+        return AngleOptions(options, (spec, None, allow_negative), _angles_of)
     if type(seq_len) is not int:
         return None
-    return AngleOptions(options, (spec, seq_len, allow_negative), angles_of)
+    return AngleOptions(options, (spec, seq_len, allow_negative), _angles_of)
+
+
+def _angles_of(form: tuple[Rotary, int | None, bool]) -> Angles:
+    spec, length, allow_negative = form
+    lowest = -(2**63) if allow_negative else 0
+    return Angles(turns(spec, length), inv_freq(spec, length)[1], tuple(spec.axes), lowest)
 
 
 def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:

@@ -132,9 +132,10 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     | x wants a gradient | "autograd", around the same as below |
     | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
 
-    The operator is opaque to Inductor. The formula is torch's own operators, which torch records,
-    differentiates and fuses by itself. Where out= is given no gradient is wanted, and only the
-    operator and the memory are left.
+    A call like one before, on a CPU, is done before this is asked: `torch_ready` says what its
+    guard sees, and so what it may take for granted. The operator is opaque to Inductor. The formula
+    is torch's own operators, which torch records, differentiates and fuses by itself. Where out= is
+    given no gradient is wanted, and only the operator and the memory are left.
     """
     if is_tracing():
         if torch.compiler.is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():

@@ -21,11 +21,11 @@ from .memory import Block
 from .pages import ask_for_huge_pages
 from .torch_state import FLOATS, are_plain, host_array, host_values, is_on_gpu, is_on_host
 
-loops: Any
+jobs: Any
 try:
-    from . import cpu as loops
+    from . import jobs
 except ImportError:  # without Numba the formula in torch operators rotates
-    loops = None
+    jobs = None
 
 _NAMES = {**FLOATS, torch.int64: "int64"}
 _FIRST_CAPABILITY = (7, 0)  # what Triton compiles for
@@ -52,7 +52,7 @@ def launch(
             if has_kernel(xs[0].device, xs[0].dtype):
                 kernel = gpu_kernel(xs[0].device)
                 return kernel.rotate(xs, cos, sin, rows, geometry, out)
-        elif loops is not None:
+        elif jobs is not None:
             return _loop(xs, cos, sin, rows, geometry, out)
     results = formula(xs, cos, sin, rows, geometry)
     for target, result in zip(out or (), results, strict=out is not None):
@@ -107,7 +107,7 @@ def _loop(
     ]
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    call = loops.prepare(
+    call = jobs.call_of(
         tuple(map(form, sources)),
         tuple(map(form, targets)),
         tuple(x.data_ptr() == y.data_ptr() for x, y in zip(sources, targets, strict=True)),
@@ -116,7 +116,7 @@ def _loop(
         geometry,
     )
     places = [(x.data_ptr(), y.data_ptr()) for x, y in zip(sources, targets, strict=True)]
-    loops.run(call, places, cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr())
+    jobs.run(call, places, cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr())
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)

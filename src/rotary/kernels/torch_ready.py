@@ -18,7 +18,7 @@ from torch import Tensor
 from .geometry import AngleOptions, Options
 from .pages import LARGE
 from .torch_checks import check_memory, check_no_inference, check_strided
-from .torch_launch import empty_like, form, loops
+from .torch_launch import empty_like, form, jobs
 from .torch_state import (
     FLOATS,
     has_memory,
@@ -41,7 +41,7 @@ _SPACINGS = 64  # of operands whose memory was compared byte by byte
 _increment_version: Any = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version
 )
-_data_ptr: Any = Tensor.data_ptr
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Any = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
@@ -161,7 +161,7 @@ def on_cpu(
     ValueError for shapes that do not fit. Nobody may watch the operators.
     """
     operands = (*xs, *tables, *(out or ()))
-    if loops is None or not all(map(has_memory, operands)) or any(map(is_on_gpu, operands)):
+    if jobs is None or not all(map(has_memory, operands)) or any(map(is_on_gpu, operands)):
         return None
     if wants_grad(*operands) or not all([x.dtype in FLOATS for x in xs]):
         return None
@@ -170,17 +170,18 @@ def on_cpu(
     if out is not None:
         is_in_place = tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)])
     read, written = [form(x) for x in xs], [form(y) for y in out or ()]
-    ready = loops.ready_turn if isinstance(kind, AngleOptions) else loops.ready_call
+    ready = jobs.ready_turn if isinstance(kind, AngleOptions) else jobs.ready_call
     call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
     # nothing stands between one token and its outputs
     new = torch.empty_like if call.size < LARGE else empty_like
-    checks = loops.CHECK_ROWS * (len(tables) == 3) + loops.CHECK_OVERLAP * (out is not None)
+    checks = jobs.CHECK_ROWS * (len(tables) == 3) + jobs.CHECK_OVERLAP * (out is not None)
     is_tracked = not any([y.is_inference() for y in out or ()])
     job = call.job
     is_other_memory = is_in_place and (not is_in_place[0], not is_in_place[-1])
-    is_single, absent = len(xs) == 1, (0,) * (3 - len(tables))
+    is_single = len(xs) == 1
+    absent: tuple[int, ...] = (0,) * (3 - len(tables))
     apart: set[tuple[int, ...]] = set()
 
     def code(
@@ -211,7 +212,7 @@ def on_cpu(
                 if len(apart) >= _SPACINGS:
                     apart.clear()
                 apart.add(spacing)
-            if not job(*places, checks - loops.CHECK_OVERLAP):
+            if not job(*places, checks - jobs.CHECK_OVERLAP):
                 return None
         if is_tracked:
             _increment_version(outs)

@@ -63,7 +63,7 @@ def is_transforming() -> bool:
 
 def is_watched() -> bool:
     """Whether something records the operators of this call, or gives them another meaning."""
-    return is_transforming() or _is_compiling()
+    return _is_compiling() or is_transforming()
 
 
 def wants_grad(*tensors: Tensor) -> bool:

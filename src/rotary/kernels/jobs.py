@@ -1,0 +1,319 @@
+"""A rotation on the host as jobs of the compiled loops, from the forms of the memory alone.
+
+What depends on shapes, strides and types is worked out once for a form; a job then takes addresses.
+So NumPy arrays and torch tensors take the same way and nothing is wrapped or copied.
+"""
+
+import math
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
+    raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
+
+from . import Numbers as Array
+from . import caches, loops, threads
+from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of
+from .llvm import MODES
+from .memory import (
+    SIZES,
+    Block,
+    contiguous,
+    extent,
+    is_contiguous,
+    is_contiguous_last,
+    is_injective,
+)
+from .numpy import address
+
+STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read and what is written
+_LINE = 64
+_TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
+CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
+_PACK = struct.Struct(f"{loops.ROTATION.itemsize // 8}q").pack
+
+# (q, q_out, k, k_out, cos, sin, rows, checks), where q alone stands for k too, and 0 for what there
+# is not: whether the checks passed. If not, nothing is written
+Job = Callable[[int, int, int, int, int, int, int, int], bool]
+Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
+
+
+class Call(NamedTuple):
+    """All that is known of a rotation before the addresses are; their memory must outlive a job."""
+
+    job: Job  # does all, or the first block where they are done one after the other
+    size: int  # bytes of all blocks
+    # where one job cannot do all: of each block its own, and the offsets of x, out and table for
+    # every index of the axes beyond three
+    blocks: tuple[tuple[Job, tuple[tuple[int, int, int], ...]], ...] = ()
+
+
+def ready_call(
+    xs: Sequence[Block],
+    tables: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: Options,
+) -> Call | None:
+    """The call for blocks that need no copy; None if there are others.
+
+    `tables` are cos, sin and perhaps row numbers. Where `is_in_place` is None the outputs will be
+    new and contiguous, and `outs` is empty.
+    """
+    cos, sin, *index = tables
+    if not all(block.shape for block in tables) or not _are_ready(xs, outs, is_in_place):
+        return None
+    if cos != sin or cos.dtype != "float32" or not is_contiguous_last(cos):
+        return None
+    if not all(rows.dtype == "int64" and is_contiguous(rows) for rows in index):
+        return None
+    rows = index[0] if index else None
+    shape = None if rows is None else rows.shape
+    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    return _one_job(xs, outs, is_in_place, cos, rows, geometry)
+
+
+def ready_turn(
+    xs: Sequence[Block],
+    tables: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: AngleOptions,
+) -> Call | None:
+    """The same without tables, for few tokens; None where tables are made, too.
+
+    `tables` are positions alone; a check fails where one is below the lowest.
+    """
+    (positions,), angles = tables, options.angles_of(options.form)
+    tokens = positions.shape[: len(positions.shape) - bool(angles.axes)]
+    if len(tokens) not in (1, 2) or (len(tokens) == 2 and len(xs[0].shape) < 4):
+        return None
+    if angles.axes and positions.shape[-1] != max(angles.axes) + 1:
+        return None
+    if positions.dtype != "int64" or not is_contiguous(positions):
+        return None
+    size = sum(math.prod(x.shape) * SIZES.get(x.dtype, 0) for x in xs)
+    if size >= threads.SERIAL_BYTES or not _are_ready(xs, outs, is_in_place):
+        return None
+    table = contiguous(Block((*tokens, len(angles.turns)), (), "float32"))
+    geometry = geometry_of(tuple(x.shape for x in xs), table.shape, None, options.options)
+    return _one_job(xs, outs, is_in_place, table, positions, geometry, angles)
+
+
+def _are_ready(
+    xs: Sequence[Block], outs: Sequence[Block], is_in_place: tuple[bool, ...] | None
+) -> bool:
+    """Whether the loops take these as they are."""
+    blocks = *xs, *outs
+    if len(xs) > 2 or len({block.dtype for block in blocks}) > 1 or xs[0].dtype not in loops.TAGS:
+        return False
+    if not all(block.shape and is_contiguous_last(block) for block in blocks):
+        return False
+    return is_in_place is None or all(
+        is_injective(y) and x.shape == y.shape and (not same or x.strides == y.strides)
+        for x, y, same in zip(xs, outs, is_in_place, strict=True)
+    )
+
+
+def _one_job(
+    xs: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    table: Block,
+    index: Block | None,
+    geometry: Geometry,
+    angles: Angles | None = None,
+) -> Call | None:
+    if is_in_place is None:
+        is_in_place, outs = (False,) * len(xs), [contiguous(x) for x in xs]
+    if geometry.layout != geometry.out_layout and any(is_in_place):
+        return None
+    call = call_of(tuple(xs), tuple(outs), is_in_place, table, index, geometry, angles)
+    return None if call.blocks else call
+
+
+@lru_cache(maxsize=1024)
+def call_of(
+    xs: tuple[Block, ...],
+    outs: tuple[Block, ...],
+    is_in_place: tuple[bool, ...],
+    table: Block,
+    index: Block | None,
+    geometry: Geometry,
+    angles: Angles | None = None,
+) -> Call:
+    """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
+
+    `index` are row numbers, which are walked along with x and say which row of `table` is read.
+    With `angles` they are positions, of a small call, and `table` is what will be made of them.
+    """
+    rows = None if angles else index
+    along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
+    size = sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs)
+    walks = [
+        _walk(x, out, same, along, row_size, geometry)
+        for x, out, same in zip(xs, outs, is_in_place, strict=True)
+    ]
+    can_stream = (
+        geometry.layout == geometry.out_layout
+        and not any(is_in_place)
+        and all(_is_aligned(out, geometry) for out in outs)
+        and size >= STREAM_BYTES
+    )
+
+    def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
+        form = np.zeros((), loops.FORM)
+        form["k"]["tile"] = 1
+        for name, each in zip(("q", "k"), steps, strict=False):
+            form[name] = each
+        form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
+        form["row_count"] = 0 if rows is None else math.prod(rows.shape)
+        form["row_limit"], form["reach"] = table.shape[0], reach
+        mode = MODES.index((geometry.layout, geometry.out_layout, False))
+        if angles is not None:
+            assert index is not None
+            tokens = index.shape[: len(index.shape) - bool(angles.axes)]
+            shape = *((1, *tokens)[-2:]), *index.shape[len(tokens) :]
+            alive = angles_record(
+                shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
+                angles.lowest,
+            )  # fmt: skip
+            return _small_job(loops.turn_once(xs[0].dtype), form, mode, alive)
+        if size < threads.SERIAL_BYTES:
+            return _small_job(loops.rotate_once(xs[0].dtype), form, mode)
+        return partial(_large_job, loops.loop(xs[0].dtype), form, mode, size, can_stream)
+
+    if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
+        return Call(
+            job_of([steps for _, steps in walks], size, _reach(xs, outs, table, rows)), size
+        )
+    blocks = [(job_of([steps], size // len(offsets), 0), offsets) for offsets, steps in walks]
+    return Call(blocks[0][0], size, tuple(blocks))
+
+
+def _small_job(once: Callable[[bytes], int], form: Array, mode: int, angles: Alive = ()) -> Job:
+    """One call of C."""
+    if angles:
+        form["angles"] = address(angles[0])
+    pack, head = _PACK, (1, 1, 0, address(form), mode)
+
+    def job(
+        q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
+    ) -> bool:
+        return once(pack(*head, q, q_out, k, k_out, cos, sin, rows, checks, 0)) == 1
+
+    job.alive = form, angles  # type: ignore[attr-defined]  # what there are addresses of
+    return job
+
+
+def _large_job(
+    loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool,
+    q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int,
+) -> bool:  # fmt: skip
+    """On all threads, and past the caches where every store is aligned."""
+    mode += loops.STREAMING * (can_stream and q_out % _LINE == k_out % _LINE == 0)
+    places = q, q_out, k, k_out, cos, sin, rows
+    job = array("q", (1, 1, 0, address(form), mode, *places, checks, 0))
+    if checks and not loops.is_safe()(job.buffer_info()[0]):
+        return False
+    threads.run(loop, size, job)
+    return True
+
+
+def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:
+    """Of q, k, cos, sin, rows, q_out, k_out, as `loops.is_safe` takes it."""
+    absent = [(0, 0)]
+    q_and_k, written = ([*map(extent, each[:2]), *absent][:2] for each in (xs, outs))
+    index = absent if rows is None else [extent(rows)]
+    return np.array([*q_and_k, extent(table), extent(table), *index, *written], np.int64)
+
+
+def _is_aligned(out: Block, geometry: Geometry) -> bool:
+    """Whether every vector that is stored starts on a cache line, if the block does."""
+    offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
+    steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
+    *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
+    return all(number % _LINE == 0 for number in (*offsets, *rows))
+
+
+def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:
+    """Do any call, without checks; `places` are the addresses of x and out."""
+    if not call.blocks:
+        call.job(*places[0], *places[-1], cos, sin, rows, 0)
+        return
+    for (x, out), (job, offsets) in zip(places, call.blocks, strict=True):
+        for source, target, row in offsets:
+            table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
+            job(x + source, out + target, 0, 0, *table, 0)
+
+
+def _walk(
+    x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
+) -> tuple[tuple[tuple[int, int, int], ...], Array]:
+    """Offsets of the axes beyond three, and the steps of the loops over the others."""
+    head_dim, itemsize = x.shape[-1], SIZES[x.dtype]
+    table = [
+        0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
+    ]
+    axes = _merged(list(zip(x.shape[:-1], x.strides[:-1], out.strides[:-1], table, strict=True)))
+    inner = [(1, 0, 0, 0)] * (3 - len(axes)) + axes[-3:]
+    offsets: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
+    for size, *step in axes[:-3]:
+        offsets = tuple(
+            (o[0] + i * step[0], o[1] + i * step[1], o[2] + i * step[2])
+            for o in offsets
+            for i in range(size)
+        )
+    steps = np.zeros((), loops.STEPS)
+    for axis, (size, *strides) in enumerate(inner):
+        steps[f"size_{axis}"] = size
+        for name, stride in zip(("x", "out", "table"), strides, strict=True):
+            steps[f"{name}_{axis}"] = stride
+    stop = geometry.start + 2 * geometry.pairs
+    steps["row_size"], steps["start"] = row_size, geometry.start * itemsize
+    if not (is_in_place and x.strides == out.strides):
+        steps["head"] = geometry.start * itemsize
+        steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
+    *_, table_step = inner[-1]
+    tile = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+    steps["tile"] = tile if table_step else 4 * tile  # rows of one row of the table need no tile
+    return offsets, steps
+
+
+def _merged(axes: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """The axes in the order of memory, those of size 1 dropped, those that continue one another
+    joined: rows are then walked in long runs, and a table row serves all heads while it is hot."""
+    if any(size == 0 for size, *_ in axes):
+        return [(0, 0, 0, 0)]
+    ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
+    merged: list[tuple[int, int, int, int]] = []
+    for axis in ordered:
+        size, *steps = axis
+        if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):
+            axis = (merged.pop()[0] * size, *axis[1:])
+        merged.append(axis)
+    return merged
+
+
+def angles_record(
+    shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
+    lowest: int = -(2**63),
+) -> Alive:  # fmt: skip
+    """loops.ANGLES for positions of this shape, and what it has the addresses of."""
+    turns = np.ascontiguousarray(turns, np.uint64)
+    scales = np.ascontiguousarray(scales, np.float64)
+    per_pair = np.array(axes, np.int64)
+    batch, seq, *num_axes = shape
+    form = np.array((
+        batch, seq, *(num_axes or [1]), address(per_pair) if axes else 0,
+        address(turns), turns.strides[0] if len(turns) > 1 else 0,
+        address(scales), scales.strides[0] if len(scales) > 1 else 0,
+        backwards, turns.shape[-1], lowest,
+    ), loops.ANGLES)  # fmt: skip
+    return form, turns, scales, per_pair
