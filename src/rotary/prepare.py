@@ -5,16 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from .kernels import Array, kernel_of
+from .angles import Precision
+from .kernels import kernel_of
 from .kernels.geometry import AngleOptions, Options
 from .rotate import angle_options, apply, options_of, rotate
 from .spec import Rotary
 
-Arrays = Sequence[Any]
-Run = Callable[[Arrays, tuple[Any, ...], Arrays | None], Any]  # (xs, tables, out) -> results
+Arrays = Sequence[object]
+Run = Callable[[Arrays, Arrays, Arrays | None], Arrays]  # (xs, tables, out) -> results
+Call = Callable[..., Any]
 
 
-def prepare(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
     """`rotate` or `apply` for one form of its arrays: for loops that make the call many times.
 
     function   `rotary.rotate` or `rotary.apply`
@@ -53,86 +55,80 @@ got float32 (1, 1, 1, 4) with strides [4]: prepare a call for each form, or call
 
 
 def _prepared_rotate(
-    x: Array | Sequence[Array],
-    cos: Array,
-    sin: Array,
+    x: object,
+    cos: object,
+    sin: object,
     spec: Rotary | None = None,
     *,
-    positions: Any = None,
-    out: Any = None,
-    layout: str | None = None,
-    out_layout: str | None = None,
-    rotary_dim: int | None = None,
-    start: int | None = None,
-    seq_dim: int | None = None,
-    conjugate: bool = False,
-) -> Callable[..., Any]:
-    options = options_of(spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate)
-    is_several = isinstance(x, (tuple, list))
-
-    def whole(xs: Arrays, tables: tuple[Any, ...], out: Arrays | None) -> Any:
+    positions: object = None,
+    out: object = None,
+    **how: Any,
+) -> Call:
+    def whole(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         cos, sin, positions = (*tables, None)[:3]
-        return rotate(
-            list(xs), cos, sin, spec, layout=layout, out_layout=out_layout, rotary_dim=rotary_dim,
-            start=start, seq_dim=seq_dim, positions=positions, conjugate=conjugate, out=out,
-        )  # fmt: skip
+        return rotate(list(xs), cos, sin, spec, positions=positions, out=out, **how)
 
-    xs: Arrays = x if is_several else (x,)
+    is_several = isinstance(x, (tuple, list))
+    xs: Arrays = x if isinstance(x, (tuple, list)) else (x,)
     tables = (cos, sin) if positions is None else (cos, sin, positions)
-    run = _run(options, xs, tables, _several(out), whole, "rotate")
+    run = _run(options_of(spec, **how), xs, tables, _several(out), whole, "rotate")
 
-    def step(x: Any, cos: Any, sin: Any, *, positions: Any = None, out: Any = None) -> Any:
+    def step(
+        x: Any, cos: object, sin: object, *, positions: object = None, out: object = None
+    ) -> object:
         tables = (cos, sin) if positions is None else (cos, sin, positions)
-        return run(x, tables, out) if is_several else run((x,), tables, _several(out))[0]
+        return run(x, tables, _several(out)) if is_several else run((x,), tables, _several(out))[0]
 
     return step
 
 
 def _prepared_apply(
     spec: Rotary,
-    q: Array,
-    k: Array | None = None,
+    q: object,
+    k: object = None,
     *,
-    positions: Any = None,
-    out: Any = None,
-    seq_dim: int | None = None,
-    seq_len: Any = None,
-    precision: Any = "exact",
+    positions: object = None,
+    out: object = None,
+    seq_len: object = None,
     allow_negative: bool = False,
-    conjugate: bool = False,
-) -> Callable[..., Any]:
-    options = options_of(spec, None, None, None, None, seq_dim, conjugate, spec.sign)
-    is_exact = positions is not None and precision == "exact"
-    at_angles = angle_options(spec, options, seq_len, allow_negative) if is_exact else None
+    precision: Precision = "exact",
+    **how: Any,
+) -> Call:
+    options = None
+    if positions is not None and precision == "exact":
+        at = options_of(spec, sign=spec.sign, **how)
+        options = angle_options(spec, at, seq_len, allow_negative)
 
-    def whole(xs: Arrays, tables: tuple[Any, ...], out: Arrays | None) -> Any:
-        results = apply(
-            spec, *xs, positions=(*tables, None)[0], seq_dim=seq_dim, seq_len=seq_len,
-            precision=precision, allow_negative=allow_negative, conjugate=conjugate, out=out,
+    def whole(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
+        results: Any = apply(
+            spec, *xs, positions=(*tables, None)[0], seq_len=seq_len, precision=precision,
+            allow_negative=allow_negative, out=out, **how,
         )  # fmt: skip
         return results if len(xs) > 1 else (results,)
 
     xs = (q,) if k is None else (q, k)
     tables = () if positions is None else (positions,)
-    run = _run(at_angles, xs, tables, _several(out), whole, "apply")
+    run = _run(options, xs, tables, _several(out), whole, "apply")
 
-    def step(q: Any, k: Any = None, *, positions: Any = None, out: Any = None) -> Any:
+    def step(
+        q: object, k: object = None, *, positions: object = None, out: object = None
+    ) -> object:
         tables = () if positions is None else (positions,)
         if k is None:
             return run((q,), tables, _several(out))[0]
-        return run((q, k), tables, out)
+        return run((q, k), tables, _several(out))
 
     return step
 
 
-def _several(out: Any) -> Any:
+def _several(out: object) -> Arrays | None:
     return out if out is None or isinstance(out, (tuple, list)) else (out,)
 
 
 def _run(
     options: Options | AngleOptions | None,
     xs: Arrays,
-    tables: tuple[Any, ...],
+    tables: Arrays,
     out: Arrays | None,
     whole: Run,
     name: str,
@@ -141,7 +137,7 @@ def _run(
     quick = kernel.prepare(options, xs, tables, out) if kernel.prepare and options else None
     prepared = _forms(xs, tables, out)
 
-    def run(xs: Arrays, tables: tuple[Any, ...], out: Arrays | None) -> Any:
+    def run(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         if quick is not None and (results := quick(xs, tables, out)) is not None:
             return results
         forms = _forms(xs, tables, out)
@@ -157,7 +153,7 @@ def _run(
     return run
 
 
-def _forms(xs: Arrays, tables: tuple[Any, ...], out: Arrays | None) -> dict[str, str]:
+def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, str]:
     names = ("positions",) if len(tables) == 1 else ("cos", "sin", "positions")
     operands = dict(zip(names, tables, strict=False))
     for name, arrays in (("x", xs), ("out", out or ())):

@@ -125,19 +125,19 @@ _BOTH_FORMS = (
 
 def options_of(
     spec: Rotary | None,
-    layout: str | None,
-    out_layout: str | None,
-    rotary_dim: int | None,
-    start: int | None,
-    seq_dim: int | None,
-    conjugate: bool,
+    layout: str | None = None,
+    out_layout: str | None = None,
+    rotary_dim: int | None = None,
+    start: int | None = None,
+    seq_dim: int | None = None,
+    conjugate: bool = False,
     sign: int = 1,
 ) -> Options:
     """What a kernel is told, of the arguments of `rotate`.
 
     `sign` is that of the spec, unless tables hold it already.
 
-    >>> options_of(Rotary(head_dim=4), None, None, None, None, None, False).layout
+    >>> options_of(Rotary(head_dim=4)).layout
     'half'
     """
     if spec is None:
@@ -228,7 +228,7 @@ def apply(
     else:
         check_positions(positions)
         positions = kernel.as_positions(positions, q)
-    options = options_of(spec, None, None, None, None, seq_dim, conjugate, spec.sign)
+    options = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
     is_exact = precision == "exact" and _is_of_one_length(spec, positions, seq_len)
     if is_exact and kernel.rotate_at and positions is not None:
         at_angles = angle_options(spec, options, seq_len, allow_negative)
@@ -252,8 +252,8 @@ def apply(
         cos, sin = sequence_cos_sin(spec, q, seq, precision, seq_len)
     else:
         cos, sin = cos_sin(spec, positions, precision, seq_len, allow_negative=allow_negative)
-    x: Any = q if k is None else (q, k)
-    return rotate(x, cos, sin, spec, seq_dim=seq_dim, conjugate=conjugate, out=out)
+    results = rotate(list(xs), cos, sin, spec, seq_dim=seq_dim, conjugate=conjugate, out=outs)
+    return results[0] if k is None else results
 
 
 def angle_options(

@@ -16,7 +16,7 @@ refused under explicit sharding.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from .geometry import Geometry, Options, geometry_of
 
 Array = jax.Array
 _FLOAT64 = np.dtype(np.float64)
+_check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
 
 
 def rotate(
@@ -48,9 +49,8 @@ def rotate(
     """
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
-    operands: tuple[Any, Any, Any] = (xs, cos, sin)  # only shapes and dtypes are read
     if _FLOAT64 in [array.dtype for array in (*xs, cos, sin)]:  # of NumPy too, which jit rounds
-        reference.check_operands(*operands, None)
+        _check_operands(xs, cos, sin, None)
         if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
     rows = None if positions is None else _check_rows(positions, cos)
@@ -62,8 +62,7 @@ def _rotate(
     xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
 ) -> tuple[Array, ...]:
     """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
-    operands: tuple[Any, Any, Any] = (xs, cos, sin)
-    reference.check_operands(*operands, None)
+    _check_operands(xs, cos, sin, None)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
     for x in xs:

@@ -8,7 +8,7 @@ how many there are.
 import functools
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import prange, types
@@ -290,7 +290,7 @@ def turn_once(name: str) -> Callable[[bytes], int]:
     return _whole_job(_turn_once(TAGS[name]))
 
 
-def _whole_job(function: Callable[[int], int]) -> Callable[[Any], int]:
+def _whole_job(function: Callable[[int], int]) -> Callable[[int | bytes], int]:
     compiled_ = c_function(function, types.int64(types.int64))
     _alive.append(compiled_)
     return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)

@@ -9,7 +9,7 @@ numbers, and whether memory is shared.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,11 +38,11 @@ Kind = TypeVar("Kind", bound=Hashable)
 _FORMS, _KINDS = 8, 256
 _SPACINGS = 64  # of operands whose memory was compared byte by byte
 # without the cost of looking whether it was given one tensor or many
-_increment_version: Any = getattr(
+_increment_version: Callable[[Iterable[Tensor]], None] = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version
 )
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-_is_nested: Any = Tensor.is_nested.__get__  # type: ignore[attr-defined]
+_is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
 class Ready(NamedTuple):
@@ -144,9 +144,11 @@ def prepared(
 
 def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
     """The code and the guard of operands like these, of which none stands twice."""
-    sizes: list[Any] = [list(tensor.shape) for tensor in operands]
-    strides: list[Any] = [list(tensor.stride()) for tensor in operands]
-    guard = TensorGuards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guard = TensorGuards(
+        *operands,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in operands],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in operands],
+    )
     return Ready(guard, any([tensor.requires_grad for tensor in operands]), code)
 
 

@@ -21,9 +21,9 @@ FLOATS = {
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
-_is_tracing_by_jit: Any = torch._C._is_tracing
-_functorch_level: Any = torch._C._functorch.maybe_current_level
-_count_of_modes: Any = torch._C._len_torch_dispatch_stack
+_is_tracing_by_jit = torch._C._is_tracing
+_functorch_level = torch._C._functorch.maybe_current_level
+_count_of_modes = torch._C._len_torch_dispatch_stack
 _DispatchModeKey: Any = torch._C._TorchDispatchModeKey
 
 
