@@ -74,10 +74,10 @@ def _prepared_rotate(
     run = _run(options_of(spec, **how), xs, tables, _several(out), whole, "rotate")
 
     def step(
-        x: Any, cos: object, sin: object, *, positions: object = None, out: object = None
+        x: Any, cos: object, sin: object, *, positions: object = None, out: Any = None
     ) -> object:
         tables = (cos, sin) if positions is None else (cos, sin, positions)
-        return run(x, tables, _several(out)) if is_several else run((x,), tables, _several(out))[0]
+        return run(x, tables, out) if is_several else run((x,), tables, _several(out))[0]
 
     return step
 
@@ -110,13 +110,11 @@ def _prepared_apply(
     tables = () if positions is None else (positions,)
     run = _run(options, xs, tables, _several(out), whole, "apply")
 
-    def step(
-        q: object, k: object = None, *, positions: object = None, out: object = None
-    ) -> object:
+    def step(q: object, k: object = None, *, positions: object = None, out: Any = None) -> object:
         tables = () if positions is None else (positions,)
         if k is None:
             return run((q,), tables, _several(out))[0]
-        return run((q, k), tables, _several(out))
+        return run((q, k), tables, out)
 
     return step
 
@@ -133,13 +131,9 @@ def _run(
     whole: Run,
     name: str,
 ) -> Run:
-    kernel = kernel_of(xs[0])
-    quick = kernel.prepare(options, xs, tables, out) if kernel.prepare and options else None
     prepared = _forms(xs, tables, out)
 
-    def run(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
-        if quick is not None and (results := quick(xs, tables, out)) is not None:
-            return results
+    def checked(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         forms = _forms(xs, tables, out)
         for operand in {**prepared, **forms}:
             old, new = prepared.get(operand, "none"), forms.get(operand, "none")
@@ -150,7 +144,10 @@ def _run(
                 )
         return whole(xs, tables, out)
 
-    return run
+    kernel = kernel_of(xs[0])
+    if kernel.prepare is None or options is None:
+        return checked
+    return kernel.prepare(options, xs, tables, out, checked) or checked
 
 
 def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, str]:

@@ -61,9 +61,9 @@ class Kernel(Generic[Array]):
     check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
     # a few tokens at positions, by angles worked out on the way; None where tables are needed
     rotate_at: RotateAt[Array] | None = None
-    # from the options and arrays of a call: code for arrays of this form, which answers None for
-    # others; None where it would not help
-    prepare: Callable[..., Callable[..., tuple[Array, ...] | None] | None] | None = None
+    # from the options and arrays of a call, and what is done with arrays of another form: code for
+    # arrays of this form; None where it would not help
+    prepare: Callable[..., Callable[..., tuple[Array, ...]] | None] | None = None
     # the rotation by angles worked out on the way, without tables; and whether it takes these
     rotate_exact: Callable[..., tuple[Array, ...]] | None = None
     makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)

@@ -88,13 +88,16 @@ def prepare(
     xs: Sequence[Tensor],
     tables: torch_ready.Tables,
     out: Sequence[Tensor] | None,
-) -> torch_ready.Run | None:
-    """The code for tensors of this form, that answers None for others; None where there is none."""
+    otherwise: torch_ready.Prepared,
+) -> torch_ready.Prepared | None:
+    """The code for tensors of this form, and `otherwise` for others; None where there is none."""
     if is_watched():
         return None
     if isinstance(options, AngleOptions):
-        return torch_ready.prepared(options, xs, tables, out, torch_ready.on_cpu)
-    return torch_ready.prepared(options, xs, tables, out, _code)
+        code = torch_ready.on_cpu(options, xs, tables, out)
+    else:
+        code = _code(options, xs, tables, out)
+    return None if code is None else torch_ready.prepared(code, xs, tables, out, otherwise)
 
 
 def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:

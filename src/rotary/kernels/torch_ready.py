@@ -10,6 +10,7 @@ numbers, and whether memory is shared.
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import is_not
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or positions alone
 # the code of a call: its results, or None where it cannot take these after all
 Run = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...] | None]
+Prepared = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...]]
 Kind = TypeVar("Kind", bound=Hashable)
 # of calls of one kind and size of x: forms of the operands; and how many kinds and sizes
 _FORMS, _KINDS = 8, 256
@@ -71,9 +73,9 @@ def run(
     others = None
     operands = (*xs, *tables)
     if out is not None:  # no tensor twice: the guards would refuse it
-        others = tuple([y is not x for x, y in zip(xs, out, strict=True)])
+        others = tuple(map(is_not, xs, out))
         operands = (*operands, *itertools.compress(out, others))
-    if any(map(_is_nested, operands)):  # the guards would end the process
+    if True in map(_is_nested, operands):  # the guards would end the process
         check_strided(operands)
     key = kind, len(operands), others, xs[0].numel()
     for ready in recent.get(key, ()):
@@ -91,24 +93,17 @@ def run(
 
 
 def prepared(
-    kind: Kind,
+    code: Run,
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
-    make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
-) -> Run | None:
-    """The code for calls of this form alone, which answers None for others; None if there is none.
-
-    >>> x, cos = torch.ones(1, 3, 4), torch.ones(3, 2)
-    >>> code = prepared(Options(), [x], (cos, cos), None, on_cpu)
-    >>> code is None or code([x[:, :1]], (cos, cos), None) is None
-    True
-    """
-    code = make(kind, xs, tables, out)
-    if code is None or TensorGuards is None:
+    otherwise: Prepared,
+) -> Prepared | None:
+    """The code behind a guard of these tensors, and `otherwise` for others; None without guards."""
+    if TensorGuards is None:
         return None
-    is_into = out is not None
-    others = [y is not x for x, y in zip(xs, out or (), strict=False)]
+    width, is_into = len(xs), out is not None
+    others = tuple(map(is_not, xs, out or ()))
     has_others = any(others)
     operands = (*xs, *tables, *itertools.compress(out or (), others))
     count, ready = len(operands), ready_for(operands, code)
@@ -116,28 +111,30 @@ def prepared(
 
     def run(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
-    ) -> tuple[Tensor, ...] | None:
+    ) -> tuple[Tensor, ...]:
         operands = (*xs, *tables)
-        if out is None or not is_into:
-            if out is not None or is_into:
-                return None
+        if out is None:
+            is_alike = not is_into
         elif has_others:
-            if [y is not x for x, y in zip(xs, out, strict=False)] != others:
-                return None
+            is_alike = tuple(map(is_not, xs, out)) == others
             operands = (*operands, *itertools.compress(out, others))
-        elif out is not xs and [*map(id, out)] != [*map(id, xs)]:
-            return None
+        else:
+            is_alike = is_into and len(out) == width and out[0] is xs[0] and out[-1] is xs[-1]
         try:
             if (
-                len(operands) != count
-                or is_watched()
-                or any(map(_is_nested, operands))
-                or not check(*operands)
+                is_alike
+                and len(operands) == count
+                and not is_watched()
+                and True not in map(_is_nested, operands)
+                and check(*operands)
+                and not (is_without_grad and torch.is_grad_enabled())
             ):
-                return None
-        except TypeError:  # not a tensor
-            return None
-        return None if is_without_grad and torch.is_grad_enabled() else code(xs, tables, out)
+                results = code(xs, tables, out)
+                if results is not None:
+                    return results
+        except TypeError:  # an operand is no tensor
+            pass
+        return otherwise(xs, tables, out)
 
     return run
 
