@@ -110,7 +110,9 @@ def _prepared_apply(
     tables = () if positions is None else (positions,)
     run = _run(options, xs, tables, _several(out), whole, "apply")
 
-    def step(q: object, k: object = None, *, positions: object = None, out: Any = None) -> object:
+    def step(
+        q: object, k: object = None, *, positions: object = None, out: Arrays | None = None
+    ) -> object:
         tables = () if positions is None else (positions,)
         if k is None:
             return run((q,), tables, _several(out))[0]

@@ -62,8 +62,17 @@ def is_transforming() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether something records the operators of this call, or gives them another meaning."""
-    return _is_compiling() or is_transforming()
+    """Whether torch.compile or torch.export records this call, or `is_transforming`.
+
+    It is asked for every token, and a call of a function costs as much as two of these.
+    """
+    return (
+        _is_compiling()
+        or _is_tracing_by_jit()
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _count_of_modes() > 0
+    )
 
 
 def wants_grad(*tensors: Tensor) -> bool:
