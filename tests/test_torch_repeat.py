@@ -260,3 +260,15 @@ def test_without_the_guards_of_torch_the_result_is_the_same(form, monkeypatch):
         long = form(*operands())
     assert torch_ready.recent == {}
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+def test_every_output_that_autograd_knows_is_marked_as_written():
+    """One of them is an inference tensor, which has no version, and the other is not."""
+    q, k, cos, sin = operands()
+    known = torch.zeros_like(q)
+    with torch.inference_mode():
+        for other in (torch.zeros_like(k), torch.zeros_like(k)):
+            for count in range(1, 4):
+                before = known._version
+                rotate((q, k), cos, sin, layout="half", out=(known, other))
+                assert known._version == before + 1, count

@@ -173,10 +173,12 @@ def on_cpu(
     call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
+    if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
+        return None
+    is_tracked = out is not None and not out[0].is_inference()
     # nothing stands between one token and its outputs
     new = torch.empty_like if call.size < LARGE else empty_like
     checks = jobs.CHECK_ROWS * (len(tables) == 3) + jobs.CHECK_OVERLAP * (out is not None)
-    is_tracked = not any([y.is_inference() for y in out or ()])
     job = call.job
     is_other_memory = is_in_place and (not is_in_place[0], not is_in_place[-1])
     is_single = len(xs) == 1
