@@ -1,9 +1,12 @@
 """`rotary.prepare`: the results of the whole call, for arrays of one form and no others."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import rotary
 from rotary import Rotary, apply, cos_sin, prepare, rotate
@@ -145,6 +148,38 @@ def test_a_gradient_and_a_transform_take_the_whole_call():
     mapped = torch.vmap(lambda q: prepare(apply, PLAIN, q, positions=POSITIONS[0])(
         q, positions=POSITIONS[0]))(xs[0])  # fmt: skip
     assert torch.allclose(mapped, apply(PLAIN, xs[0], positions=POSITIONS[:1]))
+
+
+def test_a_step_prepared_without_gradients_gives_them_later():
+    xs = tuple(x.requires_grad_() for x in tensors())
+    with torch.no_grad():
+        step = prepare(apply, PLAIN, *xs, positions=POSITIONS)
+        assert not step(*xs, positions=POSITIONS)[0].requires_grad
+    assert step(*xs, positions=POSITIONS)[0].requires_grad
+
+
+def test_forward_mode_keeps_its_tangents():
+    q, _ = tensors()
+    step = prepare(apply, PLAIN, q, positions=POSITIONS)
+    with forward_ad.dual_level():
+        result = step(forward_ad.make_dual(q, q + 1), positions=POSITIONS)
+        tangent = forward_ad.unpack_dual(result).tangent
+    assert torch.allclose(tangent, apply(PLAIN, q + 1, positions=POSITIONS))
+
+
+@pytest.mark.parametrize("repeat", ["step", "call"])
+def test_memory_of_x_under_another_name(repeat):
+    """A layout cannot be changed in place row by row: such a call goes another way."""
+    q, _ = tensors()
+    want = apply(SPEC, q, positions=POSITIONS)
+    out = torch.empty_like(q)
+    step = prepare(apply, SPEC, q, positions=POSITIONS, out=out)
+    if repeat == "call":
+        step = partial(apply, SPEC)
+    step(q, positions=POSITIONS, out=out)
+    own = q.clone()
+    step(own, positions=POSITIONS, out=own.view_as(own))
+    assert torch.equal(own, want)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
