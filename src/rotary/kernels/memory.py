@@ -1,6 +1,5 @@
 """Blocks of memory: their form, and whether two of them share a byte."""
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,17 +48,6 @@ def is_contiguous(block: Block) -> bool:
     """
     steps = zip(block.shape, block.strides, contiguous(block).strides, strict=True)
     return all(size == 1 or step == other for size, step, other in steps)
-
-
-def is_gapless(block: Block) -> bool:
-    """Whether the block fills the memory from its first to its last byte, in any order of its axes.
-
-    >>> is_gapless(Block((3, 2), (4, 12), "float32"))
-    True
-    """
-    axes = zip(block.shape, block.strides, strict=True)
-    span = sum((size - 1) * abs(step) for size, step in axes) + SIZES[block.dtype]
-    return span == math.prod(block.shape) * SIZES[block.dtype]
 
 
 def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]]) -> None:
