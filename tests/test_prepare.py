@@ -236,6 +236,8 @@ def test_wrong_preparations():
         prepare(rotary.cos_sin, PLAIN, q)
     with pytest.raises(TypeError, match="does not guess"):
         prepare(rotate, q, cos, sin)
+    with pytest.raises(ValueError, match="x must hold at least one array"):
+        prepare(rotate, (), cos, sin, PLAIN)
     with pytest.raises(ValueError, match="does not fit x"):
         prepare(rotate, q, cos[:, :0], sin[:, :0], PLAIN)
 

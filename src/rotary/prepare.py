@@ -69,8 +69,9 @@ def _prepared_rotate(
         return rotate(list(xs), cos, sin, spec, positions=positions, out=out, **how)
 
     is_several = isinstance(x, (tuple, list))
-    xs: Arrays = x if isinstance(x, (tuple, list)) else (x,)
     tables = (cos, sin) if positions is None else (cos, sin, positions)
+    if not (xs := _several(x)):
+        raise ValueError("x must hold at least one array")
     run = _run(options_of(spec, **how), xs, tables, _several(out), whole, "rotate")
 
     def step(
@@ -121,8 +122,9 @@ def _prepared_apply(
     return step
 
 
-def _several(out: object) -> Arrays | None:
-    return out if out is None or isinstance(out, (tuple, list)) else (out,)
+def _several(arrays: object) -> Arrays | None:
+    """A tuple of one, where one array stands alone; None stays None."""
+    return arrays if arrays is None or isinstance(arrays, (tuple, list)) else (arrays,)
 
 
 def _run(
