@@ -70,11 +70,15 @@ def classes() -> dict[str, type]:
 
 @contextmanager
 def seconds(limit: int) -> Iterator[None]:
-    """TimeoutError after that many seconds."""
+    """TimeoutError after that many seconds; gradients are then on or off as before.
+
+    The signal may arrive in the middle of `torch.no_grad`, which is then not left.
+    """
 
     def stop(*_: Any) -> None:
         raise TimeoutError
 
+    wants_gradients = torch.is_grad_enabled()
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(limit)
     try:
@@ -82,6 +86,7 @@ def seconds(limit: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(wants_gradients)
 
 
 def config_of(data: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import sys
 from collections import Counter
 
 import pytest
@@ -62,6 +63,17 @@ def kernel_calls(monkeypatch):
     monkeypatch.setattr(rotations, "rotate", rotate)
     monkeypatch.setattr(rotations, "_agrees", agrees)
     return calls
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """A test that leaves gradients off fails here; without this, later tests would."""
+    result = yield
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "is_grad_enabled") and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail(f"{item.nodeid} leaves torch without gradients")
+    return result
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,14 +3,17 @@
 `python tests/against_transformers.py 100000 0` is the same at full length.
 """
 
+import contextlib
 import copy
 import json
 import random
 import re
+import signal
 import sys
 
 import numpy as np
 import pytest
+import torch
 
 import rotary
 from rotary import cli, from_hf_config
@@ -41,6 +44,14 @@ def test_more_broken_configs_give_the_numbers_of_transformers_or_one_sentence(se
     counts, faults = against.run(seed, 1000)
     assert faults == []
     assert counts["slower than 50 ms"] <= 2
+
+
+def test_a_config_that_takes_too_long_leaves_gradients_on():
+    with contextlib.suppress(TimeoutError), against.seconds(1):
+        torch.set_grad_enabled(False)  # as an alarm in the middle of `torch.no_grad` leaves it
+        signal.raise_signal(signal.SIGALRM)
+        pytest.fail("the alarm was not raised")
+    assert torch.is_grad_enabled()
 
 
 def read_as_transformers(data, kind=None):
