@@ -66,7 +66,7 @@ or move them back by rotary convert'
     return [*_configs(subject), *_layout_of_files(subject)]
 
 
-def _configs(subject: Any) -> list[Remark]:
+def _configs(subject: object) -> list[Remark]:
     remarks: list[Remark] = []
     for part in parts(subject) or (None,):
         try:
@@ -76,7 +76,7 @@ def _configs(subject: Any) -> list[Remark]:
     return remarks
 
 
-def _config(subject: Any, part: str | None) -> Iterator[Remark]:
+def _config(subject: object, part: str | None) -> Iterator[Remark]:
     for kind in layer_types(subject, part=part) or (None,):
         where = " ".join(word for word in (part, kind) if word) or "config"
         config, complaints = choose(subject, kind, part), list[str]()
@@ -199,7 +199,7 @@ def _layout_of_files(subject: object) -> Iterator[Remark]:
     yield from _compared(subject, seen)
 
 
-def _compared(config: Any, seen: Seen | None, is_patched: bool = False) -> Iterator[Remark]:
+def _compared(config: object, seen: Seen | None, is_patched: bool = False) -> Iterator[Remark]:
     """The layout that the config means against that of the weights and that of the code."""
     if fault := disagreement(config, seen):
         yield Remark("weights", *fault)

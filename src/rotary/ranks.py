@@ -51,7 +51,7 @@ class Report:
         """Whether nothing is wrong."""
         return not self.findings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All of it as JSON-ready data."""
         findings = [each._asdict() for each in self.findings]
         return {"world": self.world, "ok": self.ok, "findings": findings}
@@ -101,7 +101,7 @@ def compare(
         raise ValueError("tables are checked as cos and sin of positions: all three are needed")
     rank = dist.get_rank(group)
     digest, error = _turns_and_error(spec, seq_len)
-    facts: dict[tuple[str, str], Any] = {
+    facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
         **{("spec", name): value for name, value in spec.to_dict().items()},
         ("spec", "turns"): digest,
@@ -172,16 +172,16 @@ def _numpy(values: object) -> Array:
     return np.asarray(values.detach().cpu())
 
 
-def _rows_of(positions: Any, axes: int) -> Array:
+def _rows_of(positions: object, axes: int) -> Array:
     """Positions as (rows, seq, axes) int64; ValueError if they are not positions."""
     array = _numpy(positions)
     if array.dtype.kind not in "iu":
         dtype = str(getattr(positions, "dtype", array.dtype)).removeprefix("torch.")
         raise ValueError(f"positions must be whole numbers, got {dtype}")
-    array = array if axes > 1 else array[..., None]
+    shape, array = array.shape, array if axes > 1 else array[..., None]
     if array.ndim not in (2, 3) or array.shape[-1] != axes:
         shapes = f"(seq, {axes}) or (batch, seq, {axes})" if axes > 1 else "(seq,) or (batch, seq)"
-        raise ValueError(f"positions must be {shapes}, got shape {tuple(np.shape(positions))}")
+        raise ValueError(f"positions must be {shapes}, got shape {shape}")
     return (array if array.ndim == 3 else array[None]).astype(np.int64)
 
 
@@ -297,7 +297,7 @@ def _named(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _verb(things: Collection[Any], one: str = "holds", many: str = "hold") -> str:
+def _verb(things: Collection[object], one: str = "holds", many: str = "hold") -> str:
     return one if len(things) == 1 else many
 
 

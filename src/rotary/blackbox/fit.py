@@ -9,15 +9,14 @@ rounded to float16 or bfloat16. The first match wins; without one, the schedule 
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..analysis.precision import round_to
+from ..kernels import Numbers as Array
 from ..schedules import SCHEDULES
-
-Array = npt.NDArray[Any]
+from ..strict_json import JSON
 
 # rope_theta of released models: from one of them a base that is not round may come
 BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
@@ -46,12 +45,12 @@ class Fit(NamedTuple):
 
     schedule: str
     base: float
-    params: Mapping[str, Any]
+    params: Mapping[str, JSON]
     inv_freq: Array
     factor: float = 1.0
 
 
-Candidate = tuple[str, float, dict[str, Any]]
+Candidate = tuple[str, float, dict[str, JSON]]
 
 
 def fit(measured: Measured) -> Fit:
@@ -73,7 +72,7 @@ def fit(measured: Measured) -> Fit:
     return plain._replace(schedule="custom", base=10_000.0, params=params)
 
 
-def _computed(name: str, base: float, params: dict[str, Any], rotary_dim: int) -> Fit | None:
+def _computed(name: str, base: float, params: dict[str, JSON], rotary_dim: int) -> Fit | None:
     """The schedule of a candidate; None if it makes no sense."""
     try:
         with warnings.catch_warnings():
@@ -218,7 +217,7 @@ def _yarn(
         several = (round(n) for digits in range(1, 8) for a in above for n in rounded(a, [digits]))
         lengths += dict.fromkeys(several)
         exact = [round(near)]
-    scales: list[dict[str, Any]] = [{}]
+    scales: list[dict[str, JSON]] = [{}]
     scales += [{"attention_factor": value} for value in rounded(amplitude, range(1, 9))]
     for cut, choices in (({}, lengths), ({"truncate": False}, exact)):
         for length in choices:

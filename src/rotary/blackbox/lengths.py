@@ -7,17 +7,15 @@ claimed if a formula gives every measured angle there.
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..kernels import Numbers as Array
 from ..schedules import SCHEDULES
 from .fit import Fit, dynamic, nearest_length
 from .pairs import Pairs, wrapped
 from .probe import Box, Finding
-
-Array = npt.NDArray[Any]
 
 CLOSE = 0.02  # rad, beside what float32 angles may be off at a position
 FLOAT32_ANGLE = 5e-6  # rad per rad: float32 angles from float32 formulas

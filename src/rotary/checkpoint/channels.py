@@ -12,10 +12,11 @@ and must make up the channels that are there.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..configs import Config
 from ..spec import Rotary
+from ..strict_json import JSON
 from .files import Tensor
 from .names import Name, treatment
 
@@ -293,7 +294,7 @@ def check_inputs(
         )
 
 
-def _is_count(count: int, counts: set[int], heads: Any) -> bool:
+def _is_count(count: int, counts: set[int], heads: JSON) -> bool:
     """Whether a layer may have so many heads, of which the config names `counts`.
 
     A config that names no count means as many as its class: some number that divides `heads`, the
@@ -302,7 +303,7 @@ def _is_count(count: int, counts: set[int], heads: Any) -> bool:
     return count in counts if counts else count >= 1 and (heads is None or heads % count == 0)
 
 
-def _key_heads(name: Name, heads: Any, config: Config) -> set[int]:
+def _key_heads(name: Name, heads: JSON, config: Config) -> set[int]:
     """The counts of key heads that the config names for a layer; empty if it is silent."""
     if name.kind == FALCON and not config.get("new_decoder_architecture"):
         return {1} if config.get("multi_query") is not False else {heads}
@@ -335,7 +336,7 @@ def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
     return counts
 
 
-def _matching(data: Any, pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:
+def _matching(data: Mapping[str, JSON], pattern: re.Pattern[str]) -> Iterator[tuple[str, JSON]]:
     """Keys that match and their values, at any depth, but for null."""
     for key, value in data.items():
         if pattern.fullmatch(str(key)) and value is not None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import files, writing
 from .files import CONFIG, MANIFEST, check_unchanged, state_of
@@ -80,7 +80,7 @@ def prepare(
     target: str | os.PathLike[str],
     from_layout: str,
     to_layout: str,
-    config: Any = None,
+    config: object = None,
     trust_source: bool = False,
     leave: Sequence[str] = (),
     verify: str = "sample",

@@ -12,7 +12,7 @@ import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import configs
 from ..strict_json import JSON, parsed
@@ -162,7 +162,7 @@ def read_manifest(root: Path) -> Mapping[str, JSON] | None:
     return read_json(root / MANIFEST) if (root / MANIFEST).is_file() else None
 
 
-def read_config(config: Any) -> ConfigFile:
+def read_config(config: object) -> ConfigFile:
     """A config: path of a file or of the folder it is in, a dict, or a PretrainedConfig.
 
     >>> read_config({"head_dim": 64}).data
@@ -365,7 +365,7 @@ def _tensors(text: bytes, size: int, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensor(value: Any, data_start: int) -> Tensor:
+def _tensor(value: JSON, data_start: int) -> Tensor:
     """What a header says of one tensor. Raises ValueError with what is wrong with it."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(" must have dtype, shape and data_offsets alone")
@@ -382,5 +382,5 @@ def _tensor(value: Any, data_start: int) -> Tensor:
     return Tensor(dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: JSON) -> bool:
     return isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0

@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 # --- what a config says ---
 
 
-def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: Any = None) -> bytes:
+def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JSON = None) -> bytes:
     """The config.json to be written beside the weights, byte for byte.
 
     changed   the config with the new layout, as `with_layout` gives it
@@ -95,7 +95,7 @@ def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
     if layout != model.get("layout", "half") or key in keys:
         keys[key or LAYOUT_MARK] = layout == "interleaved"
 
-    def replaced(value: Any) -> Any:
+    def replaced(value: JSON) -> JSON:
         if value is text:
             return keys
         if isinstance(value, Mapping):

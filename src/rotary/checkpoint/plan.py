@@ -7,7 +7,7 @@ layer without rotation may be moved or left, whatever is right for its rotating 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -272,7 +272,7 @@ def _move_of(
     return move
 
 
-def _layers(config: Any) -> _Layers:
+def _layers(config: object) -> _Layers:
     """Layer type -> its RoPE, None for none, and its config. ValueError where nothing rotates."""
     data = load(config)
     kinds: tuple[str | None, ...] = layer_types(data) or (None,)
@@ -286,7 +286,7 @@ def _layers(config: Any) -> _Layers:
     return layers
 
 
-def _block_of(config: Any, first: Config) -> int:
+def _block_of(config: object, first: Config) -> int:
     """Rows of a block of quantised scales."""
     quantised = load(config).get("quantization_config") or first.data.get("quantization_config")
     blocks = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None

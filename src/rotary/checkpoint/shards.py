@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -229,14 +229,14 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
     return state, outputs
 
 
-def read_piece(file: Any, begin: int, end: int, room: Bytes | None = None) -> Bytes:
+def read_piece(file: BinaryIO, begin: int, end: int, room: Bytes | None = None) -> Bytes:
     """Bytes of a file, in `room` where it is given. Raises ValueError if it has become shorter.
 
     The first touch of new pages costs half as much as all else, so a shard is read into one place.
     """
     file.seek(begin)
     raw = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
-    count = file.readinto(raw)
+    count: int = file.readinto(raw)  # type: ignore[attr-defined]  # of every binary file
     if count < end - begin:
         raise ValueError(f"{file.name}: ends at byte {begin + count} now; it was truncated")
     return raw
@@ -371,7 +371,7 @@ def _scores(slices: list[Vector], layout: str) -> Vector:
     return (q @ k.conj().T).real
 
 
-def _outputs(file: Any, tensor: Tensor, move: Move) -> Vector:
+def _outputs(file: BinaryIO, tensor: Tensor, move: Move) -> Vector:
     """What the channels along the axis of a move give for one random input, (size,) float64."""
     before = math.prod(tensor.shape[: move.axis])
     width = (tensor.end - tensor.begin) // (before * move.size)
@@ -382,7 +382,7 @@ def _outputs(file: Any, tensor: Tensor, move: Move) -> Vector:
     return left @ np.concatenate(sums).reshape(before, move.size) if sums else np.zeros(move.size)
 
 
-def rows_of(file: Any, tensor: Tensor, columns: int) -> Iterator[Vector]:
+def rows_of(file: BinaryIO, tensor: Tensor, columns: int) -> Iterator[Vector]:
     """The values of a tensor in rows of `columns`, some rows at once, as float64.
 
     What is no number counts as 0, for it would spoil its row.

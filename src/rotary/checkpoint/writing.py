@@ -18,9 +18,10 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from ..strict_json import JSON, parsed
 from .files import JOURNAL, MANIFEST
@@ -63,10 +64,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_sparse(file: BinaryIO, piece: Any) -> None:
+def write_sparse(file: BinaryIO, piece: npt.NDArray[np.uint8]) -> None:
     """Write bytes into a new file; zeros are passed over, so that they take no disk."""
-    if np.frombuffer(piece, np.uint8).any():
-        file.write(piece)
+    if piece.any():
+        file.write(piece.data)
     else:
         file.seek(len(piece), os.SEEK_CUR)
 

@@ -7,10 +7,11 @@ names of the style sheet, so that they follow the colour scheme.
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from ..kernels import Numbers
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Figure:
 class Picture(NamedTuple):
     """columns: arrays of one length; words: what they say; figure."""
 
-    columns: dict[str, npt.NDArray[Any]]
+    columns: dict[str, Numbers]
     words: str
     figure: Figure
 
@@ -105,7 +106,7 @@ class Picture(NamedTuple):
         lines = [",".join(self.columns), *(",".join(map(repr, row)) for row in rows)]
         return "\n".join(lines) + "\n"
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Words, figure and columns as JSON can hold them: null for what is not finite."""
         columns = {
             name: [value if np.isfinite(value) else None for value in column.tolist()]

@@ -6,7 +6,6 @@ import string
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 from ..analysis import search
 from ..configs import to_hf_config
@@ -48,7 +47,7 @@ def page() -> str:
     )
 
 
-def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, Any]:
+def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     """What the page shows after the control `changed` was moved.
 
     fields, query, shown  the state by its controls, as a link (None: too long), and all values
@@ -97,7 +96,7 @@ smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     )
 
 
-def certified(fields: Mapping[str, object]) -> dict[str, Any]:
+def certified(fields: Mapping[str, object]) -> dict[str, object]:
     """The smallest base for the context of a state, in words; or its error, as of `drawn`."""
     try:
         return {"words": smallest_base(from_fields(fields).look("a"))}

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ..analysis import extension, spectrum
 from ..spec import Rotary, nearest
+from ..strict_json import JSON
 from .models import (
     MAX_HEAD_DIM,
     MAX_LENGTH,
@@ -135,7 +135,7 @@ def side(letter: str, default: Side, fields: Mapping[str, object]) -> Side:
     True
     """
     choices = {"method": METHODS, "model": (*presets(), PASTED)}
-    kept: dict[str, Any] = {}
+    kept: dict[str, JSON] = {}
     for name in vars(default):
         value = fields.get(f"{letter}.{name}")
         if value is None or value == "":

@@ -6,7 +6,6 @@ Everything that arrives, from a control or from a link, is checked here.
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlencode
 
 from .models import PASTED
@@ -102,9 +101,9 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
     return State(a, b, fields.get("compared") in ("1", True), view, context)
 
 
-def shown(state: State) -> dict[str, Any]:
+def shown(state: State) -> dict[str, object]:
     """What each control shows in a state, but for configs; and the layer types to choose from."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         name: getattr(state, name) for name in ("view", "compared", "context")
     }
     for letter in ("a", "b"):

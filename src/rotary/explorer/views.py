@@ -6,7 +6,7 @@ Each `draw` answers a `Look` with a `Picture`: the numbers, what they say in wor
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .. import layouts
 from ..analysis import bounds, decay, extension, precision, spectrum
 from ..angles import inv_freq
+from ..kernels import Numbers
 from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
 from .side import Look
 
@@ -174,7 +175,7 @@ def coverage(look: Look) -> Picture:
 def error_of_angles(look: Look) -> Picture:
     """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
     positions = spaced(look.context, 24)
-    columns: dict[str, npt.NDArray[Any]] = {"position": positions}
+    columns: dict[str, Numbers] = {"position": positions}
     for name in ARITHMETICS:
         columns[name] = precision.error_near(look.spec, positions, name, look.context)
     worst = {name: columns[name][-1] for name in ARITHMETICS}
@@ -197,7 +198,7 @@ def error_of_angles(look: Look) -> Picture:
 def layout(look: Look) -> Picture:
     """Which pair each channel belongs to, in the layout that is read and in the one written."""
     spec, count = look.spec, look.spec.rotary_dim // 2
-    columns: dict[str, npt.NDArray[Any]] = {"channel": np.arange(spec.head_dim)}
+    columns: dict[str, Numbers] = {"channel": np.arange(spec.head_dim)}
     axes = np.array(spec.axes or (0,) * count)
     for name, kind, values in (
         ("reads", spec.layout, np.arange(count)),

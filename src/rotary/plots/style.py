@@ -12,6 +12,7 @@ from ..angles import inv_freq
 from ..spec import Rotary
 from .points import MAX_POINTS
 
+Style = dict[str, Any]  # colour and dashes of a curve, as options of matplotlib
 Specs = Rotary | Mapping[str, Rotary] | Sequence[Rotary]
 
 # Okabe and Ito, Color Universal Design (2008), without its yellow, which white paper swallows
@@ -55,7 +56,7 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
     return by_name
 
 
-def curves(specs: Specs) -> Iterator[tuple[str, Rotary, dict[str, Any]]]:
+def curves(specs: Specs) -> Iterator[tuple[str, Rotary, Style]]:
     """The name, the spec, and the colour and dashes of the curve of each spec."""
     for index, (name, spec) in enumerate(named(specs).items()):
         yield name, spec, curve(index)
@@ -108,7 +109,7 @@ def plain(name: object, most: int = MAX_NAME) -> str:
     return text
 
 
-def curve(index: int) -> dict[str, Any]:
+def curve(index: int) -> Style:
     """Colour and dashes of the curve `index`."""
     return {
         "color": PALETTE[index % len(PALETTE)],
