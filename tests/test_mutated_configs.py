@@ -30,16 +30,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA = {"model_type": "llama", "head_dim": 64}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed):
-    counts, faults = against.run(seed, 2000)
+    counts, faults = against.run(seed, 1000)
     assert faults == []
-    assert counts["both read, equal"] > 600
+    assert counts["both read, equal"] > 300
     assert counts["slower than 50 ms"] <= 2  # of a machine that does other things too
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [4, 5])
 def test_more_broken_configs_give_the_numbers_of_transformers_or_one_sentence(seed):
     counts, faults = against.run(seed, 1000)
     assert faults == []
