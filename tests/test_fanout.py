@@ -210,7 +210,7 @@ def test_a_ticket_is_void_when_its_conversion_is_over(tmp_path, expected):
         if other:
             (tmp_path / "b" / writing.LOCK).write_text(other)
         with pytest.raises(OSError, match="is not the folder of this conversion on"):
-            write_shard(job)
+            write_shard(job, lambda count: pytest.fail("it has read from the shard"))
         assert name_of(0) not in contents(tmp_path / "b"), when
 
 

@@ -18,7 +18,7 @@ from ..configs import Config
 from ..spec import Rotary
 from ..strict_json import JSON
 from .files import Tensor
-from .names import Name, treatment
+from .names import PARAMETERS, Name
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # AWQ packs the columns 0 2 4 6 1 3 5 7 of each eight, lowest bits first
@@ -53,6 +53,17 @@ class Place(NamedTuple):
     lanes: tuple[int, ...] = ()
     block: int = 0
     stays: str = ""
+
+
+def treatment(parameter: str) -> str:
+    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
+
+    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
+    ('inputs', 'scales', 'rows')
+    """
+    return next(
+        way for way, names in PARAMETERS.items() if re.fullmatch(names, parameter or "weight")
+    )
 
 
 def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:

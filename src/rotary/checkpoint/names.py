@@ -114,17 +114,6 @@ _NOT_ROTATED = re.compile(
 )
 
 
-def treatment(parameter: str) -> str:
-    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
-
-    >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
-    ('inputs', 'scales', 'rows')
-    """
-    return next(
-        way for way, names in PARAMETERS.items() if re.fullmatch(names, parameter or "weight")
-    )
-
-
 def widened_layer(tensor: str) -> str:
     """The layer of the weight of an MLP that makes a hidden state wider; "" for others."""
     match = _LAYER.fullmatch(tensor)

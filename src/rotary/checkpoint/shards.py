@@ -153,7 +153,6 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     """
     tick = advance or (lambda count: None)
     shard = job.shard
-    writing.check_ticket(job.ticket)
     if job.hashes:
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, outputs = read_again(job._replace(whole=True))
@@ -162,7 +161,7 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
     hashes, room = {}, np.empty(0, np.uint8)
     with (
         open_regular(shard.path, shard.state) as source,
-        writing.replacing(job.target) as target,
+        writing.replacing(job.target, job.ticket) as target,
     ):
         target.write(source.read(shard.header))
         tick(shard.header)
@@ -177,7 +176,6 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
                 tick(end - begin)
             hashes[name] = digest.hexdigest()
         check_unchanged(shard.path, shard.state)
-        writing.check_ticket(job.ticket)
     state, outputs = read_again(job._replace(hashes=hashes))
     return Written(hashes, outputs, state, True)
 

@@ -37,17 +37,20 @@ SPARE = 2**20  # bytes of headers and small files, beside the weights
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, ticket: Ticket | None = None) -> Iterator[BinaryIO]:
     """A file to write `path` into; it takes its name when the block ends, and goes on an error.
 
-    The mode is that of a new file under this umask.
+    The mode is that of a new file under this umask. A worker in another process shows the ticket of
+    the call that it works for, before and after: OSError where the call is over.
     """
+    _check_ticket(ticket)
     unfinished = path.parent / UNFINISHED.format(secrets.token_hex(8))
     try:
         with open(unfinished, "xb") as file:
             yield file
             file.truncate()  # to where it is: zeros at the end may have been passed over
             os.fsync(file.fileno())
+        _check_ticket(ticket)
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -77,7 +80,7 @@ def locked(folder: Path) -> Iterator[Ticket]:
     """Be the one process that writes in a folder; the lock goes with the process, however it ends.
 
     Gives the ticket of this process, which is in the lock: whoever works for it elsewhere shows it
-    to `check_ticket`. Files that a killed process left unfinished are deleted, before and after.
+    to `replacing`. Files that a killed process left unfinished are deleted, before and after.
     Raises BlockingIOError where another process is at work.
     """
     path = folder / LOCK
@@ -94,8 +97,10 @@ def locked(folder: Path) -> Iterator[Ticket]:
         os.close(handle)
 
 
-def check_ticket(ticket: Ticket) -> None:
-    """Raise OSError unless the process that gave the ticket holds the lock of its folder."""
+def _check_ticket(ticket: Ticket | None) -> None:
+    """Raise OSError unless the process that gave the ticket, if any, holds its folder's lock."""
+    if ticket is None:
+        return
     path, text = ticket
     if not path.exists() or path.read_text() != text:
         raise OSError(
