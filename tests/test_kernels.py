@@ -567,6 +567,21 @@ def test_shares_cover_every_row_once(threads, monkeypatch):
             assert_bits(x, want)
 
 
+def test_a_large_call_does_not_describe_its_record_again(monkeypatch):
+    """NumPy makes a list of all fields of a record for its array interface: 20 us a call."""
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    xs, (cos, sin) = (numbers(0, (2, 5, 16)),), tables((5,), 8)
+    cpu.rotate(xs, cos, sin, None, Options(), xs)
+    called = set()
+    sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
+    try:
+        cpu.rotate(xs, cos, sin, None, Options(), xs)
+    finally:
+        sys.setprofile(None)
+    assert "address" in called
+    assert "_array_descr" not in called
+
+
 def test_threads_follow_torch(set_threads):
     set_threads(1)
     assert pool.count() == 1

@@ -8,7 +8,7 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numba
@@ -187,7 +187,7 @@ def call_of(
             return _small_job(loops.turn_once(xs[0].dtype), form, mode, alive)
         if size < threads.SERIAL_BYTES:
             return _small_job(loops.rotate_once(xs[0].dtype), form, mode)
-        return partial(_large_job, loops.loop(xs[0].dtype), form, mode, size, can_stream)
+        return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
 
     if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
         return Call(
@@ -212,18 +212,22 @@ def _small_job(once: Callable[[bytes], int], form: Array, mode: int, angles: Ali
     return job
 
 
-def _large_job(
-    loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool,
-    q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int,
-) -> bool:  # fmt: skip
+def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:
     """On all threads, and past the caches where every store is aligned."""
-    mode += loops.STREAMING * (can_stream and q_out % _LINE == k_out % _LINE == 0)
-    places = q, q_out, k, k_out, cos, sin, rows
-    job = array("q", (1, 1, 0, address(form), mode, *places, checks, 0))
-    if checks and not loops.is_safe()(job.buffer_info()[0]):
-        return False
-    threads.run(loop, size, job)
-    return True
+    at, streaming = address(form), mode + loops.STREAMING * can_stream
+
+    def job(
+        q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
+    ) -> bool:
+        how = streaming if q_out % _LINE == k_out % _LINE == 0 else mode
+        record = array("q", (1, 1, 0, at, how, q, q_out, k, k_out, cos, sin, rows, checks, 0))
+        if checks and not loops.is_safe()(record.buffer_info()[0]):
+            return False
+        threads.run(loop, size, record)
+        return True
+
+    job.alive = form  # type: ignore[attr-defined]  # what there is an address of
+    return job
 
 
 def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:

@@ -116,7 +116,7 @@ def block(array: Array) -> Block:
 
 def address(array: Array) -> int:
     """Where an array's memory starts; its owner must outlive every use."""
-    return int(array.__array_interface__["data"][0])
+    return array.ctypes.data  # __array_interface__ lists every field of a record: 20 us for 45
 
 
 def check_rows(positions: object, table: Sized) -> Array:
