@@ -27,7 +27,7 @@ _BYTES = {_I16: 2, _F16: 2, _I32: 4, _F32: 4, _F64: 8}
 # tag -> (type in memory, bytes, type of the arithmetic, lanes of the vectors): the widest fills a
 # cache line of 64 bytes with each store
 _ELEMENTS = {
-    types.float32: (_F32, 4, _F32, (32, 16)),
+    types.float32: (_F32, 4, _F32, (64, 32, 16)),
     types.float64: (_F64, 8, _F64, (16, 8)),
     types.uint16: (_I16, 2, _F32, (64, 32, 16)),
     types.int16: (_F16, 2, _F32, (64, 32, 16)),
