@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rotary.kernels.launch import Plan
+from rotary.kernels.variants import VARIANTS
 
 PARTS = ("prefill", "decode", "host", "ablation")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -155,10 +156,11 @@ def replanned(
     heads: int | None = None,
     groups: int | None = None,
     warps: int | None = None,
+    prefetch: bool | None = None,
 ) -> Plan:
     """The same launch cut otherwise: tokens and heads of a tile, groups of heads a program walks.
 
-    What is not given stays as planned.
+    What is not given stays as planned; `warps` and `prefetch` as in `kernels/variants.py`.
     """
     count, q_heads, k_heads, per_program = plan.numbers[-6:-2]
     old_tokens, old_heads = plan.constants["TOKENS"], plan.constants["HEADS"]
@@ -171,18 +173,23 @@ def replanned(
     return plan._replace(
         programs=batches * -(-count // tokens) * -(-all_groups // groups),
         numbers=(*plan.numbers[:-3], groups, *plan.numbers[-2:]),
-        constants={**plan.constants, "TOKENS": tokens, "HEADS": heads},
+        constants={
+            **plan.constants,
+            "TOKENS": tokens,
+            "HEADS": heads,
+            "PREFETCH": plan.constants["PREFETCH"] if prefetch is None else prefetch,
+        },
         warps=warps or plan.warps,
     )
 
 
 def variants() -> dict[str, dict[str, int]]:
     """The ablations of a launch: arguments of `replanned` by name."""
+    kernels = {name: variant._asdict() for name, variant in VARIANTS.items()}
     tiles = {f"tile of {t} tokens x {h} heads": {"tokens": t, "heads": h}
              for t, h in ((4, 8), (8, 4), (16, 2), (32, 1))}  # fmt: skip
     walks = {f"{n} groups a program": {"groups": n} for n in (1, 2, 5)}
-    warps = {f"{n} warps": {"warps": n} for n in (2, 4, 8)}
-    return {**tiles, **walks, **warps}
+    return {**kernels, **tiles, **walks, "2 warps": {"warps": 2}}
 
 
 # --- targets ---

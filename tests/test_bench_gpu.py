@@ -12,6 +12,7 @@ from benchmarks.gpu_plan import ONE_TOKEN, PARTS, Work
 
 from rotary.kernels import launch
 from rotary.kernels.geometry import Geometry
+from rotary.kernels.variants import Variant
 
 ROOT = Path(__file__).parents[1]
 LINES = [line for part in PARTS for line in gpu_plan.lines(part)]
@@ -99,13 +100,15 @@ ARGUMENTS = (
 
 
 def test_a_launch_cut_otherwise_is_the_one_planned_for_that_tile(monkeypatch):
+    monkeypatch.setattr(launch, "_ONE_WARP", Variant())
     planned = launch.plan.__wrapped__(*ARGUMENTS)
     assert gpu_plan.replanned(planned) == planned
     for change in gpu_plan.variants().values():
         tokens = change.get("tokens", planned.constants["TOKENS"])
         heads = change.get("heads", planned.constants["HEADS"])
-        warps = change.get("warps", planned.warps)
-        monkeypatch.setattr(launch, "_tile", lambda *_, t=(tokens, heads, warps): t)
+        variant = Variant(change.get("warps", 4), change.get("prefetch", False))
+        monkeypatch.setattr(launch, "_tile", lambda *_, t=(tokens, heads): t)
+        monkeypatch.setattr(launch, "_ONE_WARP", variant)  # this launch is small
         wanted = launch.plan.__wrapped__(*ARGUMENTS)
         got = gpu_plan.replanned(planned, **change)
         assert (got.constants, got.warps, got.corners) == (

@@ -1,14 +1,11 @@
-"""The GPU kernel without a GPU: its launches, exact angles, and the code from the compiler.
+"""The GPU kernel without a GPU: its launches and its exact angles.
 
-Its rotation by tables is compared with all other kernels in `test_kernels.py`.
+Its rotation by tables is compared with all other kernels in `test_kernels.py`, and the code that
+the compiler makes of it is read in `test_gpu_code.py`.
 """
 
 import mmap
-import re
-import subprocess
 import sys
-import tempfile
-from typing import NamedTuple
 
 import mpmath
 import numpy as np
@@ -22,14 +19,12 @@ from rotary.kernels.geometry import Options, geometry_of
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
 
-import triton
 from interpreter import kernel, mended
 from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rotary.kernels import launch
 from rotary.kernels import triton as compiled
+from rotary.kernels.variants import VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +120,39 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
         ):
             assert torch.equal(got, to_torch(array))
     assert launches == [12, 100]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_gives_the_same_numbers(variant, layout, monkeypatch):
+    """Where each program walks over all 5 groups of heads, new outputs and in place."""
+    monkeypatch.setattr(kernel, "_variant", lambda *_: VARIANTS[variant])
+    monkeypatch.setattr(kernel, "_processors", lambda device: 1)
+    case = Case((2, 200, 12, 18), (2, 200, 8, 18), (200,), seq_dim=-3, rotary_dim=8, start=4)
+    launches = count_launches(monkeypatch)
+    xs, cos, sin = operands(case, np.float32)
+    options = case.options(*layout)
+    want = reference.rotate(xs, cos, sin, None, options, None)
+    for in_place in (False, True):
+        given = tuple(to_torch(x).clone() for x in xs)
+        out = given if in_place else None
+        for got, array in zip(rotate(given, cos, sin, options, out), want, strict=True):
+            assert torch.equal(got, to_torch(array))
+    assert launches == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq", "walked"), [((32, 8), 3456, 3), ((256, 64), 2060, 14), ((32, 8), 8192, 5)]
+)
+def test_programs_walk_over_equally_many_heads(heads, seq, walked):
+    """3 and 2 groups, not 4 and 1; 14, 14 and 12, not 19, 19 and 2: all wait for the longest."""
+    shapes = tuple((1, seq, count, 128) for count in heads)
+    strides = tuple((seq * count * 128, count * 128, 128, 1) for count in heads) * 2
+    geometry = geometry_of(shapes, (seq, 64), None, Options(seq_dim=-3))
+    angles = launch.Angles(False, False, (0, 64, 0))
+    planned = launch.plan(shapes, strides, angles, geometry, True, 2, 132)
+    assert planned.constants["HEADS"] == 8
+    assert planned.numbers[-3] == walked
 
 
 # --- exact angles, without tables ---
@@ -265,182 +293,7 @@ def test_packed_sequences_start_again_at_position_0():
     assert torch.equal(got, torch.cat(parts))
 
 
-# --- the code for the device, which the compiler makes without one ---
-
-
-class Code(NamedTuple):
-    loads: dict[int, int]  # how many of so many bits
-    stores: dict[int, int]
-    barriers: int
-    shared: int  # bytes
-    registers: int
-    local: int  # bytes of the stack
-    fused: int  # products that are added without being rounded
-
-
-def code_of(plan, operands, arch):
-    """What Triton makes for a launch, read from PTX and from the assembled code."""
-    names, kinds = compiled.kernel.arg_names, {torch.int64: "*i64", torch.float32: "*fp32"}
-    kinds |= {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
-    signature = dict.fromkeys(names, "i32") | {"factor": "fp32"}
-    signature |= {n: kinds[t.dtype] for n, t in zip(names, operands, strict=False)}
-    signature |= dict.fromkeys(plan.constants, "constexpr")
-    constants = {(names.index(name),): value for name, value in plan.constants.items()}
-    aligned = [index for index, t in enumerate(operands) if t.data_ptr() % 16 == 0]
-    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
-    source = ASTSource(compiled.kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", arch, 32)
-    options = {"num_warps": plan.warps, "enable_fp_fusion": plan.constants["EXACT"]}
-    result = triton.compile(source, target=target, options=options)
-    used = _usage(result.asm["cubin"])
-    ptx = result.asm["ptx"]
-    return Code(
-        _widths("ld", ptx), _widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
-        result.metadata.shared, used["REG"], used["STACK"] + used["LOCAL"],
-        len(re.findall(r"\bfma\.", ptx)),
-    )  # fmt: skip
-
-
-def _widths(kind, ptx):
-    found = re.findall(rf"\b{kind}\.global[.:\w]*?(?:\.v(\d))?\.b(\d+)", ptx)
-    assert len(found) == len(re.findall(rf"\b{kind}\.global", ptx))
-    widths = [int(count or 1) * int(bits) for count, bits in found]
-    return {width: widths.count(width) for width in set(widths)}
-
-
-def _usage(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-
-
-@pytest.fixture
-def code(monkeypatch, tmp_path):
-    """Codes of the launches of a call of `compiled`, each for sm_90 and sm_80."""
-    torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
-
-    def compile_only(plan, operands, numbers, factor):
-        found.extend(code_of(plan, operands, arch) for arch in (90, 80))
-
-    monkeypatch.setattr(compiled, "_run", compile_only)
-    monkeypatch.setattr(compiled, "_processors", lambda device: 132)
-    return found
-
-
-def memory(shape, order="bshd", dtype=torch.bfloat16):
-    """Memory for x of (batch, seq, heads, head_dim), in another order, as (..., seq, head_dim)."""
-    batch, seq, heads, dim = shape
-    if order == "bshd":
-        return torch.empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
-    return torch.empty(batch, heads, seq, dim, dtype=dtype)
-
-
-def launch_tables(dim, options, order="bshd", dtype=torch.bfloat16, heads=(32, 8), in_place=False):
-    xs = tuple(memory((2, 512, count, dim), order, dtype) for count in heads)
-    pairs = (options.rotary_dim or dim) // 2
-    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, pairs), None, options)
-    table = torch.empty(512, pairs)
-    compiled.rotate(xs, table, table, None, geometry, xs if in_place else None)
-
-
-def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.bfloat16):
-    xs = tuple(memory((2, 512, count, dim), order, dtype) for count in (32, 8))
-    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, dim // 2), lead, options)
-    turns = torch.empty((dim // 2,) if axes == 1 else (axes, dim // 2), dtype=torch.int64)
-    last = () if axes == 1 else (axes,)
-    positions = None if lead is None else torch.empty((*lead, *last), dtype=torch.int64)
-    compiled.rotate_exact(xs, turns, 1.0, positions, geometry, None)
-
-
-@pytest.mark.parametrize("order", ["bshd", "bhsd"])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_tables_and_heads_move_in_vectors_of_16_bytes(dim, layout, order, code):
-    launch_tables(dim, Options(layout), order)
-    for each in code:
-        assert set(each.loads) == set(each.stores) == {128}
-        assert each.stores[128] == 4  # two pairs of vectors for each thread and step
-        assert (each.shared, each.barriers, each.local) == (0, 0, 0)
-        assert each.registers <= 88  # 6 blocks of 128 threads share a multiprocessor, or 5
-        assert each.fused == 0  # else the last bit would not be that of the law
-    assert len(code) == 2
-
-
-@pytest.mark.parametrize("lead", [None, (512,), (2, 512)])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_exact_angles_need_no_local_memory(dim, layout, lead, code):
-    launch_exact(dim, Options(layout), lead=lead)
-    for each in code:
-        assert set(each.stores) == {128}
-        assert each.stores[128] == 4
-        assert each.loads[128] >= 4
-        assert set(each.loads) <= {64, 128}  # positions and turns are 64 bits wide
-        assert each.local == 0
-        assert each.registers <= 85
-        assert dim == 256 or (each.shared, each.barriers) == (0, 0)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_three_axes_need_no_local_memory(layout, code):
-    launch_exact(128, Options(layout), axes=3)
-    for each in code:
-        assert set(each.stores) == {128}
-        assert each.local == 0
-        assert each.shared <= 8192  # tables change hands once, before the walk over the heads
-        assert each.registers <= 85
-
-
-def test_the_copy_of_a_slice_is_part_of_the_launch_unless_in_place(code):
-    launch_tables(128, Options("half", rotary_dim=32, start=64))
-    copied, kept = code[0], []
-    code.clear()
-    launch_tables(128, Options("half", rotary_dim=32, start=64), in_place=True)
-    kept = code[0]
-    for each in (copied, kept):
-        assert set(each.loads) == set(each.stores) == {128}
-        assert (each.shared, each.local) == (0, 0)
-    assert copied.stores[128] == 4 * kept.stores[128]  # 128 channels against 32
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim"), [(torch.float16, 128), (torch.float32, 128), (torch.float32, 80)]
-)
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_other_types_move_in_vectors_as_well(layout, dtype, dim, code):
-    launch_tables(dim, Options(layout), dtype=dtype)
-    for each in code:
-        assert set(each.loads) == set(each.stores) == {128}
-        assert each.local == 0
-        assert each.shared <= (4096 if (dtype, layout) == (torch.float32, "interleaved") else 0)
-
-
-def test_one_layout_to_the_other_stays_in_registers_and_shared_memory(code):
-    launch_tables(128, Options("interleaved", "half"))
-    for each in code:
-        assert set(each.stores) == {128}
-        assert each.local == 0
-        assert each.registers <= 128
-
-
-def test_what_limits_the_width_of_an_access(code):
-    launch_tables(72, Options("half"))  # half a head is 72 bytes: a multiple of 8
-    assert set(code[0].stores) == {64}
-    code.clear()
-    x = torch.empty(2, 512, 32, 132, dtype=torch.bfloat16)[..., :128]  # 264 bytes from head to head
-    geometry = geometry_of(((2, 512, 32, 128),), (512, 64), None, Options(seq_dim=-3))
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
-    assert set(code[0].stores) == {64}
-    code.clear()
-    x = torch.empty(2, 512, 32, 129, dtype=torch.bfloat16)[..., 1:]
-    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
-    assert set(code[0].stores) == {16}
-    assert all(each.local == 0 for each in code)
+# --- what is compiled in ---
 
 
 def test_no_number_is_compiled_in():

@@ -11,10 +11,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .geometry import Geometry
+from .variants import Variant
 
 _WARP = 32  # threads
-_WARPS = 4
+_THREADS = 4 * _WARP
 _VECTOR = 16  # bytes of the widest load
+_PLAIN = Variant()
+_ONE_WARP = Variant(warps=1, prefetch=True)  # q and k are on their way while angles are found
 
 
 class Angles(NamedTuple):
@@ -52,11 +55,12 @@ def plan(
     is_in_place: bool,
     itemsize: int,
     processors: int,
+    variant: Variant = _PLAIN,
 ) -> Plan:
     """The launch for q, or q and k, of these shapes.
 
     `strides` are those of q, k, and their outputs, in elements, and 1 along the last axis;
-    `processors` how many the device has.
+    `processors` how many the device has, `variant` how it rotates a tile if it has enough of them.
 
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
@@ -92,13 +96,19 @@ def plan(
     row_align = 1 if angles.has_rows else table_align
 
     width = 1 << (geometry.pairs - 1).bit_length()
+    # Pairs of a tile: two vectors for each thread of 4 warps, or one of 8 or of a single one where
+    # there would be too few programs; never less, so that no two threads load the same number, of
+    # which one may be rotated already.
+    tile = 2 * _THREADS * vector
+    if batches * token_count * (q_heads + k_heads) * width < 2 * processors * tile:
+        tile, variant = _WARP * vector, _ONE_WARP
     is_by_token = head_steps[0] < token_steps[0]
-    tokens, heads, warps = _tile(
-        batches, token_count, (q_heads, k_heads), width, vector, is_by_token, processors
-    )
+    tokens, heads = _tile(token_count, (q_heads, k_heads), max(1, tile // width), is_by_token)
     groups = -(-q_heads // heads) - (-k_heads // heads)
     blocks = batches * -(-token_count // tokens)
-    per_program = max(1, min(groups, blocks * groups // (8 * processors)))
+    most = max(1, min(groups, blocks * groups // (8 * processors)))
+    parts = max(1, -(-groups // most))
+    per_program = max(1, -(-groups // parts))  # 14, 14, 12 groups, not 19, 19, 2
     order = (batch, token_steps, head_steps)
     last = geometry.start + 2 * geometry.pairs
     return Plan(
@@ -122,14 +132,21 @@ def plan(
             "READ_HALF": geometry.layout == "half",
             "WRITE_HALF": geometry.out_layout == "half",
             "NEGATE": geometry.conjugate,
-            "COPY": not is_in_place and (geometry.start > 0 or last < q[-1]),
+            "BEFORE": 0 if is_in_place else _copied_at_once(geometry.start, width),
+            "AFTER": 0 if is_in_place else _copied_at_once(q[-1] - last, width),
             "HAS_ROWS": angles.has_rows,
             "EXACT": angles.is_exact,
             "AXES": angles.axes,
+            "PREFETCH": variant.prefetch,
         },
-        warps,
+        variant.warps,
         _corners(merged),
     )
+
+
+def _copied_at_once(channels: int, width: int) -> int:
+    """Of what is not rotated: all in one piece, but of 16 vectors for each thread at most."""
+    return min(1 << (channels - 1).bit_length(), 8 * width) if channels else 0
 
 
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,27 +198,9 @@ def _corners(axes: list[tuple[int, tuple[int, ...]]]) -> tuple[tuple[int, ...], 
     return tuple(corners)
 
 
-def _tile(
-    batches: int,
-    tokens: int,
-    heads: tuple[int, int],
-    width: int,
-    vector: int,
-    is_by_token: bool,
-    processors: int,
-) -> tuple[int, int, int]:
-    """Tokens and heads of a tile, powers of two, and the warps that rotate it.
-
-    Two vectors of a pair for each thread, or one where there would be too few programs; never
-    less, so that no two threads load the same number, of which one may be rotated already.
-    """
+def _tile(tokens: int, heads: tuple[int, int], rows: int, is_by_token: bool) -> tuple[int, int]:
+    """How many tokens and heads the rows of a tile are, powers of two."""
     common = math.gcd(*heads) or 1
-    together = min(8, common & -common) if is_by_token else 1
-    total = batches * tokens * sum(heads) * width
-    warps, share = _WARPS, 2
-    if total < 2 * processors * _WARPS * _WARP * vector * share:
-        warps, share = 1, 1
-    rows = max(1, _WARP * warps * vector * share // width)
-    together = min(together, rows)
+    together = min(8, common & -common, rows) if is_by_token else 1
     block = min(rows // together, 1 << (tokens - 1).bit_length() if tokens else 1)
-    return block, rows // block, warps
+    return block, rows // block

@@ -4,8 +4,8 @@ A program rotates a tile of rows; a row is one head of one token. The cosines an
 are found once, read from tables or worked out from 64-bit turns, and serve all heads that the
 program walks over. What is not rotated is copied by the same launch, unless it is in place already.
 Which tile is taken follows from shapes and strides alone: nothing is tuned, and no call waits for
-the device, so it can be captured in a CUDA graph. Written for CUDA; ROCm and XPU take whatever
-Triton makes of it, untested.
+the device, so it can be captured in a CUDA graph. Written for CUDA; torch takes the GPUs of ROCm
+for CUDA's, and for gfx942 it compiles. Other devices, XPU among them, rotate by torch operators.
 """
 
 # ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .geometry import Geometry
 from .launch import Angles, Plan, plan
+from .variants import Variant, variant_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = 128  # processors of a device that does not say how many it has
@@ -53,6 +54,35 @@ def cos_sin(turns, factor):
 
 
 @triton.jit
+def _rows(
+    q, k, group, head, token, batch, is_token, q_heads, k_heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of a group of heads start, and which of them there are."""
+    q_groups = (q_heads + HEADS - 1) // HEADS
+    is_q = group < q_groups
+    number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
+    at = tl.where(is_q, q_batch, k_batch).to(tl.int64) * batch
+    at = at + token * tl.where(is_q, q_token, k_token)
+    at = at + number.to(tl.int64) * tl.where(is_q, q_head, k_head)
+    is_row = (is_token & (number < tl.where(is_q, q_heads, k_heads)))[:, None]
+    return tl.where(is_q, q, k) + (at * ALIGN)[:, None], is_row
+
+
+@triton.jit
+def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.constexpr):
+    """The first and the second members of the pairs; interleaved, all of them, twice."""
+    if READ_HALF:
+        pair = tl.arange(0, WIDTH)[None, :]
+        is_one = is_row & (pair < PAIRS)
+        return tl.load(x + pair, mask=is_one), tl.load(x + PAIRS + pair, mask=is_one)
+    else:  # noqa: RET505  # Triton would compile both returns
+        both = tl.arange(0, 2 * WIDTH)[None, :]
+        members = tl.load(x + both, mask=is_row & (both < 2 * PAIRS))
+        return members, members
+
+
+@triton.jit
 def _copy(x, y, mask, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
     for start in tl.static_range(FIRST, LAST, WIDTH):
         column = (start + tl.arange(0, WIDTH))[None, :]
@@ -69,18 +99,20 @@ def kernel(
     step, advance, count, factor,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr, COPY: tl.constexpr,
-    HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr,
+    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile of tokens of up to `per_program` groups of heads.
 
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
     at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
     position is the number in `rows`, or without them `advance t`; `step` lies between its axes, and
-    PAIRS between the turns of each axis.
+    PAIRS between the turns of each axis. BEFORE and AFTER the rotated channels so many are copied
+    at once, or none. With PREFETCH a group of heads is loaded before the one ahead of it is
+    rotated, and the first one before the angles are known.
     """
-    q_groups = (q_heads + HEADS - 1) // HEADS
-    groups = q_groups + (k_heads + HEADS - 1) // HEADS
+    groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
     parts = (groups + per_program - 1) // per_program
     blocks = (tokens + TOKENS - 1) // TOKENS
     program = tl.program_id(0)
@@ -93,6 +125,14 @@ def kernel(
     pair = tl.arange(0, WIDTH)
     is_pair = pair < PAIRS
     mask = is_token[:, None] & is_pair[None, :]
+
+    begin, end = part * per_program, tl.minimum((part + 1) * per_program, groups)
+    if PREFETCH:
+        x, is_row = _rows(
+            q, k, begin, head, token, batch, is_token, q_heads, k_heads,
+            q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+        )  # fmt: skip
+        a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
 
     at = batch * row_batch + token * row_token
     if EXACT:
@@ -120,40 +160,44 @@ def kernel(
     if NEGATE:
         sin = -sin
 
-    for group in range(part * per_program, tl.minimum((part + 1) * per_program, groups)):
-        is_q = group < q_groups
-        number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
-        is_row = (is_token & (number < tl.where(is_q, q_heads, k_heads)))[:, None]
-        source = tl.where(is_q, q_batch, k_batch).to(tl.int64) * batch
-        source = source + token * tl.where(is_q, q_token, k_token)
-        source = source + number.to(tl.int64) * tl.where(is_q, q_head, k_head)
-        x = tl.where(is_q, q, k) + (source * ALIGN)[:, None]
-        target = tl.where(is_q, yq_batch, yk_batch).to(tl.int64) * batch
-        target = target + token * tl.where(is_q, yq_token, yk_token)
-        target = target + number.to(tl.int64) * tl.where(is_q, yq_head, yk_head)
-        y = tl.where(is_q, yq, yk) + (target * ALIGN)[:, None]
-
-        first = START + pair[None, :]
-        is_one = is_row & is_pair[None, :]
-        both = tl.arange(0, 2 * WIDTH)[None, :]
-        is_both = is_row & (both < 2 * PAIRS)
-        if READ_HALF:
-            u = tl.load(x + first, mask=is_one).to(tl.float32)
-            v = tl.load(x + first + PAIRS, mask=is_one).to(tl.float32)
+    for group in range(begin, end):
+        if PREFETCH:
+            next_x, next_is_row = _rows(
+                q, k, group + 1, head, token, batch, is_token & (group + 1 < end), q_heads, k_heads,
+                q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+            )  # fmt: skip
+            next_a, next_b = _loaded(next_x + START, next_is_row, PAIRS, WIDTH, READ_HALF)
         else:
-            uv = tl.load(x + START + both, mask=is_both).to(tl.float32)
-            u, v = tl.split(tl.reshape(uv, (TOKENS * HEADS, WIDTH, 2)))
+            x, is_row = _rows(
+                q, k, group, head, token, batch, is_token, q_heads, k_heads,
+                q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+            )  # fmt: skip
+            a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
+        y, _ = _rows(
+            yq, yk, group, head, token, batch, is_token, q_heads, k_heads,
+            yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head, HEADS, ALIGN,
+        )  # fmt: skip
+        if BEFORE:  # copied first: a load behind the stores below would wait for what they need
+            _copy(x, y, is_row, 0, START, BEFORE)
+        if AFTER:
+            _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, AFTER)
+
+        if READ_HALF:
+            u, v = a.to(tl.float32), b.to(tl.float32)
+        else:
+            u, v = tl.split(tl.reshape(a.to(tl.float32), (TOKENS * HEADS, WIDTH, 2)))
         one = (u * cos - v * sin).to(q.dtype.element_ty)
         other = (v * cos + u * sin).to(q.dtype.element_ty)
         if WRITE_HALF:
-            tl.store(y + first, one, mask=is_one)
-            tl.store(y + first + PAIRS, other, mask=is_one)
+            is_one = is_row & is_pair[None, :]
+            tl.store(y + START + pair[None, :], one, mask=is_one)
+            tl.store(y + START + PAIRS + pair[None, :], other, mask=is_one)
         else:
+            both = tl.arange(0, 2 * WIDTH)[None, :]
             turned = tl.reshape(tl.join(one, other), (TOKENS * HEADS, 2 * WIDTH))
-            tl.store(y + START + both, turned, mask=is_both)
-        if COPY:
-            _copy(x, y, is_row, 0, START, WIDTH)
-            _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, WIDTH)
+            tl.store(y + START + both, turned, mask=is_row & (both < 2 * PAIRS))
+        if PREFETCH:
+            x, is_row, a, b = next_x, next_is_row, next_a, next_b
 
 
 # --- the calls ---
@@ -240,6 +284,7 @@ def _rotate(
             all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
             inputs[0].itemsize,
             _processors(inputs[0].device),
+            _variant(inputs[0].device, geometry.layout, angles.is_exact),
         )
         operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *memory)
         for corner in launch.corners if launch.programs else ():
@@ -284,3 +329,13 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _OTHERS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
+    if device.type != "cuda":
+        return Variant()
+    found = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    name = found.gcnArchName.split(":")[0] if is_amd else f"sm_{found.major}{found.minor}"
+    return variant_of(name, layout, is_exact)

@@ -1,0 +1,139 @@
+"""What Triton makes of the GPU kernel for a device that is not here, read from PTX and SASS."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is made for Linux", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rotary.kernels import triton as compiled
+
+_KINDS = {torch.int64: "*i64", torch.float32: "*fp32", torch.int32: "*i32"}
+_KINDS |= {torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+_VECTORS = {"64": 2, "128": 4}  # registers of one access
+
+
+class Code(NamedTuple):
+    loads: dict[int, int]  # how many of so many bits
+    stores: dict[int, int]
+    barriers: int
+    shared: int  # bytes
+    registers: int
+    local: int  # bytes of the stack
+    fused: int  # products that are added without being rounded
+    in_flight: int  # bytes of q and k that a thread asked for when it first needs one of them
+    waits: int  # loads in series before the first store: each follows a wait for the one before
+
+    def on_one_processor(self, warps: int) -> float:
+        """KB in flight for one multiprocessor, as many warps as its registers and threads hold."""
+        block = warps * 32 * -(-self.registers // 8) * 8
+        return min(65_536 // block, 64 // warps) * warps * 32 * self.in_flight / 1024
+
+
+def compile_for(plan, operands, target):
+    """A launch compiled for a target; operands may be on any device, "meta" too."""
+    names = compiled.kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | {"factor": "fp32"}
+    signature |= {n: _KINDS[t.dtype] for n, t in zip(names, operands, strict=False)}
+    signature |= dict.fromkeys(plan.constants, "constexpr")
+    constants = {(names.index(name),): value for name, value in plan.constants.items()}
+    aligned = [index for index, t in enumerate(operands) if t.data_ptr() % 16 == 0]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
+    source = ASTSource(compiled.kernel, signature, constants, attributes)
+    options = {"num_warps": plan.warps, "enable_fp_fusion": plan.constants["EXACT"]}
+    return triton.compile(source, target=target, options=options)
+
+
+def code_of(plan, operands, arch):
+    """The code of a launch for an NVIDIA architecture such as 90."""
+    result = compile_for(plan, operands, GPUTarget("cuda", arch, 32))
+    cubin, ptx = result.asm["cubin"], result.asm["ptx"]
+    used = _read(cubin, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", used)}
+    instructions, jumps = _instructions(_read(cubin, triton.knobs.nvidia.nvdisasm.path, "-c"))
+    return Code(
+        _widths("ld", ptx), _widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
+        result.metadata.shared, used["REG"], used["STACK"] + used["LOCAL"],
+        len(re.findall(r"\bfma\.", ptx)),
+        loaded_before_a_wait(_walk_over_heads(instructions, jumps)),
+        waits_in_series(instructions),
+    )  # fmt: skip
+
+
+def _widths(kind, ptx):
+    found = re.findall(rf"\b{kind}\.global[.:\w]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    assert len(found) == len(re.findall(rf"\b{kind}\.global", ptx))
+    widths = [int(count or 1) * int(bits) for count, bits in found]
+    return {width: widths.count(width) for width in set(widths)}
+
+
+def _read(cubin, *command):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, check=True, text=True
+        ).stdout  # fmt: skip
+
+
+def _instructions(text):
+    """Instructions in order, and (from, to) of every jump back."""
+    instructions, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*\.L_x_(\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(re.sub(r"^@!?U?P\w+\s+", "", found[1].strip()))
+    targets = [re.search(r"^BRA\b.*?\.L_x_(\d+)", each) for each in instructions]
+    jumps = [(index, labels[to[1]]) for index, to in enumerate(targets) if to]
+    return instructions, [(index, to) for index, to in jumps if to <= index]
+
+
+def _walk_over_heads(instructions, jumps):
+    """The loop that stores; all of the code where there is none."""
+    loops = [instructions[to : index + 1] for index, to in jumps]
+    loops = [loop for loop in loops if any(each.startswith("STG") for each in loop)]
+    return max(loops, key=len, default=instructions)
+
+
+def _accesses(instructions):
+    """Of every instruction: (registers that it reads, registers that a load will fill)."""
+    for each in instructions:
+        name = each.split()[0].split(".")
+        numbers = [int(number) for number in re.findall(r"\bR(\d+)\b", each)]
+        count = next((_VECTORS[part] for part in name if part in _VECTORS), 1)
+        if name[0] == "LDG":
+            yield set(numbers[1:]), set(range(numbers[0], numbers[0] + count))
+        elif name[0] == "STG":
+            yield {*numbers, *range(numbers[-1], numbers[-1] + count)}, set()
+        else:
+            yield set(numbers), set()
+
+
+def loaded_before_a_wait(instructions):
+    """Bytes that loads ask for before an instruction touches what one of them brings."""
+    pending = set()
+    for read, filled in _accesses(instructions):
+        if read & pending:
+            break
+        pending |= filled
+    return 4 * len(pending)
+
+
+def waits_in_series(instructions):
+    """How often something waits for loads that were asked for after the wait before."""
+    first = next(index for index, each in enumerate(instructions) if each.startswith("STG"))
+    arrives, waits = {}, 0  # the wait that ends when the number in a register is there
+    for read, filled in _accesses(instructions[: first + 1]):
+        waits = max([waits, *(arrives.pop(register) for register in read & arrives.keys())])
+        arrives |= dict.fromkeys(filled, waits + 1)
+    return waits

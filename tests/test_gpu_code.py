@@ -1,0 +1,249 @@
+"""The code that the compiler makes of the GPU kernel, without a GPU: widths, registers, waits."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_code import GPUTarget, code_of, compile_for
+
+from rotary.kernels import triton as compiled
+from rotary.kernels import variants
+from rotary.kernels.geometry import Options, geometry_of
+from rotary.kernels.variants import VARIANTS
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def code(monkeypatch):
+    """Codes of the launches of a call of `compiled`, by the plain variant for sm_90 and sm_80."""
+    found = []
+
+    def compile_only(plan, operands, numbers, factor):
+        found.extend(code_of(plan, operands, arch) for arch in (90, 80))
+
+    monkeypatch.setattr(compiled, "_run", compile_only)
+    monkeypatch.setattr(compiled, "_processors", lambda device: 132)
+    return found
+
+
+def memory(shape, order="bshd", dtype=torch.bfloat16):
+    """Memory for x of (batch, seq, heads, head_dim), in another order, as (..., seq, head_dim)."""
+    batch, seq, heads, dim = shape
+    if order == "bshd":
+        return torch.empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+    return torch.empty(batch, heads, seq, dim, dtype=dtype)
+
+
+def launch_tables(dim, options, order="bshd", dtype=torch.bfloat16, heads=(32, 8), in_place=False):
+    xs = tuple(memory((2, 512, count, dim), order, dtype) for count in heads)
+    pairs = (options.rotary_dim or dim) // 2
+    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, pairs), None, options)
+    table = torch.empty(512, pairs)
+    compiled.rotate(xs, table, table, None, geometry, xs if in_place else None)
+
+
+def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.bfloat16):
+    xs = tuple(memory((2, 512, count, dim), order, dtype) for count in (32, 8))
+    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), (512, dim // 2), lead, options)
+    turns = torch.empty((dim // 2,) if axes == 1 else (axes, dim // 2), dtype=torch.int64)
+    last = () if axes == 1 else (axes,)
+    positions = None if lead is None else torch.empty((*lead, *last), dtype=torch.int64)
+    compiled.rotate_exact(xs, turns, 1.0, positions, geometry, None)
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_tables_and_heads_move_in_vectors_of_16_bytes(dim, layout, order, code):
+    launch_tables(dim, Options(layout), order)
+    for each in code:
+        assert set(each.loads) == set(each.stores) == {128}
+        assert each.stores[128] == 4  # two pairs of vectors for each thread and step
+        assert (each.shared, each.barriers, each.local) == (0, 0, 0)
+        assert each.registers <= 88  # 6 blocks of 128 threads share a multiprocessor, or 5
+        assert each.fused == 0  # else the last bit would not be that of the law
+    assert len(code) == 2
+
+
+@pytest.mark.parametrize("lead", [None, (512,), (2, 512)])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_exact_angles_need_no_local_memory(dim, layout, lead, code):
+    launch_exact(dim, Options(layout), lead=lead)
+    for each in code:
+        assert set(each.stores) == {128}
+        assert each.stores[128] == 4
+        assert each.loads[128] >= 4
+        assert set(each.loads) <= {64, 128}  # positions and turns are 64 bits wide
+        assert each.local == 0
+        assert each.registers <= 85
+        assert dim == 256 or (each.shared, each.barriers) == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_three_axes_need_no_local_memory(layout, code):
+    launch_exact(128, Options(layout), axes=3)
+    for each in code:
+        assert set(each.stores) == {128}
+        assert each.local == 0
+        assert each.shared <= 8192  # tables change hands once, before the walk over the heads
+        assert each.registers <= 85
+
+
+def test_the_copy_of_a_slice_is_part_of_the_launch_unless_in_place(code):
+    launch_tables(128, Options("half", rotary_dim=32, start=64))
+    copied = code[0]
+    code.clear()
+    launch_tables(128, Options("half", rotary_dim=32, start=64), in_place=True)
+    kept = code[0]
+    for each in (copied, kept):
+        assert set(each.loads) == set(each.stores) == {128}
+        assert (each.shared, each.local) == (0, 0)
+    assert copied.stores[128] == 4 * kept.stores[128]  # 128 channels against 32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float16, 128), (torch.float32, 128), (torch.float32, 80)]
+)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_other_types_move_in_vectors_as_well(layout, dtype, dim, code):
+    launch_tables(dim, Options(layout), dtype=dtype)
+    for each in code:
+        assert set(each.loads) == set(each.stores) == {128}
+        assert each.local == 0
+        assert each.shared <= (4096 if (dtype, layout) == (torch.float32, "interleaved") else 0)
+
+
+def test_one_layout_to_the_other_stays_in_registers_and_shared_memory(code):
+    launch_tables(128, Options("interleaved", "half"))
+    for each in code:
+        assert set(each.stores) == {128}
+        assert each.local == 0
+        assert each.registers <= 128
+
+
+def test_what_limits_the_width_of_an_access(code):
+    launch_tables(72, Options("half"))  # half a head is 72 bytes: a multiple of 8
+    assert set(code[0].stores) == {64}
+    code.clear()
+    x = torch.empty(2, 512, 32, 132, dtype=torch.bfloat16)[..., :128]  # 264 bytes from head to head
+    geometry = geometry_of(((2, 512, 32, 128),), (512, 64), None, Options(seq_dim=-3))
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
+    assert set(code[0].stores) == {64}
+    code.clear()
+    x = torch.empty(2, 512, 32, 129, dtype=torch.bfloat16)[..., 1:]
+    compiled.rotate((x,), torch.empty(512, 64), torch.empty(512, 64), None, geometry, (x,))
+    assert set(code[0].stores) == {16}
+    assert all(each.local == 0 for each in code)
+
+
+# --- loads in flight ---
+
+ARCHITECTURES = (80, 90, 100)
+
+
+def launches_of(seq=8192, batch=2, layout="half", is_exact=False, variant="plain", **change):
+    """The launch of q and k of 32 and 8 heads, new outputs: no memory is needed for its code."""
+    shapes = tuple((batch, seq, count, 128) for count in (32, 8))
+    xs = tuple(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    has_rows = is_exact or seq == 1
+    rows = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    options = Options(layout, seq_dim=-3, **change)
+    pairs = (options.rotary_dim or 128) // 2
+    table = torch.empty(4096 if has_rows else seq, pairs, device="meta")
+    picked = tuple(rows.shape) if has_rows else None
+    geometry = geometry_of(shapes, tuple(table.shape), picked, options)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_run", lambda plan, operands, *_: found.append((plan, operands)))
+        patch.setattr(compiled, "_processors", lambda device: 132)
+        patch.setattr(compiled, "_variant", lambda *_: VARIANTS[variant])
+        if is_exact:
+            turns = torch.empty(pairs, dtype=torch.int64, device="meta")
+            compiled.rotate_exact(xs, turns, 1.0, rows, geometry, None)
+        else:
+            picked = rows if has_rows else None
+            compiled.rotate(xs, table, table, picked, geometry, None)
+    return found
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bytes_in_flight_are_those_of_the_model(arch, layout, is_exact):
+    """And no variant that the model takes spills, or stores less than 16 bytes at once."""
+    found = []
+    for variant in VARIANTS:
+        ((plan, operands),) = launches_of(layout=layout, is_exact=is_exact, variant=variant)
+        code = code_of(plan, operands, arch)
+        assert set(code.stores) == {128}
+        assert plan.warps == VARIANTS[variant].warps
+        found.append(0 if code.local else code.on_one_processor(plan.warps))
+    assert tuple(found) == variants.modelled(f"sm_{arch}", layout, is_exact)
+    taken = variants.variant_of(f"sm_{arch}", layout, is_exact)
+    assert found[[*VARIANTS.values()].index(taken)] == max(found) > 0
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_one_token_is_loaded_while_its_angles_are_found(arch, is_exact):
+    """Positions, then what they point at; q and k beside these, and not after them."""
+    ((plan, operands),) = launches_of(1, 1, is_exact=is_exact)
+    code = code_of(plan, operands, arch)
+    assert (plan.warps, code.local, set(code.stores)) == (1, 0, {128})
+    assert code.waits == (
+        1 if is_exact else 2
+    )  # of a kernel that loads q and k after that, one more
+
+
+def test_of_a_part_everything_is_loaded_before_it_is_stored():
+    """A load behind a store that may overlap it cannot be moved before it."""
+    for start, stores in ((0, 2), (96, 2), (32, 3)):
+        ((plan, operands),) = launches_of(rotary_dim=32, start=start)
+        code = compile_for(plan, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        order = "".join("LS"["st.global" in line] for line in code.splitlines()
+                        if "ld.global" in line or "st.global" in line)  # fmt: skip
+        assert len([part for part in order.split("L") if part]) < stores
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_compiles_for_gfx942(variant, is_exact, layout):
+    """Where a warp has 64 threads: nothing is spilled, and eight of them store half as much."""
+    ((plan, operands),) = launches_of(layout=layout, is_exact=is_exact, variant=variant)
+    code = compile_for(plan, operands, GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
+    spilled = re.findall(r"\.(?:vgpr|sgpr)_spill_count:\s+(\d+)", code)
+    assert set(spilled) == {"0"}
+    stores = set(re.findall(r"\b(?:global|buffer)_store_(\w+)", code))
+    assert "dwordx4" in stores or variant == "eight warps"
+
+
+def test_a_measurement_goes_before_the_model(monkeypatch):
+    monkeypatch.setitem(variants.MEASURED, ("sm_90", "half", False), "prefetch")
+    assert variants.variant_of("sm_90", "half", False) == VARIANTS["prefetch"]
+    assert variants.variant_of("sm_90", "half", True) == VARIANTS["eight warps"]
+    for older in ("sm_75", "gfx942", "gfx1100"):
+        assert variants.variant_of(older, "interleaved", False) == VARIANTS["plain"]
+    assert variants.modelled("sm_120", "half", True) == (24, 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("hip", "name", "capability", "variant"),
+    [(None, "", (9, 0), "eight warps"), (None, "", (7, 5), "plain"),
+     ("6.4", "gfx942:sramecc+:xnack-", (9, 4), "plain")],
+)  # fmt: skip
+def test_the_variant_is_that_of_the_device(hip, name, capability, variant, monkeypatch):
+    major, minor = capability
+    found = SimpleNamespace(gcnArchName=name, major=major, minor=minor)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    compiled._variant.cache_clear()
+    assert compiled._variant(torch.device("cuda:0"), "half", False) == VARIANTS[variant]
+    assert compiled._variant(torch.device("cpu"), "half", False) == VARIANTS["plain"]
+    compiled._variant.cache_clear()
