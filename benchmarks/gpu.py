@@ -1,13 +1,14 @@
-"""The GPU benchmark: `python -m benchmarks.gpu [--part prefill|decode|host|ablation]`.
+"""The GPU benchmark: `python -m benchmarks.gpu [--part prefill|decode|host|ablation|peers|tuned]`.
 
 Nothing is timed that does not give the right numbers first: every case on fresh random data, into
 outputs full of NaN, against angles in float64. Times on the GPU are replays of a CUDA graph over
-several sets of tensors, together larger than its cache; times on the host are of eager calls. Every
-line is measured twice in a run, and everything is compared with a copy of 2 GB. Prints a page and
-writes it to --out; without a GPU the page says what would be measured. --table makes one page of
-the numbers of several runs. --quick checks our calls on the CPU where there is no GPU, and measures
-one small line of each part, without peers, where there is one. How to bring peers along:
-benchmarks/README.md.
+several sets of tensors, together larger than its cache, beside a copy of as many bytes replayed in
+the same way; times on the host are of eager calls. Every line is measured twice in a run. Each part
+has a limit in time of its own, writes its numbers after every line, and names what it had no time
+for. Prints a page and writes it to --out; without a GPU the page says what would be measured.
+--table makes one page of the numbers of several runs. --quick checks our calls on the CPU where
+there is no GPU, and measures one small line of each part where there is one. How to bring peers
+along, and how to rehearse all of it without a GPU: benchmarks/README.md.
 """
 
 import argparse
@@ -24,10 +25,11 @@ from typing import Any
 
 import torch
 
-from . import command, gpu_clock, gpu_peers, gpu_plan
+from . import command, gpu_clock, gpu_page, gpu_peers, gpu_plan
 from .gpu_gate import LIMITS, PEER_LIMITS, error_of, poisoned
-from .gpu_peers import Case, buffers_of, tables_of
-from .gpu_plan import OURS, PARTS, Line, Report, Rows, Work
+from .gpu_page import Report, Rows
+from .gpu_peers import Case, buffers_of, flat_buffers, tables_of
+from .gpu_plan import COPY, KINDS, OURS, PARTS, Line, Work
 
 Entry = dict[str, Any]
 
@@ -45,15 +47,14 @@ def main() -> None:
         publish(None, given.out)
         return
     else:
-        reports, deadline = [], time.monotonic() + given.seconds
-        for part in given.part or PARTS:
+        reports = []
+        for part in given.part or KINDS:
             lines = list(gpu_plan.lines(part))
             if given.quick:
                 lines = [gpu_plan.small(lines[0])]
-            reports.append(measured(part, lines, deadline))
-            text = json.dumps(reports[-1], indent=1) + "\n"
-            command.write(given.out, {f"gpu-{part}.json": text})
-    whole = gpu_plan.merged(reports)
+            seconds = given.seconds or gpu_plan.SECONDS[part]
+            reports.append(measured(part, lines, time.monotonic() + seconds, given.out))
+    whole = gpu_page.merged(reports)
     publish(whole, given.out)
     if wrong := failures(whole["rows"]):
         sys.exit("wrong or failed, so not timed: " + "; ".join(wrong))
@@ -62,15 +63,15 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     """What to measure, and where to write it."""
     parser = command.parser(__doc__)
-    parser.add_argument("--part", action="append", choices=PARTS, help="default: all of them")
-    parser.add_argument("--seconds", type=float, default=480, help="no line is begun after these")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: our four")
+    parser.add_argument("--seconds", type=float, help="no line of a part is begun after these")
     parser.add_argument("--table", type=Path, nargs="+", help="gpu-PART.json of earlier runs")
     return command.parsed(parser, {}, Path(__file__).parents[1] / "build" / "gpu")
 
 
 def publish(report: Report | None, out: Path | None) -> None:
     """Print the page, and write it as DATE-gpu.md, or gpu.md where nothing was measured."""
-    text = gpu_plan.page(report)
+    text = gpu_page.page(report)
     command.write(out, {f"{max(report['dates'])}-gpu.md" if report else "gpu.md": text})
     print(text, end="")
 
@@ -103,66 +104,95 @@ def failures(rows: Rows) -> list[str]:
 # --- a part, twice ---
 
 
-def measured(part: str, lines: Sequence[Line], deadline: float) -> Report:
-    """Lines of a part, twice, between copies."""
-    there, missing = gpu_peers.found()
+def measured(part: str, lines: Sequence[Line], deadline: float, out: Path | None) -> Report:
+    """Lines of a part, twice, between copies; written to `out` after each of them."""
+    there, missing = gpu_peers.found() if part in ("peers", "tuned") else ({}, {})
     rows: Rows = {}
-    copies, clocks = [gpu_clock.copy_speed()], [gpu_clock.clocks()]
-    for _ in range(2):
+    report: Report = {
+        "dates": [datetime.date.today().isoformat()],
+        "facts": [*gpu_clock.facts(), *(f"{name}: {why}" for name, why in missing.items())],
+        "copies": {part: [gpu_clock.copy_speed()]},
+        "rows": rows,
+        "skipped": [f"{part}, pass {number}: {line.name}" for number in (1, 2) for line in lines],
+    }
+    before = gpu_clock.clocks()
+    for number in (1, 2):
         for line in lines:
             if time.monotonic() < deadline:
-                collect(rows.setdefault(line.name, {}), line, there, copies[-1])
-        copies.append(gpu_clock.copy_speed())
-        clocks.append(gpu_clock.clocks())
+                found = rows.setdefault(line.name, {})
+                told = attempted(lambda f=found, each=line: collect(f, each, there))
+                if told:
+                    found["rotary"] = told
+                report["skipped"].remove(f"{part}, pass {number}: {line.name}")
+                save(report, part, out)
+                print("\n".join(gpu_page.rows_of(line.name, rows[line.name])), flush=True)
+        report["copies"][part].append(gpu_clock.copy_speed())
     if part == "host":
         rows |= counted()
         first = attempted(lambda: {"seconds": [gpu_clock.first_call_seconds() for _ in range(2)]})
         rows["first call"] = {"rotary": first}
-    return {
-        "dates": [datetime.date.today().isoformat()],
-        "facts": [*gpu_clock.facts(), f"{part}, SM and memory clock in MHz: {'; '.join(clocks)}",
-                  *(f"{name}: {why}" for name, why in missing.items())],
-        "copies": {part: copies},
-        "rows": rows,
-    }  # fmt: skip
+    clocks = f"{before}; {gpu_clock.clocks()}"
+    report["facts"].append(f"{part}, SM and memory clock in MHz: {clocks}")
+    save(report, part, out)
+    return report
+
+
+def save(report: Report, part: str, out: Path | None) -> None:
+    """Write what a part has measured so far."""
+    command.write(out, {f"gpu-{part}.json": json.dumps(report, indent=1) + "\n"})
 
 
 def collect(
     found: dict[str, Entry],
     line: Line,
     there: Mapping[str, Any],
-    copy: float,
     device: str = "cuda",
     timers: Mapping[str, gpu_clock.Timer] = gpu_clock.TIMERS,
 ) -> None:
-    """Add one pass over a line to what was found of it; `copy` is in bytes a second."""
-    work = line.work
-    sets = 1 if line.part == "host" else gpu_plan.sets_of(work, gpu_clock.l2_bytes(device))
-    buffers = [buffers_of(work, device) for _ in range(sets)]
-    launches = gpu_plan.launches_of(work, sets)
-    timer = timers[line.part]
-    for who, case in cases_of(line, there, device).items():
+    """Add one pass over a line to what was found of it."""
+    work, timer = line.work, timers[line.kind]
+    cases = cases_of(line, there, device)
+    for who, case in cases.items():  # before there are buffers: each check has its own
         entry = found.setdefault(who, {})
         if "ulp" not in entry and "failed" not in entry:
             entry |= attempted(partial(checked, who, case, work, device))
-        if "failed" in entry:
+    l2, is_host = gpu_clock.l2_bytes(device), line.kind == "host"
+    sets = 1 if is_host else gpu_plan.sets_of(work, l2)
+    launches = gpu_plan.launches_of(work, sets)
+    copy = None
+    if not is_host:
+        flat = [flat_buffers(work, device) for _ in range(sets)]
+        told = attempted(lambda: {"us": timer(gpu_peers.copied, flat, launches)})
+        add(found.setdefault(COPY, {}), told)
+        copy = told.get("us")
+        del flat
+    has_grads = any(who.endswith("backward") for who in cases)
+    buffers = [buffers_of(work, device, has_grads) for _ in range(sets)]
+    for who, case in cases.items():
+        if "failed" in found[who]:
             continue
         told = attempted(lambda case=case: {"us": timer(case, buffers, launches)})
-        if line.part != "host" and "us" in told:
-            told["share"] = work.moved(_way(who)) / (told["us"] * 1e-6) / copy
-        if line.part == "prefill" and who == OURS and "us" in told:
+        if copy and "us" in told:
+            told["share"] = copy * work.moved(_way(who)) / work.moved("out=") / told["us"]
+        if line.kind == "prefill" and who == OURS and "us" in told:
             told |= attempted(lambda case=case: {"do_bench": timers["do_bench"](case, buffers, 1)})
-        for name, value in told.items():
-            if name == "failed":
-                entry[name] = value
-            else:
-                entry.setdefault(name, []).append(value)
+        add(found[who], told)
+        found[who]["in_cache"] = not is_host and gpu_plan.is_in_cache(work, sets, l2)
 
 
-def attempted(measure: Callable[[], Entry]) -> Entry:
+def add(entry: Entry, told: Entry) -> None:
+    """Put the numbers of one pass behind those of the one before."""
+    for name, value in told.items():
+        if name == "failed":
+            entry[name] = value
+        else:
+            entry.setdefault(name, []).append(value)
+
+
+def attempted(measure: Callable[[], Entry | None]) -> Entry:
     """What was measured, or why not: one that fails must not cost the others their numbers."""
     try:
-        return measure()
+        return measure() or {}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
@@ -170,11 +200,12 @@ def attempted(measure: Callable[[], Entry]) -> Entry:
 def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Case]:
     """Ours and the peers that are there, by the names of the table."""
     tables = tables_of(line.work, device)
-    if line.part == "ablation":
+    if line.kind == "ablation":
         kernel = importlib.import_module("rotary.kernels.triton")
         return gpu_peers.ablations(line.work, tables, kernel)
-    cases = {f"rotary {way}": gpu_peers.ours(way, line.work, tables) for way in line.ways}
-    return cases | (gpu_peers.peer_cases(line.work, tables, there) if line.has_peers else {})
+    if line.peers in ("plain", "tuned"):
+        return gpu_peers.peer_cases(line.work, tables, there, line.peers == "tuned")
+    return {f"rotary {way}": gpu_peers.ours(way, line.work, tables) for way in line.ways}
 
 
 def checked(who: str, case: Case, work: Work, device: str) -> Entry:
@@ -193,7 +224,7 @@ def counted(device: str = "cuda") -> Rows:
     rows: Rows = {}
     for work in (gpu_plan.COUNTED, *gpu_plan.memory_forms(gpu_plan.COUNTED)):
         ways = ("out=", "in place", "new", "backward") if work == gpu_plan.COUNTED else ("out=",)
-        tables, buffers = tables_of(work, device), buffers_of(work, device)
+        tables, buffers = tables_of(work, device), buffers_of(work, device, has_grads=True)
         rows[f"calls {work.name}"] = {
             f"rotary {way}": attempted(
                 partial(gpu_clock.counts, gpu_peers.ours(way, work, tables), buffers)

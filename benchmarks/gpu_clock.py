@@ -156,9 +156,11 @@ def clocks() -> str:
     for _ in range(2000):  # about two seconds, so that the reading falls into them
         target.copy_(source)
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(query, capture_output=True, text=True)
     torch.cuda.synchronize()
-    return answer.splitlines()[0]
+    if done.returncode or not done.stdout.strip():
+        return f"unknown, nvidia-smi ended with status {done.returncode}"
+    return done.stdout.splitlines()[0]
 
 
 def facts() -> list[str]:

@@ -26,7 +26,7 @@ def error_of(case: Case, is_back: bool, work: Work, device: str) -> tuple[float,
     The error is in ulps of the pair: in units of eps times the length of the pair that is turned.
     NaN, as memory that was not written holds, or infinity where the rest of the head is not a copy.
     """
-    buffers = buffers_of(work, device)
+    buffers = buffers_of(work, device, has_grads=is_back)
     given = (buffers.q_grad, buffers.k_grad) if is_back else (buffers.q, buffers.k)
     given = tuple(x.clone() for x in given)
     results = case(buffers)

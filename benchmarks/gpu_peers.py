@@ -19,7 +19,7 @@ from torch import Tensor
 from rotary import Rotary, apply, cos_sin, positions, rotate, turns
 from rotary.kernels.geometry import Geometry, Options, geometry_of
 
-from .gpu_plan import Work, replanned, variants
+from .gpu_plan import ITEMSIZE, Work, replanned, variants
 
 FOLDER = Path(__file__).parents[1] / "build" / "peers"
 BASE = 500_000.0
@@ -29,7 +29,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Buffers(NamedTuple):
-    """The tensors of one call, as `work.memory` lays them out, and gradients for the way back."""
+    """The tensors of one call, as `work.memory` lays them out, and gradients for the way back.
+
+    Where there is no way back the gradients are empty.
+    """
 
     q: Tensor
     k: Tensor
@@ -82,8 +85,8 @@ def tables_of(work: Work, device: str) -> Tables:
     return Tables(spec, where.to(device), cos.to(device), sin.to(device))
 
 
-def buffers_of(work: Work, device: str) -> Buffers:
-    """Fresh random inputs and gradients; the outputs are full of NaN."""
+def buffers_of(work: Work, device: str, has_grads: bool = False) -> Buffers:
+    """Fresh random inputs, and gradients if asked for; the outputs are full of NaN."""
     heads = work.q_heads, work.k_heads
 
     def drawn(count: int) -> Tensor:
@@ -96,8 +99,21 @@ def buffers_of(work: Work, device: str) -> Buffers:
     else:
         q, k = (_laid_out(drawn(count), work) for count in heads)
     out = [torch.full_like(x, torch.nan) for x in (q, k)]
-    grads = [_laid_out(drawn(count), work) for count in heads]
+    grads = [_laid_out(drawn(count), work) if has_grads else q[:0] for count in heads]
     return Buffers(q, k, out[0], out[1], grads[0], grads[1])
+
+
+def flat_buffers(work: Work, device: str) -> Buffers:
+    """As many bytes as q and k have in one piece, and as many to copy them to."""
+    count = work.bytes // ITEMSIZE[work.dtype]
+    x = torch.randn(count, device=device, dtype=getattr(torch, work.dtype))
+    none = x[:0]
+    return Buffers(x, none, torch.empty_like(x), none, none, none)
+
+
+def copied(b: Buffers) -> Tensor:
+    """What a rotation is held against: as many bytes copied, by one launch."""
+    return b.q_out.copy_(b.q)
 
 
 def _laid_out(x: Tensor, work: Work) -> Tensor:
@@ -125,7 +141,10 @@ def seq_dim_of(work: Work) -> int:
 
 
 def ours(way: str, work: Work, tables: Tables) -> Case:
-    """Our call by its public name; `way` as in `gpu_plan.lines`."""
+    """Our call: rotate with "out=", "in place", by "rows" of a table, with "new" outputs, its
+    "backward" after it; or "apply", with exact angles."""
+    if way == "rows":
+        return _by_rows(work, tables)
     seq_dim = seq_dim_of(work)
     cos, sin, spec = tables.cos, tables.sin, tables.spec
     where = None if work.positions == "from 0" else tables.positions
@@ -139,6 +158,16 @@ def ours(way: str, work: Work, tables: Tables) -> Case:
         "backward": gradient(lambda q, k: rotate((q, k), cos, sin, spec, seq_dim=seq_dim)),
     }
     return cases[way]
+
+
+def _by_rows(work: Work, tables: Tables) -> Case:
+    """Rows of one table, picked in the call, as a server calls it."""
+    where, spec, seq_dim = tables.positions, tables.spec, seq_dim_of(work)
+    every = torch.arange(int(where.max()) + 1)
+    cos, sin = (table.to(where.device) for table in cos_sin(spec, every))
+    return lambda b: rotate(
+        (b.q, b.k), cos, sin, spec, seq_dim=seq_dim, positions=where, out=(b.q_out, b.k_out)
+    )
 
 
 def gradient(forward: Callable[[Tensor, Tensor], Pair]) -> Case:
@@ -205,7 +234,9 @@ def _launched_otherwise(case: Case, kernel: Any, change: Mapping[str, int]) -> C
 class Peer(NamedTuple):
     """Another implementation.
 
-    build  (what was imported, work, tables) -> function of q and k in the memory form of the work
+    build     (what was imported, work, tables) -> function of q and k in the memory form of the
+              work
+    is_tuned  whether it compiles or tunes for each shape, which takes seconds
     """
 
     name: str
@@ -214,6 +245,7 @@ class Peer(NamedTuple):
     fits: Callable[[Work], bool]
     build: Callable[[Any, Work, Tables], Callable[[Tensor, Tensor], Pair]]
     has_gradient: bool = True
+    is_tuned: bool = False
 
 
 def found(peers: tuple[Peer, ...] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
@@ -231,11 +263,13 @@ def found(peers: tuple[Peer, ...] | None = None) -> tuple[dict[str, Any], dict[s
     return there, missing
 
 
-def peer_cases(work: Work, tables: Tables, there: Mapping[str, Any]) -> dict[str, Case]:
+def peer_cases(
+    work: Work, tables: Tables, there: Mapping[str, Any], is_tuned: bool
+) -> dict[str, Case]:
     """The peers that can do this work, forward, and with the way back where they have one."""
     cases: dict[str, Case] = {}
     for peer in PEERS:
-        if peer.name in there and peer.fits(work):
+        if peer.name in there and peer.is_tuned == is_tuned and peer.fits(work):
             forward = peer.build(there[peer.name], work, tables)
             cases[peer.name] = lambda b, forward=forward: forward(b.q, b.k)
             if peer.has_gradient:
@@ -340,12 +374,15 @@ def _has_tables_from_0(work: Work) -> bool:
 _LLAMA = "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"
 PEERS = (
     Peer("transformers eager", *_LLAMA, _is_llama, _eager),
-    Peer("torch.compile of it", *_LLAMA, _is_worth_compiling, _compiled(None)),
-    Peer("compiled, max-autotune", *_LLAMA, _is_main, _compiled("max-autotune-no-cudagraphs")),
+    Peer("torch.compile of it", *_LLAMA, _is_worth_compiling, _compiled(None),
+         is_tuned=True),
+    Peer("compiled, max-autotune", *_LLAMA, _is_main, _compiled("max-autotune-no-cudagraphs"),
+         is_tuned=True),
     Peer("liger", "liger_kernel.ops.rope", "LigerRopeFunction", _is_half, _liger),
     Peer("liger llama4", "liger_kernel.ops.llama4_rope", "LigerLlama4RopeFunction", _is_llama4,
          _liger_llama4),
     Peer("flash-attn", "flash_attn_rotary", "apply_rotary", _has_tables_from_0, _per_tensor,
          has_gradient=False),
-    Peer("fla", "fla.modules.rotary", "rotary_embedding", _has_tables_from_0, _per_tensor),
+    Peer("fla", "fla.modules.rotary", "rotary_embedding", _has_tables_from_0, _per_tensor,
+         is_tuned=True),
 )  # fmt: skip

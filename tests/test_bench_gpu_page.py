@@ -5,14 +5,17 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_clock, gpu_plan
-from benchmarks.gpu_plan import ONE_TOKEN, OURS, PARTS, Line, Work
+from benchmarks import gpu, gpu_clock, gpu_gate, gpu_page, gpu_peers, gpu_plan
+from benchmarks.gpu_plan import COPY, KINDS, ONE_TOKEN, OURS, Line, Work
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[1]
 SMALL = Work(6, 2, 4, 2, 16, 16)
@@ -29,32 +32,44 @@ def rotated(x, cos, sin, seqlen_offsets=0, interleaved=False):
 
 
 def test_two_passes_collect_two_times_of_every_case():
-    times = iter([10.0, 20.0, 30.0, 40.0, 50.0, 60.0])
+    """A share is of a copy of as many bytes, timed in the same pass."""
+    times = iter([5.0, 10.0, 20.0, 6.0, 40.0, 50.0])
     timed = []
 
     def timer(case, buffers, launches):
-        timed.append((len(buffers), launches))
+        timed.append((len(buffers), launches, case is gpu_peers.copied))
         return next(times)
 
-    line, found = Line("prefill", SMALL, ("out=", "backward"), True), {}
+    line, found = Line("prefill", SMALL, ("out=", "backward"), "later"), {}
     for _ in range(2):
         timers = {"prefill": timer, "do_bench": lambda case, buffers, launches: 7.0}
-        gpu.collect(found, line, {"flash-attn": rotated}, 1e9, "cpu", timers)
+        gpu.collect(found, line, {}, "cpu", timers)
     assert [who for who, entry in found.items() if "do_bench" in entry] == [OURS]
     assert found[OURS]["do_bench"] == [7, 7]
     assert {who: entry["us"] for who, entry in found.items()} == {
-        OURS: [10, 40], "rotary backward": [20, 50], "flash-attn": [30, 60],
+        COPY: [5, 6], OURS: [10, 40], "rotary backward": [20, 50],
     }  # fmt: skip
-    assert timed == [(64, 256)] * 6
-    moved = 2 * 2 * 6 * 6 * 16 * 2
-    assert found[OURS]["share"] == pytest.approx([moved / 10e-6 / 1e9, moved / 40e-6 / 1e9])
-    assert found["rotary backward"]["share"][0] == pytest.approx(2 * moved / 20e-6 / 1e9)
+    assert timed == [(64, 256, True), (64, 256, False), (64, 256, False)] * 2
+    assert found[OURS]["share"] == [0.5, 0.15]
+    assert found["rotary backward"]["share"] == [0.5, 0.24]  # twice the bytes
+    assert found[OURS]["in_cache"]
+
+
+def test_peers_are_measured_in_parts_of_their_own():
+    there = {"flash-attn": rotated, "fla": rotated}
+    for part, name in (("peers", "flash-attn"), ("tuned", "fla")):
+        line = next(gpu_plan.lines(part))._replace(work=SMALL)
+        found = {}
+        timers = {"prefill": lambda *_: 8.0, "do_bench": None}
+        gpu.collect(found, line, there, "cpu", timers)
+        assert {who.removesuffix(" backward") for who in found} == {COPY, name}
+        assert found[name]["us"] == [8]
 
 
 def test_host_times_have_one_set_and_no_share():
     found = {}
     line = Line("host", SMALL, ("in place",))
-    gpu.collect(found, line, {}, 1e9, "cpu", {"host": lambda case, buffers, _: len(buffers)})
+    gpu.collect(found, line, {}, "cpu", {"host": lambda case, buffers, _: len(buffers)})
     assert found["rotary in place"]["us"] == [1]
     assert "share" not in found["rotary in place"]
 
@@ -64,17 +79,56 @@ def test_what_is_wrong_or_fails_is_told_and_not_timed():
         raise RuntimeError("out of memory\nand more")
 
     timed = []
-    there = {"flash-attn": lambda x, *_, **__: x.clone(), "fla": raising}
-    line, found = Line("prefill", SMALL, ("out=",), True), {}
+    there = {
+        "flash-attn": lambda x, *_, **__: x.clone(),
+        "liger": types.SimpleNamespace(apply=raising),
+    }
+    line, found = Line("prefill", SMALL, (), "plain"), {}
     for _ in range(2):
-        timers = dict.fromkeys(("prefill", "do_bench"), lambda *_: timed.append(1) or 1.0)
-        gpu.collect(found, line, there, 1e9, "cpu", timers)
-    assert len(timed) == 4  # ours, by two clocks
+        timers = {"prefill": lambda *_: timed.append(1) or 1.0}
+        gpu.collect(found, line, there, "cpu", timers)
+    assert len(timed) == 2  # the copy
     assert found["flash-attn"]["failed"].startswith("wrong by ")
-    assert found["fla"]["failed"] == "RuntimeError: out of memory"
+    assert found["liger"]["failed"] == "RuntimeError: out of memory"
     assert gpu.failures({"a": found}) == []
     assert gpu.failures({"a": {OURS: {"failed": "no"}}}) == ["a, rotary out=: no"]
     assert gpu.failures({"ablation a": {"table": {"failed": "no"}}}) == ["ablation a, table: no"]
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of torch's tensors that were held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                size = x.untyped_storage().nbytes()
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(x.untyped_storage(), self.release, size)
+        return result
+
+    def release(self, size):
+        self.now -= size
+
+
+def test_a_million_tokens_take_less_than_40_gb(monkeypatch):
+    """Twice q and k, a copy of them for the check, and what is worked out in float64 beside it."""
+    line = next(line for line in gpu_plan.lines("prefill") if line.work.seq == 2**20)
+    short = line.work._replace(seq=2**20 // 512)
+    monkeypatch.setattr(gpu_gate, "_TOKENS", gpu_gate._TOKENS // 512)
+    monkeypatch.setattr(gpu_plan, "sets_of", lambda *_: 1)
+    monkeypatch.setattr(gpu_peers, "ours", lambda *_: lambda b: b[2:4])  # as the kernel: no more
+    with Held() as held:
+        gpu.collect({}, line._replace(work=short), {}, "cpu", dict.fromkeys(
+            ("prefill", "do_bench"), lambda *_: 1.0))  # fmt: skip
+    assert 2 < held.most / short.bytes < 40e9 / line.work.bytes
+    assert gpu_plan.sets_of(line.work) == 1
 
 
 # --- the clocks, on a device that only counts ---
@@ -163,15 +217,15 @@ def test_the_worse_pass_counts():
     rows = {
         two.name: {OURS: {"us": [100.0, 80.0], "share": [0.8, 0.95]}},
         turned.name: {OURS: {"us": [100.0, 88.0], "share": [0.99, 0.93]}},
-        ONE_TOKEN.name: {OURS: {"us": [1.9, 2.0]}},
+        ONE_TOKEN.name: {OURS: {"us": [1.9, 2.0]}, COPY: {"us": [1.5, 1.9]}},
     }
-    targets = list(gpu_plan.targets(rows))
+    targets = list(gpu_page.targets(rows))
     share = found(targets, f"share of copy, out=: {two.name}")
     assert (share.measured, share.verdict) == (0.8, "**missed**")
     assert found(targets, f"share of copy, out=: {turned.name}").verdict == "met"
     over = found(targets, "interleaved over half, out=")
     assert (over.measured, over.verdict) == (pytest.approx(1.1), "**missed**")
-    assert found(targets, "us, one token of 1 sequences").verdict == "met"
+    assert found(targets, "over a copy, out=, one token of 1 sequences").verdict == "met"
     others = [t for t in targets if t.measured is None]
     assert len(others) == len(targets) - 4
     assert {t.verdict for t in others} == {"not measured"}
@@ -182,16 +236,16 @@ def test_every_target_can_be_met_and_missed(monkeypatch):
     rows = {
         line.name: {
             who: {"us": [1.0], "share": [1.0]}
-            for who in (*(f"rotary {way}" for way in line.ways), "table", "exact",
+            for who in (*(f"rotary {way}" for way in line.ways), COPY, "table", "exact",
                         "exact, positions given")
         }
-        for part in PARTS
+        for part in KINDS
         for line in gpu_plan.lines(part)
     }  # fmt: skip
     monkeypatch.setattr(gpu_clock, "counts", lambda *_: {"launches": [1], "allocations": [0]})
     rows |= gpu.counted("cpu")
     rows["first call"] = {"rotary": {"seconds": [1.0]}}
-    targets = list(gpu_plan.targets(rows))
+    targets = list(gpu_page.targets(rows))
     assert len({target.what for target in targets}) == len(targets) > 35
     missed = [target.what for target in targets if target.verdict != "met"]
     assert missed == ["a quarter of the head over all of it, in place"]  # 1 over 1
@@ -214,26 +268,28 @@ REPORT = {
             "liger": {"failed": "wrong by 9 ulp, allowed 4", "ulp": 9.0, "rounded": 0.5},
         }
     },
+    "skipped": ["decode, pass 2: a line"],
 }
 
 
 def test_a_page_tells_what_was_measured():
-    page = gpu_plan.page(REPORT)
+    page = gpu_page.page(REPORT)
     assert "| a line | rotary out= | 2, 1 | 0.250 | 1.00 | 0.50 | 99.9% |  |" in page
     assert "| a line | fla | 3, 4 |  | 3.00 |  |  |  |" in page
     assert "| 9.00 | 50.0% | **wrong by 9 ulp, allowed 4** |" in page
     assert "decode: 4.300, 4.200" in page
     assert "- a device" in page
+    assert "- **not measured, for want of time**: decode, pass 2: a line" in page
 
 
 def test_parts_measured_apart_make_one_report():
     other = {"dates": ["2030-01-03"], "facts": ["a device", "more"], "copies": {"host": [1.0]},
-             "rows": {"b": {}}}  # fmt: skip
-    whole = gpu_plan.merged([REPORT, other])
+             "rows": {"a line": {"liger llama4": {}}}, "skipped": []}  # fmt: skip
+    whole = gpu_page.merged([REPORT, other])
     assert whole["dates"] == ["2030-01-02", "2030-01-03"]
     assert whole["facts"] == ["a device", "more"]
     assert set(whole["copies"]) == {"decode", "host"}
-    assert set(whole["rows"]) == {"a line", "b"}
+    assert set(whole["rows"]["a line"]) == {OURS, "fla", "liger", "liger llama4"}
 
 
 def run(*arguments, folder):
@@ -253,8 +309,8 @@ def test_without_a_gpu_the_page_says_so_and_claims_nothing(tmp_path):
     assert page == (ROOT / "benchmarks" / "results" / "gpu.md").read_text()
     assert "met" not in {cell.strip(" *") for cell in page.replace("\n", "|").split("|")}
     targets = [row for row in page.splitlines() if row.endswith("| not measured |")]
-    assert len(targets) == len(list(gpu_plan.targets({})))
-    for part in PARTS:
+    assert len(targets) == len(list(gpu_page.targets({})))
+    for part in KINDS:
         for line in gpu_plan.lines(part):
             assert f"| {part} | {line.work.name} |" in page
 
@@ -271,27 +327,73 @@ def test_numbers_of_earlier_runs_make_a_dated_page(monkeypatch, tmp_path, capsys
         gpu.main()
 
 
-def test_a_run_writes_the_numbers_of_each_part_and_prints_the_page_last(
-    monkeypatch, tmp_path, capsys
-):
-    line = Line("decode", SMALL, ("out=",))
+@pytest.fixture
+def played(monkeypatch):
+    """A GPU that times nothing: one line a part, which a test may replace."""
     for owner, name, value in (
         (torch.cuda, "is_available", lambda: True),
         (gpu_clock, "copy_speed", lambda: 1e9),
         (gpu_clock, "clocks", lambda: "1980, 3201"),
         (gpu_clock, "facts", lambda: ["a device"]),
-        (gpu_plan, "lines", lambda part: iter([line])),
+        (gpu_plan, "lines", lambda part: iter([Line("decode", SMALL, ("out=",))])),
         (gpu, "collect", lambda found, *_: found.update({OURS: {"us": [1.0], "share": [0.5]}})),
-        (sys, "argv", ["gpu", "--part", "decode", "--out", str(tmp_path)]),
     ):
         monkeypatch.setattr(owner, name, value)
+
+
+@pytest.mark.usefixtures("played")
+def test_a_run_writes_the_numbers_of_each_part_and_prints_the_page_last(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--part", "decode", "--out", str(tmp_path)])
     gpu.main()
     report = json.loads((tmp_path / "gpu-decode.json").read_text())
-    assert list(report["rows"]) == [line.name]
+    assert list(report["rows"]) == [SMALL.name]
     assert report["copies"] == {"decode": [1e9] * 3}
+    assert report["skipped"] == []
     printed = capsys.readouterr().out
-    assert printed == next(tmp_path.glob("*-gpu.md")).read_text()
-    assert f"| {line.name} | rotary out= | 1 | 0.500 |" in printed
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seconds", "0"])
+    assert printed.endswith(next(tmp_path.glob("*-gpu.md")).read_text())
+    assert printed.count(f"| {SMALL.name} | rotary out= | 1 | 0.500 |") == 3
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seconds", "0.0001"])
+    monkeypatch.setattr(gpu_clock, "copy_speed", lambda: time.sleep(0.001) or 1e9)
     gpu.main()
-    assert json.loads((tmp_path / "gpu-decode.json").read_text())["rows"] == {}
+    report = json.loads((tmp_path / "gpu-decode.json").read_text())
+    assert report["rows"] == {}
+    assert report["skipped"] == [f"decode, pass {n}: {SMALL.name}" for n in (1, 2)]
+
+
+@pytest.mark.usefixtures("played")
+def test_a_part_that_is_killed_keeps_its_lines_and_names_the_others(monkeypatch, tmp_path):
+    works = [SMALL._replace(seq=seq) for seq in (2, 3, 4)]
+    lines = [Line("decode", work, ("out=",)) for work in works]
+
+    def collect(found, line, there):
+        if line.work.seq == 4:
+            raise KeyboardInterrupt
+        if line.work.seq == 3:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        found[OURS] = {"us": [1.0]}
+
+    monkeypatch.setattr(gpu, "collect", collect)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.measured("decode", lines, math.inf, tmp_path)
+    report = json.loads((tmp_path / "gpu-decode.json").read_text())
+    assert report["rows"][works[0].name] == {OURS: {"us": [1.0]}}
+    assert gpu.failures(report["rows"]) == [f"{works[1].name}, rotary: OutOfMemoryError: no memory"]
+    assert report["skipped"] == [
+        f"decode, pass 1: {works[2].name}", *(f"decode, pass 2: {work.name}" for work in works)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "printed", "told"), [
+    (0, "1980, 3201\n1, 2\n", "1980, 3201"),
+    (9, "NVIDIA-SMI has failed", "unknown, nvidia-smi ended with status 9"),
+    (0, "", "unknown, nvidia-smi ended with status 0"),
+])  # fmt: skip
+def test_a_failing_nvidia_smi_costs_nothing(status, printed, told, monkeypatch):
+    done = types.SimpleNamespace(returncode=status, stdout=printed)
+    monkeypatch.setattr(gpu_clock.shutil, "which", lambda name: name)
+    monkeypatch.setattr(gpu_clock.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(gpu_clock.torch, "randn", lambda *_, **__: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert gpu_clock.clocks() == told

@@ -83,7 +83,10 @@ def test_peers_get_what_they_ask_for_and_pass_the_gate(form, dtype):
     """Their interfaces in plain torch; transformers is the real one."""
     work, names = FITTING[form]
     work = work._replace(dtype=dtype)
-    cases = gpu_peers.peer_cases(work, gpu_peers.tables_of(work, "cpu"), THERE)
+    tables = gpu_peers.tables_of(work, "cpu")
+    cases = gpu_peers.peer_cases(work, tables, THERE, False)
+    assert "fla" not in cases  # it tunes
+    cases |= gpu_peers.peer_cases(work, tables, THERE, True)
     assert {who.removesuffix(" backward") for who in cases} == names
     assert {who for who in cases if who.endswith("backward")} == {
         f"{name} backward" for name in names - {"flash-attn"}
@@ -113,7 +116,7 @@ def test_peers_that_are_not_there_are_named(monkeypatch, tmp_path):
 def test_a_compiled_peer_passes_the_gate():
     work = Work(1, 2, 4, 2, 16, 16, positions="own rows")
     there = {"torch.compile of it": apply_rotary_pos_emb}
-    cases = gpu_peers.peer_cases(work, gpu_peers.tables_of(work, "cpu"), there)
+    cases = gpu_peers.peer_cases(work, gpu_peers.tables_of(work, "cpu"), there, True)
     assert list(cases) == ["torch.compile of it", "torch.compile of it backward"]
     for who, case in cases.items():
         assert "failed" not in gpu.checked(who, case, work, "cpu")

@@ -1,0 +1,208 @@
+"""The page of the GPU benchmark: what was measured, and the bars that it is held against.
+
+Numbers and text alone: no torch, so that all of it is tested without a GPU.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .gpu_plan import (
+    COPY,
+    COUNTED,
+    KINDS,
+    ONE_TOKEN,
+    OURS,
+    Line,
+    Work,
+    lines,
+    memory_forms,
+    variants,
+)
+
+Rows = dict[str, dict[str, dict[str, Any]]]  # line -> who -> what was measured
+Report = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """A bar the project set itself; `measured` is None where nothing was."""
+
+    what: str
+    limit: float
+    measured: float | None
+    is_at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """What the table says of it.
+
+        >>> Target("share", 0.92, 0.95, is_at_least=True).verdict, Target("us", 2, None).verdict
+        ('met', 'not measured')
+        """
+        if self.measured is None:
+            return "not measured"
+        beyond = self.measured < self.limit if self.is_at_least else self.measured > self.limit
+        return "**missed**" if beyond or math.isnan(self.measured) else "met"
+
+
+def targets(rows: Rows) -> Iterator[Target]:
+    """Every bar with what was measured; of two passes the worse one counts."""
+
+    def share(work: Work, way: str, limit: float) -> Target:
+        found = _field(rows, work.name, f"rotary {way}", "share")
+        return Target(f"share of copy, {way}: {work.name}", limit, min(found, default=None), True)
+
+    def most(what: str, limit: float, line: str, who: str, field: str = "us") -> Target:
+        return Target(what, limit, max(_field(rows, line, who, field), default=None))
+
+    def over(what: str, limit: float, slow: tuple[str, str], fast: tuple[str, str]) -> Target:
+        pairs = zip(_field(rows, *slow, "us"), _field(rows, *fast, "us"), strict=False)
+        return Target(what, limit, max((a / b for a, b in pairs), default=None))
+
+    two = Work(batch=2)
+    for layout in ("half", "interleaved"):
+        for work in (Work(), two, Work(batch=4)):
+            for way in ("out=", "backward"):
+                yield share(work._replace(layout=layout), way, 0.92)
+    turned = two._replace(layout="interleaved")
+    for way in ("out=", "in place", "backward"):
+        who = f"rotary {way}"
+        yield over(f"interleaved over half, {way}", 1.03, (turned.name, who), (two.name, who))
+    for work in memory_forms(two):
+        yield share(work, "out=", 0.88)
+    line = Line("ablation", two, ()).name
+    for who in ("exact", "exact, positions given"):
+        yield over(f"{who}, over table", 1.03, (line, who), (line, "table"))
+    axes = two._replace(positions="three axes").name
+    yield over("three axes over one", 1.08, (axes, OURS), (two.name, OURS))
+    quarter, own = two._replace(rotary_dim=32).name, "rotary in place"
+    yield over("a quarter of the head over all of it, in place", 0.30, (quarter, own),
+               (two.name, own))  # fmt: skip
+    for batch in (256, 1):
+        name = ONE_TOKEN._replace(batch=batch).name
+        for way in ("out=", "rows", "apply"):
+            yield over(f"over a copy, {way}, one token of {batch} sequences", 1.5,
+                       (name, f"rotary {way}"), (name, COPY))  # fmt: skip
+    host = Line("host", ONE_TOKEN, ()).name
+    for way in ("out=", "in place", "rows", "new", "apply"):
+        yield most(f"us of the host for a call, {way}", 10, host, f"rotary {way}")
+    for way, limit in (("out=", 1), ("in place", 1), ("new", 1), ("backward", 2)):
+        who = f"rotary {way}"
+        yield most(f"launches and copies, {way}", limit, f"calls {COUNTED.name}", who, "launches")
+    for work in memory_forms(COUNTED):
+        name = f"calls {work.name}"
+        yield most(f"launches and copies, {work.memory}", 1, name, OURS, "launches")
+    for way in ("out=", "in place"):
+        who = f"rotary {way}"
+        yield most(f"allocations, {way}", 0, f"calls {COUNTED.name}", who, "allocations")
+    yield most("seconds of the first call, nothing cached", 2, "first call", "rotary", "seconds")
+
+
+def _field(rows: Rows, line: str, who: str, field: str) -> list[float]:
+    return rows.get(line, {}).get(who, {}).get(field, [])
+
+
+# --- the page ---
+
+
+def merged(reports: Iterable[Report]) -> Report:
+    """One report of several: each part of a run may have been measured by a command of its own."""
+    whole: Report = {"dates": [], "facts": [], "copies": {}, "rows": {}, "skipped": []}
+    for report in reports:
+        for name in ("dates", "facts", "skipped"):
+            whole[name] += [each for each in report[name] if each not in whole[name]]
+        whole["copies"] |= report["copies"]
+        for line, found in report["rows"].items():
+            whole["rows"][line] = found | whole["rows"].get(line, {})
+    return whole
+
+
+def page(report: Report | None) -> str:
+    """The Markdown page of a report; of None, what would be measured."""
+    rows: Rows = report["rows"] if report else {}
+    lines_ = _head(report)
+    lines_ += ["", "| target | measured | limit | |", "|---|---|---|---|"]
+    for target in targets(rows):
+        measured = "" if target.measured is None else f"{target.measured:.3g}"
+        sign = ">=" if target.is_at_least else "<="
+        lines_.append(
+            f"| {target.what} | {measured} | {sign} {target.limit:g} | {target.verdict} |"
+        )
+    if report is None:
+        return "\n".join([*lines_, *_planned()]) + "\n"
+    return "\n".join([*lines_, *_measured(rows)]) + "\n"
+
+
+def _head(report: Report | None) -> list[str]:
+    if report is None:
+        return [
+            "# GPU: not measured",
+            "",
+            "No GPU was at hand, so no GPU number is claimed anywhere. On a machine with one,",
+            "`python -m benchmarks.gpu` fills this table; [how](../README.md).",
+        ]
+    copies = (
+        f"{part}: {', '.join(f'{each / 1e12:.3f}' for each in speeds)}"
+        for part, speeds in report["copies"].items()
+    )
+    return [
+        f"# GPU, measured {', '.join(report['dates'])}",
+        "",
+        *(f"- {fact}" for fact in report["facts"]),
+        f"- a copy of 2 GB moves, in TB/s read and written, {'; '.join(copies)}",
+        *(f"- **not measured, for want of time**: {line}" for line in report["skipped"]),
+        "",
+        "Microseconds of one call of q and k, medians of two passes in one run. *copy* is one",
+        "launch that copies as many bytes as q and k have, replayed in a graph as all else;",
+        "*share* how long that would take for the bytes that must move, over the time of the call;",
+        "*ulp* the largest error in ulps of the pair, *rounded* how many results are the exact one",
+        "rounded; *ours* how many times as long it takes as `rotate(..., out=)`. *rows* are",
+        "picked by `positions=` from a table in the call. Of targets, the worse pass counts.",
+    ]
+
+
+def _planned() -> Iterator[str]:
+    yield from ("", "| part | line | ours | peers | MB moved |", "|---|---|---|---|---|")
+    for part in KINDS:
+        for line in lines(part):
+            ways = ", ".join(line.ways) or ("see below" if part == "ablation" else "")
+            peers = "yes" if line.peers else ""
+            moved = line.work.moved("out=") / 1e6
+            yield f"| {part} | {line.work.name} | {ways} | {peers} | {moved:.4g} |"
+    yield from (
+        "",
+        "Peers have two parts of their own: `peers`, and `tuned` for those that compile or tune.",
+        "",
+        "Ablations: from tables, exact, exact with positions given; and each of these with",
+    )
+    yield ", ".join(variants()) + "."
+
+
+def _measured(rows: Rows) -> Iterator[str]:
+    yield from ("", "| line | who | us | share | ours | ulp | rounded | notes |")
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, found in rows.items():
+        yield from rows_of(name, found)
+
+
+def rows_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """The rows of one line of the table."""
+    base = min(found.get(OURS, {}).get("us", ()), default=None)
+    for who, entry in found.items():
+        times = ", ".join(f"{each:.4g}" for each in entry.get("us", ()))
+        share = f"{min(entry['share']):.3f}" if "share" in entry else ""
+        ours = f"{min(entry['us']) / base:.2f}" if base and "us" in entry else ""
+        ulp = f"{entry['ulp']:.2f}" if "ulp" in entry else ""
+        rounded = f"{entry['rounded']:.1%}" if "rounded" in entry else ""
+        notes = "; ".join(_notes(entry))
+        yield f"| {name} | {who} | {times} | {share} | {ours} | {ulp} | {rounded} | {notes} |"
+
+
+def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("launches", "allocations", "seconds", "do_bench"):
+        if name in entry:
+            yield f"{name} {', '.join(f'{each:.4g}' for each in entry[name])}"
+    if entry.get("in_cache"):
+        yield "its data stay in the L2"
+    if "failed" in entry:
+        yield f"**{entry['failed']}**"
