@@ -83,7 +83,8 @@ def errors(device: str) -> Iterator[tuple[str, float, float]]:
     works += [small._replace(dtype=dtype) for dtype in LIMITS]
     for work in works:
         tables = tables_of(work, device)
-        for way in ("out=", "in place", "new", "apply", "backward"):
+        ways = ("out=", "in place", "new", "apply", "backward")
+        for way in (*ways, "rows") if work.positions != "three axes" else ways:
             with poisoned():
                 ulp, _ = error_of(
                     gpu_peers.ours(way, work, tables), way == "backward", work, device
@@ -152,6 +153,8 @@ def collect(
     """Add one pass over a line to what was found of it."""
     work, timer = line.work, timers[line.kind]
     cases = cases_of(line, there, device)
+    if not cases:
+        return
     for who, case in cases.items():  # before there are buffers: each check has its own
         entry = found.setdefault(who, {})
         if "ulp" not in entry and "failed" not in entry:
@@ -204,7 +207,8 @@ def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Cas
         kernel = importlib.import_module("rotary.kernels.triton")
         return gpu_peers.ablations(line.work, tables, kernel)
     if line.peers in ("plain", "tuned"):
-        return gpu_peers.peer_cases(line.work, tables, there, line.peers == "tuned")
+        has_backward, is_tuned = "backward" in line.ways, line.peers == "tuned"
+        return gpu_peers.peer_cases(line.work, tables, there, is_tuned, has_backward)
     return {f"rotary {way}": gpu_peers.ours(way, line.work, tables) for way in line.ways}
 
 

@@ -185,7 +185,7 @@ def ablations(work: Work, tables: Tables, kernel: Any) -> dict[str, Case]:
     """The kernel itself (a module such as `rotary.kernels.triton`) in every variant of the launch.
 
     From tables and with exact angles; these from the row number alone where tokens start at 0, and
-    from positions in memory.
+    as planned from positions in memory.
     """
     options = Options(work.layout, None, work.rotary_dim, 0, seq_dim_of(work))
     bits = torch.from_numpy(turns(tables.spec).view(np.int64).copy()).to(tables.cos.device)
@@ -203,9 +203,10 @@ def ablations(work: Work, tables: Tables, kernel: Any) -> dict[str, Case]:
     }
     if work.positions == "from 0":
         bases["exact"] = exact(None)
+    cut = [name for name in ("table", "exact") if name in bases]
     changed = {
-        f"{base}, {name}": _launched_otherwise(case, kernel, change)
-        for base, case in bases.items()
+        f"{base}, {name}": _launched_otherwise(bases[base], kernel, change)
+        for base in cut
         for name, change in variants().items()
     }
     return bases | changed
@@ -264,15 +265,15 @@ def found(peers: tuple[Peer, ...] | None = None) -> tuple[dict[str, Any], dict[s
 
 
 def peer_cases(
-    work: Work, tables: Tables, there: Mapping[str, Any], is_tuned: bool
+    work: Work, tables: Tables, there: Mapping[str, Any], is_tuned: bool, has_backward: bool = True
 ) -> dict[str, Case]:
-    """The peers that can do this work, forward, and with the way back where they have one."""
+    """The peers that can do this work, forward, and with the way back if they have one."""
     cases: dict[str, Case] = {}
     for peer in PEERS:
         if peer.name in there and peer.is_tuned == is_tuned and peer.fits(work):
             forward = peer.build(there[peer.name], work, tables)
             cases[peer.name] = lambda b, forward=forward: forward(b.q, b.k)
-            if peer.has_gradient:
+            if peer.has_gradient and has_backward:
                 cases[f"{peer.name} backward"] = gradient(forward)
     return cases
 
@@ -354,12 +355,20 @@ def _is_llama(work: Work) -> bool:
     return _is_half(work) and work.rotary_dim == work.head_dim
 
 
+def _is_worth_tuning(work: Work) -> bool:
+    """For each of these some seconds go into compiling or tuning: the main shapes alone."""
+    main = Work(layout=work.layout)
+    is_main = work._replace(batch=1, memory="bshd") == main and work.memory in ("bshd", "hf view")
+    one = main._replace(seq=1, positions="own rows", batch=work.batch)
+    return is_main or (work == one and work.batch in (1, 256))
+
+
 def _is_worth_compiling(work: Work) -> bool:
-    return _is_llama(work) and work.seq in (1, 8192)
+    return _is_llama(work) and _is_worth_tuning(work)
 
 
 def _is_main(work: Work) -> bool:
-    return _is_worth_compiling(work) and work.batch == 2 and work.memory == "bshd"
+    return _is_half(work) and work == Work(batch=2)
 
 
 def _is_llama4(work: Work) -> bool:
@@ -383,6 +392,6 @@ PEERS = (
          _liger_llama4),
     Peer("flash-attn", "flash_attn_rotary", "apply_rotary", _has_tables_from_0, _per_tensor,
          has_gradient=False),
-    Peer("fla", "fla.modules.rotary", "rotary_embedding", _has_tables_from_0, _per_tensor,
+    Peer("fla", "fla.modules.rotary", "rotary_embedding", _is_worth_tuning, _per_tensor,
          is_tuned=True),
 )  # fmt: skip

@@ -146,11 +146,12 @@ def test_every_variant_changes_the_launch_and_only_its_own(monkeypatch):
     before = kernel.plan
     variants = gpu_plan.variants()
     bases = ["table", "exact, positions given", "exact"]
-    assert list(cases) == bases + [f"{base}, {name}" for base in bases for name in variants]
+    cut = ["table", "exact"]
+    assert list(cases) == bases + [f"{base}, {name}" for base in cut for name in variants]
     buffers = gpu_peers.buffers_of(work, "cpu")
     for case in cases.values():
         case(buffers)
-    assert kernel.seen[3:] == list(variants.values()) * 3
+    assert kernel.seen[3:] == list(variants.values()) * 2
     assert kernel.plan is before
 
 
