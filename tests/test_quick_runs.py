@@ -20,7 +20,11 @@ FILES = sorted(path for folder in ("benchmarks", "experiments")
                for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")  # fmt: skip
 # of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
 SWEEPS = {f"experiments.{name}.run" for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits")}
-SLOW = {"benchmarks.jax", "benchmarks.run"}  # ten seconds where other tests run beside them
+SLOW = {
+    "benchmarks.gpu_rehearsal",
+    "benchmarks.jax",
+    "benchmarks.run",
+}  # ten seconds where other tests run beside them
 
 
 def module_of(path: Path) -> str:
