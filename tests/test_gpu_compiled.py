@@ -21,7 +21,7 @@ from torch.utils import _triton
 import rotary
 from rotary import Rotary
 from rotary.kernels import torch as kernel
-from rotary.kernels import torch_launch, torch_ready, torch_state, torch_tables
+from rotary.kernels import torch_gpu, torch_launch, torch_ready, torch_state, torch_tables
 
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
@@ -44,7 +44,13 @@ def formula_kernel(dtypes=(torch.float32, torch.float16, torch.bfloat16)):
             target.copy_(result)
         return results if out is None else tuple(out)
 
-    return SimpleNamespace(DTYPES=dtypes, rotate=rotate)
+    pytest.importorskip("triton")
+    from rotary.kernels import triton as real
+
+    return SimpleNamespace(
+        DTYPES=dtypes, rotate=rotate, prepared=lambda *_: None, from_tables=real.from_tables,
+        are_walked_alike=real.are_walked_alike,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -53,7 +59,7 @@ def gpu(monkeypatch):
     played = formula_kernel()
     for module in (torch_state, torch_tables, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
-    for module in (torch_launch, kernel):
+    for module in (torch_launch, torch_gpu, kernel):
         monkeypatch.setattr(module, "gpu_kernel", lambda device: played)
 
 

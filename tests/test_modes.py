@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotary
 import rotary.kernels.torch
-from rotary.kernels import torch_launch, torch_ready, torch_state, torch_tables
+from rotary.kernels import torch_gpu, torch_launch, torch_ready, torch_state, torch_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"
 SPEC = rotary.Rotary(head_dim=8, base=100.0)
@@ -337,7 +337,7 @@ def captured(function, given, recorded):
         interpreter.mended(patch)
         for module in (torch_state, torch_tables, torch_launch, torch_ready, rotary.kernels.torch):
             patch.setattr(module, "is_on_gpu", lambda x: True)
-        for module in (torch_launch, rotary.kernels.torch):
+        for module in (torch_launch, torch_gpu, rotary.kernels.torch):
             patch.setattr(module, "gpu_kernel", lambda device: kernel)
         patch.setattr(torch_ready, "recent", {})
         patch.setattr(kernel, "_run", lambda *arguments: launches.append(arguments))

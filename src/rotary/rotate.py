@@ -230,7 +230,11 @@ def apply(
         positions = kernel.as_positions(positions, q)
     options = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
     is_exact = precision == "exact" and _is_of_one_length(spec, positions, seq_len)
-    if is_exact and kernel.rotate_at and positions is not None:
+    if (
+        is_exact
+        and kernel.rotate_at
+        and (positions is not None or (kernel.is_on_gpu and kernel.is_on_gpu(q)))
+    ):
         at_angles = angle_options(spec, options, seq_len, allow_negative)
         results: Any = at_angles and kernel.rotate_at(xs, positions, at_angles, outs)
         if results is not None:

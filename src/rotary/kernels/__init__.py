@@ -59,8 +59,10 @@ class Kernel(Generic[Array]):
     device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
 
     check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
-    # a few tokens at positions, by angles worked out on the way; None where tables are needed
+    # tokens at positions, by angles worked out on the way; None where tables are needed
     rotate_at: RotateAt[Array] | None = None
+    # whether an array is on a GPU, where that is done for positions 0, 1, ... as well, None there
+    is_on_gpu: Callable[[Array], bool] | None = None
     # from the options and arrays of a call, and what is done with arrays of another form: code for
     # arrays of this form; None where it would not help
     prepare: Callable[..., Callable[..., tuple[Array, ...]] | None] | None = None

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import NESTED, Kernel, Numbers, torch_ready, torch_tables
+from . import NESTED, Kernel, Numbers, torch_gpu, torch_ready, torch_tables
 from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from .torch_checks import (
     check_no_grad,
@@ -78,9 +78,20 @@ def rotate_at(
     xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...] | None:
     """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
-    if is_watched() or not isinstance(positions, Tensor) or is_on_gpu(xs[0]):
+    if is_watched():
         return None
-    return torch_ready.run(options, xs, (positions,), out, torch_ready.on_cpu)
+    if isinstance(positions, Tensor):
+        tables: torch_ready.Tables = (positions,)
+    elif positions is None and is_on_gpu(xs[0]):
+        tables = ()
+    else:
+        return None
+    try:
+        return torch_ready.run(options, xs, tables, out, _code)
+    except TypeError:
+        if all(map(torch_tables.takes, (*xs, *(out or ())))):
+            raise
+        return None  # an array of another library, which is refused where tables are used
 
 
 def prepare(
@@ -91,12 +102,9 @@ def prepare(
     otherwise: torch_ready.Prepared,
 ) -> torch_ready.Prepared | None:
     """The code for tensors of this form, and `otherwise` for others; None where there is none."""
-    if is_watched():
+    if is_watched() or not (tables or is_on_gpu(xs[0])):
         return None
-    if isinstance(options, AngleOptions):
-        code = torch_ready.on_cpu(options, xs, tables, out)
-    else:
-        code = _code(options, xs, tables, out)
+    code = _code(options, xs, tables, out)
     return None if code is None else torch_ready.prepared(code, xs, tables, out, otherwise)
 
 
@@ -108,20 +116,62 @@ def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: O
 
 
 def _code(
-    options: Options,
+    kind: Options | AngleOptions | torch_gpu.Turn,
     xs: Sequence[Tensor],
     tables: torch_ready.Tables,
     out: Sequence[Tensor] | None,
 ) -> torch_ready.Run | None:
     """What rotates tensors like these without another look; None where that is not known."""
-    cos, sin, *rows = tables
-    operands = (*xs, *tables)
-    if not is_for_gpu(operands):
-        return torch_ready.on_cpu(options, xs, tables, out)
-    if out is not None or rows or cos.dtype == torch.float64 or wants_grad(*operands):
+    if isinstance(kind, torch_gpu.Turn):
+        turn = kind if is_for_gpu((*xs, *tables)) else None  # old vmap, of is_grads_batched
+    elif is_on_gpu(xs[0]):
+        turn = torch_gpu.turn_of(kind, xs, tables, out)
+    else:
+        return torch_ready.on_cpu(kind, xs, tables, out)
+    if turn is None or wants_grad(*tables, *(out or ())):
         return None
-    check_operands(xs, cos, sin, out)
-    return partial(_run_on_gpu, _geometry(xs, cos, None, options))
+    if not wants_grad(*xs):
+        return torch_gpu.code_of(turn, xs, tables, out)
+    return _code_with_gradient(turn, xs, tables) if out is None else None
+
+
+def _code_with_gradient(
+    turn: torch_gpu.Turn, xs: Sequence[Tensor], tables: torch_ready.Tables
+) -> torch_ready.Run | None:
+    launch = torch_gpu.code_of(turn, xs, tables, None)
+    if launch is None:
+        return None
+
+    def code(
+        xs: Sequence[Tensor], tables: torch_ready.Tables, out: Sequence[Tensor] | None
+    ) -> tuple[Tensor, ...]:
+        def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            results = launch(xs, tables, None)
+            return torch_gpu.rotate(turn, xs, tables, None) if results is None else results
+
+        return Differentiable.apply(run, back, tables, turn.geometry, *xs)
+
+    back = partial(_turned, turn.at)
+    return code
+
+
+def _turned(
+    at: AngleOptions | None,
+    xs: Sequence[Tensor],
+    tables: torch_ready.Tables,
+    geometry: Geometry,
+) -> tuple[Tensor, ...]:
+    """Rotate what is on a GPU, with gradients: a gradient of such a rotation."""
+    if not is_watched():
+        turn = torch_gpu.Turn(geometry, at)
+        results = torch_ready.run(turn, xs, tables, None, _code)
+        if results is not None:
+            return results
+    if at is None:
+        cos, sin, rows = (*tables, None)[:3]
+        return _rotate(xs, (cos, sin, rows), geometry)
+    steps, factor = torch_gpu.turns_of(at, xs[0])
+    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), geometry)
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
@@ -193,12 +243,6 @@ def _rotate_into(
     launch(xs, cos, sin, rows, geometry, out)
     mark_written(out)
     return tuple(out)
-
-
-def _run_on_gpu(
-    geometry: Geometry, xs: Sequence[Tensor], tables: torch_ready.Tables, out: None
-) -> tuple[Tensor, ...]:
-    return gpu_kernel(xs[0].device).rotate(xs, *tables, None, geometry, None)
 
 
 # --- exact angles, without tables ---
@@ -303,6 +347,7 @@ KERNEL = Kernel(
     is_cacheable=torch_tables.is_cacheable,
     device_key=torch_tables.device_key,
     check=_check,
+    is_on_gpu=lambda x: is_on_gpu(x),
     makes_angles=makes_angles,
     rotate_exact=rotate_exact,
 )

@@ -51,7 +51,7 @@ class Ready(NamedTuple):
     """The code for operands that pass the guard."""
 
     guard: Any
-    is_without_grad: bool  # an operand requires a gradient: only where grad mode is off
+    grad_mode: bool | None  # which it must be; None where no operand requires a gradient
     run: Run
 
 
@@ -79,7 +79,9 @@ def run(
         check_strided(operands)
     key = kind, len(operands), others, xs[0].numel()
     for ready in recent.get(key, ()):
-        if ready.guard.check(*operands) and not (ready.is_without_grad and torch.is_grad_enabled()):
+        if ready.guard.check(*operands) and (
+            ready.grad_mode is None or ready.grad_mode is torch.is_grad_enabled()
+        ):
             results = ready.run(xs, tables, out)
             if results is not None:
                 return results
@@ -107,7 +109,7 @@ def prepared(
     has_others = any(others)
     operands = (*xs, *tables, *itertools.compress(out or (), others))
     count, ready = len(operands), ready_for(operands, code)
-    check, is_without_grad = ready.guard.check, ready.is_without_grad
+    check, grad_mode = ready.guard.check, ready.grad_mode
 
     def run(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -127,7 +129,7 @@ def prepared(
                 and not is_watched()
                 and True not in map(_is_nested, operands)
                 and check(*operands)
-                and not (is_without_grad and torch.is_grad_enabled())
+                and (grad_mode is None or grad_mode is torch.is_grad_enabled())
             ):
                 results = code(xs, tables, out)
                 if results is not None:
@@ -146,7 +148,8 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
         dynamic_dims_sizes=[list(tensor.shape) for tensor in operands],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in operands],
     )
-    return Ready(guard, any([tensor.requires_grad for tensor in operands]), code)
+    wants_it = any([tensor.requires_grad for tensor in operands])
+    return Ready(guard, torch.is_grad_enabled() if wants_it else None, code)
 
 
 def on_cpu(

@@ -12,14 +12,16 @@ for CUDA's, and for gfx942 it compiles. Other devices, XPU among them, rotate by
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
 from .geometry import Geometry
 from .launch import Angles, Plan, plan
@@ -203,6 +205,39 @@ def kernel(
 # --- the calls ---
 
 
+class Source(NamedTuple):
+    """Where the kernel finds cosines and sines: tables, or turns that it multiplies by positions.
+
+    count  rows of the tables that are indexed;  factor  multiplies cos and sin made from turns
+    """
+
+    memory: tuple[Tensor, Tensor, Tensor]  # cos and sin, or turns twice; then row numbers, if any
+    angles: Angles
+    count: int
+    factor: float
+
+
+def from_tables(cos: Tensor, sin: Tensor, rows: Tensor | None, geometry: Geometry) -> Source:
+    """Tables of cos and sin, float32 and with equal strides; `rows` whole numbers, or None."""
+    walked = cos if rows is None else rows
+    step = 0 if rows is None else cos.stride(0)
+    angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
+    return Source((cos, sin, walked), angles, cos.shape[0], 1.0)
+
+
+def from_turns(
+    turns: Tensor, factor: float, positions: Tensor | None, geometry: Geometry
+) -> Source:
+    """Turns and positions, as `rotate_exact` takes them."""
+    dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
+    if positions is None:
+        angles = Angles(True, False, (0,) * len(dims), 0, dims.index(0))
+    else:
+        step = positions.stride(-1) if axes > 1 else 0
+        angles = Angles(True, True, _along(positions, dims), step, None, axes)
+    return Source((turns, turns, turns if positions is None else positions), angles, 0, factor)
+
+
 def rotate(
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -213,16 +248,18 @@ def rotate(
 ) -> tuple[Tensor, ...]:
     """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
 
-    The arguments are checked ones of `kernels/torch.py`: float32 tables, `rows` int64 or None. A
-    row number outside the tables gives NaN, because to look at it first would wait for the device.
+    The arguments are checked ones of `kernels/torch.py`: float32 tables, `rows` whole numbers or
+    None. A row number outside the tables gives NaN, because to look at it first would wait for the
+    device.
     """
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
-    walked = cos if rows is None else rows
-    step = 0 if rows is None else cos.stride(0)
-    angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
-    memory = (cos, sin, cos if rows is None else rows)
-    return _rotate(xs, out, memory, angles, geometry, cos.shape[0], 1.0)
+    return _rotate(xs, out, from_tables(cos, sin, rows, geometry), geometry)
+
+
+def are_walked_alike(cos: Tensor, sin: Tensor) -> bool:
+    """Whether one row of both tables is found by the same steps, and is contiguous."""
+    return cos.stride() == sin.stride() and cos.stride(-1) == 1
 
 
 def rotate_exact(
@@ -241,14 +278,7 @@ def rotate_exact(
     positions  whole numbers, lined up with x by `geometry`; with several axes, these come last.
                None for 0, 1, ... along the axis of the tokens
     """
-    dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
-    if positions is None:
-        angles = Angles(True, False, (0,) * len(dims), 0, dims.index(0))
-    else:
-        step = positions.stride(-1) if axes > 1 else 0
-        angles = Angles(True, True, _along(positions, dims), step, None, axes)
-    memory = (turns, turns, turns if positions is None else positions)
-    return _rotate(xs, out, memory, angles, geometry, 0, factor)
+    return _rotate(xs, out, from_turns(turns, factor, positions, geometry), geometry)
 
 
 def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -257,42 +287,49 @@ def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
 
 
 def _rotate(
-    xs: Sequence[Tensor],
-    out: Sequence[Tensor] | None,
-    memory: tuple[Tensor, Tensor, Tensor],
-    angles: Angles,
-    geometry: Geometry,
-    count: int,
-    factor: float,
+    xs: Sequence[Tensor], out: Sequence[Tensor] | None, source: Source, geometry: Geometry
 ) -> tuple[Tensor, ...]:
     results = tuple([torch.empty_like(x) for x in xs]) if out is None else tuple(out)
-    is_mixed = geometry.layout != geometry.out_layout  # in place, a pair would overwrite another
     sources = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
     targets = [
         y
-        if y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
+        if _can_be_written(x, y, geometry)
         else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         for x, y in zip(sources, results, strict=True)
     ]
     for index in range(0, len(xs), 2):
         inputs, outputs = sources[index : index + 2], targets[index : index + 2]
-        launch = plan(
-            tuple([tuple(x.shape) for x in inputs]),
-            tuple([x.stride() for x in (*inputs, *outputs)]),
-            angles,
-            geometry,
-            all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
-            inputs[0].itemsize,
-            _processors(inputs[0].device),
-            _variant(inputs[0].device, geometry.layout, angles.is_exact),
-        )
-        operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *memory)
+        launch = _plan(inputs, outputs, source.angles, geometry)
+        operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *source.memory)
         for corner in launch.corners if launch.programs else ():
-            _run(launch, _moved(operands, corner, angles), count, factor)
+            moved = _moved(operands, corner, source.angles)
+            _run(launch, moved, source.count, source.factor)
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)
     return results
+
+
+def _can_be_written(x: Tensor, y: Tensor, geometry: Geometry) -> bool:
+    """Whether y takes the result of x; where a layout is changed in place, a pair would overwrite
+    another one that has still to be read."""
+    is_mixed = geometry.layout != geometry.out_layout
+    return y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
+
+
+def _plan(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], angles: Angles, geometry: Geometry
+) -> Plan:
+    return plan(
+        tuple([tuple(x.shape) for x in inputs]),
+        tuple([x.stride() for x in (*inputs, *outputs)]),
+        angles,
+        geometry,
+        all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
+        inputs[0].itemsize,
+        _processors(inputs[0].device),
+        _variant(inputs[0].device, geometry.layout, angles.is_exact),
+    )
 
 
 def _moved(
@@ -310,18 +347,27 @@ def _moved(
 
 
 def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) -> None:
-    device = operands[0].device
-    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if is_elsewhere else nullcontext():
-        kernel[(launch.programs,)](
-            *operands,
-            *launch.numbers,
-            count,
-            factor,
-            **launch.constants,
-            num_warps=launch.warps,
-            enable_fp_fusion=launch.constants["EXACT"],  # from tables: the bits of the reference
-        )
+    with _on(index_of(operands[0])) if operands[0].is_cuda else nullcontext():
+        kernel[(launch.programs,)](*operands, *launch.numbers, count, factor, **_options(launch))
+
+
+def index_of(x: Tensor) -> int:
+    """The number of the device that holds a tensor."""
+    return x.get_device()
+
+
+def _on(index: int) -> AbstractContextManager[None]:
+    """In this block a device is the current one: its streams and its copy of the code are used."""
+    if driver.active.get_current_device() == index:
+        return nullcontext()
+    return torch.cuda.device(index)
+
+
+def _options(launch: Plan) -> dict[str, int | bool]:
+    """What is compiled in; products are fused with sums for exact angles alone, because a rotation
+    from tables gives the bits of the reference."""
+    is_exact = bool(launch.constants["EXACT"])
+    return {**launch.constants, "num_warps": launch.warps, "enable_fp_fusion": is_exact}
 
 
 @lru_cache
@@ -339,3 +385,70 @@ def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
     is_amd = torch.version.hip is not None
     name = found.gcnArchName.split(":")[0] if is_amd else f"sm_{found.major}{found.minor}"
     return variant_of(name, layout, is_exact)
+
+
+# --- a launch like one before ---
+
+Addresses = tuple[int, int, int, int, int, int, int]  # of q, k, their outputs, Source.memory
+Launch = Callable[[Addresses], bool]  # False where another launch has to be taken
+_ALIGNED = 15  # the bits of an address that are 0, if 16 bytes are read at a time
+
+
+def prepared(
+    xs: Sequence[Tensor], outs: Sequence[Tensor], source: Source, geometry: Geometry
+) -> Launch | None:
+    """The launch for tensors of these forms, compiled and loaded, by addresses alone.
+
+    It is launched on the stream and device that are current for the device of xs when it is called.
+    `outs` are read for their form alone, and x itself where the rotation is in place. None where a
+    call takes several launches or a copy, where nothing is compiled, and on ROCm, whose code
+    depends on the size of each storage.
+    """
+    inputs = [x for x in xs if x.stride(-1) == 1]
+    if (
+        len(inputs) != len(xs)
+        or len(xs) > 2
+        or not isinstance(kernel, triton.JITFunction)
+        or not all(_can_be_written(x, y, geometry) for x, y in zip(xs, outs, strict=True))
+        or torch.version.hip
+    ):
+        return None
+    launch = _plan(xs, outs, source.angles, geometry)
+    if launch.programs == 0 or len(launch.corners) > 1 or any(launch.corners[0]):
+        return None
+    operands = (xs[0], xs[-1], outs[0], outs[-1], *source.memory)
+    tail = (*launch.numbers, source.count, source.factor)
+    index = index_of(xs[0])
+    grid = launch.programs, 1, 1
+    with _on(index):
+        code = kernel.warmup(*operands, *tail, grid=grid, **_options(launch))
+        watched = code[grid]  # the module is loaded here
+    run, function, metadata, values = code.run, code.function, code.packed_metadata, launch.constants
+    tail = (*tail, *[values[name] for name in kernel.arg_names if name in values])
+    current_device = driver.active.get_current_device
+    current_stream = driver.active.get_current_stream
+    aligned = [x.data_ptr() & _ALIGNED == 0 for x in operands]
+    is_aligned = all(aligned)
+
+    def launched(addresses: Addresses) -> bool:
+        q, k, yq, yk, one, other, rows = addresses
+        is_other = not is_aligned or (q | k | yq | yk | one | other | rows) & _ALIGNED
+        if is_other and [address & _ALIGNED == 0 for address in addresses] != aligned:
+            return False
+        if current_device() != index:
+            with _on(index):
+                watched(*addresses, *tail, stream=current_stream(index))
+        elif _is_watched():
+            watched(*addresses, *tail, stream=current_stream(index))
+        else:
+            stream = current_stream(index)
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *tail)
+        return True
+
+    return launched
+
+
+def _is_watched() -> bool:
+    """Whether a profiler, such as Proton, is to be told of every launch."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,0 +1,191 @@
+"""A GPU that is not here, for the code that launches on one: a stub of libcuda keeps each launch.
+
+Triton compiles for a real architecture and its own C launcher runs; the stub takes the place of the
+driver and does nothing on the device. Tensors are those of the CPU. So the time of a call up to the
+driver can be measured, and what reaches the driver can be looked at, on any Linux machine with gcc.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+import triton.backends.nvidia.driver as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from rotary.kernels import (
+    torch_gpu,
+    torch_launch,
+    torch_ready,
+    torch_state,
+    torch_tables,
+)
+from rotary.kernels import torch as torch_kernel
+from rotary.kernels import triton as gpu_kernel
+
+_KEPT = 256  # launches
+_SOURCE = """
+#include <stdint.h>
+#include <string.h>
+typedef struct { uint64_t function, stream, grid, pointers[7]; int32_t numbers[21]; } Launch;
+typedef struct {
+    uint32_t grid[3], block[3], shared; void *stream, *attributes; uint32_t count;
+} Config;
+Launch launches[256];
+uint64_t launched = 0;
+int cuLaunchKernelEx(const Config *config, void *function, void **values, void **extra) {
+    Launch *launch = &launches[launched++ % 256];
+    launch->function = (uint64_t)function;
+    launch->stream = (uint64_t)config->stream;
+    launch->grid = config->grid[0];
+    for (int i = 0; i < 7; i++) launch->pointers[i] = *(uint64_t *)values[i];
+    for (int i = 0; i < 21; i++) launch->numbers[i] = *(int32_t *)values[7 + i];
+    return 0;
+}
+int cuGetErrorString(int error, const char **text) { *text = "an error of the stub"; return 0; }
+int cuPointerGetAttribute(uint64_t *data, int kind, uint64_t at) { *data = at; return 0; }
+int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuFuncSetAttribute(void *function, int name, int value) { return 0; }
+"""
+
+
+class Launch(NamedTuple):
+    """What reached the driver; `device` is the one that the code was loaded for."""
+
+    device: int
+    stream: int
+    programs: int
+    pointers: tuple[int, ...]  # of q, k, their outputs, and what the angles come from
+    numbers: tuple[int, ...]
+
+
+class _Kept(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("grid", ctypes.c_uint64),
+        ("pointers", ctypes.c_uint64 * 7),
+        ("numbers", ctypes.c_int32 * 21),
+    )
+
+
+@dataclass
+class Stub:
+    """The devices, as Triton asks for them, and what was launched on them."""
+
+    library: ctypes.CDLL
+    arch: int
+    device: int = 0  # the current one
+    streams: dict[int, int] = field(default_factory=dict)  # the current one of each device
+    loaded: list[int] = field(default_factory=list)  # the device of each code that was loaded
+
+    launcher_cls = nvidia.CudaLauncher
+
+    @property
+    def utils(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            load_binary=self._load, get_device_properties=lambda _: {"max_shared_mem": 232448}
+        )
+
+    def _load(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        self.loaded.append(device)
+        return 1, len(self.loaded), 0, 0, 1024
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.streams.get(device, 0)
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches so far, of which the last 256 are kept."""
+        count = ctypes.c_uint64.in_dll(self.library, "launched").value
+        kept = (_Kept * _KEPT).in_dll(self.library, "launches")
+        found = [kept[index % _KEPT] for index in range(max(0, count - _KEPT), count)]
+        return [
+            Launch(
+                self.loaded[each.function - 1], each.stream, each.grid, tuple(each.pointers),
+                tuple(each.numbers),
+            )
+            for each in found
+        ]  # fmt: skip
+
+    def forget(self) -> None:
+        """Begin to count launches anew."""
+        ctypes.c_uint64.in_dll(self.library, "launched").value = 0
+
+
+def _library(folder: Path) -> ctypes.CDLL:
+    source, library = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(_SOURCE)
+    command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
+    subprocess.run([*command, str(source)], check=True)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@contextmanager
+def stub_of_cuda(
+    folder: Path, arch: int = 90, device_of: Callable[[torch.Tensor], int] = lambda x: 0
+) -> Iterator[Stub]:
+    """In this block CPU tensors are taken for those of a GPU, whose launches go to a stub.
+
+    folder     where the stub and what Triton makes are written
+    device_of  the number of the device that a tensor is said to lie on
+    """
+    stub = Stub(_library(folder), arch)
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        before, stub.device = stub.device, index
+        try:
+            yield
+        finally:
+            stub.device = before
+
+    modules = (torch_state, torch_tables, torch_launch, torch_ready, torch_kernel)
+    with ExitStack() as stack:
+        stack.enter_context(triton.knobs.nvidia.scope())
+        stack.enter_context(triton.knobs.cache.scope())
+        triton.knobs.nvidia.libcuda_path, triton.knobs.cache.dir = str(folder), str(folder)
+        changes = [
+            *[(module, "is_on_gpu", lambda x: True) for module in modules],
+            *[
+                (module, "gpu_kernel", lambda device: gpu_kernel)
+                for module in (torch_launch, torch_gpu, torch_kernel)
+            ],
+            (torch_ready, "recent", {}),
+            (gpu_kernel, "index_of", device_of),
+            (gpu_kernel, "_processors", lambda device: 132),
+            (nvidia, "PyCUtensorMap", type("PyCUtensorMap", (), {})),
+            (torch.cuda, "device", on_device),
+        ]
+        for place, name, value in changes:
+            stack.enter_context(patch.object(place, name, value))
+        gpu_kernel.kernel.device_caches.clear()
+        nvidia.libcuda_dirs.cache_clear()
+        nvidia.library_dirs.cache_clear()
+        before = driver._active
+        driver.set_active(stub)
+        stub.forget()
+        try:
+            yield stub
+        finally:
+            driver._active = before
+            gpu_kernel.kernel.device_caches.clear()
+            nvidia.libcuda_dirs.cache_clear()
+            nvidia.library_dirs.cache_clear()
