@@ -29,6 +29,7 @@ from .torch_checks import check_operands as check_operands
 from .torch_checks import check_rows as check_rows
 from .torch_launch import (
     Differentiable,
+    differentiable,
     formula,
     gpu_kernel,
     has_kernel,
@@ -149,29 +150,25 @@ def _code_with_gradient(
             results = launch(xs, tables, None)
             return torch_gpu.rotate(turn, xs, tables, None) if results is None else results
 
-        return Differentiable.apply(run, back, tables, turn.geometry, *xs)
+        return differentiable(run, back, tables, *xs)
 
-    back = partial(_turned, turn.at)
+    back = partial(_turned, torch_gpu.Turn(turn.geometry.reversed(), turn.at))
     return code
 
 
 def _turned(
-    at: AngleOptions | None,
-    xs: Sequence[Tensor],
-    tables: torch_ready.Tables,
-    geometry: Geometry,
+    turn: torch_gpu.Turn, xs: Sequence[Tensor], tables: torch_ready.Tables
 ) -> tuple[Tensor, ...]:
-    """Rotate what is on a GPU, with gradients: a gradient of such a rotation."""
+    """Rotate gradients of what was on a GPU, with gradients of their own."""
     if not is_watched():
-        turn = torch_gpu.Turn(geometry, at)
         results = torch_ready.run(turn, xs, tables, None, _code)
         if results is not None:
             return results
-    if at is None:
+    if turn.at is None:
         cos, sin, rows = (*tables, None)[:3]
-        return _rotate(xs, (cos, sin, rows), geometry)
-    steps, factor = torch_gpu.turns_of(at, xs[0])
-    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), geometry)
+        return _rotate(xs, (cos, sin, rows), turn.geometry)
+    steps, factor = torch_gpu.turns_of(turn.at, xs[0])
+    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), turn.geometry)
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
@@ -219,7 +216,8 @@ def _rotate(
         return launch(xs, cos, sin, rows, geometry, None)
 
     if way == "autograd":
-        return Differentiable.apply(run, _rotate, tables, geometry, *xs)
+        back = partial(_rotate, geometry=geometry.reversed())
+        return Differentiable.apply(run, back, tables, *xs)
     return run(xs)
 
 
@@ -316,7 +314,8 @@ def _rotate_exact(
         return kernel.rotate_exact(xs, turns, factor, positions, geometry, None)
 
     if wants_grad(*xs):
-        return Differentiable.apply(run, partial(_rotate_exact, factor), angles, geometry, *xs)
+        back = partial(_rotate_exact, factor, geometry=geometry.reversed())
+        return Differentiable.apply(run, back, angles, *xs)
     return run(xs)
 
 

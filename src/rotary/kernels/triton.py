@@ -423,7 +423,12 @@ def prepared(
     with _on(index):
         code = kernel.warmup(*operands, *tail, grid=grid, **_options(launch))
         watched = code[grid]  # the module is loaded here
-    run, function, metadata, values = code.run, code.function, code.packed_metadata, launch.constants
+    run, function, metadata, values = (
+        code.run,
+        code.function,
+        code.packed_metadata,
+        launch.constants,
+    )
     tail = (*tail, *[values[name] for name in kernel.arg_names if name in values])
     current_device = driver.active.get_current_device
     current_stream = driver.active.get_current_stream
