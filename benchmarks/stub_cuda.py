@@ -21,14 +21,15 @@ import triton.backends.nvidia.driver as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from rotary.kernels import torch as torch_kernel
 from rotary.kernels import (
     torch_gpu,
     torch_launch,
     torch_ready,
     torch_state,
     torch_tables,
+    triton_launch,
 )
-from rotary.kernels import torch as torch_kernel
 from rotary.kernels import triton as gpu_kernel
 
 _KEPT = 256  # launches
@@ -170,6 +171,7 @@ def stub_of_cuda(
             ],
             (torch_ready, "recent", {}),
             (gpu_kernel, "index_of", device_of),
+            (triton_launch, "index_of", device_of),
             (gpu_kernel, "_processors", lambda device: 132),
             (nvidia, "PyCUtensorMap", type("PyCUtensorMap", (), {})),
             (torch.cuda, "device", on_device),

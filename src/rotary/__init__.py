@@ -10,6 +10,7 @@ from .angles import turns as turns
 from .configs import from_hf_config as from_hf_config
 from .configs import to_hf_config as to_hf_config
 from .prepare import prepare as prepare
+from .prepare import warm_up as warm_up
 from .rerotate import rerotate as rerotate
 from .rotate import apply as apply
 from .rotate import rotate as rotate
@@ -35,6 +36,7 @@ __all__ = [
     "to_hf_config",
     "turns",
     "unpatch",
+    "warm_up",
 ]
 
 

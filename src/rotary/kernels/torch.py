@@ -165,8 +165,8 @@ def _turned(
         if results is not None:
             return results
     if turn.at is None:
-        cos, sin, rows = (*tables, None)[:3]
-        return _rotate(xs, (cos, sin, rows), turn.geometry)
+        cos, sin, *rows = tables
+        return _rotate(xs, (cos, sin, rows[0] if rows else None), turn.geometry)
     steps, factor = torch_gpu.turns_of(turn.at, xs[0])
     return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), turn.geometry)
 

@@ -22,7 +22,7 @@ from .torch_ready import Run, Tables, _data_ptr, _increment_version
 from .torch_state import INTEGERS
 
 Addresses = tuple[int, ...]
-Launch = Callable[[Addresses], bool]  # False where another launch has to be taken
+Launch = Callable[[Addresses], bool]  # as of `triton_launch`, which not every torch can load
 _SPACINGS = 64  # of operands whose memory was compared
 
 

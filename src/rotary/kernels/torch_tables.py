@@ -107,7 +107,18 @@ def moved(array: Numbers, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=_KEPT)
 def _kept(content: bytes, dtype: str, device: torch.device, is_inference: bool) -> Tensor:
+    _check_no_capture()
     return from_numpy(np.frombuffer(content, dtype)).to(device)
+
+
+def _check_no_capture() -> None:
+    """Refuse a copy to the device while a CUDA graph is captured: it would end the capture."""
+    is_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_started and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first call for a spec copies its frequencies to the GPU, which a CUDA graph "
+            "cannot capture: call rotary.warm_up(spec, q, k, ...) before the capture"
+        )
 
 
 @lru_cache(maxsize=_KEPT)
@@ -122,6 +133,7 @@ def axis_turns(
     tensor([[5, 0, 7],
             [0, 6, 0]])
     """
+    _check_no_capture()
     turns = np.frombuffer(content, np.int64)
     if max(axes, default=0):
         turns = np.where(np.arange(max(axes) + 1)[:, None] == np.array(axes), turns, 0)

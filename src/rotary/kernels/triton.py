@@ -12,8 +12,7 @@ for CUDA's, and for gfx942 it compiles. Other devices, XPU among them, rotate by
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,11 +20,11 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
 from .geometry import Geometry
 from .launch import Angles, Plan, plan
 from .variants import Variant, variant_of
+from .triton_launch import Launch, by_addresses, index_of, on_device
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = 128  # processors of a device that does not say how many it has
@@ -208,12 +207,12 @@ def kernel(
 class Source(NamedTuple):
     """Where the kernel finds cosines and sines: tables, or turns that it multiplies by positions.
 
-    count  rows of the tables that are indexed;  factor  multiplies cos and sin made from turns
+    limit  rows of the tables that are indexed;  factor  multiplies cos and sin made from turns
     """
 
     memory: tuple[Tensor, Tensor, Tensor]  # cos and sin, or turns twice; then row numbers, if any
     angles: Angles
-    count: int
+    limit: int
     factor: float
 
 
@@ -303,7 +302,7 @@ def _rotate(
         operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *source.memory)
         for corner in launch.corners if launch.programs else ():
             moved = _moved(operands, corner, source.angles)
-            _run(launch, moved, source.count, source.factor)
+            _run(launch, moved, source.limit, source.factor)
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)
@@ -347,20 +346,8 @@ def _moved(
 
 
 def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) -> None:
-    with _on(index_of(operands[0])) if operands[0].is_cuda else nullcontext():
+    with on_device(index_of(operands[0])):
         kernel[(launch.programs,)](*operands, *launch.numbers, count, factor, **_options(launch))
-
-
-def index_of(x: Tensor) -> int:
-    """The number of the device that holds a tensor."""
-    return x.get_device()
-
-
-def _on(index: int) -> AbstractContextManager[None]:
-    """In this block a device is the current one: its streams and its copy of the code are used."""
-    if driver.active.get_current_device() == index:
-        return nullcontext()
-    return torch.cuda.device(index)
 
 
 def _options(launch: Plan) -> dict[str, int | bool]:
@@ -387,29 +374,21 @@ def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
     return variant_of(name, layout, is_exact)
 
 
-# --- a launch like one before ---
-
-Addresses = tuple[int, int, int, int, int, int, int]  # of q, k, their outputs, Source.memory
-Launch = Callable[[Addresses], bool]  # False where another launch has to be taken
-_ALIGNED = 15  # the bits of an address that are 0, if 16 bytes are read at a time
-
-
 def prepared(
     xs: Sequence[Tensor], outs: Sequence[Tensor], source: Source, geometry: Geometry
 ) -> Launch | None:
     """The launch for tensors of these forms, compiled and loaded, by addresses alone.
 
-    It is launched on the stream and device that are current for the device of xs when it is called.
-    `outs` are read for their form alone, and x itself where the rotation is in place. None where a
-    call takes several launches or a copy, where nothing is compiled, and on ROCm, whose code
-    depends on the size of each storage.
+    The addresses are those of q, k, their outputs, and `source.memory`. `outs` are read for their
+    form alone, and x itself where the rotation is in place. None where a call takes several
+    launches or a copy, where nothing is compiled, and on ROCm, whose code depends on the size of
+    each storage.
     """
-    inputs = [x for x in xs if x.stride(-1) == 1]
     if (
-        len(inputs) != len(xs)
-        or len(xs) > 2
+        len(xs) > 2
+        or any([x.stride(-1) != 1 for x in xs])
+        or not all([_can_be_written(x, y, geometry) for x, y in zip(xs, outs, strict=True)])
         or not isinstance(kernel, triton.JITFunction)
-        or not all(_can_be_written(x, y, geometry) for x, y in zip(xs, outs, strict=True))
         or torch.version.hip
     ):
         return None
@@ -417,43 +396,5 @@ def prepared(
     if launch.programs == 0 or len(launch.corners) > 1 or any(launch.corners[0]):
         return None
     operands = (xs[0], xs[-1], outs[0], outs[-1], *source.memory)
-    tail = (*launch.numbers, source.count, source.factor)
-    index = index_of(xs[0])
-    grid = launch.programs, 1, 1
-    with _on(index):
-        code = kernel.warmup(*operands, *tail, grid=grid, **_options(launch))
-        watched = code[grid]  # the module is loaded here
-    run, function, metadata, values = (
-        code.run,
-        code.function,
-        code.packed_metadata,
-        launch.constants,
-    )
-    tail = (*tail, *[values[name] for name in kernel.arg_names if name in values])
-    current_device = driver.active.get_current_device
-    current_stream = driver.active.get_current_stream
-    aligned = [x.data_ptr() & _ALIGNED == 0 for x in operands]
-    is_aligned = all(aligned)
-
-    def launched(addresses: Addresses) -> bool:
-        q, k, yq, yk, one, other, rows = addresses
-        is_other = not is_aligned or (q | k | yq | yk | one | other | rows) & _ALIGNED
-        if is_other and [address & _ALIGNED == 0 for address in addresses] != aligned:
-            return False
-        if current_device() != index:
-            with _on(index):
-                watched(*addresses, *tail, stream=current_stream(index))
-        elif _is_watched():
-            watched(*addresses, *tail, stream=current_stream(index))
-        else:
-            stream = current_stream(index)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *tail)
-        return True
-
-    return launched
-
-
-def _is_watched() -> bool:
-    """Whether a profiler, such as Proton, is to be told of every launch."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    numbers = (*launch.numbers, source.limit, source.factor)
+    return by_addresses(kernel, launch.programs, operands, numbers, _options(launch))

@@ -1,0 +1,449 @@
+"""Launches on a GPU that is not here: what reaches the driver, on which device and stream."""
+
+import shutil
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+import rotary
+from rotary import Rotary
+
+if sys.platform != "linux" or shutil.which("gcc") is None:
+    pytest.skip("the stub of libcuda is made by gcc on Linux", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+from benchmarks.stub_cuda import stub_of_cuda
+
+from rotary.kernels import torch_gpu, torch_ready, torch_tables
+from rotary.kernels import triton as kernel
+
+SPEC = Rotary(head_dim=16)
+AXES = Rotary(head_dim=16, axes=(0, 1, 2, 0, 1, 2, 0, 0), layout="interleaved")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the codes of Triton are kept for all tests."""
+    return tmp_path_factory.mktemp("stub")
+
+
+@pytest.fixture
+def devices():
+    """The device on which each tensor is said to lie, by its shape."""
+    return {}
+
+
+@pytest.fixture
+def stub(folder, devices):
+    with stub_of_cuda(folder, device_of=lambda x: devices.get(x.shape[0], 0)) as stub:
+        yield stub
+
+
+def randn(*shape, dtype=torch.bfloat16, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad)
+
+
+def q_and_k(batch=3, grad=False):
+    return randn(batch, 4, 1, 16, grad=grad), randn(batch, 2, 1, 16, grad=grad)
+
+
+def ids(batch=3, dtype=torch.int64, axes=()):
+    return torch.arange(batch).reshape(batch, 1, *[1 for _ in axes]).expand(
+        batch, 1, *axes).to(dtype).contiguous()  # fmt: skip
+
+
+TABLE, SINES = torch.randn(2, 9, 8)
+
+
+def new(q, k):
+    return rotary.rotate((q, k), TABLE[:1], SINES[:1], SPEC, seq_dim=-2)
+
+
+def into(q, k, out=None):
+    out = (torch.zeros_like(q), torch.zeros_like(k)) if out is None else out
+    return rotary.rotate((q, k), TABLE[:1], SINES[:1], SPEC, seq_dim=-2, out=out)
+
+
+def in_place(q, k):
+    return into(q, k, (q, k))
+
+
+def rows(q, k, dtype=torch.int64, out=None):
+    positions = ids(len(q), dtype)
+    return rotary.rotate((q, k), TABLE, SINES, SPEC, seq_dim=-2, positions=positions, out=out)
+
+
+def rows_in_place(q, k):
+    return rows(q, k, out=(q, k))
+
+
+def at(q, k, spec=SPEC, **options):
+    positions = ids(len(q), axes=(3,) if spec.num_axes > 1 else ())
+    return rotary.apply(spec, q, k, positions=positions, seq_dim=-2, **options)
+
+
+def at_in_place(q, k):
+    return at(q, k, out=(q, k))
+
+
+def along(q, k):
+    return rotary.apply(SPEC, q, k)
+
+
+def one(q, k):
+    return (rotary.apply(SPEC, k, positions=ids(len(k)), seq_dim=-2),)
+
+
+WAYS = {
+    way.__name__: way for way in (new, into, in_place, rows, rows_in_place, at, at_in_place, along,
+                                  one)
+} | {
+    "rows of 32 bits": partial(rows, dtype=torch.int32),
+    "three axes": partial(at, spec=AXES),
+    "backwards": partial(at, conjugate=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_prepared_launch_is_the_one_that_triton_makes_of_the_call(stub, name, monkeypatch):
+    q, k = q_and_k()
+    for _ in range(2):
+        results = WAYS[name](q, k)
+    first, second = stub.launches
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "prepared", lambda *_: None)
+        patch.setattr(torch_ready, "recent", {})
+        WAYS[name](q, k)
+    by_triton = stub.launches[-1]
+    assert len(stub.launches) == 3
+    for launch in (first, second):
+        assert launch.numbers == by_triton.numbers
+        assert launch.programs == by_triton.programs
+        assert (launch.device, launch.stream) == (0, 0)
+    inputs = (k, k) if name == "one" else (q, k)
+    assert second.pointers[:2] == by_triton.pointers[:2] == tuple(x.data_ptr() for x in inputs)
+    assert second.pointers[2:4] == (results[0].data_ptr(), results[-1].data_ptr())
+    if "rows" not in name and name not in ("new", "into", "in_place", "along"):
+        assert second.pointers[4:6] == by_triton.pointers[4:6]  # the turns, which stay
+    assert stub.loaded == [0]  # both are the same code
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_call_like_the_one_before_is_not_worked_out_again(stub, name, monkeypatch):
+    before = q_and_k()
+    WAYS[name](*before)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "prepared", lambda *_: pytest.fail("worked out again"))
+        patch.setattr(kernel, "_run", lambda *_: pytest.fail("all arguments looked at"))
+        q, k = (x.clone() for x in before)
+        results = WAYS[name](q, k)
+    (first, second), expected = stub.launches, k if name == "one" else q
+    assert second.numbers == first.numbers
+    assert second.pointers[0] == expected.data_ptr() != first.pointers[0]
+    assert second.pointers[2] == results[0].data_ptr()
+
+
+def test_sixty_four_shapes_in_turn_are_all_kept(stub, monkeypatch):
+    batches = range(1, 65)
+    for name in ("new", "in_place", "rows", "at"):
+        monkeypatch.setattr(torch_ready, "recent", {})
+        for batch in batches:
+            WAYS[name](*q_and_k(batch))
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, "prepared", lambda *_: pytest.fail("worked out again"))
+            stub.forget()
+            for batch in batches:
+                WAYS[name](*q_and_k(batch))
+        assert len(stub.launches) == 64
+    assert len(stub.loaded) <= 4 * 4  # codes: no number of tokens is compiled in
+
+
+def test_memory_that_is_not_aligned_takes_another_code(stub):
+    """Triton reads 16 bytes at once where an address allows it."""
+    room = torch.zeros(3 * 4 * 16 + 8, dtype=torch.bfloat16)
+    _, k = q_and_k()
+    counts = []
+    for start in (0, 1, 0, 8, 1):
+        q = room[start : start + 192].view(3, 4, 1, 16)
+        along(q, k)
+        assert stub.launches[-1].pointers[0] == q.data_ptr()
+        counts.append(len(stub.loaded))
+    assert counts == [1, 2, 2, 2, 2]
+
+
+def test_in_place_after_other_memory_of_the_same_form(stub):
+    """With part of the head rotated, the rest is copied unless it is there already."""
+    spec = Rotary(head_dim=16, rotary_dim=8)
+    x, out = randn(3, 4, 1, 16), torch.zeros(3, 4, 1, 16, dtype=torch.bfloat16)
+    for y in (out, out, x.view_as(x), out, x.view_as(x)):
+        rotary.apply(spec, x, out=y)
+        assert stub.launches[-1].pointers[:4] == (x.data_ptr(),) * 2 + (y.data_ptr(),) * 2
+    assert len(stub.loaded) == 2
+
+
+# --- streams and devices ---
+
+
+@pytest.mark.parametrize("name", ["new", "in_place", "rows", "at", "along"])
+def test_each_call_goes_to_the_stream_of_that_moment(stub, name):
+    for stream in (0, 77, 77, 5):
+        stub.streams[0] = stream
+        WAYS[name](*q_and_k())
+    assert [launch.stream for launch in stub.launches] == [0, 77, 77, 5]
+
+
+@pytest.mark.parametrize("name", ["new", "in_place", "rows", "at", "along"])
+def test_two_devices_in_one_process(stub, devices, name):
+    """Each has its own code and stream; the current device is the caller's, and stays."""
+    devices |= {3: 0, 5: 1}
+    stub.streams |= {0: 10, 1: 11}
+    for current, batch in ((0, 3), (0, 5), (1, 3), (1, 5), (0, 5)):
+        stub.device = current
+        WAYS[name](*q_and_k(batch))
+        assert stub.device == current
+    seen = [(launch.device, launch.stream) for launch in stub.launches]
+    assert seen == [(devices[batch], 10 + devices[batch]) for batch in (3, 5, 3, 5, 5)]
+    assert sorted(stub.loaded) == [0, 1]
+
+
+def test_two_devices_where_a_call_takes_several_launches(stub, devices):
+    devices |= {5: 1}
+    stub.streams |= {1: 11}
+    x, table = randn(5, 2, 3, 4, 16), torch.randn(2, 4, 8)
+    options = {"layout": "half", "seq_dim": -2}
+    rotary.rotate(x, table[:, None].expand(5, 2, 1, 4, 8).contiguous(), table[:, None].expand(
+        5, 2, 1, 4, 8).contiguous(), **options)  # fmt: skip
+    assert {(launch.device, launch.stream) for launch in stub.launches} == {(1, 11)}
+    assert stub.device == 0
+
+
+@pytest.mark.parametrize("name", ["new", "rows", "at", "along"])
+def test_gradients_go_to_the_device_of_the_tensors(stub, devices, name):
+    devices |= {5: 1}
+    stub.streams |= {1: 11}
+    for _ in range(2):
+        xs = q_and_k(5, grad=True)
+        grads = torch.autograd.grad(sum(y.sum() for y in WAYS[name](*xs)), xs)
+        assert [g.shape for g in grads] == [x.shape for x in xs]
+    assert {(launch.device, launch.stream) for launch in stub.launches} == {(1, 11)}
+    assert len(stub.launches) == 4
+    assert stub.device == 0
+
+
+def test_the_guard_knows_devices_apart():
+    """The same call on another device is another form."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        here, there = (torch.empty(2, 3, device=f"cuda:{index}") for index in (0, 1))
+        guard = torch_ready.ready_for((here,), None).guard
+        assert guard.check(here)
+        assert not guard.check(there)
+
+
+def test_a_profiler_hears_of_every_launch(stub):
+    seen = []
+    along(*q_and_k())
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(seen.append)
+    try:
+        for _ in range(2):
+            along(*q_and_k())
+    finally:
+        hook.remove(seen.append)
+    along(*q_and_k())
+    assert [each.get()["name"] for each in seen] == ["kernel"] * 2
+    assert len(stub.launches) == 4
+
+
+# --- what is refused, and what is told ---
+
+
+def test_outputs_that_overlap_are_refused_before_the_launch(stub):
+    room = torch.zeros(4 * 192, dtype=torch.bfloat16)
+    q, k = room[:192].view(3, 4, 1, 16), room[576:672].view(3, 2, 1, 16)
+    apart = room[192:384].view(3, 4, 1, 16), room[384:480].view(3, 2, 1, 16)
+    into(q, k, apart)
+    count = len(stub.launches)
+    for start, other in ((8, 400), (560, 384), (192, 208), (500, 592)):
+        out = room[start : start + 192].view(3, 4, 1, 16), room[other : other + 96].view_as(k)
+        with pytest.raises(ValueError, match="out overlaps"):
+            into(q, k, out)
+    assert len(stub.launches) == count
+    positions = room[:4].view(torch.int64)
+    x = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)
+    for own in (torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16), room[:64].view(1, 4, 1, 16)):
+        call = partial(rotary.apply, SPEC, x, positions=positions, out=own)
+        if own.data_ptr() == room.data_ptr():
+            with pytest.raises(ValueError, match="out overlaps"):
+                call()
+        else:
+            call()
+
+
+def test_slices_of_one_projection_in_place(stub, monkeypatch):
+    """q and k lie in one buffer, token by token: their reach overlaps, their bytes do not."""
+    compared, check = [], torch_gpu.check_memory
+    monkeypatch.setattr(
+        torch_gpu, "check_memory", lambda *given: (compared.append(1), check(*given))
+    )
+    both = torch.zeros(1, 5, 6, 16, dtype=torch.bfloat16)
+    q, k = both[:, :, :4], both[:, :, 4:]
+    for _ in range(4):
+        rotary.apply(SPEC, q, k, seq_dim=-3, out=(q, k))
+    assert len(stub.launches) == 4
+    assert len(compared) == 1
+
+
+def test_autograd_is_told_what_was_overwritten(stub):
+    q, k = q_and_k()
+    for count in range(1, 4):
+        at(q, k, out=(q, k))
+        assert (q._version, k._version) == (count, count)
+    learning = q_and_k(grad=True)
+    with pytest.raises(RuntimeError, match="does not take part in autograd"):
+        at(*learning, out=(q, k))
+    with torch.inference_mode():
+        mine = tuple(x.clone() for x in (q, k))
+        for _ in range(2):
+            at(q, k, out=mine)
+    with pytest.raises(RuntimeError, match="inference"):
+        at(q, k, out=mine)
+
+
+def test_tables_changed_before_the_backward_pass_are_noticed(stub):
+    for _ in range(2):
+        q, k = q_and_k(grad=True)
+        cos, sin = torch.randn(2, 1, 8)
+        y, _ = rotary.rotate((q, k), cos, sin, SPEC, seq_dim=-2)
+        cos += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    assert len(stub.launches) == 2
+
+
+def test_an_array_of_another_library_is_refused_by_name(stub):
+    q, k = q_and_k()
+    for positions in (None, ids()):
+        with pytest.raises(TypeError, match="all arrays must be of one library: Tensor and numpy"):
+            rotary.apply(SPEC, q, k.float().numpy(), positions=positions)
+    assert stub.launches == []
+
+
+# --- before a capture ---
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Switched on, the current stream is being captured."""
+    state = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state))
+    for kept in (torch_tables.axis_turns, torch_tables._kept):
+        kept.cache_clear()
+    return state
+
+
+def captured(stub, monkeypatch, calls):
+    """Calls of which nothing is compiled, loaded, copied to the device, or waited for."""
+    loaded = len(stub.loaded)
+    stub.forget()
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__",
+                     "__float__", "__index__", "to"):  # fmt: skip
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(name))
+        patch.setattr(torch_tables, "from_numpy", lambda *_: pytest.fail("a copy to the device"))
+        for call in calls:
+            call()
+    assert len(stub.loaded) == loaded
+    return len(stub.launches)
+
+
+@pytest.mark.parametrize("spec", [SPEC, AXES], ids=["one axis", "three axes"])
+@pytest.mark.parametrize("out", [False, True])
+def test_after_warm_up_first_calls_can_be_captured(stub, capture, spec, out, monkeypatch):
+    (q, k), axes = q_and_k(7), (3,) if spec.num_axes > 1 else ()
+    positions = ids(7, axes=axes)
+    given = {"positions": positions, "seq_dim": -2, "out": (q, k) if out else None}
+    before = q.clone()
+    rotary.warm_up(spec, q, k, **given)
+    assert torch.equal(q, before)
+    assert stub.launches == []
+    capture.append(True)
+
+    def by_tables():
+        cos, sin = rotary.cos_sin(spec, positions)
+        rotary.rotate((q, k), cos, sin, spec, seq_dim=-2, out=given["out"])
+
+    calls = [lambda: rotary.apply(spec, q, k, **given), by_tables]
+    assert captured(stub, monkeypatch, calls) == 2
+    if spec is SPEC:
+        calls = [lambda: rotary.rotate((q, k), TABLE, SINES, spec, **given)]
+        assert captured(stub, monkeypatch, calls) == 1
+
+
+def test_after_warm_up_the_backward_pass_can_be_captured(stub, capture, monkeypatch):
+    q, k = q_and_k(7, grad=True)
+    rotary.warm_up(SPEC, q, k, positions=ids(7), seq_dim=-2, gradient=True)
+    capture.append(True)
+    grads, positions = (torch.zeros_like(q), torch.zeros_like(k)), ids(7)
+
+    def call():
+        results = rotary.apply(SPEC, q, k, positions=positions, seq_dim=-2)
+        torch.autograd.grad(results, (q, k), grads)
+
+    assert captured(stub, monkeypatch, [call]) == 2
+
+
+def test_a_first_call_in_a_capture_says_what_to_do(stub, capture):
+    q, k = q_and_k()
+    capture.append(True)
+    with pytest.raises(RuntimeError, match=r"cannot capture: call rotary.warm_up\(spec, q, k"):
+        at(q, k)
+    capture.clear()
+    rotary.warm_up(SPEC, q, k, positions=ids(), seq_dim=-2)
+    capture.append(True)
+    at(q, k)
+    assert len(stub.launches) == 1
+
+
+@pytest.mark.usefixtures("stub")
+def test_what_warm_up_refuses():
+    q, k = q_and_k()
+    with pytest.raises(TypeError, match="positions must be a tensor on the device of q, got list"):
+        rotary.warm_up(SPEC, q, k, positions=[[0], [1], [2]])
+    scaled = Rotary(
+        head_dim=16, schedule="dynamic",
+        params={"factor": 2.0, "original_max_position_embeddings": 16},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="needs seq_len as a whole number: it would be read"):
+        rotary.warm_up(scaled, q, k, positions=ids(), seq_dim=-2)
+    rotary.warm_up(scaled, q, k, positions=ids(), seq_dim=-2, seq_len=64)
+    with pytest.raises(ValueError, match="3 axes needs positions"):
+        rotary.warm_up(AXES, q, k)
+    with pytest.raises(ValueError, match="does not fit x"):
+        rotary.warm_up(SPEC, q, k, positions=ids(4), seq_dim=-2)
+    with pytest.raises(ValueError, match="the spec has head_dim 8, x has 16"):
+        rotary.warm_up(Rotary(head_dim=8), q, k)
+
+
+@pytest.mark.parametrize("name", ["rotate", "apply", "apply without positions"])
+def test_a_prepared_call_is_the_launch_alone(stub, name, monkeypatch):
+    q, k = q_and_k()
+    if name == "rotate":
+        step = rotary.prepare(rotary.rotate, (q, k), TABLE[:1], SINES[:1], SPEC, seq_dim=-2)
+        call = partial(step, (q, k), TABLE[:1], SINES[:1])
+    elif name == "apply":
+        step = rotary.prepare(rotary.apply, SPEC, q, k, positions=ids(), seq_dim=-2)
+        call = partial(step, q, k, positions=ids())
+    else:
+        step = rotary.prepare(rotary.apply, SPEC, q, k)
+        call = partial(step, q, k)
+    assert stub.launches == []
+    monkeypatch.setattr(torch_ready, "run", lambda *_: pytest.fail("the whole call"))
+    results = call()
+    assert stub.launches[0].pointers[:4] == tuple(x.data_ptr() for x in (q, k, *results))
