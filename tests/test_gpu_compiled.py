@@ -44,11 +44,17 @@ def formula_kernel(dtypes=(torch.float32, torch.float16, torch.bfloat16)):
             target.copy_(result)
         return results if out is None else tuple(out)
 
-    pytest.importorskip("triton")
+    def rotate_exact(xs, turns, factor, positions, geometry, out):
+        results = torch_gpu.formula_at(xs, turns, factor, positions, geometry)
+        for target, result in zip(out or (), results, strict=out is not None):
+            target.copy_(result)
+        return results if out is None else tuple(out)
+
     from rotary.kernels import triton as real
 
     return SimpleNamespace(
-        DTYPES=dtypes, rotate=rotate, prepared=lambda *_: None, from_tables=real.from_tables,
+        DTYPES=dtypes, rotate=rotate, rotate_exact=rotate_exact, prepared=lambda *_: None,
+        from_tables=real.from_tables, from_turns=real.from_turns,
         are_walked_alike=real.are_walked_alike,
     )  # fmt: skip
 
@@ -163,23 +169,75 @@ def q_and_k(grad=False):
 POSITIONS = torch.arange(128).reshape(2, 64)
 
 
+AXES = Rotary(head_dim=128, axes=rotary.positions.sections(24, 20, 20), layout="interleaved")
+YARN = Rotary(
+    head_dim=128, schedule="yarn", sign=-1,
+    params={"factor": 8.0, "original_max_position_embeddings": 4096},
+)  # fmt: skip
+SPECS = {"plain": SPEC, "three axes": AXES, "amplitude, backwards": YARN}
+
+
 @pytest.mark.usefixtures("gpu")
-def test_apply_makes_its_tables_once_and_rotates_by_one_operator():
-    q, k = q_and_k(grad=True)
+@pytest.mark.parametrize("name", SPECS)
+def test_apply_is_one_launch_without_tables_forward_and_backward(name):
+    spec, (q, k) = SPECS[name], q_and_k(grad=True)
+    positions = POSITIONS if spec.num_axes == 1 else torch.stack((POSITIONS,) * 3, -1)
 
     def call(q, k, positions):
-        return rotary.apply(SPEC, q, k, positions=positions)
+        return rotary.apply(spec, q, k, positions=positions, seq_dim=-2)
 
-    graphs, results = compiled(call, q, k, POSITIONS)
-    torch.autograd.grad(sum(x.float().sum() for x in results), (q, k))
-    forward, backward = map(lowered, graphs)
-    assert launches(forward) == (1, 1)
-    assert launches(backward) == (0, 1)  # of the tables that the forward pass kept
-    for source in (forward, backward):
-        check_no_sine_over_channels(source)
-    wanted = rotary.rotate((q, k), *rotary.cos_sin(SPEC, POSITIONS), SPEC)
-    for got, want in zip(results, wanted, strict=True):
+    graphs, results = compiled(call, q, k, positions)
+    upstream = [torch.randn_like(x) for x in results]
+    grads = torch.autograd.grad(results, (q, k), upstream)
+    for graph in graphs:
+        source = lowered(graph)
+        assert launches(source) == (0, 1)  # no kernel of Inductor, none of whose sines are float64
+        assert "libdevice" not in source
+    tables = rotary.cos_sin(spec, positions)
+    wanted = rotary.rotate((q, k), *tables, spec)
+    turned_back = rotary.rotate(upstream, *tables, spec, conjugate=True)
+    for got, want in zip((*results, *grads), (*wanted, *turned_back), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_apply_without_positions_and_with_two_lengths():
+    def call(q, k):
+        return rotary.apply(SPEC, q, k)
+
+    graphs, _ = compiled(call, *q_and_k())
+    assert launches(lowered(graphs[0])) == (0, 1)
+    torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounter()
+    call = torch.compile(call, backend=counted, fullgraph=True, dynamic=True)
+    for seq in (5, 9, 17):
+        x = torch.randn(1, 4, seq, 128)
+        got, want = call(x, x + 1), rotary.apply(SPEC, x, x + 1)
+        assert all(map(torch.equal, got, want))
+    assert counted.frame_count == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_the_operator_of_exact_angles_does_not_take_is_tables_or_the_formula():
+    """Lengths that are known when the program runs, fractions, and transforms of torch.func."""
+    scaled = Rotary(
+        head_dim=128, schedule="dynamic",
+        params={"factor": 2.0, "original_max_position_embeddings": 16},
+    )  # fmt: skip
+    x = torch.randn(2, 4, 64, 128)
+    calls = [
+        lambda x: rotary.apply(scaled, x),
+        lambda x: rotary.apply(scaled, x, positions=POSITIONS, seq_dim=-2, seq_len=64),
+        lambda x: rotary.apply(SPEC, x, positions=POSITIONS + 0.5, seq_dim=-2),
+        lambda x: torch.vmap(lambda x: rotary.apply(SPEC, x))(x),
+        lambda x: torch.func.grad(lambda x: rotary.apply(SPEC, x).square().sum())(x),
+    ]
+    for call in calls:
+        torch._dynamo.reset()
+        torch.testing.assert_close(
+            torch.compile(call, backend="eager", fullgraph=True, dynamic=True)(x), call(x),
+            rtol=0, atol=2e-6,
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("gpu")
@@ -216,8 +274,9 @@ def test_in_place_nothing_is_copied():
     for got, wanted in zip((q, k), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     source = lowered(graph)
-    assert launches(source) == (1, 1)
-    check_no_sine_over_channels(source)
+    assert launches(source) == (0, 1)
+    assert ".clone" not in source
+    assert "empty_strided" not in source.split("def call")[1]
 
 
 @pytest.mark.parametrize(

@@ -283,3 +283,55 @@ def test_another_byte_order_is_said(which):
     }[which]
     with pytest.raises(TypeError, match=message):
         call()
+
+
+# --- angles worked out by the operator ---
+
+TURNS = rotary.turns(SPEC).view(np.int64).tolist()
+AT = (None, TURNS, [], 1.0, *REST[1:])
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(5), torch.arange(5, dtype=torch.int32)])
+def test_rotate_at_is_the_rotation_by_exact_tables(positions):
+    want = rotary.rotate(X, COS, SIN, SPEC)
+    given = (positions, *AT[1:])
+    (got,) = torch.ops.rotary.rotate_at([X], *given)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+    own = X.clone()
+    torch.ops.rotary.rotate_at_out([own], *given, [own])
+    assert torch.equal(own, got)
+    torch.library.opcheck(torch.ops.rotary.rotate_at.default, ([X], *given))
+    torch.library.opcheck(torch.ops.rotary.rotate_at_out.default, ([X], *given, [X.clone()]))
+
+
+def test_the_gradient_of_rotate_at_turns_back():
+    x, upstream = X.clone().requires_grad_(), torch.ones_like(X)
+    (grad,) = torch.autograd.grad(torch.ops.rotary.rotate_at([x], *AT)[0], x, upstream)
+    want = rotary.rotate(upstream, COS, SIN, SPEC, conjugate=True)
+    torch.testing.assert_close(grad, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({1: TURNS[:3]}, ValueError, "one number for each of 4 pairs"),
+        ({2: [0, 1]}, ValueError, "one number for each of 4 pairs"),
+        ({2: [0, 1, 0, 1]}, ValueError, "several axes need positions"),
+        ({0: torch.zeros(5, 3, dtype=torch.int64), 2: [0, 1, 0, 1]}, ValueError, r"\(..., 2\)"),
+        ({0: torch.zeros((), dtype=torch.int64), 2: [0, 1, 0, 1]}, ValueError, r"\(..., 2\)"),
+        ({0: torch.zeros(5)}, TypeError, "whole numbers, got torch.float32"),
+        ({0: torch.zeros(4, dtype=torch.int64)}, ValueError, "do not fit"),
+        ({0: torch.zeros(2, 5, dtype=torch.int64)}, ValueError, "each of the 2 leading axes"),
+        ({8: [-1, -1, -1]}, ValueError, "must name each of the 1 leading axes of positions"),
+        ({5: 5, 1: [*TURNS, 1]}, ValueError, "do not fit"),
+        ({6: "diagonal"}, ValueError, "layout"),
+    ],
+)
+def test_what_rotate_at_refuses(change, error, text):
+    given = list(AT)
+    for index, value in change.items():
+        given[index] = value
+    with pytest.raises(error, match=text):
+        torch.ops.rotary.rotate_at([X], *given)
+    with pytest.raises(error, match=text):
+        torch.ops.rotary.rotate_at_out([X], *given, [torch.empty_like(X)])

@@ -48,7 +48,7 @@ class AngleOptions(NamedTuple):
     """Options of a rotation at positions, without tables."""
 
     options: Options
-    form: Hashable  # what the angles depend on
+    form: tuple[Hashable, ...]  # what the angles depend on
     angles_of: Callable[[Any], Angles]  # from the form
 
 

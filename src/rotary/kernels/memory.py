@@ -7,7 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8}
+SIZES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+}  # fmt: skip
 
 
 class Block(NamedTuple):

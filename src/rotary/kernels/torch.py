@@ -80,7 +80,7 @@ def rotate_at(
 ) -> tuple[Tensor, ...] | None:
     """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
     if is_watched():
-        return None
+        return _recorded_at(xs, positions, options, out) if is_tracing() else None
     if isinstance(positions, Tensor):
         tables: torch_ready.Tables = (positions,)
     elif positions is None and is_on_gpu(xs[0]):
@@ -93,6 +93,37 @@ def rotate_at(
         if all(map(torch_tables.takes, (*xs, *(out or ())))):
             raise
         return None  # an array of another library, which is refused where tables are used
+
+
+def _recorded_at(
+    xs: Sequence[Tensor], positions: object, kind: AngleOptions, out: Sequence[Tensor] | None
+) -> tuple[Tensor, ...] | None:
+    """The operator that torch.compile records on a GPU; None where tables are needed."""
+    x = xs[0]
+    if not is_on_gpu(x) or torch.compiler.is_exporting() or is_tracing_a_transform():
+        return None
+    if not has_kernel(x.device, x.dtype):
+        return None
+    turns, axes, factor = torch_gpu.recorded_angles(kind.angles_of, *kind.form)
+    tokens = None
+    if isinstance(positions, Tensor):
+        has_axes = max(axes, default=0) > 0
+        tokens = tuple(positions.shape[:-1] if has_axes else positions.shape)
+        is_fit = len(tokens) == 1 or (len(tokens) == 2 and x.ndim >= 4)
+        if positions.dtype not in INTEGERS or not is_fit:
+            return None
+        if has_axes and positions.shape[-1] != max(axes) + 1:
+            return None
+    check_xs(xs, out)
+    shapes = tuple([tuple(each.shape) for each in xs])
+    seq = x.shape[seq_axis(shapes[0], kind.options.seq_dim)]
+    geometry = geometry_of(shapes, (seq, len(turns)), tokens, kind.options)
+    given = (list(xs), positions, turns, axes, factor, *flat(geometry))
+    if out is None:
+        return tuple(torch.ops.rotary.rotate_at(*given))
+    check_no_grad(xs, out)
+    torch.ops.rotary.rotate_at_out(*given, list(out))
+    return tuple(out)
 
 
 def prepare(
@@ -302,12 +333,7 @@ def _rotate_exact(
     turns, positions = angles
     given = () if positions is None else (positions,)
     if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
-        if positions is None:
-            positions = torch_tables.arange(xs[0], xs[0].shape[geometry.dims.index(0)])
-        steps = positions.long()[..., None] * turns
-        radians = torch_tables.radians_of(steps if turns.ndim == 1 else steps.sum(-2))
-        cos, sin = (radians.cos() * factor).float(), (radians.sin() * factor).float()
-        return formula(xs, cos, sin, None, geometry)
+        return torch_gpu.formula_at(xs, turns, factor, positions, geometry)
 
     def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kernel = gpu_kernel(xs[0].device)

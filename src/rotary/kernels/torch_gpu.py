@@ -6,18 +6,20 @@ Nothing waits for the device, and nothing but new outputs is allocated: such a c
 in a CUDA graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import torch_tables
-from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
+from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of, seq_axis
 from .memory import extent
 from .torch_checks import check_memory, check_no_inference, check_operands, check_xs
-from .torch_launch import form, gpu_kernel, is_for_gpu
+from .torch_launch import form, formula, gpu_kernel, is_for_gpu
 from .torch_ready import Run, Tables, _data_ptr, _increment_version
 from .torch_state import INTEGERS
 
@@ -88,6 +90,57 @@ def rotate(
     positions = tables[0] if tables else None
     steps, factor = turns_of(turn.at, xs[0])
     return tuple(kernel.rotate_exact(xs, steps, factor, positions, turn.geometry, out))
+
+
+def rotate_at(
+    xs: Sequence[Tensor],
+    positions: Tensor | None,
+    turns: Sequence[int],
+    axes: tuple[int, ...],
+    factor: float,
+    geometry: Geometry,
+    out: Sequence[Tensor],
+) -> None:
+    """Write the rotation at whole positions, by the kernel, or the formula where none can.
+
+    turns  as signed numbers of 64 bits;  positions  None for 0, 1, ... along the tokens
+    """
+    place = xs[0].device, torch.is_inference_mode_enabled()
+    steps = torch_tables.axis_turns(np.array(turns, np.int64).tobytes(), axes, *place)
+    if is_for_gpu((*xs, *(() if positions is None else (positions,)), *out)):
+        gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, geometry, out)
+        return
+    results = formula_at(xs, steps, factor, positions, geometry)
+    for target, result in zip(out, results, strict=True):
+        target.copy_(result)
+
+
+def formula_at(
+    xs: Sequence[Tensor],
+    turns: Tensor,
+    factor: float,
+    positions: Tensor | None,
+    geometry: Geometry,
+) -> tuple[Tensor, ...]:
+    """The same by torch's own operators; `turns` as from `torch_tables.axis_turns`."""
+    if positions is None:
+        positions = torch_tables.arange(xs[0], xs[0].shape[geometry.dims.index(0)])
+    steps = positions.long()[..., None] * turns
+    radians = torch_tables.radians_of(steps if turns.ndim == 1 else steps.sum(-2))
+    cos, sin = (radians.cos() * factor).float(), (radians.sin() * factor).float()
+    return formula(xs, cos, sin, None, geometry)
+
+
+@torch.compiler.assume_constant_result
+def recorded_angles(
+    angles_of: Callable[[Any], Angles], *form: Hashable
+) -> tuple[tuple[int, ...], tuple[int, ...], float]:
+    """Turns as signed numbers of 64 bits, axes, and the amplitude: constants of a program.
+
+    `form` is that of AngleOptions, one by one: Dynamo takes no spec inside a tuple.
+    """
+    angles = angles_of(form)
+    return tuple(angles.turns.view(np.int64).tolist()), angles.axes, angles.scale
 
 
 def code_of(

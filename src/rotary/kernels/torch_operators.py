@@ -21,16 +21,19 @@ from .torch_checks import (
     check_storage,
     check_strided,
     check_writable,
+    check_xs,
 )
+from .torch_gpu import rotate_at
 from .torch_launch import empty_contiguous, launch, mark_written
+from .torch_state import INTEGERS
 
 _library = torch.library.Library("rotary", "DEF")
-_OPERANDS = (
-    "Tensor[] xs, Tensor cos, Tensor sin, Tensor? rows, "
-    "int start, int pairs, str layout, str out_layout, int[] dims, bool conjugate"
-)
-_library.define(f"rotate({_OPERANDS}) -> Tensor[]")
-_library.define(f"rotate_out({_OPERANDS}, Tensor(a!)[] out) -> ()")
+_GEOMETRY = "int start, int pairs, str layout, str out_layout, int[] dims, bool conjugate"
+_TABLES = "Tensor cos, Tensor sin, Tensor? rows"
+_ANGLES = "Tensor? positions, int[] turns, int[] axes, float factor"
+for _name, _from in (("rotate", _TABLES), ("rotate_at", _ANGLES)):
+    _library.define(f"{_name}(Tensor[] xs, {_from}, {_GEOMETRY}) -> Tensor[]")
+    _library.define(f"{_name}_out(Tensor[] xs, {_from}, {_GEOMETRY}, Tensor(a!)[] out) -> ()")
 
 
 def flat(geometry: Geometry) -> tuple[int, int, str, str, list[int], bool]:
@@ -47,6 +50,25 @@ def _geometry(start, pairs, layout, out_layout, dims, conjugate):
 def _checked(xs, cos, sin, rows, *form, out=None):
     """Row numbers as int64 and the geometry; what a kernel would read or write past is refused."""
     geometry = _geometry(*form)
+    indices = () if rows is None else (rows,)
+    _check_given(geometry, xs, (cos, sin, *indices), out)
+    check_operands(xs, cos, sin, out)
+    if rows is not None:
+        check_device(rows, xs[0])
+        rows = check_rows(rows, xs[0])
+        indices = (rows,)
+    along = cos.ndim - 1 if rows is None else rows.ndim
+    if cos.ndim < 2 or (rows is not None and cos.ndim != 2):
+        along = -1
+    _check_dims(geometry, along, "cos and sin" if rows is None else "rows")
+    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
+    if out is not None:
+        check_no_grad((*xs, cos, sin), out)
+        check_writable((*xs, cos, sin, *indices), out)
+    return rows, geometry
+
+
+def _check_given(geometry, xs, others, out):
     if not xs:
         raise ValueError("xs must hold at least one tensor")
     if forward_ad._current_level >= 0:  # an operator sees no tangent, and it would be lost
@@ -54,29 +76,52 @@ def _checked(xs, cos, sin, rows, *form, out=None):
             "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
             "of a compiled program, compile the call of torch.func.jvp"
         )
-    indices = () if rows is None else (rows,)
-    given = (*xs, cos, sin, *indices, *(out or ()))
+    given = (*xs, *others, *(out or ()))
     check_strided(given)
     check_storage(given)
-    check_operands(xs, cos, sin, out)
     layouts.check(geometry.layout)
     layouts.check(geometry.out_layout, "out_layout")
-    if rows is not None:
-        check_device(rows, xs[0])
-        rows = check_rows(rows, xs[0])
-        indices = (rows,)
-    along = cos.ndim - 1 if rows is None else rows.ndim
-    used = [dim for dim in geometry.dims if dim is not None]
-    if cos.ndim < 2 or sorted(used) != list(range(along)) or (rows is not None and cos.ndim != 2):
+
+
+def _check_dims(geometry, along, name):
+    used = sorted(dim for dim in geometry.dims if dim is not None)
+    if used != list(range(along)) or along < 0:
         raise ValueError(
-            f"dims {flat(geometry)[4]} must name each of the {along} leading axes of "
-            f"{'cos and sin' if rows is None else 'rows'} once, -1 for the other axes of x"
+            f"dims {flat(geometry)[4]} must name each of the {max(along, 1)} leading axes of "
+            f"{name} once, -1 for the other axes of x"
         )
-    check_fit(geometry, [x.shape for x in xs], cos.shape, None if rows is None else rows.shape)
+
+
+def _checked_at(xs, positions, turns, axes, _factor, *form, out=None):
+    """The geometry of a rotation at positions, checked like the one by tables."""
+    geometry, others = _geometry(*form), () if positions is None else (positions,)
+    _check_given(geometry, xs, others, out)
+    check_xs(xs, out)
+    if len(turns) != geometry.pairs or len(axes) not in (0, geometry.pairs) or min((0, *axes)) < 0:
+        raise ValueError(
+            f"turns must be one number for each of {geometry.pairs} pairs, and axes too or none; "
+            f"got {len(turns)} and {len(axes)}"
+        )
+    if positions is None:
+        _check_dims(geometry, 1, "positions")
+        if any(axes):
+            raise ValueError("several axes need positions (..., axes)")
+        tokens = (xs[0].shape[geometry.dims.index(0)],)
+    else:
+        check_device(positions, xs[0])
+        count, tokens = max(axes, default=0) + 1, positions.shape
+        if positions.dtype not in INTEGERS:
+            raise TypeError(f"positions must be whole numbers, got {positions.dtype}")
+        if count > 1:
+            *tokens, last = tokens or (0,)
+            if last != count:
+                raise ValueError(f"positions must be (..., {count}), got {positions.shape}")
+        _check_dims(geometry, len(tokens), "positions")
+    check_fit(geometry, [x.shape for x in xs], (1, geometry.pairs), tuple(tokens))
     if out is not None:
-        check_no_grad((*xs, cos, sin), out)
-        check_writable((*xs, cos, sin, *indices), out)
-    return rows, geometry
+        check_no_grad(xs, out)
+        check_writable((*xs, *others), out)
+    return geometry
 
 
 def _operator(xs, cos, sin, *rest):
@@ -119,11 +164,57 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 
 
-_library.impl("rotate", _operator, "CompositeExplicitAutograd")
-_library.impl("rotate_out", _operator_out, "CompositeExplicitAutograd")
-torch.library.register_fake("rotary::rotate", _fake, lib=_library)
-torch.library.register_fake("rotary::rotate_out", _fake_out, lib=_library)
+def _at(xs, positions, turns, axes, factor, *rest):
+    geometry = _checked_at(xs, positions, turns, axes, factor, *rest)
+    outs = [empty_contiguous(x) for x in xs]
+    rotate_at(xs, positions, turns, tuple(axes), factor, geometry, outs)
+    return outs
+
+
+def _at_out(xs, positions, turns, axes, factor, *rest):
+    *form, out = rest
+    geometry = _checked_at(xs, positions, turns, axes, factor, *form, out=out)
+    rotate_at(xs, positions, turns, tuple(axes), factor, geometry, out)
+    mark_written(out)
+
+
+def _fake_at(xs, *rest):
+    _checked_at(xs, *rest)
+    return [x.new_empty(x.shape) for x in xs]
+
+
+def _fake_at_out(*operands):
+    *given, out = operands
+    _checked_at(*given, out=out)
+
+
+def _setup_at(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    _, positions, *ctx.angles = inputs[:5]
+    ctx.geometry = _geometry(*inputs[5:])
+    ctx.save_for_backward(positions)
+
+
+def _backward_at(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
+    known = [grad for grad in grads if grad is not None]
+    arguments = (*ctx.saved_tensors, *ctx.angles, *flat(ctx.geometry.reversed()))
+    rotated = iter(torch.ops.rotary.rotate_at(known, *arguments) if known else ())
+    axes = None if ctx.angles[1] else []  # as torch.library takes an empty list to pieces
+    turned = [None if grad is None else next(rotated) for grad in grads]
+    return turned, None, None, axes, *(None,) * 7
+
+
+for _name, _run, _meta in (
+    ("rotate", _operator, _fake),
+    ("rotate_out", _operator_out, _fake_out),
+    ("rotate_at", _at, _fake_at),
+    ("rotate_at_out", _at_out, _fake_at_out),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rotary::{_name}", _meta, lib=_library)
 torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "rotary::rotate_at", _backward_at, setup_context=_setup_at, lib=_library
+)
 _library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
 _library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")
 torch.library.register_fake("rotary::of_lengths", torch_tables.fake_of_lengths, lib=_library)

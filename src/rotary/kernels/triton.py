@@ -23,8 +23,8 @@ from torch import Tensor
 
 from .geometry import Geometry
 from .launch import Angles, Plan, plan
-from .variants import Variant, variant_of
 from .triton_launch import Launch, by_addresses, index_of, on_device
+from .variants import Variant, variant_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = 128  # processors of a device that does not say how many it has

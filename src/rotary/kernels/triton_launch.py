@@ -38,7 +38,7 @@ def by_addresses(
 ) -> Launch:
     """A launch of so many programs, compiled and loaded for the device of the operands.
 
-    operands  the first seven arguments of the kernel: tensors of the dtypes and alignment of those that
+    operands  the first seven arguments of the kernel, of the dtypes and alignment of those that
               will come
     numbers   the next ones, which stay
     options   the compile-time arguments, and what else Triton is told
