@@ -9,6 +9,10 @@ from .angles import inv_freq as inv_freq
 from .angles import turns as turns
 from .configs import from_hf_config as from_hf_config
 from .configs import to_hf_config as to_hf_config
+from .fused import KVCache as KVCache
+from .fused import LatentCache as LatentCache
+from .fused import Norm as Norm
+from .fused import fused as fused
 from .prepare import prepare as prepare
 from .prepare import warm_up as warm_up
 from .rerotate import rerotate as rerotate
@@ -22,10 +26,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "KVCache",
+    "LatentCache",
+    "Norm",
     "Rotary",
     "apply",
     "cos_sin",
     "from_hf_config",
+    "fused",
     "inv_freq",
     "layouts",
     "patch",

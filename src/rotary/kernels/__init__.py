@@ -142,6 +142,44 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
 }
 _known: dict[type, SomeKernel] = {}
 
+# (q, k, v, cos, sin, positions, options, stages, out): what `rotary.fused` returns
+Fused = Callable[..., tuple[Any, Any, Any]]
+
+
+def fused_of(array: object) -> Fused:
+    """What computes `rotary.fused` for the library of an array; TypeError if it has none.
+
+    >>> fused_of(np.zeros(2)).__name__
+    'fused'
+    """
+    name = kernel_of(array).name
+    if name not in FUSED:
+        raise TypeError(
+            f"fused does not take a {_described(array)}: call rotary.rotate, and the other steps "
+            "by themselves"
+        )
+    return FUSED[name]()
+
+
+def _numpy_fused() -> Fused:
+    from .numpy_fused import fused
+
+    return fused
+
+
+def _torch_fused() -> Fused:
+    from .torch_fused import fused
+
+    return fused
+
+
+# name of a kernel -> what loads its fused call
+FUSED: dict[str, Callable[[], Fused]] = {
+    "reference": _numpy_fused,
+    "compiled loops": _numpy_fused,
+    "torch": _torch_fused,
+}
+
 
 @contextmanager
 def served_by(kernel: SomeKernel, module: Any) -> Iterator[None]:

@@ -1,0 +1,123 @@
+"""`fused`: what models do around a rotation, in the same pass: norm, cast, write to the cache."""
+
+from typing import TypeVar
+
+from .angles import Precision, cos_sin, sequence_cos_sin
+from .kernels import Array, check_positions, fused_of, hint_for, kernel_of
+from .kernels.geometry import seq_axis
+from .kernels.stages import KVCache as KVCache
+from .kernels.stages import LatentCache as LatentCache
+from .kernels.stages import Norm as Norm
+from .kernels.stages import Stages, dtype_name
+from .rotate import options_of
+from .spec import Rotary
+
+K = TypeVar("K")  # an array of the library of `Array`, or None
+V = TypeVar("V")
+Scale = object  # a number, numbers for the heads, or "token"
+
+
+def fused(
+    q: Array,
+    k: K,
+    v: V,
+    spec: Rotary,
+    positions: object = None,
+    *,
+    tables: tuple[object, object] | None = None,
+    norm: Norm | None = None,
+    cache: KVCache | LatentCache | None = None,
+    dtype: object = None,
+    scale: Scale = 1.0,
+    seq_dim: int | None = None,
+    precision: Precision = "exact",
+    out: object = None,
+) -> tuple[Array, K, V]:
+    """q, k and v on the way from their projections to attention: normalised, rotated, stored.
+
+    Each stage is left out unless it is asked for: RMS norm -> rotation -> division by a scale and
+    rounding -> a new array, `out`, or the slots of a cache. float32 inside (float64 for float64 q),
+    and rounded once, at the end: a model that rounds after the norm differs by that rounding. v is
+    not rotated.
+
+    q, k, v    (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim); q and k may
+               differ in heads, v from k in its last axis. k and v may be None
+    spec       which channels make a pair, and the frequencies
+    positions  as in `rotary.apply`; with `tables`, row numbers as in `rotary.rotate`
+    tables     (cos, sin) as in `rotary.rotate`, made once per forward; default: exact angles
+    norm       `rotary.Norm`: weights of q and k, eps
+    cache      `rotary.KVCache`, which k and v are written to, or `rotary.LatentCache` for MLA:
+               there k is the rotated part, (..., rotary_dim), and v the latent part, (batch, seq,
+               channels) or (seq, channels), without heads
+    dtype      of what is returned, by name or as a dtype: float32, float64, float16, bfloat16,
+               float8_e4m3fn, float8_e5m2 or int8; default that of q. The last three saturate
+    scale      y / scale is what is rounded: a number, one for each head, or "token", which computes
+               one for each token and head (largest channel / largest number of the dtype): then
+               the result is a tuple (values, scales). A tuple has those of q, k and v
+    seq_dim    axis of the tokens, as in `rotary.rotate`
+    precision  as in `rotary.cos_sin`
+    out        where what is returned is written: an array for each, in the order q, k, v; `out=(q,
+               k)` works in place
+    Returns (q, k, v); None for what was None, or is in the cache now; v itself if nothing was to
+    be done with it. torch computes gradients of q, k, v and the weights, but not with out= or
+    cache=; JAX arrays are immutable and take neither.
+
+    | the call | computes |
+    |---|---|
+    | `norm=Norm(wq, wk, eps)` | vLLM's `fused_qk_norm_rope`; Qwen3, OLMo 2, Wan of their libraries |
+    | `norm=Norm(wq, wk, eps, add_one=True)` | Gemma 3 |
+    | `cache=KVCache(k, v, slots)` | vLLM's `rotary_embedding`, then `reshape_and_cache_flash` |
+    | `cache=LatentCache(rows, slots)` | vLLM's `concat_and_cache_mla` after the rotation |
+    | `cache=KVCache(k8, v8, slots, sk, sv), dtype="float8_e4m3fn", scale=sq` | FlashInfer's \
+`rope_quantize_fp8_append_paged_kv_cache` |
+
+    Raises TypeError and ValueError as `rotary.rotate` and `rotary.cos_sin`; ValueError for weights,
+    scales, caches and slots of a shape that does not fit, and for a slot beyond the cache, which
+    is not looked at on a GPU or while a program is traced.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
+    Henry et al., Query-Key Normalization (arXiv 2010.04245).
+
+    >>> import numpy as np, rotary
+    >>> spec = rotary.Rotary(head_dim=4)
+    >>> q, k = np.full((2, 3, 4), 5.0, np.float32), np.full((1, 3, 4), 7.0, np.float32)
+    >>> norm = rotary.Norm(np.ones(4), np.ones(4), eps=0.0)
+    >>> y, _, _ = rotary.fused(q, k, None, spec, norm=norm)
+    >>> bool(np.allclose(y, rotary.apply(spec, np.ones((2, 3, 4), np.float32))))
+    True
+    >>> cache = rotary.KVCache(np.zeros((8, 1, 4)), np.zeros((8, 1, 4)), slots=[5, -1, 2])
+    >>> _ = rotary.fused(q, k, k, spec, norm=norm, cache=cache)
+    >>> cache.v[:, 0, 0].tolist()
+    [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0, 0.0]
+    """
+    kernel = kernel_of(q)
+    run = fused_of(q)
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    for name, array in (("k", k), ("v", v)):
+        if array is not None and not kernel.takes(array):
+            raise TypeError(
+                f"q, k and v must be of one library: {name} is a {type(array).__module__}."
+                f"{type(array).__qualname__}{hint_for(type(array))}"
+            )
+    if positions is not None:
+        check_positions(positions)
+    if tables is not None:
+        cos, sin = tables
+        rows, options = positions, options_of(spec, seq_dim=seq_dim)
+    else:
+        rows = None
+        if positions is None:
+            seq_dim = -2 if seq_dim is None else seq_dim
+            if spec.num_axes > 1:
+                raise ValueError(f"a spec with {spec.num_axes} axes needs positions")
+            seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
+            cos, sin = sequence_cos_sin(spec, q, seq, precision)
+        else:
+            cos, sin = cos_sin(spec, kernel.as_positions(positions, q), precision)
+        options = options_of(spec, seq_dim=seq_dim)
+    scales = scale if isinstance(scale, tuple) else (scale,) * 3
+    if len(scales) != 3:
+        raise ValueError(f"a tuple of scales has those of q, k and v, got {len(scales)}")
+    stages = Stages(norm, cache, None if dtype is None else dtype_name(dtype), scales)
+    outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    return run(q, k, v, cos, sin, rows, options, stages, outs)

@@ -1,0 +1,263 @@
+"""What surrounds a rotation in a fused call: records of plain data, and how they fit together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .geometry import Geometry, Options, geometry_of, seq_axis
+
+# the largest number of each type that a cast to it saturates at; None: it is only rounded
+LARGEST: dict[str, float | None] = {
+    "float32": None,
+    "float64": None,
+    "float16": None,
+    "bfloat16": None,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+    "int8": 127.0,
+}
+TOKEN = "token"  # a scale for each token and head, computed from its largest channel
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """RMS norm before the rotation: x / sqrt(mean(x^2) + eps) * weight, in float32.
+
+    q, k      the weights, or None for an array that is not normalised. The shape says what the mean
+              is over: (head_dim,) each head by itself, as Qwen3 and Gemma 3 do; (heads, head_dim)
+              the same, with other weights in every head; (heads * head_dim,) all heads of a token
+              together, as OLMo 2 and Wan do
+    eps       added to the mean of the squares
+    v         weight for v, or for the latent part of a `LatentCache`
+    add_one   True if the model multiplies by 1 + weight, as Gemma does
+
+    >>> import numpy as np
+    >>> Norm(np.ones(128), np.ones(128), eps=1e-6).add_one
+    False
+    """
+
+    q: Any
+    k: Any
+    eps: float
+    v: Any = None
+    add_one: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be a finite number >= 0, got {self.eps}")
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """The cache that k and v are written to, each token to its slot.
+
+    k, v      (slots, heads, head_dim), or in blocks (blocks, block_size, heads, head_dim), of any
+              strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
+              dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
+              where only keys are written
+    slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
+              block s // block_size. A negative one skips the token. No slot may stand twice
+    k_scale, v_scale   what is stored is k / k_scale: a number; (heads,) numbers; or, to be written
+              as well, an array of the shape of the cache without its last axis, which gets a scale
+              for every token and head: the largest channel over the largest number of the dtype
+
+    >>> import numpy as np
+    >>> KVCache(np.zeros((16, 8, 128)), np.zeros((16, 8, 128)), slots=[3, 4, -1]).k_scale
+    1.0
+    """
+
+    k: Any
+    v: Any
+    slots: Any
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache:
+    """The cache of multi-head latent attention (DeepSeek): one row [latent | rotated] per token.
+
+    rows      (slots, latent + rotary_dim) or (blocks, block_size, latent + rotary_dim)
+    slots     as in `KVCache`
+    scale     what is stored is the row / scale: a number
+
+    >>> import numpy as np
+    >>> LatentCache(np.zeros((16, 512 + 64)), slots=[3, 4, -1]).scale
+    1.0
+    """
+
+    rows: Any
+    slots: Any
+    scale: float = 1.0
+
+
+class Stages(NamedTuple):
+    """All of a fused call but the rotation; `scales` are those of what is returned."""
+
+    norm: Norm | None = None
+    cache: KVCache | LatentCache | None = None
+    dtype: str | None = None
+    scales: tuple[Any, Any, Any] = (1.0, 1.0, 1.0)
+
+
+class Fit(NamedTuple):
+    """How the arrays of a fused call fit together.
+
+    geometries  of q and k
+    seq_axis    of the tokens of q and k;  head_axis  of their heads, None where there are none
+    tokens      the shape of the tokens: (batch, seq) or (seq,)
+    """
+
+    geometries: tuple[Geometry, ...]
+    seq_axis: int
+    head_axis: int | None
+    tokens: Shape
+
+
+def fit(
+    shapes: Sequence[Shape | None],
+    table: Shape,
+    rows: Shape | None,
+    options: Options,
+    stages: Stages,
+) -> Fit:
+    """How q, k, v of these shapes (None where there is none) fit the tables; ValueError if not.
+
+    >>> fit([(8, 5, 64), (2, 5, 64), None], (5, 32), None, Options(), Stages())[1:]
+    (1, 0, (5,))
+    """
+    q, k, v = shapes
+    assert q is not None
+    axis = seq_axis(q, options.seq_dim)
+    if isinstance(stages.cache, LatentCache):
+        _check_latent(k, v, stages.cache, table)
+        assert k is not None
+        alone = options._replace(start=0, rotary_dim=None, head_dim=None, seq_dim=axis)
+        geometries = (
+            geometry_of((q,), table, rows, options._replace(seq_dim=axis)),
+            geometry_of((k,), table, rows, alone),
+        )
+        _check_tokens("k", _tokens(k, axis), _tokens(q, axis))
+    else:
+        both = (q,) if k is None else (q, k)
+        geometries = (geometry_of(both, table, rows, options),) * len(both)
+    tokens = _tokens(q, axis)
+    has_heads = len(q) > 2
+    head_axis = (len(q) - 2 if axis != len(q) - 2 else len(q) - 3) if has_heads else None
+    if v is not None and isinstance(stages.cache, LatentCache):
+        _check_tokens("v", v[:-1], tokens)
+    elif v is not None:
+        if k is None or v[:-1] != k[:-1]:
+            raise ValueError(f"v must have the shape of k but for its last axis, got {v} and {k}")
+    if stages.cache is not None and k is None:
+        raise ValueError("cache= is where k is written: pass k")
+    return Fit(geometries, axis, head_axis, tokens)
+
+
+def _tokens(shape: Shape, axis: int) -> Shape:
+    """The shape without heads and channels.
+
+    >>> _tokens((2, 8, 5, 64), 2), _tokens((7, 8, 64), 0)
+    ((2, 5), (7,))
+    """
+    head = len(shape) - 2 if axis != len(shape) - 2 else len(shape) - 3
+    return tuple(size for index, size in enumerate(shape[:-1]) if index != head)
+
+
+def _check_tokens(name: str, found: Shape, wanted: Shape) -> None:
+    if found != wanted:
+        raise ValueError(f"{name} has tokens {found}, q has {wanted}")
+
+
+def _check_latent(k: Shape | None, v: Shape | None, cache: LatentCache, table: Shape) -> None:
+    if k is None or v is None:
+        raise ValueError("a LatentCache takes k, the part that is rotated, and v, the latent part")
+    width = cache.rows.shape[-1]
+    if k[-1] != 2 * table[-1] or v[-1] + k[-1] != width:
+        raise ValueError(
+            f"a row of {width} channels holds v {v} and k {k}, of which all {2 * table[-1]} "
+            "channels are rotated: their last axes must add up to it"
+        )
+
+
+def weight_form(name: str, weight: Shape, heads: int, width: int) -> tuple[Shape, bool]:
+    """The weight as (heads or 1, width), and whether the mean is over all heads of a token.
+
+    >>> weight_form("q", (64,), 8, 64), weight_form("q", (512,), 8, 64)
+    (((1, 64), False), ((8, 64), True))
+    """
+    if weight == (width,):
+        return (1, width), False
+    if weight == (heads, width):
+        return weight, False
+    if weight == (heads * width,):
+        return (heads, width), True
+    raise ValueError(
+        f"the norm weight of {name} must be ({width},) for each head by itself, ({heads}, {width}) "
+        f"for one per head, or ({heads * width},) over all heads together; got {weight}"
+    )
+
+
+def check_cache(name: str, cache: Shape, heads: Shape) -> int | None:
+    """The size of a block, None where the slots are flat; ValueError if rows do not fit.
+
+    heads   what is written for a token: (heads, head_dim), or (channels,)
+
+    >>> check_cache("k", (4, 16, 8, 64), (8, 64)), check_cache("k", (64, 8, 64), (8, 64))
+    (16, None)
+    """
+    leading = len(cache) - len(heads)
+    if leading not in (1, 2) or cache[leading:] != heads:
+        form = ", ".join(map(str, heads))
+        raise ValueError(
+            f"the cache of {name} must be (slots, {form}) or (blocks, block_size, {form}), "
+            f"got {cache}"
+        )
+    return None if leading == 1 else cache[1]
+
+
+def check_slots(low: int, high: int, cache: Shape, block: int | None) -> None:
+    """Refuse slots beyond the cache; negative ones are skipped.
+
+    >>> check_slots(-1, 63, (4, 16, 8, 64), 16)
+    """
+    count = cache[0] * (1 if block is None else block)
+    if high >= count:
+        raise ValueError(f"slots run to {high}, the cache has {count}")
+
+
+def slot_shape(slots: Shape, tokens: Shape) -> None:
+    """Refuse slots that are not one per token.
+
+    >>> slot_shape((10,), (2, 5))
+    """
+    if slots not in (tokens, (math.prod(tokens),)):
+        raise ValueError(f"slots must be one per token, {tokens} or flat, got {slots}")
+
+
+def scale_form(name: str, scale: Shape, heads: int) -> Shape:
+    """The shape that a given scale is multiplied in: of (heads, channels).
+
+    >>> scale_form("k", (8,), 8), scale_form("k", (), 8)
+    ((8, 1), ())
+    """
+    if scale not in ((), (heads,)):
+        raise ValueError(
+            f"the scale of {name} must be a number, ({heads},) numbers for its heads, or 'token'; "
+            f"got shape {scale}"
+        )
+    return (heads, 1) if scale else ()
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype of any library; TypeError for one that nothing is cast to.
+
+    >>> dtype_name("int8")
+    'int8'
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in LARGEST:
+        raise TypeError(f"dtype must be one of {', '.join(LARGEST)}, got {dtype}")
+    return name

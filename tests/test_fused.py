@@ -1,0 +1,312 @@
+"""`rotary.fused` against formulas written out here, one token and one head at a time."""
+
+import math
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import rotary
+from rotary import KVCache, LatentCache, Norm, Rotary, fused
+
+EPS = 1e-5
+RNG = np.random.default_rng(0)
+HEADS, SEQ, DIM = (4, 2), 6, 8
+TYPES = {"int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+         "float8_e5m2": ml_dtypes.float8_e5m2}  # fmt: skip
+SPECS = {
+    "half": Rotary(DIM, base=100.0),
+    "interleaved": Rotary(DIM, base=100.0, layout="interleaved"),
+    "mixed": Rotary(DIM, base=100.0, layout="interleaved", out_layout="half"),
+    "slice": Rotary(DIM, 4, 2, base=100.0),
+    "trailing": Rotary(DIM, 4, 4, base=100.0, layout="interleaved"),
+    "yarn": Rotary(DIM, schedule="yarn",
+                   params={"factor": 4.0, "original_max_position_embeddings": 64}),
+    "backwards": Rotary(DIM, base=100.0, sign=-1),
+}  # fmt: skip
+
+
+def arrays(shape=(), dtype=np.float64, heads=HEADS, dim=DIM):
+    return [RNG.standard_normal((*shape, count, SEQ, dim)).astype(dtype) for count in heads]
+
+
+def turned(spec, row, position):
+    """One row, pair by pair, by a complex number."""
+    frequencies, factor = rotary.inv_freq(spec)
+    read, written = (
+        rotary.layouts.pair_indices(spec.rotary_dim, layout, spec.start)
+        for layout in (spec.layout, spec.out_layout)
+    )
+    result = np.array(row)
+    for frequency, (a, b), (c, d) in zip(frequencies, read, written, strict=True):
+        value = complex(row[a], row[b]) * factor
+        value *= complex(math.cos(frequency * position), spec.sign * math.sin(frequency * position))
+        result[c], result[d] = value.real, value.imag
+    return result
+
+
+def expected(spec, x, weight, form, add_one=0):
+    """x (..., heads, seq, dim) normalised and rotated, by loops."""
+    result = np.empty(x.shape)
+    for index in np.ndindex(*x.shape[:-3], x.shape[-2]):
+        *batch, at = index
+        token = x[(*batch, slice(None), at)]  # (heads, dim)
+        for head, row in enumerate(token):
+            if form == "none":
+                gain, mean = 1, 1 - EPS
+            elif form == "full":
+                gain, mean = weight.reshape(token.shape)[head], np.square(token).mean()
+            else:
+                gain = weight if form == "head" else weight[head]
+                mean = np.square(row).mean()
+            row = row / math.sqrt(mean + EPS) * (gain + add_one if form != "none" else 1)
+            result[(*batch, head, at)] = turned(spec, row, at)
+    return result
+
+
+def weights(form, heads=HEADS):
+    if form == "none":
+        return [None, None]
+    shapes = {"head": (DIM,), "heads": (None, DIM), "full": ()}
+    return [
+        RNG.standard_normal(
+            (count, DIM) if form == "heads" else (count * DIM,) if form == "full" else shapes[form]
+        )
+        for count in heads
+    ]
+
+
+@pytest.mark.parametrize("add_one", [False, True])
+@pytest.mark.parametrize("form", ["none", "head", "heads", "full"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_reference_is_the_formula(name, form, add_one):
+    spec, (q, k), (wq, wk) = SPECS[name], arrays((2,)), weights(form)
+    norm = Norm(wq, wk, EPS, add_one=add_one)
+    got = fused(q, k, None, spec, norm=norm)
+    assert got[2] is None
+    for x, y, weight in zip((q, k), got, (wq, wk), strict=False):
+        want = expected(spec, x, weight, form, add_one)
+        np.testing.assert_allclose(y, want, rtol=0, atol=3e-7 * np.abs(want).max())
+
+
+def test_one_of_both_may_be_left_unnormalised():
+    q, k = arrays()
+    y, z, _ = fused(q, k, None, SPECS["half"], norm=Norm(None, np.ones(DIM), EPS))
+    np.testing.assert_array_equal(y, rotary.apply(SPECS["half"], q))
+    assert np.abs(z - rotary.apply(SPECS["half"], k)).max() > 0.01
+
+
+@pytest.mark.parametrize("form", ["head", "heads", "full"])
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+def test_any_order_of_axes(seq_dim, form):
+    spec, (q, k), (wq, wk) = SPECS["slice"], arrays((2,)), weights(form)
+    norm = Norm(wq, wk, EPS)
+    want = fused(q, k, k, spec, norm=norm)
+    if seq_dim == -3:
+        q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
+    got = fused(q, k, k, spec, norm=norm, seq_dim=seq_dim)
+    for y, z in zip(got, want, strict=True):
+        np.testing.assert_array_equal(y.swapaxes(1, 2) if seq_dim == -3 else y, z)
+
+
+def test_positions_and_tables():
+    spec, (q, k) = SPECS["half"], arrays((2,))
+    ids = np.array([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    want = fused(q, k, None, spec, ids, seq_dim=-2)
+    for y, x in zip(want, (q, k), strict=False):
+        np.testing.assert_array_equal(y, rotary.apply(spec, x, positions=ids, seq_dim=-2))
+    tables = rotary.cos_sin(spec, np.arange(10))
+    for y, z in zip(fused(q, k, None, spec, ids, tables=tables, seq_dim=-2), want, strict=False):
+        np.testing.assert_array_equal(y, z)
+    tables = rotary.cos_sin(spec, ids)
+    for y, z in zip(fused(q, k, None, spec, tables=tables, seq_dim=-2), want, strict=False):
+        np.testing.assert_array_equal(y, z)
+
+
+def test_16_bits_are_rounded_once():
+    spec, norm = SPECS["half"], Norm(*weights("head"), EPS)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        q, k = arrays(dtype=dtype)
+        wide = fused(q.astype(np.float32), k.astype(np.float32), None, spec, norm=norm)
+        for y, z in zip(fused(q, k, None, spec, norm=norm), wide[:2], strict=False):
+            assert y.dtype == dtype
+            np.testing.assert_array_equal(y, z.astype(dtype))
+
+
+# --- casts ---
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_cast_divides_by_the_scale_rounds_and_saturates(kind):
+    spec, (q, k) = SPECS["half"], arrays(dtype=np.float32)
+    q[0, 0] = 1e6
+    scale = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    y, z, _ = fused(q, k, None, spec, dtype=kind, scale=(scale, 0.5, 1.0))
+    wide = [rotary.apply(spec, x) for x in (q, k)]
+    largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[kind]
+    for result, x, by in zip((y, z), wide, (scale[:, None, None], np.float32(0.5)), strict=True):
+        assert result.dtype == TYPES[kind]
+        number = np.clip(x / by, -largest, largest)
+        number = np.rint(number) if kind == "int8" else number
+        np.testing.assert_array_equal(
+            result.astype(np.float32), number.astype(TYPES[kind]).astype(np.float32)
+        )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_scales_per_token_use_the_whole_range(kind):
+    spec, (q, k) = SPECS["half"], arrays(dtype=np.float32)
+    k[:, 2] = 0
+    (y, scales), (z, others), _ = fused(q, k, None, spec, dtype=kind, scale="token")
+    wide = rotary.apply(spec, q)
+    largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[kind]
+    np.testing.assert_allclose(scales, np.abs(wide).max(-1) / largest, rtol=1e-6)
+    step = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}[kind]
+    error = np.abs(y.astype(np.float32) * scales[..., None] - wide)
+    assert (error <= step * np.abs(wide).max(-1, keepdims=True)).all()
+    assert (others[:, 2] == 1).all()
+    assert (z[:, 2].astype(np.float32) == 0).all()
+
+
+def test_a_nan_is_zero_in_int8():
+    q = np.full((2, 4), np.nan, np.float32)
+    y, _, _ = fused(q, None, None, Rotary(4), dtype="int8")
+    assert (y == 0).all()
+
+
+# --- caches ---
+
+
+def cache_of(shape, dtype=np.float64):
+    return np.full(shape, 77, dtype)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+@pytest.mark.parametrize("form", ["flat", "blocks", "blocks, heads first"])
+def test_every_token_is_in_its_slot(form, seq_dim, is_flat):
+    spec, (q, k), norm = SPECS["half"], arrays((2,)), Norm(*weights("head"), EPS)
+    v = RNG.standard_normal((2, 2, SEQ, 5))
+    want, keys, _ = fused(q, k, None, spec, norm=norm)
+    slots = np.array([[11, 3, -1, 0, 8, 2], [1, -7, 4, 5, 6, 7]])
+    memory = [cache_of({"flat": (12, 2, dim), "blocks": (3, 4, 2, dim)}.get(form, (3, 2, 4, dim)))
+              for dim in (DIM, 5)]  # fmt: skip
+    views = [x.swapaxes(1, 2) if form == "blocks, heads first" else x for x in memory]
+    cache = KVCache(*views, slots.reshape(-1) if is_flat else slots)
+    args = [x.swapaxes(1, 2) if seq_dim == -3 else x for x in (q, k, v)]
+    y, nothing, neither = fused(*args, spec, norm=norm, cache=cache, seq_dim=seq_dim)
+    assert nothing is neither is None
+    np.testing.assert_array_equal(y.swapaxes(1, 2) if seq_dim == -3 else y, want)
+    for view, values in zip(views, (keys, v), strict=True):
+        rows = view.reshape(12, 2, -1)
+        for (batch, at), slot in np.ndenumerate(slots):
+            if slot >= 0:
+                np.testing.assert_array_equal(rows[slot], values[batch, :, at])
+        unwritten = sorted(set(range(12)) - set(slots.reshape(-1).tolist()))
+        assert unwritten == [9, 10]
+        assert (rows[unwritten] == 77).all()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_cache_of_few_bits(kind):
+    spec, (q, k) = SPECS["half"], arrays(dtype=np.float32)
+    slots = np.array([4, 3, 2, 1, 0, 5])
+    keys = rotary.apply(spec, k)
+    cache = KVCache(cache_of((6, 2, DIM), TYPES[kind]), cache_of((6, 2, DIM), TYPES[kind]), slots,
+                    0.25, np.array([0.5, 0.25], np.float32))  # fmt: skip
+    fused(q, k, k, spec, cache=cache)
+    both = fused(k, k, None, spec, dtype=kind, scale=0.25)[0]
+    np.testing.assert_array_equal(
+        cache.k[slots].astype(np.float32), both.swapaxes(0, 1).astype(np.float32)
+    )
+    scales = [np.zeros((6, 2), np.float32) for _ in range(2)]
+    cache = KVCache(cache.k, cache.v, slots, *scales)
+    fused(q, k, k, spec, cache=cache)
+    (y, wanted), _, _ = fused(k, k, None, spec, dtype=kind, scale="token")
+    np.testing.assert_array_equal(scales[0][slots], wanted.swapaxes(0, 1))
+    np.testing.assert_array_equal(
+        cache.k[slots].astype(np.float32), y.swapaxes(0, 1).astype(np.float32)
+    )
+    step = {"int8": 0.6 / 127, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}[kind]
+    back = cache.v[slots].astype(np.float32) * scales[1][slots][..., None]
+    assert (np.abs(back - k.swapaxes(0, 1)) <= step * np.abs(k).max()).all()
+    del keys
+
+
+@pytest.mark.parametrize("form", ["flat", "blocks"])
+def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form):
+    spec = Rotary(12, 4, 8, base=100.0, layout="interleaved", out_layout="half")
+    q = RNG.standard_normal((2, 3, SEQ, 12))
+    k, latent = RNG.standard_normal((2, 1, SEQ, 4)), RNG.standard_normal((2, SEQ, 7))
+    weight = RNG.standard_normal(7)
+    rows = cache_of((4, 4, 11) if form == "blocks" else (16, 11))
+    slots = np.arange(12)[::-1].copy()
+    slots[3] = -1
+    cache = LatentCache(rows, slots, 0.5)
+    y, nothing, neither = fused(q, k, latent, spec, cache=cache, norm=Norm(None, None, EPS, weight))
+    assert nothing is neither is None
+    np.testing.assert_array_equal(y, rotary.apply(spec, q))
+    alone = Rotary(4, base=100.0, layout="interleaved", out_layout="half")
+    keys = rotary.apply(alone, k)[:, 0].reshape(12, 4)
+    mean = np.square(latent).mean(-1, keepdims=True)
+    latent = (latent / np.sqrt(mean + EPS) * weight).reshape(12, 7)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            want = np.concatenate([latent[token], keys[token]]) / 0.5
+            np.testing.assert_allclose(rows.reshape(16, 11)[slot], want, rtol=1e-12)
+    assert (rows.reshape(16, 11)[[8, 12, 13, 14, 15]] == 77).all()
+
+
+# --- out, and refusals ---
+
+
+def test_in_place():
+    spec, (q, k), norm = SPECS["slice"], arrays(), Norm(*weights("full"), EPS)
+    want = fused(q, k, None, spec, norm=norm)
+    y, z, _ = fused(q, k, None, spec, norm=norm, out=(q, k))
+    assert y is q
+    assert z is k
+    np.testing.assert_array_equal(q, want[0])
+    np.testing.assert_array_equal(k, want[1])
+
+
+Q, KEY = np.ones((4, SEQ, DIM)), np.ones((2, SEQ, DIM))
+CACHE = np.zeros((16, 2, DIM))
+SLOTS = np.arange(SEQ)
+REFUSED = {
+    "weight": (lambda f: f(norm=Norm(np.ones(3), None, EPS)), ValueError, "norm weight of q must"),
+    "eps": (lambda f: Norm(None, None, -1.0), ValueError, "eps must be"),
+    "dtype": (lambda f: f(dtype="int4"), TypeError, "dtype must be one of"),
+    "scale": (lambda f: f(dtype="int8", scale=np.ones(3)), ValueError, "scale of q must be"),
+    "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "of q, k and v"),
+    "token scales of floats": (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
+    "another word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
+    "slots": (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),
+    "a slot": (lambda f: f(cache=KVCache(CACHE, None, SLOTS + 11)), ValueError, "slots run to 16"),
+    "fractions": (lambda f: f(cache=KVCache(CACHE, None, SLOTS * 0.5)), TypeError, "whole numbers"),
+    "cache": (lambda f: f(cache=KVCache(CACHE[:, :1], None, SLOTS)), ValueError, "cache of k must"),
+    "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, SLOTS)), ValueError, "cache has none"),
+    "no k": (lambda f: f(k=None, cache=KVCache(CACHE, None, SLOTS)), ValueError, "pass k"),
+    "v": (lambda f: f(v=KEY[:1]), ValueError, "shape of k but for its last axis"),
+    "latent": (lambda f: f(cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "latent part"),
+    "a row": (lambda f: f(v=KEY[0], cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "add up"),
+    "out": (lambda f: f(out=(Q,)), ValueError, "out must hold 2"),
+    "shape of out": (lambda f: f(out=(Q, Q)), ValueError, "like the result"),
+    "spec": (lambda f: fused(Q, KEY, None, "llama"), TypeError, "spec must be a Rotary"),
+    "libraries": (lambda f: f(k=torch.ones(2, SEQ, DIM)), TypeError, "one library"),
+    "whole numbers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    call, error, text = REFUSED[name]
+
+    def f(k=KEY, v=None, **options):
+        return fused(Q, k, v, SPECS["half"], **options)
+
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        call(f)
+    assert "\n" not in str(caught.value)
