@@ -296,7 +296,7 @@ REFUSED = {
     "shape of out": (lambda f: f(out=(Q, Q)), ValueError, "like the result"),
     "spec": (lambda f: fused(Q, KEY, None, "llama"), TypeError, "spec must be a Rotary"),
     "libraries": (lambda f: f(k=torch.ones(2, SEQ, DIM)), TypeError, "one library"),
-    "whole numbers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
+    "integers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def fused(
     )  # fmt: skip
     ys: list[Array | None] = [turned[0], turned[1] if k is not None else None, unturned]
     if stages.cache is not None:
+        assert ys[1] is not None
         store(ys[1], unturned, stages.cache, fitted)
         ys[1] = ys[2] = None
     kind = name_of(q.dtype) if stages.dtype is None else stages.dtype
@@ -172,7 +173,8 @@ def store(k: Array, v: Array | None, cache: KVCache | LatentCache, fitted: Fit) 
     slot_shape(slots.shape, fitted.tokens)
     slots = slots.reshape(-1).astype(np.int64)
     if isinstance(cache, LatentCache):
-        latent = np.broadcast_to(v, (*fitted.tokens, v.shape[-1])).reshape(len(slots), -1)
+        assert v is not None
+        latent = v.reshape(len(slots), -1)
         row = np.concatenate([latent, per_token(k, fitted)[:, 0].astype(latent.dtype)], axis=-1)
         scatter("the rows", row, cache.rows, slots, cache.scale)
         return
@@ -218,7 +220,7 @@ def written(results: Sequence[Result], out: Sequence[Array]) -> list[Result]:
     done: list[Result] = list(results)
     for index, y in zip(returned, out, strict=True):
         result = results[index]
-        if isinstance(result, tuple):
+        if not isinstance(result, np.ndarray):
             raise ValueError("out= takes no scales that are computed: call without out=")
         if y.shape != result.shape or y.dtype != result.dtype:
             raise ValueError(

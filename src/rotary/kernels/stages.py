@@ -131,6 +131,7 @@ def fit(
     q, k, v = shapes
     assert q is not None
     axis = seq_axis(q, options.seq_dim)
+    geometries: tuple[Geometry, ...]
     if isinstance(stages.cache, LatentCache):
         _check_latent(k, v, stages.cache, table)
         assert k is not None
@@ -148,9 +149,8 @@ def fit(
     head_axis = (len(q) - 2 if axis != len(q) - 2 else len(q) - 3) if has_heads else None
     if v is not None and isinstance(stages.cache, LatentCache):
         _check_tokens("v", v[:-1], tokens)
-    elif v is not None:
-        if k is None or v[:-1] != k[:-1]:
-            raise ValueError(f"v must have the shape of k but for its last axis, got {v} and {k}")
+    elif v is not None and (k is None or v[:-1] != k[:-1]):
+        raise ValueError(f"v must have the shape of k but for its last axis, got {v} and {k}")
     if stages.cache is not None and k is None:
         raise ValueError("cache= is where k is written: pass k")
     return Fit(geometries, axis, head_axis, tokens)
