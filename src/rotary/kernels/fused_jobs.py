@@ -1,0 +1,231 @@
+"""A fused call on the host as jobs of the compiled loops, for NumPy arrays and torch tensors."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+if numba.config.DISABLE_JIT:  # then the plain formula is used
+    raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
+
+from ..layouts import pair_slices
+from . import Numbers as Array
+from . import fused_loops, loops, threads
+from .geometry import Geometry
+from .jobs import _LINE, _TILE_BYTES, STREAM_BYTES, _is_aligned, _merged
+from .llvm import MODES
+from .memory import SIZES, Block, contiguous, is_contiguous_last, is_injective
+from .numpy import address
+
+
+class Piece(NamedTuple):
+    """The form of one tensor of a fused call.
+
+    x, out     what is read and written; where it is scattered, `out` is a cache
+    geometry   None for a tensor that is not rotated
+    head_axis  of x, None where it has no heads
+    weights    rows of weights, 1 or one for each head; 0 where it is not normalised
+    is_full    the mean is over all heads of a token
+    """
+
+    x: Block
+    out: Block
+    geometry: Geometry | None
+    head_axis: int | None
+    weights: int
+    is_full: bool
+    is_scattered: bool
+    is_in_place: bool
+
+
+class Memory(NamedTuple):
+    """Where the memory of a piece is: addresses, and arrays that are made for the call."""
+
+    x: int
+    out: int
+    gain: Array | None
+    offsets: Array | None  # of each token's slot in bytes, negative where it is skipped
+
+
+def run(
+    pieces: Sequence[Piece],
+    memories: Sequence[Memory],
+    eps: float,
+    table: Block | None,
+    rows: Block | None,
+    places: tuple[int, int, int],
+) -> bool:
+    """Do it; False, and nothing written, where the loops cannot take these.
+
+    `places` are the addresses of cos, sin and row numbers, or 0.
+    """
+    name = pieces[0].x.dtype
+    if name not in loops.TAGS or not all(map(_is_ready, pieces)):
+        return False
+    if table is not None and not is_contiguous_last(table):
+        return False
+    forms = [_form(piece, table, rows, eps) for piece in pieces]
+    if not all(form is not None for form in forms):
+        return False
+    if not all(piece.x.shape and math.prod(piece.x.shape) for piece in pieces):
+        pieces = [piece for piece in pieces if math.prod(piece.x.shape)]
+        return not pieces
+    size = sum(math.prod(piece.x.shape) * SIZES[name] for piece in pieces)
+    alive: list[object] = [forms]
+    numbers = [1, 1, 0, *places, len(pieces)]
+    for piece, memory, form in zip(pieces, memories, forms, strict=True):
+        assert form is not None
+        gain = _ones(piece.x.shape[-1], name) if memory.gain is None else memory.gain
+        roots = _roots(piece, memory, eps, size) if piece.is_full else None
+        alive += [gain, roots]
+        mode = _mode(piece, memory, size)
+        numbers += [
+            address(form), memory.x, memory.out, address(gain),
+            0 if roots is None else address(roots),
+            0 if memory.offsets is None else address(memory.offsets), mode,
+        ]  # fmt: skip
+    numbers += [0] * (7 * (3 - len(pieces)) + 1)
+    threads.run(fused_loops.loop("fused", name), size, array("q", numbers))
+    del alive
+    return True
+
+
+def _is_ready(piece: Piece) -> bool:
+    geometry = piece.geometry
+    is_mixed = geometry is not None and geometry.layout != geometry.out_layout
+    return (
+        piece.x.dtype == piece.out.dtype
+        and is_contiguous_last(piece.x)
+        and is_contiguous_last(piece.out)
+        and is_injective(piece.out)
+        and not (piece.is_in_place and (is_mixed or piece.x.strides != piece.out.strides))
+    )
+
+
+def _mode(piece: Piece, memory: Memory, size: int) -> int:
+    width = piece.x.shape[-1]
+    whole = Geometry(0, width, "half", "half", ())  # of what is copied
+    geometry = whole if piece.geometry is None else piece.geometry
+    can_stream = (
+        geometry.layout == geometry.out_layout
+        and not piece.is_in_place
+        and size >= STREAM_BYTES
+        and memory.out % _LINE == 0
+        and _is_aligned(piece.out, geometry)
+    )
+    return MODES.index((geometry.layout, geometry.out_layout, can_stream))
+
+
+@lru_cache(maxsize=1024)
+def _form(piece: Piece, table: Block | None, rows: Block | None, eps: float) -> Array | None:
+    """The record of a piece; None where its rows lie along more than three axes."""
+    x, out, geometry, head_axis, weights, is_full, is_scattered, _ = piece
+    width, size = x.shape[-1], SIZES[x.dtype]
+    real = 8 if x.dtype == "float64" else 4
+    along = table if rows is None else rows
+    tokens = tuple(n for axis, n in enumerate(x.shape[:-1]) if axis != head_axis)
+    per_token = list(contiguous(Block(tokens, (), "float64")).strides)
+    axes = []
+    for axis, count in enumerate(x.shape[:-1]):
+        is_head = axis == head_axis
+        dim = None if geometry is None else geometry.dims[axis]
+        step = 0 if dim is None or along is None or along.shape[dim] == 1 else along.strides[dim]
+        token = 0 if is_head else per_token.pop(0)
+        if is_scattered:
+            to = out.strides[-2] if is_head else 0
+        else:
+            to = out.strides[axis]
+        axes.append((
+            count, x.strides[axis], to, step, token * is_scattered,
+            width * real * (is_head and weights > 1), token * is_full,
+        ))  # fmt: skip
+    merged = _merged(axes)  # type: ignore[arg-type]
+    if len(merged) > 3:
+        return None
+    pairs, start = (0, 0) if geometry is None else (geometry.pairs, geometry.start)
+    if geometry is None and not weights:
+        while merged and merged[-1] == (merged[-1][0], width * size, width * size, 0, 0, 0, 0):
+            width *= merged.pop()[0]
+    inner = [(1, 0, 0, 0, 0, 0, 0)] * (3 - len(merged)) + merged
+    form = np.zeros((), fused_loops.PIECE)
+    for axis, steps in enumerate(inner):
+        for name, step in zip(
+            ("size", "x", "out", "table", "slot", "gain", "root"), steps, strict=True
+        ):
+            form[f"{name}_{axis}"] = step
+    form["row_size"] = 0 if rows is None or table is None else table.strides[0]
+    form["width"], form["pairs"] = width, pairs
+    form["start"] = start if pairs else width
+    form["tail"] = width - start - 2 * pairs if pairs else 0
+    tile = max(1, _TILE_BYTES // (2 * max(pairs, 32) * SIZES["float32"]))
+    form["tile"] = tile if inner[-1][3] else 4 * tile
+    form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
+    form["mean"], form["eps"] = width, eps
+    form["is_plain"], form["computes_roots"] = weights == 0, weights > 0 and not is_full
+    return form
+
+
+def _roots(piece: Piece, memory: Memory, eps: float, size: int) -> Array:
+    """1 / sqrt(mean + eps) of the tokens, over all heads of each, (tokens,) float64."""
+    x = piece.x
+    assert piece.head_axis is not None
+    tokens = [n for axis, n in enumerate(x.shape[:-1]) if axis != piece.head_axis]
+    heads = x.shape[piece.head_axis]
+    sums = np.empty((*tokens, heads))
+    lined = np.moveaxis(sums, -1, piece.head_axis)[..., None]
+    out = Block(lined.shape, lined.strides, "float64")
+    plain = piece._replace(
+        out=out, geometry=None, weights=1, is_full=False, is_scattered=False, is_in_place=False
+    )
+    form = _form(plain, None, None, eps)
+    assert form is not None
+    numbers = [1, 1, 0, 0, 0, 0, 1, address(form), memory.x, address(sums), 0, 0, 0, 0]
+    job = array("q", numbers + [0] * 15)
+    threads.run(fused_loops.loop("squares", x.dtype), size, job)
+    kind = np.float64 if x.dtype == "float64" else np.float32
+    mean = sums.sum(-1).astype(kind) / kind(heads * x.shape[-1])
+    return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
+
+
+def gain_of(weight: Array, add_one: bool, geometry: Geometry | None, name: str) -> Array:
+    """Weights (rows, channels) in the order in which the loops read them, as `fused_llvm` says.
+
+    >>> gain_of(np.array([[1.0, 2, 3, 4]]), True, None, "float32")
+    array([[2., 3., 4., 5.]], dtype=float32)
+    """
+    gain = weight.astype(np.float64 if name == "float64" else np.float32)
+    if add_one:
+        gain = gain + gain.dtype.type(1)
+    if geometry is not None and (geometry.layout != "half" or geometry.start):
+        gain = gain[:, _order(gain.shape[-1], geometry.start, geometry.pairs, geometry.layout)]
+    return np.ascontiguousarray(gain)
+
+
+@lru_cache(maxsize=64)
+def _order(width: int, start: int, pairs: int, layout: str) -> Array:
+    """Channels in the order of the weights: first of each pair, second, before, after."""
+    channels = np.arange(width)
+    first, second = pair_slices(2 * pairs, layout, start)
+    rest = channels[:start], channels[start + 2 * pairs :]
+    return np.concatenate([channels[first], channels[second], *rest])
+
+
+@lru_cache(maxsize=64)
+def _ones(width: int, name: str) -> Array:
+    return np.ones((1, width), np.float64 if name == "float64" else np.float32)
+
+
+def offsets_of(slots: Array, strides: Sequence[int], block: int | None) -> Array | None:
+    """Bytes from the start of a cache to each slot, -1 where it is negative; None if unsuited."""
+    if any(step < 0 for step in strides):
+        return None
+    if block is None:
+        offsets = slots * strides[0]
+    else:
+        offsets = (slots // block) * strides[0] + (slots % block) * strides[1]
+    offsets[slots < 0] = -1
+    return np.ascontiguousarray(offsets)
