@@ -64,7 +64,7 @@ def fused(
 
     | the call | computes |
     |---|---|
-    | `norm=Norm(wq, wk, eps)` | vLLM's `fused_qk_norm_rope`; Qwen3, OLMo 2, Wan of their libraries |
+    | `norm=Norm(wq, wk, eps)` | vLLM's `fused_qk_norm_rope`; Qwen3, OLMo 2, Wan |
     | `norm=Norm(wq, wk, eps, add_one=True)` | Gemma 3 |
     | `cache=KVCache(k, v, slots)` | vLLM's `rotary_embedding`, then `reshape_and_cache_flash` |
     | `cache=LatentCache(rows, slots)` | vLLM's `concat_and_cache_mla` after the rotation |

@@ -18,7 +18,7 @@ from . import fused_loops, loops, threads
 from .geometry import Geometry
 from .jobs import _LINE, _TILE_BYTES, STREAM_BYTES, _is_aligned, _merged
 from .llvm import MODES
-from .memory import SIZES, Block, contiguous, is_contiguous_last, is_injective
+from .memory import SIZES, Block, is_contiguous_last, is_injective
 from .numpy import address
 
 
@@ -76,22 +76,37 @@ def run(
         return not pieces
     size = sum(math.prod(piece.x.shape) * SIZES[name] for piece in pieces)
     alive: list[object] = [forms]
-    numbers = [1, 1, 0, *places, len(pieces)]
+    jobs = []
     for piece, memory, form in zip(pieces, memories, forms, strict=True):
         assert form is not None
         gain = _ones(piece.x.shape[-1], name) if memory.gain is None else memory.gain
-        roots = _roots(piece, memory, eps, size) if piece.is_full else None
+        roots = _roots(piece, memory.x, eps, size) if piece.is_full else None
         alive += [gain, roots]
-        mode = _mode(piece, memory, size)
-        numbers += [
-            address(form), memory.x, memory.out, address(gain),
-            0 if roots is None else address(roots),
-            0 if memory.offsets is None else address(memory.offsets), mode,
-        ]  # fmt: skip
-    numbers += [0] * (7 * (3 - len(pieces)) + 1)
-    threads.run(fused_loops.loop("fused", name), size, array("q", numbers))
+        jobs.append({
+            "form": address(form), "x": memory.x, "out": memory.out, "gain": address(gain),
+            "roots": _address(roots), "slots": _address(memory.offsets),
+            "mode": _mode(piece, memory.out, size),
+        })  # fmt: skip
+    _do("fused", name, size, places, jobs)
     del alive
     return True
+
+
+def _do(
+    kind: str, name: str, size: int, tables: tuple[int, int, int], places: Sequence[dict[str, int]]
+) -> None:
+    """A loop over records of PLACE, of which what is not given is 0."""
+    numbers = [1, 1, 0, *tables, len(places)]
+    for place in (*places, *[{}] * (3 - len(places))):
+        numbers += [place.get(field, 0) for field in _FIELDS]
+    threads.run(fused_loops.loop(kind, name), size, array("q", [*numbers, 0]))
+
+
+_FIELDS = fused_loops.PLACE.names or ()
+
+
+def _address(values: Array | None) -> int:
+    return 0 if values is None else address(values)
 
 
 def _is_ready(piece: Piece) -> bool:
@@ -106,7 +121,7 @@ def _is_ready(piece: Piece) -> bool:
     )
 
 
-def _mode(piece: Piece, memory: Memory, size: int) -> int:
+def _mode(piece: Piece, out: int, size: int) -> int:
     width = piece.x.shape[-1]
     whole = Geometry(0, width, "half", "half", ())  # of what is copied
     geometry = whole if piece.geometry is None else piece.geometry
@@ -114,49 +129,46 @@ def _mode(piece: Piece, memory: Memory, size: int) -> int:
         geometry.layout == geometry.out_layout
         and not piece.is_in_place
         and size >= STREAM_BYTES
-        and memory.out % _LINE == 0
+        and out % _LINE == 0
         and _is_aligned(piece.out, geometry)
     )
     return MODES.index((geometry.layout, geometry.out_layout, can_stream))
 
 
 @lru_cache(maxsize=1024)
-def _form(piece: Piece, table: Block | None, rows: Block | None, eps: float) -> Array | None:
+def _form(
+    piece: Piece, table: Block | None, rows: Block | None, eps: float, grad: Block | None = None
+) -> Array | None:
     """The record of a piece; None where its rows lie along more than three axes."""
     x, out, geometry, head_axis, weights, is_full, is_scattered, _ = piece
     width, size = x.shape[-1], SIZES[x.dtype]
     real = 8 if x.dtype == "float64" else 4
     along = table if rows is None else rows
-    tokens = tuple(n for axis, n in enumerate(x.shape[:-1]) if axis != head_axis)
-    per_token = list(contiguous(Block(tokens, (), "float64")).strides)
+    token_steps, dot_steps = (_row_steps(x, head_axis, heads) for heads in (False, True))
     axes = []
     for axis, count in enumerate(x.shape[:-1]):
         is_head = axis == head_axis
         dim = None if geometry is None else geometry.dims[axis]
         step = 0 if dim is None or along is None or along.shape[dim] == 1 else along.strides[dim]
-        token = 0 if is_head else per_token.pop(0)
-        if is_scattered:
-            to = out.strides[-2] if is_head else 0
-        else:
-            to = out.strides[axis]
+        to = out.strides[-2] * is_head if is_scattered else out.strides[axis]
+        token = token_steps[axis]
         axes.append((
             count, x.strides[axis], to, step, token * is_scattered,
             width * real * (is_head and weights > 1), token * is_full,
+            0 if grad is None else grad.strides[axis], dot_steps[axis] * (grad is not None),
         ))  # fmt: skip
-    merged = _merged(axes)  # type: ignore[arg-type]
+    merged: list[tuple[int, ...]] = [*_merged(axes)]  # type: ignore[arg-type]
     if len(merged) > 3:
         return None
     pairs, start = (0, 0) if geometry is None else (geometry.pairs, geometry.start)
     if geometry is None and not weights:
-        while merged and merged[-1] == (merged[-1][0], width * size, width * size, 0, 0, 0, 0):
+        while merged and merged[-1] == (merged[-1][0], *(width * size,) * 2, *(0,) * 6):
             width *= merged.pop()[0]
-    inner = [(1, 0, 0, 0, 0, 0, 0)] * (3 - len(merged)) + merged
+    inner = [(1, *(0,) * 8)] * (3 - len(merged)) + merged
     form = np.zeros((), fused_loops.PIECE)
     for axis, steps in enumerate(inner):
-        for name, step in zip(
-            ("size", "x", "out", "table", "slot", "gain", "root"), steps, strict=True
-        ):
-            form[f"{name}_{axis}"] = step
+        for name, number in zip(fused_loops.AXES, steps, strict=True):
+            form[f"{name}_{axis}"] = number
     form["row_size"] = 0 if rows is None or table is None else table.strides[0]
     form["width"], form["pairs"] = width, pairs
     form["start"] = start if pairs else width
@@ -164,31 +176,76 @@ def _form(piece: Piece, table: Block | None, rows: Block | None, eps: float) -> 
     tile = max(1, _TILE_BYTES // (2 * max(pairs, 32) * SIZES["float32"]))
     form["tile"] = tile if inner[-1][3] else 4 * tile
     form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
-    form["mean"], form["eps"] = width, eps
+    form["mean"], form["eps"] = width * _heads(piece) ** is_full, eps
     form["is_plain"], form["computes_roots"] = weights == 0, weights > 0 and not is_full
     return form
 
 
-def _roots(piece: Piece, memory: Memory, eps: float, size: int) -> Array:
+def _heads(piece: Piece) -> int:
+    return 1 if piece.head_axis is None else piece.x.shape[piece.head_axis]
+
+
+def _row_steps(x: Block, head_axis: int | None, has_heads: bool) -> tuple[int, ...]:
+    """Strides of 8-byte numbers without gaps, one for each token, or for each head of a token.
+
+    >>> _row_steps(Block((2, 3, 5, 64), (), "float32"), 1, True)
+    (120, 8, 24)
+    """
+    order = [axis for axis in range(len(x.shape) - 1) if axis != head_axis]
+    if has_heads and head_axis is not None:
+        order.append(head_axis)
+    steps, step = [0] * (len(x.shape) - 1), 8
+    for axis in reversed(order):
+        steps[axis] = step
+        step *= x.shape[axis]
+    return tuple(steps)
+
+
+def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
     """1 / sqrt(mean + eps) of the tokens, over all heads of each, (tokens,) float64."""
-    x = piece.x
-    assert piece.head_axis is not None
-    tokens = [n for axis, n in enumerate(x.shape[:-1]) if axis != piece.head_axis]
-    heads = x.shape[piece.head_axis]
-    sums = np.empty((*tokens, heads))
-    lined = np.moveaxis(sums, -1, piece.head_axis)[..., None]
-    out = Block(lined.shape, lined.strides, "float64")
-    plain = piece._replace(
-        out=out, geometry=None, weights=1, is_full=False, is_scattered=False, is_in_place=False
-    )
+    kind = np.float64 if piece.x.dtype == "float64" else np.float32
+    sums = np.empty((math.prod(piece.x.shape[:-1]) // _heads(piece), _heads(piece)))
+    out = Block(piece.x.shape, (*_row_steps(piece.x, piece.head_axis, True), 8), "float64")
+    plain = piece._replace(out=out, geometry=None, weights=1, is_full=False, is_scattered=False)
     form = _form(plain, None, None, eps)
     assert form is not None
-    numbers = [1, 1, 0, 0, 0, 0, 1, address(form), memory.x, address(sums), 0, 0, 0, 0]
-    job = array("q", numbers + [0] * 15)
-    threads.run(fused_loops.loop("squares", x.dtype), size, job)
-    kind = np.float64 if x.dtype == "float64" else np.float32
-    mean = sums.sum(-1).astype(kind) / kind(heads * x.shape[-1])
+    place = {"form": address(form), "x": x, "out": address(sums)}
+    _do("squares", piece.x.dtype, size, (0, 0, 0), [place])
+    mean = sums.sum(-1).astype(kind) / kind(_heads(piece) * piece.x.shape[-1])
     return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
+
+
+def run_back(
+    piece: Piece, memory: Memory, grad: tuple[Block, int], eps: float, table: Block,
+    rows: Block | None, places: tuple[int, int, int],
+) -> Array | None:  # fmt: skip
+    """The gradient of x to memory.out; returns that of the weights, as `gain_of` orders them.
+
+    `grad` is that of what was made of x. None, and nothing written, where the loops cannot take it.
+    The order of the sums over tokens depends on the number of threads.
+    """
+    x, name, gain = piece.x, piece.x.dtype, memory.gain
+    form = _form(piece, table, rows, eps, grad[0]) if _is_ready(piece) else None
+    is_ready = is_contiguous_last(grad[0]) and is_contiguous_last(table)
+    if form is None or gain is None or not is_ready or name not in loops.TAGS:
+        return None
+    size = math.prod(x.shape) * SIZES[name]
+    gains = np.zeros((threads.count() * threads.PARTS, *gain.shape), gain.dtype)
+    place = {
+        "form": address(form), "x": memory.x, "out": memory.out, "gain": address(gain),
+        "mode": _mode(piece, memory.out, size), "grad": grad[1], "gains": address(gains),
+        "gains_size": gains.strides[0],
+    }  # fmt: skip
+    if not piece.is_full:
+        _do("back", name, size, places, [place])
+        return gains.sum(0)
+    roots = _roots(piece, memory.x, eps, size)
+    dots = np.zeros((math.prod(x.shape[:-1]) // _heads(piece), _heads(piece)))
+    place |= {"roots": address(roots), "dots": address(dots), "phase": fused_loops.DOTS}
+    _do("back", name, size, places, [place])
+    dots[:] = dots.sum(-1, keepdims=True)
+    _do("back", name, size, places, [place | {"phase": fused_loops.BACK}])
+    return gains.sum(0)
 
 
 def gain_of(weight: Array, add_one: bool, geometry: Geometry | None, name: str) -> Array:
@@ -197,16 +254,16 @@ def gain_of(weight: Array, add_one: bool, geometry: Geometry | None, name: str) 
     >>> gain_of(np.array([[1.0, 2, 3, 4]]), True, None, "float32")
     array([[2., 3., 4., 5.]], dtype=float32)
     """
-    gain = weight.astype(np.float64 if name == "float64" else np.float32)
+    gain: Array = weight.astype(np.float64 if name == "float64" else np.float32)
     if add_one:
-        gain = gain + gain.dtype.type(1)
+        gain += 1
     if geometry is not None and (geometry.layout != "half" or geometry.start):
-        gain = gain[:, _order(gain.shape[-1], geometry.start, geometry.pairs, geometry.layout)]
+        gain = gain[:, order(gain.shape[-1], geometry.start, geometry.pairs, geometry.layout)]
     return np.ascontiguousarray(gain)
 
 
 @lru_cache(maxsize=64)
-def _order(width: int, start: int, pairs: int, layout: str) -> Array:
+def order(width: int, start: int, pairs: int, layout: str) -> Array:
     """Channels in the order of the weights: first of each pair, second, before, after."""
     channels = np.arange(width)
     first, second = pair_slices(2 * pairs, layout, start)

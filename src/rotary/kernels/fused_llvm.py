@@ -5,6 +5,9 @@ and after them that are not rotated. The order of every sum is written out, so t
 neither on the machine nor on the number of threads.
 """
 
+# mypy: ignore-errors
+# compiled by Numba, from types that mypy does not know
+
 import functools
 from collections.abc import Callable
 
@@ -39,9 +42,7 @@ STREAMING = MODES.index(("half", "half", True))
 _NONE = _constant(_I64, 1, 0)
 
 
-def _reader(
-    b: ir.IRBuilder, form: types.Type, record: ir.Value
-) -> Callable[[str], ir.Value]:
+def _reader(b: ir.IRBuilder, form: types.Type, record: ir.Value) -> Callable[[str], ir.Value]:
     """Reads fields of a record that are whole numbers."""
 
     def field(name: str) -> ir.Value:
@@ -271,7 +272,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                         copy(channel, length)
             with scaled:
                 for first, channel, length in rests:
-                    _each(b, length, widths, functools.partial(scale, first, channel))
+                    _each(b, length, widths[-1:], functools.partial(scale, first, channel))
         return context.get_dummy_value()
 
     number, pair = types.int64, types.UniTuple(types.int64, 2)
@@ -279,3 +280,142 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
         tag, number, piece, number, number, types.UniTuple(number, 4), pair, pair, pair,
         number, number,
     ), generate  # fmt: skip
+
+
+# what dot_rows and back_rows share: (mode, piece, x, grad, ..., gain, roots, count)
+def _back_rows(writes: bool) -> Callable[..., object]:
+    """One of the two passes over the rows of x and of the gradient of what was made of them.
+
+    The first adds to the gradients of the weights, and sums weight * n' * x over each row, where n'
+    is the gradient turned back; the second writes the gradient of x. The roots are `r`.
+    """
+
+    @intrinsic
+    def rows_(context, tag, mode, piece, x, grad, out, tables, gain, roots, dots, gains, count):
+        def generate(context, b, signature, arguments):
+            _, mode, record, x, grad, out, tables, gain, roots, dots, gains, count = arguments
+            cos, sin, rows, row = cgutils.unpack_tuple(b, tables)
+            (gain, gain_step), (roots, roots_step), (dots, dots_step) = (
+                cgutils.unpack_tuple(b, pair) for pair in (gain, roots, dots)
+            )
+            field = _reader(b, piece, record)
+            _, size, real, widths = _ELEMENTS[tag]
+            width = 8 if real is _F64 else 4
+            pairs, start, row_size = map(field, ("pairs", "start", "row_size"))
+            x_step, out_step, table_step, grad_step = map(
+                field, ("x_2", "out_2", "table_2", "grad_2")
+            )
+            sign, mean = (b.sitofp(field(name), real) for name in ("sign", "mean"))
+            apart = b.sub(sin, cos)
+
+            def number(at: ir.Value, start: ir.Value, step: ir.Value) -> ir.Value:
+                place = b.add(start, b.mul(at, step))
+                return _as_real(b, tag, _load(b, _F64, 8, place, 1))
+
+            def step_back(
+                at: ir.Value, x_: ir.Value, dn: ir.Value, weights: ir.Value, lanes: int
+            ) -> ir.Value:
+                """The first pass: the sum of the row; the second: the gradient of x."""
+                root = number(at, roots, roots_step)
+                gain_at = b.mul(at, gain_step)
+                g = _load(b, real, width, b.add(b.add(gain, weights), gain_at), lanes)
+                if writes:
+                    cube = b.fmul(b.fmul(root, root), root)
+                    factor = b.fdiv(b.fmul(cube, number(at, dots, dots_step)), mean)
+                    left = b.fmul(b.fmul(g, dn), _splat(b, root, lanes))
+                    return b.fsub(left, b.fmul(x_, _splat(b, factor, lanes)))
+                p = b.fmul(dn, x_)
+                place = b.add(b.add(gains, weights), gain_at)
+                total = _load(b, real, width, place, lanes)
+                total = b.fadd(total, b.fmul(p, _splat(b, root, lanes)))
+                b.store(total, b.inttoptr(place, total.type.as_pointer()), align=width)
+                return b.fmul(g, p)
+
+            def add_dot(at: ir.Value, value: ir.Value) -> None:
+                place = b.add(dots, b.mul(at, dots_step))
+                pointer = b.inttoptr(place, _F64.as_pointer())
+                b.store(b.fadd(b.load(pointer), _widened(b, value)), pointer)
+
+            def table_at(at: ir.Value, index: ir.Value) -> ir.Value:
+                offset = b.add(row, b.mul(at, table_step))
+                before = b.block
+                with b.if_then(b.icmp_signed("!=", rows, _NONE)):
+                    picked = b.mul(_load(b, _I64, 8, b.add(rows, offset), 1), row_size)
+                    after = b.block
+                result = b.phi(_I64)
+                result.add_incoming(offset, before)
+                result.add_incoming(picked, after)
+                return b.add(b.add(cos, _address(b, _NONE, index, 4)), result)
+
+            offset = b.mul(start, _constant(_I64, 1, size))
+
+            def rotate(form: tuple[str, str, bool], index: ir.Value, lanes: int) -> None:
+                layout, out_layout, streaming = form
+                with _loop(b, _NONE, count, 1) as at:
+                    source = _opaque(b, b.add(b.add(x, offset), b.mul(at, x_step)))
+                    given = _opaque(b, b.add(b.add(grad, offset), b.mul(at, grad_step)))
+                    table = _opaque(b, table_at(at, index))
+                    c, s = (
+                        _load(b, ir.FloatType(), 4, each, lanes)
+                        for each in (table, b.add(table, apart))
+                    )
+                    if real is _F64:
+                        c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
+                    s = b.fmul(s, _splat(b, sign, lanes))
+                    u, v = _load_pairs(
+                        b, tag, source, index, pairs, lanes, _NONE,
+                        interleaved=layout == "interleaved",
+                    )  # fmt: skip
+                    one, other = _load_pairs(
+                        b, tag, given, index, pairs, lanes, _NONE,
+                        interleaved=out_layout == "interleaved",
+                    )  # fmt: skip
+                    du = b.fadd(b.fmul(one, c), b.fmul(other, s))
+                    dv = b.fsub(b.fmul(other, c), b.fmul(one, s))
+                    first = _address(b, _NONE, index, width)
+                    du = step_back(at, u, du, first, lanes)
+                    dv = step_back(at, v, dv, _address(b, first, pairs, width), lanes)
+                    if writes:
+                        target = _opaque(b, b.add(b.add(out, offset), b.mul(at, out_step)))
+                        _store_pairs(
+                            b, tag, target, index, pairs, lanes, du, dv,
+                            interleaved=layout == "interleaved", streaming=streaming,
+                        )  # fmt: skip
+                    else:
+                        add_dot(at, _total(b, b.fadd(du, dv)))
+
+            def rest(first: ir.Value, channel: ir.Value, index: ir.Value, lanes: int) -> None:
+                with _loop(b, _NONE, count, 1) as at:
+                    place = _address(b, b.mul(channel, _constant(_I64, 1, size)), index, size)
+                    x_, dn = (
+                        _load_wide(b, tag, b.add(b.add(each, place), b.mul(at, step)), lanes)
+                        for each, step in ((x, x_step), (grad, grad_step))
+                    )
+                    weights = _address(b, b.mul(first, _constant(_I64, 1, width)), index, width)
+                    value = step_back(at, x_, dn, weights, lanes)
+                    if writes:
+                        target = b.add(b.add(out, place), b.mul(at, out_step))
+                        _store_wide(b, tag, target, value)
+                    else:
+                        add_dot(at, _total(b, value))
+
+            for number_, form in enumerate(MODES if writes else MODES[:STREAMING]):
+                with b.if_then(b.icmp_signed("==", mode, _constant(_I64, 1, number_))):
+                    _each(b, pairs, widths, functools.partial(rotate, form))
+            both = b.add(pairs, pairs)
+            stop, tail = b.add(start, both), field("tail")
+            for first, channel, length in ((both, _NONE, start), (b.add(both, start), stop, tail)):
+                _each(b, length, widths[-1:], functools.partial(rest, first, channel))
+            return context.get_dummy_value()
+
+        number, pair = types.int64, types.UniTuple(types.int64, 2)
+        return types.void(
+            tag, number, piece, number, number, number, types.UniTuple(number, 4), pair, pair,
+            pair, number, number,
+        ), generate  # fmt: skip
+
+    return rows_
+
+
+dot_rows = _back_rows(writes=False)
+back_rows = _back_rows(writes=True)

@@ -59,13 +59,13 @@ def fused(
         for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
         if x is not None
     ]
-    unturned = v if v is None or norm_weight(stages.norm, "v") is None else normed(
-        v, "v", stages.norm, None if isinstance(stages.cache, LatentCache) else fitted.head_axis
-    )  # fmt: skip
-    ys: list[Array | None] = [turned[0], turned[1] if k is not None else None, unturned]
+    ys: list[Array | None] = [*turned, *[None] * (2 - len(turned))]
+    is_changed = stages.changes_v or stages.cache is not None
+    v_axis = None if isinstance(stages.cache, LatentCache) else fitted.head_axis
+    ys.append(None if v is None or not is_changed else normed(v, "v", stages.norm, v_axis))
     if stages.cache is not None:
         assert ys[1] is not None
-        store(ys[1], unturned, stages.cache, fitted)
+        store(ys[1], ys[2], stages.cache, fitted)
         ys[1] = ys[2] = None
     kind = name_of(q.dtype) if stages.dtype is None else stages.dtype
     results = [
@@ -74,7 +74,7 @@ def fused(
     ]
     if out is not None:
         results = written(results, out)
-    return results[0], results[1], results[2]
+    return results[0], results[1], results[2] if is_changed else v
 
 
 def turn(

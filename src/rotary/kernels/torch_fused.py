@@ -1,4 +1,8 @@
-"""`rotary.fused` for torch: the formula of `kernels/numpy_fused.py` in torch's own operators."""
+"""`rotary.fused` for torch: the formula of `kernels/numpy_fused.py` in torch's own operators.
+
+It has gradients, and runs on every device and under torch.compile. Plain tensors on the host that
+are not cast take the compiled loops, `torch_fused_cpu`, with gradients of their own.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +28,22 @@ from .stages import (
     weight_form,
 )
 from .torch_checks import check_operands, check_rows, check_writable
-from .torch_launch import formula, mark_written
-from .torch_state import FLOATS, INTEGERS, host_values, wants_grad
+from .torch_launch import empty_like, formula, mark_written
+from .torch_state import (
+    FLOATS,
+    INTEGERS,
+    are_plain,
+    host_values,
+    is_on_gpu,
+    is_watched,
+    wants_grad,
+)
+
+loops: Any
+try:
+    from . import torch_fused_cpu as loops
+except ImportError:  # without Numba the formula does all of it
+    loops = None
 
 Result = Tensor | tuple[Tensor, Tensor] | None
 _DTYPES = {name: getattr(torch, name) for name in LARGEST}
@@ -46,28 +64,29 @@ def fused(
 
     Arguments and errors are those of `rotary.fused`.
     """
+    norm, cache = stages.norm, stages.cache
     xs = [x for x in (q, k, v) if x is not None]
+    weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
     check_operands(xs, cos, sin, None)
     rows = None if positions is None else check_rows(positions, q)
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
     row_shape = None if rows is None else tuple(rows.shape)
     fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
-    norm, cache = stages.norm, stages.cache
-    if out is not None or cache is not None:
-        given = [getattr(norm, name) for name in "qkv" if norm is not None]
-        if wants_grad(*xs, cos, sin, *(out or ()), *[w for w in given if w is not None]):
-            raise RuntimeError(
-                "out= and cache= do not take part in autograd: call it under torch.no_grad(), or "
-                "without them"
-            )
-    ys: list[Tensor | None] = [
-        formula((normed(x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
-        for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
-        if x is not None
-    ]
-    ys += [None] * (2 - len(ys))
+    operands = [*xs, *weights, cos, sin, *([] if rows is None else [rows])]
+    if (out is not None or cache is not None) and wants_grad(*operands, *(out or ())):
+        raise RuntimeError(
+            "out= and cache= do not take part in autograd: call it under torch.no_grad(), or "
+            "without them"
+        )
+    if is_for_loops(operands, stages, q, out):
+        done = by_loops(q, k, v, cos, sin, rows, fitted, stages, out)
+        if done is not None:
+            return done
+    turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
+    ys: list[Tensor | None] = [*turned, *[None] * (2 - len(turned))]
+    is_changed = stages.changes_v or cache is not None
     v_axis = None if isinstance(cache, LatentCache) else fitted.head_axis
-    ys.append(None if v is None else normed(v, "v", norm, v_axis))
+    ys.append(None if v is None or not is_changed else normed(v, "v", norm, v_axis))
     if cache is not None:
         assert ys[1] is not None
         store(ys[1], ys[2], cache, fitted)
@@ -78,8 +97,96 @@ def fused(
         for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
     ]
     if out is not None:
-        results = _written(xs, results, out)
-    return results[0], results[1], results[2]
+        results = _written(results, out)
+    return results[0], results[1], results[2] if is_changed else v
+
+
+def is_for_loops(
+    operands: Sequence[Tensor], stages: Stages, q: Tensor, out: Sequence[Tensor] | None
+) -> bool:
+    """Whether the compiled loops may be asked: plain tensors on the host, and no cast."""
+    if loops is None or is_watched() or (stages.changes_v and stages.cache is None):
+        return False
+    tensors = [*operands, *(out or ())]
+    scales: list[object] = [stages.scales[0]]
+    match stages.cache:
+        case KVCache(k, v, _, k_scale, v_scale):
+            tensors += [cache for cache in (k, v) if cache is not None]
+            scales += [k_scale, v_scale]
+        case LatentCache(memory, _, scale):
+            tensors.append(memory)
+            scales.append(scale)
+        case None:
+            scales += stages.scales[1:]
+    return (
+        all([type(scale) in (int, float) and scale == 1 for scale in scales])
+        and stages.dtype in (None, FLOATS[q.dtype])
+        and all([isinstance(tensor, Tensor) for tensor in tensors])
+        and are_plain(tensors)
+        and not is_on_gpu(q)
+    )
+
+
+def by_loops(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
+) -> tuple[Result, Result, Result] | None:  # fmt: skip
+    """The same in one pass over memory; None, and nothing written, where that cannot be."""
+    norm, cache = stages.norm, stages.cache
+    if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
+        return None
+    call = loops.Call(cos, sin, loops.checked_rows(rows, cos), fitted, norm)
+    xs = [q] if k is None or cache is not None else [q, k]
+    weights = [None if norm is None else getattr(norm, name) for name in "qk"[: len(xs)]]
+    if norm is not None and wants_grad(*xs, *[w for w in weights if w is not None]):
+        ys = loops.Differentiable.apply(call, formula_of_both, *xs, *weights)
+        return ys[0], None if k is None else ys[1], v
+    if wants_grad(*xs):
+        return None
+    read = [x for x in (q, k, v, cos, sin) if x is not None]
+    if out is not None:
+        check_outputs(xs, read, out)
+    outs = [empty_like(x) for x in xs] if out is None else list(out)
+    if cache is None:
+        if not loops.rotated(call, xs, outs):
+            return None
+        mark_written(out or ())
+        return outs[0], None if k is None else outs[1], v
+    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
+    memory = [each for each in memory if each is not None]
+    check_writable(read, [*memory, *(out or ())][::-1])
+    if v is not None and isinstance(cache, KVCache) and cache.v is None:
+        return None
+    if k is None or not loops.stored(call, q, k, v, outs[0], cache):
+        return None
+    mark_written([*memory, *(out or ())])
+    return outs[0], None, None
+
+
+def check_outputs(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], out: Sequence[Tensor]
+) -> None:
+    """Refuse outputs that are not like the results, or share memory with what is read."""
+    if len(out) != len(results):
+        raise ValueError(f"out must hold {len(results)} arrays, one for each that is returned")
+    for result, y in zip(results, out, strict=True):
+        if y.shape != result.shape or y.dtype != result.dtype:
+            raise ValueError(
+                f"out must be {result.dtype} {tuple(result.shape)} like the result, "
+                f"got {y.dtype} {tuple(y.shape)}"
+            )
+    check_writable(inputs, out)
+
+
+def formula_of_both(
+    xs: Sequence[Tensor], norm: Norm | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit,
+) -> list[Tensor]:  # fmt: skip
+    """q and k normalised and rotated, not yet rounded."""
+    return [
+        formula((normed(x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
+        for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False)
+    ]
 
 
 def normed(x: Tensor, name: str, norm: Norm | None, head_axis: int | None) -> Tensor:
@@ -190,25 +297,14 @@ def scatter(name: str, values: Tensor, cache: Tensor, slots: Tensor, scale: Any)
         cache[where] = result
 
 
-def _written(
-    xs: Sequence[Tensor], results: Sequence[Result], out: Sequence[Tensor]
-) -> list[Result]:
-    returned = [index for index, result in enumerate(results) if result is not None]
-    if len(out) != len(returned):
-        raise ValueError(f"out must hold {len(returned)} arrays, one for each that is returned")
-    done: list[Result] = list(results)
-    for index, y in zip(returned, out, strict=True):
-        result = results[index]
-        if not isinstance(result, Tensor):
-            raise ValueError("out= takes no scales that are computed: call without out=")
-        if y.shape != result.shape or y.dtype != result.dtype:
-            raise ValueError(
-                f"out must be {result.dtype} {tuple(result.shape)} like the result, "
-                f"got {y.dtype} {tuple(y.shape)}"
-            )
-        done[index] = y
-    check_writable((), out)
-    for index in returned:
-        done[index].copy_(results[index])  # type: ignore[union-attr]
+def _written(results: Sequence[Result], out: Sequence[Tensor]) -> list[Result]:
+    """The results in the tensors of `out`, which are those of the results that are not None."""
+    made = [result for result in results if isinstance(result, Tensor)]
+    if any([isinstance(result, tuple) for result in results]):
+        raise ValueError("out= takes no scales that are computed: call without out=")
+    check_outputs(made, (), out)
+    for y, result in zip(out, made, strict=True):
+        y.copy_(result)
     mark_written(out)
-    return done
+    done = iter(out)
+    return [None if result is None else next(done) for result in results]

@@ -1,0 +1,345 @@
+"""The torch side of `rotary.fused`: compiled loops, formula, gradients, against the reference."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import rotary
+from rotary import KVCache, LatentCache, Norm, Rotary, fused
+from rotary.kernels import torch_fused
+
+EPS = 1e-5
+SPECS = {
+    "half": Rotary(64, base=100.0),
+    "interleaved": Rotary(64, base=100.0, layout="interleaved"),
+    "mixed": Rotary(64, base=100.0, layout="interleaved", out_layout="half"),
+    "to interleaved": Rotary(64, base=100.0, out_layout="interleaved"),
+    "slice": Rotary(50, 20, 7, base=100.0),
+    "interleaved slice": Rotary(50, 20, 30, base=100.0, layout="interleaved"),
+    "odd": Rotary(7, 6, 1, base=100.0),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LIMITS = dict(zip(DTYPES, (2e-6, 2**-7, 2**-10, 4e-7), strict=True))  # of the largest result
+
+
+def tensors(spec, heads=(4, 2), seq=37, dtype=torch.float32, seq_dim=-2, batch=2):
+    torch.manual_seed(0)
+    made = [torch.randn(batch, count, seq, spec.head_dim).to(dtype) for count in heads]
+    return made if seq_dim == -2 else [x.transpose(1, 2).contiguous() for x in made]
+
+
+def norm_of(spec, form="head", heads=(4, 2), dtype=torch.float32, add_one=False):
+    dim = spec.head_dim
+    shapes = {"head": lambda h: (dim,), "heads": lambda h: (h, dim), "full": lambda h: (h * dim,)}
+    return Norm(*[torch.randn(shapes[form](h)).to(dtype) for h in heads], EPS, add_one=add_one)
+
+
+def in_float64(norm):
+    weights = [None if w is None else w.detach().double().numpy() for w in (norm.q, norm.k, norm.v)]
+    return Norm(*weights[:2], norm.eps, weights[2], norm.add_one)
+
+
+def numbers(x):
+    return x.detach().double().numpy()
+
+
+def assert_close(y, want, dtype):
+    want = np.asarray(want, np.float64)
+    assert y.dtype == dtype
+    error = np.abs(numbers(y) - want).max()
+    assert error <= LIMITS[dtype] * max(1, np.abs(want).max())
+
+
+@pytest.fixture
+def by_formula(monkeypatch):
+    monkeypatch.setattr(torch_fused, "loops", None)
+
+
+def run(**options):
+    """A call, and whether the loops did it."""
+    done = []
+    kept = torch_fused.by_loops
+
+    def seen(*args):
+        results = kept(*args)
+        done.append(results is not None)
+        return results
+
+    torch_fused.by_loops = seen
+    try:
+        results = fused(**options)
+    finally:
+        torch_fused.by_loops = kept
+    return results, done == [True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["head", "heads", "full"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_loops_agree_with_the_reference(name, form, dtype):
+    spec = SPECS[name]
+    for seq_dim, add_one in itertools.product((-2, -3), (False, True)):
+        q, k = tensors(spec, dtype=dtype, seq_dim=seq_dim)
+        norm = norm_of(spec, form, dtype=dtype, add_one=add_one)
+        (y, z, _), is_compiled = run(q=q, k=k, v=None, spec=spec, norm=norm, seq_dim=seq_dim)
+        assert is_compiled
+        want = fused(numbers(q), numbers(k), None, spec, norm=in_float64(norm), seq_dim=seq_dim)
+        assert_close(y, want[0], dtype)
+        assert_close(z, want[1], dtype)
+
+
+@pytest.mark.parametrize("form", ["head", "heads", "full"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_formula_agrees_with_the_reference(name, form, by_formula):
+    spec, dtype = SPECS[name], torch.float64
+    q, k = tensors(spec, dtype=dtype)
+    norm = norm_of(spec, form, dtype=dtype)
+    y, z, _ = fused(q, k, None, spec, norm=norm)
+    want = fused(numbers(q), numbers(k), None, spec, norm=in_float64(norm))
+    np.testing.assert_allclose(y, want[0], rtol=0, atol=1e-14 * np.abs(want[0]).max())
+    np.testing.assert_allclose(z, want[1], rtol=0, atol=1e-14 * np.abs(want[1]).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+@pytest.mark.parametrize("form", ["flat", "blocks", "heads first"])
+def test_the_loops_write_every_token_to_its_slot(form, seq_dim, dtype):
+    spec, heads, seq = SPECS["interleaved slice"], (4, 2), 40
+    q, k = tensors(spec, seq=seq, dtype=dtype, seq_dim=seq_dim)
+    v = torch.randn(*k.shape[:-1], 24).to(dtype)
+    norm = norm_of(spec)
+    slots = torch.randperm(96)[: 2 * seq]
+    slots[::7] = -1
+    shape = {"flat": (96, 2), "blocks": (12, 8, 2), "heads first": (12, 2, 8)}[form]
+    memory = [torch.full((*shape, dim), 77.0, dtype=dtype) for dim in (spec.head_dim, 24)]
+    views = [x.transpose(1, 2) if form == "heads first" else x for x in memory]
+    (y, *nothing), is_compiled = run(
+        q=q, k=k, v=v, spec=spec, norm=norm, seq_dim=seq_dim,
+        cache=KVCache(*views, slots.view(2, seq)),
+    )  # fmt: skip
+    assert is_compiled
+    assert nothing == [None, None]
+    want, keys, _ = fused(q, k, None, spec, norm=norm, seq_dim=seq_dim)
+    assert torch.equal(y, want)
+    for view, values in zip(views, (keys, v), strict=True):
+        rows = view.reshape(96, heads[1], -1)
+        values = values if seq_dim == -3 else values.transpose(1, 2)
+        expected = torch.full_like(rows, 77.0)
+        expected[slots[slots >= 0]] = values.flatten(0, 1)[slots >= 0]
+        assert torch.equal(rows, expected)
+
+
+def test_the_loops_write_rows_of_multi_head_latent_attention():
+    spec = Rotary(48, 16, 32, base=100.0, layout="interleaved", out_layout="half")
+    q, k = torch.randn(2, 33, 4, 48), torch.randn(2, 33, 1, 16)
+    latent, weight = torch.randn(2, 33, 96), torch.randn(96)
+    slots = torch.randperm(128)[:66]
+    slots[3] = -1
+    rows = torch.zeros(8, 16, 112)
+    norm = Norm(None, None, EPS, weight)
+    (y, *_), is_compiled = run(q=q, k=k, v=latent, spec=spec, norm=norm, seq_dim=-3,
+                               cache=LatentCache(rows, slots))  # fmt: skip
+    assert is_compiled
+    expected = np.zeros((8, 16, 112), np.float32)
+    args = [x.numpy() for x in (q, k, latent)]
+    want, *_ = fused(*args, spec, norm=in_float64(norm), seq_dim=-3,
+                     cache=LatentCache(expected, slots.numpy()))  # fmt: skip
+    assert_close(y, want, torch.float32)
+    assert_close(rows, expected, torch.float32)
+
+
+def test_large_calls_on_all_threads_are_as_small_ones():
+    """Stores past the caches, and parts of several threads."""
+    spec = Rotary(128, base=1e6)
+    q, k = tensors(spec, (32, 8), 2048, torch.bfloat16, -3, 1)
+    norm, slots = norm_of(spec), torch.randperm(2100)[:2048]
+    cache = KVCache(*[torch.zeros(2100, 8, 128, dtype=torch.bfloat16) for _ in "kv"], slots)
+    tables = rotary.cos_sin(spec, torch.arange(2048))
+    y, z, _ = fused(q, k, None, spec, tables=tables, norm=norm, seq_dim=-3)
+    again, *_ = fused(q, k, k, spec, tables=tables, norm=norm, seq_dim=-3, cache=cache)
+    assert torch.equal(y, again)
+    assert torch.equal(cache.k[slots], z[0])
+    assert torch.equal(cache.v[slots], k[0])
+    for at in (0, 1000, 2047):
+        part = slice(at, at + 1)
+        some = [x[:, part] for x in (q, k)]
+        small = fused(*some, None, spec, tables=[t[part] for t in tables], norm=norm, seq_dim=-3)
+        assert torch.equal(small[0], y[:, part])
+        assert torch.equal(small[1], z[:, part])
+
+
+def test_in_place_and_row_numbers():
+    spec = SPECS["slice"]
+    q, k = tensors(spec)
+    norm, ids = norm_of(spec), torch.randint(0, 90, (2, 37))
+    tables = rotary.cos_sin(spec, torch.arange(90))
+    want = fused(q, k, None, spec, ids, norm=norm, seq_dim=-2)
+    version = q._version
+    (y, z, _), is_compiled = run(q=q, k=k, v=None, spec=spec, positions=ids, tables=tables,
+                                 norm=norm, seq_dim=-2, out=(q, k))  # fmt: skip
+    assert is_compiled
+    assert y is q
+    assert z is k
+    assert q._version > version
+    assert torch.equal(q, want[0])
+    assert torch.equal(k, want[1])
+
+
+def test_strides_are_read():
+    spec = SPECS["half"]
+    wide = torch.randn(2, 37, 6 * 64)
+    q, k = wide.view(2, 37, 6, 64).transpose(1, 2).split([4, 2], dim=1)
+    norm = norm_of(spec)
+    want = fused(q.contiguous(), k.contiguous(), None, spec, norm=norm)
+    (y, z, _), is_compiled = run(q=q, k=k, v=None, spec=spec, norm=norm)
+    assert is_compiled
+    assert torch.equal(y, want[0])
+    assert torch.equal(z, want[1])
+
+
+# --- gradients ---
+
+
+SMALL = {
+    "half": Rotary(8, base=100.0),
+    "mixed slice": Rotary(10, 4, 3, base=100.0, layout="interleaved", out_layout="half"),
+    "interleaved": Rotary(6, 4, base=100.0, layout="interleaved"),
+}
+
+
+@pytest.mark.parametrize("form", ["head", "heads", "full"])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_of_every_operand(name, form):
+    spec = SMALL[name]
+    for seq_dim, add_one in ((-2, False), (-3, True)):
+        q, k = tensors(spec, (3, 2), 3, torch.float64, seq_dim, 1)
+        norm = norm_of(spec, form, (3, 2), torch.float64, add_one)
+        operands = [x.requires_grad_() for x in (q, k, norm.q, norm.k)]
+
+        def call(q, k, wq, wk, seq_dim=seq_dim, add_one=add_one):
+            norm = Norm(wq, wk, EPS, add_one=add_one)
+            return fused(q, k, None, spec, norm=norm, seq_dim=seq_dim)[:2]
+
+        assert torch.autograd.gradcheck(call, operands, atol=1e-6)
+
+
+def test_gradients_of_gradients():
+    spec = SPECS["odd"]
+    q, k = tensors(spec, (2, 1), 2, torch.float64, batch=1)
+    norm = norm_of(spec, "full", (2, 1), torch.float64)
+    operands = [x.requires_grad_() for x in (q, k, norm.q, norm.k)]
+
+    def call(q, k, wq, wk):
+        return fused(q, k, None, spec, norm=Norm(wq, wk, EPS))[:2]
+
+    assert torch.autograd.gradgradcheck(call, operands, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["head", "heads", "full"])
+@pytest.mark.parametrize("name", ["half", "interleaved", "slice"])
+def test_gradients_of_the_loops_are_those_of_the_formula(name, form, dtype, monkeypatch):
+    spec, found = SPECS[name], []
+    for is_compiled in (True, False):
+        q, k = tensors(spec, (8, 2), 700, dtype)
+        torch.manual_seed(1)
+        norm = norm_of(spec, form, (8, 2))
+        operands = [x.requires_grad_() for x in (q, k, norm.q, norm.k)]
+        if not is_compiled:
+            monkeypatch.setattr(torch_fused, "loops", None)
+        y, z, _ = fused(q, k, None, spec, norm=norm)
+        torch.manual_seed(2)
+        weights = [torch.randn(x.shape) for x in (y, z)]
+        sum((x * w).sum() for x, w in zip((y, z), weights, strict=True)).backward()
+        found.append([x.grad for x in operands])
+        monkeypatch.undo()
+    limit = 2e-5 if dtype == torch.float32 else 2**-6
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        assert (got - want).abs().max() <= limit * want.abs().max()
+
+
+def test_only_one_of_both_has_a_weight_or_a_gradient():
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    norm = Norm(None, torch.randn(64, requires_grad=True), EPS)
+    q.requires_grad_()
+    y, z, _ = fused(q, k, None, spec, norm=norm)
+    y.sum().backward(retain_graph=True)
+    assert q.grad is not None
+    assert norm.k.grad is None
+    z.sum().backward()
+    assert norm.k.grad is not None
+    want = rotary.rotate(torch.ones_like(q), *rotary.cos_sin(spec, torch.arange(37)), spec,
+                         seq_dim=-2, conjugate=True)  # fmt: skip
+    assert torch.equal(q.grad, want)
+
+
+def test_what_autograd_cannot_follow_is_refused():
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    norm = Norm(torch.ones(64, requires_grad=True), None, EPS)
+    with pytest.raises(RuntimeError, match="do not take part in autograd"):
+        fused(q, k, None, spec, norm=norm, out=(q, k))
+    with torch.no_grad():
+        fused(q, k, None, spec, norm=norm, out=(q, k))
+
+
+# --- other ways of torch ---
+
+
+def test_torch_compile_and_vmap():
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    norm = norm_of(spec)
+    want = fused(q, k, None, spec, norm=norm)
+    tables = rotary.cos_sin(spec, torch.arange(37))
+
+    def call(q, k):
+        return fused(q, k, None, spec, tables=tables, norm=norm, seq_dim=-2)[:2]
+
+    compiled: list[Tensor] = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k)
+    mapped = torch.vmap(call)(q, k)
+    for got in (compiled, mapped):
+        for y, z in zip(got, want, strict=False):
+            assert (y - z).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_casts_are_those_of_the_reference(kind):
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    scale = (torch.tensor([0.1, 0.2, 0.3, 0.4]), 0.5, "token")
+    results = fused(q, k, k, spec, dtype=kind, scale=scale)
+    values, scales = results[2]
+    want = fused(*[x.numpy() for x in (q, k, k)], spec, dtype=kind,
+                 scale=(scale[0].numpy(), 0.5, "token"))  # fmt: skip
+    for y, z in zip((*results[:2], values), (*want[:2], want[2][0]), strict=True):
+        assert str(y.dtype) == f"torch.{kind}"
+        difference = np.abs(y.float().numpy() - z.astype(np.float32))
+        # where the library rounds the product the other way, the cast may be one step away
+        assert (difference != 0).mean() < 0.01
+    np.testing.assert_allclose(scales, want[2][1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_a_cache_of_few_bits(kind):
+    spec, dtype = SPECS["half"], getattr(torch, kind)
+    q, k = tensors(spec, batch=1)
+    slots = torch.randperm(64)[:37]
+    slots[5] = -1
+    cache = KVCache(*[torch.zeros(8, 8, 2, 64, dtype=dtype) for _ in "kv"], slots,
+                    torch.zeros(8, 8, 2), torch.tensor([0.1, 0.2]))  # fmt: skip
+    y, *_ = fused(q, k, k, spec, cache=cache)
+    assert torch.equal(y, rotary.apply(spec, q))
+    keys = cache.k.float() * cache.k_scale[..., None]
+    values = cache.v.float() * cache.v_scale[:, None]
+    kept = slots >= 0
+    for stored, x in ((keys, rotary.apply(spec, k)), (values, k)):
+        got = stored.view(64, 2, 64)[slots[kept]]
+        want = x[0].transpose(0, 1)[kept]
+        step = {"int8": 0.6 / 127 if stored is keys else 0.12, "float8_e4m3fn": 2**-4}
+        assert (got - want).abs().max() <= step.get(kind, 2**-3) * want.abs().max()
