@@ -1,0 +1,255 @@
+"""The GPU kernel of `rotary.fused`: norm, rotation, cast and cache in one launch.
+
+A program takes a block of tokens and some heads of q, of k or of v. A row is one head of one token:
+it is read once, and written once, to a new tensor or to its slot. Where the mean of the norm is
+over all heads of a token, one program takes them all and reads them twice. Everything between is in
+float32; quotients and casts to 8 bits are rounded to nearest even by whole-number arithmetic, so
+that every device stores the same bits for the same float32 numbers, also without such a type.
+"""
+
+# ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+# no value of them is compiled in: a new length must not wait for the compiler
+NUMBERS = ("tokens", "blocks", "q_heads", "k_heads", "v_heads", "q_parts", "k_parts", "v_parts")
+
+
+@triton.jit
+def added(a, b):
+    return a + b
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The byte of y, which is in range, in a type of so many bits; NaN is 0x7f."""
+    bits = y.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    shift: tl.constexpr = 23 - MANTISSA
+    # below the smallest normal number a float32 sum puts the last bit in its place
+    lowest: tl.constexpr = (127 - BIAS + shift + 1) << 23
+    small = bits.to(tl.float32, bitcast=True) + tl.full((), lowest, tl.uint32).to(
+        tl.float32, bitcast=True
+    )
+    small = small.to(tl.uint32, bitcast=True) - lowest
+    half: tl.constexpr = (1 << (shift - 1)) - 1
+    large = (bits + half + ((bits >> shift) & 1) - ((127 - BIAS) << 23)) >> shift
+    byte = tl.where(bits < ((128 - BIAS) << 23), small, large)
+    return (tl.where(y != y, 0x7F, byte) | sign).to(tl.uint8)
+
+
+@triton.jit
+def stored(y, FORM: tl.constexpr, LARGEST: tl.constexpr):
+    """y as it is stored: float32, which the store casts, or a byte."""
+    result = y
+    if FORM != "":
+        result = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        result = tl.where(y != y, 0.0 if FORM == "int8" else y, result)
+        if FORM == "int8":
+            result = ((result + 12582912.0) - 12582912.0).to(tl.int8)
+        elif FORM == "float8_e4m3fn":
+            result = float8(result, 3, 7)
+        else:
+            result = float8(result, 2, 15)
+    return result
+
+
+@triton.jit
+def pairs_of(
+    x, mask, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Both members of every pair at `x`, (ROWS, WIDTH) float32; 0 where there is none."""
+    pair = tl.arange(0, WIDTH)[None, :]
+    if HALF:
+        inside = mask & (pair < PAIRS)
+        u = tl.load(x + START + pair, mask=inside, other=0).to(tl.float32)
+        v = tl.load(x + START + PAIRS + pair, mask=inside, other=0).to(tl.float32)
+    else:
+        both = tl.arange(0, 2 * WIDTH)[None, :]
+        uv = tl.load(x + START + both, mask=mask & (both < 2 * PAIRS), other=0).to(tl.float32)
+        u, v = tl.split(tl.reshape(uv, (ROWS, WIDTH, 2)))
+    return u, v
+
+
+@triton.jit
+def rest_of(
+    x, mask, START: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
+):
+    """The channels at `x` that are not rotated, (ROWS, REST) float32."""
+    column = tl.arange(0, REST)[None, :]
+    column = tl.where(column < START, column, column + 2 * PAIRS)
+    return tl.load(x + column, mask=mask & (column < DIM), other=0).to(tl.float32)
+
+
+@triton.jit
+def through(
+    x, y, weight, scale, cos, sin, slot, batch, token, is_token, part, parts,
+    x_batch, x_token, x_head, y_batch, y_token, y_head, s_batch, s_token, s_head,
+    weight_head, number, heads, block, eps,
+    DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, READ_HALF: tl.constexpr,
+    WRITE_HALF: tl.constexpr, NORM: tl.constexpr, ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
+    SCALE: tl.constexpr, FORM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """All stages, for part `part` of `parts` of the heads of one array."""
+    groups = (heads + HEADS - 1) // HEADS
+    each = (groups + parts - 1) // parts
+    tile = tl.arange(0, ROWS) % HEADS
+    source = x + (batch * x_batch + token * x_token)
+    at, scale_at = batch * y_batch + token * y_token, batch * s_batch + token * s_token
+    if SLOTS:
+        is_token = is_token & (slot >= 0)
+        at = (slot // block) * y_batch + (slot % block) * y_token
+        scale_at = (slot // block) * s_batch + (slot % block) * s_token
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    if NORM == "all heads":
+        for each_head in range(heads):
+            row = (source + (tl.full((ROWS,), 0, tl.int64) + each_head) * x_head)[:, None]
+            if PAIRS > 0:
+                u, v = pairs_of(row, is_token[:, None], START, PAIRS, WIDTH, ROWS, READ_HALF)
+                total += tl.reduce(u * u + v * v, 1, added)
+            if REST > 0:
+                rest = rest_of(row, is_token[:, None], START, PAIRS, DIM, REST)
+                total += tl.reduce(rest * rest, 1, added)
+        total = total / heads
+    for group in range(part * each, tl.minimum((part + 1) * each, groups)):
+        head = (group * HEADS + tile).to(tl.int64)
+        is_row = (is_token & (head < heads))[:, None]
+        row = (source + head * x_head)[:, None]
+        squares = total
+        if PAIRS > 0:
+            u, v = pairs_of(row, is_row, START, PAIRS, WIDTH, ROWS, READ_HALF)
+            if NORM == "head":
+                squares += tl.reduce(u * u + v * v, 1, added)
+        if REST > 0:
+            rest = rest_of(row, is_row, START, PAIRS, DIM, REST)
+            if NORM == "head":
+                squares += tl.reduce(rest * rest, 1, added)
+        if NORM != "":
+            gain = tl.rsqrt(squares / DIM + eps)[:, None]
+            of_head = weight + (head * weight_head)[:, None]
+            if PAIRS > 0:
+                wu, wv = pairs_of(of_head, is_row, START, PAIRS, WIDTH, ROWS, READ_HALF)
+                u, v = u * gain * (wu + ADD_ONE), v * gain * (wv + ADD_ONE)
+            if REST > 0:
+                wrest = rest_of(of_head, is_row, START, PAIRS, DIM, REST)
+                rest = rest * gain * (wrest + ADD_ONE)
+        if PAIRS > 0:
+            u, v = u * cos - v * sin, v * cos + u * sin
+        if SCALE != "":
+            if SCALE == "token":
+                most = tl.full((ROWS,), 0.0, tl.float32)
+                if PAIRS > 0:
+                    most = tl.reduce(tl.maximum(tl.abs(u), tl.abs(v)), 1, larger)
+                if REST > 0:
+                    most = tl.maximum(most, tl.reduce(tl.abs(rest), 1, larger))
+                divisor = tl.where(most == 0, 1.0, tl.div_rn(most, most * 0 + LARGEST))
+                place = scale + scale_at + head * s_head
+                tl.store(place, divisor.to(scale.dtype.element_ty), mask=is_token & (head < heads))
+            elif SCALE == "heads":
+                divisor = tl.load(scale + head, mask=head < heads, other=1.0).to(tl.float32)
+            else:
+                divisor = tl.full((ROWS,), 0.0, tl.float32) + number
+            if PAIRS > 0:
+                wide = tl.broadcast_to(divisor[:, None], (ROWS, WIDTH))
+                u, v = tl.div_rn(u, wide), tl.div_rn(v, wide)
+            if REST > 0:
+                rest = tl.div_rn(rest, tl.broadcast_to(divisor[:, None], (ROWS, REST)))
+        target = y + (at + head * y_head)[:, None]
+        if PAIRS > 0:
+            pair = tl.arange(0, WIDTH)[None, :]
+            one, other = stored(u, FORM, LARGEST), stored(v, FORM, LARGEST)
+            one, other = one.to(y.dtype.element_ty), other.to(y.dtype.element_ty)
+            if WRITE_HALF:
+                tl.store(target + START + pair, one, mask=is_row & (pair < PAIRS))
+                tl.store(target + START + PAIRS + pair, other, mask=is_row & (pair < PAIRS))
+            else:
+                both = tl.arange(0, 2 * WIDTH)[None, :]
+                turned = tl.reshape(tl.join(one, other), (ROWS, 2 * WIDTH))
+                tl.store(target + START + both, turned, mask=is_row & (both < 2 * PAIRS))
+        if REST > 0:
+            column = tl.arange(0, REST)[None, :]
+            column = tl.where(column < START, column, column + 2 * PAIRS)
+            values = stored(rest, FORM, LARGEST).to(y.dtype.element_ty)
+            tl.store(target + column, values, mask=is_row & (column < DIM))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def kernel(
+    cos_table, sin_table, rows, slots, row_batch, row_token, step, count, slot_batch, slot_token,
+    slot_count, tokens, blocks, block, eps,
+    q, yq, wq, sq, q_batch, q_token, q_head, yq_batch, yq_token, yq_head, sq_batch, sq_token,
+    sq_head, wq_head, q_number, q_heads, q_parts,
+    k, yk, wk, sk, k_batch, k_token, k_head, yk_batch, yk_token, yk_head, sk_batch, sk_token,
+    sk_head, wk_head, k_number, k_heads, k_parts,
+    v, yv, wv, sv, v_batch, v_token, v_head, yv_batch, yv_token, yv_head, sv_batch, sv_token,
+    sv_head, wv_head, v_number, v_heads, v_parts,
+    PAIRS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, HAS_ROWS: tl.constexpr,
+    ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
+    Q_DIM: tl.constexpr, Q_START: tl.constexpr, Q_REST: tl.constexpr, Q_NORM: tl.constexpr,
+    Q_SCALE: tl.constexpr, Q_FORM: tl.constexpr, Q_LARGEST: tl.constexpr,
+    K_DIM: tl.constexpr, K_START: tl.constexpr, K_REST: tl.constexpr, K_NORM: tl.constexpr,
+    K_SCALE: tl.constexpr, K_FORM: tl.constexpr, K_LARGEST: tl.constexpr,
+    V_DIM: tl.constexpr, V_REST: tl.constexpr, V_NORM: tl.constexpr, V_SCALE: tl.constexpr,
+    V_FORM: tl.constexpr, V_LARGEST: tl.constexpr,
+):  # fmt: skip
+    """A block of tokens, and a part of the heads of q, k or v.
+
+    A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`.
+    """
+    ROWS: tl.constexpr = TOKENS * HEADS
+    parts = q_parts + k_parts + v_parts
+    program = tl.program_id(0)
+    part = program % parts
+    batch = (program // parts // blocks).to(tl.int64)
+    token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
+    is_token = token < tokens
+    pair = tl.arange(0, WIDTH)[None, :]
+    readable = is_token[:, None] & (pair < PAIRS) & (part < q_parts + k_parts)
+    at = batch * row_batch + token * row_token
+    if HAS_ROWS:
+        row = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+        readable = readable & ((row >= 0) & (row < count))[:, None]
+        at = row * step
+    cos = tl.load(cos_table + at[:, None] + pair, mask=readable, other=float("nan"))
+    sin = tl.load(sin_table + at[:, None] + pair, mask=readable, other=float("nan"))
+    slot = token
+    if SLOTS:
+        slot_at = batch * slot_batch + token * slot_token
+        slot = tl.load(slots + slot_at, mask=is_token, other=-1).to(tl.int64)
+        slot = tl.where(slot < slot_count, slot, -1)
+    if part < q_parts:
+        through(
+            q, yq, wq, sq, cos, sin, slot, batch, token, is_token, part, q_parts,
+            q_batch, q_token, q_head, yq_batch, yq_token, yq_head, sq_batch, sq_token, sq_head,
+            wq_head, q_number, q_heads, block, eps,
+            Q_DIM, Q_START, PAIRS, WIDTH, Q_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
+            Q_NORM, ADD_ONE, False, Q_SCALE, Q_FORM, Q_LARGEST,
+        )  # fmt: skip
+    elif part < q_parts + k_parts:
+        through(
+            k, yk, wk, sk, cos, sin, slot, batch, token, is_token, part - q_parts, k_parts,
+            k_batch, k_token, k_head, yk_batch, yk_token, yk_head, sk_batch, sk_token, sk_head,
+            wk_head, k_number, k_heads, block, eps,
+            K_DIM, K_START, PAIRS, WIDTH, K_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
+            K_NORM, ADD_ONE, SLOTS, K_SCALE, K_FORM, K_LARGEST,
+        )  # fmt: skip
+    else:
+        through(
+            v, yv, wv, sv, cos, sin, slot, batch, token, is_token, part - q_parts - k_parts,
+            v_parts, v_batch, v_token, v_head, yv_batch, yv_token, yv_head, sv_batch, sv_token,
+            sv_head, wv_head, v_number, v_heads, block, eps,
+            V_DIM, 0, 0, 1, V_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
+            V_NORM, ADD_ONE, SLOTS, V_SCALE, V_FORM, V_LARGEST,
+        )  # fmt: skip

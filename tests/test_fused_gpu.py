@@ -1,0 +1,280 @@
+"""The GPU kernel of `rotary.fused` without a GPU: in Triton's interpreter, and as compiled code."""
+
+import copy
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is made for Linux", allow_module_level=True)
+
+import triton
+from interpreter import mended
+from test_triton import _usage, _widths
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import rotary
+from rotary import KVCache, LatentCache, Norm, Rotary
+from rotary.kernels import torch_fused, torch_fused_gpu, triton_fused
+from rotary.kernels.stages import LARGEST, Stages, fit
+from rotary.rotate import options_of
+
+SPECS = {
+    "half": Rotary(8, base=100.0),
+    "interleaved": Rotary(8, base=100.0, layout="interleaved"),
+    "mixed": Rotary(8, base=100.0, layout="interleaved", out_layout="half"),
+    "slice": Rotary(8, 4, 2, base=100.0),
+    "trailing, 3 pairs": Rotary(12, 6, 6, base=100.0, layout="interleaved"),
+    "yarn": Rotary(8, schedule="yarn",
+                   params={"factor": 4.0, "original_max_position_embeddings": 64}),
+}  # fmt: skip
+SLOTS = torch.tensor([3, 4, -1, 7, 8, 0, 11, 12, 13, -1, 15, 14])
+
+
+def _interpreted():
+    """The kernel once more, for Triton's interpreter."""
+    spec = importlib.util.spec_from_file_location("rotary.kernels.run", triton_fused.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    return module.kernel
+
+
+INTERPRETED = _interpreted()
+
+
+@pytest.fixture(autouse=True)
+def _mend(monkeypatch):
+    mended(monkeypatch)
+    monkeypatch.setattr(torch_fused_gpu, "kernel", INTERPRETED)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def heads_of(*counts, dim=8, dtype=torch.float32, lead=(2,)):
+    return [draw(*lead, count, 6, dim, dtype=dtype, seed=count) for count in counts]
+
+
+def both(xs, spec, stages, rows=None, seq_dim=-2, out=False):
+    """What the formula in torch's operators gives, and the kernel; the caches are in `stages`."""
+    options = options_of(spec, seq_dim=seq_dim)
+    count = xs[0].shape[seq_dim] if rows is None else 50
+    cos, sin = rotary.cos_sin(spec, torch.arange(count))
+    caches = copy.deepcopy(stages.cache), copy.deepcopy(stages.cache)
+    want = torch_fused.fused(*xs, cos, sin, rows, options, stages._replace(cache=caches[0]), None)
+    shapes = [None if x is None else tuple(x.shape) for x in xs]
+    row_shape = None if rows is None else tuple(rows.shape)
+    fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
+    outs = [torch.full_like(x, torch.nan) for x in want if x is not None] if out else None
+    got = torch_fused_gpu.fused(xs, cos, sin, rows, fitted, stages._replace(cache=caches[1]), outs)
+    if out:
+        assert [id(y) for y in got if y is not None] == [id(y) for y in outs]
+    return (want, caches[0]), (got, caches[1])
+
+
+def assert_equal(one, two, ulps=0):
+    """Equal results and caches; `ulps` of the largest number in the type may be between them."""
+    (want, cache), (got, other) = one, two
+    pairs = list(zip(want, got, strict=True))
+    pairs += [
+        (value, getattr(other, name))
+        for name, value in (vars(cache) if cache is not None else {}).items()
+    ]
+    for x, y in pairs:
+        for a, b in zip(*(z if isinstance(z, tuple) else (z,) for z in (x, y)), strict=True):
+            if not isinstance(a, torch.Tensor):
+                assert a is b is None or a == b
+                continue
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            step = 0.0
+            if a.dtype.is_floating_point and a.itemsize > 1:
+                # the interpreter cuts bfloat16 off, where a device rounds to nearest even
+                more = a.dtype == torch.bfloat16
+                most = a[a.isfinite()].abs().max().item()
+                step = (ulps + more) * torch.finfo(a.dtype).eps * most
+            torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=step, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", ["none", "head", "heads", "all heads"])
+@pytest.mark.parametrize("name", SPECS)
+def test_norm_and_rotation_are_those_of_the_formula(name, form):
+    spec = SPECS[name]
+    dim = spec.head_dim
+    shapes = {"none": (None, None), "head": ((dim,), (dim,)), "heads": ((4, dim), (2, dim)),
+              "all heads": ((4 * dim,), (2 * dim,))}[form]  # fmt: skip
+    weights = [shape and draw(*shape) for shape in shapes]
+    norm = Norm(*weights, 1e-5, add_one=form == "head")
+    xs = (*heads_of(4, 2, dim=dim), None)
+    assert_equal(*both(xs, spec, Stages(norm)), ulps=0 if form == "none" else 2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("scale", [0.3, "heads", "token"])
+@pytest.mark.parametrize("dtype", [kind for kind in LARGEST if kind != "float64"])
+def test_casts_give_the_bits_of_the_formula(dtype, scale):
+    if scale == "token" and LARGEST[dtype] is None:
+        pytest.skip("scales are computed for types of 8 bits")
+    scale = (draw(4).abs() + 0.1, draw(2).abs() + 0.1, 0.7) if scale == "heads" else scale
+    q, k, v = heads_of(4, 2, 2)
+    q[0, 0, 0, :3] = torch.tensor([1e9, -1e9, 0.0])
+    q[1, 1], q[0, 1, :, ::2] = 0, 2.0 ** torch.arange(-16.0, 8.0).view(6, 4)
+    scales = scale if isinstance(scale, tuple) else (scale,) * 3
+    assert_equal(*both((q, k, v), SPECS["half"], Stages(None, None, dtype, scales)))
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_every_number_of_a_float8_is_rounded_as_torch_does(kind):
+    """All of them, half way between each two, and one float32 beside these."""
+    every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind)).float()
+    every = every[every.isfinite()].sort().values
+    middle = (every[1:] + every[:-1]) / 2
+    near = [torch.nextafter(middle, to) for to in (every[1:], every[:-1])]
+    x = torch.cat([every, middle, *near, torch.tensor([torch.nan, torch.inf, -torch.inf, 1e9])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 8)).view(1, -1, 1, 8)
+    spec = Rotary(8, 2, base=100.0)  # channels from 2 on are not rotated, position 0 turns nothing
+    assert_equal(*both((x, None, None), spec, Stages(None, None, kind)))
+
+
+@pytest.mark.parametrize("norm", [None, Norm(draw(8), draw(8), 1e-6)])
+@pytest.mark.parametrize("block", [None, 4])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_caches_hold_what_the_formula_writes(kind, block, norm):
+    lead = (16,) if block is None else (16 // block, block)
+    dtype = getattr(torch, kind)
+    for scale in (1.0, torch.tensor([0.1, 0.2]), torch.zeros(*lead, 2)):
+        if getattr(scale, "ndim", 0) > 1 and LARGEST[kind] is None:
+            continue
+        memory = [torch.full((*lead, 2, 8), 9.0).to(dtype) for _ in range(2)]
+        cache = KVCache(*memory, SLOTS, scale, 0.5)
+        xs = tuple(heads_of(4, 2, 2))
+        assert_equal(*both(xs, SPECS["interleaved"], Stages(norm, cache)), ulps=2)
+
+
+def test_a_block_with_its_heads_first_and_slots_in_two_axes():
+    xs = tuple(heads_of(4, 2, 2))
+    memory = [torch.zeros(4, 2, 4, 8).transpose(1, 2) for _ in range(2)]
+    cache = KVCache(*memory, SLOTS.view(2, 6).int())
+    assert_equal(*both(xs, SPECS["half"], Stages(None, cache)))
+
+
+def test_a_row_of_a_latent_cache():
+    spec = Rotary(12, 8, 4, base=100.0, layout="interleaved")
+    xs = draw(2, 4, 6, 12), draw(2, 1, 6, 8), draw(2, 6, 20)
+    norm = Norm(None, None, 1e-6, v=draw(20))
+    for rows, scale in ((torch.zeros(16, 28), 1.0),
+                        (torch.zeros(4, 4, 28, dtype=torch.float8_e5m2), 0.25)):  # fmt: skip
+        cache = LatentCache(rows, SLOTS, scale)
+        assert_equal(*both(xs, spec, Stages(norm, cache)), ulps=2)
+
+
+def test_row_numbers_other_axes_and_no_batch():
+    norm = Norm(draw(32), draw(16), 1e-6)
+    rows = torch.tensor([[3, 1, 4, 1, 5, 9], [26, 5, 35, 8, 49, 0]])
+    xs = (*heads_of(4, 2), None)
+    assert_equal(*both(xs, SPECS["half"], Stages(norm), rows), ulps=2)
+    turned = (*[x.transpose(1, 2) for x in xs[:2]], None)
+    assert_equal(*both(turned, SPECS["half"], Stages(norm), rows, seq_dim=-3), ulps=2)
+    flat = (*heads_of(4, 2, lead=()), None)
+    assert_equal(*both(flat, SPECS["half"], Stages(norm)), ulps=2)
+    deep = (*heads_of(4, 2, lead=(3, 1, 2)), None)
+    assert_equal(*both(deep, SPECS["half"], Stages(norm)), ulps=2)
+    assert_equal(*both((draw(6, 8), None, None), SPECS["half"], Stages()))
+
+
+def test_out_is_written_by_the_launch():
+    xs = tuple(heads_of(4, 2, 2))
+    assert_equal(*both(xs, SPECS["mixed"], Stages(Norm(draw(8), None, 1e-6)), out=True), ulps=2)
+
+
+def test_nothing_beside_the_slots_is_written_and_a_slot_beyond_the_cache_is_skipped():
+    xs = tuple(heads_of(4, 2, 2))
+    slots = torch.full((12,), -1)
+    slots[:3] = torch.tensor([5, 16, 1000])
+    memory = torch.full((2, 20, 2, 8), 9.0)
+    cache = KVCache(memory[0, :16], memory[1, :16], slots)
+    cos, sin = rotary.cos_sin(SPECS["half"], torch.arange(6))
+    options = options_of(SPECS["half"], seq_dim=-2)
+    stages = Stages(None, cache)
+    fitted = fit([tuple(x.shape) for x in xs], tuple(cos.shape), None, options, stages)
+    torch_fused_gpu.fused(xs, cos, sin, None, fitted, stages, None)
+    is_kept = torch.ones(20, dtype=torch.bool)
+    is_kept[5] = False
+    assert (memory[:, is_kept] == 9).all()
+    assert (memory[:, 5] != 9).all()
+
+
+# --- the code for the device ---
+
+KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+         torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}  # fmt: skip
+
+
+def codes(xs, spec, stages, monkeypatch):
+    """(registers, local memory in bytes, widths of stores) for sm_80 and sm_90."""
+    found, compiled = [], triton_fused.kernel
+
+    class Launch:
+        def __getitem__(self, grid):
+            return self.compile_only
+
+        def compile_only(self, *args, num_warps, enable_fp_fusion, **constants):
+            names = compiled.arg_names
+            signature, values, attributes = {}, dict(constants), {}
+            for index, (name, value) in enumerate(zip(names, args, strict=False)):
+                if isinstance(value, torch.Tensor):
+                    signature[name] = KINDS[value.dtype]
+                    attributes[index,] = [["tt.divisibility", 16]]
+                elif isinstance(value, float):
+                    signature[name] = "fp32"
+                elif value == 1 and name not in triton_fused.NUMBERS:
+                    signature[name], values[name] = "constexpr", 1
+                else:
+                    signature[name] = "i32"
+                    if value % 16 == 0 and name not in triton_fused.NUMBERS:
+                        attributes[index,] = [["tt.divisibility", 16]]
+            signature |= dict.fromkeys(constants, "constexpr")
+            numbers = {(names.index(name),): value for name, value in values.items()}
+            source = ASTSource(compiled, signature, numbers, attributes)
+            for arch in (80, 90):
+                options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+                result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+                used = _usage(result.asm["cubin"])
+                found.append((used["REG"], used["STACK"] + used["LOCAL"],
+                              _widths("st", result.asm["ptx"])))  # fmt: skip
+
+    monkeypatch.setattr(torch_fused_gpu, "kernel", Launch())
+    cos, sin = rotary.cos_sin(spec, torch.arange(xs[0].shape[-3]))
+    options = options_of(spec, seq_dim=-3)
+    shapes = [None if x is None else tuple(x.shape) for x in xs]
+    fitted = fit(shapes, tuple(cos.shape), None, options, stages)
+    torch_fused_gpu.fused(xs, cos, sin, None, fitted, stages, None)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["Qwen3", "OLMo 2", "into a float8 cache", "DeepSeek"])
+def test_the_compiled_kernel_spills_nothing_and_stores_vectors(form, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    layout = "interleaved" if form == "DeepSeek" else "half"
+    q, k, v = (draw(1, 64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    spec, norm, cache = Rotary(128, layout=layout), Norm(draw(128), draw(128), 1e-6), None
+    if form == "OLMo 2":
+        norm = Norm(draw(32 * 128), draw(8 * 128), 1e-6)
+    if form == "into a float8 cache":
+        memory = [torch.zeros(16, 16, 8, 128, dtype=torch.float8_e4m3fn) for _ in range(2)]
+        cache = KVCache(*memory, torch.arange(64), 0.1, 0.1)
+    if form == "DeepSeek":
+        spec, norm = Rotary(192, 64, 128, layout=layout), Norm(None, None, 1e-6, v=draw(512))
+        q, k = draw(1, 64, 32, 192, dtype=torch.bfloat16), draw(1, 64, 1, 64, dtype=torch.bfloat16)
+        v = draw(1, 64, 512, dtype=torch.bfloat16)
+        cache = LatentCache(torch.zeros(64, 576, dtype=torch.bfloat16), torch.arange(64))
+    for registers, local, stores in codes((q, k, v), spec, Stages(norm, cache), monkeypatch):
+        assert local == 0, "registers are spilled"
+        assert registers <= 128
+        assert set(stores) <= {128, 64}
