@@ -209,6 +209,79 @@ def test_nothing_beside_the_slots_is_written_and_a_slot_beyond_the_cache_is_skip
     assert (memory[:, 5] != 9).all()
 
 
+def flat(results):
+    """All arrays of what a call returns."""
+    each = [result if isinstance(result, tuple) else (result,) for result in results]
+    return [array for group in each for array in group if array is not None]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors taken for those of a GPU, of which the interpreter is the kernel."""
+    monkeypatch.setattr(torch_fused, "is_for_gpu", lambda tensors: True)
+    monkeypatch.setattr(torch_fused, "is_on_gpu", lambda x: True)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_public_call_takes_the_kernel(monkeypatch):
+    launches = []
+    original = torch_fused_gpu.fused
+    monkeypatch.setattr(
+        torch_fused_gpu, "fused", lambda *args: launches.append(args) or original(*args)
+    )
+    spec, (q, k, v) = SPECS["interleaved"], heads_of(4, 2, 2)
+    norm, cache = Norm(draw(8), draw(8), 1e-6), KVCache(*torch.zeros(2, 16, 2, 8), SLOTS)
+    want = [x.numpy() for x in (q, k, v)]
+    plain = Norm(norm.q.numpy(), norm.k.numpy(), 1e-6)
+    kept = KVCache(*torch.zeros(2, 16, 2, 8).numpy(), SLOTS.numpy())
+    for given, expected, more in (
+        ((norm, None), (plain, None), {}),
+        ((norm, cache), (plain, kept), {}),
+        ((norm, None), (plain, None), {"dtype": "int8", "scale": "token"}),
+        ((None, None), (None, None), {"dtype": "int8", "scale": 0.1}),
+    ):
+        got = rotary.fused(q, k, v, spec, norm=given[0], cache=given[1], **more)
+        result = rotary.fused(*want, spec, norm=expected[0], cache=expected[1], **more)
+        for y, z in zip(got, result, strict=True):
+            for one, two in zip(
+                *(a if isinstance(a, tuple) else (a,) for a in (y, z)), strict=True
+            ):
+                if one is not None:
+                    torch.testing.assert_close(one, torch.from_numpy(two), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cache.k, torch.from_numpy(kept.k), rtol=0, atol=1e-6)
+    assert len(launches) == 4
+    assert launches[0][0][2] is None, "v is not read where nothing becomes of it"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_public_call_writes_in_place_and_refuses_what_the_formula_refuses():
+    spec, (q, k, v) = SPECS["half"], heads_of(4, 2, 2)
+    norm = Norm(draw(8), draw(8), 1e-6)
+    want = [y.clone() for y in rotary.fused(q, k, None, spec, norm=norm)[:2]]
+    x, y = q.clone(), k.clone()
+    assert rotary.fused(x, y, None, spec, norm=norm, out=(x, y))[0] is x
+    assert torch.equal(x, want[0])
+    assert torch.equal(y, want[1])
+    wide = torch.empty(2, 4, 6, 16)[..., ::2]
+    rotary.fused(q, None, None, spec, norm=norm, out=wide)
+    assert torch.equal(wide, want[0])
+    memory = torch.zeros(2, 16, 2, 8)
+    for more, error, sentence in (
+        ({"out": (q, k[:1])}, ValueError, "out must be"),
+        ({"out": (q[:, :, :, :].flip(0), k), "dtype": "int8"}, ValueError, "out must be"),
+        ({"out": (q, k), "dtype": "int8", "scale": "token"}, ValueError, "scales"),
+        ({"cache": KVCache(*memory, SLOTS[:3])}, ValueError, "one per token"),
+        ({"cache": KVCache(*memory, SLOTS.float())}, TypeError, "whole numbers"),
+        ({"cache": KVCache(*memory[..., :4], SLOTS)}, ValueError, "the cache of k must be"),
+        ({"cache": KVCache(memory[0], None, SLOTS)}, ValueError, "the cache has none"),
+        ({"norm": Norm(draw(7), None, 1e-6)}, ValueError, "norm weight of q"),
+        ({"scale": "token"}, ValueError, "for int8 and float8"),
+    ):
+        with pytest.raises(error, match=sentence):
+            rotary.fused(q, k, v if "cache" in more else None, spec, **more)
+        assert not memory.any()
+
+
 # --- the code for the device ---
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",

@@ -478,3 +478,28 @@ def test_the_device_of_the_tensors_counts_not_the_current_one():
     assert rotary.apply(Rotary(head_dim=8), other[0]).device == torch.device("cuda:1")
     with pytest.raises(ValueError, match="one device"):
         rotary.rotate(x, *other[1:], layout="half")
+
+
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", ["half", "interleaved", "a slice"])
+def test_a_fused_call_is_that_of_the_host(name, dtype):
+    spec = SPECS[name]
+    q, k, v = (randn(2, heads, 37, spec.head_dim, seed=heads) for heads in (8, 2, 2))
+    weights = randn(spec.head_dim, seed=4), randn(2 * spec.head_dim, seed=5)
+    slots = torch.randperm(128, device="cuda")[:74]
+    memory = torch.zeros(2, 8, 16, 2, spec.head_dim, device="cuda")
+
+    def call(device, is_stored):
+        norm = rotary.Norm(*[weight.to(device) for weight in weights], 1e-6)
+        cache = rotary.KVCache(*memory.to(device), slots.to(device)) if is_stored else None
+        xs = [x.to(device) for x in (q, k, v)]
+        scale = 1.0 if dtype is None else "token"
+        results = rotary.fused(*xs, spec, norm=norm, cache=cache, dtype=dtype, scale=scale)
+        each = [y if isinstance(y, tuple) else (y,) for y in results if y is not None]
+        kept = [] if cache is None else [cache.k, cache.v]
+        return [y.float().cpu() for group in each for y in group] + [y.cpu() for y in kept]
+
+    step = {None: 1e-5, "int8": 1.0, "float8_e4m3fn": 32.0}[dtype]  # one number of the type apart
+    for is_stored in (False, True):
+        for y, z in zip(call("cuda", is_stored), call("cpu", is_stored), strict=True):
+            torch.testing.assert_close(y, z, rtol=1e-5, atol=step)

@@ -1,7 +1,8 @@
 """`rotary.fused` for torch: the formula of `kernels/numpy_fused.py` in torch's own operators.
 
 It has gradients, and runs on every device and under torch.compile. Plain tensors on the host that
-are not cast take the compiled loops, `torch_fused_cpu`, with gradients of their own.
+are not cast take the compiled loops, `torch_fused_cpu`, with gradients of their own; plain tensors
+on a GPU take one launch, `torch_fused_gpu`, without.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .stages import (
     weight_form,
 )
 from .torch_checks import check_operands, check_rows, check_writable
-from .torch_launch import empty_like, formula, mark_written
+from .torch_launch import empty_like, formula, is_for_gpu, mark_written
 from .torch_state import (
     FLOATS,
     INTEGERS,
@@ -80,6 +81,10 @@ def fused(
         )
     if is_for_loops(operands, stages, q, out):
         done = by_loops(q, k, v, cos, sin, rows, fitted, stages, out)
+        if done is not None:
+            return done
+    if is_for_gpu(operands) and not wants_grad(*operands):
+        done = by_kernel(q, k, v, cos, sin, rows, fitted, stages, out)
         if done is not None:
             return done
     turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
@@ -161,6 +166,40 @@ def by_loops(
         return None
     mark_written([*memory, *(out or ())])
     return outs[0], None, None
+
+
+def by_kernel(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
+) -> tuple[Result, Result, Result] | None:  # fmt: skip
+    """The same in one launch on a GPU; None, and nothing written, where that cannot be."""
+    from . import torch_fused_gpu
+
+    cache = stages.cache
+    is_changed = stages.changes_v or cache is not None
+    xs = (q, k, v if is_changed else None)
+    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v] if cache else []
+    memory = [each for each in memory if each is not None]
+    read = [x for x in (q, k, v, cos, sin) if x is not None]
+    if out is not None:
+        if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
+            raise ValueError("out= takes no scales that are computed: call without out=")
+        kind = q.dtype if stages.dtype is None else _DTYPES[stages.dtype]
+        returned = [x for x in (xs if cache is None else (q,)) if x is not None]
+        check_outputs([x.to("meta", kind) for x in returned], read, out)
+    check_writable(read, memory)
+    results = torch_fused_gpu.fused(xs, cos, sin, rows, fitted, stages, out)
+    if results is None:
+        return None
+    mark_written([*memory, *(out or ())])
+    if out is not None:
+        made = [result for result in results if isinstance(result, Tensor)]
+        for y, result in zip(out, made, strict=True):
+            if y is not result:
+                y.copy_(result)
+        done = iter(out)
+        results = [None if result is None else next(done) for result in results]
+    return results[0], results[1], results[2] if is_changed else v
 
 
 def check_outputs(

@@ -1,6 +1,7 @@
 """`rotary.fused` for torch on a GPU: from tensors of any strides to one launch of the kernel."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ def _in_cache(
     y = memory.unsqueeze(1) if block is None else memory
     if y.stride(-1) != 1:
         raise ValueError(f"the cache of {name} must have its channels side by side on a GPU")
-    if getattr(scale, "shape", ()) == memory.shape[:-1] and memory.ndim > 2:
+    if isinstance(scale, Tensor) and scale.shape == memory.shape[:-1] and memory.ndim > 2:
         _scaled(name, y, kind, TOKEN)
         return y, kind, scale.unsqueeze(1) if block is None else scale, True
     return _scaled(name, y, kind, scale)
@@ -242,15 +243,18 @@ def _launch(
     steps = (cos if rows is None else rows).stride()[:2]
     batch_step = 0 if (cos if rows is None else rows).shape[0] == 1 else steps[0]
     row_step, count = (0, 0) if rows is None else (cos.stride(0), cos.shape[0])
-    kernel[(batches * blocks * programs,)](
-        cos, sin, cos if rows is None else rows, cos if slots is None else slots,
-        batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
-        slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
-        PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=together, HEADS=heads,
-        READ_HALF=geometry.layout == "half", WRITE_HALF=geometry.out_layout == "half",
-        HAS_ROWS=rows is not None, ADD_ONE=int(norm is not None and norm.add_one),
-        SLOTS=slots is not None, **constants, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    device = cos.device
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if is_elsewhere else nullcontext():
+        kernel[(batches * blocks * programs,)](
+            cos, sin, cos if rows is None else rows, cos if slots is None else slots,
+            batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
+            slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
+            PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=together, HEADS=heads,
+            READ_HALF=geometry.layout == "half", WRITE_HALF=geometry.out_layout == "half",
+            HAS_ROWS=rows is not None, ADD_ONE=int(norm is not None and norm.add_one),
+            SLOTS=slots is not None, **constants, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _arguments(name: str, way: Way, geometry: Geometry) -> tuple[list[object], dict[str, object]]:
