@@ -23,6 +23,7 @@ from .spec import Rotary as Rotary
 if TYPE_CHECKING:
     from .integrations.transformers import patch as patch
     from .integrations.transformers import unpatch as unpatch
+    from .model import from_model as from_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "cos_sin",
     "from_hf_config",
     "fused",
+    "from_model",
     "inv_freq",
     "layouts",
     "patch",
@@ -54,4 +56,8 @@ def __getattr__(name: str) -> Any:
         from .integrations import transformers
 
         return getattr(transformers, name)
+    if name == "from_model":
+        from .model import from_model
+
+        return from_model
     raise AttributeError(f"module 'rotary' has no attribute {name!r}")

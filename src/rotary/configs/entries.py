@@ -71,14 +71,24 @@ LAYERS_WITH_ROPE = frozenset({
 })  # fmt: skip
 LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "dense", "sparse"})
 
+_WAYS_ON = (
+    "load the model and ask rotary.from_model(model); or, if its code is like that of a known one, "
+    "say as_type=, such as as_type='llama'; or write rotary.Rotary(head_dim=, base=, layout=, ...)"
+)
 
-def choose(config: Any, layer_type: str | None = None, part: str | None = None) -> Config:
+
+def choose(
+    config: Any,
+    layer_type: str | None = None,
+    part: str | None = None,
+    as_type: str | None = None,
+) -> Config:
     """The config of one part and layer type; arguments and errors as in `from_hf_config`.
 
     >>> choose({"model_type": "gemma3_text"}, "sliding_attention").get("rope_theta")
     10000.0
     """
-    whole = load(config)
+    whole = load(config) if as_type is None else _as_type(load(config), as_type)
     data, model = _part(whole, part)
     entries = ropes(data, model)
     are_alike = None in entries
@@ -124,6 +134,21 @@ def parts(config: object) -> tuple[str, ...]:
     return tuple(MODELS.get(str(load(config).get("model_type")), {}).get("parts", ()))
 
 
+def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
+    """The config with another model_type, and its parts with those of the parts of that model."""
+    own = data.get("model_type")
+    if as_type not in MODELS:
+        raise ValueError(f"as_type {as_type!r} is not known{nearest(as_type, MODELS)}")
+    if own in MODELS and own != as_type:
+        raise ValueError(f"model_type {own!r} is known: leave out as_type, which is {as_type!r}")
+    renamed = {**data, "model_type": as_type}
+    for key, kind in MODELS[as_type].get("parts", {}).items():
+        inner = data.get(key)
+        if isinstance(inner, Mapping) and inner.get("model_type") not in MODELS:
+            renamed[key] = {**inner, "model_type": kind}
+    return renamed
+
+
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
     """The sub-config that is meant, and what is known of its model."""
     name = data.get("model_type")
@@ -132,7 +157,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
             raise ValueError(f"part {part!r} of a config without model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if not isinstance(name, str) or name not in MODELS:
-        raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}")
+        raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}; {_WAYS_ON}")
     model = MODELS[name]
     known = model.get("parts", {})
     if part is None and set(model) - {"parts", "beside_parts", "own_text"}:

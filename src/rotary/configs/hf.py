@@ -54,6 +54,7 @@ def from_hf_config(
     layer_type: str | None = None,
     *,
     part: str | None = None,
+    as_type: str | None = None,
     strict: bool = True,
 ) -> Rotary | None:
     """The RoPE of a model's config, as transformers 5.23 would compute it.
@@ -61,6 +62,7 @@ def from_hf_config(
     config      path of a config.json or of the folder that holds it, a dict, or a PretrainedConfig
     layer_type  which entry, where frequencies differ by layer type ("full_attention", ...)
     part        which sub-config of a model of several parts ("vision_config"); default the text
+    as_type     model_type whose code is like that of this model, where its own is not known
     strict      False turns unknown keys into warnings
     Understands `rope_parameters` (v5, flat or nested by layer type), `rope_scaling` with top-level
     keys (v4), the models of `MODELS`, and the type names of vLLM, SGLang and mlx-lm; a dict without
@@ -72,10 +74,10 @@ def from_hf_config(
 
     >>> from_hf_config({"hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 5e5})
     Rotary(head_dim=128, base=500000.0)
-    >>> from_hf_config({"model_type": "nanochat"}).sign
-    -1
+    >>> from_hf_config({"model_type": "lama4u", "head_dim": 64}, as_type="llama")
+    Rotary(head_dim=64)
     """
-    return rotary_of(choose(config, layer_type, part), refuse if strict else _warn)
+    return rotary_of(choose(config, layer_type, part, as_type), refuse if strict else _warn)
 
 
 def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:

@@ -1,0 +1,162 @@
+"""What one forward of a torch module rotates, whatever its functions and classes are called.
+
+Every operator that runs is watched. An array that is an earlier one rotated, as `turned` says by
+the numbers, is a rotation, in whichever module it was made; so a rotation is found in a function, a
+method, a module, a nested function, an operator in place, or written out in the attention.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..kernels import Numbers as Array
+from .turned import Turned, turned
+
+KEPT = 24  # arrays of one shape that a later one is compared with
+MAX_CHANNELS = 1024  # of a head
+_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Rotation(NamedTuple):
+    """One rotation that was seen: x became y, both (tokens, heads, channels).
+
+    path   of the module in which y was made
+    dtype  the coarsest type of the two
+    """
+
+    path: str
+    x: Array
+    y: Array
+    dtype: str
+    turned: Turned
+
+
+def watch(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], tokens: int
+) -> tuple[list[Rotation], str | None]:
+    """Rotations of one forward along an axis of `tokens`, and why it stopped, if it raised.
+
+    The model is in evaluation mode meanwhile, and no gradient is recorded.
+
+    >>> watch(nn.Linear(2, 2), (torch.ones(3, 2),), {}, 3)
+    ([], None)
+    """
+    watcher = _Watcher(tokens)
+    hooks = []
+    for path, module in model.named_modules():
+        hooks += [
+            module.register_forward_pre_hook(watcher.entered(path)),
+            module.register_forward_hook(watcher.left, always_call=True),
+        ]
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    error = None
+    try:
+        with torch.no_grad(), watcher:
+            model(*args, **kwargs)
+    except Exception as raised:  # whatever a stranger's forward raises
+        lines = str(raised).strip().splitlines() or [""]
+        error = f"{type(raised).__name__}: {lines[0][:200]}"
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
+    return list(_last_of_each(watcher.seen)), error
+
+
+class _Snapshot(NamedTuple):
+    values: Array
+    dtype: str
+    root: int  # number of the array that it comes from by rotations
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Sees the result of every operator, and keeps the rotations among them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.tokens = tokens
+        self.path: list[str] = []
+        self.kept: dict[tuple[int, ...], list[_Snapshot]] = {}
+        self.seen: list[tuple[int, Rotation]] = []
+        self.count = 0
+
+    def entered(self, path: str) -> Callable[..., None]:
+        return lambda *_: self.path.append(path)
+
+    def left(self, *_: object) -> None:
+        self.path.pop()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        is_writing = func._schema.is_mutable and args
+        written = [args[0], getattr(args[0], "_base", None)] if is_writing else []
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        for tensor in (*outputs, *written):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.dtype not in _TYPES or tensor.ndim < 2 or tensor.is_meta:
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        for values in _by_token(tensor, self.tokens):
+            kept = self.kept.setdefault(values.shape, [])
+            if any(np.array_equal(values, each.values) for each in kept):
+                continue
+            self.count += 1
+            root = self.count
+            for before in kept:
+                coarser = max(dtype, before.dtype, key=["float64", "float32", "float16",
+                                                        "bfloat16"].index)  # fmt: skip
+                if found := turned(before.values, values, coarser):
+                    path = self.path[-1] if self.path else ""
+                    rotation = Rotation(path, before.values, values, coarser, found)
+                    self.seen.append((before.root, rotation))
+                    root = before.root
+                    break
+            kept.append(_Snapshot(values, dtype, root))
+            del kept[:-KEPT]
+
+
+def _by_token(tensor: Tensor, tokens: int) -> Iterator[Array]:
+    """A tensor as (tokens, heads, channels), for each axis that may be that of the tokens."""
+    *rows, channels = tensor.shape
+    if channels < 2 or channels > MAX_CHANNELS or math.prod(rows) < 2 * tokens:
+        return
+    for axis, size in enumerate(rows):
+        if size == tokens:
+            moved = tensor.detach().movedim(axis, 0).reshape(tokens, -1, channels)
+            values = moved.to("cpu", torch.float64).numpy()
+            if np.isfinite(values).all():
+                yield values
+
+
+def _last_of_each(seen: Sequence[tuple[int, Rotation]]) -> Iterator[Rotation]:
+    """Of the rotations of one array the last one that does not scale it otherwise."""
+    roots: dict[int, Rotation] = {}
+    for root, rotation in seen:
+        before = roots.get(root)
+        if before is None or _scaling(rotation) <= _scaling(before):
+            roots[root] = rotation
+    yield from roots.values()
+
+
+def _scaling(rotation: Rotation) -> float:
+    """How far the amplitude is from 1: queries are often scaled as well."""
+    return round(abs(math.log(rotation.turned.amplitude)), 2)

@@ -1,0 +1,206 @@
+"""Whether one array is another one rotated, by the numbers alone, and by which angles.
+
+Both arrays are (tokens, heads, channels): what a head of a model was before and after its
+rotation. Of every token there are several heads, which hold different numbers and are rotated
+alike, so a rotation that fits all of them is no chance.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..kernels import Numbers as Array
+from ..layouts import LAYOUTS, pair_indices
+from ..spec import Rotary
+from .fit import Measured, fit
+from .pairs import LOST, wrapped
+
+TOLERANCES = {"float64": 2e-6, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
+_SAMPLE = 12  # heads that are looked at
+_UNLIKE = 9.0  # an amplitude below 3 on a part of the head changes squares by less
+_ALIKE = 1e-3  # relative: amplitudes closer than this are one
+
+
+class Turned(NamedTuple):
+    """y is x rotated: which channels, and the angle of each pair at each token.
+
+    angles     (tokens, pairs) rad
+    noise      rad, how far an angle may be off
+    amplitude  by which x is multiplied as well
+    """
+
+    head_dim: int
+    rotary_dim: int
+    start: int
+    layout: str
+    out_layout: str
+    angles: Array
+    noise: float
+    amplitude: float
+
+
+def turned(x: Array, y: Array, dtype: str) -> Turned | None:
+    """How y comes from x by a rotation of pairs; None if it does not, or if y is x.
+
+    x, y   (tokens, heads, channels) with two heads or more
+    dtype  the coarsest type that the numbers were rounded to
+
+    >>> x = np.random.default_rng(0).normal(size=(3, 2, 4))
+    >>> cos, sin = np.cos([[0.0], [1.0], [2.0]]), np.sin([[0.0], [1.0], [2.0]])
+    >>> a, b = x[..., 0], x[..., 1]
+    >>> y = np.stack([a * cos - b * sin, b * cos + a * sin, x[..., 2], x[..., 3]], axis=-1)
+    >>> found = turned(x, y, "float64")
+    >>> found[:5], found.angles.round(6).tolist()
+    ((4, 2, 0, 'half', 'half'), [[0.0], [1.0], [2.0]])
+    """
+    x, y = x[:, :_SAMPLE], y[:, :_SAMPLE]
+    growth = (y**2).sum(axis=-1) / np.maximum((x**2).sum(axis=-1), 1e-30)
+    if growth.max() > _UNLIKE * growth.min():  # most arrays have nothing to do with each other
+        return None
+    moved = np.flatnonzero((x != y).any(axis=(0, 1)))
+    if x.shape[1] < 2 or not len(moved) or not _is_varied(x):
+        return None
+    tolerance = TOLERANCES[dtype]
+    scale = float(np.sqrt((y**2).mean()))
+    for layout, out_layout, start, rotary_dim in _guesses(x, y, moved, tolerance * scale):
+        read = pair_indices(rotary_dim, layout, start).T
+        written = pair_indices(rotary_dim, out_layout, start).T
+        z, w = x[..., read[0]] + 1j * x[..., read[1]], y[..., written[0]] + 1j * y[..., written[1]]
+        size = (np.abs(z) ** 2).sum(axis=1)
+        ratio = (w * z.conj()).sum(axis=1) / np.where(size, size, 1)
+        amplitude = float(np.median(np.abs(ratio)))
+        if (
+            np.abs(w - ratio[:, None] * z).max() <= tolerance * 8 * scale
+            and np.abs(np.abs(ratio) - amplitude).max() <= 8 * tolerance * amplitude
+            and amplitude > tolerance
+            and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > 2 * tolerance
+        ):
+            return Turned(
+                x.shape[-1], rotary_dim, start, layout, out_layout, np.angle(ratio),
+                tolerance / 4, 1.0 if abs(amplitude - 1) < _ALIKE * max(1, tolerance * 1e3)
+                else amplitude,
+            )  # fmt: skip
+    return None
+
+
+def _is_varied(x: Array) -> bool:
+    """Whether the heads of a token hold different numbers, or any of them says nothing more."""
+    first, others = x[:, :1], x[:, 1:]
+    across = (first * others).sum(axis=-1) ** 2
+    sizes = (first**2).sum(axis=-1) * (others**2).sum(axis=-1)
+    return bool((across < 0.98 * sizes).any(axis=1).mean() > 0.5)
+
+
+def _guesses(
+    x: Array, y: Array, moved: Array, allowed: float
+) -> Iterator[tuple[str, str, int, int]]:
+    """(layout, out_layout, start, rotary_dim) that may be, by the partner of one channel."""
+    head_dim, start = x.shape[-1], int(moved[0])
+    span = int(moved[-1]) + 1 - start
+    span += span % 2
+    few = np.linspace(0, len(x) - 1, 6).astype(int)
+    a, b = x[few, :, start : start + 1], x[few]
+    z, w = a + 1j * b, y[few, :, start : start + 1] + 1j * y[few]
+    size = (np.abs(z) ** 2).sum(axis=1)
+    ratio = (w * z.conj()).sum(axis=1) / np.where(size, size, 1)
+    error = np.abs(w - ratio[:, None] * z).max(axis=(0, 1))
+    partners = [int(c) for c in np.flatnonzero(error <= 8 * allowed) if c > start]
+    for other in partners:
+        if start + 2 * (other - start) <= head_dim and 2 * (other - start) >= span:
+            yield "half", "half", start, 2 * (other - start)
+        if other == start + 1 and start + span <= head_dim:
+            yield "interleaved", "interleaved", start, span
+    if start + span <= head_dim:
+        for layout, out_layout in itertools.permutations(LAYOUTS):
+            yield layout, out_layout, start, span
+
+
+def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
+    """The spec that turns by these angles at positions (tokens, axes).
+
+    frequencies  all numbers that the model holds and that may be frequencies; where they agree with
+                 what was measured they are taken, for they are more precise
+    Raises ValueError where the angles do not follow from the positions.
+
+    >>> at = np.arange(9.0)[:, None]
+    >>> spec_of(Turned(2, 2, 0, "half", "half", wrapped(at * 0.5), 1e-6, 1.0), at, np.zeros(0))
+    Rotary(head_dim=2, schedule='linear', params={'factor': 2.0})
+    """
+    by_axis, farthest = _slopes(found, positions)
+    reference = int(np.abs(positions).sum(axis=1).argmin())
+    if len(by_axis) > 1:
+        visible = np.abs(by_axis) * farthest[:, None] > 8 * found.noise
+        if (visible.sum(axis=0) > 1).any():
+            raise ValueError("a pair is driven by more than one position axis")
+        by_axis = np.where(visible, by_axis, 0)
+    axes = np.abs(by_axis).argmax(axis=0)
+    rates = by_axis.sum(axis=0)
+    phase = wrapped(found.angles[reference] - positions[reference] @ by_axis)
+    error = np.abs(wrapped(found.angles - positions @ by_axis - phase))
+    limit = 40 * found.noise + 3e-6 * np.abs(positions @ by_axis).max()
+    if error.max() > max(limit, 1e-3):
+        raise ValueError(f"its angles do not grow evenly with the positions: {error.max():.2g} off")
+    if np.abs(phase).max() > max(limit, 1e-3):
+        raise ValueError(
+            "a token at position 0 is turned already: the positions start elsewhere; pass "
+            "positions=, those that the model itself counts"
+        )
+    sign = -1 if (rates < 0).any() and not (rates > 0).any() else 1
+    # 1e-6: what float32 formulas are off
+    noise = 4 * found.noise / farthest[axes] + 1e-6 * np.abs(rates)
+    inv_freq = _held(sign * rates, noise, frequencies)
+    is_held = inv_freq is not None
+    inv_freq = sign * rates if inv_freq is None else inv_freq
+    measured = Measured(
+        inv_freq, 1e-9 * inv_freq if is_held else noise, found.rotary_dim, found.amplitude,
+        4 * found.noise, len(by_axis),
+    )  # fmt: skip
+    explained = fit(measured)
+    return Rotary(
+        head_dim=found.head_dim,
+        rotary_dim=found.rotary_dim,
+        start=found.start,
+        base=explained.base,
+        layout=found.layout,
+        out_layout=found.out_layout,
+        schedule=explained.schedule,
+        params=explained.params,
+        axes=axes.tolist() if len(by_axis) > 1 and axes.any() else (),
+        sign=sign,
+    )
+
+
+def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
+    """rad per position of each axis and pair, (axes, pairs), and how far each axis was seen."""
+    rows, farthest = [], []
+    reference = int(np.abs(positions).sum(axis=1).argmin())
+    away = positions - positions[reference]
+    for axis in range(positions.shape[1]):
+        alone = np.delete(away, axis, axis=1)
+        tokens = np.flatnonzero((alone == 0).all(axis=1) & (away[:, axis] != 0))
+        if not len(tokens):
+            raise ValueError(
+                f"no two tokens differ in position axis {axis} alone, so its frequencies cannot be "
+                "measured: pass an example in which they do"
+            )
+        rate = np.zeros(found.angles.shape[1])
+        for n, token in enumerate(tokens[np.argsort(np.abs(away[tokens, axis]))]):
+            step = away[token, axis]
+            gone = wrapped(found.angles[token] - found.angles[reference] - rate * step)
+            if n and np.abs(gone).max() > LOST:
+                raise ValueError("its angles do not grow evenly with the positions")
+            rate = rate + gone / step
+        rows.append(rate)
+        farthest.append(np.abs(away[tokens, axis]).max())
+    return np.array(rows), np.array(farthest)
+
+
+def _held(rates: Array, noise: Array, frequencies: Array) -> Array | None:
+    """The measured rates as the model holds them; None if it does not hold all that turn."""
+    if not len(frequencies):
+        return None
+    nearest = frequencies[np.abs(rates[:, None] - frequencies).argmin(axis=1)]
+    nearest = np.where(np.abs(rates) <= noise, 0.0, nearest)
+    return nearest if (np.abs(nearest - rates) <= noise).all() else None

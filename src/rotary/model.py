@@ -1,0 +1,361 @@
+"""The RoPE of a loaded torch model: by its config, by watching it run, and both compared.
+
+A forward on random tokens shows which arrays the model rotates, by which angles, whatever its
+classes and functions are called. `blackbox.forward` watches it and `blackbox.turned` explains the
+angles. Where the config is known as well, its spec must give the same numbers.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .analysis.precision import round_to
+from .angles import inv_freq
+from .blackbox.forward import Rotation, watch
+from .blackbox.turned import TOLERANCES, spec_of
+from .configs import MODELS, from_hf_config, layer_types
+from .kernels import Numbers as Array
+from .rotate import apply
+from .spec import Rotary
+
+TOKENS = 37  # a prime, which is no other size of a model
+FARTHEST = 1024
+
+
+class ModelRotation(NamedTuple):
+    """One RoPE of a model, and where it was found.
+
+    part        the key of its sub-config in the config ("vision_config"), or None
+    layer_type  of the config, where frequencies differ by layer type, or None
+    spec        the RoPE; where it was measured, the simplest one that gives those angles
+    modules     paths of the modules that rotate by it; empty where only the config was read
+    source      "config and forward": equal; "forward": measured, no config says it; "config": the
+                model could not run, as `note` says
+
+    >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
+    ''
+    """
+
+    part: str | None
+    layer_type: str | None
+    spec: Rotary
+    modules: tuple[str, ...]
+    source: str
+    note: str = ""
+
+
+def from_model(
+    model: nn.Module,
+    layer_type: str | None = None,
+    *,
+    part: str | None = None,
+    example: object = None,
+    positions: object = None,
+) -> Rotary:
+    """The RoPE of a loaded torch model, of any class: transformers, diffusers, timm, or your own.
+
+    model       runs once, on `example`, without gradients; on the meta device its config is read
+    layer_type  which one, where they differ by layer type ("full_attention", ...)
+    part        which one of several parts: a key of the config ("vision_config"), or the path of
+                a module, as `rotations` lists them
+    example     the arguments of one forward: a tensor, a tuple, or a dict of keyword arguments;
+                default: 2 x 37 random tokens, for a model with an embedding of tokens
+    positions   of the tokens of the example, (seq,) or (seq, axes), as the model counts them;
+                default 0, 1, 2, ...
+
+    What the forward rotates is found by its numbers, not by names. Where the config is known its
+    spec is taken, if it gives the same numbers. The angles were then compared up to the farthest
+    position of the example (1024 where the model takes position_ids). Where it is not known, the
+    spec is the simplest that gives the measured angles, as in `rotary.identify`; what depends on
+    the length, beyond the example, cannot be seen.
+
+    Raises ValueError where config and model disagree (both are named), where they rotate by more
+    than one RoPE and none is asked for, where nothing is rotated, and where what is rotated is no
+    RoPE that a `Rotary` describes; TypeError for what is not a torch module.
+
+    >>> class Turn(nn.Module):
+    ...     def forward(self, x):  # (batch, seq, heads, 4)
+    ...         angle = torch.arange(x.shape[1])[:, None, None] * torch.tensor([1.0, 0.01])
+    ...         a, b = x.chunk(2, dim=-1)
+    ...         return torch.cat((a * angle.cos() - b * angle.sin(),
+    ...                           b * angle.cos() + a * angle.sin()), dim=-1)
+    >>> from_model(Turn(), example=torch.randn(2, 16, 3, 4), positions=range(16))
+    Rotary(head_dim=4)
+    """
+    found = rotations(model, example=example, positions=positions)
+    chosen = [
+        each
+        for each in found
+        if layer_type in (None, each.layer_type)
+        if part is None or part == each.part or part in each.modules
+    ]
+    specs = dict.fromkeys(each.spec for each in chosen)
+    if len(specs) == 1:
+        return next(iter(specs))
+    listed = "; ".join(
+        f"{', '.join(_short(each.modules))}: part={each.part!r}, layer_type={each.layer_type!r}"
+        for each in found
+    )
+    if not specs:
+        raise ValueError(f"no rotation of part {part!r} and layer_type {layer_type!r}; {listed}")
+    raise ValueError(
+        f"{type(model).__qualname__} has {len(specs)} rotations: pass part=, a part or a module, "
+        f"or layer_type=, for one of {listed}"
+    )
+
+
+def rotations(
+    model: nn.Module, *, example: object = None, positions: object = None
+) -> tuple[ModelRotation, ...]:
+    """Every RoPE of a loaded model, with the modules that use it; as `from_model`, which picks one.
+
+    >>> rotations(nn.Linear(2, 2), example=torch.ones(3, 2), positions=range(3))
+    Traceback (most recent call last):
+    ValueError: Linear rotates nothing that can be seen along 3 tokens: ...
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__qualname__}")
+    configs = _configs(model)
+    config = getattr(model, "config", None)
+    note = ""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        note = "its parameters are on the meta device"
+        return _by_config(config, note)
+    seen: list[Rotation] = []
+    for args, kwargs, at in _examples(model, example, positions):
+        seen, error = watch(model, args, kwargs, len(at))
+        note = f"its forward raised {error}" if error else ""
+        if not error:
+            break
+    if note and not seen:
+        return _by_config(config, f"{note}; pass example=, the arguments of one forward")
+    by_module: dict[str, list[Rotation]] = {}
+    for each in seen:
+        by_module.setdefault(each.path, []).append(each)
+    held = _frequencies(model)
+    groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
+    for path, own in by_module.items():
+        part, config = configs[path]
+        kind = _layer_type(config, path)
+        spec, source = _spec(path, _of_whole_heads(own), at, config, kind, held)
+        groups.setdefault((part, kind, spec, source), []).append(path)
+    if not groups:
+        raise ValueError(
+            f"{type(model).__qualname__} rotates nothing that can be seen along {len(at)} tokens: "
+            f"its config says {_words(config)}; an example needs two heads or rows, and positions= "
+            "one position for each token"
+        )
+    return tuple(
+        ModelRotation(part, kind, spec, tuple(paths), source, note)
+        for (part, kind, spec, source), paths in groups.items()
+    )
+
+
+# --- the forward ---
+
+
+def _examples(
+    model: nn.Module, example: object, positions: object
+) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
+    """Arguments of a forward and the positions (seq, axes) of its tokens; the next if it raises."""
+    if example is None:
+        if positions is not None:
+            raise ValueError("positions= are those of the tokens of example=, which is missing")
+        yield from _of_text(model)
+        return
+    args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), dict(example)
+    if positions is None:
+        ids = [
+            each
+            for each in (*args, *kwargs.values())
+            if isinstance(each, Tensor) and not each.is_floating_point() and each.ndim == 2
+        ]
+        if not ids:
+            raise ValueError(
+                "pass positions=, the position of each token of the example: (seq,), or (seq, axes)"
+            )
+        positions = range(ids[0].shape[1])
+    at = np.asarray(list(positions) if isinstance(positions, range) else positions, np.float64)
+    if at.ndim not in (1, 2) or len(at) < 2:
+        raise ValueError(f"positions must be (seq,) or (seq, axes), got shape {at.shape}")
+    yield args, kwargs, at.reshape(len(at), -1)
+
+
+def _of_text(
+    model: nn.Module,
+) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
+    """Random tokens at far positions, if the model takes any, and at the first ones."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not embeddings:
+        raise ValueError(
+            f"{type(model).__qualname__} has no embedding of tokens: pass example=, the arguments "
+            "of one forward, and positions=, those of its tokens"
+        )
+    words = max(embeddings, key=lambda module: module.num_embeddings)
+    special = {number for name, number in _numbers(getattr(model, "config", None))
+               if name.endswith("token_id")}  # fmt: skip
+    usable = [n for n in range(min(words.num_embeddings, 4096)) if n not in special] or [0]
+    random = np.random.default_rng(0)
+    ids = torch.tensor(random.choice(usable, (2, TOKENS)), device=words.weight.device)
+    names = inspect.signature(model.forward).parameters
+    first = next(iter(names), "")
+    args: tuple[object, ...] = () if "input_ids" in names and first != "input_ids" else (ids,)
+    kwargs: dict[str, object] = {} if args else {"input_ids": ids}
+    if "use_cache" in names:
+        kwargs["use_cache"] = False
+    if "position_ids" in names:
+        far = [n + more for n in 2 ** np.arange(5, 11) for more in (0, 1)]
+        at = np.array([*range(TOKENS - len(far)), *far])[:TOKENS]
+        ids_of_positions = torch.tensor(at, device=ids.device)[None].expand(2, -1)
+        yield args, {**kwargs, "position_ids": ids_of_positions}, at.astype(np.float64)[:, None]
+    yield args, kwargs, np.arange(TOKENS, dtype=np.float64)[:, None]
+
+
+def _numbers(config: object) -> Iterator[tuple[str, object]]:
+    """Names and values in a config and its parts."""
+    data = config.to_dict() if hasattr(config, "to_dict") else config
+    for name, value in data.items() if isinstance(data, Mapping) else ():
+        yield str(name), value if isinstance(value, int) else None
+        yield from _numbers(value)
+
+
+def _frequencies(model: nn.Module) -> Array:
+    """All that the model holds in vectors, where its frequencies may be."""
+    tensors = [*model.buffers(), *(value for module in model.modules()
+                                   for value in vars(module).values())]  # fmt: skip
+    vectors = [
+        tensor.detach().to("cpu", torch.float64).numpy()
+        for tensor in tensors
+        if isinstance(tensor, Tensor) and tensor.ndim == 1 and tensor.is_floating_point()
+        if 0 < len(tensor) <= 4096 and not tensor.is_meta
+    ]
+    return np.unique(np.concatenate([np.zeros(0), *vectors]))
+
+
+def _of_whole_heads(seen: list[Rotation]) -> list[Rotation]:
+    """Of rotations of heads and of slices cut out of them: the widest that q and k both have."""
+    by_width: dict[int, list[Rotation]] = {}
+    for each in seen:
+        by_width.setdefault(each.turned.head_dim, []).append(each)
+    several = [width for width, own in by_width.items() if len(own) > 1]
+    return by_width[max(several or by_width)]
+
+
+# --- the config ---
+
+
+def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
+    """Path of each module -> the part of the model it is in, and the nearest known config."""
+    configs: dict[str, tuple[str | None, object]] = {}
+    whole = getattr(model, "config", None)
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        around = configs.get(path.rpartition(".")[0], (None, None)) if path else (None, None)
+        if getattr(config, "model_type", None) in MODELS:
+            names = vars(whole).items() if whole is not None else ()
+            part = next((name for name, value in names if value is config), None)
+            configs[path] = part or around[0], config
+        else:
+            configs[path] = around
+    return configs
+
+
+def _layer_type(config: object, path: str) -> str | None:
+    """The layer type of a module by the first number in its path, where they differ."""
+    try:
+        kinds = layer_types(config) if config is not None else ()
+    except ValueError:
+        return None
+    number = re.search(r"(?<![^.])\d+(?![^.])", path)
+    listed = getattr(config, "layer_types", None)
+    if not kinds or number is None or not listed or int(number[0]) >= len(listed):
+        return None
+    return str(listed[int(number[0])])
+
+
+def _by_config(config: object, note: str) -> tuple[ModelRotation, ...]:
+    """What the config says of its text; ValueError where it is not known or says nothing."""
+    if getattr(config, "model_type", None) not in MODELS:
+        raise ValueError(f"{note}; and no config says which RoPE it has")
+    specs = [(kind, from_hf_config(config, kind)) for kind in layer_types(config) or (None,)]
+    return tuple(
+        ModelRotation(None, kind, spec, (), "config", note) for kind, spec in specs if spec
+    )
+
+
+def _spec(
+    path: str, seen: list[Rotation], at: Array, config: object, kind: str | None, held: Array
+) -> tuple[Rotary, str]:
+    """The spec of one module: that of its config, which must agree, or what was measured."""
+    try:
+        expected = None if config is None else from_hf_config(config, kind)
+        is_known = config is not None
+    except ValueError:
+        expected, is_known = None, False
+    if expected and all(_gives(expected, rotation, at) for rotation in seen):
+        return expected, "config and forward"
+    try:
+        specs = dict.fromkeys(spec_of(rotation.turned, at, held) for rotation in seen)
+    except ValueError as error:
+        raise ValueError(f"{path} rotates, but {error}") from error
+    measured = " and ".join(map(str, specs))
+    if is_known:
+        raise ValueError(
+            f"{path}: config and model disagree: the config says {expected}, and its forward "
+            f"rotates as {measured}{_rounded(expected, seen, at)}"
+        )
+    for spec in specs:  # what is measured of q and of k differs by noise
+        if all(_gives(spec, rotation, at) for rotation in seen):
+            return spec, "forward"
+    raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
+
+
+def _gives(spec: Rotary, rotation: Rotation, at: Array) -> bool:
+    """Whether a spec gives the numbers that were seen."""
+    if spec.head_dim != rotation.x.shape[-1]:
+        return False
+    positions: Array = at[:, 0] if at.shape[1] == 1 else at
+    if (positions == positions.round()).all():
+        positions = positions.astype(np.int64)
+    if spec.num_axes > 1 and at.shape[1] == 1:  # text: all axes count alike
+        positions = np.repeat(positions[:, None], spec.num_axes, axis=1)
+    x, y = rotation.x.swapaxes(0, 1), rotation.y.swapaxes(0, 1)
+    try:
+        ours = apply(spec, x, positions=positions, seq_dim=-2, allow_negative=True)
+    except ValueError:
+        return False
+    allowed = max(1e-3, 4 * TOLERANCES[rotation.dtype]) * np.abs(y).max()
+    return bool(np.abs(ours - y).max() <= allowed)
+
+
+def _rounded(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
+    """The commonest reason why a model differs from its config, if it is the reason."""
+    if spec is None or spec.depends_on_length:
+        return ""
+    exact, factor = inv_freq(spec)
+    for dtype in ("bfloat16", "float16"):
+        params = {"inv_freq": round_to(exact, dtype), "attention_factor": factor}
+        if all(_gives(dataclasses.replace(spec, schedule="custom", params=params), each, at)
+               for each in seen):  # fmt: skip
+            return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
+    return ""
+
+
+def _words(config: object) -> str:
+    try:
+        return str(from_hf_config(config)) if config is not None else "nothing"
+    except ValueError as error:
+        return str(error)
+
+
+def _short(paths: tuple[str, ...]) -> list[str]:
+    """Paths with layer numbers as *, each once."""
+    return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths))

@@ -1,0 +1,336 @@
+"""`rotary.from_model`: classes nobody knows, configs that are known, and where both disagree."""
+
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as attention  # noqa: E402
+
+import rotary  # noqa: E402
+from rotary import positions  # noqa: E402
+from rotary.model import rotations  # noqa: E402
+
+DIM, HEADS, WIDTH = 64, 4, 16
+
+
+def ladder(base, width=WIDTH):
+    return base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
+class Mixer(nn.Module):
+    """An attention whose `swirl` the classes below write; `places` is (seq,) or (seq, axes)."""
+
+    def __init__(self, places=None):
+        super().__init__()
+        self.stuff = nn.Linear(DIM, 3 * DIM)
+        self.places = places
+
+    def swirl(self, a, places):
+        return a
+
+    def forward(self, h):
+        b, n, _ = h.shape
+        a, c, e = self.stuff(h).view(b, n, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+        places = torch.arange(n) if self.places is None else self.places
+        a, c = self.swirl(a, places) * 0.25, self.swirl(c, places)
+        return h + attention(a, c, e).transpose(1, 2).flatten(2)
+
+
+class Bundle(nn.Module):
+    def __init__(self, *mixers):
+        super().__init__()
+        self.letters = nn.Embedding(50, DIM)
+        self.towers = nn.ModuleList(mixers)
+
+    def forward(self, letters):
+        h = self.letters(letters)
+        for tower in self.towers:
+            h = tower(h)
+        return h
+
+
+class ComplexTail(Mixer):
+    """The last 8 channels, by a complex table made once; neighbours are pairs."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(99.0), ladder(3e4, 8))
+        self.spinner = torch.polar(torch.ones_like(angles), angles)
+
+    def swirl(self, a, places):
+        kept, turned = a[..., :-8], a[..., -8:]
+        z = torch.view_as_complex(turned.reshape(*turned.shape[:-1], 4, 2))
+        return torch.cat([kept, torch.view_as_real(z * self.spinner[places]).flatten(-2)], -1)
+
+
+class InPlace(Mixer):
+    """Half layout, the first 8 channels, written over."""
+
+    def swirl(self, a, places):
+        a, angles = a.clone(), places[:, None] * ladder(1e5, 8)
+        left, right = a[..., :4].clone(), a[..., 4:8].clone()
+        a[..., :4] = left * angles.cos() - right * angles.sin()
+        a[..., 4:8] = right * angles.cos() + left * angles.sin()
+        return a
+
+
+class MixedLayout(Mixer):
+    """Reads neighbours, writes halves, and turns the other way."""
+
+    def swirl(self, a, places):
+        left, right = a[..., ::2], a[..., 1::2]
+        angles = -places[:, None] * ladder(1e4)
+        return torch.cat(
+            [
+                left * angles.cos() - right * angles.sin(),
+                right * angles.cos() + left * angles.sin(),
+            ],
+            -1,
+        )
+
+
+class Matrices(Mixer):
+    """Neighbours turned by 2 x 2 matrices and multiplied by 1.2."""
+
+    def swirl(self, a, places):
+        angles = places[:, None] * ladder(7e3)
+        matrix = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1)
+        pairs = a.unflatten(-1, (-1, 1, 2))
+        return (1.2 * matrix.unflatten(-1, (2, 2)) * pairs).sum(-1).flatten(-2)
+
+
+class Odd(Mixer):
+    """A module of its own, whose method has an odd name, turns (batch, seq, heads, channels)."""
+
+    def __init__(self):
+        super().__init__()
+        self.gadget = nn.Module()
+        self.gadget.register_buffer("wobble", ladder(1e4) / 3)
+
+    def swirl(self, a, places):
+        a = a.transpose(1, 2)
+        angles = (places[:, None] * self.gadget.wobble)[:, None]
+        left, right = a.chunk(2, -1)
+        turned = torch.cat([left * angles.cos() - right * angles.sin(),
+                            right * angles.cos() + left * angles.sin()], -1)  # fmt: skip
+        return turned.transpose(1, 2)
+
+
+class Grid(Mixer):
+    """Two axes: the first pairs by rows, the others by columns; unequal shares."""
+
+    def swirl(self, a, places):
+        rows, columns = places[:, :1] * ladder(1e4, 4), places[:, 1:] * ladder(1e4, 12)
+        angles = torch.cat([rows, columns], -1)
+        z = torch.view_as_complex(a.reshape(*a.shape[:-1], -1, 2))
+        return torch.view_as_real(z * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+R = rotary.Rotary
+UNKNOWN = {
+    "complex, trailing": (
+        ComplexTail, R(16, rotary_dim=8, start=8, base=3e4, layout="interleaved")),
+    "in place, leading": (InPlace, R(16, rotary_dim=8, base=1e5)),
+    "mixed, clockwise": (MixedLayout, R(16, layout="interleaved", out_layout="half", sign=-1)),
+    "linear, heads last": (Odd, R(16, schedule="linear", params={"factor": 3.0})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_class_that_nobody_knows(name):
+    torch.manual_seed(0)
+    kind, spec = UNKNOWN[name]
+    (found,) = rotations(Bundle(kind(), kind()))
+    assert (found.spec, found.source, found.note) == (spec, "forward", "")
+    assert found.modules == ("towers.0", "towers.1")
+
+
+def test_matrices_with_an_amplitude_are_measured():
+    torch.manual_seed(0)
+    spec = rotary.from_model(Bundle(Matrices()))
+    inv_freq, factor = rotary.inv_freq(spec)
+    np.testing.assert_allclose(inv_freq, ladder(7e3).double(), rtol=3e-5)
+    assert (spec.layout, pytest.approx(factor, rel=1e-5)) == ("interleaved", 1.2)
+
+
+def test_a_grid_with_a_class_token_in_front():
+    torch.manual_seed(0)
+    grid = positions.grid(5, 7)
+    places = np.concatenate([np.zeros((1, 2), np.int64), grid])
+    model = Bundle(Grid(torch.from_numpy(places)))
+    letters = torch.randint(0, 50, (2, len(places)))
+    spec = rotary.from_model(model, example=letters, positions=places)
+    assert (spec.layout, spec.axes) == ("interleaved", (0, 0, 1, 1, 1, 1, 1, 1))
+    expected = torch.cat([ladder(1e4, 4), ladder(1e4, 12)]).double()
+    np.testing.assert_allclose(rotary.inv_freq(spec)[0], expected, rtol=1e-4)
+
+
+def test_two_kinds_of_layers_are_two_rotations():
+    torch.manual_seed(0)
+    model = Bundle(InPlace(), ComplexTail(), Mixer(), InPlace())
+    assert [each.modules for each in rotations(model)] == [("towers.0", "towers.3"), ("towers.1",)]
+    with pytest.raises(ValueError, match=r"Bundle has 2 rotations: pass part=.*towers"):
+        rotary.from_model(model)
+    assert rotary.from_model(model, part="towers.1").start == 8
+
+
+def test_the_model_is_left_as_it_was():
+    model = Bundle(InPlace())
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rotary.from_model(model)
+    assert all(module.training for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# --- what is refused ---
+
+
+class Decaying(Mixer):
+    """xPos: queries shrink with their position."""
+
+    def swirl(self, a, places):
+        angles, scale = places[:, None] * ladder(1e4), 0.98 ** places[:, None]
+        z = torch.view_as_complex(a.reshape(*a.shape[:-1], -1, 2))
+        return torch.view_as_real(z * torch.polar(scale, angles)).flatten(-2)
+
+
+class Late(Mixer):
+    def swirl(self, a, places):
+        return rotary.apply(rotary.Rotary(WIDTH), a, positions=places + 5)
+
+
+class Squared(Mixer):
+    def swirl(self, a, places):
+        return rotary.apply(rotary.Rotary(WIDTH), a, positions=places**2)
+
+
+class Failing(Mixer):
+    def forward(self, h):
+        raise RuntimeError("needs a picture\nand more")
+
+
+REFUSED = {
+    "nothing rotates": (Mixer, "Bundle rotates nothing that can be seen along 37 tokens"),
+    "xPos": (Decaying, "Bundle rotates nothing that can be seen along 37 tokens"),
+    "positions from 5": (Late, "towers.0 rotates, but a token at position 0 is turned already"),
+    "squares": (Squared, "towers.0 rotates, but its angles do not grow evenly"),
+    "raises": (Failing, "forward raised RuntimeError: needs a picture; pass example="),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    torch.manual_seed(0)
+    kind, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        rotary.from_model(Bundle(kind()))
+
+
+def test_arguments_that_are_refused():
+    with pytest.raises(TypeError, match="model must be a torch module, got function"):
+        rotary.from_model(ladder)
+    with pytest.raises(ValueError, match="Linear has no embedding of tokens: pass example="):
+        rotary.from_model(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pass positions=, the position of each token"):
+        rotary.from_model(nn.Linear(2, 2), example=torch.ones(3, 2))
+    with pytest.raises(ValueError, match="positions= are those of the tokens of example="):
+        rotary.from_model(nn.Linear(2, 2), positions=range(3))
+    with pytest.raises(ValueError, match=r"positions must be \(seq,\) or \(seq, axes\)"):
+        rotary.from_model(nn.Linear(2, 2), example=torch.ones(3, 2), positions=[[[1]]])
+
+
+# --- where the config is known ---
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "head_dim": 16,
+}  # fmt: skip
+
+
+def test_a_config_and_its_model_agree():
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+            "original_max_position_embeddings": 1024}  # fmt: skip
+    config = transformers.Qwen3Config(**SIZES, rope_parameters=rope)
+    (found,) = rotations(transformers.Qwen3ForCausalLM(config))
+    assert (found.spec, found.source) == (rotary.from_hf_config(config), "config and forward")
+
+
+def test_layer_types_of_a_config():
+    config = transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6})
+    model = transformers.Gemma3TextModel(config)
+    for kind in ("sliding_attention", "full_attention"):
+        assert rotary.from_model(model, kind) == rotary.from_hf_config(config, kind)
+    with pytest.raises(ValueError, match=r"has 2 rotations: .*layer_type='full_attention'"):
+        rotary.from_model(model)
+
+
+def test_a_config_and_its_model_disagree():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    model.config.rope_parameters["rope_theta"] = 7e4  # after the model was made
+    with pytest.raises(ValueError, match=(
+        r"layers.0.self_attn: config and model disagree: the config says Rotary\(head_dim=16, "
+        r"base=70000.0\), and its forward rotates as Rotary\(head_dim=16\)"
+    )):  # fmt: skip
+        rotary.from_model(model)
+
+
+def test_frequencies_that_a_cast_rounded():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).bfloat16()
+    with pytest.raises(ValueError, match=r"its frequencies were rounded to bfloat16, as model.to"):
+        rotary.from_model(model)
+
+
+def test_a_model_type_that_is_not_known_is_measured():
+    class TomorrowConfig(transformers.LlamaConfig):
+        model_type = "tomorrow"
+
+    config = TomorrowConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 2e5})
+    (found,) = rotations(transformers.LlamaModel(config))
+    assert (found.spec, found.source) == (rotary.Rotary(16, base=2e5), "forward")
+    with pytest.raises(ValueError, match=(
+        r"model_type 'tomorrow' is not known; .*rotary.from_model.*as_type='llama'.*rotary.Rotary"
+    )):  # fmt: skip
+        rotary.from_hf_config(config)
+    assert rotary.from_hf_config(config, as_type="llama") == rotary.Rotary(16, base=2e5)
+
+
+def test_weights_that_are_not_there_leave_the_config():
+    with torch.device("meta"):
+        model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    (found,) = rotations(model)
+    assert (found.spec, found.source) == (rotary.Rotary(16), "config")
+    assert found.note == "its parameters are on the meta device"
+
+
+# model -> arguments of its config; each has another layout, slice or place of the rotation
+FAMILIES = {
+    "DeepseekV3": {"head_dim": None, "kv_lora_rank": 16, "q_lora_rank": 16, "n_group": 1,
+                   "n_routed_experts": 4, "topk_group": 1, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 32},
+    "GPTNeoX": {},
+    "GPTJ": {"n_embd": 64, "n_head": 4, "n_layer": 1, "rotary_dim": 8},
+    "Glm4": {"pad_token_id": 1},
+    "Phi": {},
+    "Cohere": {},
+    "Llama4Text": {"num_local_experts": 2, "interleaved_dimension": 1},
+    "NanoChat": {},
+    "Olmo3": {},
+    "Qwen2VLText": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                                        "mrope_section": [2, 3, 3]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_transformers_agree_with_their_configs(name):
+    sizes = {key: value for key, value in {**SIZES, **FAMILIES[name]}.items() if value}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}Model")(config)
+    found = rotations(model.eval())
+    assert {each.source for each in found} == {"config and forward"}
+    assert math.prod(len(each.modules) for each in found) > 0
