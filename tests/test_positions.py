@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rotary
 from rotary import positions
 
 examples = settings(max_examples=50, deadline=None, derandomize=True)
@@ -234,3 +235,50 @@ def test_sections_refuse(build, counts):
 def test_interleaved_sections_refuse_what_does_not_fit():
     with pytest.raises(ValueError, match=r"axis 1 has too many pairs .*\(1, 4, 1\)"):
         positions.interleaved_sections(1, 4, 1)
+
+
+# --- grids that are centred, stretched, or have tokens in front ---
+
+
+def test_tokens_before_a_grid_are_not_rotated():
+    spec = rotary.Rotary(8, schedule="axial", params={"num_axes": 2}, axes=[0, 0, 1, 1])
+    q = np.random.default_rng(0).normal(size=(1, 2, 5 + 12, 8))
+    where = positions.grid(3, 4, prefix=5)
+    assert where.shape == (17, 2)
+    assert where.dtype == np.int64
+    turned = rotary.apply(spec, q, positions=where)
+    np.testing.assert_array_equal(turned[:, :, :5], q[:, :, :5])
+    alone = rotary.apply(spec, q[:, :, 5:], positions=positions.grid(3, 4))
+    np.testing.assert_array_equal(turned[:, :, 5:], alone)
+
+
+@pytest.mark.parametrize("origin", positions.ORIGINS)
+def test_scores_do_not_depend_on_the_origin(origin):
+    spec = rotary.Rotary(8, schedule="axial", params={"num_axes": 2}, axes=[0, 0, 1, 1])
+    q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 20, 8))
+    one, other = (
+        rotary.apply(spec, q, k, positions=where, allow_negative=True)
+        for where in (positions.grid(4, 5), positions.grid(4, 5, origin=origin))
+    )
+    scores = [q @ k.swapaxes(-1, -2) for q, k in (one, other)]
+    np.testing.assert_allclose(*scores, atol=1e-6)
+
+
+def test_a_centred_grid_and_its_spacing():
+    assert positions.grid(3, origin="center", spacing=2).tolist() == [[-2.0], [0.0], [2.0]]
+    edge = positions.grid(4, 4, origin="edge", spacing=2 / 4) - 1  # DINOv3: -1 .. 1
+    assert (edge.min(), edge.max()) == (-0.75, 0.75)
+    assert positions.grid(4, origin="middle").dtype == np.int64
+    assert positions.grid(4, origin="middle").ravel().tolist() == [-2, -1, 0, 1]
+
+
+def test_a_grid_that_makes_no_sense_is_refused():
+    for arguments, message in (
+        ({"prefix": -1}, "prefix must be >= 0, got -1"),
+        ({"prefix": 1.0}, "prefix must hold whole numbers, got dtype float64"),
+        ({"origin": "centre"}, "origin must be one of first, middle, center, edge, got 'centre'"),
+        ({"spacing": (1, 2, 3)}, r"spacing must be one number, or one for each of 2, got \(1, 2"),
+        ({"spacing": np.inf}, "spacing must be one number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            positions.grid(2, 3, **arguments)

@@ -39,9 +39,8 @@ class Case(NamedTuple):
 
     def spec(self, rotary_dim: int = D) -> Rotary:
         params = fitted(self.params, rotary_dim)
-        count = params.get(
-            "num_axes", 1
-        )  # axial: what each axis drives says nothing of frequencies
+        # axial: what each axis drives says nothing of frequencies
+        count = params.get("num_axes", len(params.get("widths", [0])))
         axes = np.arange(rotary_dim // 2) % count if count > 1 else ()
         return Rotary(rotary_dim, base=self.base, schedule=self.schedule, params=params, axes=axes)
 
@@ -56,6 +55,8 @@ def fitted(params: dict[str, Any], rotary_dim: int) -> dict[str, Any]:
 
     Only what the table of cases holds; it is not a rule of the package.
     """
+    if "widths" in params:
+        return {"widths": params["widths"] if rotary_dim == D else [rotary_dim]}
     cut = {k: v[: rotary_dim // 2] if isinstance(v, list) else v for k, v in params.items()}
     return {**cut, "num_axes": 1} if "num_axes" in cut and rotary_dim == 2 else cut
 
@@ -121,6 +122,7 @@ CASES = [
     Case("axial", {"num_axes": 1}),
     Case("axial", {"num_axes": 2, "ladder": "turns"}, 100.0, is_falling=False),
     Case("axial", {"num_axes": 2, "ladder": "dealt"}, 100.0, is_falling=False),
+    Case("axial", {"widths": [D // 4, D // 4, D // 2]}, 100.0, is_falling=False),
     Case("custom", {"inv_freq": [0.5] + 31 * [-1e-3], "attention_factor": 1.5}, is_falling=False),
 ]
 TRANSFORMERS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -423,3 +425,27 @@ def test_frequencies_too_slow_to_hold_are_refused():
     with pytest.raises(ValueError, match="base must be > 1 for schedule 'yarn', got 1"), \
             pytest.warns(UserWarning, match="base 1"):  # fmt: skip
         Rotary(D, base=1, schedule="yarn", params=yarn())
+
+
+def test_axes_of_unequal_widths_have_the_ladder_of_their_own_width():
+    inv_freq, factor = SCHEDULES["axial"](128, 1e4, widths=(16, 56, 56))
+    ladders = [1e4 ** (-np.arange(0, width, 2) / width) for width in (16, 56, 56)]
+    np.testing.assert_allclose(inv_freq, np.concatenate(ladders), rtol=1e-15)
+    assert factor == 1.0
+
+
+@pytest.mark.parametrize(("params", "message"), [
+    ({"widths": (16, 56, 58)}, "widths must sum to rotary_dim 128, got .*, which is 130"),
+    ({"widths": (64, 63, 1)}, "widths must be even numbers > 0, one for each axis"),
+    ({"widths": ()}, "widths must be even numbers > 0"),
+    ({"widths": 128}, "widths must be even numbers > 0"),
+    ({"widths": (64, 64), "num_axes": 3}, "num_axes 3 and 2 widths disagree; keep widths"),
+    ({"widths": (64, 64), "ladder": "dealt"}, 'widths are of ladder "blocks", got .dealt'),
+    ({"num_axes": 3}, "rotary_dim must be a multiple of 2 num_axes = 6, .* have widths="),
+    ({}, "num_axes must be a whole number >= 1, got None"),
+])  # fmt: skip
+def test_widths_that_make_no_sense_are_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        rotary.Rotary(128, schedule="axial", params=params)
+    with pytest.raises(ValueError, match=r"needs axes.*\[0\] \* 8 \+ \[1\] \* 28 \+ \[2\] \* 28"):
+        rotary.Rotary(128, schedule="axial", params={"widths": (16, 56, 56)})

@@ -1,20 +1,28 @@
 """Where each token is: builders of position arrays, and of the axis each pair reads.
 
-A position array is (..., seq) for one axis and (..., seq, axes) for several, int64. Offsets,
-packing, padding, images and video are all positions; none of them reaches a kernel.
+A position array is (..., seq) for one axis and (..., seq, axes) for several, int64; a grid that is
+centred or stretched is float64. Offsets, packing, padding, images and video are all positions; none
+of them reaches a kernel.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
+Fractions = npt.NDArray[np.float64]
 Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
 Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
 
+ORIGINS: Mapping[str, Callable[[int], float]] = {  # where the first of `size` coordinates is
+    "first": lambda size: 0,
+    "middle": lambda size: size // 2 - size,
+    "center": lambda size: (1 - size) / 2,
+    "edge": lambda size: 0.5,
+}
 MAX_BYTES = 16 * 2**30
 
 
@@ -152,17 +160,63 @@ def _cuts(length: int, rank: int, world: int, order: Order) -> list[Positions]:
     return [np.arange(n * size, (n + 1) * size, dtype=np.int64) for n in chunks]
 
 
-def grid(*sizes: int) -> Positions:
-    """Coordinates of a grid in row-major order: (product of sizes, axes).
+@overload
+def grid(*sizes: int, prefix: int = 0) -> Positions: ...
+@overload
+def grid(
+    *sizes: int, prefix: int = 0, spacing: float | Sequence[float] | None = None, origin: str = ...
+) -> Positions | Fractions: ...
+def grid(
+    *sizes: int,
+    prefix: int = 0,
+    spacing: float | Sequence[float] | None = None,
+    origin: str = "first",
+) -> Positions | Fractions:
+    """Coordinates of a grid in row-major order: (prefix + product of sizes, axes).
 
     `grid(height, width)` for an image, `grid(frames, height, width)` for a video.
 
+    prefix   how many tokens come first that are not of the grid, as a class token and registers;
+             their coordinates are 0, which leaves them as they are
+    spacing  from one coordinate to the next, one number or one for each axis: patch_size for
+             pixels, 2 / n for a range of 2, the ratio of sizes where a grid is stretched
+    origin   where 0 is: "first" of each axis; "center" of the grid, between its ends, so that
+             coordinates are negative too; "edge" half a step before the first (the middle of a
+             pixel is at 0.5); "middle" the coordinate of number n - n // 2, which is whole
+             (diffusers' scale_rope)
+    Returns int64 without a spacing and from an origin that is a coordinate, else float64. Negative
+    positions are rotated with `allow_negative=True`, and float64 ones are computed in float64.
+    Raises ValueError for a negative size or prefix and an unknown origin.
+
     >>> grid(2, 2).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
+    >>> grid(1, 2, prefix=1).tolist()
+    [[0, 0], [0, 0], [0, 1]]
+    >>> grid(4, origin="center").T.tolist(), grid(5, origin="middle").T.tolist()
+    ([[-1.5, -0.5, 0.5, 1.5]], [[-3, -2, -1, 0, 1]])
+    >>> grid(2, 2, origin="edge", spacing=(8, 4)).tolist()
+    [[4.0, 2.0], [4.0, 6.0], [12.0, 2.0], [12.0, 6.0]]
     """
     if not sizes or any(size < 0 for size in sizes):
         raise ValueError(f"grid needs one size >= 0 per axis, got {sizes}")
-    return np.indices(sizes, dtype=np.int64).reshape(len(sizes), -1).T.copy()
+    if _whole_number("prefix", prefix) < 0:
+        raise ValueError(f"prefix must be >= 0, got {prefix}")
+    if origin not in ORIGINS:
+        raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got {origin!r}")
+    starts = np.array([ORIGINS[origin](size) for size in sizes])
+    places: Positions | Fractions = np.indices(sizes, dtype=np.int64).reshape(len(sizes), -1).T
+    places = places + starts
+    if spacing is not None:
+        places = places * _spacing(spacing, len(sizes))
+    before = np.zeros((prefix, len(sizes)), places.dtype)
+    return np.concatenate([before, places])
+
+
+def _spacing(spacing: float | Sequence[float], axes: int) -> Fractions:
+    steps = np.asarray(spacing, np.float64)
+    if steps.shape not in ((), (axes,)) or not np.isfinite(steps).all():
+        raise ValueError(f"spacing must be one number, or one for each of {axes}, got {spacing!r}")
+    return steps
 
 
 def grid_2d(height: int, width: int) -> Positions:

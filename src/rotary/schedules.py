@@ -352,31 +352,40 @@ def axial(
     base: float,
     arithmetic: Arithmetic = FLOAT64,
     *,
-    num_axes: int,
+    num_axes: int | None = None,
     ladder: str = "blocks",
+    widths: Sequence[int] | None = None,
 ) -> Frequencies:
     """Axial RoPE: the axes of a grid share the pairs; `Rotary.axes` says which axis drives which.
 
     A `Rotary` with more than one axis must be given `axes`, for example [0] * 16 + [1] * 16: some
     models turn the first pairs by rows (Qwen2-VL), some by columns (Kimi K2.5).
 
-    ladder "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after another;
-    "turns": the same ladders, each frequency for every axis in turn; "dealt": one ladder of the
-    full width, dealt out to the axes in turn.
-    Raises ValueError if rotary_dim is not a multiple of 2 num_axes.
+    num_axes  how many axes have equal shares
+    widths    channels of each axis, where the shares are not equal (16, 56, 56): each has the
+              ladder of its own width, one after another
+    ladder    "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after
+              another; "turns": the same ladders, each frequency for every axis in turn; "dealt":
+              one ladder of the full width, dealt out to the axes in turn
+    Raises ValueError if rotary_dim is not a multiple of 2 num_axes, or not the sum of even widths.
     Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family
-    ("blocks"), Kimi K2.5 ("turns"), Pixtral ("dealt").
+    ("blocks"), Kimi K2.5 ("turns"), Pixtral ("dealt"); diffusers 0.42, Flux and Wan (`widths`).
 
     >>> axial(8, 1e4, num_axes=2)[0]
     array([1.  , 0.01, 1.  , 0.01])
     >>> axial(8, 1e4, num_axes=2, ladder="dealt")[0]
     array([1.   , 0.01 , 0.1  , 0.001])
+    >>> axial(6, 1e4, widths=(2, 4))[0]
+    array([1.  , 1.  , 0.01])
     """
+    if widths is not None:
+        return _of_widths(rotary_dim, base, arithmetic, num_axes, ladder, widths)
     if isinstance(num_axes, bool) or not isinstance(num_axes, int) or num_axes < 1:
         raise ValueError(f"num_axes must be a whole number >= 1, got {num_axes!r}")
     if rotary_dim % (2 * num_axes):
         raise ValueError(
-            f"rotary_dim must be a multiple of 2 num_axes = {2 * num_axes}, got {rotary_dim}"
+            f"rotary_dim must be a multiple of 2 num_axes = {2 * num_axes}, got {rotary_dim}; "
+            "axes of unequal shares have widths="
         )
     if ladder == "dealt":
         whole = default(rotary_dim, base, arithmetic)[0]
@@ -385,6 +394,28 @@ def axial(
     if ladder not in ("blocks", "turns"):
         raise ValueError(f'ladder must be "blocks", "turns" or "dealt", got {ladder!r}')
     return np.tile(own, num_axes) if ladder == "blocks" else np.repeat(own, num_axes), 1.0
+
+
+def _of_widths(
+    rotary_dim: int, base: float, arithmetic: Arithmetic, num_axes: int | None, ladder: str,
+    widths: Sequence[int],
+) -> Frequencies:  # fmt: skip
+    is_list = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
+    if not is_list or not all(
+        isinstance(width, int) and not isinstance(width, bool) and width > 0 and width % 2 == 0
+        for width in widths
+    ):
+        raise ValueError(f"widths must be even numbers > 0, one for each axis, got {widths!r}")
+    if sum(widths) != rotary_dim:
+        raise ValueError(
+            f"widths must sum to rotary_dim {rotary_dim}, got {tuple(widths)}, which is "
+            f"{sum(widths)}"
+        )
+    if num_axes not in (None, len(widths)):
+        raise ValueError(f"num_axes {num_axes} and {len(widths)} widths disagree; keep widths")
+    if ladder != "blocks":
+        raise ValueError(f'widths are of ladder "blocks", got {ladder!r}')
+    return np.concatenate([default(width, base, arithmetic)[0] for width in widths]), 1.0
 
 
 def custom(

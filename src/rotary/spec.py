@@ -289,7 +289,8 @@ def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 def _check_axes_of_schedule(spec: Rotary) -> None:
     """Schedule axial gives frequencies by axis: the spec must say which pair reads which axis."""
-    count = spec.params.get("num_axes", spec.num_axes)
+    widths = spec.params.get("widths")
+    count = len(widths) if widths else spec.params.get("num_axes", spec.num_axes)
     if count == spec.num_axes:
         return
     if spec.axes:
@@ -297,10 +298,10 @@ def _check_axes_of_schedule(spec: Rotary) -> None:
             f"axes name {spec.num_axes} position axes, but schedule {spec.schedule!r} has "
             f"num_axes {count}"
         )
-    own = spec.rotary_dim // 2 // count
+    shares = [width // 2 for width in widths or [spec.rotary_dim // count] * count]
     in_turn = spec.params.get("ladder") == "turns"
-    natural = f"{[*range(count)]} * {own}" if in_turn else " + ".join(
-        f"[{axis}] * {own}" for axis in range(count)
+    natural = f"{[*range(count)]} * {shares[0]}" if in_turn else " + ".join(
+        f"[{axis}] * {share}" for axis, share in enumerate(shares)
     )  # fmt: skip
     raise ValueError(
         f"schedule {spec.schedule!r} with num_axes {count} needs axes, the position axis that "

@@ -119,12 +119,25 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
         if measured.num_axes > 1 and not rest:
             for base in rounded(_ladder(size[:own], tolerance[:own])[0], range(1, 16)):
                 yield "axial", base, {"num_axes": measured.num_axes}
+        yield from _unequal(size, tolerance, measured.num_axes)
     elif not size[turning:].any():
         ladder = _ladder(size[:turning], tolerance[:turning], len(size))
         yield from _geometric(ladder, few)  # the rest may be too slow to be seen
         share = {"partial_rotary_factor": turning / len(size)}
         for _, base, params in _geometric(ladder, range(1, 16)):
             yield "proportional", base, {**share, **params}
+
+
+def _unequal(size: Array, tolerance: Array, num_axes: int) -> Iterator[Candidate]:
+    """Axes of unequal shares: each starts again from 1."""
+    starts = np.flatnonzero(np.abs(size - 1) <= tolerance)
+    if num_axes == 1 or len(starts) != num_axes or starts[0] != 0:
+        return
+    shares = np.diff([*starts, len(size)])
+    at, own = max(zip(starts, shares, strict=True), key=lambda each: int(each[1]))
+    ladder = _ladder(size[at : at + own], tolerance[at : at + own])
+    for base in rounded(ladder[0], range(1, 16)):
+        yield "axial", base, {"widths": (2 * shares).tolist()}
 
 
 def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:

@@ -277,7 +277,7 @@ def _known_keys(
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
     known = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
-    known -= {"num_axes", "ladder"}
+    known -= {"num_axes", "ladder", "widths"}
     if not model.get("mscales"):  # a model whose code ignores them
         known -= {"short_mscale", "long_mscale"}
     if rope_type == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
