@@ -3,7 +3,7 @@
 import functools
 import inspect
 import weakref
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 import torch
@@ -270,7 +270,49 @@ def operands():
     return q, k, angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("kind", [Plain, Wrapped, Helper, Inner, Inherits])
+L = ModuleType("layers")
+L.apply_rotary = apply_rotary
+L.deep = ModuleType("layers.deep")
+L.deep.apply_rotary = apply_rotary
+
+
+class ThroughModule(Plain):
+    def forward(self, *args):
+        return L.apply_rotary(*args)
+
+
+class ThroughPackage(Plain):
+    def forward(self, *args):
+        return [L.deep.apply_rotary(*each) for each in (args,)][0]  # noqa: RUF015
+
+
+class ThroughModuleAndItself(Plain):
+    def apply_rotary(self):
+        return None
+
+    def forward(self, *args):
+        self.apply_rotary()
+        return L.apply_rotary(*args)
+
+
+def test_a_module_is_given_its_functions_and_a_second_name():
+    before = L.apply_rotary
+    with patch(ThroughModule()):
+        assert L.apply_rotary is before
+        assert L._rotary_apply_rotary.__wrapped__ is before
+
+
+def test_the_attribute_of_a_module_that_is_a_method_too_is_skipped():
+    with patch(ThroughModuleAndItself()) as patched:
+        assert patched.patched == []
+        ((_, reason),) = patched.skipped
+        assert reason == "apply_rotary is also the name of an attribute in the code that calls it"
+
+
+REACHED = [Plain, Wrapped, Helper, Inner, Inherits, ThroughModule, ThroughPackage]
+
+
+@pytest.mark.parametrize("kind", REACHED)
 def test_the_call_is_reached_wherever_the_class_makes_it(kind, kernel_calls):
     module, sibling = kind(), kind()
     before = module(*operands())

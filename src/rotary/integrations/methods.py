@@ -9,15 +9,17 @@ A copy of that method, set on one module, looks up another name in the same file
     query, key = _rotary_apply_rotary_pos_emb(query, key, cos, sin)
 
 That name is all that differs, so no other model is touched, later changes of the file are seen, and
-torch.compile sees plain Python. docs/log.md has what the wrappers without such a copy lose.
+torch.compile sees plain Python. docs/log.md has what the wrappers without such a copy lose. A call
+through a module, `llama.apply_rotary_pos_emb(...)`, looks the other name up in that module.
 """
 
 import dis
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeGuard
 
 ORIGINAL = "_rotary_original"  # attribute of a function set on a module: the one it replaces
 _ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
@@ -29,7 +31,9 @@ _ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
 def rotations_called(
     method: FunctionType,
 ) -> Iterator[tuple[dict[str, object], Callable[..., object]]]:
-    """(globals, function) for every function named like a rotation that a method calls.
+    """(namespace, function) for every function named like a rotation that a method calls.
+
+    The namespace is that of the method's file, or of a module through which it is called.
 
     Decorators count: what the method wraps is searched as well.
     """
@@ -37,10 +41,46 @@ def rotations_called(
     for function in functions:
         inner = [_content(cell) for cell in function.__closure__ or ()]
         functions += [f for f in inner if isinstance(f, FunctionType) and f not in functions]
-        for name in sorted(_names(function.__code__, True)):
+        for name in sorted(_globals(function.__code__)):
             value = function.__globals__.get(name)
-            if _ROTATES.search(name) and callable(value) and not isinstance(value, type):
+            if _is_rotation(value, name):
                 yield function.__globals__, value
+        for module, name in _through_modules(function, function.__code__):
+            value = getattr(module, name, None)
+            if _is_rotation(value, name):
+                yield vars(module), value
+
+
+def _is_rotation(value: object, name: str) -> TypeGuard[Callable[..., object]]:
+    return bool(_ROTATES.search(name)) and callable(value) and not isinstance(value, type)
+
+
+def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[ModuleType, str]]:
+    """(module, attribute) for each use of an attribute of a module that a function names."""
+    for first, *others in _dotted(code):
+        owner = function.__globals__.get(first)
+        for name in others:
+            if not isinstance(owner, ModuleType):
+                break
+            yield owner, name
+            owner = getattr(owner, name, None)
+
+
+@functools.lru_cache(maxsize=4096)  # as `_names`
+def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Each use of a dotted name that starts with a global, in a code object or one inside it."""
+    chains: list[list[str]] = []
+    is_open = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            chains.append([instruction.argval])
+            is_open = True
+        elif is_open and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chains[-1].append(instruction.argval)
+        else:
+            is_open = False
+    own = tuple(tuple(chain) for chain in chains if len(chain) > 1)
+    return sum([_dotted(part) for part in _inside(code)], own)
 
 
 def _content(cell: CellType) -> object:
@@ -51,16 +91,14 @@ def _content(cell: CellType) -> object:
 
 
 @functools.lru_cache(maxsize=4096)  # of a class and its base classes, for every layer
-def _names(code: CodeType, are_global: bool) -> frozenset[str]:
-    """Names that a code object, or one inside it, reads as globals; or uses in any other way."""
-    names = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opcode in dis.hasname
-        if (instruction.opname == "LOAD_GLOBAL") == are_global
-    }
-    parts = [part for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(names).union(*[_names(part, are_global) for part in parts])
+def _globals(code: CodeType) -> frozenset[str]:
+    """Names that a code object, or one inside it, reads as globals."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return frozenset(names).union(*[_globals(part) for part in _inside(code)])
+
+
+def _inside(code: CodeType) -> list[CodeType]:
+    return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
 # --- a copy that calls others ---
@@ -82,13 +120,18 @@ def copy_calling(
     ('other',)
     """
     code = method.__code__
-    renamed = {
-        old: new
-        for old in _names(code, True)
-        for function, new in names
-        if method.__globals__.get(old) is function
-    }
-    if not _names(code, False).isdisjoint(renamed):
+    new_names = {id(function): new for function, new in names}
+    through = [
+        (name, new)
+        for module, name in _through_modules(method, code)
+        if (new := new_names.get(id(getattr(module, name, None))))
+    ]
+    renamed = dict(through)
+    for name in _globals(code):
+        if new := new_names.get(id(method.__globals__.get(name))):
+            renamed[name] = new
+    uses = Counter(name for name, _ in through)
+    if any(_count_attributes(code, name) != uses[name] for name in renamed):
         raise ValueError("is also the name of an attribute in the code that calls it")
     cells = []
     for cell in method.__closure__ or ():  # what a decorator wraps
@@ -106,6 +149,16 @@ def copy_calling(
     copy.__kwdefaults__ = method.__kwdefaults__
     functools.update_wrapper(copy, method)
     return copy
+
+
+def _count_attributes(code: CodeType, name: str) -> int:
+    """How often a code object, or one inside it, uses a name for anything but a global."""
+    own = sum(
+        instruction.argval == name and instruction.opname != "LOAD_GLOBAL"
+        for instruction in dis.get_instructions(code)
+        if instruction.opcode in dis.hasname
+    )
+    return own + sum(_count_attributes(part, name) for part in _inside(code))
 
 
 def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
