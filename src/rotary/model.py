@@ -20,6 +20,7 @@ from .angles import inv_freq
 from .blackbox.forward import Rotation, watch
 from .blackbox.turned import TOLERANCES, spec_of
 from .configs import MODELS, from_hf_config, layer_types
+from .configs.diffusers import RULES, from_diffusers_config
 from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
@@ -259,13 +260,22 @@ def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
         around = configs.get(path.rpartition(".")[0], (None, None)) if path else (None, None)
-        if getattr(config, "model_type", None) in MODELS:
+        if type(module).__name__ in RULES:
+            configs[path] = None, module
+        elif getattr(config, "model_type", None) in MODELS:
             names = vars(whole).items() if whole is not None else ()
             part = next((name for name, value in names if value is config), None)
             configs[path] = part or around[0], config
         else:
             configs[path] = around
     return configs
+
+
+def _expected(config: object, kind: str | None = None) -> Rotary | None:
+    """By the config of transformers, or by that of a model of diffusers."""
+    if isinstance(config, nn.Module):
+        return from_diffusers_config(config)
+    return from_hf_config(config, kind)
 
 
 def _layer_type(config: object, path: str) -> str | None:
@@ -296,7 +306,7 @@ def _spec(
 ) -> tuple[Rotary, str]:
     """The spec of one module: that of its config, which must agree, or what was measured."""
     try:
-        expected = None if config is None else from_hf_config(config, kind)
+        expected = None if config is None else _expected(config, kind)
         is_known = config is not None
     except ValueError:
         expected, is_known = None, False
@@ -351,7 +361,7 @@ def _rounded(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
 
 def _words(config: object) -> str:
     try:
-        return str(from_hf_config(config)) if config is not None else "nothing"
+        return str(_expected(config)) if config is not None else "nothing"
     except ValueError as error:
         return str(error)
 

@@ -17,6 +17,7 @@ def measured(cos, sin, sizes, steps=None):
         raise ValueError("neither half nor interleaved")
     pairs = slice(None, None, 2) if is_interleaved else slice(half)
     angle = np.arctan2(sin[..., pairs], cos[..., pairs])
+    amplitude = float(np.median(np.hypot(cos, sin)))
     origin = (0,) * len(sizes)
     slopes = []
     for axis, step in enumerate(steps or [1.0] * len(sizes)):
@@ -26,7 +27,7 @@ def measured(cos, sin, sizes, steps=None):
     slopes = np.array(slopes)
     if ((slopes > 1e-7).sum(0) > 1).any():
         raise ValueError("a pair turns with more than one axis")
-    return {"inv_freq": slopes.max(0).tolist(), "attention_factor": 1.0,
+    return {"inv_freq": slopes.max(0).tolist(), "attention_factor": round(amplitude, 6),
             "axes": slopes.argmax(0).tolist(),
             "layout": "interleaved" if is_interleaved else "half",
             "rotary_dim": 2 * slopes.shape[1], "start": 0}  # fmt: skip

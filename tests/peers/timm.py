@@ -29,6 +29,11 @@ def index(**arguments):
     return rope.RotaryEmbeddingCat(64, in_pixels=False, **arguments).get_embed([SIDE, SIDE])
 
 
+def plain():
+    tables = rope.RotaryEmbedding(64, in_pixels=False).get_embed([SIDE, SIDE])
+    return torch.cat([each.reshape(SIDE * SIDE, -1) for each in tables], -1)
+
+
 def pixel():
     return rope.RotaryEmbeddingCat(64, in_pixels=True, max_res=7).get_embed([SIDE, SIDE])
 
@@ -48,6 +53,7 @@ ROTATIONS = {
         lambda: index(rotate_half=True), 1.0, 0.0),
     "RotaryEmbeddingCat(64, in_pixels=False, temperature=100)": (
         lambda: index(temperature=100.0), 1.0, 0.0),
+    "RotaryEmbedding(64, in_pixels=False)": (plain, 1.0, 0.0),
     "RotaryEmbeddingCat(64, in_pixels=True, max_res=7)": (pixel, 2 / (SIDE - 1), -1.0),
     "RotaryEmbeddingDinoV3(64, temperature=100)": (dinov3, 2 / SIDE, 1 / SIDE - 1),
     "RotaryEmbeddingMRope(72, (12, 12, 12))": (mrope, 1.0, 0.0),

@@ -1,10 +1,11 @@
 """A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
 
 `files` reads the file, `entries` chooses the entry that is meant, `record` is what it says, `hf`
-makes a `Rotary` of that. `models.json` is what is known of each model. Other formats: `gguf`,
-`megatron`, `vllm`.
+makes a `Rotary` of that. `models.json` is what is known of each model. Other formats: `diffusers`,
+`gguf`, `megatron`, `vllm`.
 """
 
+from .diffusers import from_diffusers_config as from_diffusers_config
 from .entries import MODELS as MODELS
 from .entries import choose as choose
 from .entries import layer_types as layer_types
