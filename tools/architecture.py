@@ -23,8 +23,8 @@ FLOORS = (
     {"analysis", "checkpoint", "programs"},
     {"blackbox", "integrations"},
     {"audit", "identify", "model", "ranks", "reach"},
-    {"plan"},
-    {"plots", "explorer", "bench", "doctor"},
+    {"plan", "testing"},
+    {"plots", "explorer", "bench", "doctor", "pytest_plugin"},
     {"demo"},
     {"cli"},
 )
@@ -43,6 +43,7 @@ LIBRARIES = {
     "model": {"torch"},
     "nn": {"torch"},
     "plots": {"matplotlib"},
+    "pytest_plugin": {"pytest"},
     "ranks": {"torch"},
 }
 # Imports against the order: `kernels` loads the kernel of a library on first use, the public names

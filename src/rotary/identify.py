@@ -79,7 +79,7 @@ class Identification(Answer):
         }
 
     def __str__(self) -> str:
-        lines = [_brief(self.spec) if self.spec else "not a RoPE that a Rotary can describe"]
+        lines = [brief(self.spec) if self.spec else "not a RoPE that a Rotary can describe"]
         if self.tables:
             lines[0] += f", tables given: {self.tables} (frequencies are the caller's)"
         if self.right_up_to is not None:
@@ -89,8 +89,12 @@ class Identification(Answer):
         return "\n  ".join(lines if len(lines) > 1 or not self.is_rotation else [*lines, "plain"])
 
 
-def _brief(spec: Rotary) -> str:
-    """The repr, with long lists cut."""
+def brief(spec: Rotary) -> str:
+    """The repr of a spec, with long lists cut.
+
+    >>> brief(Rotary(head_dim=4))
+    'Rotary(head_dim=4)'
+    """
 
     def cut(match: re.Match[str]) -> str:
         values = match[1].split(", ")
@@ -146,6 +150,31 @@ def identify(
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
     if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
         raise ValueError(f"rotary_dim must be even and in (0, {head_dim}], got {rotary_dim!r}")
+    fns, kind = callables(fn, form, seq_dim, library, dtype)
+    if kind == "tables":
+        if num_axes != 1:
+            raise ValueError("num_axes belongs to f(x, positions): tables have no axes")
+        boxes_of = partial(boxes_with_tables, fns[0], head_dim, seq_dim, library, dtype)
+        return _with_tables(boxes_of, rotary_dim or head_dim)
+    if rotary_dim is not None:
+        raise ValueError("rotary_dim belongs to f(q, k, cos, sin): for f(x, positions) it is found")
+    ways = [boxes_with_positions(f, head_dim, seq_dim, library, dtype, num_axes) for f in fns]
+    boxes = [first_that_works(way) for way in ways]
+    return _compared(boxes, [examine(box, max_position) for box in boxes])
+
+
+def callables(
+    fn: Callable[..., object] | Sequence[Callable[..., object]],
+    form: str | None,
+    seq_dim: int,
+    library: str | None,
+    dtype: str,
+) -> tuple[tuple[Callable[..., object], ...], str]:
+    """The callables to ask, one or two, and their form; ValueError for a bad way of calling.
+
+    >>> callables(lambda x, positions: x, None, -2, None, "float32")[1]
+    'positions'
+    """
     for name, choice, choices in (("form", form, (None, "positions", "tables")),
                                   ("seq_dim", seq_dim, (-2, -3)), ("dtype", dtype, tuple(UNITS)),
                                   ("library", library, (None, *LIBRARIES))):  # fmt: skip
@@ -156,18 +185,9 @@ def identify(
     if not 1 <= len(fns) <= 2 or not all(map(callable, fns)):
         raise ValueError("fn must be a callable, or two: of q and of k")
     forms = {form or form_of(f) for f in fns}
-    if forms == {"tables"} and len(fns) == 1:
-        if num_axes != 1:
-            raise ValueError("num_axes belongs to f(x, positions): tables have no axes")
-        boxes_of = partial(boxes_with_tables, fns[0], head_dim, seq_dim, library, dtype)
-        return _with_tables(boxes_of, rotary_dim or head_dim)
-    if forms != {"positions"}:
+    if len(fns) == 2 and forms != {"positions"}:
         raise ValueError("two callables must both be f(x, positions)")
-    if rotary_dim is not None:
-        raise ValueError("rotary_dim belongs to f(q, k, cos, sin): for f(x, positions) it is found")
-    ways = [boxes_with_positions(f, head_dim, seq_dim, library, dtype, num_axes) for f in fns]
-    boxes = [first_that_works(way) for way in ways]
-    return _compared(boxes, [examine(box, max_position) for box in boxes])
+    return fns, forms.pop()
 
 
 def load(target: str) -> Callable[..., object]:

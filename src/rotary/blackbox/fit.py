@@ -206,7 +206,7 @@ def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[C
     yield candidate(4.0, 8192)
     if not len(kept):  # a step, where a pair makes one turn
         yield from (candidate(1.0, length) for length in (8192, *LENGTHS))
-    if len(kept) < 2:
+    if len(kept) < 2 or base == 1:  # equal frequencies make no line
         return
     slope, intercept = np.polyfit(plain, kept, 1)
     if slope > 0 > intercept:

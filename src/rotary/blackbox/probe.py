@@ -213,7 +213,7 @@ def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
         try:
             for box in way if isinstance(way, tuple) else (way,):
                 # 2 heads, 5 tokens: a wrong broadcast cannot pass as a right one
-                box(_sample(box, 1, 2, 5), box.positions(np.arange(5)))
+                box(sample(box, 1, 2, 5), box.positions(np.arange(5)))
         except ValueError as error:
             refusals.setdefault(str(error), name)
         else:
@@ -222,15 +222,16 @@ def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
     raise ValueError(f"no way to call it works: {'; '.join(shown[:3]) or 'no array library'}")
 
 
-def _sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
+def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
+    """x (batch, heads, seq, head_dim) of numbers that every float type holds exactly."""
     shape = (batch, heads, seq, box.head_dim)
-    return np.random.default_rng(seed).integers(-8, 9, shape) / 4  # exact in every float type
+    return np.random.default_rng(seed).integers(-8, 9, shape) / 4
 
 
 def check(box: Box) -> list[Finding]:
     """What a rotation of each token by itself would not do, seen from a few small calls."""
     numbers = np.arange(3, 8)
-    x, other, positions = _sample(box, 1, 3, 5), _sample(box, 1, 3, 5, 1), box.positions(numbers)
+    x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
     y, wrote = box.call(x, positions)
     findings = [Finding("overwrites_input", "writes over the x it is given")] if wrote else []
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * (float(np.abs(y).max()) or 1.0)
@@ -303,7 +304,7 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
 
     `jumps`: the box takes positions that are not consecutive, so a far one makes a row long.
     """
-    x = _sample(box, 1, 2, 3)
+    x = sample(box, 1, 2, 3)
     near = box.positions([17, 18, 19])
     before = box(x, near)
     findings, safe = [], None

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,6 +113,29 @@ def freqs(
         for pair in pairs
     ]
     print_table(config, rows, ("pair", "rad per token", "wavelength, tokens"))
+
+
+@app.command()
+def vectors(
+    config: ConfigOrGguf,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; default: print.")
+    ] = None,
+    layer_type: LayerType = None,
+    part: Part = None,
+) -> None:
+    """Golden vectors as JSON, to test a program in any language: cos, sin, q and k rotated.
+
+    One case for each layer type, two where frequencies depend on the length. A file that exists is
+    written anew. The page docs/conformance.md has the format.
+    """
+    from .. import testing
+
+    document = testing.to_json(testing.vectors(read_specs(config, layer_type, part)))
+    if output is None:
+        typer.echo(document, nl=False)
+    else:
+        output.write_text(document, encoding="utf-8")
 
 
 @app.command()

@@ -1,0 +1,317 @@
+"""`check`: a function against the formula, and the name of the mistake where they differ."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..angles import inv_freq
+from ..blackbox.probe import (
+    TABLES,
+    UNITS,
+    Box,
+    Finding,
+    boxes_with_positions,
+    boxes_with_tables,
+    first_that_works,
+    sample,
+)
+from ..identify import Identification, brief, callables, identify
+from ..kernels import Numbers as Array
+from ..spec import Rotary
+from .formula import rotated, tables
+from .mistakes import mistakes
+
+FAR = 4095  # a table of 4096 rows has it, and float32 angles are right to 1e-3 rad there
+# what a function is asked: the codes of identify that are about it alone
+CASES = {
+    "near": (),
+    "gaps": ("positions_consecutive",),
+    "row": (),
+    "one head": ("depends_on_shape",),
+    "one token": ("depends_on_shape",),
+    "batch": ("mixes_batch", "refuses_batch"),
+    "rows": ("rows_share_positions", "depends_on_batch"),
+    "far": (),
+    "again": ("remembers_length",),
+    "input": ("overwrites_input",),
+}
+
+
+class WrongRotationError(AssertionError):
+    """A function does not rotate as its spec says.
+
+    findings  why, (code, text) each, never empty
+
+    >>> WrongRotationError("it turns nothing", (Finding("no_rotation", "it turns nothing"),)).codes
+    ('no_rotation',)
+    """
+
+    def __init__(self, message: str, findings: tuple[Finding, ...]) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the findings, in their order."""
+        return tuple(finding.code for finding in self.findings)
+
+
+class Call(NamedTuple):
+    """One call and its result: x and y (batch, heads, seq, head_dim); y None if it was refused."""
+
+    case: str
+    x: Array
+    positions: Array
+    y: Array | None
+    refusal: str
+
+
+class Rules(NamedTuple):
+    """What is asked, and when a result is right."""
+
+    max_position: int
+    seq_len: int | None
+    allowed: float  # of the largest number of a call
+    skip: Sequence[str]
+
+
+def check(
+    fn: Callable[..., object] | Sequence[Callable[..., object]],
+    spec: Rotary,
+    *,
+    form: str | None = None,
+    seq_dim: int = -2,
+    library: str | None = None,
+    dtype: str = "float32",
+    seq_len: int | None = None,
+    max_position: int | None = None,
+    tolerance: float = 1e-3,
+    skip: Sequence[str] = (),
+) -> None:
+    """Raise WrongRotationError, which names the mistake, unless a function rotates as its spec says.
+
+    fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
+                  or two callables of the first form, for q and for k; see `rotary.identify`
+    form, seq_dim, library, dtype
+                  how it is called, as in `rotary.identify`. f(q, k, cos, sin) is given the tables
+                  of the spec without its attention factor; it passes if it is right with the
+                  columns as cat(c, c), as repeat_interleave(c, 2), or as c alone
+    seq_len       length that `dynamic` and `longrope` are scaled for; default: that of each row,
+                  its largest position plus one
+    max_position  the farthest position that is asked. Default 4095; twice the trained length where
+                  frequencies depend on the length
+    tolerance     of the results, relative to the largest number of a call, beside the rounding of
+                  `dtype`; 1e-3 is what float32 angles reach near position 8000
+    skip          cases that are not asked, of `CASES`: "gaps" for a function that takes one offset,
+                  "input" for one that works in place, "batch", "rows", ...
+
+    Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
+    row of 1024 tokens, one head, one token, a batch, a batch whose rows have positions of their own
+    where the function takes them, far positions, the first call again, and whether x was written
+    over. If anything differs, the mistake is looked for among `mistakes`, then by `identify`.
+    Raises ValueError for a callable that no way to call works for, and for a bad argument.
+
+    >>> import rotary
+    >>> spec = Rotary(head_dim=16, base=500_000.0)
+    >>> check(lambda x, positions: rotary.apply(spec, x, positions=positions), spec)
+    >>> plain = Rotary(head_dim=16)
+    >>> try:
+    ...     check(lambda x, positions: rotary.apply(plain, x, positions=positions), spec)
+    ... except WrongRotationError as error:
+    ...     print(error.findings[0].text)
+    base 10000, not 500000: the base of the config is not read
+    """
+    __tracebackhide__ = True
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    fns, kind = callables(fn, form, seq_dim, library, dtype)
+    rules = _rules(spec, seq_len, max_position, tolerance + 4 * UNITS[dtype], skip)
+    spec = _of_tables(spec) if kind == "tables" else spec
+    trials = [
+        [call for box in boxes for call in _calls(box, spec, rules)]
+        for boxes in _ways(fns, kind, spec, seq_dim, library, dtype)
+    ]
+    wrong = [[call for call in calls if _differs(call, spec, rules)] for calls in trials]
+    if not all(wrong):
+        return
+    ask = partial(identify, fn, spec.head_dim, form=kind, seq_dim=seq_dim, library=library,
+                  dtype=dtype, max_position=rules.max_position)  # fmt: skip
+    findings = (
+        _known(spec, trials, rules)
+        or _measured(ask, spec, kind, rules)
+        or (Finding("differs", "for a reason not known"),)
+    )
+    where = _where(min(wrong, key=len), spec, rules, len(trials[0]))
+    lines = [f"does not rotate as {brief(spec)}", *(f"{code}: {text}" for code, text in findings)]
+    raise WrongRotationError("\n  ".join([*lines, where]), findings)
+
+
+def _rules(
+    spec: Rotary, seq_len: int | None, max_position: int | None, allowed: float, skip: Sequence[str]
+) -> Rules:
+    if not isinstance(skip, tuple | list) or not set(skip) <= set(CASES):
+        raise ValueError(f"skip must be a list of cases, of {', '.join(CASES)}; got {skip!r}")
+    if not 0 < allowed < 1:
+        raise ValueError(f"tolerance must be above 0 and below 1, got {allowed:g}")
+    if max_position is None:
+        trained = spec.params.get("original_max_position_embeddings", 0)
+        max_position = max(FAR, 2 * trained if spec.depends_on_length else 0)
+    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 31:
+        raise ValueError(f"max_position must be a whole number >= 31, got {max_position!r}")
+    return Rules(max_position, seq_len, allowed, skip)
+
+
+def _of_tables(spec: Rotary) -> Rotary:
+    """The spec of a function that is given tables: one axis, no amplitude, these frequencies."""
+    params = {"inv_freq": inv_freq(spec)[0].tolist()}
+    return dataclasses.replace(spec, schedule="custom", params=params, axes=())
+
+
+def _ways(
+    fns: Sequence[Callable[..., object]], kind: str, spec: Rotary, seq_dim: int,
+    library: str | None, dtype: str,
+) -> Iterator[Sequence[Box]]:  # fmt: skip
+    """The boxes of q and k; for tables once for every order of their columns that is taken."""
+    how = (spec.head_dim, seq_dim, library, dtype)
+    if kind == "positions":
+        yield [first_that_works(boxes_with_positions(fn, *how, spec.num_axes)) for fn in fns]
+        return
+    refusals = []
+    for order in TABLES:
+        try:
+            yield first_that_works(boxes_with_tables(fns[0], *how, inv_freq(spec)[0], order))
+        except ValueError as error:
+            refusals.append(error)
+    if len(refusals) == len(TABLES):
+        raise refusals[0]
+
+
+def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
+    """Every call of the cases that are not skipped, in their order."""
+
+    def at(*numbers: int) -> Array:
+        """Positions (seq,) or (seq, axes); each axis has numbers of its own."""
+        row = np.array(numbers, np.int64)
+        axes = np.arange(1, spec.num_axes + 1)
+        several = (row[:, None] * axes + axes - 1) % (row.max() + 1)
+        return row if spec.num_axes == 1 else several
+
+    near, five, token = at(*range(16)), at(*range(3, 8)), at(17)
+    asked = [
+        ("near", sample(box, 1, 2, 16), near),
+        ("gaps", sample(box, 1, 2, 5), at(3, 11, 4, 20, 9)),
+        ("row", sample(box, 1, 2, min(1024, rules.max_position + 1)),
+         at(*range(min(1024, rules.max_position + 1)))),
+        *(("one head", sample(box, batch, 1, 5), five) for batch in (1, 2)),
+        *(("one token", sample(box, batch, 2, 1), token) for batch in (1, 2)),
+        ("batch", sample(box, 3, 2, 5), five),
+    ]  # fmt: skip
+    if box.by_row:
+        asked.append(("rows", sample(box, 2, 2, 5), np.stack([five, at(*range(20, 25))])))
+    middles = [1 << n for n in range(5, rules.max_position.bit_length())]
+    for axis, middle in itertools.product(range(spec.num_axes), [*middles, rules.max_position]):
+        run = box.positions([middle - 2, middle - 1, middle], axis)
+        asked.append(("far", sample(box, 1, 2, 3), run))
+    asked.append(("again", *asked[0][1:]))
+    for case, x, positions in asked:
+        if case in rules.skip:
+            continue
+        try:
+            y, wrote = box.call(x, positions)
+        except ValueError as error:
+            yield Call(case, x, positions, None, str(error))
+        else:
+            yield Call(case, x, positions, y, "")
+            if wrote and case == "near" and "input" not in rules.skip:
+                yield Call("input", x, positions, None, "writes over the x it is given")
+
+
+def _expected(call: Call, spec: Rotary, seq_len: int | None) -> Array:
+    is_one_row = call.positions.ndim == (1 if spec.num_axes == 1 else 2)
+    rows = [call.positions] if is_one_row else call.positions
+    each = [tables(spec, row, seq_len) for row in rows]
+    cos, sin = (np.stack(table)[:, None] for table in zip(*each, strict=True))
+    return rotated(spec, call.x, cos, sin)
+
+
+def _differs(call: Call, spec: Rotary, rules: Rules) -> bool:
+    if call.y is None:
+        return True
+    expected = _expected(call, spec, rules.seq_len)
+    return bool(np.abs(call.y - expected).max() > rules.allowed * np.abs(expected).max())
+
+
+def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tuple[Finding, ...]:
+    """The first known mistake that explains every result of a trial."""
+    for code, text, wrong in mistakes(spec):
+        if wrong.num_axes == spec.num_axes and any(
+            not any(_differs(call, wrong, rules) for call in calls) for calls in trials
+        ):
+            return (Finding(code, text),)
+    return ()
+
+
+def _measured(
+    ask: Callable[..., Identification], spec: Rotary, kind: str, rules: Rules
+) -> tuple[Finding, ...]:
+    """What `identify` finds in the function and not in the formula, and how the specs differ."""
+    if kind == "tables":  # whose frequencies are those of base 10,000 when identify calls it
+        plain = dataclasses.replace(spec, schedule="default", params={}, base=1e4)
+        right = Identification(plain, amplitude=1.0)
+        asked = {"rotary_dim": spec.rotary_dim}
+    else:
+        right = identify(
+            lambda x, positions: rotated(spec, x, *tables(spec, positions, rules.seq_len)),
+            spec.head_dim, form="positions", library="numpy", num_axes=spec.num_axes,
+            max_position=rules.max_position,
+        )  # fmt: skip
+        asked = {"num_axes": spec.num_axes}
+    try:
+        found = ask(**asked)
+    except ValueError as error:
+        return (Finding("refuses", str(error)),)
+    usual = {*right.codes, *(code for case in rules.skip for code in CASES[case])}
+    usual |= {"clockwise"} if spec.sign < 0 else set()
+    findings = [finding for finding in found.findings if finding.code not in usual]
+    return (*findings, *_other(found, right, rules.allowed))
+
+
+def _other(found: Identification, right: Identification, allowed: float) -> Iterator[Finding]:
+    """In which fields the RoPE that was found differs from the right one."""
+    if found.amplitude and right.amplitude and abs(found.amplitude / right.amplitude - 1) > allowed:
+        text = f"cos and sin are times {found.amplitude:.6g}, not times {right.amplitude:.6g}"
+        yield Finding("other_amplitude", text)
+    if found.spec is None or right.spec is None:
+        return
+    is_, wanted = found.spec.to_dict(), right.spec.to_dict()
+    one, two = inv_freq(found.spec)[0], inv_freq(right.spec)[0]
+    is_alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-4, atol=1e-9)
+    for name in is_:
+        if is_[name] == wanted[name] or (is_alike and name in ("base", "schedule", "params")):
+            continue
+        if name != "params":
+            yield Finding(f"other_{name}", f"{name} is {is_[name]}, not {wanted[name]}")
+        elif found.spec.schedule == right.spec.schedule != "custom":
+            text = f"{found.spec.schedule} has {is_[name]}, not {wanted[name]}"
+            yield Finding("other_params", text)
+
+
+def _where(wrong: Sequence[Call], spec: Rotary, rules: Rules, count: int) -> str:
+    """How many calls differ, and what the first of them gave."""
+    names = ", ".join(dict.fromkeys(call.case for call in wrong))
+    first = wrong[0]
+    said = f"{len(wrong)} of {count} calls differ ({names}); "
+    if first.y is None:
+        return f"{said}the first: {first.refusal}"
+    expected = _expected(first, spec, rules.seq_len)
+    place = np.unravel_index(np.abs(first.y - expected).argmax(), first.y.shape)
+    row, head, token, channel = map(int, place)
+    at = first.positions[row] if first.case == "rows" else first.positions
+    return (
+        f"{said}the first: row {row}, head {head}, position {at[token].tolist()}, channel "
+        f"{channel} is {first.y[place]:.6g}, should be {expected[place]:.6g}"
+    )
