@@ -25,7 +25,6 @@ def codes(fn, spec, **options):
     try:
         check(fn, spec, **options)
     except WrongRotationError as error:
-        assert all(f"{code}: " in str(error) for code in error.codes)
         return error.codes
     return ()
 
@@ -453,7 +452,12 @@ def test_tables_in_any_order_of_their_columns(order):
     check(apply, QWEN3)
     check(apply, QWEN_YARN)  # its attention factor is not that of this function
     assert codes(apply, Rotary(head_dim=128, sign=-1)) == ("clockwise",)
-    assert codes(apply, Rotary(head_dim=128, rotary_dim=64)) != ()  # without a warning of NumPy
+    narrow = Rotary(head_dim=128, rotary_dim=64)
+    if order == "half":
+        assert codes(apply, narrow) != ()  # and NumPy's warning of equal frequencies stays inside
+    else:
+        with pytest.raises(ValueError, match="another width"):
+            check(apply, narrow)
 
 
 def test_a_spec_with_axes_and_tables():
@@ -517,6 +521,7 @@ def test_a_far_position_that_is_refused():
 def test_the_error_says_where_the_first_difference_is():
     with pytest.raises(WrongRotationError) as error:
         check(where(lambda x, p: p.max() == 4095), QWEN3)
+    assert "\n  differs: for a reason not known\n  " in str(error.value)
     assert "1 of 17 calls differ (far); the first: row 0, head " in str(error.value)
     assert ", position 409" in str(error.value)
 

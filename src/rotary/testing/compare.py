@@ -92,7 +92,7 @@ def check(
     tolerance: float = 1e-3,
     skip: Sequence[str] = (),
 ) -> None:
-    """Raise WrongRotationError, which names the mistake, unless a function rotates as its spec says.
+    """Raise WrongRotationError, which names the mistake, unless fn rotates as its spec says.
 
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
                   or two callables of the first form, for q and for k; see `rotary.identify`
