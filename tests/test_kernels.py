@@ -613,7 +613,7 @@ def test_steps_of_a_huge_array_do_not_wrap():
     x = Block(shape, strides, "float32")
     table = Block((2**14, 64), (64 * 4, 4), "float32")
     geometry = Geometry(0, 64, "half", "half", (None, None, 0))
-    _, steps = jobs._walk(x, x, True, table, 0, geometry)
+    _, steps = jobs.walk(x, x, True, table, 0, geometry)
     sizes = [int(steps[f"size_{axis}"]) for axis in range(3)]
     reach = sum((size - 1) * step for size, step in zip(shape[:-1], strides[:-1], strict=True))
     assert sum((sizes[n] - 1) * int(steps[f"x_{n}"]) for n in range(3)) == reach > 2**45

@@ -1,11 +1,15 @@
 """`rerotate`: keys that are rotated and cached, moved to other positions or other frequencies."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
+import numpy as np
+
 from .angles import moved_cos_sin
-from .kernels import Array, kernel_of
-from .kernels.geometry import seq_axis
-from .rotate import rotate
+from .kernels import Array, SomeKernel, kernel_of
+from .kernels.geometry import Options, seq_axis
+from .kernels.numpy import CODES, FLOATS
+from .rotate import outputs, rotate
 from .spec import Rotary
 
 _FIXED = ("head_dim", "rotary_dim", "start", "out_layout")
@@ -15,10 +19,13 @@ _FIXED = ("head_dim", "rotary_dim", "start", "out_layout")
 def rerotate(
     k: list[Array],
     spec: Rotary,
-    from_positions: object,
-    to_positions: object,
+    from_positions: object = None,
+    to_positions: object = None,
     new_spec: Rotary | None = None,
     *,
+    shift: object = None,
+    blocks: object = None,
+    scale: object = None,
     seq_len: object = None,
     new_seq_len: object = None,
     seq_dim: int | None = None,
@@ -29,10 +36,13 @@ def rerotate(
 def rerotate(
     k: Array,
     spec: Rotary,
-    from_positions: object,
-    to_positions: object,
+    from_positions: object = None,
+    to_positions: object = None,
     new_spec: Rotary | None = None,
     *,
+    shift: object = None,
+    blocks: object = None,
+    scale: object = None,
     seq_len: object = None,
     new_seq_len: object = None,
     seq_dim: int | None = None,
@@ -42,10 +52,13 @@ def rerotate(
 def rerotate(
     k: Array | list[Array],
     spec: Rotary,
-    from_positions: object,
-    to_positions: object,
+    from_positions: object = None,
+    to_positions: object = None,
     new_spec: Rotary | None = None,
     *,
+    shift: object = None,
+    blocks: object = None,
+    scale: object = None,
     seq_len: object = None,
     new_seq_len: object = None,
     seq_dim: int | None = None,
@@ -56,17 +69,28 @@ def rerotate(
 
     k               (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim), as they
                     are cached: rotated, and in `spec.out_layout`. A tuple is moved in one go: the
-                    layers of a cache. Queries can be moved as well.
+                    layers of a cache. Queries can be moved as well. Floating point, or of 8 bits:
+                    int8, float8_e4m3fn, float8_e5m2.
     from_positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)
     to_positions    the same, with the axes of `new_spec`
     new_spec        default `spec`; head_dim, rotary_dim, start and out_layout must be those of
                     `spec`. Base, schedule, params, axes and sign may differ.
+    shift           tokens to move by, in place of both positions: whole numbers, also negative, one
+                    for all or of their shape
+    blocks          (n,) indices of the first axis of k, each once: only these are moved. Then k is
+                    a paged cache, (blocks, block, heads, head_dim) or (blocks, heads, block,
+                    head_dim), a flat one, (slots, heads, head_dim), or rows of latents, (blocks,
+                    block, head_dim). `shift` is one number or (n,); positions are (n,), or (n,
+                    block) for each token, along seq_dim, which must be given for a 4-D k.
+    scale           of 8-bit keys: what broadcasts to k. It stays, so it is needed only where it
+                    differs between channels of a head; one for a tensor, head or token cancels.
     seq_len, new_seq_len  lengths that `dynamic` and `longrope` were, and are now, scaled for; as in
                     `cos_sin`. Growth alone: `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
     seq_dim         axis of the tokens, default -2; to be given where there are as many heads as
                     tokens, more than one, and the arrays of a tuple do not differ in heads
     Returns new arrays (or `out`, which may be `k`) of the dtype of k. Channels that are not rotated
-    are copied. The attention factor is in there once: what k carries is divided out.
+    are copied, and so are other blocks; with `out=k` only the given ones are read and written. The
+    attention factor is in there once: what k carries is divided out.
 
     A pair turns by to * turns_new - from * turns_old, in 64-bit integers modulo one turn, so only
     the cos and sin of the result are rounded, wherever both positions are: by 2^-25 + 2^-28, plus
@@ -81,10 +105,17 @@ def rerotate(
     n moves (1 + 1.94e-7)^n - 1: 2e-4 for 1000. The angles themselves add up without any rounding,
     so moving the original keys each time stays at 1.94e-7. 16-bit types round every move besides.
 
+    8-bit keys are rotated in float32 and rounded once to their codes, so each move costs as much as
+    quantising did. A pair keeps its length, so one channel can grow by sqrt(2) at most; a code
+    beyond the largest becomes the largest. With scales that leave this margin, none does. A slow
+    pair that turns by less than half a code does not turn at all: collect shifts, and move once.
+
     Raises ValueError for specs that put channels elsewhere, for positions that do not fit k or each
-    other, or are negative unless `allow_negative`; all else as `rotate`.
+    other, or are negative unless `allow_negative`, for a block that is not in k or given twice (not
+    looked at on a GPU, nor where a program is recorded or traced); all else as `rotate`.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 16: R_m^T R_n = R_{n - m}. Positions
-    within a cache: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
+    within a cache: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2. Paged caches:
+    Kwon et al., PagedAttention (arXiv 2309.06180), section 4.
 
     >>> import numpy as np, rotary
     >>> spec, k = Rotary(head_dim=4), np.ones((3, 4))
@@ -92,29 +123,69 @@ def rerotate(
     >>> moved = rerotate(cached, spec, from_positions=[7, 8, 9], to_positions=[4, 5, 6])
     >>> np.allclose(moved, rotary.apply(spec, k, positions=[4, 5, 6]))
     True
+    >>> cache = np.ones((8, 16, 2, 4), np.float32)  # 8 blocks of 16 tokens, 2 heads
+    >>> _ = rerotate(cache, spec, blocks=[5, 2], shift=[-16, -32], out=cache)
+    >>> (cache != 1).any(axis=(1, 2, 3))
+    array([False, False,  True, False, False,  True, False, False])
     """
-    new_spec = spec if new_spec is None else new_spec
-    _check_specs(spec, new_spec)
-    like: Any = k[0] if isinstance(k, (tuple, list)) and k else k
+    is_several = isinstance(k, (tuple, list))
+    xs: Any = tuple(k) if is_several else (k,)
+    if not xs:
+        raise ValueError("k must hold at least one array")
+    like, shape = xs[0], tuple(xs[0].shape)
     kernel = kernel_of(like)
-    shape = tuple(like.shape)
-    seq = shape[seq_axis(shape, seq_dim)]
+    axis = seq_axis(shape, seq_dim)
     if shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
+    picked = None if blocks is None else _picked(kernel, blocks, xs)
+    count = shape[axis] if picked is None else len(picked)
+    if shift is not None:
+        if not (from_positions is None and to_positions is None and new_spec is None):
+            raise TypeError("give shift=, or from_positions, to_positions and perhaps new_spec")
+        from_positions, to_positions = _shifted(kernel, shift, spec, count, like)
+        new_seq_len, allow_negative = seq_len, True
+    if from_positions is None or to_positions is None:
+        raise TypeError("rerotate needs from_positions and to_positions, or shift=")
+    new_spec = spec if new_spec is None else new_spec
+    _check_specs(spec, new_spec)
+    if shift is not None or picked is not None:
+        _check_lengths((("seq_len", spec, seq_len), ("new_seq_len", new_spec, new_seq_len)))
     old, new = (kernel.as_positions(where, like) for where in (from_positions, to_positions))
-    _check_positions("from_positions", old, spec, seq, shape)
-    _check_positions("to_positions", new, new_spec, seq, shape)
+    names = ("from_positions", "to_positions") if shift is None else ("shift", "shift")
+    for name, where, each in zip(names, (old, new), (spec, new_spec), strict=True):
+        if picked is None:
+            _check_positions(name, where, each, count, shape)
+        else:
+            _check_block_positions(name, where, each, count, shape, seq_dim)
     cos, sin = moved_cos_sin(spec, new_spec, old, new, like, seq_len, new_seq_len, allow_negative)
-    return rotate(
-        k,
-        cos,
-        sin,
-        layout=spec.out_layout,
-        rotary_dim=spec.rotary_dim,
-        start=spec.start,
-        seq_dim=seq_dim,
-        out=out,
+    dtype = str(like.dtype).removeprefix("torch.")
+    if dtype not in (*FLOATS, *CODES):
+        raise TypeError(f"k must be one of {', '.join((*FLOATS, *CODES))}, got {like.dtype}")
+    scales = None if scale is None else _channel_scales(kernel, scale, like, dtype)
+    if picked is None and dtype not in CODES:
+        return rotate(
+            k,
+            cos,
+            sin,
+            layout=spec.out_layout,
+            rotary_dim=spec.rotary_dim,
+            start=spec.start,
+            seq_dim=seq_dim,
+            out=out,
+        )
+    if kernel.move is None:
+        raise TypeError(f"{kernel.name} keys are not moved in blocks or 8 bits: move x.to_local()")
+    if picked is not None:
+        sizes = [count, *[1] * (len(shape) - 2), spec.rotary_dim // 2]
+        if len(cos.shape) == 3:
+            sizes[axis] = shape[axis]
+        cos, sin, seq_dim = cos.reshape(sizes), sin.reshape(sizes), 0
+    options = Options(spec.out_layout, None, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
+    outs = [None] * len(xs) if out is None else outputs(out, len(xs))
+    moved = tuple(
+        kernel.move(x, cos, sin, picked, scales, options, y) for x, y in zip(xs, outs, strict=True)
     )
+    return moved if is_several else moved[0]
 
 
 def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
@@ -124,6 +195,16 @@ def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
             raise ValueError(
                 f"new_spec must have the {name} of spec, {old!r}, got {new!r}: "
                 "re-rotating moves no channel"
+            )
+
+
+def _check_lengths(lengths: Iterable[tuple[str, Rotary, object]]) -> None:
+    """The length of a text is not that of the positions given, where these are shifts or blocks."""
+    for name, spec, seq_len in lengths:
+        if spec.depends_on_length and seq_len is None:
+            raise ValueError(
+                f"with shift= or blocks= a {spec.schedule!r} spec needs {name}=, the length of the "
+                "text that its keys are scaled for"
             )
 
 
@@ -139,3 +220,76 @@ def _check_positions(
             f"{name} must be ({seq}{axes}) or, for a 4-D k, (batch, {seq}{axes}); "
             f"got shape {tuple(where.shape)} for k {shape}"
         )
+
+
+def _check_block_positions(
+    name: str, where: Array, spec: Rotary, count: int, shape: tuple[int, ...], seq_dim: int | None
+) -> None:
+    """The same where each of `count` blocks has one position, or one for each of its tokens."""
+    tokens = tuple(where.shape[:-1] if spec.num_axes > 1 else where.shape)
+    axis = seq_axis(shape, seq_dim)
+    if tokens == (count, shape[axis]) and axis > 0:
+        if seq_dim is None and len(shape) > 3:
+            raise ValueError(
+                f"for {name} of each token pass seq_dim=-3 for k of (blocks, block, heads, "
+                "head_dim), seq_dim=-2 for (blocks, heads, block, head_dim)"
+            )
+    elif tokens != (count,):
+        axes = f", {spec.num_axes}" if spec.num_axes > 1 else ""
+        raise ValueError(
+            f"{name} must be ({count}{axes}), one for each block, or ({count}, tokens{axes}) with "
+            f"the tokens along seq_dim; got shape {tuple(where.shape)} for k {shape}"
+        )
+
+
+def _picked(kernel: SomeKernel, blocks: object, xs: Sequence[Any]) -> Any:
+    """Block numbers in the library of k, int64; looked at where they are on the host."""
+    numbers = kernel.as_positions(blocks, xs[0])
+    library = kernel_of(numbers)
+    if len(numbers.shape) != 1 or library.inspect(numbers)[0] != "int":
+        raise ValueError(
+            f"blocks must be whole numbers of shape (n,), got {numbers.dtype} "
+            f"{tuple(numbers.shape)}"
+        )
+    known = library.to_numpy(numbers)
+    if known is None:
+        return numbers
+    last = min(len(x) for x in xs) - 1
+    outside = known[(known < 0) | (known > last)]
+    if outside.size:
+        raise ValueError(
+            f"blocks must be 0 to {last}, the first axis of k, got {outside[0]}; leave out "
+            "padding: is_used = blocks >= 0, then blocks[is_used] and shift[is_used]"
+        )
+    different, counts = np.unique(known, return_counts=True)
+    if different.size < known.size:
+        raise ValueError(
+            f"block {different[counts > 1][0]} is given twice: what requests share is moved once"
+        )
+    return kernel.from_numpy(known.astype(np.int64))
+
+
+def _shifted(
+    kernel: SomeKernel, shift: object, spec: Rotary, count: int, like: Any
+) -> tuple[Any, Any]:
+    """Positions 0, and those after the shift, which may be one for all of `count`."""
+    to = kernel.as_positions(shift, like)
+    axes = (spec.num_axes,) if spec.num_axes > 1 else ()
+    if tuple(to.shape) == axes:
+        to = kernel.as_positions(np.zeros((count, *axes), np.int64), like) + to
+    return to - to, to
+
+
+def _channel_scales(kernel: SomeKernel, scale: object, like: Any, dtype: str) -> Any | None:
+    """Scales of 8-bit keys that differ between channels; None for others, which cancel."""
+    shape = tuple(like.shape)
+    if dtype not in CODES:
+        raise TypeError(f"scale= is for keys of {', '.join(CODES)}, got k of {dtype}")
+    scales = kernel.as_positions(scale, like)
+    try:
+        fits = np.broadcast_shapes(tuple(scales.shape), shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"scale of shape {tuple(scales.shape)} does not broadcast to k {shape}")
+    return None if tuple(scales.shape)[-1:] in ((), (1,)) else scales

@@ -101,7 +101,7 @@ def rotate(
     xs = tuple(x) if is_several else (x,)
     if not xs:
         raise ValueError("x must hold at least one array")
-    outs = None if out is None else _outputs(out, len(xs))
+    outs = None if out is None else outputs(out, len(xs))
     kernel = kernel_of(xs[0])
     kind = type(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
@@ -155,7 +155,12 @@ def options_of(
     return Options(read, written, spec.rotary_dim, spec.start, seq_dim, spec.head_dim, is_back)
 
 
-def _outputs(out: object, count: int) -> tuple[Any, ...]:
+def outputs(out: object, count: int) -> tuple[Any, ...]:
+    """`out` as a tuple; ValueError if it does not hold so many arrays.
+
+    >>> outputs("y", 1)
+    ('y',)
+    """
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != count:
         raise ValueError(f"out must hold one array for each of the {count} inputs")
@@ -220,7 +225,7 @@ def apply(
     """
     kernel = kernel_of(q)
     xs = (q,) if k is None else (q, k)
-    outs = None if out is None else _outputs(out, len(xs))
+    outs = None if out is None else outputs(out, len(xs))
     if positions is None:
         if spec.num_axes > 1:
             raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import Numbers as Array
 from . import loops, threads
+from . import move as move_loops
 from . import numpy as reference
 from .geometry import AngleOptions, Options, geometry_of
 from .jobs import (
@@ -156,11 +157,35 @@ def tables(
     return cos, sin
 
 
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | None,
+    options: Options,
+    out: Array | None,
+) -> Array:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does."""
+    y = reference.copied(x, cos, sin, out)
+    if scale is not None or not (y.flags.aligned and cos.strides == sin.strides):
+        return reference.move(y, cos, sin, blocks, scale, options, y)
+    operands = reference.block(y), address(y), reference.block(cos), address(cos), address(sin)
+    if not move_loops.run(*operands, blocks, options):
+        return reference.move(y, cos, sin, blocks, scale, options, y)
+    return y
+
+
 def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(reference.block(array))
 
 
 # positions are NumPy's, and what is rare is left to the reference
 KERNEL = replace(
-    reference.KERNEL, name="compiled loops", rotate=rotate, tables=tables, rotate_at=rotate_at
+    reference.KERNEL,
+    name="compiled loops",
+    rotate=rotate,
+    tables=tables,
+    rotate_at=rotate_at,
+    move=move,
 )

@@ -259,4 +259,5 @@ KERNEL = replace(
     on_shards=on_shards,
     to_numpy=to_numpy,
     is_cacheable=is_cacheable,
+    move=None,
 )

@@ -57,6 +57,34 @@ def rotate(
     return _rotate(tuple(xs), cos, sin, rows, options)
 
 
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | None,
+    options: Options,
+    out: object,
+) -> Array:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does.
+
+    A block outside the cache that is traced is left out.
+    """
+    picked: Any = slice(None) if blocks is None else blocks
+    keys, scales = x[picked], None
+    name = reference.name_of(x.dtype)
+    if name in reference.CODES:
+        keys = keys.astype(np.float32)
+        if scale is not None:
+            scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)[picked]
+            keys = keys * scales
+    (moved,) = rotate((keys,), cos, sin, None, options, out)
+    if name in reference.CODES:
+        moved = jnp.clip(moved if scales is None else moved / scales, *reference.CODES[name])
+        moved = jnp.rint(moved) if name == "int8" else moved
+    return x.at[picked].set(moved.astype(x.dtype))
+
+
 @partial(jax.jit, static_argnames="options")
 def _rotate(
     xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
@@ -194,4 +222,5 @@ KERNEL = Kernel(
     host_constant=jax_tables.host_constant,
     is_cacheable=jax_tables.is_cacheable,
     device_key=jax_tables.device_key,
+    move=move,
 )

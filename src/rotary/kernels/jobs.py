@@ -157,7 +157,7 @@ def call_of(
     along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
     size = sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs)
     walks = [
-        _walk(x, out, same, along, row_size, geometry)
+        walk(x, out, same, along, row_size, geometry)
         for x, out, same in zip(xs, outs, is_in_place, strict=True)
     ]
     can_stream = (
@@ -257,7 +257,7 @@ def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows:
             job(x + source, out + target, 0, 0, *table, 0)
 
 
-def _walk(
+def walk(
     x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
 ) -> tuple[tuple[tuple[int, int, int], ...], Array]:
     """Offsets of the axes beyond three, and the steps of the loops over the others."""

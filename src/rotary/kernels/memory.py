@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 SIZES = {
-    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2,
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 

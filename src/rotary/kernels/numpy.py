@@ -255,6 +255,70 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
     return table.transpose(*order, table.ndim - 1)[(*kept, slice(None))]
 
 
+# 8-bit types of cached keys -> the smallest and the largest number of each
+CODES = {
+    "int8": (-128.0, 127.0),
+    "float8_e4m3fn": (-448.0, 448.0),
+    "float8_e5m2": (-57344.0, 57344.0),
+}
+
+
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | None,
+    options: Options,
+    out: Array | None,
+) -> Array:
+    """Turn the keys of some blocks of a cache.
+
+        keys = codes * scale, where they have 8 bits
+        keys rotated
+        codes = round(keys / scale), of two nearest the even one, and not beyond the largest
+
+    x         (blocks, ..., head_dim), floating point or of a type of CODES
+    cos, sin  (blocks, ..., pairs), an axis for each of x; as long, or 1. The first is as long as
+              `blocks` if they are given
+    blocks    (n,) int64, different indices of the first axis of x; None for all of them
+    scale     what fits x, for 8-bit keys; None where the channels of a pair have the same, for then
+              codes can be rotated as they are
+    Returns x with these blocks moved, and all others as they were: a new array, or `out`.
+    """
+    y = copied(x, cos, sin, out)
+    picked = slice(None) if blocks is None else blocks
+    keys = x[picked]
+    if name_of(x.dtype) not in CODES:
+        (y[picked],) = rotate((keys,), cos, sin, None, options, None)
+        return y
+    scales = np.float32(1) if scale is None else np.broadcast_to(scale, x.shape)[picked]
+    numbers = (keys.astype(np.float32) * scales).astype(np.float32)
+    (moved,) = rotate((numbers,), cos, sin, None, options, None)
+    y[picked] = rounded(moved / scales, x.dtype)
+    return y
+
+
+def copied(x: Array, cos: Array, sin: Array, out: Array | None) -> Array:
+    """A copy of x, in `out` if given, which may be x itself."""
+    if out is None:
+        return x.copy()
+    check_out((x, cos, sin), (out,))
+    if address(out) != address(x):
+        out[...] = x
+    return out
+
+
+def rounded(numbers: Array, dtype: np.dtype[np.generic]) -> Array:
+    """Numbers as 8-bit codes, of a type of CODES.
+
+    >>> rounded(np.array([0.5, -1.5, 300.0]), np.dtype("int8"))
+    array([  0,  -2, 127], dtype=int8)
+    """
+    inside = np.clip(numbers, *CODES[name_of(dtype)])
+    return (np.rint(inside) if name_of(dtype) == "int8" else inside).astype(dtype)
+
+
 KERNEL = Kernel(
     name="reference",
     namespace="numpy",
@@ -274,4 +338,5 @@ KERNEL = Kernel(
     host_constant=host_constant,
     is_cacheable=is_cacheable,
     device_key=device_key,
+    move=move,
 )

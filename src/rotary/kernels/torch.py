@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import NESTED, Kernel, Numbers, torch_gpu, torch_ready, torch_tables
+from . import NESTED, Kernel, Numbers, torch_gpu, torch_move, torch_ready, torch_tables
 from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from .torch_checks import (
     check_no_grad,
@@ -375,4 +375,5 @@ KERNEL = Kernel(
     is_on_gpu=lambda x: is_on_gpu(x),
     makes_angles=makes_angles,
     rotate_exact=rotate_exact,
+    move=partial(torch_move.move, rotate),
 )

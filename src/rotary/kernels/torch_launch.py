@@ -19,7 +19,16 @@ from ..layouts import pair_slices
 from .geometry import Geometry
 from .memory import Block
 from .pages import ask_for_huge_pages
-from .torch_state import FLOATS, INTEGERS, are_plain, host_array, host_values, is_on_gpu, is_on_host
+from .torch_state import (
+    CODES,
+    FLOATS,
+    INTEGERS,
+    are_plain,
+    host_array,
+    host_values,
+    is_on_gpu,
+    is_on_host,
+)
 
 jobs: Any
 try:
@@ -27,7 +36,7 @@ try:
 except ImportError:  # without Numba the formula in torch operators rotates
     jobs = None
 
-_NAMES = FLOATS | {kind: str(kind).removeprefix("torch.") for kind in INTEGERS}
+_NAMES = FLOATS | CODES | {kind: str(kind).removeprefix("torch.") for kind in INTEGERS}
 _FIRST_CAPABILITY = (7, 0)  # what Triton compiles for
 
 

@@ -18,6 +18,11 @@ FLOATS = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+CODES = {  # of cached keys alone
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling

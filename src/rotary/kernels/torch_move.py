@@ -1,0 +1,109 @@
+"""Moved keys as torch tensors: the compiled loops on the host, torch's own operators elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Rotate
+from .geometry import Options
+from .numpy import CODES as LIMITS
+from .torch_checks import check_device, check_no_grad, check_strided, check_writable
+from .torch_launch import form, mark_written
+from .torch_state import CODES, are_plain, host_array, is_on_host, is_recording, wants_grad
+
+loops: Any
+try:
+    from . import move as loops
+except ImportError:  # without Numba torch's operators move keys
+    loops = None
+
+
+def move(
+    rotate: Rotate[Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks: Tensor | None,
+    scale: Tensor | None,
+    options: Options,
+    out: Tensor | None,
+) -> Tensor:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does; `rotate` is torch's.
+
+    On a GPU the blocks are gathered, rotated and written back: no more than their own memory.
+    """
+    operands = [y for y in (cos, sin, blocks, scale, out) if y is not None]
+    for other in operands:
+        check_device(other, x)
+    check_strided((x, *operands))
+    if out is not None:
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise ValueError(
+                f"out must be {x.dtype} {tuple(x.shape)} like the input, "
+                f"got {out.dtype} {tuple(out.shape)}"
+            )
+        check_no_grad((x, cos, sin), (out,))
+        if not is_recording():
+            check_writable((x, cos, sin), (out,))
+    is_for_loops = loops is not None and not is_recording() and not wants_grad(x, cos, sin)
+    if is_for_loops and scale is None and is_on_host(x) and are_plain((x, *operands)):
+        y = _copied(x, out)
+        if _run_loops(y, cos, sin, blocks, options):
+            if out is not None:
+                mark_written((out,))
+            return y
+    return _formula(rotate, x, cos, sin, blocks, scale, options, out)
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return x.detach().clone()
+    return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+
+
+def _run_loops(
+    y: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor | None, options: Options
+) -> bool:
+    if cos.stride() != sin.stride():
+        return False
+    rows = None if blocks is None else host_array(blocks.contiguous())
+    tables = form(cos), cos.data_ptr(), sin.data_ptr()
+    return bool(loops.run(form(y), y.data_ptr(), *tables, rows, options))
+
+
+def _formula(
+    rotate: Rotate[Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks: Tensor | None,
+    scale: Tensor | None,
+    options: Options,
+    out: Tensor | None,
+) -> Tensor:
+    is_codes = x.dtype in CODES
+    cache = x.view(torch.uint8) if is_codes else x  # torch cannot index float8
+    keys = cache if blocks is None else cache.index_select(0, blocks)
+    if is_codes:
+        keys = keys.view(x.dtype).float()
+        if scale is not None:
+            scales = scale.float().expand(x.shape)
+            scale = scales if blocks is None else scales.index_select(0, blocks)
+            keys = keys * scale
+    (moved,) = rotate((keys,), cos, sin, None, options, None)
+    if is_codes:
+        moved = (moved if scale is None else moved / scale).clamp(*LIMITS[CODES[x.dtype]])
+        moved = moved.round() if x.dtype == torch.int8 else moved
+        moved = moved.to(x.dtype).view(torch.uint8)
+    if out is None:
+        result = moved if blocks is None else cache.index_copy(0, blocks, moved)
+        return result.view(x.dtype) if is_codes else result
+    target = out.view(torch.uint8) if is_codes else out
+    if blocks is None:
+        target.copy_(moved)
+        return out
+    if out is not x:
+        target.copy_(cache)
+    target.index_copy_(0, blocks, moved)
+    return out
