@@ -1,12 +1,12 @@
 """`rerotate`: keys that are rotated and cached, moved to other positions or other frequencies."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
 from .angles import moved_cos_sin
-from .kernels import Array, SomeKernel, kernel_of
+from .kernels import Array, Kernel, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .kernels.numpy import CODES, FLOATS
 from .rotate import outputs, rotate
@@ -128,8 +128,7 @@ def rerotate(
     >>> (cache != 1).any(axis=(1, 2, 3))
     array([False, False,  True, False, False,  True, False, False])
     """
-    is_several = isinstance(k, (tuple, list))
-    xs: Any = tuple(k) if is_several else (k,)
+    xs = tuple(k) if isinstance(k, (tuple, list)) else (k,)
     if not xs:
         raise ValueError("k must hold at least one array")
     like, shape = xs[0], tuple(xs[0].shape)
@@ -185,7 +184,7 @@ def rerotate(
     moved = tuple(
         kernel.move(x, cos, sin, picked, scales, options, y) for x, y in zip(xs, outs, strict=True)
     )
-    return moved if is_several else moved[0]
+    return moved if isinstance(k, (tuple, list)) else moved[0]
 
 
 def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
@@ -242,7 +241,7 @@ def _check_block_positions(
         )
 
 
-def _picked(kernel: SomeKernel, blocks: object, xs: Sequence[Any]) -> Any:
+def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array:
     """Block numbers in the library of k, int64; looked at where they are on the host."""
     numbers = kernel.as_positions(blocks, xs[0])
     library = kernel_of(numbers)
@@ -270,8 +269,8 @@ def _picked(kernel: SomeKernel, blocks: object, xs: Sequence[Any]) -> Any:
 
 
 def _shifted(
-    kernel: SomeKernel, shift: object, spec: Rotary, count: int, like: Any
-) -> tuple[Any, Any]:
+    kernel: Kernel[Array], shift: object, spec: Rotary, count: int, like: Array
+) -> tuple[Array, Array]:
     """Positions 0, and those after the shift, which may be one for all of `count`."""
     to = kernel.as_positions(shift, like)
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
@@ -280,7 +279,7 @@ def _shifted(
     return to - to, to
 
 
-def _channel_scales(kernel: SomeKernel, scale: object, like: Any, dtype: str) -> Any | None:
+def _channel_scales(kernel: Kernel[Array], scale: object, like: Array, dtype: str) -> Array | None:
     """Scales of 8-bit keys that differ between channels; None for others, which cancel."""
     shape = tuple(like.shape)
     if dtype not in CODES:

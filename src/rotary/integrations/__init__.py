@@ -1,1 +1,4 @@
-"""Other libraries: `transformers` patches a loaded model, `onnx` exports one; loaded when asked."""
+"""Other libraries, loaded when asked.
+
+`transformers` patches a loaded model, `sinks` is a cache for one, `onnx` exports one.
+"""

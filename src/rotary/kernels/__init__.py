@@ -70,7 +70,7 @@ class Kernel(Generic[Array]):
     rotate_exact: Callable[..., tuple[Array, ...]] | None = None
     makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)
     # blocks of a cache, of keys that may have 8 bits: (x, cos, sin, blocks, scale, options, out)
-    move: Callable[..., Any] | None = None
+    move: Callable[..., Array] | None = None
     # tables of positions that are spread over processes
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 

@@ -70,19 +70,20 @@ def move(
 
     A block outside the cache that is traced is left out.
     """
-    picked: Any = slice(None) if blocks is None else blocks
-    keys, scales = x[picked], None
+    keys, scales = x if blocks is None else x[blocks], None
     name = reference.name_of(x.dtype)
     if name in reference.CODES:
         keys = keys.astype(np.float32)
         if scale is not None:
-            scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)[picked]
+            scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)
+            scales = scales if blocks is None else scales[blocks]
             keys = keys * scales
     (moved,) = rotate((keys,), cos, sin, None, options, out)
     if name in reference.CODES:
         moved = jnp.clip(moved if scales is None else moved / scales, *reference.CODES[name])
         moved = jnp.rint(moved) if name == "int8" else moved
-    return x.at[picked].set(moved.astype(x.dtype))
+    moved = moved.astype(x.dtype)
+    return moved if blocks is None else x.at[blocks].set(moved)
 
 
 @partial(jax.jit, static_argnames="options")

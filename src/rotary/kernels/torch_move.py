@@ -1,6 +1,6 @@
 """Moved keys as torch tensors: the compiled loops on the host, torch's own operators elsewhere."""
 
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .torch_checks import check_device, check_no_grad, check_strided, check_writ
 from .torch_launch import form, mark_written
 from .torch_state import CODES, are_plain, host_array, is_on_host, is_recording, wants_grad
 
-loops: Any
+loops: ModuleType | None
 try:
     from . import move as loops
 except ImportError:  # without Numba torch's operators move keys
@@ -46,10 +46,13 @@ def move(
         check_no_grad((x, cos, sin), (out,))
         if not is_recording():
             check_writable((x, cos, sin), (out,))
-    is_for_loops = loops is not None and not is_recording() and not wants_grad(x, cos, sin)
-    if is_for_loops and scale is None and is_on_host(x) and are_plain((x, *operands)):
+    is_for_loops = not is_recording() and not wants_grad(x, cos, sin) and scale is None
+    if is_for_loops and is_on_host(x) and are_plain((x, *operands)) and loops is not None:
         y = _copied(x, out)
-        if _run_loops(y, cos, sin, blocks, options):
+        rows = None if blocks is None else host_array(blocks.contiguous())
+        tables = form(cos), cos.data_ptr(), sin.data_ptr()
+        is_alike = cos.stride() == sin.stride()
+        if is_alike and loops.run(form(y), y.data_ptr(), *tables, rows, options):
             if out is not None:
                 mark_written((out,))
             return y
@@ -60,16 +63,6 @@ def _copied(x: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return x.detach().clone()
     return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
-
-
-def _run_loops(
-    y: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor | None, options: Options
-) -> bool:
-    if cos.stride() != sin.stride():
-        return False
-    rows = None if blocks is None else host_array(blocks.contiguous())
-    tables = form(cos), cos.data_ptr(), sin.data_ptr()
-    return bool(loops.run(form(y), y.data_ptr(), *tables, rows, options))
 
 
 def _formula(

@@ -1,0 +1,146 @@
+"""`SinkCache`: a cache of transformers that keeps the first tokens and a window of the last ones.
+
+A text of any length then needs the memory and the time of a short one. Keys of the window stay as
+they are; those of the first tokens are moved to right before the window, from their original keys
+each time. So the distances that the model sees are those of a text without the dropped tokens.
+"""
+
+from torch import Tensor, cat
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..configs import from_hf_config
+from ..rerotate import rerotate
+from ..spec import Rotary
+
+
+class SinkCache(Cache):  # type: ignore[misc]
+    """A cache for `past_key_values=` of a transformers model that drops all but sinks and a window.
+
+    config  of the model: every layer must rotate, and attend to all that is before a token
+    sinks   how many of the first tokens are kept
+    window  how many of the last tokens are kept
+
+    Positions go on counting, as the model and `generate` have them: after n tokens the window is at
+    n - window .. n - 1, unmoved, and the sinks at the `sinks` positions before it. Those are
+    rotated there from the keys that the model computed, so they are rounded once, however many
+    tokens were dropped. A call with several new tokens, such as a prompt, attends to these as a
+    whole; then all but the last are dropped.
+
+    What it is not: a longer memory, or a fresh run on the kept tokens. What is dropped cannot be
+    recalled. The keys of the first layer, and so a model of one layer, are those of a fresh run;
+    from the second layer on, kept keys and values were computed from hidden states that attended
+    to dropped tokens. At far positions the model needs exact angles, `rotary.patch(model,
+    exact=True)`: float32 ones are off by 8e-3 near 131 072. Rows of a batch must not be padded on
+    the left: the padding would be kept as sinks.
+
+    Raises ValueError for a config whose keys cannot be moved so: frequencies that depend on the
+    length, layers without rotation or of several types, several position axes.
+    Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> import torch
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    ...                      num_attention_heads=4, vocab_size=9)
+    >>> cache = SinkCache(config, sinks=2, window=6)
+    >>> for token in range(30):
+    ...     _ = LlamaModel(config)(torch.tensor([[token % 9]]), past_key_values=cache)
+    >>> cache.get_seq_length(), cache.layers[0].keys.shape[-2]
+    (30, 8)
+    """
+
+    def __init__(self, config: PreTrainedConfig, *, sinks: int = 4, window: int = 1020) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            kind = type(config).__qualname__
+            raise TypeError(f"config must be the config of a model, model.config, got {kind}")
+        text = config.get_text_config(decoder=True)
+        spec = _spec_of(text)
+        for name, size, least in (("sinks", sinks, 0), ("window", window, 1)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < least:
+                raise ValueError(f"{name} must be a whole number >= {least}, got {size!r}")
+        layers = [SinkLayer(spec, sinks, window) for _ in range(text.num_hidden_layers)]
+        super().__init__(layers=layers)
+
+
+class SinkLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a `SinkCache`. `keys` holds the sinks as they came, then the window.
+
+    >>> layer = SinkLayer(Rotary(head_dim=4), sinks=1, window=2)
+    >>> import torch
+    >>> layer.update(torch.ones(1, 1, 5, 4), torch.ones(1, 1, 5, 4))[0].shape
+    torch.Size([1, 1, 5, 4])
+    >>> layer.keys.shape, layer.get_seq_length(), layer.get_mask_sizes(1)
+    (torch.Size([1, 1, 3, 4]), 5, (4, 2))
+    """
+
+    is_croppable = False
+
+    def __init__(self, spec: Rotary, sinks: int, window: int) -> None:
+        super().__init__()
+        self.spec, self.sinks, self.window = spec, sinks, window
+        self.cumulative_length = 0  # also of dropped tokens; `reset` sets it to 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Empty keys and values of the form of the first ones."""
+        super().lazy_initialization(key_states, value_states)
+        if key_states.shape[-1] != self.spec.head_dim:
+            raise ValueError(
+                f"the model caches keys of {key_states.shape[-1]} channels, and its RoPE is of "
+                f"{self.spec.head_dim}: SinkCache does not know which to move"
+            )
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add new keys and values; returns what is attended to, then drops what is too old."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        dropped, attended = self._dropped(), None
+        keys = cat((self.keys, key_states), dim=-2)
+        values = cat((self.values, value_states), dim=-2)
+        if dropped and self.sinks:
+            moved = rerotate(self.keys[:, :, : self.sinks], self.spec, shift=dropped, seq_dim=-2)
+            attended = cat((moved, keys[:, :, self.sinks :]), dim=-2)
+        self.cumulative_length += key_states.shape[-2]
+        self.keys, self.values = self._kept(keys), self._kept(values)
+        return keys if attended is None else attended, values
+
+    def _kept(self, states: Tensor) -> Tensor:
+        if states.shape[-2] <= self.sinks + self.window:
+            return states
+        parts = states[:, :, : self.sinks], states[:, :, -self.window :]
+        return cat(parts, dim=-2)
+
+    def _dropped(self) -> int:
+        return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
+
+    def get_seq_length(self) -> int:
+        """How many tokens there were, also dropped ones: the position of the next."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next call attends to, and the position of the first."""
+        dropped = self._dropped()
+        return self.cumulative_length - dropped + query_length, dropped
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: what was dropped for the removed tokens cannot be brought back."""
+        raise NotImplementedError("a SinkCache cannot be cropped: dropped tokens are gone")
+
+
+def _spec_of(config: PreTrainedConfig) -> Rotary:
+    spec = from_hf_config(config)
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    rotated = getattr(config, "no_rope_layers", None) or ()  # 0 where a layer does not rotate
+    if spec is None or not all(rotated):
+        reason = "has layers that do not rotate"
+    elif kinds:
+        reason = f"has layers of {', '.join(kinds)}"
+    elif spec.depends_on_length:
+        reason = f"changes its frequencies with the length ({spec.schedule})"
+    elif spec.num_axes > 1:
+        reason = f"has positions of {spec.num_axes} axes"
+    else:
+        return spec
+    raise ValueError(f"SinkCache cannot move the keys of this model: it {reason}")
