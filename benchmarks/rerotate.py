@@ -1,0 +1,152 @@
+"""Cached keys moved in place, against a copy of the same bytes: `python -m benchmarks.rerotate`.
+
+A cache of 64 MB whose blocks, in random order, are each moved by a shift of their own: paged keys,
+flat keys and rows of latents, of every type. Cases take turns. Then how far keys are from the exact
+ones after many moves. Writes benchmarks/results/DATE-rerotate.md.
+"""
+
+import datetime
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rotary import Rotary, rerotate
+from rotary import bench as timing
+
+from . import command
+from .reference import rotated
+
+PLAIN = Rotary(head_dim=128, base=500_000.0)
+LATENT = Rotary(head_dim=576, rotary_dim=64, start=512)
+# name -> (shape but for the blocks, spec)
+CACHES = {
+    "paged (blocks, 16, 8, 128)": ((16, 8, 128), PLAIN),
+    "flat (slots, 8, 128)": ((8, 128), PLAIN),
+    "latents (blocks, 16, 576)": ((16, 576), LATENT),
+}
+# type -> largest error, as a share of the largest key
+LIMITS = {
+    torch.float32: 2.0**-21,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+    torch.int8: 1 / 120,
+    torch.float8_e4m3fn: 1 / 16,
+    torch.float8_e5m2: 1 / 8,
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+BAR = 0.8  # of the speed of a copy, for floating point
+MOVES = (1, 10, 100, 1000)
+
+
+class Cache(NamedTuple):
+    """Keys in blocks, the blocks in random order, and the shift of each."""
+
+    keys: torch.Tensor
+    blocks: torch.Tensor
+    shift: torch.Tensor
+
+
+def main() -> None:
+    """Compare with float64, measure, print, write."""
+    parser = command.parser(__doc__)
+    parser.add_argument("--megabytes", type=int, help="size of a cache; default 64")
+    parser.set_defaults(megabytes=64, rounds=31)
+    given = command.parsed(parser, {"megabytes": 1, "rounds": 3}, command.RESULTS)
+    torch.manual_seed(0)
+    command.gate(errors(), "complex numbers in float64")
+    rows, missed = [], []
+    for name, dtype, moved, copied in times(given.megabytes << 20, given.rounds):
+        speed = copied / moved
+        rows.append((name, name_of(dtype), f"{moved:.2f}", f"{copied:.2f}", f"{speed:.2f}"))
+        if dtype in FLOATS and speed < BAR:
+            missed.append(f"{name} {name_of(dtype)}: {speed:.2f}")
+    versions = ", ".join(f"{key} {value}" for key, value in timing.versions().items())
+    header = ["cache", "type", "move, ms", "copy, ms", "speed, copy = 1"]
+    text = "\n".join([
+        "# Cached keys moved in place\n",
+        f"{given.megabytes} MB, {torch.get_num_threads()} threads; {versions}. Medians.\n",
+        command.table(header, rows),
+        f"\nBar: floating point at {BAR} of a copy. Missed: {', '.join(missed) or 'none'}.\n",
+        "Root mean square error of keys moved again and again, as a share of theirs; 8-bit scales",
+        "leave room for sqrt(2). Moves by 1 token, and by up to 1000 either way:\n",
+        command.table(["type", *(f"{n} moves" for n in MOVES)], drift(given.quick)),
+        "",
+    ])  # fmt: skip
+    print(text)
+    command.write(given.out, {f"{datetime.date.today().isoformat()}-rerotate.md": text})
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type without its library."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cache_of(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Cache:
+    """Random keys of so many bytes; 8-bit ones use a part of their range."""
+    count = max(2, size // (dtype.itemsize * int(np.prod(shape))))
+    keys = torch.randn(count, *shape)
+    keys = keys.to(dtype) if dtype in FLOATS else (keys * 20).clamp(-80, 80).round().to(dtype)
+    return Cache(keys, torch.randperm(count), torch.randint(-1000, 1000, (count,)))
+
+
+def errors() -> Iterator[tuple[str, float, float]]:
+    """(what, largest error over the largest key, limit) of a cache of every form and type."""
+    for name, (shape, spec) in CACHES.items():
+        for dtype, limit in LIMITS.items():
+            keys, blocks, shift = cache_of(shape, dtype, 1 << 16)
+            wanted = keys.double().numpy()
+            start, stop = spec.start, spec.start + spec.rotary_dim
+            for block, by in zip(blocks.tolist(), shift.tolist(), strict=True):
+                part = wanted[block, ..., start:stop]
+                turned = rotated(
+                    part.reshape(-1, spec.rotary_dim), "half", spec.base, np.array([by])
+                )
+                wanted[block, ..., start:stop] = turned.reshape(part.shape)
+            rerotate(keys, spec, blocks=blocks, shift=shift, out=keys)
+            error = np.abs(keys.double().numpy() - wanted).max() / np.abs(wanted).max()
+            yield f"{name} {name_of(dtype)}", float(error), limit
+
+
+def times(size: int, rounds: int) -> Iterator[tuple[str, torch.dtype, float, float]]:
+    """Of every form and type the median milliseconds of a move, and of a copy of the cache."""
+    for name, (shape, spec) in CACHES.items():
+        for dtype in LIMITS:
+            keys, blocks, shift = cache_of(shape, dtype, size)
+            bits = keys.view(torch.uint8)
+            move = partial(rerotate, keys, spec, blocks=blocks, shift=shift, out=keys)
+            cases = {"move": move, "copy": partial(torch.empty_like(bits).copy_, bits)}
+            found = timing.measure(cases, rounds=rounds)
+            yield name, dtype, found["move"].median * 1e3, found["copy"].median * 1e3
+
+
+def drift(is_quick: bool) -> Iterator[list[str]]:
+    """A row for each type: the error after 1 to 1000 moves, by 1 token / by many."""
+    exact = torch.randn(64, 1, 128, dtype=torch.float64)
+    for dtype in LIMITS:
+        cells = []
+        for longest in (1, 1000):
+            random = np.random.default_rng(0)
+            scale = exact.abs().amax(-1, keepdim=True) * 2**0.5
+            scale = {torch.int8: scale / 127, torch.float8_e4m3fn: scale / 448}.get(dtype, 1.0)
+            start = exact / scale
+            keys = (start.round() if dtype == torch.int8 else start).to(dtype)
+            first, total, found = keys.double(), np.zeros(64, np.int64), []
+            for move in range(1, (10 if is_quick else max(MOVES)) + 1):
+                low = 1 if longest == 1 else -longest
+                shift = random.integers(low, longest, 64, endpoint=True)
+                total += shift
+                rerotate(keys, PLAIN, blocks=range(64), shift=shift, out=keys)
+                if move in MOVES:
+                    wanted = rerotate(first, PLAIN, blocks=range(64), shift=total)
+                    error = (keys.double() - wanted).square().mean() / wanted.square().mean()
+                    found.append(f"{float(error.sqrt()):.1e}")
+            cells.append(found)
+        pairs = [" / ".join(pair) for pair in zip(*cells, strict=True)]
+        yield [name_of(dtype), *pairs, *["-"] * (len(MOVES) - len(pairs))]
+
+
+if __name__ == "__main__":
+    main()
