@@ -31,12 +31,13 @@ from .memory import SIZES, Block
 from .numpy import CODES, address
 
 _ROWS = 32  # of 8-bit keys that are float32 at one time
-# `step` is the distance of two blocks, `table_step` that of their tables, `count` that of blocks;
+# `step` is the distance of two blocks, `table_step` that of their tables; `blocks` are `count`
+# numbers in rising order, as memory is read fastest, and `rows` say which table is that of each;
 # `kind` is the place of the type among CODES
 _MOVE = np.dtype([
     (name, np.int64)
     for name in ("threads", "parts", "number", "form", "mode", "kind", "x", "step", "cos", "sin",
-                 "table_step", "blocks", "count", "taken")
+                 "table_step", "blocks", "rows", "count", "taken")
 ])  # fmt: skip
 _job, _form, _steps = map(record, (_MOVE, FORM, STEPS))
 _TAKEN = _MOVE.itemsize - 8
@@ -68,12 +69,16 @@ def _run(job, steps, at):
     """Where a run of rows begins, its row of the table, and how many rows there are."""
     places = steps.size_0 * steps.size_1
     runs = places * ((steps.size_2 + steps.tile - 1) // steps.tile)
-    block, run = at // runs, at % runs
-    i, j, k = run % places // steps.size_1, run % steps.size_1, run // places * steps.tile
+    block = at if runs == 1 else at // runs
     source = job.x + load_int(job.blocks + 8 * block) * job.step
+    row = load_int(job.rows + 8 * block) * job.table_step
+    if runs == 1:
+        return source, row, steps.size_2
+    run = at - block * runs
+    i, j, k = run % places // steps.size_1, run % steps.size_1, run // places * steps.tile
     source += i * steps.x_0 + j * steps.x_1 + k * steps.x_2
-    row = i * steps.table_0 + j * steps.table_1 + k * steps.table_2
-    return source, block * job.table_step + row, min(steps.tile, steps.size_2 - k)
+    row += i * steps.table_0 + j * steps.table_1 + k * steps.table_2
+    return source, row, min(steps.tile, steps.size_2 - k)
 
 
 @compiled()
@@ -91,10 +96,11 @@ def _move_floats(tag: np.generic) -> Callable[[int], None]:
         part = take(address + _TAKEN)
         while part < job.threads * job.parts:
             first, last = _share(job, steps, part)
+            following = _run(job, steps, first) if first < last else (0, 0, 0)
             for at in range(first, last):
-                x, row, count = _run(job, steps, at)
-                ahead = _run(job, steps, at + 1)[0] - x if at + 1 < last else 0
-                tables = job.cos, job.sin, 0, row
+                x, row, count = following
+                following = _run(job, steps, min(at + 1, last - 1))
+                tables, ahead = (job.cos, job.sin, 0, row), following[0] - x
                 rotate_rows(tag, job.mode, form, steps, x, x, tables, count, ahead)
             part = take(address + _TAKEN)
 
@@ -232,12 +238,13 @@ def run(
         return False
     if blocks is None:  # all of x is one block
         geometry = geometry_of((x.shape,), table.shape, None, options)
-        one, along, chosen = x, table, np.zeros(1, np.int64)
+        one, along, chosen, order = x, table, np.zeros(1, np.int64), np.zeros(1, np.int64)
     else:
         geometry = geometry_of(((len(blocks), *x.shape[1:]),), table.shape, None, options)
         geometry = geometry._replace(dims=tuple(range(len(x.shape) - 2)))
         one, along = (Block(b.shape[1:], b.strides[1:], b.dtype) for b in (x, table))
-        chosen = blocks
+        order = np.argsort(blocks)
+        chosen = blocks[order]
     offsets, steps = walk(one, one, True, along, 0, geometry)
     form = np.zeros((), FORM)
     form["q"], form["pairs"], form["sign"] = steps, geometry.pairs, 1
@@ -251,7 +258,7 @@ def run(
     for source, _, row in offsets:
         job = array("q", (
             1, 1, 0, address(form), mode, kind, place + source, x.strides[0],
-            cos + row, sin + row, table.strides[0], address(chosen), len(chosen), 0,
+            cos + row, sin + row, table.strides[0], address(chosen), address(order), len(chosen), 0,
         ))  # fmt: skip
         threads.run(_loop(x.dtype), size // len(offsets), job)
     return True
