@@ -58,23 +58,30 @@ def code_of(plan, operands, arch):
     """The code of a launch for an NVIDIA architecture such as 90."""
     result = compile_for(plan, operands, GPUTarget("cuda", arch, 32))
     cubin, ptx = result.asm["cubin"], result.asm["ptx"]
-    used = _read(cubin, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", used)}
+    registers, local = used_by(cubin)
     instructions, jumps = _instructions(_read(cubin, triton.knobs.nvidia.nvdisasm.path, "-c"))
     return Code(
-        _widths("ld", ptx), _widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
-        result.metadata.shared, used["REG"], used["STACK"] + used["LOCAL"],
+        widths("ld", ptx), widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
+        result.metadata.shared, registers, local,
         len(re.findall(r"\bfma\.", ptx)),
         loaded_before_a_wait(_walk_over_heads(instructions, jumps)),
         waits_in_series(instructions),
     )  # fmt: skip
 
 
-def _widths(kind, ptx):
+def used_by(cubin):
+    """(registers, bytes of the stack) of a thread."""
+    text = _read(cubin, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return used["REG"], used["STACK"] + used["LOCAL"]
+
+
+def widths(kind, ptx):
+    """How many accesses of so many bits, of kind "ld" or "st", the code has for global memory."""
     found = re.findall(rf"\b{kind}\.global[.:\w]*?(?:\.v(\d))?\.b(\d+)", ptx)
     assert len(found) == len(re.findall(rf"\b{kind}\.global", ptx))
-    widths = [int(count or 1) * int(bits) for count, bits in found]
-    return {width: widths.count(width) for width in set(widths)}
+    bits = [int(count or 1) * int(each) for count, each in found]
+    return {width: bits.count(width) for width in set(bits)}
 
 
 def _read(cubin, *command):

@@ -11,8 +11,8 @@ if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
 
 import triton
+from gpu_code import used_by, widths
 from interpreter import mended
-from test_triton import _usage, _widths
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -317,9 +317,8 @@ def codes(xs, spec, stages, monkeypatch):
             for arch in (80, 90):
                 options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
                 result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-                used = _usage(result.asm["cubin"])
-                found.append((used["REG"], used["STACK"] + used["LOCAL"],
-                              _widths("st", result.asm["ptx"])))  # fmt: skip
+                stores = widths("st", result.asm["ptx"])
+                found.append((*used_by(result.asm["cubin"]), stores))
 
     monkeypatch.setattr(torch_fused_gpu, "kernel", Launch())
     cos, sin = rotary.cos_sin(spec, torch.arange(xs[0].shape[-3]))
