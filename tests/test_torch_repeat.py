@@ -272,3 +272,62 @@ def test_every_output_that_autograd_knows_is_marked_as_written():
                 before = known._version
                 rotate((q, k), cos, sin, layout="half", out=(known, other))
                 assert known._version == before + 1, count
+
+
+@pytest.mark.parametrize("place", ["x", "cos", "positions", "out"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_after_plain_ones_is_refused_by_a_sentence(place):
+    """The guards of torch would end the process."""
+    q, k, cos, sin = operands()
+    tables, row = [table[0] for table in (cos, sin)], torch.zeros(1, dtype=torch.int64)
+    out = torch.zeros_like(q), torch.zeros_like(k)
+    for nested in (None, torch.nested.nested_tensor([torch.zeros(4, 1, 8)])):
+        given = {"x": q, "cos": tables[0], "positions": row, "out": out[0]}
+        if nested is None:
+            rotate((q, k), *tables, layout="half", positions=row, out=out)
+            continue
+        given[place] = nested
+        with pytest.raises(TypeError, match=r"nested tensor is not rotated|one library"):
+            rotate(
+                (given["x"], k), given["cos"], tables[1], layout="half",
+                positions=given["positions"], out=(given["out"], out[1]),
+            )  # fmt: skip
+
+
+def test_arrays_of_another_library_after_tensors_are_refused_by_a_sentence():
+    q, k, cos, sin = operands()
+    new_outputs(q, k, cos, sin)
+    for mixed in ((q, k.numpy(), cos, sin), (q, k, cos.numpy(), sin), (q, k, cos, [[1.0]])):
+        with pytest.raises(TypeError, match="all arrays must be of one library"):
+            new_outputs(*mixed)
+    with pytest.raises(TypeError, match="does not guess which channels make a pair"):
+        rotate((q, k), cos, sin)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_new_outputs_are_those_of_empty_like(mode):
+    q, k, cos, sin = operands()
+    thin = q.transpose(1, 2).contiguous().transpose(1, 2)  # its axis of size 1 has another stride
+    with mode():
+        for _ in range(2):
+            for x in (q, thin):
+                results, like = new_outputs(x, k, cos, sin), torch.empty_like(x)
+                assert results[0].stride() == like.stride() == x.stride()
+                assert results[0].is_inference() == like.is_inference()
+                assert not results[0].requires_grad
+                assert results[0].untyped_storage().nbytes() == x.nbytes
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        results = new_outputs(q, k, cos, sin)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert results[0].device.type == "cpu"
+    torch.testing.assert_close(results[0], formula(q, cos, sin), **WANTED)
+
+
+def test_outputs_without_the_allocator_of_inductor(monkeypatch):
+    monkeypatch.setattr(torch_ready, "recent", {})
+    monkeypatch.setattr(torch_ready, "_empty_strided", torch_ready._empty_on_cpu)
+    test_new_outputs_are_those_of_empty_like(torch.no_grad)

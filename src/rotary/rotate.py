@@ -3,7 +3,7 @@
 from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of
+from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, known
 from .kernels.geometry import AngleOptions, Angles, Options, seq_axis
 from .spec import Rotary
 
@@ -102,8 +102,14 @@ def rotate(
     if not xs:
         raise ValueError("x must hold at least one array")
     outs = None if out is None else outputs(out, len(xs))
-    kernel = kernel_of(xs[0])
+    said = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
     kind = type(xs[0])
+    kernel = known.get(kind) or kernel_of(xs[0])
+    if kernel.quick is not None:
+        results = kernel.quick(said, options_of, xs, cos, sin, positions, outs)
+        if results is not None:
+            return results if is_several else results[0]
+    kernel = kernel_of(xs[0])  # which may refuse it
     for array in (*xs[1:], cos, sin, *(outs or ())):
         if type(array) is not kind and not kernel.takes(array):
             raise TypeError(
@@ -112,8 +118,7 @@ def rotate(
             )
     if positions is not None:
         check_positions(positions)
-    options = options_of(spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate)
-    results = kernel.rotate(xs, cos, sin, positions, options, outs)
+    results = kernel.rotate(xs, cos, sin, positions, options_of(*said), outs)
     return results if is_several else results[0]
 
 

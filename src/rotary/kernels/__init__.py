@@ -22,6 +22,12 @@ Rotate = Callable[
     [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
     tuple[Array, ...],
 ]
+Said = tuple[object, ...]  # what the caller of `rotate` says beside the arrays, as it was given
+# (said, options_of, xs, cos, sin, positions, out), where options_of(*said) are its Options
+Quick = Callable[
+    [Said, Callable[..., Options], Sequence[Array], Array, Array, object, Sequence[Array] | None],
+    tuple[Array, ...] | None,
+]
 RotateAt = Callable[
     [Sequence[Array], object, AngleOptions, Sequence[Array] | None], tuple[Array, ...] | None
 ]
@@ -59,7 +65,9 @@ class Kernel(Generic[Array]):
     device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
 
     check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
-    # tokens at positions, by angles worked out on the way; None where tables are needed
+    # a call of `rotate` that needs no other look, asked first; else None
+    quick: Quick[Array] | None = None
+    # a few tokens at positions, by angles worked out on the way; None where tables are needed
     rotate_at: RotateAt[Array] | None = None
     # whether an array is on a GPU, where that is done for positions 0, 1, ... as well, None there
     is_on_gpu: Callable[[Array], bool] | None = None
@@ -85,7 +93,7 @@ def kernel_of(array: Array) -> Kernel[Array]:
     >>> kernel_of(numpy.zeros(2)).name
     'compiled loops'
     """
-    kernel = _known.get(type(array)) or _find(array)
+    kernel = known.get(type(array)) or _find(array)
     if kernel.check is not None:
         kernel.check(array)
     return kernel
@@ -98,7 +106,7 @@ def _find(array: object) -> SomeKernel:
     # another thread may be in the middle of importing torch
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     if compiler is None or not compiler.is_compiling():  # a traced call has no side effect
-        _known[type(array)] = kernels[0]
+        known[type(array)] = kernels[0]
     return kernels[0]
 
 
@@ -142,7 +150,7 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
     "torch.Tensor": _torch,
     "jax.Array": _jax,
 }
-_known: dict[type, SomeKernel] = {}
+known: dict[type, SomeKernel] = {}
 
 # (q, k, v, cos, sin, positions, options, stages, out): what `rotary.fused` returns
 Fused = Callable[..., tuple[Any, Any, Any]]
@@ -187,12 +195,12 @@ FUSED: dict[str, Callable[[], Fused]] = {
 def served_by(kernel: SomeKernel, module: Any) -> Iterator[None]:
     """In this block the arrays of a kernel's module are given to another kernel."""
     before, module.KERNEL = module.KERNEL, kernel
-    _known.clear()
+    known.clear()
     try:
         yield
     finally:
         module.KERNEL = before
-        _known.clear()
+        known.clear()
 
 
 def host() -> Kernel[Numbers]:
@@ -201,7 +209,7 @@ def host() -> Kernel[Numbers]:
     >>> host().name
     'compiled loops'
     """
-    return _known.get(np.ndarray) or _find(_NOTHING)
+    return known.get(np.ndarray) or _find(_NOTHING)
 
 
 _NOTHING = np.empty(0)

@@ -12,13 +12,13 @@ Everything else (other devices, subclasses, vmap, forward mode, export, tables t
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import NESTED, Kernel, Numbers, torch_gpu, torch_move, torch_ready, torch_tables
+from . import NESTED, Kernel, Numbers, Said, torch_gpu, torch_move, torch_ready, torch_tables
 from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from .torch_checks import (
     check_no_grad,
@@ -42,6 +42,7 @@ from .torch_state import (
     INTEGERS,
     are_plain,
     is_on_gpu,
+    is_recorded_by_dynamo,
     is_tracing,
     is_tracing_a_transform,
     is_watched,
@@ -61,12 +62,44 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    rows = positions if isinstance(positions, Tensor) else None
-    if (positions is None or rows is not None) and not is_watched():
-        tables = (cos, sin) if rows is None else (cos, sin, rows)
-        results = torch_ready.run(options, xs, tables, out, _code)
-        if results is not None:
-            return results
+    results = quick((options,), _itself, xs, cos, sin, positions, out)
+    return rotate_anew(xs, cos, sin, positions, options, out) if results is None else results
+
+
+def _itself(options: Options) -> Options:
+    return options
+
+
+def quick(
+    said: Said,
+    options_of: Callable[..., Options],
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...] | None:
+    """The same by memory alone, at once for a call like one before; None where more is needed."""
+    if is_recorded_by_dynamo():
+        return None
+    if positions is None:
+        tables: torch_ready.Tables = cos, sin
+    elif isinstance(positions, Tensor):
+        tables = cos, sin, positions
+    else:
+        return None
+    return torch_ready.run(said, xs, tables, out, _code, options_of)
+
+
+def rotate_anew(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    options: Options,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """The same for a call that is not quick."""
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
     geometry = _geometry(xs, cos, rows, options)
@@ -79,20 +112,15 @@ def rotate_at(
     xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...] | None:
     """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
-    if is_watched():
-        return _recorded_at(xs, positions, options, out) if is_tracing() else None
+    if is_recorded_by_dynamo():
+        return _recorded_at(xs, positions, options, out)
     if isinstance(positions, Tensor):
         tables: torch_ready.Tables = (positions,)
     elif positions is None and is_on_gpu(xs[0]):
         tables = ()
     else:
         return None
-    try:
-        return torch_ready.run(options, xs, tables, out, _code)
-    except TypeError:
-        if all(map(torch_tables.takes, (*xs, *(out or ())))):
-            raise
-        return None  # an array of another library, which is refused where tables are used
+    return torch_ready.run((options,), xs, tables, out, _code, _itself)
 
 
 def _recorded_at(
@@ -192,7 +220,7 @@ def _turned(
 ) -> tuple[Tensor, ...]:
     """Rotate gradients of what was on a GPU, with gradients of their own."""
     if not is_watched():
-        results = torch_ready.run(turn, xs, tables, None, _code)
+        results = torch_ready.run((turn,), xs, tables, None, _code, _itself)
         if results is not None:
             return results
     if turn.at is None:
@@ -353,7 +381,8 @@ def _check(x: Tensor) -> None:
 KERNEL = Kernel(
     name="torch",
     namespace="torch",
-    rotate=rotate,
+    rotate=rotate_anew,
+    quick=quick,
     rotate_at=rotate_at,
     prepare=prepare,
     tables=torch_tables.tables,

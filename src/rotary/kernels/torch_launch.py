@@ -144,15 +144,15 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 def empty_like(x: Tensor) -> Tensor:
     """An uninitialised tensor in the memory order of x; a large one on huge pages."""
-    return _on_huge_pages(torch.empty_like(x))
+    return on_huge_pages(torch.empty_like(x))
 
 
 def empty_contiguous(x: Tensor) -> Tensor:
     """The same without regard to the order of x, as a fake tensor of the operator promises."""
-    return _on_huge_pages(x.new_empty(x.shape))
+    return on_huge_pages(x.new_empty(x.shape))
 
 
-def _on_huge_pages(x: Tensor) -> Tensor:
+def on_huge_pages(x: Tensor) -> Tensor:
     if x.is_cpu:
         ask_for_huge_pages(x.data_ptr(), x.nbytes)
     return x

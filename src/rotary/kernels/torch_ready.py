@@ -3,27 +3,35 @@
 For one token, working out how the tensors fit together costs several times the rotation. The checks
 that `torch.compile` makes before it runs a compiled function, in C++, cover what the answer depends
 on: of each operand its type, dtype, device, shape, strides, whether it requires a gradient, and
-what the dispatcher looks at, so also vmap, grad and inference mode. They do not see jit.trace,
-make_fx and forward mode, which the caller rules out, nor what is looked at here: grad mode, row
-numbers, and whether memory is shared.
+what the dispatcher looks at, so also vmap, grad, inference mode, dispatch modes and jit.trace. They
+do not see make_fx, forward mode, grad mode, row numbers, and whether memory is shared, which are
+looked at here; torch.compile, which the caller rules out; and would end the process for a nested
+tensor.
+
+After a product of a model's width nothing of this is in a cache, and what counts is how much code
+and memory a call touches: a question that a guard answers anyway is not asked again.
 """
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import Said
 from .geometry import AngleOptions, Options
 from .pages import LARGE
-from .torch_checks import check_memory, check_no_inference, check_strided
-from .torch_launch import empty_like, form, jobs
+from .torch_checks import check_memory, check_no_inference
+from .torch_launch import form, jobs, on_huge_pages
 from .torch_state import (
     FLOATS,
     has_memory,
     is_on_gpu,
+    is_past_guards,
+    is_recorded_by_dynamo,
     is_watched,
     wants_grad,
 )
@@ -47,10 +55,20 @@ _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
-class Ready(NamedTuple):
-    """The code for operands that pass the guard."""
+def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
-    guard: Any
+
+# Inductor's own, which does not pass the dispatcher: half of the time, and of the code
+_empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cpu", _empty_on_cpu
+)
+
+
+class Ready(NamedTuple):
+    """The code for operands that pass the check of a guard."""
+
+    check: Callable[..., bool]
     grad_mode: bool | None  # which it must be; None where no operand requires a gradient
     run: Run
 
@@ -59,33 +77,37 @@ recent: dict[tuple[object, ...], tuple[Ready, ...]] = {}
 
 
 def run(
-    kind: Kind,
+    said: Said,
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
     make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
+    kind_of: Callable[..., Kind],
 ) -> tuple[Tensor, ...] | None:
     """The results, by the code of a call like this one, or by new code, which is then kept.
 
-    `kind` is all that the code depends on beside the tensors, and `make` writes it for these
-    tensors. None where it cannot: another way has to be taken.
+    `kind_of(*said)` is all that the code depends on beside the tensors, and `make` writes it for
+    these tensors. None where it cannot: another way has to be taken.
     """
     others = None
     operands = (*xs, *tables)
     if out is not None:  # no tensor twice: the guards would refuse it
         others = tuple(map(is_not, xs, out))
         operands = (*operands, *itertools.compress(out, others))
-    if True in map(_is_nested, operands):  # the guards would end the process
-        check_strided(operands)
-    key = kind, len(operands), others, xs[0].numel()
-    for ready in recent.get(key, ()):
-        if ready.guard.check(*operands) and (
-            ready.grad_mode is None or ready.grad_mode is torch.is_grad_enabled()
-        ):
-            results = ready.run(xs, tables, out)
-            if results is not None:
-                return results
-    code = make(kind, xs, tables, out)
+    try:
+        if is_past_guards() or True in map(_is_nested, operands):  # it would end the process
+            return None
+        key = said, len(operands), others, xs[0].numel()
+        for check, grad_mode, known in recent.get(key, ()):
+            if check(*operands) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
+                results = known(xs, tables, out)
+                if results is not None:
+                    return results
+    except TypeError:  # an operand is no tensor
+        return None
+    if is_watched():
+        return None
+    code = make(kind_of(*said), xs, tables, out)
     results = None if code is None else code(xs, tables, out)
     if code is not None and results is not None and TensorGuards is not None:
         if key not in recent and len(recent) >= _KINDS:
@@ -108,8 +130,7 @@ def prepared(
     others = tuple(map(is_not, xs, out or ()))
     has_others = any(others)
     operands = (*xs, *tables, *itertools.compress(out or (), others))
-    count, ready = len(operands), ready_for(operands, code)
-    check, grad_mode = ready.guard.check, ready.grad_mode
+    count, (check, grad_mode, code) = len(operands), ready_for(operands, code)
 
     def run(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -126,7 +147,8 @@ def prepared(
             if (
                 is_alike
                 and len(operands) == count
-                and not is_watched()
+                and not is_recorded_by_dynamo()
+                and not is_past_guards()
                 and True not in map(_is_nested, operands)
                 and check(*operands)
                 and (grad_mode is None or grad_mode is torch.is_grad_enabled())
@@ -149,7 +171,14 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
         dynamic_dims_strides=[list(tensor.stride()) for tensor in operands],
     )
     wants_it = any([tensor.requires_grad for tensor in operands])
-    return Ready(guard, torch.is_grad_enabled() if wants_it else None, code)
+    return Ready(guard.check, torch.is_grad_enabled() if wants_it else None, code)
+
+
+def _maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
+    """What makes a tensor without values like x; on huge pages where those of a call are large."""
+    like = torch.empty_like(x, device="meta")
+    new = partial(_empty_strided, tuple(like.shape), like.stride(), x.dtype)
+    return new if size < LARGE else lambda: on_huge_pages(new())
 
 
 def on_cpu(
@@ -179,8 +208,8 @@ def on_cpu(
     if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
         return None
     is_tracked = out is not None and not out[0].is_inference()
-    # nothing stands between one token and its outputs
-    new = torch.empty_like if call.size < LARGE else empty_like
+    new = [_maker_of_outputs(x, call.size) for x in xs]
+    new_q, new_k = new[0], new[-1]
     checks = jobs.CHECK_ROWS * (len(tables) == 3) + jobs.CHECK_OVERLAP * (out is not None)
     job = call.job
     is_other_memory = is_in_place and (not is_in_place[0], not is_in_place[-1])
@@ -195,9 +224,9 @@ def on_cpu(
         if out is not None:
             outs = tuple(out)
         elif is_single:
-            outs = (new(q),)
+            outs = (new_q(),)
         else:
-            outs = (new(q), new(k))
+            outs = (new_q(), new_k())
         q_at, q_out, k_at, k_out = (
             q.data_ptr(), outs[0].data_ptr(), k.data_ptr(), outs[-1].data_ptr()
         )  # fmt: skip

@@ -25,7 +25,7 @@ CODES = {  # of cached keys alone
 }
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
-_is_compiling = torch.compiler.is_compiling
+is_recorded_by_dynamo = torch.compiler.is_dynamo_compiling
 _is_tracing_by_jit = torch._C._is_tracing
 _functorch_level = torch._C._functorch.maybe_current_level
 _count_of_modes = torch._C._len_torch_dispatch_stack
@@ -67,17 +67,14 @@ def is_transforming() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether torch.compile or torch.export records this call, or `is_transforming`.
+    """Whether torch.compile or torch.export records this call, or `is_transforming`."""
+    return is_tracing() or is_transforming()
 
-    It is asked for every token, and a call of a function costs as much as two of these.
-    """
-    return (
-        _is_compiling()
-        or _is_tracing_by_jit()
-        or _functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or _count_of_modes() > 0
-    )
+
+def is_past_guards() -> bool:
+    """Whether forward mode, make_fx or a dispatch mode is active: the guards of `torch_ready` see
+    the other transforms."""
+    return forward_ad._current_level >= 0 or _count_of_modes() > 0
 
 
 def wants_grad(*tensors: Tensor) -> bool:
