@@ -109,7 +109,8 @@ def rotate(
         results = kernel.quick(said, options_of, xs, cos, sin, positions, outs)
         if results is not None:
             return results if is_several else results[0]
-    kernel = kernel_of(xs[0])  # which may refuse it
+    if kernel.check is not None:
+        kernel.check(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
         if type(array) is not kind and not kernel.takes(array):
             raise TypeError(

@@ -11,6 +11,7 @@ from . import Numbers as Array
 from . import loops, threads
 from . import move as move_loops
 from . import numpy as reference
+from .built_in import address
 from .geometry import AngleOptions, Options, geometry_of
 from .jobs import (
     CHECK_OVERLAP,
@@ -23,7 +24,6 @@ from .jobs import (
     run,
 )
 from .memory import Block, is_contiguous_last
-from .numpy import address
 
 # what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
 Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from .geometry import Geometry, Options, geometry_of
 
 Array = jax.Array
 _FLOAT64 = np.dtype(np.float64)
+_dtype = attrgetter("dtype")
 _check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
 
 
@@ -49,7 +51,7 @@ def rotate(
     """
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
-    if _FLOAT64 in [array.dtype for array in (*xs, cos, sin)]:  # of NumPy too, which jit rounds
+    if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # of NumPy too, which jit rounds
         _check_operands(xs, cos, sin, None)
         if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")

@@ -5,7 +5,6 @@ So NumPy arrays and torch tensors take the same way and nothing is wrapped or co
 """
 
 import math
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -36,7 +35,7 @@ STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read a
 _LINE = 64
 _TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
-_PACK = struct.Struct(f"{loops.ROTATION.itemsize // 8}q").pack
+_LONG_BYTES = 1 << 16  # a job of less is done before the lock of Python could be handed over
 
 # (q, q_out, k, k_out, cos, sin, rows, checks), where q alone stands for k too, and 0 for what there
 # is not: whether the checks passed. If not, nothing is written
@@ -184,9 +183,9 @@ def call_of(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.turn_once(xs[0].dtype), form, mode, alive)
+            return _small_job(loops.turn_once(xs[0].dtype), size, form, mode, alive)
         if size < threads.SERIAL_BYTES:
-            return _small_job(loops.rotate_once(xs[0].dtype), form, mode)
+            return _small_job(loops.rotate_once(xs[0].dtype), size, form, mode)
         return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
 
     if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
@@ -197,19 +196,14 @@ def call_of(
     return Call(blocks[0][0], size, tuple(blocks))
 
 
-def _small_job(once: Callable[[bytes], int], form: Array, mode: int, angles: Alive = ()) -> Job:
+def _small_job(
+    once: Callable[[object], Job], size: int, form: Array, mode: int, angles: Alive = ()
+) -> Job:
     """One call of C."""
     if angles:
         form["angles"] = address(angles[0])
-    pack, head = _PACK, (1, 1, 0, address(form), mode)
-
-    def job(
-        q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
-    ) -> bool:
-        return once(pack(*head, q, q_out, k, k_out, cos, sin, rows, checks, 0)) == 1
-
-    job.alive = form, angles  # type: ignore[attr-defined]  # what there are addresses of
-    return job
+    form["is_long"] = size >= _LONG_BYTES
+    return once((address(form), mode, form, angles))  # the last two live as long as the job
 
 
 def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:

@@ -6,6 +6,7 @@ how many there are.
 """
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from numba import prange, types
 from numpy import empty
 
+from .built_in import argument, built_in, give_lock, new_bool, take_lock, tuple_item, whole_number
 from .compiled import c_function, compiled
 from .llvm import (
     MODES,
@@ -59,6 +61,7 @@ STEPS = _whole_numbers(
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit", "angles")]
+    + [("is_long", np.int64)]  # the lock of Python is given away while it is done
     + [("reach", np.int64, (7, 2))]
 )
 # A job begins with the number of threads, 1, of parts for each, 1, and the address of the C
@@ -183,32 +186,63 @@ def _check(address):
     return int(_is_safe(_rotation(address)))
 
 
-def _rotate_once(tag: np.generic) -> Callable[[int], int]:
-    def rotate_once(address):
-        job = _rotation(address)
+_Rotation = namedtuple("_Rotation", ROTATION.names)  # type: ignore[misc,arg-type]
+
+
+@compiled()
+def _given(own, arguments):
+    """The ROTATION, of one part, of a call (q, q_out, k, k_out, cos, sin, rows, checks) of a
+    function that is bound to (address of FORM, mode, ...)."""
+    at, mode = whole_number(tuple_item(own, 0)), whole_number(tuple_item(own, 1))
+    q, q_out = _number(arguments, 0), _number(arguments, 1)
+    k, k_out = _number(arguments, 2), _number(arguments, 3)
+    cos, sin = _number(arguments, 4), _number(arguments, 5)
+    rows, checks = _number(arguments, 6), _number(arguments, 7)
+    return _Rotation(1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0)
+
+
+@compiled()
+def _number(arguments, index):
+    return whole_number(argument(arguments, index))
+
+
+@compiled()
+def _rotate_alone(tag, job, cos, sin, rows):
+    """All of a job, without the lock of Python where that is worth it."""
+    is_long, thread = _form(job.form).is_long, 0
+    if is_long:
+        thread = give_lock()
+    _rotate_part(tag, job, cos, sin, rows, 0)
+    if is_long:
+        take_lock(thread)
+
+
+def _rotate_once(tag: np.generic) -> Callable[[int, int, int], int]:
+    def rotate_once(own, arguments, count):
+        job = _given(own, arguments)
         if not _is_safe(job):
-            return 0
-        _rotate_part(tag, job, job.cos, job.sin, job.rows, 0)
-        return 1
+            return new_bool(0)
+        _rotate_alone(tag, job, job.cos, job.sin, job.rows)
+        return new_bool(1)
 
     return rotate_once
 
 
-def _turn_once(tag: np.generic) -> Callable[[int], int]:
-    def turn_once(address):
-        job = _rotation(address)
+def _turn_once(tag: np.generic) -> Callable[[int, int, int], int]:
+    def turn_once(own, arguments, count):
+        job = _given(own, arguments)
         angles = _angles(_form(job.form).angles)
         tokens = angles.batch * angles.seq
         for at in range(tokens * angles.num_axes):
             if load_int(job.cos + 8 * at) < angles.lowest:
-                return 0
+                return new_bool(0)
         if not _is_safe(job):
-            return 0
+            return new_bool(0)
         both = empty((2, tokens * angles.pairs), np.float32)
         cos, sin = both[0].ctypes.data, both[1].ctypes.data
         _table_rows(angles, job.cos, cos, sin, 0, tokens)
-        _rotate_part(tag, job, cos, sin, 0, 0)
-        return 1
+        _rotate_alone(tag, job, cos, sin, 0)
+        return new_bool(1)
 
     return turn_once
 
@@ -275,25 +309,25 @@ def loop(name: str) -> Loop:
 def is_safe() -> Callable[[int], int]:
     """The checks of a ROTATION: 1 where every row number is inside of the table, and no output
     reaches into an operand other than its own x, nor into the output before."""
-    return _whole_job(_check)
-
-
-@functools.cache
-def rotate_once(name: str) -> Callable[[bytes], int]:
-    """A ROTATION of one part, for a key of TAGS; 0, and nothing written, where a check fails."""
-    return _whole_job(_rotate_once(TAGS[name]))
-
-
-@functools.cache
-def turn_once(name: str) -> Callable[[bytes], int]:
-    """The same from positions, whose address stands in the place of that of cos."""
-    return _whole_job(_turn_once(TAGS[name]))
-
-
-def _whole_job(function: Callable[[int], int]) -> Callable[[int | bytes], int]:
-    compiled_ = c_function(function, types.int64(types.int64))
+    compiled_ = c_function(_check, types.int64(types.int64))
     _alive.append(compiled_)
     return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
+
+
+@functools.cache
+def rotate_once(name: str) -> Callable[[object], Callable[..., bool]]:
+    """A rotation of one part, for a key of TAGS, bound to (address of its FORM, mode, ...).
+
+    It takes (q, q_out, k, k_out, cos, sin, rows, checks), addresses but for the last; False, and
+    nothing written, where a check fails.
+    """
+    return built_in(_rotate_once(TAGS[name]))
+
+
+@functools.cache
+def turn_once(name: str) -> Callable[[object], Callable[..., bool]]:
+    """The same from positions, whose address stands in the place of that of cos."""
+    return built_in(_turn_once(TAGS[name]))
 
 
 _alive: list[object] = []
