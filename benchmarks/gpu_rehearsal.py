@@ -8,6 +8,7 @@ that each part would take on a device. Exits with status 1 if anything fails, or
 """
 
 import contextlib
+import importlib.util
 import io
 import os
 import subprocess
@@ -39,11 +40,16 @@ def main() -> None:
     """Rehearse the parts asked for; in a process of its own, in which Triton interprets."""
     parser = command.parser(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all of them")
-    given = command.parsed(parser, {})
+    given = command.parsed(parser, {"part": ["decode", "peers"]})
     if os.environ.get("TRITON_INTERPRET") != "1":
         again = [sys.executable, "-m", "benchmarks.gpu_rehearsal", *sys.argv[1:]]
+        if importlib.util.find_spec("triton") is None:
+            sys.exit("a rehearsal needs Triton, on Linux: pip install triton==3.6.0")
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        with subprocess.Popen(again, env=environment, text=True, stdout=subprocess.PIPE) as inner:
+        root = Path(__file__).parents[1]
+        with subprocess.Popen(
+            again, env=environment, cwd=root, text=True, stdout=subprocess.PIPE
+        ) as inner:
             for text in inner.stdout or ():
                 print(text, end="", flush=True)
         sys.exit(inner.returncode)

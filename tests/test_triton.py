@@ -22,7 +22,7 @@ if sys.platform != "linux":
 from interpreter import kernel, mended
 from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
 
-from rotary.kernels import launch
+from rotary.kernels import launch, torch_checks
 from rotary.kernels import triton as compiled
 from rotary.kernels.variants import VARIANTS
 
@@ -139,6 +139,22 @@ def test_every_variant_gives_the_same_numbers(variant, layout, monkeypatch):
         for got, array in zip(rotate(given, cos, sin, options, out), want, strict=True):
             assert torch.equal(got, to_torch(array))
     assert launches == [8, 8]
+
+
+def test_row_numbers_of_32_bits_take_no_kernel_of_their_own(monkeypatch):
+    """On a GPU a cast would be a launch: the kernel reads them as they are."""
+    rows = torch.tensor([[5, 0, 7], [1, 1, 6]], dtype=torch.int32)
+    assert torch_checks.check_rows(rows, rows).dtype == torch.int64
+    monkeypatch.setattr(torch_checks, "is_on_gpu", lambda x: True)
+    assert torch_checks.check_rows(rows, rows) is rows
+    for other in (torch.int64, torch.int16, torch.uint8):
+        assert torch_checks.check_rows(rows.to(other), rows).dtype == torch.int64
+    x, table = to_torch(numbers(0, (2, 4, 3, 16))), to_torch(numbers(1, (8, 8)))
+    geometry = geometry_of(((2, 4, 3, 16),), (8, 8), (2, 3), Options())
+    (got,), (want,) = (
+        kernel.rotate((x,), table, table, each, geometry, None) for each in (rows, rows.long())
+    )
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from . import NESTED, is_distributed
 from .memory import check_overlap
 from .torch_launch import form
-from .torch_state import FLOATS, INTEGERS, has_memory, unmapped, wants_grad
+from .torch_state import FLOATS, INTEGERS, has_memory, is_on_gpu, unmapped, wants_grad
 
 
 def check_operands(
@@ -71,14 +71,18 @@ def check_device(tensor: Tensor, x: Tensor) -> None:
 
 
 def check_rows(positions: object, like: Tensor) -> Tensor:
-    """Row numbers as int64; whether they are inside the table is seen when they are read."""
+    """Row numbers as int64, on a GPU also as int32, which its kernel reads as they are.
+
+    Whether they are inside the table is seen when they are read.
+    """
     if isinstance(positions, Tensor):
         check_strided((positions,))
     rows = torch.as_tensor(positions, device=like.device)
     check_device(rows, like)
     if rows.dtype not in INTEGERS:
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
-    return rows.long()
+    is_read_as_it_is = rows.dtype == torch.int32 and is_on_gpu(rows)
+    return rows if is_read_as_it_is else rows.long()
 
 
 def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
