@@ -21,8 +21,9 @@ if sys.platform != "linux":
 
 from interpreter import kernel, mended
 from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotary.kernels import launch, torch_checks
+from rotary.kernels import launch, torch_checks, torch_tables
 from rotary.kernels import triton as compiled
 from rotary.kernels.variants import VARIANTS
 
@@ -155,6 +156,30 @@ def test_row_numbers_of_32_bits_take_no_kernel_of_their_own(monkeypatch):
         kernel.rotate((x,), table, table, each, geometry, None) for each in (rows, rows.long())
     )
     assert torch.equal(got, want)
+
+
+class Called(TorchDispatchMode):
+    """The operators of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_several_axes_are_picked_without_a_list(monkeypatch):
+    """An index that is a list goes to the device with every call, which waits."""
+    monkeypatch.setattr(torch_tables, "is_on_gpu", lambda x: True)
+    positions = torch.arange(12).reshape(4, 3)
+    wanted = positions[..., [0, 2, 1, 1]]
+    torch_tables._per_pair(positions, (0, 2, 1, 1))  # the index is kept on the device
+    with Called() as called:
+        assert torch.equal(torch_tables._per_pair(positions, (0, 2, 1, 1)), wanted)
+    assert "aten::index_select" in called.names
+    assert not {"aten::index.Tensor", "aten::_to_copy", "aten::copy_"} & {*called.names}
 
 
 @pytest.mark.parametrize(
