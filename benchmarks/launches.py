@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import rotary
-from benchmarks.stub_cuda import stub_of_cuda
+
+from .stub_cuda import stub_of_cuda
 
 Call = Callable[[], object]
 BARS = {"a call": 10.0, "prepared": 6.0, "with gradient": 40.0}  # us
@@ -40,7 +41,7 @@ def cases() -> dict[tuple[str, str], Call]:
     spec = rotary.Rotary(head_dim=128, base=5e5)
     q, k = (torch.randn(1, 1, heads, 128).bfloat16() for heads in (32, 8))
     out = torch.empty_like(q), torch.empty_like(k)
-    one, table = torch.randn(2, 1, 64), torch.randn(2, 4096, 64)
+    one, table = torch.randn(2, 1, 64).unbind(), torch.randn(2, 4096, 64).unbind()
     ids = torch.tensor([[7]])
     learning = [x.clone().requires_grad_() for x in (q, k)]
     by_table = {"spec": spec, "seq_dim": -3}

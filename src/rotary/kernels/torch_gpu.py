@@ -6,6 +6,8 @@ Nothing waits for the device, and nothing but new outputs is allocated: such a c
 in a CUDA graph.
 """
 
+# mypy: disallow-untyped-decorators=False
+
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -94,7 +94,8 @@ def _check_dims(geometry, along, name):
 
 def _checked_at(xs, positions, turns, axes, _factor, *form, out=None):
     """The geometry of a rotation at positions, checked like the one by tables."""
-    geometry, others = _geometry(*form), () if positions is None else (positions,)
+    geometry = _geometry(*form)
+    others = () if positions is None else (positions,)
     _check_given(geometry, xs, others, out)
     check_xs(xs, out)
     if len(turns) != geometry.pairs or len(axes) not in (0, geometry.pairs) or min((0, *axes)) < 0:
@@ -106,14 +107,14 @@ def _checked_at(xs, positions, turns, axes, _factor, *form, out=None):
         _check_dims(geometry, 1, "positions")
         if any(axes):
             raise ValueError("several axes need positions (..., axes)")
-        tokens = (xs[0].shape[geometry.dims.index(0)],)
+        tokens = [xs[0].shape[geometry.dims.index(0)]]
     else:
         check_device(positions, xs[0])
-        count, tokens = max(axes, default=0) + 1, positions.shape
+        count, tokens = max(axes, default=0) + 1, list(positions.shape)
         if positions.dtype not in INTEGERS:
             raise TypeError(f"positions must be whole numbers, got {positions.dtype}")
         if count > 1:
-            *tokens, last = tokens or (0,)
+            *tokens, last = tokens or [0]
             if last != count:
                 raise ValueError(f"positions must be (..., {count}), got {positions.shape}")
         _check_dims(geometry, len(tokens), "positions")
@@ -198,7 +199,9 @@ def _backward_at(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]
     known = [grad for grad in grads if grad is not None]
     arguments = (*ctx.saved_tensors, *ctx.angles, *flat(ctx.geometry.reversed()))
     rotated = iter(torch.ops.rotary.rotate_at(known, *arguments) if known else ())
-    axes = None if ctx.angles[1] else []  # as torch.library takes an empty list to pieces
+    axes: list[int] | None = (
+        None if ctx.angles[1] else []
+    )  # as torch.library takes an empty list to pieces
     turned = [None if grad is None else next(rotated) for grad in grads]
     return turned, None, None, axes, *(None,) * 7
 
