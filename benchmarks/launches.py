@@ -107,8 +107,15 @@ def main(arguments: list[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, stub_of_cuda(Path(folder)) as stub:
+        calls = cases()
+        for (bar, name), call in calls.items():
+            stub.forget()
+            call()
+            wanted = 2 if bar == "with gradient" else 1
+            assert len(stub.launches) == wanted, f"{name} makes {len(stub.launches)} launches"
+        print(f"gate passed: {len(calls)} results, each by one launch, or two with the gradient\n")
         print("| call | us | bar | met |\n|---|---|---|---|")
-        for (bar, name), call in cases().items():
+        for (bar, name), call in calls.items():
             for _ in range(SHAPES):
                 call()
             codes = len(stub.loaded)

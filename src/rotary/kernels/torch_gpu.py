@@ -11,7 +11,6 @@ in a CUDA graph.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +134,7 @@ def formula_at(
 
 @torch.compiler.assume_constant_result
 def recorded_angles(
-    angles_of: Callable[[Any], Angles], *form: Hashable
+    angles_of: Callable[..., Angles], *form: Hashable
 ) -> tuple[tuple[int, ...], tuple[int, ...], float]:
     """Turns as signed numbers of 64 bits, axes, and the amplitude: constants of a program.
 

@@ -189,13 +189,13 @@ def _fake_at_out(*operands):
     _checked_at(*given, out=out)
 
 
-def _setup_at(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+def _setup_at(ctx, inputs, output):
     _, positions, *ctx.angles = inputs[:5]
     ctx.geometry = _geometry(*inputs[5:])
     ctx.save_for_backward(positions)
 
 
-def _backward_at(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
+def _backward_at(ctx, grads):
     known = [grad for grad in grads if grad is not None]
     arguments = (*ctx.saved_tensors, *ctx.angles, *flat(ctx.geometry.reversed()))
     rotated = iter(torch.ops.rotary.rotate_at(known, *arguments) if known else ())
