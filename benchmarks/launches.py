@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
             call()
             wanted = 2 if bar == "with gradient" else 1
             assert len(stub.launches) == wanted, f"{name} makes {len(stub.launches)} launches"
-        print(f"gate passed: {len(calls)} results, each by one launch, or two with the gradient\n")
+        print(f"gate passed: {len(calls)} results are one launch each, two with the gradient\n")
         print("| call | us | bar | met |\n|---|---|---|---|")
         for (bar, name), call in calls.items():
             for _ in range(SHAPES):

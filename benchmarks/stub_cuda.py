@@ -1,4 +1,4 @@
-"""A GPU that is not here, for the code that launches on one: a stub of libcuda keeps each launch.
+"""A GPU that is not here, for code that launches on one: a stub of libcuda keeps each launch.
 
 Triton compiles for a real architecture and its own C launcher runs; the stub takes the place of the
 driver and does nothing on the device. Tensors are those of the CPU. So the time of a call up to the

@@ -5,9 +5,10 @@ one launch of `kernels/triton.py`; through an autograd function if a gradient is
 `torch.compile` a call on the CPU is the operator `torch.ops.rotary.rotate`, which Inductor does not
 look into: there it is as fast as what Inductor makes of the formula in float32, and several times
 faster in bfloat16 (`benchmarks/run.py` compares them). So it is on a GPU, where Inductor would put
-the sines and cosines of `apply`, which are float64, into the loops over all channels of q and k;
-behind the operator there is one launch, and the tables are made once, by another. Neither is
-measured on a GPU yet.
+the sines and cosines of `apply`, which are float64, into the loops over all channels of q and k:
+`apply` is recorded as `torch.ops.rotary.rotate_at`, one launch that works out its angles without
+tables. Inductor cannot be shown the kernel itself: `wrap_triton` takes no `enable_fp_fusion`, and
+which tile is launched follows from sizes that may be symbols. Not measured on a GPU yet.
 Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
@@ -241,7 +242,7 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     | x wants a gradient | "autograd", around the same as below |
     | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
 
-    A call like one before, on a CPU, is done before this is asked: `torch_ready` says what its
+    A call like one before is done before this is asked: `torch_ready` says what its
     guard sees, and so what it may take for granted. The operator is opaque to Inductor. The formula
     is torch's own operators, which torch records, differentiates and fuses by itself. Where out= is
     given no gradient is wanted, and only the operator and the memory are left.
