@@ -306,7 +306,9 @@ measures. head_dim {DIM}, one sequence; times over that of a copy of the same by
 Most: {"; ".join(f"{dtype} {out} and in place {own}" for dtype, (out, own) in BARS.items())}.
 {". ".join([*counts, *peers])}.
 
-Bandwidth of all threads, of the bytes that a program reads and writes:
+Bandwidth of all threads, of the bytes that a program reads and writes. Other users of the host
+change it by up to two times within minutes: less than 1 of the roofline is a quieter moment than
+that of its bandwidths, and far more than 1 may be a louder one.
 
 {speeds}
 
@@ -329,7 +331,8 @@ def draw(groups: dict[str, Group], path: Path) -> None:
         row[0].set_ylabel("time of a copy of the same bytes")
     for ax in axes[-1]:
         ax.set_xlabel("tokens")
-    axes[0, 0].legend(fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 
