@@ -334,3 +334,17 @@ def test_families_of_transformers_agree_with_their_configs(name):
     found = rotations(model.eval())
     assert {each.source for each in found} == {"config and forward"}
     assert math.prod(len(each.modules) for each in found) > 0
+
+
+def test_a_vision_model_with_class_and_register_tokens():
+    sizes = {key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers",
+                                         "num_attention_heads")}  # fmt: skip
+    config = transformers.DINOv3ViTConfig(
+        **sizes, image_size=32, patch_size=4, num_register_tokens=4
+    )
+    model = transformers.DINOv3ViTModel(config).eval()
+    turns = 2 * math.pi * 2 / 8, 2 * math.pi * 2 / 12  # its config counts in radians of -1 .. 1
+    patches = positions.grid(8, 12, origin="center", spacing=turns)
+    where = np.concatenate([np.zeros((5, 2)), patches])
+    (found,) = rotations(model, example=torch.randn(2, 3, 32, 48), positions=where)
+    assert (found.spec, found.source) == (rotary.from_hf_config(config), "config and forward")

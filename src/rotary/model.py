@@ -116,9 +116,10 @@ def rotations(
 ) -> tuple[ModelRotation, ...]:
     """Every RoPE of a loaded model, with the modules that use it; as `from_model`, which picks one.
 
-    >>> rotations(nn.Linear(2, 2), example=torch.ones(3, 2), positions=range(3))
+    >>> rotations(nn.Linear(2, 2))
     Traceback (most recent call last):
-    ValueError: Linear rotates nothing that can be seen along 3 tokens: ...
+    ValueError: Linear has no embedding of tokens: pass example=, the arguments of one forward, \
+and positions=, those of its tokens
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__qualname__}")

