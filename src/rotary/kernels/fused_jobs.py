@@ -83,7 +83,7 @@ def run(
         roots = _roots(piece, memory.x, eps, size) if piece.is_full else None
         alive += [gain, roots]
         jobs.append({
-            "form": address(form), "x": memory.x, "out": memory.out, "gain": address(gain),
+            "form": form[1], "x": memory.x, "out": memory.out, "gain": address(gain),
             "roots": _address(roots), "slots": _address(memory.offsets),
             "mode": _mode(piece, memory.out, size),
         })  # fmt: skip
@@ -138,8 +138,8 @@ def _mode(piece: Piece, out: int, size: int) -> int:
 @lru_cache(maxsize=1024)
 def _form(
     piece: Piece, table: Block | None, rows: Block | None, eps: float, grad: Block | None = None
-) -> Array | None:
-    """The record of a piece; None where its rows lie along more than three axes."""
+) -> tuple[Array, int] | None:
+    """The record of a piece and its address; None where its rows lie along more than three axes."""
     x, out, geometry, head_axis, weights, is_full, is_scattered, _ = piece
     width, size = x.shape[-1], SIZES[x.dtype]
     real = 8 if x.dtype == "float64" else 4
@@ -160,6 +160,8 @@ def _form(
     merged: list[tuple[int, ...]] = [*_merged(axes)]  # type: ignore[arg-type]
     if len(merged) > 3:
         return None
+    if len(merged) > 1 and merged[-1][5]:  # a run of rows has the same weights
+        merged[-2:] = merged[:-3:-1]
     pairs, start = (0, 0) if geometry is None else (geometry.pairs, geometry.start)
     if geometry is None and not weights:
         while merged and merged[-1] == (merged[-1][0], *(width * size,) * 2, *(0,) * 6):
@@ -174,11 +176,11 @@ def _form(
     form["start"] = start if pairs else width
     form["tail"] = width - start - 2 * pairs if pairs else 0
     tile = max(1, _TILE_BYTES // (2 * max(pairs, 32) * SIZES["float32"]))
-    form["tile"] = tile if inner[-1][3] else 4 * tile
+    form["tile"] = 1 if inner[-1][5] else tile if inner[-1][3] else 4 * tile
     form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
     form["mean"], form["eps"] = width * _heads(piece) ** is_full, eps
     form["is_plain"], form["computes_roots"] = weights == 0, weights > 0 and not is_full
-    return form
+    return form, address(form)
 
 
 def _heads(piece: Piece) -> int:
@@ -209,7 +211,7 @@ def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
     plain = piece._replace(out=out, geometry=None, weights=1, is_full=False, is_scattered=False)
     form = _form(plain, None, None, eps)
     assert form is not None
-    place = {"form": address(form), "x": x, "out": address(sums)}
+    place = {"form": form[1], "x": x, "out": address(sums)}
     _do("squares", piece.x.dtype, size, (0, 0, 0), [place])
     mean = sums.sum(-1).astype(kind) / kind(_heads(piece) * piece.x.shape[-1])
     return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
@@ -232,7 +234,7 @@ def run_back(
     size = math.prod(x.shape) * SIZES[name]
     gains = np.zeros((threads.count() * threads.PARTS, *gain.shape), gain.dtype)
     place = {
-        "form": address(form), "x": memory.x, "out": memory.out, "gain": address(gain),
+        "form": form[1], "x": memory.x, "out": memory.out, "gain": address(gain),
         "mode": _mode(piece, memory.out, size), "grad": grad[1], "gains": address(gains),
         "gains_size": gains.strides[0],
     }  # fmt: skip

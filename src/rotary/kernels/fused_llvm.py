@@ -149,16 +149,16 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
     """Normalise and rotate `count` rows of one tensor, each to its row of out, or to its slot.
 
     x and out are the addresses of the first row. `tables`: those of cos, sin and row numbers, or 0,
-    and the offset of its row of the table, or of its row number. `gain`: the address of its weights
-    and how far the next row's are; `roots`: of what the mean makes of a row. `slots`: of the offset
+    and the offset of its row of the table, or of its row number. `gain` is the address of the
+    weights, the same for all of them; `roots`: of what the mean makes of a row. `slots`: of the offset
     of its row in out, negative for a row that is left out, and how far the next is; or 0.
     """
 
     def generate(context, b, signature, arguments):
         _, mode, record, x, out, tables, gain, roots, slots, count, ahead = arguments
         cos, sin, rows, row = cgutils.unpack_tuple(b, tables)
-        (gain, gain_step), (roots, roots_step), (slots, slots_step) = (
-            cgutils.unpack_tuple(b, pair) for pair in (gain, roots, slots)
+        (roots, roots_step), (slots, slots_step) = (
+            cgutils.unpack_tuple(b, pair) for pair in (roots, slots)
         )
         field = _reader(b, piece, record)
         _, size, real, widths = _ELEMENTS[tag]
@@ -197,14 +197,18 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
             result.add_incoming(slot, after)
             return result
 
-        def weighted(value, gain_at, at, lanes):
+        def weighted(value: ir.Value, weights: ir.Value, at: ir.Value, lanes: int) -> ir.Value:
             root = _load(b, _F64, 8, b.add(roots, b.mul(at, roots_step)), 1)
             value = b.fmul(value, _splat(b, _as_real(b, tag, root), lanes))
-            place = b.add(gain_at, b.mul(at, gain_step))
-            return b.fmul(value, _load(b, real, width, place, lanes))
+            return b.fmul(value, weights)
 
         def rotate(form: tuple[str, str, bool], index: ir.Value, lanes: int) -> None:
             layout, out_layout, streaming = form
+            place = _address(b, gain, index, width)
+            first, second = (
+                _load(b, real, width, each, lanes)
+                for each in (place, _address(b, place, pairs, width))
+            )
             with _loop(b, _NONE, count, 1) as at:
                 to = target_offset(at)
                 with b.if_then(b.icmp_signed(">=", to, _NONE), likely=True):
@@ -223,9 +227,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                         b, tag, source, index, pairs, lanes, ahead,
                         interleaved=layout == "interleaved",
                     )  # fmt: skip
-                    first = _opaque(b, _address(b, gain, index, width))
-                    u = weighted(u, first, at, lanes)
-                    v = weighted(v, _address(b, first, pairs, width), at, lanes)
+                    u, v = weighted(u, first, at, lanes), weighted(v, second, at, lanes)
                     one = b.fsub(b.fmul(u, c), b.fmul(v, s))
                     other = b.fadd(b.fmul(v, c), b.fmul(u, s))
                     _store_pairs(
@@ -234,12 +236,13 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                     )  # fmt: skip
 
         def scale(first: ir.Value, channel: ir.Value, index: ir.Value, lanes: int) -> None:
+            weights = _address(b, _address(b, gain, first, width), index, width)
+            weights = _load(b, real, width, weights, lanes)
             with _loop(b, _NONE, count, 1) as at:
                 to = target_offset(at)
                 with b.if_then(b.icmp_signed(">=", to, _NONE), likely=True):
                     place = _address(b, b.mul(channel, _constant(_I64, 1, size)), index, size)
                     value = _load_wide(b, tag, b.add(b.add(x, place), b.mul(at, x_step)), lanes)
-                    weights = _address(b, _address(b, gain, first, width), index, width)
                     value = weighted(value, weights, at, lanes)
                     _store_wide(b, tag, b.add(b.add(out, place), to), value)
 
@@ -277,7 +280,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
     number, pair = types.int64, types.UniTuple(types.int64, 2)
     return types.void(
-        tag, number, piece, number, number, types.UniTuple(number, 4), pair, pair, pair,
+        tag, number, piece, number, number, types.UniTuple(number, 4), number, pair, pair,
         number, number,
     ), generate  # fmt: skip
 
@@ -295,12 +298,13 @@ def _back_rows(writes: bool) -> Callable[..., object]:
         def generate(context, b, signature, arguments):
             _, mode, record, x, grad, out, tables, gain, roots, dots, gains, count = arguments
             cos, sin, rows, row = cgutils.unpack_tuple(b, tables)
-            (gain, gain_step), (roots, roots_step), (dots, dots_step) = (
-                cgutils.unpack_tuple(b, pair) for pair in (gain, roots, dots)
+            (roots, roots_step), (dots, dots_step) = (
+                cgutils.unpack_tuple(b, pair) for pair in (roots, dots)
             )
             field = _reader(b, piece, record)
             _, size, real, widths = _ELEMENTS[tag]
             width = 8 if real is _F64 else 4
+            narrow = tuple(lanes for lanes in widths if lanes <= 32)  # more are not in registers
             pairs, start, row_size = map(field, ("pairs", "start", "row_size"))
             x_step, out_step, table_step, grad_step = map(
                 field, ("x_2", "out_2", "table_2", "grad_2")
@@ -312,23 +316,32 @@ def _back_rows(writes: bool) -> Callable[..., object]:
                 place = b.add(start, b.mul(at, step))
                 return _as_real(b, tag, _load(b, _F64, 8, place, 1))
 
+            def weights_at(place: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+                """Weights, and what their gradients add up to in this run of rows."""
+                total = cgutils.alloca_once(b, _vector(real, lanes))
+                b.store(_constant(real, lanes, 0.0), total)
+                return _load(b, real, width, b.add(gain, place), lanes), total
+
+            def add_gains(place: ir.Value, total: ir.Value, lanes: int) -> None:
+                if not writes:
+                    to = b.add(gains, place)
+                    value = b.fadd(_load(b, real, width, to, lanes), b.load(total))
+                    b.store(value, b.inttoptr(to, value.type.as_pointer()), align=width)
+
             def step_back(
-                at: ir.Value, x_: ir.Value, dn: ir.Value, weights: ir.Value, lanes: int
-            ) -> ir.Value:
+                at: ir.Value, x_: ir.Value, dn: ir.Value, weights: tuple[ir.Value, ir.Value],
+                lanes: int,
+            ) -> ir.Value:  # fmt: skip
                 """The first pass: the sum of the row; the second: the gradient of x."""
                 root = number(at, roots, roots_step)
-                gain_at = b.mul(at, gain_step)
-                g = _load(b, real, width, b.add(b.add(gain, weights), gain_at), lanes)
+                g, total = weights
                 if writes:
                     cube = b.fmul(b.fmul(root, root), root)
                     factor = b.fdiv(b.fmul(cube, number(at, dots, dots_step)), mean)
                     left = b.fmul(b.fmul(g, dn), _splat(b, root, lanes))
                     return b.fsub(left, b.fmul(x_, _splat(b, factor, lanes)))
                 p = b.fmul(dn, x_)
-                place = b.add(b.add(gains, weights), gain_at)
-                total = _load(b, real, width, place, lanes)
-                total = b.fadd(total, b.fmul(p, _splat(b, root, lanes)))
-                b.store(total, b.inttoptr(place, total.type.as_pointer()), align=width)
+                b.store(b.fadd(b.load(total), b.fmul(p, _splat(b, root, lanes))), total)
                 return b.fmul(g, p)
 
             def add_dot(at: ir.Value, value: ir.Value) -> None:
@@ -351,6 +364,9 @@ def _back_rows(writes: bool) -> Callable[..., object]:
 
             def rotate(form: tuple[str, str, bool], index: ir.Value, lanes: int) -> None:
                 layout, out_layout, streaming = form
+                place = b.mul(index, _constant(_I64, 1, width))
+                places = place, _address(b, place, pairs, width)
+                weights = [weights_at(each, lanes) for each in places]
                 with _loop(b, _NONE, count, 1) as at:
                     source = _opaque(b, b.add(b.add(x, offset), b.mul(at, x_step)))
                     given = _opaque(b, b.add(b.add(grad, offset), b.mul(at, grad_step)))
@@ -372,9 +388,8 @@ def _back_rows(writes: bool) -> Callable[..., object]:
                     )  # fmt: skip
                     du = b.fadd(b.fmul(one, c), b.fmul(other, s))
                     dv = b.fsub(b.fmul(other, c), b.fmul(one, s))
-                    first = _address(b, _NONE, index, width)
-                    du = step_back(at, u, du, first, lanes)
-                    dv = step_back(at, v, dv, _address(b, first, pairs, width), lanes)
+                    du = step_back(at, u, du, weights[0], lanes)
+                    dv = step_back(at, v, dv, weights[1], lanes)
                     if writes:
                         target = _opaque(b, b.add(b.add(out, offset), b.mul(at, out_step)))
                         _store_pairs(
@@ -383,25 +398,29 @@ def _back_rows(writes: bool) -> Callable[..., object]:
                         )  # fmt: skip
                     else:
                         add_dot(at, _total(b, b.fadd(du, dv)))
+                for each, (_, total) in zip(places, weights, strict=True):
+                    add_gains(each, total, lanes)
 
             def rest(first: ir.Value, channel: ir.Value, index: ir.Value, lanes: int) -> None:
+                gain_place = _address(b, b.mul(first, _constant(_I64, 1, width)), index, width)
+                weights = weights_at(gain_place, lanes)
                 with _loop(b, _NONE, count, 1) as at:
                     place = _address(b, b.mul(channel, _constant(_I64, 1, size)), index, size)
                     x_, dn = (
                         _load_wide(b, tag, b.add(b.add(each, place), b.mul(at, step)), lanes)
                         for each, step in ((x, x_step), (grad, grad_step))
                     )
-                    weights = _address(b, b.mul(first, _constant(_I64, 1, width)), index, width)
                     value = step_back(at, x_, dn, weights, lanes)
                     if writes:
                         target = b.add(b.add(out, place), b.mul(at, out_step))
                         _store_wide(b, tag, target, value)
                     else:
                         add_dot(at, _total(b, value))
+                add_gains(gain_place, weights[1], lanes)
 
             for number_, form in enumerate(MODES if writes else MODES[:STREAMING]):
                 with b.if_then(b.icmp_signed("==", mode, _constant(_I64, 1, number_))):
-                    _each(b, pairs, widths, functools.partial(rotate, form))
+                    _each(b, pairs, narrow, functools.partial(rotate, form))
             both = b.add(pairs, pairs)
             stop, tail = b.add(start, both), field("tail")
             for first, channel, length in ((both, _NONE, start), (b.add(both, start), stop, tail)):
@@ -410,7 +429,7 @@ def _back_rows(writes: bool) -> Callable[..., object]:
 
         number, pair = types.int64, types.UniTuple(types.int64, 2)
         return types.void(
-            tag, number, piece, number, number, number, types.UniTuple(number, 4), pair, pair,
+            tag, number, piece, number, number, number, types.UniTuple(number, 4), number, pair,
             pair, number, number,
         ), generate  # fmt: skip
 

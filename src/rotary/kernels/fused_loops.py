@@ -79,8 +79,8 @@ def _fused_tiles(tag, job, address, part):
             slot_step = piece.slot_2
         tables = job.cos, job.sin, job.rows, row
         fused_rows(
-            tag, place.mode, piece, x, out, tables, (gain, piece.gain_2), (root, root_step),
-            (slots, slot_step), count, ahead,
+            tag, place.mode, piece, x, out, tables, gain, (root, root_step), (slots, slot_step),
+            count, ahead,
         )  # fmt: skip
     if place.mode >= STREAMING:
         fence()
@@ -140,7 +140,7 @@ def _back_tiles(tag, job, address, part):
         grad = place.grad + i * piece.grad_0 + j * piece.grad_1 + k * piece.grad_2
         row = i * piece.table_0 + j * piece.table_1 + k * piece.table_2
         weights = i * piece.gain_0 + j * piece.gain_1 + k * piece.gain_2
-        gain = place.gain + weights, piece.gain_2
+        gain = place.gain + weights
         gains = place.gains + part * place.gains_size + weights
         count = min(piece.tile, piece.size_2 - k)
         tables = job.cos, job.sin, job.rows, row
