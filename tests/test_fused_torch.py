@@ -343,3 +343,69 @@ def test_a_cache_of_few_bits(kind):
         want = x[0].transpose(0, 1)[kept]
         step = {"int8": 0.6 / 127 if stored is keys else 0.12, "float8_e4m3fn": 2**-4}
         assert (got - want).abs().max() <= step.get(kind, 2**-3) * want.abs().max()
+
+
+@pytest.mark.parametrize("shapes", [((0, 4, 5, 64), (0, 2, 5, 64)), ((1, 4, 0, 64), (1, 2, 0, 64))])
+def test_nothing_is_rotated_to_nothing(shapes):
+    q, k = map(torch.empty, shapes)
+    norm = norm_of(SPECS["half"])
+    y, z, _ = fused(q, k, None, SPECS["half"], norm=norm)
+    assert (y.shape, z.shape) == (q.shape, k.shape)
+
+
+def tiny(name):
+    """A model of transformers, and the module with its apply_rotary_pos_emb."""
+    from transformers import Gemma3TextConfig, Olmo2Config, Qwen3Config
+    from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.olmo2 import modeling_olmo2
+    from transformers.models.qwen3 import modeling_qwen3
+
+    kind, module, model = {
+        "qwen3": (Qwen3Config, modeling_qwen3, "Qwen3ForCausalLM"),
+        "gemma3": (Gemma3TextConfig, modeling_gemma3, "Gemma3ForCausalLM"),
+        "olmo2": (Olmo2Config, modeling_olmo2, "Olmo2ForCausalLM"),
+    }[name]
+    torch.manual_seed(0)
+    config = kind(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa", pad_token_id=0,
+    )  # fmt: skip
+    built = getattr(module, model)(config).eval()
+    for parameter in built.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return built, module
+
+
+def norms_of(model):
+    return [layer.self_attn.fused_norm for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo2"])
+def test_one_call_in_place_of_norm_and_rotation_of_transformers(name, monkeypatch):
+    """Logits of a model whose attention normalises and rotates by `fused`."""
+    model, module = tiny(name)
+    ids = torch.randint(1, 50, (2, 23))
+    want = model(ids).logits
+    spec = Rotary(16)  # the tables are those of the model: only layout and slice are read
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        eps = getattr(attention.q_norm, "variance_epsilon", None) or attention.q_norm.eps
+        norm = Norm(attention.q_norm.weight, attention.k_norm.weight, eps,
+                    add_one=name == "gemma3")  # fmt: skip
+        attention.fused_norm = norm
+        attention.q_norm = attention.k_norm = torch.nn.Identity()
+    norms = itertools.cycle(norms_of(model))
+    calls = []
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        tables = cos[..., :8].contiguous(), sin[..., :8].contiguous()
+        calls.append(q.shape)
+        return fused(q, k, None, spec, tables=tables, norm=next(norms), seq_dim=-2)[:2]
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    got = model(ids).logits
+    assert len(calls) == 2
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+    got.square().mean().backward()
+    weights = [weight for norm in norms_of(model) for weight in (norm.q, norm.k)]
+    assert all(weight.grad.abs().max() > 0 for weight in weights)

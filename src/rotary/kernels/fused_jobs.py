@@ -15,6 +15,7 @@ if numba.config.DISABLE_JIT:  # then the plain formula is used
 from ..layouts import pair_slices
 from . import Numbers as Array
 from . import fused_loops, loops, threads
+from .fused_llvm import STREAMING
 from .geometry import Geometry
 from .jobs import _LINE, _TILE_BYTES, STREAM_BYTES, _is_aligned, _merged
 from .llvm import MODES
@@ -42,6 +43,18 @@ class Piece(NamedTuple):
     is_in_place: bool
 
 
+class Form(NamedTuple):
+    """The record of a piece, its address, how pairs are read and written, and whether past caches.
+
+    `mode` is that of stores into the caches.
+    """
+
+    record: Array
+    at: int
+    mode: int
+    can_stream: bool
+
+
 class Memory(NamedTuple):
     """Where the memory of a piece is: addresses, and arrays that are made for the call."""
 
@@ -64,16 +77,11 @@ def run(
     `places` are the addresses of cos, sin and row numbers, or 0.
     """
     name = pieces[0].x.dtype
-    if name not in loops.TAGS or not all(map(_is_ready, pieces)):
+    if name not in loops.TAGS or not all([math.prod(piece.x.shape) for piece in pieces]):
         return False
-    if table is not None and not is_contiguous_last(table):
+    forms = [_form(piece, table, rows, eps) for piece in pieces if _is_ready(piece)]
+    if None in forms or len(forms) < len(pieces):
         return False
-    forms = [_form(piece, table, rows, eps) for piece in pieces]
-    if not all(form is not None for form in forms):
-        return False
-    if not all(piece.x.shape and math.prod(piece.x.shape) for piece in pieces):
-        pieces = [piece for piece in pieces if math.prod(piece.x.shape)]
-        return not pieces
     size = sum(math.prod(piece.x.shape) * SIZES[name] for piece in pieces)
     alive: list[object] = [forms]
     jobs = []
@@ -83,9 +91,9 @@ def run(
         roots = _roots(piece, memory.x, eps, size) if piece.is_full else None
         alive += [gain, roots]
         jobs.append({
-            "form": form[1], "x": memory.x, "out": memory.out, "gain": address(gain),
+            "form": form.at, "x": memory.x, "out": memory.out, "gain": address(gain),
             "roots": _address(roots), "slots": _address(memory.offsets),
-            "mode": _mode(piece, memory.out, size),
+            "mode": _mode(form, memory.out, size),
         })  # fmt: skip
     _do("fused", name, size, places, jobs)
     del alive
@@ -109,6 +117,7 @@ def _address(values: Array | None) -> int:
     return 0 if values is None else address(values)
 
 
+@lru_cache(maxsize=1024)
 def _is_ready(piece: Piece) -> bool:
     geometry = piece.geometry
     is_mixed = geometry is not None and geometry.layout != geometry.out_layout
@@ -121,25 +130,17 @@ def _is_ready(piece: Piece) -> bool:
     )
 
 
-def _mode(piece: Piece, out: int, size: int) -> int:
-    width = piece.x.shape[-1]
-    whole = Geometry(0, width, "half", "half", ())  # of what is copied
-    geometry = whole if piece.geometry is None else piece.geometry
-    can_stream = (
-        geometry.layout == geometry.out_layout
-        and not piece.is_in_place
-        and size >= STREAM_BYTES
-        and out % _LINE == 0
-        and _is_aligned(piece.out, geometry)
-    )
-    return MODES.index((geometry.layout, geometry.out_layout, can_stream))
+def _mode(form: Form, out: int, size: int) -> int:
+    return form.mode + STREAMING * (form.can_stream and size >= STREAM_BYTES and out % _LINE == 0)
 
 
 @lru_cache(maxsize=1024)
 def _form(
     piece: Piece, table: Block | None, rows: Block | None, eps: float, grad: Block | None = None
-) -> tuple[Array, int] | None:
-    """The record of a piece and its address; None where its rows lie along more than three axes."""
+) -> Form | None:
+    """None where tables or gradient have gaps, or the rows lie along more than three axes."""
+    if not all([is_contiguous_last(block) for block in (table, grad) if block is not None]):
+        return None
     x, out, geometry, head_axis, weights, is_full, is_scattered, _ = piece
     width, size = x.shape[-1], SIZES[x.dtype]
     real = 8 if x.dtype == "float64" else 4
@@ -180,7 +181,10 @@ def _form(
     form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
     form["mean"], form["eps"] = width * _heads(piece) ** is_full, eps
     form["is_plain"], form["computes_roots"] = weights == 0, weights > 0 and not is_full
-    return form, address(form)
+    whole = Geometry(0, piece.x.shape[-1], "half", "half", ()) if geometry is None else geometry
+    read, written = whole.layout, whole.out_layout
+    can_stream = read == written and not piece.is_in_place and _is_aligned(out, whole)
+    return Form(form, address(form), MODES.index((read, written, False)), can_stream)
 
 
 def _heads(piece: Piece) -> int:
@@ -211,7 +215,7 @@ def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
     plain = piece._replace(out=out, geometry=None, weights=1, is_full=False, is_scattered=False)
     form = _form(plain, None, None, eps)
     assert form is not None
-    place = {"form": form[1], "x": x, "out": address(sums)}
+    place = {"form": form.at, "x": x, "out": address(sums)}
     _do("squares", piece.x.dtype, size, (0, 0, 0), [place])
     mean = sums.sum(-1).astype(kind) / kind(_heads(piece) * piece.x.shape[-1])
     return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
@@ -227,15 +231,16 @@ def run_back(
     The order of the sums over tokens depends on the number of threads.
     """
     x, name, gain = piece.x, piece.x.dtype, memory.gain
+    if gain is None or name not in loops.TAGS or not math.prod(x.shape):
+        return None
     form = _form(piece, table, rows, eps, grad[0]) if _is_ready(piece) else None
-    is_ready = is_contiguous_last(grad[0]) and is_contiguous_last(table)
-    if form is None or gain is None or not is_ready or name not in loops.TAGS:
+    if form is None:
         return None
     size = math.prod(x.shape) * SIZES[name]
     gains = np.zeros((threads.count() * threads.PARTS, *gain.shape), gain.dtype)
     place = {
-        "form": form[1], "x": memory.x, "out": memory.out, "gain": address(gain),
-        "mode": _mode(piece, memory.out, size), "grad": grad[1], "gains": address(gains),
+        "form": form.at, "x": memory.x, "out": memory.out, "gain": address(gain),
+        "mode": _mode(form, memory.out, size), "grad": grad[1], "gains": address(gains),
         "gains_size": gains.strides[0],
     }  # fmt: skip
     if not piece.is_full:

@@ -150,8 +150,8 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
     x and out are the addresses of the first row. `tables`: those of cos, sin and row numbers, or 0,
     and the offset of its row of the table, or of its row number. `gain` is the address of the
-    weights, the same for all of them; `roots`: of what the mean makes of a row. `slots`: of the offset
-    of its row in out, negative for a row that is left out, and how far the next is; or 0.
+    weights, the same for all of them; `roots`: of what the mean makes of a row. `slots`: of the
+    offset of its row in out, negative for a row that is left out, and how far the next is; or 0.
     """
 
     def generate(context, b, signature, arguments):

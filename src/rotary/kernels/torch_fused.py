@@ -28,7 +28,7 @@ from .stages import (
     slot_shape,
     weight_form,
 )
-from .torch_checks import check_operands, check_rows, check_writable
+from .torch_checks import check_no_inference, check_operands, check_rows, check_writable
 from .torch_launch import empty_like, formula, is_for_gpu, mark_written
 from .torch_state import (
     FLOATS,
@@ -159,7 +159,7 @@ def by_loops(
         return outs[0], None if k is None else outs[1], v
     memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
     memory = [each for each in memory if each is not None]
-    check_writable(read, [*memory, *(out or ())][::-1])
+    _check_memory(read, [*(out or ()), *memory])
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
     if k is None or not loops.stored(call, q, k, v, outs[0], cache):
@@ -214,7 +214,19 @@ def check_outputs(
                 f"out must be {result.dtype} {tuple(result.shape)} like the result, "
                 f"got {y.dtype} {tuple(y.shape)}"
             )
-    check_writable(inputs, out)
+    _check_memory(inputs, out)
+
+
+def _check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """`check_writable`, but for the usual tensors, that have each a storage of their own."""
+    read = [x.untyped_storage().data_ptr() for x in inputs]
+    written = [y.untyped_storage().data_ptr() for y in out]
+    is_own = [place not in read or (x is y and read.count(place) == 1)
+              for x, y, place in zip([*inputs, *out], out, written, strict=False)]  # fmt: skip
+    if not all(is_own) or len(set(written)) < len(written):
+        check_writable(inputs, out)
+    else:
+        check_no_inference(out)
 
 
 def formula_of_both(
