@@ -14,6 +14,7 @@ LOADED_BY_IMPORT = {
     "angles",
     "cache",
     "configs",
+    "fused",
     "rotate",
     "rerotate",
     "layouts",
