@@ -17,6 +17,7 @@ from ..schedules import Arithmetic
 from .geometry import AngleOptions, Options
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch or JAX: the type that goes in comes out
+Operand = Any  # an array of any library, a number, or what a caller passes for one
 Numbers = npt.NDArray[Any]  # on the host
 Rotate = Callable[
     [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
@@ -83,7 +84,7 @@ class Kernel(Generic[Array]):
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 
 
-SomeKernel = Kernel[Any]  # of whichever library an array is of
+SomeKernel = Kernel[Operand]  # of whichever library an array is of
 
 
 def kernel_of(array: Array) -> Kernel[Array]:
@@ -153,7 +154,7 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
 known: dict[type, SomeKernel] = {}
 
 # (q, k, v, cos, sin, positions, options, stages, out): what `rotary.fused` returns
-Fused = Callable[..., tuple[Any, Any, Any]]
+Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
 def fused_of(array: object) -> Fused:

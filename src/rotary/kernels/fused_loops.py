@@ -12,7 +12,8 @@ from numba import types
 from numpy import empty
 
 from .compiled import c_function, compiled
-from .fused_llvm import STREAMING, back_rows, dot_rows, fused_rows, root_rows, square_rows
+from .fused_back import back_rows, dot_rows
+from .fused_llvm import STREAMING, fused_rows, root_rows, square_rows
 from .llvm import fence, record
 from .loops import TAGS, Loop, _next_part, _own, _share, _whole_numbers
 

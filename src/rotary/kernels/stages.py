@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from . import Operand
 from .geometry import Geometry, Options, geometry_of, seq_axis
 
 # the largest number of each type that a cast to it saturates at; None: it is only rounded
@@ -38,10 +39,10 @@ class Norm:
     False
     """
 
-    q: Any
-    k: Any
+    q: Operand
+    k: Operand
     eps: float
-    v: Any = None
+    v: Operand = None
     add_one: bool = False
 
     def __post_init__(self) -> None:
@@ -68,11 +69,11 @@ class KVCache:
     1.0
     """
 
-    k: Any
-    v: Any
-    slots: Any
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
+    k: Operand
+    v: Operand
+    slots: Operand
+    k_scale: Operand = 1.0
+    v_scale: Operand = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +89,8 @@ class LatentCache:
     1.0
     """
 
-    rows: Any
-    slots: Any
+    rows: Operand
+    slots: Operand
     scale: float = 1.0
 
 
@@ -99,7 +100,7 @@ class Stages(NamedTuple):
     norm: Norm | None = None
     cache: KVCache | LatentCache | None = None
     dtype: str | None = None
-    scales: tuple[Any, Any, Any] = (1.0, 1.0, 1.0)
+    scales: tuple[Operand, Operand, Operand] = (1.0, 1.0, 1.0)
 
     @property
     def changes_v(self) -> bool:

@@ -6,11 +6,11 @@ on a GPU take one launch, `torch_fused_gpu`, without.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import Operand
 from .geometry import Options
 from .stages import (
     LARGEST,
@@ -40,7 +40,7 @@ from .torch_state import (
     wants_grad,
 )
 
-loops: Any
+loops: Operand
 try:
     from . import torch_fused_cpu as loops
 except ImportError:  # without Numba the formula does all of it
@@ -264,7 +264,7 @@ def along_heads(values: Tensor, ndim: int, head_axis: int | None) -> Tensor:
 
 
 def cast(
-    y: Tensor, kind: str, scale: Any, name: str, head_axis: int | None
+    y: Tensor, kind: str, scale: Operand, name: str, head_axis: int | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """round(y / scale) in the type of that name; with the scales if they are computed here."""
     if isinstance(scale, str):
@@ -326,7 +326,7 @@ def per_token(x: Tensor, fitted: Fit) -> Tensor:
     return x.movedim(fitted.head_axis, -2).flatten(0, -3)
 
 
-def scatter(name: str, values: Tensor, cache: Tensor, slots: Tensor, scale: Any) -> None:
+def scatter(name: str, values: Tensor, cache: Tensor, slots: Tensor, scale: Operand) -> None:
     """Write values (tokens, ...) / scale to their slots; negative ones are skipped."""
     kind = dtype_name(cache.dtype)
     block = check_cache(name, tuple(cache.shape), tuple(values.shape[1:]))
