@@ -21,6 +21,7 @@ FILES = sorted(path for folder in ("benchmarks", "experiments")
 # of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
 SWEEPS = {f"experiments.{name}.run" for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits")}
 SLOW = {
+    "benchmarks.fused",
     "benchmarks.gpu_rehearsal",
     "benchmarks.jax",
     "benchmarks.run",
