@@ -62,14 +62,13 @@ def fused(
     be done with it. torch computes gradients of q, k, v and the weights, but not with out= or
     cache=; JAX arrays are immutable and take neither.
 
-    | the call | computes |
+    | the call | the steps |
     |---|---|
-    | `norm=Norm(wq, wk, eps)` | vLLM's `fused_qk_norm_rope`; Qwen3, OLMo 2, Wan |
-    | `norm=Norm(wq, wk, eps, add_one=True)` | Gemma 3 |
-    | `cache=KVCache(k, v, slots)` | vLLM's `rotary_embedding`, then `reshape_and_cache_flash` |
-    | `cache=LatentCache(rows, slots)` | vLLM's `concat_and_cache_mla` after the rotation |
-    | `cache=KVCache(k8, v8, slots, sk, sv), dtype="float8_e4m3fn", scale=sq` | FlashInfer's \
-`rope_quantize_fp8_append_paged_kv_cache` |
+    | `norm=Norm(wq, wk, eps)` | norm and rotation of Qwen3; with long weights those of OLMo 2 |
+    | `norm=Norm(wq, wk, eps, add_one=True)` | those of Gemma 3 |
+    | `cache=KVCache(k, v, slots)` | rotate, then write k and v to a paged cache |
+    | `cache=LatentCache(rows, slots)` | rotate, then write the rows of MLA |
+    | `cache=KVCache(k8, v8, slots, sk, sv)` | the same in float8 or int8, with scales |
 
     Raises TypeError and ValueError as `rotary.rotate` and `rotary.cos_sin`; ValueError for weights,
     scales, caches and slots of a shape that does not fit, and for a slot beyond the cache, which
