@@ -14,10 +14,10 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other.
 FLOORS = (
-    {"schedules", "layouts", "positions", "cache", "fanout", "strict_json"},
+    {"schedules", "layouts", "cache", "fanout", "strict_json"},
     {"spec"},
     {"kernels"},
-    {"angles"},
+    {"angles", "positions"},
     {"rotate"},
     {"fused", "prepare", "rerotate", "attention", "configs", "nn"},
     {"analysis", "checkpoint", "programs"},

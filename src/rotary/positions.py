@@ -3,19 +3,29 @@
 A position array is (..., seq) for one axis and (..., seq, axes) for several, int64; a grid that is
 centred or stretched is float64. Offsets, packing, padding, images and video are all positions; none
 of them reaches a kernel.
+
+An answer is in the library, and on the device, of the torch or JAX array that is given, else that
+of `like`, else in NumPy. JAX has int32 unless it has x64. Arrays may be traced, by jit and by
+torch.compile; sizes are known. Numbers that do not fit are refused where they are in memory: on a
+GPU, and in a traced call, nobody looks at them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from .kernels import Array, Numbers
+from .kernels.place import Place, is_array
+
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
 Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
 Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
+
+Known = int | Sequence[object] | Numbers  # on the host, so that the answer is of NumPy
 
 ORIGINS: Mapping[str, Callable[[int], float]] = {  # where the first of `size` coordinates is
     "first": lambda size: 0,
@@ -26,9 +36,17 @@ ORIGINS: Mapping[str, Callable[[int], float]] = {  # where the first of `size` c
 MAX_BYTES = 16 * 2**30
 
 
+@overload
 def arange(
-    seq_len: int, offset: int | npt.ArrayLike = 0, *, max_bytes: int = MAX_BYTES
-) -> Positions:
+    seq_len: int, offset: Known = 0, *, like: None = None, max_bytes: int = ...
+) -> Positions: ...
+@overload
+def arange(
+    seq_len: int, offset: Array = ..., *, like: Array | None = None, max_bytes: int = ...
+) -> Array: ...
+def arange(
+    seq_len: int, offset: object = 0, *, like: object = None, max_bytes: int = MAX_BYTES
+) -> object:
     """Positions offset .. offset + seq_len - 1: (seq,), or (batch, seq) for one offset per row.
 
     `offset` is the number of tokens already in the cache. Raises ValueError for a negative length,
@@ -39,41 +57,67 @@ def arange(
     >>> arange(2, offset=[0, 7]).tolist()
     [[0, 1], [7, 8]]
     """
-    offsets = _whole_numbers("offset", offset)
+    place = Place(offset, like)
+    offsets = place.whole("offset", offset)
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
-    if 8 * seq_len * max(offsets.size, 1) > max_bytes:
+    count = math.prod(offsets.shape)
+    if 8 * seq_len * max(count, 1) > max_bytes:
         raise ValueError(
-            f"{offsets.size} x {seq_len} positions take {8 * seq_len * offsets.size:,} bytes, over "
+            f"{count} x {seq_len} positions take {8 * seq_len * count:,} bytes, over "
             f"max_bytes = {max_bytes:,}; build them in parts or raise max_bytes"
         )
-    return offsets[..., None] + np.arange(seq_len, dtype=np.int64)
+    known = place.in_memory(offsets)
+    if known is not None and known.size and place.is_too_large(int(known.max()) + seq_len):
+        raise ValueError("offset: JAX without x64 has no positions beyond 2^31 - 1")
+    return offsets[..., None] + place.arange(seq_len)
 
 
-def packed(cu_seqlens: npt.ArrayLike) -> Positions:
+@overload
+def packed(cu_seqlens: Known, *, like: None = None, seq_len: int | None = None) -> Positions: ...
+@overload
+def packed(
+    cu_seqlens: Array, *, like: Array | None = None, seq_len: int | None = None
+) -> Array: ...
+def packed(cu_seqlens: object, *, like: object = None, seq_len: int | None = None) -> object:
     """Positions of sequences laid end to end: each starts again from 0. Shape (cu_seqlens[-1],).
 
-    `cu_seqlens` holds the boundaries: 0, then the running total of the lengths.
-    Raises ValueError unless it starts with 0 and never falls.
+    `cu_seqlens` holds the boundaries: 0, then the running total of the lengths. `seq_len` is the
+    last of them; it must be given where they are traced, or on a GPU, which would be waited for.
+    Raises ValueError unless cu_seqlens starts with 0 and never falls.
 
     >>> packed([0, 3, 3, 5]).tolist()
     [0, 1, 2, 0, 1]
     """
-    bounds = _bounds(cu_seqlens)
-    lengths = np.diff(bounds)
-    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
+    place = Place(cu_seqlens, like)
+    bounds = place.whole("cu_seqlens", cu_seqlens)
+    tokens = place.arange(_total(place, bounds, seq_len))
+    return tokens - bounds[place.segments(bounds, tokens)]
 
 
-def _bounds(cu_seqlens: npt.ArrayLike) -> Positions:
-    bounds = _whole_numbers("cu_seqlens", cu_seqlens)
-    if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+def _total(place: Place, bounds: Numbers, seq_len: int | None) -> int:
+    """The number of tokens, after a look at the boundaries where they are in memory."""
+    known = place.in_memory(bounds)
+    if known is None:
+        if seq_len is None:
+            raise ValueError(
+                "cu_seqlens that are traced or on a GPU need seq_len, their last number"
+            )
+        return seq_len
+    if known.ndim != 1 or known.size == 0 or known[0] != 0 or (np.diff(known) < 0).any():
         raise ValueError(
-            f"cu_seqlens must be 1-D, start with 0 and never fall, got {bounds.tolist()}"
+            f"cu_seqlens must be 1-D, start with 0 and never fall, got {known.tolist()}"
         )
-    return bounds
+    if seq_len is not None and known[-1] != seq_len:
+        raise ValueError(f"cu_seqlens ends with {known[-1]}, seq_len is {seq_len}")
+    return int(known[-1])
 
 
-def left_padded(attention_mask: npt.ArrayLike) -> Positions:
+@overload
+def left_padded(attention_mask: Known, *, like: None = None) -> Positions: ...
+@overload
+def left_padded(attention_mask: Array, *, like: Array | None = None) -> Array: ...
+def left_padded(attention_mask: object, *, like: object = None) -> object:
     """Positions of a padded batch: the first real token of every row is 0. Shape (batch, seq).
 
     `attention_mask` is 1 for a token and 0 for padding; padding gets position 0, it is masked out.
@@ -82,21 +126,81 @@ def left_padded(attention_mask: npt.ArrayLike) -> Positions:
     >>> left_padded([[0, 0, 1, 1], [1, 1, 1, 1]]).tolist()
     [[0, 0, 0, 1], [0, 1, 2, 3]]
     """
-    mask = np.asarray(attention_mask)
-    if mask.ndim == 0 or not np.isin(mask, (0, 1)).all():
+    place = Place(attention_mask, like)
+    mask = attention_mask if is_array(attention_mask) else place.beside(np.asarray(attention_mask))
+    given: Numbers = mask  # type: ignore[assignment]
+    known = place.in_memory(given)
+    if given.ndim == 0 or (known is not None and not np.isin(known, (0, 1)).all()):
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
-    mask = mask.astype(np.int64)
-    return (np.cumsum(mask, axis=-1) - 1) * mask
+    is_token = given != 0
+    return (is_token.cumsum(-1) - 1) * is_token
 
 
+@overload
+def draft(parents: Known, offset: Known = 0, *, like: None = None) -> Positions: ...
+@overload
+def draft(parents: Array, offset: object = 0, *, like: Array | None = None) -> Array: ...
+def draft(parents: object, offset: object = 0, *, like: object = None) -> object:
+    """Positions of a tree of draft tokens (speculative decoding), of the shape of `parents`.
+
+    parents  (nodes,) or (batch, nodes): the number of each node's parent, in the same row and
+             before it; -1 for a node that follows the last token of the cache
+    offset   position of those nodes: the number of tokens in the cache, for all or per row
+    A node is one position after its parent, so siblings share a position; numbering the nodes in
+    their order instead turns all but one branch wrongly. Raises ValueError for a parent that is not
+    before its child.
+
+    >>> draft([-1, -1, 0, 0, 2], offset=10).tolist()
+    [10, 10, 11, 11, 12]
+    """
+    place = Place(parents, offset, like)
+    given, start = place.whole("parents", parents), place.whole("offset", offset)
+    nodes, known = given.shape[-1] if given.ndim else 0, place.in_memory(given)
+    if given.ndim == 0 or (
+        known is not None and ((known < -1) | (known >= np.arange(nodes))).any()
+    ):
+        raise ValueError("parents must be (..., nodes), each -1 or the number of a node before it")
+    ancestors = given.reshape(math.prod(given.shape[:-1]), nodes)
+    rows = place.arange(ancestors.shape[0])[:, None] * nodes
+    depth = (ancestors >= 0) * 1
+    for _ in range(max(nodes - 1, 0).bit_length()):  # ancestors twice as far up at every step
+        is_node = ancestors >= 0
+        where = (ancestors * is_node + rows).reshape(-1)
+        depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node
+        farther = ancestors.reshape(-1)[where].reshape(depth.shape)
+        ancestors = (farther + 1) * is_node - 1
+    return depth.reshape(given.shape) + start[..., None]
+
+
+@overload
 def shard(
     seq_len: int,
     rank: int,
     world: int,
     order: Order = "contiguous",
     *,
-    cu_seqlens: npt.ArrayLike | None = None,
-) -> Positions:
+    cu_seqlens: Known | None = None,
+    like: None = None,
+) -> Positions: ...
+@overload
+def shard(
+    seq_len: int,
+    rank: int,
+    world: int,
+    order: Order = "contiguous",
+    *,
+    cu_seqlens: Array | None = None,
+    like: Array | None = None,
+) -> Array: ...
+def shard(
+    seq_len: int,
+    rank: int,
+    world: int,
+    order: Order = "contiguous",
+    *,
+    cu_seqlens: object = None,
+    like: object = None,
+) -> object:
     """Which tokens of a sequence one rank of `world` holds, in its own order: (seq_len / world,).
 
     Of a plain sequence these numbers are the positions; those of any other scheme are indexed by
@@ -132,46 +236,58 @@ def shard(
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
-    bounds = _bounds([0, seq_len] if cu_seqlens is None else cu_seqlens)
-    if bounds[-1] != seq_len:
-        raise ValueError(f"cu_seqlens ends with {bounds[-1]}, seq_len is {seq_len}")
     parts = 2 * world if order == "head_tail" else world
-    uneven = np.flatnonzero(np.diff(bounds) % parts)
-    if uneven.size:
-        length = np.diff(bounds)[uneven[0]]
-        where = "seq_len" if cu_seqlens is None else f"sequence {uneven[0]} of cu_seqlens:"
-        raise ValueError(
-            f"{order} over {world} ranks needs lengths that are multiples of {parts}, "
-            f"got {where} {length}; pad to {-(-length // parts) * parts}"
-        )
-    cuts = [
-        start + cut
-        for start, stop in pairwise(bounds)
-        for cut in _cuts(stop - start, rank, world, order)
-    ]
-    return np.concatenate([np.empty(0, np.int64), *cuts])
-
-
-def _cuts(length: int, rank: int, world: int, order: Order) -> list[Positions]:
+    place, lengths = Place(cu_seqlens, like), [seq_len]
+    bounds = place.arange(2) * seq_len
+    if cu_seqlens is not None:
+        bounds = place.whole("cu_seqlens", cu_seqlens)
+        _total(place, bounds, seq_len)
+        known = place.in_memory(bounds)
+        lengths = [] if known is None else np.diff(known).tolist()
+    for index, length in enumerate(lengths):
+        if length % parts:
+            where = "seq_len" if cu_seqlens is None else f"sequence {index} of cu_seqlens:"
+            raise ValueError(
+                f"{order} over {world} ranks needs lengths that are multiples of {parts}, "
+                f"got {where} {length}; pad to {-(-length // parts) * parts}"
+            )
+    tokens, own = place.arange(seq_len // world), bounds // world  # each rank has that share
+    which = place.segments(own, tokens)
+    token, share = tokens - own[which], (own[1:] - own[:-1])[which]
     if order == "striped":
-        return [np.arange(rank, length, world, dtype=np.int64)]
-    chunks = [rank, 2 * world - 1 - rank] if order == "head_tail" else [rank]
-    size = length // (world * len(chunks))
-    return [np.arange(n * size, (n + 1) * size, dtype=np.int64) for n in chunks]
+        return bounds[which] + token * world + rank
+    if order == "head_tail":
+        chunk = share // 2
+        is_tail = (token >= chunk) * 1
+        return bounds[which] + token + rank * chunk + is_tail * 2 * (world - 1 - rank) * chunk
+    return bounds[which] + token + rank * share
 
 
 @overload
-def grid(*sizes: int, prefix: int = 0) -> Positions: ...
+def grid(*sizes: int, prefix: int = 0, like: None = None) -> Positions: ...
 @overload
 def grid(
-    *sizes: int, prefix: int = 0, spacing: float | Sequence[float] | None = None, origin: str = ...
+    *sizes: int,
+    prefix: int = 0,
+    spacing: float | Sequence[float] | None = None,
+    origin: str = ...,
+    like: None = None,
 ) -> Positions | Fractions: ...
+@overload
+def grid(
+    *sizes: int,
+    prefix: int = 0,
+    spacing: float | Sequence[float] | None = None,
+    origin: str = ...,
+    like: Array,
+) -> Array: ...
 def grid(
     *sizes: int,
     prefix: int = 0,
     spacing: float | Sequence[float] | None = None,
     origin: str = "first",
-) -> Positions | Fractions:
+    like: object = None,
+) -> object:  # fmt: skip
     """Coordinates of a grid in row-major order: (prefix + product of sizes, axes).
 
     `grid(height, width)` for an image, `grid(frames, height, width)` for a video.
@@ -203,41 +319,60 @@ def grid(
         raise ValueError(f"prefix must be >= 0, got {prefix}")
     if origin not in ORIGINS:
         raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got {origin!r}")
-    starts = np.array([ORIGINS[origin](size) for size in sizes])
-    places: Positions | Fractions = np.indices(sizes, dtype=np.int64).reshape(len(sizes), -1).T
-    places = places + starts
-    if spacing is not None:
-        places = places * _spacing(spacing, len(sizes))
-    before = np.zeros((prefix, len(sizes)), places.dtype)
-    return np.concatenate([before, places])
+    place, starts = Place(like), [ORIGINS[origin](size) for size in sizes]
+    is_whole = spacing is None and all(isinstance(start, int) for start in starts)
+    one = 1 if is_whole else place.beside(np.ones(1))  # float64, of JAX only with x64
+    steps = [1] * len(sizes) if spacing is None else _spacing(spacing, len(sizes))
+    columns = []
+    for axis, size in enumerate(sizes):
+        along = (place.arange(size) * one + starts[axis]) * steps[axis]
+        along = along.reshape(*[-1 if a == axis else 1 for a in range(len(sizes))])
+        columns.append(place.xp.broadcast_to(along, sizes).reshape(-1))
+    places = place.xp.stack(columns, -1)
+    before = (place.arange(prefix) * 0 * one)[:, None] + place.arange(len(sizes)) * 0
+    return place.xp.concatenate([before, places]) if prefix else places
 
 
-def _spacing(spacing: float | Sequence[float], axes: int) -> Fractions:
-    steps = np.asarray(spacing, np.float64)
-    if steps.shape not in ((), (axes,)) or not np.isfinite(steps).all():
+def _spacing(spacing: float | Sequence[float], axes: int) -> list[float]:
+    steps = [*spacing] if isinstance(spacing, Iterable) else [spacing] * axes
+    if len(steps) != axes or not all(math.isfinite(step) for step in steps):
         raise ValueError(f"spacing must be one number, or one for each of {axes}, got {spacing!r}")
-    return steps
+    return [float(step) for step in steps]
 
 
-def grid_2d(height: int, width: int) -> Positions:
+@overload
+def grid_2d(height: int, width: int, *, like: None = None) -> Positions: ...
+@overload
+def grid_2d(height: int, width: int, *, like: Array) -> Array: ...
+def grid_2d(height: int, width: int, *, like: object = None) -> object:
     """Patches of an image, (row, column): (height * width, 2).
 
     >>> grid_2d(1, 2).tolist()
     [[0, 0], [0, 1]]
     """
-    return grid(height, width)
+    return grid(height, width, like=like)
 
 
-def video(frames: int, height: int, width: int) -> Positions:
+@overload
+def video(frames: int, height: int, width: int, *, like: None = None) -> Positions: ...
+@overload
+def video(frames: int, height: int, width: int, *, like: Array) -> Array: ...
+def video(frames: int, height: int, width: int, *, like: object = None) -> object:
     """Patches of a video, (frame, row, column): (frames * height * width, 3).
 
     >>> video(2, 1, 1).tolist()
     [[0, 0, 0], [1, 0, 0]]
     """
-    return grid(frames, height, width)
+    return grid(frames, height, width, like=like)
 
 
-def mrope(segments: Iterable[Segment], *, offset: int = 0) -> Positions:
+@overload
+def mrope(segments: Iterable[Segment], *, offset: Known = 0, like: None = None) -> Positions: ...
+@overload
+def mrope(
+    segments: Iterable[Segment], *, offset: Array = ..., like: Array | None = None
+) -> Array: ...
+def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = None) -> object:
     """M-RoPE positions (time, row, column) of text, images and video in one sequence: (seq, 3).
 
     `segments` holds ("text", length) and ("image" | "video", frames, height, width), sizes in
@@ -251,17 +386,20 @@ def mrope(segments: Iterable[Segment], *, offset: int = 0) -> Positions:
     >>> mrope([("text", 2), ("image", 1, 1, 2), ("text", 1)]).tolist()
     [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
-    parts, start = [np.empty((0, 3), np.int64)], offset
+    place = Place(offset, like)
+    first, start = place.whole("offset", offset), 0
+    parts = [grid(0, 0, 0, like=place.like)]
     for kind, *sizes in segments:
         if kind not in ("text", "image", "video") or len(sizes) != (1 if kind == "text" else 3):
             raise ValueError(
                 "a segment is ('text', length) or ('image' | 'video', frames, height, width), "
                 f"got {(kind, *sizes)!r}"
             )
-        part = np.repeat(grid(*sizes), 3, axis=1) if kind == "text" else grid(*sizes)
+        part = grid(*sizes, like=place.like)  # of text one column, which all axes share
+        part = part + place.arange(3) * 0 if kind == "text" else part
         parts.append(part + start)
-        start = int(parts[-1].max(initial=start - 1)) + 1
-    return np.concatenate(parts)
+        start += max(sizes) if min(sizes) > 0 else 0
+    return place.xp.concatenate(parts) + first[..., None, None]
 
 
 def sections(*counts: int) -> tuple[int, ...]:
@@ -302,14 +440,11 @@ def _check_counts(counts: Sequence[int]) -> None:
 
 
 def _whole_number(name: str, value: object) -> int:
-    number = _whole_numbers(name, value)  # type: ignore[arg-type]  # what is no number is refused
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = np.asarray(value)
+    if number.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold whole numbers, got dtype {number.dtype}")
     if number.ndim:
         raise ValueError(f"{name} must be one number, got shape {number.shape}")
     return int(number)
-
-
-def _whole_numbers(name: str, value: npt.ArrayLike) -> Positions:
-    array = np.asarray(value)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold whole numbers, got dtype {array.dtype}")
-    return array.astype(np.int64)

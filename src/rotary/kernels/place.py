@@ -1,0 +1,72 @@
+"""Where an array of positions is made: in the library of a given array, on its device."""
+
+import sys
+
+import numpy as np
+
+from . import Numbers, SomeKernel, host, kernel_of
+
+
+class Place:
+    """Where an answer is made: beside the first array of torch or JAX, on its device; or NumPy."""
+
+    def __init__(self, *candidates: object) -> None:
+        arrays = [each for each in candidates if is_array(each)]
+        self.like: Numbers = arrays[0] if arrays else np.empty(0)  # type: ignore[assignment]
+        self.kernel: SomeKernel = kernel_of(self.like) if arrays else host()
+        self.xp = sys.modules[self.kernel.namespace]
+
+    def arange(self, count: int) -> Numbers:
+        """0 .. count - 1."""
+        return self.kernel.arange(self.like, count)
+
+    def in_memory(self, array: Numbers) -> Numbers | None:
+        """The numbers, unless they are traced or on a GPU."""
+        return self.kernel.to_numpy(array)
+
+    def segments(self, bounds: Numbers, tokens: Numbers) -> Numbers:
+        """Which of the segments between sorted boundaries each token is in."""
+        return self.xp.searchsorted(bounds, tokens, side="right") - 1
+
+    def whole(self, name: str, value: object) -> Numbers:
+        """Whole numbers as an array of this place; ValueError for others."""
+        zero, is_torch = self.arange(1) * 0, self.kernel.namespace == "torch"
+        if type(value) is int and (is_torch or self.xp is np):  # maybe a symbol of torch.compile
+            return (zero + value)[0]
+        given: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
+        if is_torch and not is_array(value):
+            given = self.beside(given)
+        kind = str(given.dtype).removeprefix("torch.")
+        if not kind.startswith(("int", "uint")):
+            raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
+        if is_torch:
+            return given.to(zero.dtype)  # type: ignore[attr-defined]  # a tensor
+        if isinstance(given, np.ndarray):
+            if given.size and self.is_too_large(int(np.abs(given).max())):
+                raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
+            given = self.beside(given.astype(np.int64))
+        return (zero + given).reshape(given.shape)
+
+    def beside(self, given: Numbers) -> Numbers:
+        """A NumPy array as one of this library, on the device of this place."""
+        if self.xp is np:
+            return given
+        placed: Numbers = self.xp.asarray(self.kernel.as_positions(given, self.like))
+        return placed
+
+    def is_too_large(self, value: int) -> bool:
+        """Whether JAX has no whole number of this size."""
+        if self.kernel.namespace != "jax.numpy":
+            return False
+        return value > int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
+
+
+def is_array(value: object) -> bool:
+    """Whether this is an array of torch or JAX, and not of NumPy."""
+    if isinstance(value, int | float | list | tuple | range | np.ndarray | np.generic | None):
+        return False
+    try:
+        kernel_of(value)
+    except TypeError:
+        return False
+    return True

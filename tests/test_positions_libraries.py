@@ -1,0 +1,225 @@
+"""Builders of positions in the library of what they are given, traced, and put together."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rotary
+from rotary import Rotary, positions
+
+SEGMENTS = [("text", 3), ("image", 1, 2, 3), ("text", 0), ("video", 2, 2, 2), ("text", 2)]
+PARENTS = [[-1, 0, 0, 1, 1, 4, -1], [-1, -1, -1, 2, 3, 4, 5]]
+MASK = [[0, 0, 1, 1], [1, 1, 1, 1]]
+# builder: what it is called with, of arrays; and the numbers that it must be given as arrays
+OF_ARRAYS = {
+    "arange": (lambda offset: positions.arange(5, offset), [[7, 0, 3]]),
+    "arange, one offset": (lambda offset: positions.arange(5, offset), [9]),
+    "packed": (lambda bounds: positions.packed(bounds, seq_len=12), [[0, 4, 4, 12]]),
+    "left_padded": (positions.left_padded, [MASK]),
+    "draft": (positions.draft, [PARENTS, [10, 20]]),
+    "draft, one tree": (lambda parents: positions.draft(parents, 5), [PARENTS[0]]),
+    "mrope": (lambda offset: positions.mrope(SEGMENTS, offset=offset), [4]),
+    "mrope by row": (lambda offset: positions.mrope(SEGMENTS, offset=offset), [[4, 0]]),
+    **{f"shard {order}": (
+        lambda bounds, order=order: positions.shard(24, 1, 2, order, cu_seqlens=bounds),
+        [[0, 8, 8, 12, 24]]) for order in ("contiguous", "ring", "head_tail", "striped")},
+}  # fmt: skip
+OF_SIZES = {
+    "arange": lambda like: positions.arange(5, 3, like=like),
+    "packed": lambda like: positions.packed([0, 2, 5], like=like, seq_len=5),
+    "left_padded": lambda like: positions.left_padded(MASK, like=like),
+    "draft": lambda like: positions.draft(PARENTS, like=like),
+    "shard": lambda like: positions.shard(8, 1, 2, "head_tail", like=like),
+    "grid": lambda like: positions.grid(2, 3, 4, like=like),
+    "grid, centred": lambda like: positions.grid(2, 3, origin="center", prefix=1, like=like),
+    "grid, stretched": lambda like: positions.grid(2, 3, spacing=(8, 0.5), like=like),
+    "grid_2d": lambda like: positions.grid_2d(2, 3, like=like),
+    "video": lambda like: positions.video(2, 3, 1, like=like),
+    "mrope": lambda like: positions.mrope(SEGMENTS, like=like),
+}
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_torch_in_torch_out_eager_and_compiled(name):
+    torch = pytest.importorskip("torch")
+    build, numbers = OF_ARRAYS[name]
+    wanted = build(*map(np.array, numbers))
+    assert isinstance(wanted, np.ndarray)
+    assert wanted.dtype == np.int64
+    for dtype in (torch.int64, torch.int32):
+        given_ = [torch.tensor(each, dtype=dtype) for each in numbers]
+        for call in (build, torch.compile(build, fullgraph=True, backend="eager")):
+            found = call(*given_)
+            assert (found.dtype, found.device.type) == (torch.int64, "cpu")
+            np.testing.assert_array_equal(found.numpy(), wanted)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_jax_in_jax_out_eager_and_jitted(name):
+    jax = pytest.importorskip("jax")
+    build, numbers = OF_ARRAYS[name]
+    wanted = build(*map(np.array, numbers))
+    for call in (build, jax.jit(build)):
+        found = call(*map(jax.numpy.array, numbers))
+        assert isinstance(found, jax.Array)
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_like_says_where_the_answer_is_made(name):
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    build = OF_SIZES[name]
+    wanted = build(None)
+    compiled = torch.compile(build, fullgraph=True, backend="eager")
+    assert isinstance(wanted, np.ndarray)
+    for call in (build, compiled):
+        np.testing.assert_array_equal(call(torch.empty(2)).numpy(), wanted)
+    assert build(torch.empty(0, device="meta")).device.type == "meta"
+    assert isinstance(build(np.empty(3)), np.ndarray)
+    for call in (build, jax.jit(build)):
+        found = call(jax.numpy.zeros(2))
+        assert isinstance(found, jax.Array)
+        np.testing.assert_array_equal(found, wanted)
+    other = jax.devices()[-1]
+    assert build(jax.device_put(jax.numpy.zeros(2), other)).devices() == {other}
+    torch._dynamo.reset()
+
+
+def test_a_compiled_call_takes_any_length():
+    torch = pytest.importorskip("torch")
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def build(x, offset):
+        return positions.arange(x.shape[0], offset), positions.shard(x.shape[0], 1, 2, like=x)
+
+    for length in (4, 6, 10):
+        whole, part = build(torch.empty(length), torch.tensor(3))
+        assert whole.tolist() == list(range(3, 3 + length))
+        assert part.tolist() == list(range(length // 2, length))
+    torch._dynamo.reset()
+
+
+REFUSED = {
+    "an offset of floats": (lambda a: positions.arange(2, a([0.5])), "must hold whole numbers"),
+    "boundaries that fall": (lambda a: positions.packed(a([0, 3, 2])), "start with 0"),
+    "another seq_len": (lambda a: positions.packed(a([0, 3]), seq_len=4), "seq_len is 4"),
+    "a mask of twos": (lambda a: positions.left_padded(a([0, 2])), "0 for padding"),
+    "a parent behind its child": (lambda a: positions.draft(a([-1, 2, 0])), "a node before it"),
+    "a parent of itself": (lambda a: positions.draft(a([0])), "a node before it"),
+    "a parent below -1": (lambda a: positions.draft(a([-2])), "a node before it"),
+    "one parent": (lambda a: positions.draft(a(3)), "a node before it"),
+    "an uneven sequence": (
+        lambda a: positions.shard(6, 0, 2, cu_seqlens=a([0, 3, 6])), "sequence 0 of cu_seqlens: 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_numbers_in_memory_are_looked_at(name, library):
+    call, text = REFUSED[name]
+    module = pytest.importorskip(library)
+    make = getattr(module, "tensor", None) or module.array
+    with pytest.raises(ValueError, match=text):
+        call(make)
+
+
+def test_what_is_traced_needs_its_length():
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="need seq_len"):
+        jax.jit(positions.packed)(jax.numpy.array([0, 3]))
+    with pytest.raises(ValueError, match="need seq_len"):
+        positions.packed(torch.empty(2, dtype=torch.int64, device="meta"))
+
+
+def test_jax_without_x64_refuses_what_it_would_wrap():
+    jax = pytest.importorskip("jax")
+    like = jax.numpy.zeros(1)
+    for call in (
+        lambda: positions.arange(2, 2**40, like=like),
+        lambda: positions.arange(2, [2**40], like=like),
+        lambda: positions.arange(8, 2**31 - 4, like=like),
+    ):
+        with pytest.raises(ValueError, match=r"2\^31 - 1"):
+            call()
+    assert positions.arange(2, 2**40).tolist() == [2**40, 2**40 + 1]
+
+
+# --- draft trees ---
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_node_of_a_draft_tree_is_one_after_its_parent(data):
+    count = data.draw(st.integers(0, 40))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    offset, depth = data.draw(st.integers(0, 10**6)), []
+    for parent in parents:
+        depth.append(offset if parent < 0 else depth[parent] + 1)
+    assert positions.draft(np.array(parents, np.int64), offset).tolist() == depth
+
+
+def test_a_branch_is_rotated_as_the_sequence_that_it_is():
+    """Keys of a path through the tree are those of the same tokens one after the other."""
+    spec, path = Rotary(head_dim=8), [0, 2, 4]
+    tree = [-1, 0, 0, 1, 2]
+    x = np.random.default_rng(0).standard_normal((1, 5, 8)).astype(np.float32)
+    drafted = rotary.apply(spec, x, positions=positions.draft(tree, 100), seq_dim=-2)
+    alone = rotary.apply(spec, x[:, path], positions=positions.arange(3, 100), seq_dim=-2)
+    np.testing.assert_array_equal(drafted[:, path], alone)
+
+
+# --- packed, sharded, M-RoPE and padded at once ---
+
+TEXT = st.tuples(st.just("text"), st.integers(1, 6))
+PICTURE = st.tuples(st.sampled_from(["image", "video"]), *[st.integers(1, 3)] * 3)
+
+
+@given(
+    documents=st.lists(st.lists(st.one_of(TEXT, PICTURE), min_size=1, max_size=4), min_size=1,
+                       max_size=4),
+    world=st.sampled_from([1, 2, 3, 4]),
+    order=st.sampled_from(["contiguous", "ring", "head_tail", "striped"]),
+    by_document=st.booleans(),
+    library=st.sampled_from(["numpy", "torch"]),
+    left=st.integers(0, 5),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_any_combination_equals_the_whole(documents, world, order, by_document, library, left):
+    """Every document of images and text alone, unsharded, is the oracle of its own tokens."""
+    spec = Rotary(head_dim=12, axes=(0, 1, 2, 0, 1, 2))
+    each = [positions.mrope(document) for document in documents]
+    parts = 2 * world if order == "head_tail" else world
+    padding = [-(len(own)) % parts for own in each]  # every document can be cut by itself
+    padded = [np.concatenate([own, np.zeros((p, 3), np.int64)])
+              for own, p in zip(each, padding, strict=True)]  # fmt: skip
+    bounds = np.cumsum([0, *map(len, padded)])
+    row = np.concatenate([np.zeros((left, 3), np.int64), *padded])  # left-padded in its batch
+    x = np.random.default_rng(0).standard_normal((1, 2, bounds[-1], 12)).astype(np.float32)
+    x = np.concatenate([np.zeros((1, 2, left, 12), np.float32), x], axis=2)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        row, x, bounds = map(torch.from_numpy, (row, x, bounds))
+    length = int(bounds[-1])
+    result = np.zeros((1, 2, length, 12), np.float32)
+    seen = []
+    for rank in range(world):
+        tokens = positions.shard(length, rank, world, order,
+                                 cu_seqlens=bounds if by_document else None,
+                                 like=bounds)  # fmt: skip
+        assert type(tokens) is type(bounds)
+        mine = rotary.apply(spec, x[:, :, tokens + left], positions=row[tokens + left], seq_dim=-2)
+        result[:, :, np.asarray(tokens)] = np.asarray(mine)
+        seen += np.asarray(tokens).tolist()
+    assert sorted(seen) == list(range(length))
+    start = 0
+    for own, more in zip(each, padding, strict=True):
+        tokens = slice(left + start, left + start + len(own))
+        oracle = rotary.apply(spec, np.asarray(x)[:, :, tokens].copy(), positions=own, seq_dim=-2)
+        np.testing.assert_array_equal(result[:, :, start : start + len(own)], oracle)
+        start += len(own) + more
+    mask = np.concatenate([np.zeros(left, np.int64), np.ones(length, np.int64)])
+    text = positions.left_padded(mask if library == "numpy" else torch.from_numpy(mask))
+    np.testing.assert_array_equal(np.asarray(text)[left:], np.arange(length))
