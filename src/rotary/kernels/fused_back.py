@@ -1,6 +1,5 @@
 """The gradients of rows that were normalised and rotated, as LLVM vector instructions."""
 
-# mypy: ignore-errors
 # compiled by Numba, from types that mypy does not know
 
 import functools

@@ -5,7 +5,6 @@ and after them that are not rotated. The order of every sum is written out, so t
 neither on the machine nor on the number of threads.
 """
 
-# mypy: ignore-errors
 # compiled by Numba, from types that mypy does not know
 
 import functools

@@ -1,6 +1,5 @@
 """The compiled loops of `rotary.fused`: tiles of rows, normalised while they are in the caches."""
 
-# mypy: ignore-errors
 # compiled by Numba, from types that mypy does not know
 
 import functools

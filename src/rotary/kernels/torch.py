@@ -21,11 +21,7 @@ from torch import Tensor
 
 from . import NESTED, Kernel, Numbers, Said, torch_gpu, torch_move, torch_ready, torch_tables
 from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
-from .torch_checks import (
-    check_no_grad,
-    check_writable,
-    check_xs,
-)
+from .torch_checks import check_no_grad, check_writable, check_xs
 from .torch_checks import check_operands as check_operands
 from .torch_checks import check_rows as check_rows
 from .torch_launch import (
@@ -63,12 +59,8 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    results = quick((options,), _itself, xs, cos, sin, positions, out)
+    results = quick((options,), torch_ready.itself, xs, cos, sin, positions, out)
     return rotate_anew(xs, cos, sin, positions, options, out) if results is None else results
-
-
-def _itself(options: Options) -> Options:
-    return options
 
 
 def quick(
@@ -121,7 +113,7 @@ def rotate_at(
         tables = ()
     else:
         return None
-    return torch_ready.run((options,), xs, tables, out, _code, _itself)
+    return torch_ready.run((options,), xs, tables, out, _code, torch_ready.itself)
 
 
 def _recorded_at(
@@ -171,9 +163,8 @@ def prepare(
 
 def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:
     shapes = tuple([tuple(x.shape) for x in xs])
-    return geometry_of(
-        shapes, tuple(cos.shape), None if rows is None else tuple(rows.shape), options
-    )
+    tokens = None if rows is None else tuple(rows.shape)
+    return geometry_of(shapes, tuple(cos.shape), tokens, options)
 
 
 def _code(
@@ -221,7 +212,7 @@ def _turned(
 ) -> tuple[Tensor, ...]:
     """Rotate gradients of what was on a GPU, with gradients of their own."""
     if not is_watched():
-        results = torch_ready.run((turn,), xs, tables, None, _code, _itself)
+        results = torch_ready.run((turn,), xs, tables, None, _code, torch_ready.itself)
         if results is not None:
             return results
     if turn.at is None:

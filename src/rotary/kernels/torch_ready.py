@@ -116,6 +116,11 @@ def run(
     return results
 
 
+def itself(kind: Kind) -> Kind:
+    """The `kind_of` of a call that says its kind."""
+    return kind
+
+
 def prepared(
     code: Run,
     xs: Sequence[Tensor],
