@@ -8,6 +8,7 @@ import sys
 
 import jax
 import ml_dtypes
+import numba.np.arrayobj  # noqa: F401  # Numba learns of np.empty before it is poisoned
 import numpy as np
 import pytest
 import torch
