@@ -40,7 +40,7 @@ nitpick_ignore_regex = [
         r"(_pytest|collections|concurrent|decimal|inspect|matplotlib|np|numpy|os|pathlib|starlette|torch|transformers|typing)\..*",
     ),
     # stands for the type of array that comes in
-    (r"py:class", r"rotary\.(kernels\.Array|rotate\.Other)"),
+    (r"py:class", r"rotary\.(kernels\.Array|rotate\.Other|fused\.[KV])"),
 ]
 
 _ARRAY = re.compile(r"~numpy\.ndarray\[tuple\[~typing\.Any, \.\.\.\], ~numpy\.dtype\[~[\w.]+\]\]")

@@ -55,7 +55,9 @@ def test_two_passes_collect_two_times_of_every_case():
     assert found[OURS]["in_cache"]
 
 
-def test_peers_are_measured_in_parts_of_their_own():
+def test_peers_are_measured_in_parts_of_their_own(monkeypatch):
+    peers = [peer._replace(fits=bool) for peer in gpu_peers.PEERS]  # also of a small size
+    monkeypatch.setattr(gpu_peers, "PEERS", tuple(peers))
     there = {"flash-attn": rotated, "fla": rotated}
     for part, name in (("peers", "flash-attn"), ("tuned", "fla")):
         line = next(gpu_plan.lines(part))._replace(work=SMALL)

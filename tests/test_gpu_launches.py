@@ -242,9 +242,9 @@ def test_the_guard_knows_devices_apart():
 
     with FakeTensorMode():
         here, there = (torch.empty(2, 3, device=f"cuda:{index}") for index in (0, 1))
-        guard = torch_ready.ready_for((here,), None).guard
-        assert guard.check(here)
-        assert not guard.check(there)
+        check = torch_ready.ready_for((here,), None).check
+        assert check(here)
+        assert not check(there)
 
 
 def test_a_profiler_hears_of_every_launch(stub):

@@ -251,16 +251,20 @@ def shard(
                 f"{order} over {world} ranks needs lengths that are multiples of {parts}, "
                 f"got {where} {length}; pad to {-(-length // parts) * parts}"
             )
-    tokens, own = place.arange(seq_len // world), bounds // world  # each rank has that share
-    which = place.segments(own, tokens)
-    token, share = tokens - own[which], (own[1:] - own[:-1])[which]
+    token = place.arange(seq_len // world)
+    share: int | Numbers = seq_len // world
+    start: int | Numbers = 0
+    if cu_seqlens is not None:
+        own = bounds // world  # each rank has that share
+        which = place.segments(own, token)
+        token, share, start = token - own[which], (own[1:] - own[:-1])[which], bounds[which]
     if order == "striped":
-        return bounds[which] + token * world + rank
+        return token * world + (start + rank)
     if order == "head_tail":
         chunk = share // 2
-        is_tail = (token >= chunk) * 1
-        return bounds[which] + token + rank * chunk + is_tail * 2 * (world - 1 - rank) * chunk
-    return bounds[which] + token + rank * share
+        is_tail = token >= chunk
+        return token + (start + rank * chunk) + is_tail * (2 * (world - 1 - rank) * chunk)
+    return token + (start + rank * share)
 
 
 @overload

@@ -131,8 +131,8 @@ def rerotate(
     xs = tuple(k) if isinstance(k, (tuple, list)) else (k,)
     if not xs:
         raise ValueError("k must hold at least one array")
-    like, shape = xs[0], tuple(xs[0].shape)
-    kernel = kernel_of(like)
+    like, kernel = xs[0], kernel_of(xs[0])
+    shape = tuple(like.shape)
     axis = seq_axis(shape, seq_dim)
     if shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
