@@ -262,6 +262,10 @@ def test_a_public_call_writes_in_place_and_refuses_what_the_formula_refuses():
     assert rotary.fused(x, y, None, spec, norm=norm, out=(x, y))[0] is x
     assert torch.equal(x, want[0])
     assert torch.equal(y, want[1])
+    assert (x._version, y._version) == (1, 1), "autograd is told of what was written"
+    kept = torch.zeros(2, 16, 2, 8)
+    rotary.fused(q, k, v, spec, cache=KVCache(*kept, SLOTS))
+    assert kept._version == 2
     wide = torch.empty(2, 4, 6, 16)[..., ::2]
     rotary.fused(q, None, None, spec, norm=norm, out=wide)
     assert torch.equal(wide, want[0])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotary import rotate
@@ -331,3 +332,18 @@ def test_outputs_without_the_allocator_of_inductor(monkeypatch):
     monkeypatch.setattr(torch_ready, "recent", {})
     monkeypatch.setattr(torch_ready, "_empty_strided", torch_ready._empty_on_cpu)
     test_new_outputs_are_those_of_empty_like(torch.no_grad)
+
+
+def test_make_fx_records_a_call_like_one_before():
+    """Its dispatch mode is none that a guard sees: the loops would leave an empty program."""
+    q, k, cos, sin = operands(torch.float32)
+
+    def turned(q, k):
+        return rotate((q, k), cos, sin, layout="half")
+
+    for _ in range(3):
+        turned(q, k)
+    program = make_fx(turned)(q, k)
+    other = [torch.randn_like(x) for x in (q, k)]
+    for y, z in zip(program(*other), turned(*other), strict=True):
+        torch.testing.assert_close(y, z, rtol=0, atol=1e-6)
