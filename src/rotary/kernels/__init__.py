@@ -84,7 +84,7 @@ class Kernel(Generic[Array]):
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 
 
-SomeKernel = Kernel[Operand]  # of whichever library an array is of
+SomeKernel = Kernel[Any]  # of whichever library an array is of
 
 
 def kernel_of(array: Array) -> Kernel[Array]:

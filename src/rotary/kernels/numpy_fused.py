@@ -22,6 +22,7 @@ from .stages import (
     LatentCache,
     Norm,
     Stages,
+    along_heads,
     check_cache,
     check_slots,
     dtype_name,
@@ -104,15 +105,6 @@ def normed(x: Array, name: str, norm: Norm | None, head_axis: int | None) -> Arr
     over = (head_axis, -1) if is_full and head_axis is not None else -1
     mean = np.mean(np.square(wide), axis=over, keepdims=True, dtype=wide.dtype)
     return wide / np.sqrt(mean + wide.dtype.type(norm.eps)) * along_heads(gain, x.ndim, head_axis)
-
-
-def along_heads(values: Array, ndim: int, head_axis: int | None) -> Array:
-    """(heads or 1, channels) with the axes that an array of so many axes has."""
-    if not values.ndim or head_axis is None:
-        return values[0] if values.ndim else values
-    shape = [1] * ndim
-    shape[head_axis], shape[-1] = values.shape
-    return values.reshape(shape)
 
 
 def cast(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import Operand
+from . import Array, Operand
 from .geometry import Geometry, Options, geometry_of, seq_axis
 
 # the largest number of each type that a cast to it saturates at; None: it is only rounded
@@ -243,6 +243,15 @@ def slot_shape(slots: Shape, tokens: Shape) -> None:
     """
     if slots not in (tokens, (math.prod(tokens),)):
         raise ValueError(f"slots must be one per token, {tokens} or flat, got {slots}")
+
+
+def along_heads(values: Array, ndim: int, head_axis: int | None) -> Array:
+    """(heads or 1, channels) with the axes that an array of so many axes has."""
+    if not values.ndim or head_axis is None:
+        return values[0] if values.ndim else values
+    shape = [1] * ndim
+    shape[head_axis], shape[-1] = values.shape
+    return values.reshape(shape)
 
 
 def scale_form(name: str, scale: Shape, heads: int) -> Shape:

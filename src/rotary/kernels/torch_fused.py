@@ -6,6 +6,7 @@ on a GPU take one launch, `torch_fused_gpu`, without.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .stages import (
     LatentCache,
     Norm,
     Stages,
+    along_heads,
     check_cache,
     check_slots,
     dtype_name,
@@ -40,7 +42,7 @@ from .torch_state import (
     wants_grad,
 )
 
-loops: Operand
+loops: ModuleType | None
 try:
     from . import torch_fused_cpu as loops
 except ImportError:  # without Numba the formula does all of it
@@ -137,6 +139,7 @@ def by_loops(
     fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result] | None:  # fmt: skip
     """The same in one pass over memory; None, and nothing written, where that cannot be."""
+    assert loops is not None  # as `is_for_loops` has seen
     norm, cache = stages.norm, stages.cache
     if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
         return None
@@ -252,15 +255,6 @@ def normed(x: Tensor, name: str, norm: Norm | None, head_axis: int | None) -> Te
     over = (head_axis, -1) if is_full and head_axis is not None else (-1,)
     mean = wide.square().mean(over, keepdim=True)
     return wide * torch.rsqrt(mean + norm.eps) * along_heads(gain, x.ndim, head_axis)
-
-
-def along_heads(values: Tensor, ndim: int, head_axis: int | None) -> Tensor:
-    """(heads or 1, channels) with the axes that a tensor of so many axes has."""
-    if not values.ndim or head_axis is None:
-        return values[0] if values.ndim else values
-    shape = [1] * ndim
-    shape[head_axis], shape[-1] = values.shape
-    return values.reshape(shape)
 
 
 def cast(

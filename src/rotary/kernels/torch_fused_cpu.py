@@ -4,12 +4,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import Numbers, Operand
+from . import Numbers
 from . import fused_jobs as jobs
 from .geometry import Geometry
 from .memory import Block
@@ -196,7 +196,7 @@ def _by_formula(
     return [y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
-def _again(call: Call, ctx: Operand, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _again(call: Call, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients through the formula, which can be differentiated again."""
     operands, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
     is_recorded = torch.is_grad_enabled()
@@ -204,7 +204,7 @@ def _again(call: Call, ctx: Operand, grads: Sequence[Tensor | None]) -> list[Ten
         outs = _by_formula(call, ctx.formula, operands)
         chosen = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
         pairs = [(y, g) for y, g in zip(outs, grads, strict=True) if g is not None]
-        found: Operand = torch.autograd.grad(
+        found = torch.autograd.grad(
             [y for y, _ in pairs], chosen, [g for _, g in pairs],
             create_graph=is_recorded, allow_unused=True,
         )  # fmt: skip

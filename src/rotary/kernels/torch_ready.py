@@ -9,7 +9,7 @@ looked at here; torch.compile, which the caller rules out; and would end the pro
 tensor.
 
 After a product of a model's width nothing of this is in a cache, and what counts is how much code
-and memory a call touches: a question that a guard answers anyway is not asked again.
+and memory a call touches: what the guard has checked is not checked again.
 """
 
 import itertools
