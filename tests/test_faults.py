@@ -389,7 +389,7 @@ def test_36_partial_rotation_has_to_be_said(lib):
 def test_36_cos_and_sin_that_differ(lib):
     x, (cos, sin) = lib.x(3, 8), lib.tables(3, 4)
     for other in (sin[:2], sin[:, :2], lib.cast(sin, "float64")):
-        refused(ValueError, "must be alike", rotate, x, cos, other)
+        refused(ValueError, "must have one shape", rotate, x, cos, other)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64"], ids="36-tables-{}".format)

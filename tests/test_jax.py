@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused_traced_or_not():
     cos, sin = rotary.cos_sin(SPEC, jnp.arange(7))
     wrong = [
         (ValueError, "does not fit", lambda q: rotary.rotate(q, cos[:5], sin[:5], layout="half")),
-        (ValueError, "cos and sin must be alike",
+        (ValueError, "cos and sin must have one shape and dtype",
          lambda q: rotary.rotate(q, cos, sin[:5], layout="half")),
         (ValueError, "the spec has head_dim", lambda q: rotary.apply(SPEC, q[..., :32])),
         (TypeError, "x must be one of",

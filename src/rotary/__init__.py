@@ -1,9 +1,11 @@
 """Rotary Position Embedding: exact at every position, for every model, as fast as a copy."""
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING
 
 from . import layouts as layouts
 from . import positions as positions
+from . import schedules as schedules
 from .angles import cos_sin as cos_sin
 from .angles import inv_freq as inv_freq
 from .angles import turns as turns
@@ -21,6 +23,16 @@ from .rotate import rotate as rotate
 from .spec import Rotary as Rotary
 
 if TYPE_CHECKING:
+    from . import analysis as analysis
+    from . import attention as attention
+    from . import checkpoint as checkpoint
+    from . import identify as identify
+    from . import nn as nn
+    from . import plan as plan
+    from . import plots as plots
+    from . import ranks as ranks
+    from . import reach as reach
+    from . import testing as testing
     from .integrations.transformers import patch as patch
     from .integrations.transformers import unpatch as unpatch
     from .model import from_model as from_model
@@ -49,15 +61,23 @@ __all__ = [
     "warm_up",
 ]
 
+_MODULES = ("analysis", "attention", "checkpoint", "configs", "identify", "nn", "plan", "plots",
+            "ranks", "reach", "schedules", "testing")  # fmt: skip
+_NEED_TORCH = {
+    "from_model": "rotary.model",
+    "patch": "rotary.integrations.transformers",
+    "unpatch": "rotary.integrations.transformers",
+}
 
-def __getattr__(name: str) -> Any:
-    """The public names that need torch, imported when they are asked for."""
-    if name in ("patch", "unpatch"):
-        from .integrations import transformers
 
-        return getattr(transformers, name)
-    if name == "from_model":
-        from .model import from_model
-
-        return from_model
+def __getattr__(name: str) -> object:
+    """Modules and the functions that need torch, imported when they are first asked for."""
+    if name in _MODULES:
+        return importlib.import_module(f"rotary.{name}")
+    if name in _NEED_TORCH:
+        return getattr(importlib.import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'rotary' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES, "__version__"})

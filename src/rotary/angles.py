@@ -1,10 +1,9 @@
 """From a spec and positions to cos and sin, exact at every position.
 
 A frequency is held as turns per token, a 64-bit fraction: `turns = round(inv_freq / 2pi * 2^64)`.
-`position * turns` modulo 2^64 is then the angle modulo one turn with no rounding at all, so
-angle(m) + angle(n) = angle(m + n) as integers, for every m and n: the identity R_m R_n = R_{m+n}
-of the paper holds bit for bit. float64 `inv_freq` is the definition; its turns are rounded once,
-from Python integers, and are right to 2^-65 turn per token.
+`position * turns` modulo 2^64 is then the angle modulo one turn with no rounding at all: angle(m) +
+angle(n) = angle(m + n) as integers, so R_m R_n = R_{m+n} holds bit for bit. float64 `inv_freq` is
+the definition; its turns are rounded once, from Python integers, and right to 2^-65 turn per token.
 """
 
 import math
@@ -23,6 +22,7 @@ from .kernels import (
     Kernel,
     Numbers,
     SomeKernel,
+    check_positions,
     host,
     is_open,
     is_per_row,
@@ -30,7 +30,7 @@ from .kernels import (
     kernel_of,
 )
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
-from .spec import Rotary
+from .spec import Rotary, check_spec
 
 Precision = Literal["exact", "float32"]
 
@@ -122,8 +122,11 @@ def cos_sin(
     """
     if precision not in ("exact", "float32"):
         raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
+    check_spec(spec)
     if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)
+    elif not hasattr(positions, "shape"):
+        check_positions(positions)
     library = kernel_of(positions)
     if library.on_shards is not None:
         make = partial(
@@ -288,10 +291,9 @@ def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...], power: int = 1) -
 def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Numbers, float]:
     def build() -> tuple[Numbers, float]:
         extra = {"seq_len": length} if spec.depends_on_length else {}
-        schedule = SCHEDULES[spec.schedule]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said when the spec was made
-            frequencies, factor = schedule(
+            frequencies, factor = SCHEDULES[spec.schedule](
                 spec.rotary_dim, spec.base, arithmetic, **spec.params, **extra
             )
         frequencies.setflags(write=False)
@@ -312,6 +314,7 @@ def _turns_of(frequencies: Numbers) -> npt.NDArray[np.uint64]:
 
 
 def _known_length(spec: Rotary, seq_len: object) -> int | None:
+    check_spec(spec)
     if seq_len is None or not spec.depends_on_length:
         return None
     _check_known(seq_len)
@@ -356,14 +359,11 @@ def _row_lengths(
 
 def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
     axes = spec.num_axes
-    if len(shape) < (2 if axes > 1 else 1):
-        wanted = f"(..., seq, {axes})" if axes > 1 else "(..., seq)"
-        raise ValueError(f"positions must be {wanted}, got shape {tuple(shape)}")
-    if axes > 1 and shape[-1] != axes:
-        hint = "; move the axes last" if shape[0] == axes else ""
-        raise ValueError(
-            f"positions must be (..., seq, {axes}) for {axes} axes, got shape {tuple(shape)}{hint}"
-        )
+    is_short = len(shape) < (2 if axes > 1 else 1)
+    if is_short or (axes > 1 and shape[-1] != axes):
+        wanted = f"(..., seq, {axes}) for {axes} axes" if axes > 1 else "(..., seq)"
+        hint = "; move the axes last" if not is_short and shape[0] == axes else ""
+        raise ValueError(f"positions must be {wanted}, got shape {tuple(shape)}{hint}")
     if all(isinstance(size, int) for size in shape):
         rows = math.prod(shape[:-1] if axes > 1 else shape)
         size = 4 * spec.rotary_dim * rows

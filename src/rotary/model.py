@@ -122,7 +122,10 @@ def rotations(
 and positions=, those of its tokens
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__qualname__}")
+        raise TypeError(
+            f"model must be a torch module, got {type(model).__qualname__}; load it first, for "
+            "example by transformers.AutoModel.from_pretrained(name)"
+        )
     configs = _configs(model)
     config = getattr(model, "config", None)
     note = ""

@@ -4,8 +4,8 @@ from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
 from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, known
-from .kernels.geometry import AngleOptions, Angles, Options, seq_axis
-from .spec import Rotary
+from .kernels.geometry import AngleOptions, Angles, Options, geometry_of, seq_axis
+from .spec import Rotary, check_spec
 
 Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
 
@@ -113,6 +113,8 @@ def rotate(
         kernel.check(xs[0])
     for array in (*xs[1:], cos, sin, *(outs or ())):
         if type(array) is not kind and not kernel.takes(array):
+            if isinstance(array, Rotary):
+                raise TypeError(f"cos and sin must be arrays, got a Rotary: {_BOTH_FORMS}")
             raise TypeError(
                 f"all arrays must be of one library: {kind.__qualname__} and "
                 f"{type(array).__module__}.{type(array).__qualname__}{hint_for(type(array))}"
@@ -169,7 +171,10 @@ def outputs(out: object, count: int) -> tuple[Any, ...]:
     """
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != count:
-        raise ValueError(f"out must hold one array for each of the {count} inputs")
+        raise ValueError(
+            f"out must hold one array for each of the {count} inputs, as out=(q, k) for (q, k); "
+            f"got {len(outs)}"
+        )
     return outs
 
 
@@ -229,6 +234,8 @@ def apply(
     >>> bool((apply(Rotary(head_dim=4), q)[:, :, 0] == 1).all())  # position 0 changes nothing
     True
     """
+    if type(spec) is not Rotary:
+        check_spec(spec)
     kernel = kernel_of(q)
     xs = (q,) if k is None else (q, k)
     outs = None if out is None else outputs(out, len(xs))
@@ -252,7 +259,8 @@ def apply(
             return results[0] if k is None else results
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if positions is not None:
-        _check_shape(spec, tuple(positions.shape), tuple(q.shape))
+        shapes = tuple([tuple(x.shape) for x in xs])
+        _check_positions(spec, tuple(positions.shape), shapes, options)
     if (
         is_exact
         and kernel.rotate_exact
@@ -300,13 +308,21 @@ def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
     return positions is None if seq_len is None else not is_per_row(seq_len)
 
 
-def _check_shape(spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
-    """A table of as many axes as x is legal for `rotate`, but positions never have a head axis."""
+def _check_positions(
+    spec: Rotary, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], options: Options
+) -> None:
+    """Refuse positions that do not fit q and k, before tables are made of them.
+
+    A table of as many axes as x is legal for `rotate`, but positions never have a head axis.
+    """
     tokens = shape[:-1] if spec.num_axes > 1 else shape
-    if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):
+    if len(tokens) > 2 or (len(tokens) == 2 and len(shapes[0]) < 4):
         axes = ", axes" if spec.num_axes > 1 else ""
         hint = "; a 1-D spec has no axes" if spec.num_axes == 1 and len(tokens) == 3 else ""
         raise ValueError(
             f"positions must be (seq{axes}) or, for a 4-D q, (batch, seq{axes}); "
-            f"got shape {shape} for q {x_shape}{hint}"
+            f"got shape {shape} for q {shapes[0]}{hint}"
         )
+    if tokens:
+        table = shapes[0][seq_axis(shapes[0], options.seq_dim)], spec.rotary_dim // 2
+        geometry_of(shapes, table, tokens, options)

@@ -56,6 +56,13 @@ class Rotary:
     axes: Sequence[int] = ()
     sign: int = 1
 
+    def __new__(cls, *args: object, **fields: object) -> "Rotary":
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise TypeError(f"Rotary has no field {name!r}{_field_hint(name, known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("head_dim", "rotary_dim", "start", "base", "sign"):
             self._set(name, _unwrapped(getattr(self, name)))
@@ -164,6 +171,18 @@ out_layout, schedule, params, axes, sign
         return cls(**data)
 
 
+_OTHER_NAMES = {"dim": "head_dim", "theta": "base", "rope_theta": "base", "inv_freq": "params"}
+
+
+def _field_hint(name: str, known: Sequence[str]) -> str:
+    """Where a field that Rotary does not have belongs: its name here, or the params."""
+    if any(name in parameters(each) for each in SCHEDULES):
+        return f"; it is a parameter of the schedule: Rotary(..., params={{{name!r}: ...}})"
+    if name in _OTHER_NAMES:
+        return f"; it is called {_OTHER_NAMES[name]!r} here"
+    return nearest(name, known) or f"; its fields: {', '.join(known)}"
+
+
 def _default(spec: Rotary, field: dataclasses.Field[object]) -> object:
     if field.name == "params":
         return {}
@@ -176,6 +195,21 @@ def _unwrapped(value: object) -> object:
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_spec(spec: object) -> None:
+    """Refuse a first argument that is not a Rotary, and say how to make one.
+
+    >>> check_spec(64)
+    Traceback (most recent call last):
+    TypeError: spec, the first argument, must be a Rotary, got int: make one with \
+rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)
+    """
+    if not isinstance(spec, Rotary):
+        raise TypeError(
+            f"spec, the first argument, must be a Rotary, got {type(spec).__qualname__}: make one "
+            "with rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)"
+        )
 
 
 def check_head_dim(head_dim: object) -> None:
@@ -195,6 +229,8 @@ def _check_slice(spec: Rotary) -> None:
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if not _is_int(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""
+        if _is_int(rotary_dim) and rotary_dim > head_dim:
+            hint = f"; if it is the base, name it: Rotary({head_dim}, base={rotary_dim})"
         raise ValueError(
             f"rotary_dim must be even and in (0, head_dim={head_dim}], got {rotary_dim!r}{hint}"
         )

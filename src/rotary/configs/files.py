@@ -1,5 +1,6 @@
 """The keys of a config: from a file, its folder, a dict or a PretrainedConfig."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,7 +43,15 @@ def read_config(path: Path) -> bytes:
     """
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; give a config.json or the folder it is in")
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix != ".json":
+            hint = (
+                f"; if it is a model of the Hugging Face hub: hf download {path} config.json "
+                f"--local-dir {path.name}, then give {path.name}"
+            )
+        raise FileNotFoundError(
+            f"{path}: no such file; give a config.json or the folder it is in{hint}"
+        )
     if path.suffix == ".gguf":
         raise ValueError(f"{path}: a GGUF file; read it with rotary.configs.from_gguf")
     with open(path, "rb") as file:

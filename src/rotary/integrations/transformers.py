@@ -106,7 +106,10 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     patched  rotary_emb (1): exact tables
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__qualname__}")
+        raise TypeError(
+            f"model must be a torch module, got {type(model).__qualname__}; load it first, for "
+            "example by transformers.AutoModel.from_pretrained(name)"
+        )
     if is_patched(model):
         raise ValueError("this model is patched already; call unpatch first")
     callers, skipped = _callers(model)

@@ -227,10 +227,16 @@ def is_distributed(tensor: object) -> bool:
 
 
 def check_positions(positions: object) -> None:
-    """Refuse positions that only a copy from a GPU, or the loss of their mask, would read.
+    """Refuse a single number, and what only a copy from a GPU or the loss of its mask would read.
 
     >>> check_positions([0, 1, 2])
     """
+    if positions is None or isinstance(positions, (int, float, str)):
+        count = positions if isinstance(positions, int) and positions > 0 else "n"
+        raise TypeError(
+            f"positions must be an array or a list, (..., seq), got {positions!r}; "
+            f"range({count}) gives the first {count} positions"
+        )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(positions, torch.Tensor):
         if positions.is_nested:

@@ -93,15 +93,16 @@ def geometry_of(
     shape = shapes[0]
     axis = seq_axis(shape, seq_dim)
     others = [index for index in range(len(shape) - 1) if index != axis]
+    if head_dim is not None and head_dim != shape[-1]:
+        raise ValueError(f"the spec has head_dim {head_dim}, x has {shape[-1]}")
     for other in shapes[1:]:
         fixed = [index for index in range(len(shape)) if index not in others[-1:]]
         if len(other) != len(shape) or any(other[index] != shape[index] for index in fixed):
+            listed = " and ".join(map(str, shapes))
             raise ValueError(
-                "arrays rotated together may differ in the number of heads only, got "
-                f"{shapes}{_other_axis_hint(shapes, axis)}"
+                "arrays rotated together, such as q and k, may differ in the number of heads "
+                f"only, got shapes {listed}{_other_axis_hint(shapes, axis)}"
             )
-    if head_dim is not None and head_dim != shape[-1]:
-        raise ValueError(f"the spec has head_dim {head_dim}, x has {shape[-1]}")
     pairs = _pairs(shape[-1], table, options)
     if rows is not None and len(table) != 2:
         raise ValueError(f"with positions, cos and sin must be (rows, pairs), got {table}")
@@ -112,9 +113,15 @@ def geometry_of(
         for index, dim in enumerate(dims):
             if dim is None or along[dim] == each[index] or (along[dim] == 1 and index != axis):
                 continue
-            hint = "; pass positions to pick rows of a longer table" if index == axis else ""
+            hint = ""
             if index == axis == len(each) - 2 > 0 and along[dim] == each[-3]:
                 hint = "; for (..., seq, heads, head_dim) pass seq_dim=-3"
+            elif rows is None and index == axis:
+                hint = "; pass positions to pick rows of a longer table"
+            elif rows == each[:1] and len(each) > 3:
+                hint = "; for one position per row of the batch pass positions[:, None]"
+            elif rows is not None and len(rows) == 2 and rows[0] == each[axis]:
+                hint = f"; positions with {rows[1]} axes need a spec that has axes="
             raise ValueError(
                 f"{name} of shape {table if rows is None else rows} does not fit x of shape {each} "
                 f"with seq_dim={axis - len(each)}: {along[dim]} against {each[index]}{hint}"

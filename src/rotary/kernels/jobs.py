@@ -101,8 +101,9 @@ def ready_turn(
     if size >= threads.SERIAL_BYTES or not _are_ready(xs, outs, is_in_place):
         return None
     table = contiguous(Block((*tokens, len(angles.turns)), (), "float32"))
-    geometry = geometry_of(tuple(x.shape for x in xs), table.shape, None, options.options)
-    return _one_job(xs, outs, is_in_place, table, positions, geometry, angles)
+    shapes = tuple(x.shape for x in xs)
+    fitted = geometry_of(shapes, table.shape[-2:], tokens, options.options)
+    return _one_job(xs, outs, is_in_place, table, positions, fitted, angles)
 
 
 def _are_ready(

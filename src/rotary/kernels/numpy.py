@@ -86,7 +86,8 @@ def check_operands(
             raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
-            f"cos and sin must be alike, got {cos.dtype} {cos.shape} and {sin.dtype} {sin.shape}"
+            f"cos and sin must have one shape and dtype, got {cos.dtype} {cos.shape} and "
+            f"{sin.dtype} {sin.shape}"
         )
     if cos.dtype not in (np.float32, np.float64):
         raise TypeError(f"tables must be float32, got {_described(cos.dtype)}")

@@ -22,7 +22,7 @@ def check_operands(
     check_xs(xs, out)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
-            f"cos and sin must be alike, got {cos.dtype} {tuple(cos.shape)} and "
+            f"cos and sin must have one shape and dtype, got {cos.dtype} {tuple(cos.shape)} and "
             f"{sin.dtype} {tuple(sin.shape)}"
         )
     if cos.dtype not in (torch.float32, torch.float64):

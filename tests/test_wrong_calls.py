@@ -1,0 +1,224 @@
+"""Calls that people get wrong, and the sentence that each must show: what to pass instead."""
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary import Rotary, positions
+
+torch = pytest.importorskip("torch")
+
+SPEC = Rotary(head_dim=64)
+PART = Rotary(head_dim=64, rotary_dim=32)
+GRID = Rotary(head_dim=64, axes=[0, 1] * 16)
+ROW = np.arange(16)
+COS, SIN = rotary.cos_sin(SPEC, ROW)
+WIDE = np.concatenate([COS, COS], -1)
+Q, K = np.ones((2, 8, 16, 64), np.float32), np.ones((2, 2, 16, 64), np.float32)
+Q_BY_TOKEN, K_BY_TOKEN = np.ones((2, 16, 8, 64), np.float32), np.ones((2, 16, 2, 64), np.float32)
+ONE = np.ones((2, 8, 1, 64), np.float32)
+TENSOR = torch.ones(2, 8, 16, 64)
+GRAD = torch.ones(2, 8, 16, 64, requires_grad=True)
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+
+
+def scaled(**scaling):
+    return rotary.from_hf_config({**LLAMA, "rope_scaling": scaling})
+
+
+apply, cos_sin, rotate, from_hf_config = (
+    rotary.apply, rotary.cos_sin, rotary.rotate, rotary.from_hf_config,
+)  # fmt: skip
+# what is called -> part of the sentence
+CALLS = {
+    # positions
+    "one position per row": (
+        lambda: apply(SPEC, ONE, positions=np.array([3, 7])),
+        "positions of shape (2,) does not fit x of shape (2, 8, 1, 64) with seq_dim=-2: 2 against "
+        "1; for one position per row of the batch pass positions[:, None]",
+    ),
+    "the same in torch": (
+        lambda: apply(SPEC, torch.tensor(ONE), positions=torch.tensor([3, 7])),
+        "for one position per row of the batch pass positions[:, None]",
+    ),
+    "one position per row, of tables": (
+        lambda: rotate(ONE, COS, SIN, SPEC, positions=np.array([3, 7])),
+        "for one position per row of the batch pass positions[:, None]",
+    ),
+    "a grid without axes": (
+        lambda: apply(SPEC, Q, positions=np.zeros((16, 2), int)),
+        "positions with 2 axes need a spec that has axes=",
+    ),
+    "fractions of a grid without axes": (
+        lambda: apply(SPEC, Q, positions=np.zeros((16, 2))),
+        "positions with 2 axes need a spec that has axes=",
+    ),
+    "a batch of grids without axes": (
+        lambda: apply(SPEC, Q, positions=np.zeros((2, 16, 2), int)),
+        "got shape (2, 16, 2) for q (2, 8, 16, 64); a 1-D spec has no axes",
+    ),
+    "no positions for a grid": (
+        lambda: apply(GRID, Q),
+        "a spec with 2 axes needs positions (..., seq, axes)",
+    ),
+    "axes first": (
+        lambda: cos_sin(GRID, np.zeros((2, 16), int)),
+        "positions must be (..., seq, 2) for 2 axes, got shape (2, 16); move the axes last",
+    ),
+    "too few": (
+        lambda: apply(SPEC, Q, positions=[0, 1, 2]),
+        "positions of shape (3,) does not fit x of shape (2, 8, 16, 64)",
+    ),
+    "one number": (
+        lambda: apply(SPEC, Q, positions=16),
+        "positions must be an array or a list, (..., seq), got 16; range(16) gives the first 16",
+    ),
+    "a fraction": (lambda: apply(SPEC, Q, positions=0.5), "positions must be an array or a list"),
+    "how many": (lambda: cos_sin(SPEC, 4096), "got 4096; range(4096) gives the first 4096"),
+    "none": (lambda: cos_sin(SPEC, None), "positions must be an array or a list, (..., seq), got"),
+    "a mask": (lambda: cos_sin(SPEC, ROW > 3), "positions must be whole numbers, or float64"),
+    "half floats": (
+        lambda: cos_sin(SPEC, torch.arange(16).bfloat16()),
+        "got torch.bfloat16",
+    ),
+    "negative": (
+        lambda: cos_sin(SPEC, ROW - 3),
+        "positions must be >= 0, got -3; pass allow_negative=True to turn backwards",
+    ),
+    "beyond the table": (
+        lambda: rotate(Q, COS, SIN, SPEC, positions=ROW + 8),
+        "positions run from 8 to 23, the tables have 16 rows",
+    ),
+    # shapes of q and k
+    "tokens before heads": (
+        lambda: apply(SPEC, Q_BY_TOKEN, K_BY_TOKEN),
+        "(2, 16, 8, 64) and (2, 16, 2, 64); for (..., seq, heads, head_dim) pass seq_dim=-3",
+    ),
+    "tokens before heads, alone": (
+        lambda: apply(SPEC, Q_BY_TOKEN, positions=ROW),
+        "for (..., seq, heads, head_dim) pass seq_dim=-3",
+    ),
+    "tokens before heads, of tables": (
+        lambda: rotate(Q_BY_TOKEN, COS, SIN, SPEC),
+        "for (..., seq, heads, head_dim) pass seq_dim=-3",
+    ),
+    "as many heads as tokens": (
+        lambda: rotate(np.ones((1, 16, 16, 64), np.float32), COS, SIN, SPEC),
+        "pass seq_dim=-2 for (..., heads, seq, head_dim), seq_dim=-3 for",
+    ),
+    "another head_dim": (
+        lambda: apply(SPEC, Q[..., :32], K),
+        "the spec has head_dim 64, x has 32",
+    ),
+    "k of another length": (
+        lambda: apply(SPEC, Q, K[:, :, :8]),
+        "such as q and k, may differ in the number of heads only, got shapes (2, 8, 16, 64) and",
+    ),
+    "one vector": (lambda: apply(SPEC, Q[0, 0, 0]), "x must be (..., seq, head_dim), with 2 axes"),
+    "whole numbers": (
+        lambda: apply(SPEC, Q.astype(int)),
+        "x must be one of float32, float64, float16, bfloat16, got int64",
+    ),
+    "a list": (lambda: rotate(Q.tolist(), COS, SIN, SPEC), "cannot rotate a builtins.list"),
+    "two libraries": (
+        lambda: apply(SPEC, TENSOR, K),
+        "all arrays must be of one library: Tensor and numpy.ndarray",
+    ),
+    # the spec
+    "the spec last": (
+        lambda: apply(Q, K, SPEC),
+        "spec, the first argument, must be a Rotary, got ndarray: make one with",
+    ),
+    "a dict": (lambda: cos_sin({"head_dim": 64}, ROW), "must be a Rotary, got dict: make one with"),
+    "a number": (lambda: rotary.inv_freq(64), "must be a Rotary, got int: make one with"),
+    "no sin": (
+        lambda: rotate(Q, COS, SPEC),
+        "cos and sin must be arrays, got a Rotary: give rotate(x, cos, sin, spec)",
+    ),
+    "no spec and no layout": (
+        lambda: rotate(Q, COS, SIN),
+        "rotate does not guess which channels make a pair: give rotate(x, cos, sin, spec), or by",
+    ),
+    "dim": (lambda: Rotary(dim=64), "Rotary has no field 'dim'; it is called 'head_dim' here"),
+    "theta": (lambda: Rotary(head_dim=64, theta=1e6), "'theta'; it is called 'base' here"),
+    "factor": (
+        lambda: Rotary(head_dim=64, schedule="linear", factor=2.0),
+        "it is a parameter of the schedule: Rotary(..., params={'factor': ...})",
+    ),
+    "a typing error": (
+        lambda: Rotary(head_dim=64, layuot="half"),
+        "Rotary has no field 'layuot'; did you mean 'layout'?",
+    ),
+    "base by its place": (
+        lambda: Rotary(64, 10_000),
+        "got 10000; if it is the base, name it: Rotary(64, base=10000)",
+    ),
+    "no factor": (
+        lambda: Rotary(head_dim=64, schedule="yarn"),
+        "schedule 'yarn' needs parameter 'factor'",
+    ),
+    "vLLM's name of a layout": (
+        lambda: Rotary(head_dim=64, layout="neox"),
+        "layout must be one of half, interleaved; got 'neox'",
+    ),
+    # tables
+    "tables of another length": (
+        lambda: rotate(TENSOR, torch.tensor(COS)[:5], torch.tensor(SIN)[:5], SPEC),
+        "5 against 16; pass positions to pick rows of a longer table",
+    ),
+    "cos and sin of two lengths": (
+        lambda: rotate(Q, COS, SIN[:8], SPEC),
+        "cos and sin must have one shape and dtype, got float32 (16, 32) and float32 (8, 32)",
+    ),
+    "full-width tables": (
+        lambda: rotate(Q, WIDE, WIDE, SPEC),
+        "tables are half width: one column per pair",
+    ),
+    "full-width tables by hand": (
+        lambda: rotate(Q, WIDE, WIDE, layout="half"),
+        "it looks full width: pass each pair once",
+    ),
+    "tables of all channels for a part": (
+        lambda: rotate(Q, COS, SIN, PART),
+        "rotary_dim is 32 in the spec, but cos has 32 columns, which make 64",
+    ),
+    # out
+    "one out for two": (
+        lambda: rotate((Q, K), COS, SIN, SPEC, out=Q),
+        "out must hold one array for each of the 2 inputs, as out=(q, k) for (q, k); got 1",
+    ),
+    "gradients in place": (
+        lambda: rotate(GRAD, torch.tensor(COS), torch.tensor(SIN), SPEC, out=GRAD),
+        "out= does not take part in autograd: call it under torch.no_grad(), or without out=",
+    ),
+    # configs and models
+    "an id of the hub": (
+        lambda: from_hf_config("meta-llama/Llama-3.1-8B"),
+        "hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B, then give "
+        "Llama-3.1-8B",
+    ),
+    "a model of an unknown type": (
+        lambda: from_hf_config({**LLAMA, "model_type": "nobody"}),
+        "model_type 'nobody' is not known; load the model and ask rotary.from_model(model)",
+    ),
+    "an unknown scaling": (lambda: scaled(rope_type="magic"), "rope_type 'magic' is not known;"),
+    "a scaling without a factor": (lambda: scaled(rope_type="linear"), "'linear' needs parameter"),
+    "a name for a model": (
+        lambda: rotary.patch("meta-llama/Llama-3.1-8B"),
+        "got str; load it first, for example by transformers.AutoModel.from_pretrained(name)",
+    ),
+    "lengths for sums of lengths": (
+        lambda: positions.packed([5, 3]),
+        "cu_seqlens must be 1-D, start with 0 and never fall, got [5, 3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_call_says_what_to_pass(call):
+    wrong, sentence = CALLS[call]
+    with pytest.raises((TypeError, ValueError, OSError, RuntimeError)) as raised:
+        wrong()
+    message = str(raised.value)
+    assert sentence in message
+    assert "\n" not in message
