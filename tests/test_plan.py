@@ -62,7 +62,7 @@ def test_weights_that_reach_it_already_are_left_alone():
     found = plan(2048, LLAMA_2, 4096)
     assert (found.action, found.recommended, found.options) == ("keep", LLAMA_2, ())
     assert found.first_failure == 1707  # and is said, as a diagnostic
-    assert "no hard limit" in found.reason
+    assert "not a hard limit" in found.reason
 
 
 @pytest.mark.parametrize(

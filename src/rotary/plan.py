@@ -10,8 +10,9 @@ from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import whole_number
-from .configs import choose, to_hf_config
+from .configs import choose
 from .configs.hf import rotary_of
+from .configs.hf_writing import AXES_KEYS, rope_keys
 from .reach import lengths
 from .spec import Rotary
 from .strict_json import JSON
@@ -141,7 +142,7 @@ def plan(
         min_base=least,
         safe_base=safe,
         options=options,
-        rope_parameters=_written(recommended, context),
+        rope_parameters=rope_keys(recommended, context),
         reason="",
     )
     return result._replace(reason=" ".join(_sentences(result)))
@@ -176,8 +177,7 @@ def plan_model(
         context, spec, trained, advertised=advertised, progress=progress, executor=executor
     )
     written = {key: value for key, value in result.rope_parameters.items() if key != "head_dim"}
-    axes = {key: entry.rope[key] for key in ("mrope_section", "mrope_interleaved")
-            if key in entry.rope}  # fmt: skip
+    axes = {key: entry.rope[key] for key in AXES_KEYS if key in entry.rope}
     rope = {**axes, **written["rope_parameters"]}
     return result._replace(rope_parameters={**written, "rope_parameters": rope})
 
@@ -221,28 +221,20 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
     return dataclasses.replace(best.spec, axes=spec.axes)
 
 
-def _written(spec: Rotary, context: int) -> dict[str, JSON]:
-    """The keys for transformers; what a plain config cannot say belongs to the model's code."""
-    plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
-    spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
-    own = None if spec.schedule == "dynamic" else context
-    return to_hf_config(spec, max_position_embeddings=own)
-
-
 def _sentences(result: Plan) -> Iterator[str]:
     spec, context, recommended = result.spec, result.context, result.recommended
     least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
-    as_it_is = f"As it is (base {spec.base:,.15g}, {spec.schedule}) a similar key is"
+    as_it_is = f"With the present RoPE (base {spec.base:,.15g}, {spec.schedule})"
     if result.first_failure is None:
         yield (
-            f"{as_it_is} favoured over a random one at every distance up to {context:,} tokens "
-            "(B_m >= 0)."
+            f"{as_it_is} attention prefers a similar key to a random one at every distance up to "
+            f"{context:,} tokens (B_m >= 0)."
         )
     else:
         yield (
-            f"{as_it_is} first no longer favoured over a random one at a distance of "
-            f"{result.first_failure:,} of {context:,} tokens (B_m < 0), and so at "
-            f"{result.failures:,} distances."
+            f"{as_it_is} attention does not prefer a similar key to a random one at "
+            f"{result.failures:,} of {context:,} distances (B_m < 0), first at "
+            f"{result.first_failure:,} tokens."
         )
     if result.action == "scaling":
         yield from _of_scaling(result, least, safe)
@@ -252,19 +244,19 @@ def _sentences(result: Plan) -> Iterator[str]:
         )
         yield (
             f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
-            f"{share}, is {least} (certified, rounded up). Some above it fail again; none was "
-            f"found to fail from {safe} on. Train with rope_theta {recommended.base:,.15g}, which "
-            "passes at every distance."
+            f"{share}, is {least} (certified, rounded up). Some larger bases fail again; every "
+            f"base tested from {safe} on passes. Train with rope_theta {recommended.base:,.15g}, "
+            "which passes at every distance."
         )
     elif result.trained is None:
-        yield "Keep the base: no larger one was found to fail."
+        yield "Keep the base: it passes, and so does every larger base tested."
     else:
-        yield "The model reaches this context as it was trained: keep its RoPE."
+        yield "The model was trained for this context: keep its RoPE."
     if result.first_failure is not None or result.action != "keep":
         yield (
-            "The bound is a mean over independent channels and no hard limit: many good models "
-            "are below it, and a base above it promises nothing by itself. Measure retrieval at "
-            "the length you need, not perplexity."
+            "The bound is an average over independent channels, not a hard limit: many good models "
+            "are below it, and a base above it guarantees nothing. Measure retrieval at the length "
+            "you need, not perplexity."
         )
 
 
@@ -277,17 +269,17 @@ def _of_scaling(result: Plan, least: str, safe: str) -> Iterator[str]:
     if "none" in unseen:
         scaled = f", with {name} {unseen[name]}" if name in unseen else ""
         yield (
-            f"Without scaling {unseen['none']} of the angles at {result.context:,} would be ones "
-            f"they have never seen{scaled}."
+            f"Without scaling, {unseen['none']} of the angles at {result.context:,} tokens did not "
+            f"occur in training{scaled}."
         )
     yield (
-        f"Use {name} with factor {factor:g}, and tune on long documents if you can; a few hundred "
-        "steps are common, and without any expect some loss."
+        f"Use {name} with factor {factor:g}. If you can, fine-tune on long documents (a few "
+        "hundred steps are common); without it expect some loss."
     )
     if factor > 40:
-        yield "Factors above 40 are hardly published: consider steps, with tuning between."
+        yield "Few models use a factor above 40: consider several steps, with tuning in between."
     yield (
-        "Who can train for long on long documents may raise the base instead: the smallest "
-        f"rope_theta that passes is {least} (certified, rounded up), and none was found to fail "
-        f"from {safe} on."
+        "If you can train for long on long documents, you may raise the base instead: the "
+        f"smallest rope_theta that passes is {least} (certified, rounded up), and every base "
+        f"tested from {safe} on passes."
     )

@@ -169,34 +169,35 @@ def _sentences(result: Reach) -> Iterator[str]:
     """The numbers in words, and what they do not mean."""
     if result.first_failure is None:
         yield (
-            f"Up to {result.length:,} tokens a similar key is favoured over a random one at every "
-            f"distance (B_m >= 0); by least at {result.lowest_distance:,}, with "
-            f"{result.lowest:.3f} of what it has at distance 0."
+            "Attention prefers a similar key to a random one at every distance up to "
+            f"{result.length:,} tokens (B_m >= 0); least at {result.lowest_distance:,}, where "
+            f"{result.lowest:.3f} of the preference at distance 0 is left."
         )
     else:
         yield (
-            f"At a distance of {result.first_failure:,} of {result.length:,} tokens a similar key "
-            f"is no longer favoured over a random one (B_m < 0), and so at {result.failures:,} "
-            f"distances in all. That is a mean over independent channels, not a limit: many good "
-            "models are trained past it, and learn what RoPE alone does not give them. Look there "
-            "first if retrieval over such distances is weak."
+            f"Attention does not prefer a similar key to a random one at {result.failures:,} of "
+            f"{result.length:,} distances (B_m < 0), first at {result.first_failure:,} tokens. "
+            "That is an average over independent channels, not a limit: many good models are "
+            "trained past it and learn what RoPE alone does not give them. Look there first if "
+            "retrieval over such distances is weak."
         )
     if result.still_pairs:
         yield f"{result.still_pairs:g} pairs of channels are not rotated and see no distance."
     if not result.never_turning:
         yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
     else:
-        outside = (
-            f"{result.unseen:.0%} of the angles lie" if result.unseen > 0.005 else "no angle lies"
+        new = (
+            f"{result.unseen:.0%} of the angles did not"
+            if result.unseen > 0.005
+            else "every angle did"
         )
         yield (
             f"{result.never_turning} of {result.pairs} pairs made less than one turn in the "
             f"{result.trained:,} tokens of training (critical dimension "
-            f"{result.critical_dimension}); up to {result.length:,} tokens {outside} outside of "
-            "what those tokens show."
+            f"{result.critical_dimension}); up to {result.length:,} tokens {new} occur there."
         )
         if result.unseen > 0.005:
-            yield "Such angles are learned by tuning at that length, if at all."
+            yield "The model can learn these only by fine-tuning at that length."
     if result.float32_positions < result.length:
         yield (
             f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "

@@ -54,6 +54,7 @@ MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").re
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
+_OF_PARTS = {"parts", "beside_parts", "own_text"}
 _TEXT_KEYS = re.compile(
     "rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_types"
 )
@@ -134,6 +135,18 @@ def parts(config: object) -> tuple[str, ...]:
     return tuple(MODELS.get(str(load(config).get("model_type")), {}).get("parts", ()))
 
 
+def part_key(data: Mapping[str, JSON], part: str | None) -> str | None:
+    """The key under which the part of a config is; None where it is the config itself.
+
+    >>> part_key({"model_type": "qwen2_vl"}, None), part_key({"model_type": "llama"}, None)
+    ('text_config', None)
+    """
+    model = MODELS.get(str(data.get("model_type")), {})
+    if part is None and set(model) - _OF_PARTS:
+        return None
+    return part or next((key for key in TEXT_PARTS if key in model.get("parts", {})), None)
+
+
 def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
     """The config with another model_type, and its parts with those of the parts of that model."""
     own = data.get("model_type")
@@ -160,13 +173,11 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}; {_WAYS_ON}")
     model = MODELS[name]
     known = model.get("parts", {})
-    if part is None and set(model) - {"parts", "beside_parts", "own_text"}:
+    if part is None and (not known or set(model) - _OF_PARTS):
         return data, model
     if not known:
-        if part is not None:
-            raise ValueError(f"model_type {name!r} has no part {part!r}: it is one model")
-        return data, model
-    key = part or next((key for key in TEXT_PARTS if key in known), None)
+        raise ValueError(f"model_type {name!r} has no part {part!r}: it is one model")
+    key = part_key(data, part)
     if key is None or key not in known:
         raise ValueError(
             f"model_type {name!r} has several parts; pass part, one of {', '.join(known)}; "

@@ -1,0 +1,93 @@
+"""Another RoPE in a config.json: the keys are changed where the file has them, the rest stays."""
+
+import copy
+import dataclasses
+
+from ..spec import Rotary
+from ..strict_json import JSON
+from .entries import choose, layer_types, part_key
+from .files import load
+from .hf import from_hf_config, to_hf_config
+
+# keys of rope_parameters that deal out the axes of a model, which no schedule has
+AXES_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
+    """`max_position_embeddings` and `rope_parameters` that say `spec` in a config of its model.
+
+    Layout, slice, axes and direction belong to the code of the model and are not written.
+
+    >>> rope_keys(Rotary(head_dim=64, layout="interleaved"), 4096)["max_position_embeddings"]
+    4096
+    """
+    plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
+    spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
+    own = None if spec.schedule == "dynamic" else context
+    return to_hf_config(spec, max_position_embeddings=own)
+
+
+def replace_rope(
+    config: object,
+    spec: Rotary,
+    context: int,
+    layer_type: str | None = None,
+    *,
+    part: str | None = None,
+) -> dict[str, JSON]:
+    """The keys of a config.json with another RoPE in them; every other key stays as it is.
+
+    config   path of a config.json or its folder, a dict, or a PretrainedConfig; not changed
+    spec     what `from_hf_config` shall give for the result
+    context  its max_position_embeddings, in tokens
+    layer_type, part  which RoPE of the config, as in `from_hf_config`
+    The keys are `rope_parameters` where the config has them, else `rope_theta` and `rope_scaling`,
+    under the names of its model. The result is read again before it is returned.
+    Raises ValueError where a config of this model cannot say `spec`, as for a base in its code, and
+    where layers of another type would change with it.
+
+    >>> llama = {"model_type": "llama", "head_dim": 64, "vocab_size": 32000}
+    >>> replace_rope(llama, Rotary(head_dim=64, base=1e6), 8192)["vocab_size"]
+    32000
+    """
+    document = copy.deepcopy(dict(load(config)))
+    entry = choose(document, layer_type, part)
+    inner = _part_of(document, part)
+    names = {name: entry.model.get("names", {}).get(name, name)
+             for name in ("max_position_embeddings", "rope_theta")}  # fmt: skip
+    keys = rope_keys(spec, context)
+    rope = {key: entry.rope[key] for key in AXES_KEYS if key in entry.rope}
+    rope |= keys["rope_parameters"]
+    if "max_position_embeddings" in keys:
+        inner[names["max_position_embeddings"]] = keys["max_position_embeddings"]
+    if not isinstance(inner.get("rope_parameters"), dict):
+        inner[names["rope_theta"]] = rope.pop("rope_theta")
+        rope.pop("partial_rotary_factor", None)
+        if rope != {"rope_type": "default"}:
+            inner["rope_scaling"] = rope
+        elif "rope_scaling" in inner:
+            inner["rope_scaling"] = None
+    elif layer_type in inner["rope_parameters"]:
+        inner["rope_parameters"][layer_type] = rope
+    else:
+        inner["rope_parameters"] = rope
+    again = from_hf_config(document, layer_type, part=part)
+    if again != spec:
+        raise ValueError(
+            f"a config of model_type {entry.model_type!r} does not say this RoPE by its keys: "
+            f"{again} is read from it, {spec} was asked for"
+        )
+    for other in layer_types(document, part=part):
+        kept = from_hf_config(config, other, part=part)
+        if other != layer_type and from_hf_config(document, other, part=part) != kept:
+            raise ValueError(
+                f"layers of {other!r} read the same keys of this config and would change with "
+                f"those of {layer_type!r}; write rope_parameters nested by layer type by hand"
+            )
+    return document
+
+
+def _part_of(document: dict[str, JSON], part: str | None) -> dict[str, JSON]:
+    """The object inside a document that holds the keys of its part."""
+    inner = document.get(part_key(document, part) or "")
+    return _part_of(inner, None) if isinstance(inner, dict) else document
