@@ -1,5 +1,6 @@
 """The command, run as a user runs it, and in-process where that says the same."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -225,16 +226,49 @@ def test_any_file_name_works(tmp_path, name, encoding):
     assert document(run("freqs", shown, "--json", cwd=tmp_path, PYTHONIOENCODING=encoding))
 
 
-@pytest.mark.parametrize("command", ["inspect", "freqs"])
-def test_a_narrow_terminal_loses_nothing(tmp_path, command):
+def test_a_narrow_terminal_loses_nothing(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(Path(LLAMA).read_text())
-    wide = run(command, "config.json", cwd=tmp_path, COLUMNS="200").out
-    narrow = run(command, "config.json", cwd=tmp_path, COLUMNS="20").out
-    assert max(map(len, narrow.splitlines())) <= 20
-    assert sorted(narrow.replace("\n", "").replace(" ", "")) == sorted(
-        wide.replace("\n", "").replace(" ", "")
-    )
+    for command in ("inspect", "freqs"):
+        wide = run(command, "config.json", cwd=tmp_path, COLUMNS="200").out
+        narrow = run(command, "config.json", cwd=tmp_path, COLUMNS="20").out
+        assert max(map(len, narrow.splitlines())) <= 20
+        if command == "freqs":  # each row is a list, and names its columns
+            joined = "".join(narrow.split())
+            assert [word for word in wide.split() if word not in joined] == []
+        else:
+            assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))
+
+
+@pytest.mark.parametrize("columns", [80, 45])
+@pytest.mark.parametrize("command", [("diff",), ("plan", "--context", "16384", "--from"),
+                                     ("reach",), ("inspect",)])  # fmt: skip
+def test_no_word_is_broken(main, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", "300")
+    words = set(main(*command, LLAMA).out.split())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = main(*command, LLAMA).out
+    lines = [line for line in narrow.splitlines() if LLAMA[-20:] not in line]
+    assert max(map(len, lines)) <= columns
+    own = {word for word in words if len(word) < columns // 2}
+    assert own - set(narrow.replace(":", " ").split()) - {w for w in own if ":" in w} == set()
+
+
+def test_version(main):
+    assert main("--version").out.split() == ["rotary", importlib.metadata.version("rotary")]
+
+
+def test_help_of_every_command_fits_its_line(main, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = main("--help").out
+    assert "identify" in shown
+    assert [line for line in shown.splitlines()[1:] if line.endswith("...")] == []
+
+
+def test_completion_of_a_shell():
+    shown = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert shown.code == 0
+    assert "complete" in shown.out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -489,6 +523,8 @@ def test_identify_reads_a_function_from_a_file(main, tmp_path):
     assert "500" in text
     found = json.loads(main("identify", f"{path}:turn", "--head-dim", "16", "--json").out)
     assert found["spec"]["base"] == pytest.approx(500.0)
+    checked = main("identify", f"{path}:turn", "--head-dim", "16", "--check")
+    assert checked.code == bool(found["findings"])
     assert_refused(main("identify", f"{path}:nothing", "--head-dim", "16"), "nothing")
 
 

@@ -143,3 +143,26 @@ def test_a_command_as_a_process_of_its_own():
     done = run("reach", LLAMA_2)
     assert (done.code, done.err) == (0, "")
     assert "1,707" in done.out
+
+
+def test_a_plan_writes_the_whole_config(main, tmp_path):
+    new = tmp_path / "longer.json"
+    done = main("plan", "--context", "16384", "--from", LLAMA_2, "--out", str(new), "--json")
+    plan, written = document(done), json.loads(new.read_text())
+    old = json.loads(Path(LLAMA_2).read_text())
+    assert from_hf_config(new).to_dict() == plan["recommended"]
+    changed = {key for key in written if written[key] != old.get(key)}
+    assert changed == {"max_position_embeddings", "rope_theta", "rope_scaling"}
+    assert set(old) <= set(written)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--head-dim", "64"), "--out writes the config of a trained model; give --from as well"),
+    (("--from", LLAMA_2), "the file exists; name a new one"),
+], ids=["no config", "a file that exists"])  # fmt: skip
+def test_a_plan_that_cannot_be_written(main, tmp_path, arguments, message):
+    new = tmp_path / "config.json"
+    new.write_text("mine")
+    done = main("plan", "--context", "1024", *arguments, "--out", str(new))
+    assert_refused(done, message)
+    assert new.read_text() == "mine"

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Rotary Position Embedding: what a model's RoPE is, and what it costs.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -47,8 +46,16 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def start(context: typer.Context) -> None:
+def start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """Without a command: the help."""
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"rotary {installed('rotary')}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

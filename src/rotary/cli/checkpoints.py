@@ -55,7 +55,10 @@ def convert(
     dask: Dask = None,
     as_json: Json = False,
 ) -> None:
-    """Move the weights of a checkpoint to the other pair layout, and prove it."""
+    """Convert a checkpoint to the other pair layout, and verify it.
+
+    Rows of the q and k projections move; every other tensor is copied as it is.
+    """
     from ..checkpoint.convert import carry_out, prepare
 
     if target is None and not dry_run:

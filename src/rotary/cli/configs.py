@@ -9,7 +9,7 @@ import typer
 
 from ..strict_json import JSON
 from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, read_specs
-from .terminal import print_json, print_table, short
+from .terminal import print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
     from ..spec import Rotary
@@ -22,7 +22,10 @@ def inspect(
     part: Part = None,
     as_json: Json = False,
 ) -> None:
-    """What RoPE a config has, for each layer type: schedule, slice, layout, wavelengths."""
+    """Show the RoPE of a config, for each layer type.
+
+    Its schedule and parameters, the slice of the head, the layout, the wavelengths.
+    """
     from ..configs import parts
 
     specs = read_specs(config, layer_type, part)
@@ -87,7 +90,7 @@ def freqs(
     seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Frequency and wavelength of every pair."""
+    """List the frequency and wavelength of every pair."""
     from ..angles import inv_freq
 
     spec = read_spec(config, layer_type, part)
@@ -124,8 +127,9 @@ def vectors(
     layer_type: LayerType = None,
     part: Part = None,
 ) -> None:
-    """Golden vectors as JSON, to test a program in any language: cos, sin, q and k rotated.
+    """Write golden vectors (JSON), to test code in any language.
 
+    They hold cos, sin, and q and k before and after the rotation.
     One case for each layer type, two where frequencies depend on the length. A file that exists is
     written anew. The page docs/conformance.md has the format.
     """
@@ -159,8 +163,9 @@ def doctor(
     layer_type: LayerType = None,
     as_json: Json = False,
 ) -> None:
-    """What is in the way: of speed on this machine, or of exact RoPE in a config or a model.
+    """Check this machine, a config, a model folder or a loaded model.
 
+    It names what makes the rotation slow here, or wrong in the config or the model.
     Exit status 1 if a config, its weights or a model are wrong.
     With module:object or FILE.py:FUNCTION the module is imported and called: name no file whose
     code you would not run. A config or a folder is only read.
@@ -204,20 +209,35 @@ def identify(
     target: Annotated[str, typer.Argument(help="module:function or path/to/file.py:function.")],
     head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")],
     num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit status 1 if it is no RoPE, or has a finding.")
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --check: a finding that is no fault here, such as float32_angles.",
+            metavar="CODE",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which RoPE a function computes: f(x, positions) or f(q, k, cos, sin).
+    """Find out which RoPE a function computes, and its faults.
 
+    The function is f(x, positions) or f(q, k, cos, sin).
     The module is imported and called: name no file whose code you would not run.
     """
     from ..identify import identify as examine
     from ..identify import load
 
+    if allow and not check:
+        raise ValueError("--allow goes with --check")
     result = examine(load(target), head_dim, num_axes=num_axes)
     if as_json:
         print_json(result.to_dict())
-        return
-    typer.echo(str(result))
+    else:
+        typer.echo(str(result))
+    if check and (result.spec is None or set(result.codes) - set(allow or ())):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -228,7 +248,10 @@ def diff(
     part: Part = None,
     as_json: Json = False,
 ) -> None:
-    """The same config as transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub read it."""
+    """Compare what other programs compute from the same config.
+
+    The programs are transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub.
+    """
     from ..programs import diff as compare
 
     result = compare(config, seq_len=seq_len, layer_type=layer_type, part=part)
@@ -245,4 +268,4 @@ def diff(
         rows.append((f"{each.framework} {each.version}", each.schedule, amplitude, off_by, last))
     header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")
     print_table(config, rows, header)
-    typer.echo(result.verdict)
+    print_text(result.verdict)

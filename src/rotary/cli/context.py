@@ -8,7 +8,7 @@ import typer
 
 from .app import Config, Json, LayerType, Part, app, read_spec
 from .cluster import Dask, cluster
-from .terminal import bar, print_json, print_table
+from .terminal import bar, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,11 @@ def decay(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """How a score decays with distance: mean |S_j| of RoFormer, and B_m of the base bound."""
+    """Show how attention scores decay with distance.
+
+    Two measures: mean |S_j| of RoFormer, and B_m, by how much a similar key is preferred to a
+    random one.
+    """
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
     from ..configs import choose
@@ -72,7 +76,11 @@ def reach(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """How far the RoPE of a model reaches: base bound, turns in training, precision."""
+    """Show up to which length the RoPE of a model works, and why.
+
+    Distances at which a similar key is not preferred (B_m < 0), angles that training did not
+    show, and the precision of float32 angles.
+    """
     from ..reach import reaches
 
     results = reaches(config, layer_type, part=part, length=length)
@@ -93,7 +101,9 @@ def reach(
             print_table(title, [("rotation", "none: these layers see no position")])
             continue
         print_table(title, _reach_rows(each))
-        typer.echo(f"\n{each.verdict}\n")
+        typer.echo()
+        print_text(each.verdict)
+        typer.echo()
 
 
 def _reach_rows(result: "Reach") -> list[tuple[str, str]]:
@@ -126,11 +136,21 @@ def plan(
     ] = None,
     layer_type: LayerType = None,
     part: Part = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the config of --from with this RoPE into a new FILE.", metavar="FILE"
+        ),
+    ] = None,
     plot: Plot = None,
     dask: Dask = None,
     as_json: Json = False,
 ) -> None:
-    """Which base or scaling reaches a context, and why; prints rope_parameters for transformers."""
+    """Choose a base or scaling for a longer context, and say why.
+
+    Prints the rope_parameters for transformers; --out writes the whole config.
+    """
+    from ..configs import replace_rope
     from ..plan import plan as make_plan
     from ..plan import plan_model
     from ..spec import Rotary
@@ -141,6 +161,10 @@ def plan(
         raise ValueError(f"{', '.join(names)} cannot be given beside --from: the config says it")
     if config is None and (layer_type or part):
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
+    if out is not None and config is None:
+        raise ValueError("--out writes the config of a trained model; give --from as well")
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out}: the file exists; name a new one")
     with cluster(dask) as executor, bar("searching the bases") as progress:
         if config is not None:
             result = plan_model(
@@ -157,6 +181,10 @@ def plan(
 
         both = {"as it is": result.spec, "recommended": result.recommended}
         plots.save(plots.similarity(both, context, seq_len=context), plot)
+    if out is not None:
+        document = replace_rope(config, result.recommended, context, layer_type, part=part)
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
     if as_json:
         print_json(result.to_dict())
         return
@@ -165,7 +193,9 @@ def plan(
         header = ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x")
         typer.echo()
         print_table("Every method for this length", _option_rows(result.options), header)
-    typer.echo(f"\n{result.reason}\n")
+    typer.echo()
+    print_text(result.reason)
+    typer.echo()
     typer.echo(json.dumps(result.rope_parameters, indent=2))
 
 
@@ -201,7 +231,10 @@ def explore(
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """A page to look at all this: choose models, drag base and factor, compare two."""
+    """Open an interactive page on this machine: plots of any model.
+
+    Choose models, change base and factor, compare two.
+    """
     try:
         from ..explorer import serve
     except ModuleNotFoundError as error:

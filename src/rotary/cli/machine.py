@@ -12,7 +12,7 @@ from .terminal import print_json, print_table, print_times, status
 
 @app.command()
 def demo(as_json: Json = False) -> None:
-    """Rotate q and k of Llama 3.1 8B: check the result, time it against a copy."""
+    """Rotate q and k of Llama 3.1 8B, check the result and time it."""
     from .. import demo as job
 
     with status() as tell:
@@ -33,7 +33,10 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 11,
     as_json: Json = False,
 ) -> None:
-    """Time the rotation against a copy of the same bytes, at Llama 3 8B's shape."""
+    """Time the rotation against a copy of the same bytes.
+
+    The shape is that of Llama 3 8B.
+    """
     from .. import bench as timing
     from ..spec import Rotary
 

@@ -29,19 +29,38 @@ def printable(text: str) -> str:
 def print_table(
     title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ("", "")
 ) -> None:
+    """A table; where the terminal is too narrow for its longest words, each row as a list."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False)
+    # a title of the table itself would be cut to its width
+    console.print(Text(printable(title), style="italic"))
+    lines = [tuple(map(printable, row)) for row in rows]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0)
+             for column in zip(header, *lines, strict=True)]  # fmt: skip
+    if len(header) > 2 and sum(words) + 2 * len(words) > console.width:
+        for first, *others in lines:
+            console.print(Text(f"{header[0]} {first}".strip(), style="bold"), overflow="fold")
+            for name, cell in zip(header[1:], others, strict=True):
+                if cell:
+                    console.print(Text(f"{name}: {cell}"), overflow="fold")
+        return
     table = Table(show_header=any(header), box=None)
     for index, name in enumerate(header):
         table.add_column(name, overflow="fold", style="bold" if index == 0 else "")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    console = Console()
-    # a title of the table itself would be cut to its width
-    console.print(Text(printable(title), style="italic"))
+    for line in lines:
+        table.add_row(*map(Text, line))
     console.print(table)
+
+
+def print_text(text: str) -> None:
+    """A paragraph, broken between words at the width of the terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(Text(printable(text)), overflow="fold")
 
 
 def print_times(title: str, times: dict[str, dict[str, float]]) -> None:
