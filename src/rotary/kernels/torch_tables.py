@@ -245,8 +245,8 @@ def host_constant(
     if spec.depends_on_length and not all(map(has_static_value, lengths)):
         if torch.compiler.is_exporting():
             raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
-        return torch.ops.rotary.of_lengths(_named(function, spec, *arguments), lengths)
-    kind, *rows = _traced(function, spec, lengths, *arguments).split(";")
+        return torch.ops.rotary.of_lengths(_named(function, spec.to_json(), *arguments), lengths)
+    kind, *rows = _traced(function, spec.to_json(), lengths, *arguments).split(";")
     if kind == "float64":
         numbers = [[float(value) for value in row.split()] for row in rows]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -255,9 +255,10 @@ def host_constant(
 
 
 @torch.compiler.assume_constant_result
-def _traced(function: Callable[..., Numbers], spec: Rotary, *arguments: object) -> str:
-    # as text: Dynamo 2.13 takes two tensors that come from here for the same one
-    array = np.atleast_2d(function(spec, *arguments))
+def _traced(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+    # as text: Dynamo takes two tensors that come from here for the same one (2.13), and no
+    # dataclass as an argument (2.8, 2.9)
+    array = np.atleast_2d(function(Rotary.from_json(spec), *arguments))
     array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
     rows = [" ".join(map(repr, row)) for row in array.tolist()]
     return ";".join([array.dtype.name, *rows])
@@ -267,9 +268,9 @@ _of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _named(function: Callable[..., Numbers], spec: Rotary, *arguments: object) -> str:
-    name = f"{function.__name__} {spec.to_json()} {arguments}"
-    _of_lengths[name] = lambda lengths: function(spec, tuple(lengths), *arguments)
+def _named(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+    name = f"{function.__name__} {spec} {arguments}"
+    _of_lengths[name] = lambda lengths: function(Rotary.from_json(spec), tuple(lengths), *arguments)
     return name
 
 
