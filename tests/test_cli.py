@@ -1,6 +1,5 @@
 """The command, run as a user runs it, and in-process where that says the same."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -255,7 +254,7 @@ def test_no_word_is_broken(main, monkeypatch, command, columns):
 
 
 def test_version(main):
-    assert main("--version").out.split() == ["rotary", importlib.metadata.version("rotary")]
+    assert main("--version").out.split() == ["rotary", rotary.__version__]
 
 
 def test_help_of_every_command_fits_its_line(main, monkeypatch):

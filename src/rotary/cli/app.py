@@ -52,9 +52,9 @@ def start(
 ) -> None:
     """Without a command: the help."""
     if version:
-        from importlib.metadata import version as installed
+        from .. import __version__
 
-        typer.echo(f"rotary {installed('rotary')}")
+        typer.echo(f"rotary {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
