@@ -38,7 +38,7 @@ LIBRARIES = {
     "demo": {"torch", "transformers"},
     "doctor": {"numba", "torch"},
     "explorer": {"starlette", "uvicorn"},
-    "integrations": {"onnx", "torch", "transformers"},
+    "integrations": {"lmcache", "onnx", "sglang", "torch", "torchtitan", "transformers"},
     "kernels": {"jax", "llvmlite", "ml_dtypes", "numba", "torch", "triton"},
     "model": {"torch"},
     "nn": {"torch"},
