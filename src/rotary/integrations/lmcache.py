@@ -249,7 +249,10 @@ def register() -> None:
     path = os.environ.get(CONFIG)
     if not path:
         raise ValueError(f"{NAME} needs {CONFIG}, the config.json of the model that is served")
-    install(from_hf_config(path))
+    spec = from_hf_config(path)
+    if spec is None:
+        raise ValueError(f"the model of {CONFIG}={path} does not rotate: there is nothing to move")
+    install(spec)
 
 
 def _fused_rope_of(mover: KeyMover) -> Callable[..., KeyMover]:

@@ -1,0 +1,239 @@
+"""SGLang: its rotary embeddings by `rotary.rotate`, through its own hooks for plug-ins.
+
+    SGLANG_PLUGINS=rotary python -m sglang.launch_server --model-path MODEL
+
+SGLang loads every plug-in that is installed where SGLANG_PLUGINS is unset. This one does nothing
+then: it has to be named. Where it is, `register` puts a hook around each method in `HOOKS`: q and k
+are rotated in float32 and rounded once, by the tables of SGLang, in place where SGLang's own code
+works in place. A line of SGLang's log names the methods, and one more each reason for which a call
+is left to SGLang:
+
+- the call also writes the KV cache (`fused_set_kv_buffer_arg`, which most models use on a GPU)
+- training and rollout are to agree bit for bit (`--rl-on-policy-target`)
+- arguments, positions or a table of a form that is not described here
+
+Classes with a forward of their own stay SGLang's: Ernie 4.5 VL, dual chunk attention, Fourier, the
+vision tower of Llama 4. So does a method whose parameters are not those of SGLang 0.5.23.
+
+The hooks were run in SGLang 0.5.23 on a CPU, by SGLang's own `load_plugins` and classes;
+tests/peers/in_sglang.py does it again. What runs on a GPU alone, `forward_cuda` and
+`forward_triton`, is read from its source and called there with tensors on a CPU.
+"""
+
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..rotate import rotate
+
+NAME = "rotary"
+_ROPE = "sglang.srt.layers.rotary_embedding"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
+_log = logging.getLogger("sglang.rotary")
+_said: set[str] = set()
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Rope(Protocol):
+    """What is read of a rotary embedding of SGLang."""
+
+    head_size: int
+    rotary_dim: int
+    is_neox_style: bool
+    cos_sin_cache: Tensor
+    long_short_cos_sin_cache: Tensor
+    original_max_position_embeddings: int
+    mrope_interleaved_glm: bool
+    axis_map: Tensor | None
+
+
+class Rows(NamedTuple):
+    """Tables of cos and sin, (rows, pairs), and the row of each token; None: in their order."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None = None
+
+
+class Method(NamedTuple):
+    """A method of SGLang: the names of its parameters, and how it is done here.
+
+    rows         (rope, positions, offsets) -> the rows of the tokens, or why the call is left
+    is_in_place  whether the results are q and k themselves, as those of SGLang are
+    is_half      whether its class has the half layout alone, and does not say so
+    """
+
+    parameters: tuple[str, ...]
+    rows: Callable[[Rope, Tensor, object], Rows | str]
+    is_in_place: bool = False
+    is_half: bool = False
+
+
+def by_position(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
+    """The rows of the table at positions (tokens,)."""
+    return _rows(rope.cos_sin_cache, positions, offsets)
+
+
+def by_position_interleaved(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
+    """DeepSeek's formula, whose results have an axis more in the half layout."""
+    if rope.is_neox_style:
+        return "the half layout in DeepSeek's formula"
+    return _rows(rope.cos_sin_cache, positions, offsets)
+
+
+def by_longest(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
+    """LongRoPE of Phi-3: the second table if any position of the batch is beyond the trained."""
+    trained = rope.original_max_position_embeddings
+    is_long = (positions > trained).any()
+    return _rows(rope.long_short_cos_sin_cache, positions + trained * is_long, offsets)
+
+
+def by_axes(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
+    """M-RoPE: positions (3, tokens), of which `axis_map` says the one for each pair."""
+    if positions.ndim == 1:
+        return _rows(rope.cos_sin_cache, positions, offsets)
+    if rope.axis_map is None or positions.ndim != 2:
+        return f"positions of shape {tuple(positions.shape)} without an axis for each pair"
+    of_pairs = positions[rope.axis_map.to(positions.device)].T
+    pairs = torch.arange(of_pairs.shape[1], device=positions.device)
+    cos, sin = rope.cos_sin_cache.to(positions.device).chunk(2, dim=-1)
+    return Rows(cos[of_pairs, pairs].float(), sin[of_pairs, pairs].float())
+
+
+def by_axes_native(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
+    """The same for the formula of SGLang, which does not know the order of GLM."""
+    if positions.ndim == 2 and rope.mrope_interleaved_glm:
+        return "the order of GLM's M-RoPE, which this method does not have"
+    return by_axes(rope, positions, offsets)
+
+
+def _rows(table: Tensor, positions: Tensor, offsets: object) -> Rows | str:
+    """Rows of a table. One that is not float32 has them taken first: fewer numbers to convert."""
+    if positions.ndim != 1:
+        return f"positions of shape {tuple(positions.shape)}"
+    rows = positions + offsets if isinstance(offsets, Tensor) else positions
+    table = table.to(positions.device)
+    if table.dtype == torch.float32:
+        cos, sin = table.chunk(2, dim=-1)
+        return Rows(cos, sin, rows)
+    cos, sin = table[rows].float().chunk(2, dim=-1)
+    return Rows(cos, sin)
+
+
+_SELF = ("self", "positions", "query", "key")
+HOOKS = {  # class.method below _ROPE -> how it is done here
+    "base.RotaryEmbedding.forward_native": Method(
+        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position
+    ),
+    "base.RotaryEmbedding.forward_cpu": Method(
+        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position
+    ),
+    "base.RotaryEmbedding.forward_cuda": Method(
+        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position, is_in_place=True
+    ),
+    "mrope.MRotaryEmbedding.forward_native": Method(
+        (*_SELF, "fused_set_kv_buffer_arg"), by_axes_native
+    ),
+    "mrope.MRotaryEmbedding.forward_triton": Method(_SELF, by_axes, is_in_place=True),
+    "rope_variant.DeepseekScalingRotaryEmbedding.forward_native": Method(
+        (*_SELF, "offsets"), by_position_interleaved
+    ),
+    "rope_variant.Phi3LongRoPEScaledRotaryEmbedding.forward": Method(
+        (*_SELF, "offsets"), by_longest, is_half=True
+    ),
+}
+
+
+def register() -> None:
+    """Put a hook around each method in `HOOKS`; the entry point `sglang.srt.plugins`.
+
+    Does nothing unless SGLANG_PLUGINS names `rotary`. A method that this SGLang does not have, or
+    that has other parameters, is left alone, with a line in the log.
+
+    >>> register()  # SGLANG_PLUGINS does not name it here: nothing happens
+    """
+    if NAME not in map(str.strip, os.environ.get("SGLANG_PLUGINS", "").split(",")):
+        return
+    module = importlib.import_module(_REGISTRY)
+    registry, around = vars(module)["HookRegistry"], vars(module)["HookType"].AROUND
+    hooked = []
+    for path, method in HOOKS.items():
+        file, owner, name = path.split(".")
+        methods = vars(vars(importlib.import_module(f"{_ROPE}.{file}")).get(owner, object))
+        original = methods.get(name)
+        found = tuple(inspect.signature(original).parameters) if original else None
+        if found == method.parameters:
+            registry.register(f"{_ROPE}.{path}", hook_of(method), around)
+            hooked.append(f"{owner}.{name}")
+        else:
+            _log.warning("rotary leaves %s alone: its parameters are %s", path, found)
+    _log.info("rotary rotates q and k in %s", ", ".join(hooked) or "nothing")
+
+
+def hook_of(method: Method) -> Callable[..., Pair]:
+    """What SGLang calls with the original method and its arguments, q and k first made heads of.
+
+    >>> from types import SimpleNamespace
+    >>> table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # row 1 is a quarter turn
+    >>> rope = SimpleNamespace(head_size=2, rotary_dim=2, is_neox_style=True, cos_sin_cache=table)
+    >>> hook = hook_of(HOOKS["base.RotaryEmbedding.forward_native"])
+    >>> q = torch.tensor([[3.0, 4.0]])
+    >>> hook(None, rope, torch.tensor([1]), q, q)[0]
+    tensor([[-4.,  3.]])
+    """
+
+    def around(
+        original: Callable[..., Pair],
+        rope: Rope,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *others: object,
+        **named: object,
+    ) -> Pair:
+        options = {**dict(zip(method.parameters[4:], others, strict=False)), **named}
+        found = _left(method, rope, options) or method.rows(rope, positions, options.get("offsets"))
+        if isinstance(found, str):
+            _say(f"{type(rope).__name__} is left to SGLang: {found}")
+            return original(rope, positions, query, key, *others, **named)
+        heads = [x.view(len(x), -1, rope.head_size) for x in (query, key)]
+        layout = "half" if method.is_half or rope.is_neox_style else "interleaved"
+        q, k = rotate(
+            (heads[0], heads[1]), found.cos, found.sin, positions=found.positions, layout=layout,
+            rotary_dim=rope.rotary_dim, seq_dim=-3, out=heads if method.is_in_place else None,
+        )  # fmt: skip
+        if method.is_in_place:
+            return query, key
+        return q.view(query.shape), k.view(key.shape)
+
+    return around
+
+
+def _left(method: Method, rope: Rope, options: dict[str, object]) -> str | None:
+    """Why a call is not for us, whatever its positions are."""
+    if options.get("fused_set_kv_buffer_arg") is not None:
+        return "the call also writes the KV cache"
+    if getattr(rope, "_force_native", False):
+        return "training and rollout are to agree bit for bit"
+    if hasattr(rope, "sin_cos_cache"):
+        return "a table of rows that were taken before"
+    if unknown := options.keys() - set(method.parameters):
+        return f"arguments that are not known, {', '.join(sorted(unknown))}"
+    table = getattr(rope, "long_short_cos_sin_cache", None)
+    table = rope.cos_sin_cache if table is None else table
+    if table.shape[1:] != (rope.rotary_dim,):
+        return f"a table of shape {tuple(table.shape)} for rotary_dim {rope.rotary_dim}"
+    return None
+
+
+def _say(line: str) -> None:
+    if line not in _said and not torch.compiler.is_compiling():
+        _said.add(line)
+        _log.info(line)
