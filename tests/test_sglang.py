@@ -142,6 +142,13 @@ def test_the_base_class_rotates_by_its_table(on, is_neox, rotary_dim, dtype):
     assert torch.equal(shifted[0], rope.forward_native(POSITIONS, *given)[0])
 
 
+def test_the_log_says_once_what_is_rotated(on, caplog):
+    with caplog.at_level(logging.INFO, "sglang.rotary"):
+        for _ in range(2):
+            RotaryEmbedding().forward_native(POSITIONS, *qkv())
+    assert caplog.text.count("q and k of RotaryEmbedding are rotated by rotary") == 1
+
+
 def test_mrope_takes_the_axis_of_each_pair(on):
     axis_map = torch.tensor([0, 2, 1, 1])
     rope = MRotaryEmbedding(axis_map=axis_map, mrope_interleaved_glm=False)

@@ -39,8 +39,7 @@ from ..spec import Rotary
 
 NAME = "rotary_lmcache"
 CONFIG = "ROTARY_CONFIG"
-_ROPE = "lmcache.v1.compute.positional_encoding"
-_MODELS = "lmcache.v1.compute.models.base"  # imports a name of _ROPE
+_MODELS = "lmcache.v1.compute.models.base"  # imports a name of the module that is changed
 _log = logging.getLogger("lmcache.rotary")
 _originals: list[tuple[dict[str, object], str, object]] = []  # namespace, name, what was there
 
@@ -213,8 +212,7 @@ def install(spec: Rotary, seq_len: int | None = None) -> None:
     if spec.num_axes > 1:
         raise ValueError(f"LMCache has one position a token, the spec {spec.num_axes} axes")
     operators = vars(importlib.import_module("lmcache"))["device_ops"]
-    rope = importlib.import_module(_ROPE)
-    uninstall()
+    rope = importlib.import_module("lmcache.v1.compute.positional_encoding")
     mover = KeyMover(spec, seq_len)
     for name in ("rotary_embedding_k_fused", "rotary_embedding_k_fused_strided"):
         _replace(operators, name, getattr(mover, name))

@@ -5,8 +5,8 @@
 SGLang loads every plug-in that is installed where SGLANG_PLUGINS is unset. This one does nothing
 then: it has to be named. Where it is, `register` puts a hook around each method in `HOOKS`: q and k
 are rotated in float32 and rounded once, by the tables of SGLang, in place where SGLang's own code
-works in place. A line of SGLang's log names the methods, and one more each reason for which a call
-is left to SGLang:
+works in place. A line of SGLang's log says so of each class, at its first call, and one more gives
+each reason for which a call is left to SGLang:
 
 - the call also writes the KV cache (`fused_set_kv_buffer_arg`, which most models use on a GPU)
 - training and rollout are to agree bit for bit (`--rl-on-policy-target`)
@@ -34,9 +34,9 @@ from ..rotate import rotate
 
 NAME = "rotary"
 _ROPE = "sglang.srt.layers.rotary_embedding"
-_REGISTRY = "sglang.srt.plugins.hook_registry"
 _log = logging.getLogger("sglang.rotary")
-_said: set[str] = set()
+_said: set[str] = set()  # lines, each of which is logged once
+_rotated: set[type] = set()  # classes of which the log has said that they are ours
 
 Pair = tuple[Tensor, Tensor]
 
@@ -161,16 +161,21 @@ def register() -> None:
     """
     if NAME not in map(str.strip, os.environ.get("SGLANG_PLUGINS", "").split(",")):
         return
-    module = importlib.import_module(_REGISTRY)
-    registry, around = vars(module)["HookRegistry"], vars(module)["HookType"].AROUND
+    plugins = vars(importlib.import_module("sglang.srt.plugins.hook_registry"))
+    files = {
+        "base": importlib.import_module("sglang.srt.layers.rotary_embedding.base"),
+        "mrope": importlib.import_module("sglang.srt.layers.rotary_embedding.mrope"),
+        "rope_variant": importlib.import_module("sglang.srt.layers.rotary_embedding.rope_variant"),
+    }
     hooked = []
     for path, method in HOOKS.items():
         file, owner, name = path.split(".")
-        methods = vars(vars(importlib.import_module(f"{_ROPE}.{file}")).get(owner, object))
+        methods = vars(vars(files[file]).get(owner, object))
         original = methods.get(name)
         found = tuple(inspect.signature(original).parameters) if original else None
         if found == method.parameters:
-            registry.register(f"{_ROPE}.{path}", hook_of(method), around)
+            target = f"{_ROPE}.{path}"
+            plugins["HookRegistry"].register(target, hook_of(method), plugins["HookType"].AROUND)
             hooked.append(f"{owner}.{name}")
         else:
             _log.warning("rotary leaves %s alone: its parameters are %s", path, found)
@@ -203,6 +208,9 @@ def hook_of(method: Method) -> Callable[..., Pair]:
         if isinstance(found, str):
             _say(f"{type(rope).__name__} is left to SGLang: {found}")
             return original(rope, positions, query, key, *others, **named)
+        if type(rope) not in _rotated and not torch.compiler.is_compiling():
+            _rotated.add(type(rope))
+            _log.info("q and k of %s are rotated by rotary", type(rope).__name__)
         heads = [x.view(len(x), -1, rope.head_size) for x in (query, key)]
         layout = "half" if method.is_half or rope.is_neox_style else "interleaved"
         q, k = rotate(

@@ -95,11 +95,7 @@ def exact_rows(config: RoPEConfig, layout: str) -> tuple[Tensor, Tensor]:
     >>> cos.shape, float(sin[1, 1])
     (torch.Size([9, 2]), 0.009999833069741726)
     """
-    positions = torch.arange(config.max_seq_len)
-    if positions.is_meta:
-        rows = torch.empty(config.max_seq_len, config.dim // 2)
-        return rows, rows
-    return cos_sin(spec_of(config, layout), positions)
+    return cos_sin(spec_of(config, layout), torch.arange(config.max_seq_len))
 
 
 if find_spec("torchtitan") is not None:
