@@ -35,6 +35,7 @@ ROPES = {  # name -> (rope_scaling, half layout, rotary_dim)
     "deepseek_yarn, half": ({"rope_type": "deepseek_yarn", **YARN}, True, HEAD),
     "longrope": ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32,
                   "original_max_position_embeddings": 1024}, True, HEAD),
+    "proportional": ({"rope_type": "proportional"}, True, 16),
     "M-RoPE": ({"rope_type": "default", **SECTIONS}, True, HEAD),
     "M-RoPE, interleaved": ({"rope_type": "default", **SECTIONS, "mrope_interleaved": True}, True,
                             HEAD),

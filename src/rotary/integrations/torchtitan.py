@@ -1,7 +1,7 @@
 """torchtitan: its rotary modules by the kernels of this library, with its own override mechanism.
 
-    torchtitan_train ... --override.imports rotary.integrations.torchtitan.cos_sin_rope \\
-        rotary.integrations.torchtitan.complex_rope
+    torchrun -m torchtitan.train ... --override.imports \\
+        rotary.integrations.torchtitan.cos_sin_rope rotary.integrations.torchtitan.complex_rope
 
 `cos_sin_rope` takes the place of `CosSinRoPE`, `complex_rope` of `ComplexRoPE`; name those that
 the model uses, or both. Classes derived from the two, such as the M-RoPE of Qwen3.5, stay as they
