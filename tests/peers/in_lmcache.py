@@ -26,8 +26,9 @@ ABOUT = (
     "what vLLM's gives at the other position: positions up to 32 768, the largest difference over "
     'the largest key. "By the table" is `rotary_embedding_k_fused` of '
     '`rotary.integrations.lmcache`, "by the spec" what `install(spec)` puts there. vLLM\'s table '
-    "has float32 angles, which is what its own keys are off by, so no float32 row can be closer "
-    "than some 1e-3. The last two columns move one key through 1 000 random positions and back."
+    "has float32 angles, so its own keys are off by 1e-3: a key that is moved by the spec keeps "
+    "the error of where it was computed, and differs from them by as much. The last two columns "
+    "move one key through 1 000 random positions and back."
 )
 HEAD, LONGEST, TOKENS = 128, 32768, 512
 ROPES = {  # name -> (rope_parameters of vLLM beside the base, half layout)
@@ -113,7 +114,7 @@ def blended(name, parameters, is_neox):
     made = rope_of_lmcache.get_fused_rope(HEAD, HEAD, LONGEST, BASE, is_neox, None, torch.float32)
     is_ours = device_ops.rotary_embedding_k_fused == made.rotary_embedding_k_fused
     old, new = torch.arange(TOKENS), torch.arange(TOKENS) + 9000
-    keys = torch.randn(TOKENS, 2, HEAD)
+    keys = torch.randn(TOKENS, 2, HEAD, generator=torch.Generator().manual_seed(0))
     cached, wanted = (rotary.apply(spec, keys, positions=where, seq_dim=-3) for where in (old, new))
     moved = made(old, new, cached.view(TOKENS, -1)).view(wanted.shape)
     ours.uninstall()
