@@ -12,25 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import Numbers as Array
+from .fused_steps import Library, cast, normed, places, stored, writes
 from .geometry import Geometry, Options
 from .numpy import check_operands, check_rows, name_of, rotate
-from .stages import (
-    LARGEST,
-    TOKEN,
-    Fit,
-    KVCache,
-    LatentCache,
-    Norm,
-    Stages,
-    along_heads,
-    check_cache,
-    check_slots,
-    dtype_name,
-    fit,
-    scale_form,
-    slot_shape,
-    weight_form,
-)
+from .stages import Fit, KVCache, LatentCache, Norm, Stages, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales where they were computed
 
@@ -63,14 +48,14 @@ def fused(
     ys: list[Array | None] = [*turned, *[None] * (2 - len(turned))]
     is_changed = stages.changes_v or stages.cache is not None
     v_axis = None if isinstance(stages.cache, LatentCache) else fitted.head_axis
-    ys.append(None if v is None or not is_changed else normed(v, "v", stages.norm, v_axis))
+    ys.append(None if v is None or not is_changed else normed(LIBRARY, v, "v", stages.norm, v_axis))
     if stages.cache is not None:
         assert ys[1] is not None
         store(ys[1], ys[2], stages.cache, fitted)
         ys[1] = ys[2] = None
     kind = name_of(q.dtype) if stages.dtype is None else stages.dtype
     results = [
-        None if y is None else cast(y, kind, scale, name, fitted.head_axis)
+        None if y is None else cast(LIBRARY, y, kind, scale, name, fitted.head_axis)
         for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
     ]
     if out is not None:
@@ -85,61 +70,8 @@ def turn(
     """x normalised and rotated, not yet rounded."""
     start, pairs, layout, out_layout, _, conjugate = geometry
     options = Options(layout, out_layout, 2 * pairs, start, fitted.seq_axis, None, conjugate)
-    return rotate((normed(x, name, norm, fitted.head_axis),), cos, sin, rows, options, None)[0]
-
-
-def norm_weight(norm: Norm | None, name: str) -> Array | None:
-    """The weight that an array is normalised with; None if it is not."""
-    return None if norm is None else getattr(norm, name)
-
-
-def normed(x: Array, name: str, norm: Norm | None, head_axis: int | None) -> Array:
-    """x in float32 (float64 if it is that), after its RMS norm if it has one."""
-    wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
-    weight = norm_weight(norm, name)
-    if norm is None or weight is None:
-        return wide
-    heads = 1 if head_axis is None else x.shape[head_axis]
-    form, is_full = weight_form(name, weight.shape, heads, x.shape[-1])
-    gain = weight.astype(wide.dtype).reshape(form) + wide.dtype.type(norm.add_one)
-    over = (head_axis, -1) if is_full and head_axis is not None else -1
-    mean = np.mean(np.square(wide), axis=over, keepdims=True, dtype=wide.dtype)
-    return wide / np.sqrt(mean + wide.dtype.type(norm.eps)) * along_heads(gain, x.ndim, head_axis)
-
-
-def cast(
-    y: Array, kind: str, scale: object, name: str, head_axis: int | None
-) -> Array | tuple[Array, Array]:
-    """round(y / scale) in the type of that name; with the scales if they are computed here."""
-    if isinstance(scale, str):
-        scales = token_scales(y, kind, scale)
-        return rounded(y / scales, kind), scales[..., 0]
-    heads = 1 if head_axis is None else y.shape[head_axis]
-    number = np.asarray(scale, y.dtype)
-    number = number.reshape(scale_form(name, number.shape, heads))
-    number = along_heads(number, y.ndim, head_axis)
-    return rounded(y if np.all(number == 1) else y / number, kind)
-
-
-def token_scales(y: Array, kind: str, scale: str = TOKEN) -> Array:
-    """(..., 1): the largest channel over the largest number of a type, 1 where all are 0."""
-    largest = LARGEST[kind]
-    if scale != TOKEN or largest is None:
-        raise ValueError(
-            f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
-        )
-    most = np.max(np.abs(y), axis=-1, keepdims=True)
-    return np.where(most == 0, most.dtype.type(1), most / most.dtype.type(largest))
-
-
-def rounded(y: Array, kind: str) -> Array:
-    """y in the type of that name, to nearest even; int8 and float8 saturate, NaN is 0 in int8."""
-    largest = LARGEST[kind]
-    if largest is not None:
-        y = np.clip(y, -largest, largest)
-    if kind == "int8":
-        y = np.rint(np.nan_to_num(y))
-    return y.astype(dtype_of(kind))
+    wide = normed(LIBRARY, x, name, norm, fitted.head_axis)
+    return rotate((wide,), cos, sin, rows, options, None)[0]
 
 
 def dtype_of(kind: str) -> np.dtype[np.generic]:
@@ -157,51 +89,28 @@ def dtype_of(kind: str) -> np.dtype[np.generic]:
     return np.dtype(getattr(ml_dtypes, kind))
 
 
+LIBRARY = Library(
+    np,
+    convert=lambda x, kind: x.astype(dtype_of(kind)),
+    beside=lambda numbers, y: np.asarray(numbers, y.dtype),
+    over_root=lambda x, y: x / np.sqrt(y),
+)
+
+
 def store(k: Array, v: Array | None, cache: KVCache | LatentCache, fitted: Fit) -> None:
-    """Write each token's k and v to its slot."""
+    """Write each token's k and v to its slot; a negative one is skipped."""
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    slot_shape(slots.shape, fitted.tokens)
+    made = writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).astype(np.int64)
-    if isinstance(cache, LatentCache):
-        assert v is not None
-        latent = v.reshape(len(slots), -1)
-        row = np.concatenate([latent, per_token(k, fitted)[:, 0].astype(latent.dtype)], axis=-1)
-        scatter("the rows", row, cache.rows, slots, cache.scale)
-        return
-    scatter("k", per_token(k, fitted), cache.k, slots, cache.k_scale)
-    if v is not None:
-        if cache.v is None:
-            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
-        scatter("v", per_token(v, fitted), cache.v, slots, cache.v_scale)
-
-
-def per_token(x: Array, fitted: Fit) -> Array:
-    """(tokens, heads, head_dim)"""
-    if fitted.head_axis is None:
-        return x[:, None]
-    moved = np.moveaxis(x, fitted.head_axis, -2)
-    return moved.reshape(-1, *moved.shape[-2:])
-
-
-def scatter(name: str, values: Array, cache: Array, slots: Array, scale: object) -> None:
-    """Write values (tokens, ...) / scale to their slots; negative ones are skipped."""
-    kind = dtype_name(name_of(cache.dtype))
-    block = check_cache(name, cache.shape, values.shape[1:])
-    check_slots(slots.min(initial=-1), slots.max(initial=-1), cache.shape, block)
-    kept = slots >= 0
-    values, slots = values[kept], slots[kept]
-    where = (slots,) if block is None else (slots // block, slots % block)
-    if values.dtype not in (np.float32, np.float64):
-        values = values.astype(np.float32)
-    if getattr(scale, "shape", ()) == cache.shape[:-1] and len(cache.shape) > 2:
-        scales = token_scales(values, kind)
-        scale[where] = scales[..., 0]  # type: ignore[index]
-        cache[where] = rounded(values / scales, kind)
-        return
-    head_axis = 1 if values.ndim == 3 else None
-    cache[where] = cast(values, kind, scale, name, head_axis)
+    kept, bounds = slots >= 0, (slots.min(initial=-1), slots.max(initial=-1))
+    for write in made:
+        where = places(write, slots[kept], bounds)
+        values, scales = stored(LIBRARY, write._replace(values=write.values[kept]))
+        write.cache[where] = values
+        if scales is not None:
+            write.scale[where] = scales
 
 
 def written(results: Sequence[Result], out: Sequence[Array]) -> list[Result]:

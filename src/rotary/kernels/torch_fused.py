@@ -11,25 +11,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import Operand
+from .fused_steps import Library, cast, normed, places, stored, writes
 from .geometry import Options
-from .stages import (
-    LARGEST,
-    TOKEN,
-    Fit,
-    KVCache,
-    LatentCache,
-    Norm,
-    Stages,
-    along_heads,
-    check_cache,
-    check_slots,
-    dtype_name,
-    fit,
-    scale_form,
-    slot_shape,
-    weight_form,
-)
+from .stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, fit
 from .torch_checks import check_no_inference, check_operands, check_rows, check_writable
 from .torch_launch import empty_like, formula, is_for_gpu, mark_written
 from .torch_state import (
@@ -93,14 +77,14 @@ def fused(
     ys: list[Tensor | None] = [*turned, *[None] * (2 - len(turned))]
     is_changed = stages.changes_v or cache is not None
     v_axis = None if isinstance(cache, LatentCache) else fitted.head_axis
-    ys.append(None if v is None or not is_changed else normed(v, "v", norm, v_axis))
+    ys.append(None if v is None or not is_changed else normed(LIBRARY, v, "v", norm, v_axis))
     if cache is not None:
         assert ys[1] is not None
         store(ys[1], ys[2], cache, fitted)
         ys[1] = ys[2] = None
     kind = FLOATS[q.dtype] if stages.dtype is None else stages.dtype
     results = [
-        None if y is None else cast(y, kind, scale, name, fitted.head_axis)
+        None if y is None else cast(LIBRARY, y, kind, scale, name, fitted.head_axis)
         for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
     ]
     if out is not None:
@@ -238,108 +222,40 @@ def formula_of_both(
 ) -> list[Tensor]:  # fmt: skip
     """q and k normalised and rotated, not yet rounded."""
     return [
-        formula((normed(x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
+        formula((normed(LIBRARY, x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
         for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False)
     ]
 
 
-def normed(x: Tensor, name: str, norm: Norm | None, head_axis: int | None) -> Tensor:
-    """x in float32 (float64 if it is that), after its RMS norm if it has one."""
-    weight = None if norm is None else getattr(norm, name)
-    if norm is None or weight is None:
-        return x if x.dtype == torch.float64 else x.float()
-    wide = x if x.dtype == torch.float64 else x.float()
-    heads = 1 if head_axis is None else x.shape[head_axis]
-    form, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
-    gain = weight.to(wide.dtype).reshape(form) + norm.add_one
-    over = (head_axis, -1) if is_full and head_axis is not None else (-1,)
-    mean = wide.square().mean(over, keepdim=True)
-    return wide * torch.rsqrt(mean + norm.eps) * along_heads(gain, x.ndim, head_axis)
-
-
-def cast(
-    y: Tensor, kind: str, scale: Operand, name: str, head_axis: int | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """round(y / scale) in the type of that name; with the scales if they are computed here."""
-    if isinstance(scale, str):
-        scales = token_scales(y, kind, scale)
-        return rounded(y / scales, kind), scales[..., 0]
-    if isinstance(scale, (int, float)):
-        return rounded(y if scale == 1 else y / scale, kind)
-    heads = 1 if head_axis is None else y.shape[head_axis]
-    number = torch.as_tensor(scale, dtype=y.dtype, device=y.device)
-    number = number.reshape(scale_form(name, tuple(number.shape), heads))
-    return rounded(y / along_heads(number, y.ndim, head_axis), kind)
-
-
-def token_scales(y: Tensor, kind: str, scale: str = TOKEN) -> Tensor:
-    """(..., 1): the largest channel over the largest number of a type, 1 where all are 0."""
-    largest = LARGEST[kind]
-    if scale != TOKEN or largest is None:
-        raise ValueError(
-            f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
-        )
-    most = y.abs().amax(-1, keepdim=True)
-    return torch.where(most == 0, 1, most / largest)
-
-
-def rounded(y: Tensor, kind: str) -> Tensor:
-    """y in the type of that name, to nearest even; int8 and float8 saturate, NaN is 0 in int8."""
-    largest = LARGEST[kind]
-    if largest is not None:
-        y = y.clamp(-largest, largest)
-    if kind == "int8":
-        y = y.nan_to_num().round()
-    return y.to(_DTYPES[kind])
+LIBRARY = Library(
+    torch,
+    convert=lambda x, kind: x.to(_DTYPES[kind]),
+    beside=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
+    over_root=lambda x, y: x * torch.rsqrt(y),
+)
 
 
 def store(k: Tensor, v: Tensor | None, cache: KVCache | LatentCache, fitted: Fit) -> None:
-    """Write each token's k and v to its slot."""
+    """Write each token's k and v to its slot; a negative one is skipped."""
     slots = torch.as_tensor(cache.slots, device=k.device)
     if slots.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    slot_shape(tuple(slots.shape), fitted.tokens)
+    made = writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
-    keys = per_token(k, fitted)
-    if isinstance(cache, LatentCache):
-        assert v is not None
-        row = torch.cat([v.reshape(len(slots), -1), keys[:, 0]], dim=-1)
-        scatter("the rows", row, cache.rows, slots, cache.scale)
-        return
-    scatter("k", keys, cache.k, slots, cache.k_scale)
-    if v is not None:
-        if cache.v is None:
-            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
-        scatter("v", per_token(v, fitted), cache.v, slots, cache.v_scale)
-
-
-def per_token(x: Tensor, fitted: Fit) -> Tensor:
-    """(tokens, heads, head_dim)"""
-    if fitted.head_axis is None:
-        return x[:, None]
-    return x.movedim(fitted.head_axis, -2).flatten(0, -3)
-
-
-def scatter(name: str, values: Tensor, cache: Tensor, slots: Tensor, scale: Operand) -> None:
-    """Write values (tokens, ...) / scale to their slots; negative ones are skipped."""
-    kind = dtype_name(cache.dtype)
-    block = check_cache(name, tuple(cache.shape), tuple(values.shape[1:]))
     numbers = host_values(slots)
+    bounds = None
     if numbers is not None and len(numbers):
-        check_slots(int(numbers.min()), int(numbers.max()), tuple(cache.shape), block)
+        bounds = int(numbers.min()), int(numbers.max())
     kept = slots >= 0
-    values, slots = values[kept], slots[kept]
-    where = (slots,) if block is None else (slots // block, slots % block)
-    if getattr(scale, "shape", ()) == cache.shape[:-1] and cache.ndim > 2:
-        scales = token_scales(values, kind)
-        scale[where] = scales[..., 0].to(scale.dtype)
-        result = rounded(values / scales, kind)
-    else:
-        result = cast(values, kind, scale, name, 1 if values.ndim == 3 else None)  # type: ignore[assignment]
-    if cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
-        cache.view(torch.uint8)[where] = result.view(torch.uint8)
-    else:
-        cache[where] = result
+    for write in made:
+        where = places(write, slots[kept], bounds)
+        values, scales = stored(LIBRARY, write._replace(values=write.values[kept]))
+        if scales is not None:
+            write.scale[where] = scales.to(write.scale.dtype)
+        if write.cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
+            write.cache.view(torch.uint8)[where] = values.view(torch.uint8)
+        else:
+            write.cache[where] = values
 
 
 def _written(results: Sequence[Result], out: Sequence[Tensor]) -> list[Result]:

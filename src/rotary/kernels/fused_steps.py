@@ -1,0 +1,167 @@
+"""The steps of a fused call around its rotation: one formula for NumPy, torch and JAX.
+
+Written with functions that the three name alike; `Library` has those that they do not. Scattering
+into a cache is left to each: in place, by bytes, or as a new array.
+"""
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+from . import Array, Operand
+from .stages import (
+    LARGEST,
+    TOKEN,
+    Fit,
+    KVCache,
+    LatentCache,
+    Norm,
+    along_heads,
+    check_cache,
+    check_slots,
+    dtype_name,
+    scale_form,
+    slot_shape,
+    weight_form,
+)
+
+
+class Library(NamedTuple):
+    """What the steps need of an array library.
+
+    xp         the module with abs, where, mean, ...
+    convert    an array in the type of a name, as in `LARGEST`
+    beside     numbers in the type, and on the device, of an array
+    over_root  x / sqrt(y)
+    """
+
+    xp: ModuleType
+    convert: Callable[[Operand, str], Operand]
+    beside: Callable[[object, Operand], Operand]
+    over_root: Callable[[Operand, Operand], Operand]
+
+
+class Write(NamedTuple):
+    """What is written to a cache: values (tokens, heads, channels) or (tokens, channels)."""
+
+    name: str
+    values: Operand
+    cache: Operand
+    scale: Operand
+
+
+def normed(
+    library: Library, x: Array, name: str, norm: Norm | None, head_axis: int | None
+) -> Array:
+    """x in float32 (float64 if it is that), after its RMS norm if it has one."""
+    work = "float64" if dtype_name(x.dtype) == "float64" else "float32"
+    wide = library.convert(x, work)
+    weight = None if norm is None else getattr(norm, name)
+    if norm is None or weight is None:
+        return wide
+    heads = 1 if head_axis is None else x.shape[head_axis]
+    form, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
+    gain = library.convert(weight, work).reshape(form) + norm.add_one
+    over = (head_axis, -1) if is_full and head_axis is not None else -1
+    mean = library.xp.mean(wide * wide, axis=over, keepdims=True)
+    gain = along_heads(gain, x.ndim, head_axis)
+    result: Array = library.over_root(wide, mean + float(norm.eps)) * gain
+    return result
+
+
+def cast(
+    library: Library, y: Array, kind: str, scale: Operand, name: str, head_axis: int | None
+) -> Array | tuple[Array, Array]:
+    """round(y / scale) in the type of that name; with the scales if they are computed here."""
+    if isinstance(scale, str):
+        return coded(library, y, kind, scale)
+    if isinstance(scale, (int, float)):
+        return rounded(library, y if scale == 1 else y / float(scale), kind)
+    heads = 1 if head_axis is None else y.shape[head_axis]
+    number = library.beside(scale, y)
+    number = number.reshape(scale_form(name, tuple(number.shape), heads))
+    return rounded(library, y / along_heads(number, y.ndim, head_axis), kind)
+
+
+def coded(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Array, Array]:
+    """y / scales rounded, and the scales (...): the largest channel over that of the type.
+
+    The scale is 1 where all channels are 0.
+    """
+    largest = LARGEST[kind]
+    if scale != TOKEN or largest is None:
+        raise ValueError(
+            f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
+        )
+    xp = library.xp
+    most = xp.amax(xp.abs(y), axis=-1, keepdims=True)
+    scales = xp.where(most == 0, 1, most / largest)
+    return rounded(library, y / scales, kind), scales[..., 0]
+
+
+def rounded(library: Library, y: Array, kind: str) -> Array:
+    """y in the type of that name, to nearest even; int8 and float8 saturate, NaN is 0 in int8."""
+    xp, largest = library.xp, LARGEST[kind]
+    if largest is not None:
+        y = xp.clip(y, -largest, largest)
+    if kind == "int8":
+        y = xp.round(xp.nan_to_num(y))
+    return library.convert(y, kind)
+
+
+def writes(
+    library: Library,
+    k: Array,
+    v: Array | None,
+    slots: Operand,
+    cache: KVCache | LatentCache,
+    fitted: Fit,
+) -> list[Write]:
+    """What a call writes to its cache, in the order of the cache; ValueError if it does not fit."""
+    slot_shape(tuple(slots.shape), fitted.tokens)
+    keys = per_token(library, k, fitted)
+    if isinstance(cache, LatentCache):
+        assert v is not None  # as `fit` has seen
+        latent = v.reshape(math.prod(fitted.tokens), -1)
+        work = dtype_name(latent.dtype)
+        parts = (latent, library.convert(keys[:, 0], work))
+        row = library.xp.concatenate(parts, axis=-1)
+        return [Write("the rows", row, cache.rows, cache.scale)]
+    made = [Write("k", keys, cache.k, cache.k_scale)]
+    if v is not None:
+        if cache.v is None:
+            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
+        made.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
+    return made
+
+
+def per_token(library: Library, x: Array, fitted: Fit) -> Array:
+    """(tokens, heads, head_dim)"""
+    if fitted.head_axis is None:
+        return x[:, None]
+    moved = library.xp.moveaxis(x, fitted.head_axis, -2)
+    return moved.reshape(math.prod(fitted.tokens), *moved.shape[-2:])
+
+
+def stored(library: Library, write: Write) -> tuple[Operand, Operand]:
+    """The values in the type of their cache, and their scales where the cache has them too."""
+    name, values, cache, scale = write
+    kind = dtype_name(cache.dtype)
+    if getattr(scale, "shape", ()) == cache.shape[:-1] and cache.ndim > 2:
+        return coded(library, values, kind)
+    made = cast(library, values, kind, scale, name, 1 if values.ndim == 3 else None)
+    assert not isinstance(made, tuple)
+    return made, None
+
+
+def places(write: Write, slots: Operand, bounds: tuple[int, int] | None) -> tuple[Operand, ...]:
+    """The indices of slots in a cache: flat, or of the block and in it.
+
+    bounds   lowest and highest of the slots where they are known: ValueError if the cache has fewer
+    """
+    shape = tuple(write.cache.shape)
+    block = check_cache(write.name, shape, tuple(write.values.shape[1:]))
+    if bounds is not None:
+        check_slots(*bounds, shape, block)
+    return (slots,) if block is None else (slots // block, slots % block)
