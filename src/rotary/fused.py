@@ -60,7 +60,12 @@ def fused(
                k)` works in place
     Returns (q, k, v); None for what was None, or is in the cache now; v itself if nothing was to
     be done with it. torch computes gradients of q, k, v and the weights, but not with out= or
-    cache=; JAX arrays are immutable and take neither.
+    cache=.
+
+    JAX arrays are immutable: they take no out=, and with cache= the result is (q, cache.k, cache.v)
+    or (q, cache.rows, None), new arrays, or a tuple (cache, scales) where the scales are written
+    too. Gradients go through them. Compile your function with `jax.jit(step, donate_argnums=...)`
+    for the caches, and XLA writes them in place; else each call copies them.
 
     | the call | the steps |
     |---|---|
@@ -72,7 +77,7 @@ def fused(
 
     Raises TypeError and ValueError as `rotary.rotate` and `rotary.cos_sin`; ValueError for weights,
     scales, caches and slots of a shape that does not fit, and for a slot beyond the cache, which
-    is not looked at on a GPU or while a program is traced.
+    is not looked at on a GPU or while a program is traced: JAX then skips the token.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
     Henry et al., Query-Key Normalization (arXiv 2010.04245).
 
@@ -86,6 +91,17 @@ def fused(
     >>> cache = rotary.KVCache(np.zeros((8, 1, 4)), np.zeros((8, 1, 4)), slots=[5, -1, 2])
     >>> _ = rotary.fused(q, k, k, spec, norm=norm, cache=cache)
     >>> cache.v[:, 0, 0].tolist()
+    [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0, 0.0]
+
+    With JAX the new caches are returned:
+
+    >>> import jax, jax.numpy as jnp
+    >>> def step(q, k, v, keys, values, slots):
+    ...     return rotary.fused(q, k, v, spec, cache=rotary.KVCache(keys, values, slots))
+    >>> step = jax.jit(step, donate_argnames=("keys", "values"))
+    >>> empty = [jnp.zeros((8, 1, 4)) for _ in "kv"]
+    >>> y, keys, values = step(*map(jnp.array, (q, k, k)), *empty, jnp.array([5, -1, 2]))
+    >>> values[:, 0, 0].tolist()
     [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0, 0.0]
     """
     kernel = kernel_of(q)

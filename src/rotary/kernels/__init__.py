@@ -184,11 +184,18 @@ def _torch_fused() -> Fused:
     return fused
 
 
+def _jax_fused() -> Fused:
+    from .jax_fused import fused
+
+    return fused
+
+
 # name of a kernel -> what loads its fused call
 FUSED: dict[str, Callable[[], Fused]] = {
     "reference": _numpy_fused,
     "compiled loops": _numpy_fused,
     "torch": _torch_fused,
+    "jax": _jax_fused,
 }
 
 

@@ -34,7 +34,7 @@ from .geometry import Geometry, Options, geometry_of
 Array = jax.Array
 _FLOAT64 = np.dtype(np.float64)
 _dtype = attrgetter("dtype")
-_check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
+check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
 
 
 def rotate(
@@ -49,14 +49,19 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`, but for `out`: JAX arrays are immutable.
     """
+    check_types(xs, cos, sin, out)
+    rows = None if positions is None else check_rows(positions, cos)
+    return _rotate(tuple(xs), cos, sin, rows, options)
+
+
+def check_types(xs: Sequence[Array], cos: Array, sin: Array, out: object) -> None:
+    """Refuse what the compiled call could not see: `out`, and 64 bits where JAX has 32."""
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
     if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # of NumPy too, which jit rounds
-        _check_operands(xs, cos, sin, None)
+        check_operands(xs, cos, sin, None)
         if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
-    rows = None if positions is None else _check_rows(positions, cos)
-    return _rotate(tuple(xs), cos, sin, rows, options)
 
 
 def move(
@@ -93,18 +98,27 @@ def _rotate(
     xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
 ) -> tuple[Array, ...]:
     """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
-    _check_operands(xs, cos, sin, None)
+    check_operands(xs, cos, sin, None)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
+    return turned(xs, cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
+
+
+def turned(
+    xs: Sequence[Array], cos: Array, sin: Array, rows: Array | None, geometry: Geometry,
+    is_short: bool,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The formula, inside of a compiled call; `is_short` says that 16-bit numbers are loaded."""
     for x in xs:
         _check_whole_pairs(x, geometry)
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
-    return tuple(_turned(x, cos, -sin if geometry.conjugate else sin, geometry) for x in xs)
+    sin = -sin if geometry.conjugate else sin
+    return tuple(_turned(x, cos, sin, geometry, is_short) for x in xs)
 
 
-def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
+def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool) -> Array:
     start, pairs = geometry.start, geometry.pairs
     rest = x.shape[-1] - start - 2 * pairs
     work = np.float64 if np.float64 in (x.dtype, cos.dtype) else np.float32
@@ -115,7 +129,7 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
     else:
         head, both, tail = _parted(x, (start, 2 * pairs, rest))
         both = both.astype(work).reshape(*x.shape[:-1], pairs, 2)
-        if geometry.out_layout == "interleaved" and x.dtype.itemsize > 2:
+        if geometry.out_layout == "interleaved" and not is_short:
             return _joined((head, _side_by_side(both, cos, sin).astype(x.dtype), tail))
         u, v = (part.squeeze(-1) for part in jnp.split(both, 2, axis=-1))
     one, other = u * cos - v * sin, v * cos + u * sin
@@ -195,7 +209,8 @@ def _mesh_axes(x: Array) -> tuple[object, ...]:
     return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
 
 
-def _check_rows(positions: Any, table: Array) -> Array:
+def check_rows(positions: Any, table: Array) -> Array:
+    """Row numbers as 32-bit or 64-bit ones; IndexError beyond the table, where they are known."""
     if not jax_tables.takes(positions):
         positions = np.asarray(positions)
     if positions.dtype.kind not in "iu":

@@ -57,7 +57,7 @@ class KVCache:
     k, v      (slots, heads, head_dim), or in blocks (blocks, block_size, heads, head_dim), of any
               strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
               dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
-              where only keys are written
+              where only keys are written. Of JAX arrays `rotary.fused` returns new ones
     slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
               block s // block_size. A negative one skips the token. No slot may stand twice
     k_scale, v_scale   what is stored is k / k_scale: a number; (heads,) numbers; or, to be written

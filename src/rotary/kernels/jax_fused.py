@@ -1,0 +1,164 @@
+"""`rotary.fused` for JAX: the formula of `kernels/numpy_fused.py`, in one compiled call.
+
+XLA on a CPU makes two steps of norm and rotation: the mean of the squares, and one loop that
+normalises, rotates and rounds. Nothing of the size of x is in memory between them, but for 16-bit
+arrays, which are converted for the mean.
+
+Arrays are immutable, so a new cache is returned in the place of what went into it. Where the call
+is part of a compiled function whose cache is donated, XLA writes into the memory of the old one.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import Operand, jax_tables
+from .fused_steps import Library, cast, normed, places, stored, writes
+from .geometry import Options
+from .jax import check_operands, check_rows, check_types, turned
+from .numpy_fused import dtype_of
+from .stages import Fit, KVCache, LatentCache, Norm, Stages, check_slots, dtype_name, fit
+
+Array = jax.Array
+Result = Array | tuple[Array, Array] | None  # with its scales where they are computed
+Operands = tuple[Operand, ...]
+
+LIBRARY = Library(
+    jnp,
+    convert=lambda x, kind: x.astype(dtype_of(kind)),
+    beside=lambda numbers, y: jnp.asarray(numbers, y.dtype),
+    # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
+    over_root=lambda x, y: x * lax.optimization_barrier(lax.rsqrt(y)),  # type: ignore[no-untyped-call]
+)
+
+
+class Form(NamedTuple):
+    """All of a call that is not an array: what it is compiled for."""
+
+    options: Options
+    eps: float | None  # None: no norm
+    add_one: bool
+    cache: type[KVCache] | type[LatentCache] | None
+    dtype: str | None
+    words: tuple[str | None, ...]  # for each scale, the word that it is
+    changes_v: bool
+
+
+def fused(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    cos: Array,
+    sin: Array,
+    positions: object,
+    options: Options,
+    stages: Stages,
+    out: object,
+) -> tuple[Result, Result, Result]:
+    """q, k and v through all stages; a new cache in the place of what was written to it.
+
+    Arguments and errors are those of `rotary.fused`.
+    """
+    check_types([x for x in (q, k, v) if x is not None], cos, sin, out)
+    rows = None if positions is None else check_rows(positions, cos)
+    norm, cache, scales = stages.norm, stages.cache, stages.scales
+    weights: Operands = () if norm is None else (norm.q, norm.k, norm.v)
+    _check_arrays("norm weights", weights)
+    form = Form(
+        options,
+        None if norm is None else float(norm.eps),
+        norm is not None and norm.add_one,
+        None if cache is None else type(cache),
+        stages.dtype,
+        tuple(scale if isinstance(scale, str) else None for scale in scales),
+        stages.changes_v or cache is not None,
+    )
+    numbers = tuple(None if isinstance(scale, str) else scale for scale in scales)
+    memory = () if cache is None else _memory(cache)
+    results = _fused((q, k, v), cos, sin, rows, weights, memory, numbers, form)
+    return results[0], results[1], results[2] if form.changes_v else v
+
+
+def _memory(cache: KVCache | LatentCache) -> Operands:
+    """The fields of a cache; slots that are at hand are checked."""
+    arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
+    _check_arrays("caches", arrays)
+    slots = cache.slots if jax_tables.takes(cache.slots) else np.asarray(cache.slots)
+    if slots.dtype.kind not in "iu":
+        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    if jax_tables.is_at_hand(slots) and slots.size:
+        low, high = int(np.min(slots)), int(np.max(slots))
+        for shape in (array.shape for array in arrays if array is not None):
+            has_blocks = len(shape) == (3 if isinstance(cache, LatentCache) else 4)
+            check_slots(low, high, shape, shape[1] if has_blocks else None)
+    numbers = slots if slots.dtype.itemsize == 8 else slots.astype(np.int32)
+    return tuple({**vars(cache), "slots": numbers}.values())
+
+
+def _check_arrays(name: str, arrays: Sequence[object]) -> None:
+    for array in arrays:
+        if not (array is None or jax_tables.takes(array)):
+            kind = type(array)
+            raise TypeError(
+                f"{name} must be JAX arrays like q, got a {kind.__module__}.{kind.__qualname__}"
+            )
+
+
+@partial(jax.jit, static_argnames="form")
+def _fused(
+    xs: Operands, cos: Array, sin: Array, rows: Array | None, weights: Operands,
+    memory: Operands, scales: Operands, form: Form,
+) -> tuple[Result, Result, Result]:  # fmt: skip
+    """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
+    check_operands([x for x in xs if x is not None], cos, sin, None)
+    norm = cache = None
+    if form.eps is not None:
+        norm = Norm(weights[0], weights[1], form.eps, weights[2], form.add_one)
+    if form.cache is not None:
+        cache = form.cache(*memory)
+    stages = Stages(norm, cache, form.dtype, (scales[0], scales[1], scales[2]))
+    shapes = [None if x is None else x.shape for x in xs]
+    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, form.options, stages)
+    ys: list[Operand] = [None, None, None]
+    for index, geometry in enumerate(fitted.geometries):
+        wide = normed(LIBRARY, xs[index], "qk"[index], norm, fitted.head_axis)
+        (ys[index],) = turned((wide,), cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
+    if xs[2] is not None and form.changes_v:
+        v_axis = None if isinstance(cache, LatentCache) else fitted.head_axis
+        ys[2] = normed(LIBRARY, xs[2], "v", norm, v_axis)
+    kind = dtype_name(xs[0].dtype) if form.dtype is None else form.dtype
+    words = zip(form.words, scales, strict=True)
+    asked = [number if word is None else word for word, number in words]
+    done: list[Result] = [None, None, None]
+    if cache is not None:
+        new = written(ys[1], ys[2], cache, fitted)
+        done[1 : 1 + len(new)] = new
+        ys[1:] = [None, None]
+    for index, (y, scale) in enumerate(zip(ys, asked, strict=True)):
+        if y is not None:
+            done[index] = cast(LIBRARY, y, kind, scale, "qkv"[index], fitted.head_axis)
+    return done[0], done[1], done[2]
+
+
+def written(
+    k: Array, v: Array | None, cache: KVCache | LatentCache, fitted: Fit
+) -> Sequence[Result]:
+    """The caches with each token's k and v in its slot; (cache, scales) where it has both."""
+    results: list[Result] = []
+    slots = cache.slots.reshape(-1)
+    for write in writes(LIBRARY, k, v, cache.slots, cache, fitted):
+        first, *inside = places(write, slots, None)
+        # JAX counts a negative index from the end, and drops one beyond it
+        where = (jnp.where(slots < 0, write.cache.shape[0], first), *inside)
+        values, scales = stored(LIBRARY, write)
+        new = jnp.asarray(write.cache).at[where].set(values, mode="drop")
+        if scales is None:
+            results.append(new)
+        else:
+            results.append((new, jnp.asarray(write.scale).at[where].set(scales, mode="drop")))
+    return results
