@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from peers.measure import without_bases
-from peers.table import CONFIGS, fault
+from peers.table import CONFIGS, FUSED_PAGE, fault, fused_page
 from peers.table import RECORDED as FOLDER
 
 import rotary
@@ -64,3 +64,11 @@ def test_the_channels_that_turn_together_are_those_of_our_spec(name):
         spec = rotary.from_hf_config(CONFIGS / row["config"], row["layer_type"])
         ours = (spec.layout, spec.rotary_dim, spec.sign)
         assert ours == (row["layout"], row["rotary_dim"], row.get("sign", 1)), row["config"]
+
+
+def test_fused_calls_were_equal_to_the_steps_of_other_programs():
+    rows = [row for path in sorted(FOLDER.glob("fused_*.json"))
+            for row in json.loads(path.read_text())["rows"]]  # fmt: skip
+    assert len(rows) >= 20
+    assert [row["arguments"] for row in rows if not row["equal"]] == []
+    assert FUSED_PAGE.read_text() == fused_page(FOLDER)

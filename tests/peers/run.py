@@ -1,4 +1,5 @@
 """Run other programs on every config, each in an environment of its own, and print the table.
+Those of `fused.py` run no config: steps of theirs beside `rotary.fused`.
 
     python tests/peers/run.py [program ...]    # all of them where none is named
 
@@ -19,7 +20,8 @@ import table
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS, OUT = table.ROOT / ".venv-peers", table.ROOT / "build/peers"
-SHARED = dict.fromkeys(  # program -> requirements that it shares with others
+FUSED = {"fused_diffusers": "torch", "fused_vllm": "vllm"}  # `fused.py` with a program
+SHARED = FUSED | dict.fromkeys(  # program -> requirements that it shares with others
     ("diffusers", "litgpt", "onnxruntime", "rotary_embedding_torch", "torchtune", "x_transformers"),
     "torch",
 )
@@ -79,7 +81,7 @@ def same(fresh, recorded):
         np.shape(fresh[key]) == np.shape(recorded[key])
         and np.allclose(fresh[key], recorded[key], rtol=table.RTOL, atol=0)
         if key in ("inv_freq", "attention_factor")
-        else fresh[key] == recorded[key]
+        else key == "apart" or fresh[key] == recorded[key]  # "equal" says whether that is allowed
         for key in recorded
     )
 
@@ -93,7 +95,10 @@ def ran(name):
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return f"does not install: {error}"
     try:
-        call([python, "-W", "ignore", HERE / f"{name}.py", table.CONFIGS, OUT / f"{name}.json"])
+        script, given = HERE / f"{name}.py", table.CONFIGS
+        if name in FUSED:
+            script, given = HERE / "fused.py", name.removeprefix("fused_")
+        call([python, "-W", "ignore", script, given, OUT / f"{name}.json"])
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return f"does not run: {error}"
     return compared(name)
@@ -101,7 +106,7 @@ def ran(name):
 
 if __name__ == "__main__":
     own = {path.stem for path in (HERE / "requirements").glob("*.txt")}
-    programs = sorted(SHARED.keys() | own - set(SHARED.values()))
+    programs = sorted(SHARED.keys() | own - {"torch"})
     for name in sys.argv[1:] or programs:
         if name not in programs:
             sys.exit(f"no program {name!r}; there are {', '.join(programs)}")

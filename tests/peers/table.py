@@ -2,7 +2,8 @@
 
     python tests/peers/table.py [folder]    # of results, here those in tests/golden/peers
 
-prints it and writes docs/results/peers.md. It runs in the environment of this library.
+prints it and writes docs/results/peers.md, and docs/results/fused.md of the rows of `fused.py`. It
+runs in the environment of this library.
 """
 
 import json
@@ -16,7 +17,7 @@ from rotary.programs import PROGRAMS, readings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, RECORDED = ROOT / "tests/configs", ROOT / "tests/golden/peers"
-PAGE = ROOT / "docs/results/peers.md"
+PAGE, FUSED_PAGE = ROOT / "docs/results/peers.md", ROOT / "docs/results/fused.md"
 RTOL = 1e-5  # tables in float32, and angles measured on rotated vectors
 CLASSES = {"diffusers", "timm"}  # their rows are classes, not configs
 LISTED = 30  # names in one line of the page
@@ -142,8 +143,36 @@ classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`
 takes arguments, which `tests/test_megatron.py` holds against `from_megatron`.
 """
 
+FUSED_TEXT = """\
+# Fused calls beside other programs
+
+`rotary.fused` and the steps that it replaces, in one run of the other program's environment, on a
+CPU: `make peers` does it again. Random arrays of 37 tokens, 8 and 2 heads of 128; a sixth of the
+slots is -1; the tables are those of the other program. "Apart" is the largest difference as a share
+of the largest result. The other programs round 16-bit numbers after every step, `fused` once.
+Equality with Qwen3, Gemma 3 and OLMo 2 of transformers is part of `tests/test_fused_torch.py`.
+"""
+
+
+def fused_page(folder):
+    """The page of what `fused.py` recorded in a folder."""
+    lines = [FUSED_TEXT]
+    for path in sorted(folder.glob("fused_*.json")):
+        data = json.loads(path.read_text())
+        lines += [f"## {data['program']} {data['version']}, run {data['date']}", "",
+                  "| steps of the program | our call | dtype | apart | allowed |",
+                  "|---|---|---|---|---|"]  # fmt: skip
+        for each in data["rows"]:
+            apart = f"{each['apart']:.2g}" if each["apart"] else "0, the same bits"
+            apart = apart if each["equal"] else f"**{apart}**"
+            lines.append(f"| {' | '.join(each['arguments'])} | {apart} | {each['limit']:.2g} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED
     page = "\n".join([TEXT, *lines_of(folder), ""])
     PAGE.write_text(page)
+    FUSED_PAGE.write_text(fused_page(folder))
     sys.stdout.write(page)
