@@ -405,6 +405,25 @@ def long_sequence():
 
 
 @law
+def normalised():
+    """`rotary.fused` shared by heads and sequence: the mean of a head, and of all heads."""
+    s, facts = SHARDINGS["heads and sequence"], {}
+    for name, sizes_ in (("a head", (HEAD_DIM,) * 2), ("all heads", (8 * HEAD_DIM, 4 * HEAD_DIM))):
+        norm = rotary.Norm(*[np.linspace(1, 2, n, dtype=np.float32) for n in sizes_], eps=1e-6)
+
+        def call(q, k, norm=norm):
+            return rotary.fused(q, k, None, SPECS["half"], norm=norm)[:2]
+
+        placed = put(arrays(), mesh_of(AxisType.Auto), (s, s))
+        compiled = jax.jit(call).lower(*placed).compile()
+        facts[name] = {
+            "furthest": furthest(compiled(*placed), call(*map(jnp.asarray, arrays()))),
+            "collectives": collectives(compiled.as_text()),
+        }
+    return facts
+
+
+@law
 def model():
     """A small Llama: tensor parallel over x, context parallel over y."""
     return shared_model(mesh_of(AxisType.Auto), shard_order("head_tail"))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("jax_shards.py")
 RUNS = (  # the laws of one process on four devices
     ("one_device", "automatic", "given_positions", "given_tables", "lengths"),
-    ("shard_map", "shard_map_without_positions", "head_dim", "donated"),
+    ("shard_map", "shard_map_without_positions", "head_dim", "donated", "normalised"),
     ("explicit", "explicit_head_dim", "eager", "long_sequence", "placed"),
     ("model",),
 )  # fmt: skip
@@ -80,6 +80,15 @@ def test_shard_map_without_positions_counts_from_0_on_every_device(facts_of):
     facts = facts_of("shard_map_without_positions")
     assert facts["different_from_restarted"] == 0
     assert facts["different_from_whole"] > 10_000
+
+
+def test_a_shared_norm_sends_nothing_but_the_means_of_all_heads(facts_of):
+    facts = facts_of("normalised")
+    assert facts["a head"]["furthest"] <= 2e-6
+    assert facts["a head"]["collectives"] == []
+    assert facts["all heads"]["furthest"] <= 5e-6
+    assert all("all-reduce" in sent for sent in facts["all heads"]["collectives"])
+    assert len(facts["all heads"]["collectives"]) in (1, 2)  # of q and of k, or of both at once
 
 
 def test_a_sharded_head_is_right_and_sends_half_of_it_unless_pairs_are_neighbours(facts_of):
