@@ -234,6 +234,8 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     right.set_xlabel("layer")
     right.set_xticks(range(1, rows[0]["run"]["model"]["layers"] + 1))
     right.set_ylabel("share of rotated products below zero")
+    left.set_title("Loss in training; a line for each seed", fontsize=10)
+    right.set_title("Weights that are negative, by layer", fontsize=10)
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return picture
 

@@ -209,7 +209,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
 
     Dashes are what the frequencies do without training, ticks the first distance with B_m < 0.
     """
-    picture = Figure(figsize=(12, 4), layout="constrained")
+    picture = Figure(figsize=(12, 4.4), layout="constrained")
     by_distance, by_step, by_bits = picture.subplots(1, 3, sharey=True)
     rivals = rows[0]["run"]["marks"] - 1
     for base, color in zip(BASES, COLORS, strict=True):
@@ -234,9 +234,18 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     by_distance.set_ylim(0, 1.03)
     by_distance.set_xlabel("distance to the mark, tokens")
     by_distance.set_ylabel("share of values that are right")
-    by_step.legend(*by_distance.get_legend_handles_labels(), frameon=False, loc="center right")
+    by_distance.plot([], [], "k--", linewidth=0.9, label="frequencies alone, no training")
+    by_distance.plot([], [], "k|", markeredgewidth=2, label="first distance with B_m < 0")
+    picture.legend(*by_distance.get_legend_handles_labels(), frameon=False, ncols=4,
+                   loc="outside lower center")  # fmt: skip
     by_step.set_xlabel("step")
     by_bits.set_xlabel("text, bits per byte")
+    for panel, title in (
+        (by_distance, "What is found, by distance; a line is a seed"),
+        (by_step, "What is found, by step of training"),
+        (by_bits, "What is found, and loss on text; a dot is a seed"),
+    ):
+        panel.set_title(title, fontsize=10)
     return picture
 
 

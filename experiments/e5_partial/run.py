@@ -196,6 +196,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     axes.axhline(0, color="#000000", linewidth=0.6)
     axes.set_xlabel("share of the pairs that turn")
     axes.set_ylabel(f"bits per byte minus those of {WHOLE}")
+    axes.set_title("Loss with fewer rotated pairs; line: mean, dot: a seed", fontsize=10)
     axes.legend(frameon=False)
     return picture
 
