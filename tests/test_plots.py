@@ -18,7 +18,7 @@ from rotary import Rotary, inv_freq, plots, positions, schedules
 from rotary.analysis import bounds, extension, precision, search, spectrum
 from rotary.analysis import decay as decay_numbers
 from rotary.layouts import row_permutation
-from rotary.plots import files, points, style
+from rotary.plots import files, points, reach, style
 
 SPECS = {
     "plain": Rotary(head_dim=16),
@@ -174,15 +174,15 @@ OPTIONS = {
     "angle_coverage": lambda spec, **given: plots.angle_coverage(
         spec, trained=64, target=512, original=Rotary(head_dim=8), **{"seq_len": 0, **given}
     ),
-    "cosine_map": lambda spec, **given: plots.cosine_map(spec["x"], **given),
-    "unit_circle": lambda spec, **given: plots.unit_circle(spec["x"], 50, 9, **given),
-    "terms": lambda spec, **given: plots.terms(spec["x"], *vectors(spec["x"]), 50, **given),
+    "cosine_map": lambda spec, **given: plots.cosine_map(spec, **given),
+    "unit_circle": lambda spec, **given: plots.unit_circle(spec, 50, 9, **given),
+    "terms": lambda spec, **given: plots.terms(spec, *vectors(spec["x"]), 50, **given),
     "precision": lambda spec, **given: plots.precision(
         spec, 4096, arithmetics=["float64", "exact"], **given
     ),
     "decay": lambda spec, **given: plots.decay(spec, 100, **given),
-    "scores": lambda spec, **given: plots.scores(spec["x"], 100, **given),
-    "walk": lambda spec, **given: plots.walk(spec["x"], **given),
+    "scores": lambda spec, **given: plots.scores(spec, 100, **given),
+    "walk": lambda spec, **given: plots.walk(spec, **given),
     "similarity": lambda spec, **given: plots.similarity(spec, 100, **given),
 }
 
@@ -357,22 +357,20 @@ def test_similarity_marks_the_first_failures():
     assert legend_names(figure) == ["2: first failure 1,707", "3.1: first failure 85,133"]
 
 
-def test_similarity_draws_the_lowest_and_highest_of_every_bin():
+def test_similarity_draws_the_lowest_of_every_bin():
     panel = plots.similarity(LLAMA_2, 50_000).axes[0]
     line = panel.lines[1]
-    assert len(line.get_xdata()) <= points.BINS
+    assert len(line.get_xdata()) <= reach.LOWEST
     values = bounds.similarity(LLAMA_2, np.arange(50_001)) / 64
     np.testing.assert_array_equal(line.get_ydata(), values[line.get_xdata()])
     where, least = bounds.lowest(LLAMA_2, 50_000)
     assert where in line.get_xdata()
     assert line.get_ydata().min() == pytest.approx(least, abs=1e-12)
-    band = panel.collections[0].get_paths()[0].vertices
-    starts = points.log_bins(50_000)
+    starts = points.log_bins(50_000, reach.LOWEST)
     bins = zip(line.get_xdata(), starts, [*starts[1:], 50_001], strict=True)
     for at, start, end in bins:
         assert start <= at < end
         assert values[at] == values[start:end].min()
-        assert band[band[:, 0] == at, 1].max() == values[start:end].max()
 
 
 def test_a_partial_rope_that_never_fails_says_how_far_was_searched():

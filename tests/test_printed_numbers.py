@@ -13,7 +13,7 @@ from command import document, in_process
 import rotary
 from rotary import Rotary, plots
 from rotary.analysis.bounds import first_failure
-from rotary.analysis.search import MinBase, min_base, rounded_up, safe_base
+from rotary.analysis.search import min_base, rounded_up, safe_base
 from rotary.analysis.spectrum import before_scaling
 from rotary.explorer import models, page, views
 from rotary.explorer.side import Side, look
@@ -247,15 +247,15 @@ def test_wavelengths_show_the_critical_dimensions_of_the_table_of_models(picture
     after = published["llama-3.1-8b"]["critical dimension"]
     assert (before, after) == ("70", "70")
     assert shown[:2] == [
-        f"Llama 3 8B, critical dimension {before}",
-        f"Llama 3.1 8B, critical dimension {after} before scaling",
+        f"Llama 3 8B, base 500,000, critical dimension {before}",
+        f"Llama 3.1 8B, base 500,000, critical dimension {after} before scaling",
     ]
 
 
-def test_other_pictures_of_models_show_the_first_failures_of_the_table(pictures, monkeypatch):
-    monkeypatch.setattr(pictures.search, "min_base", lambda context, _: MinBase(9e3, 1, None, 0))
-    names = {"Llama 2 7B": "llama-2-7b", "Llama 3 8B": "llama-3-8b"}
-    names |= {"Llama 3.1 8B": "llama-3.1-8b", "Qwen2.5 7B": "qwen2.5-7b"}
+def test_other_pictures_of_models_show_the_first_failures_of_the_table(pictures):
+    names = {"Llama 2 7B, base 10,000": "llama-2-7b", "Llama 3 8B, base 500,000": "llama-3-8b"}
+    names["Llama 3.1 8B, base 500,000"] = "llama-3.1-8b"
+    names["Qwen2.5 7B, base 1,000,000"] = "qwen2.5-7b"
     wanted = {f"{name}: first failure {published_reach()[key]['F']}" for name, key in names.items()}
     for draw in (pictures.PICTURES["similarity"], pictures.base_bound_picture):
         shown = [text.get_text() for text in draw().legends[0].get_texts()]

@@ -1,17 +1,25 @@
 """Draw the pictures of the README and of docs/pictures: `python tools/make_pictures.py [NAME ...]`.
 
-Needs the extra `plots`. Without names all are drawn, in half a minute.
+Needs the extra `plots`. Without names all are drawn, in half a minute, each for light and for dark
+pages. A picture carries a summary of what it shows, so that a test can tell whether it is old.
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+from matplotlib.collections import Collection
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from PIL import Image, PngImagePlugin
 
 from rotary import Rotary, cos_sin, from_hf_config, plots
-from rotary.analysis import extension, search
+from rotary.analysis import extension
 from rotary.reach import reaches
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
@@ -19,6 +27,7 @@ CONFIGS = FOLDER.parent.parent / "tests" / "configs"
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 EXACT, FLOAT32 = "#0072b2", "#d55e00"  # told apart by people who do not see colours alike
 PLAIN = Rotary(head_dim=128)
+NAMED = {"Llama 2 7B: base 10,000, head_dim 128": PLAIN}
 SHOWN = ("bfloat16", "tf32", "inv_freq_bfloat16", "float32", "bfloat16_table", "exact")
 
 
@@ -58,6 +67,7 @@ def precision_picture() -> Figure:
     offsets = np.unique(np.logspace(2, 39 * np.log10(2), 73).astype(np.int64))
     figure = Figure(figsize=(8, 4), layout="tight")
     axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     for precision, color in (("float32", FLOAT32), ("exact", EXACT)):
         axes.loglog(offsets, relative_errors(spec, precision, offsets), color=color)
     rounding = bfloat16_error(spec)
@@ -68,9 +78,12 @@ def precision_picture() -> Figure:
     axes.text(3e4, 4e-7, "rotary: 64-bit turns", color=EXACT)
     axes.set_xlabel("position both tokens are moved to, tokens")
     axes.set_ylabel("largest change of a score")
-    axes.set_title("A score depends on distance alone (head_dim 128, base 500 000)")
+    title = (
+        "Both tokens are moved by the same distance: the score should stay the same\n"
+        "head_dim 128, base 500,000; q, k and the score in float64, cos and sin in float32"
+    )
+    axes.set_title(title, loc="left", fontsize=10)
     axes.set_ylim(1e-8, 20)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -82,10 +95,10 @@ def model(name: str, layer_type: str | None = None) -> Rotary:
 def published() -> dict[str, Rotary]:
     """Four models that show a base raised, then a spectrum stretched."""
     return {
-        "Llama 2 7B": model("llama-2-7b"),
-        "Llama 3 8B": model("llama-3-8b"),
-        "Llama 3.1 8B": model("llama-3.1-8b"),
-        "Qwen2.5 7B": model("qwen2.5-7b"),
+        "Llama 2 7B, base 10,000": model("llama-2-7b"),
+        "Llama 3 8B, base 500,000": model("llama-3-8b"),
+        "Llama 3.1 8B, base 500,000": model("llama-3.1-8b"),
+        "Qwen2.5 7B, base 1,000,000": model("qwen2.5-7b"),
     }
 
 
@@ -106,36 +119,57 @@ def gallery_picture() -> Figure:
     return plots.gallery(specs, seq_len={name: layer.length for name, layer in rows.items()})
 
 
+def table(name: str) -> list[list[str]]:
+    """Heads and rows of the first table of a page in docs/results: its searches take minutes."""
+    text = (FOLDER.parent / "results" / f"{name}.md").read_text(encoding="utf-8")
+    lines = text[text.index("\n| L |") + 1 :].split("\n\n")[0].splitlines()
+    heads, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [heads, *rows]
+
+
+def tokens(cell: str) -> int:
+    """How many tokens 8k or 1M are."""
+    return int(cell[:-1]) * {"k": 2**10, "M": 2**20}[cell[-1]]
+
+
 def base_bound_picture() -> Figure:
     """Certified smallest bases of three head sizes, and published models."""
-    contexts = [2**power for power in range(8, 15)]
-    table = {
-        head_dim: {context: search.min_base(context, head_dim).base for context in contexts}
-        for head_dim in (64, 128, 256)
+    (heads, *rows) = table("heads")
+    smallest = {
+        int(head.removeprefix("d = ")): {tokens(row[0]): float(row[column]) for row in rows}
+        for column, head in enumerate(heads)
+        if head in ("d = 64", "d = 128", "d = 256")
     }
     made_for = dict(zip(published(), (4096, 8192, 131_072, 131_072), strict=True))
-    return plots.base_bound(table, specs=published(), contexts=made_for)
+    return plots.base_bound(smallest, specs=published(), contexts=made_for)
 
 
 def comb_picture() -> Figure:
     """Which bases pass at 8192 tokens, from below the smallest to above the largest failing one."""
-    found = search.min_base(8192)
-    marks = {"smallest base": found.base, "safe base": search.safe_base(8192).base}
-    return plots.comb(8192, np.geomspace(5e4, 8e5, 4000), marks=marks)
+    (heads, *rows) = table("table2")
+    row = next(dict(zip(heads, row, strict=True)) for row in rows if row[0] == "8k")
+    marks = {"smallest base": float(row["b\\*"].strip("*")), "safe base": float(row["safe base"])}
+    return plots.comb(8192, np.geomspace(5e4, 8e5, 1500), marks=marks)
 
 
 def roofline_picture() -> Figure:
     """The newest measured table: q of 32 and k of 8 heads, read once and written once."""
-    results = json.loads(max(RESULTS.glob("????-??-??.json")).read_text())["milliseconds"]
+    report = json.loads(max(RESULTS.glob("????-??-??.json")).read_text())
+    setting = (
+        f"float32, half layout, q of 32 and k of 8 heads of 128 channels, 1 to 32,768 tokens; "
+        f"{report['versions']['cpu']}, {report['threads']} threads, {report['date']}"
+    )
     cases = ("copy", "rotary out=", "transformers eager", "transformers compiled")
     measured: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
-    for group, times in results.items():
+    for group, times in report["milliseconds"].items():
         words = group.split()
         if words[:3] == ["float32", "half", "seq"] and len(words) == 4:
             moved = 2 * 40 * int(words[3]) * 128 * 4
             for case in set(cases) & set(times):
                 measured[case].append((moved, times[case] / 1e3))
-    return plots.roofline({case: found for case, found in measured.items() if found})
+    return plots.roofline(
+        {case: found for case, found in measured.items() if found}, setting=setting
+    )
 
 
 PICTURES = {
@@ -143,30 +177,70 @@ PICTURES = {
     "similarity": lambda: plots.similarity(published(), 131_072),
     "frequency-ratio": lambda: plots.frequency_ratio(stretched(), trained=4096, seq_len=32_768),
     "wavelengths": lambda: plots.wavelengths(
-        {name: published()[name] for name in ("Llama 3 8B", "Llama 3.1 8B")},
+        {name: spec for name, spec in published().items() if "Llama 3" in name},
         trained=8192, target=131_072,
     ),
     "decay": lambda: plots.decay(
-        {f"base {base:,}": Rotary(head_dim=128, base=base) for base in (100, 10_000, 500_000)},
+        {f"base {base:,}, head_dim 128": Rotary(head_dim=128, base=base)
+         for base in (100, 10_000, 500_000)},
         16_384,
     ),
-    "scores": lambda: plots.scores(model("llama-3-8b"), 16_384),
-    "walk": lambda: plots.walk(PLAIN),
-    "terms": lambda: plots.terms(PLAIN, *np.random.default_rng(0).standard_normal((2, 128)), 10),
+    "scores": lambda: plots.scores(
+        {"Llama 3 8B: base 500,000, head_dim 128": model("llama-3-8b")}, 16_384
+    ),
+    "walk": lambda: plots.walk(NAMED),
+    "terms": lambda: plots.terms(NAMED, *np.random.default_rng(0).standard_normal((2, 128)), 10),
     "angle-coverage": lambda: plots.angle_coverage(
         {name: stretched()[name] for name in ("none", "ntk", "yarn", "longrope")},
         trained=4096, target=32_768,
     ),
-    "cosine-map": lambda: plots.cosine_map(PLAIN),
-    "unit-circle": lambda: plots.unit_circle(PLAIN, 1000, 8),
-    "angle-error": lambda: plots.precision(PLAIN, 2**24, arithmetics=SHOWN),
-    "layout": lambda: plots.layout(Rotary(head_dim=16, rotary_dim=8, layout="interleaved")),
-    "grid": lambda: plots.grid(model("qwen2-vl-7b")),
+    "cosine-map": lambda: plots.cosine_map(NAMED),
+    "unit-circle": lambda: plots.unit_circle(NAMED, 1000, 8),
+    "angle-error": lambda: plots.precision(NAMED, 2**24, arithmetics=SHOWN),
+    "layout": lambda: plots.layout(
+        {"head_dim 16, of which 8 channels are rotated": Rotary(
+            head_dim=16, rotary_dim=8, layout="interleaved")}
+    ),
+    "grid": lambda: plots.grid(
+        {"Qwen2-VL 7B: text, a 4 x 6 image, text": model("qwen2-vl-7b")}
+    ),
     "base-bound": base_bound_picture,
     "comb": comb_picture,
     "gallery": gallery_picture,
     "roofline": roofline_picture,
 }  # fmt: skip
+
+
+def summary(figure: Figure) -> list[list[object]]:
+    """What a figure shows, in short: its texts, and the size and the spread of its data."""
+
+    def spread(values: object) -> list[float]:
+        array = np.ma.masked_invalid(np.asarray(values, np.float64)).compressed()
+        return [float(f(array)) for f in (np.min, np.mean, np.max)] if array.size else []
+
+    shown: list[list[object]] = []
+    figure.draw_without_rendering()
+    for artist in figure.findobj(lambda artist: artist.get_visible()):
+        if isinstance(artist, Text) and artist.get_text():
+            shown.append(["text", artist.get_text(), artist.get_fontsize()])
+        elif isinstance(artist, Line2D) and len(artist.get_xdata()):
+            style = [str(artist.get_color()), artist.get_linestyle(), artist.get_linewidth()]
+            shown.append(["line", *style, *map(spread, artist.get_data())])
+        elif isinstance(artist, AxesImage | Collection) and artist.get_array() is not None:
+            array = artist.get_array()
+            shown.append(["map", artist.get_cmap().name, list(array.shape), spread(array)])
+        elif isinstance(artist, Patch) and artist.get_alpha() != 0:
+            shown.append(["patch", *map(float, artist.get_facecolor())])
+    return shown
+
+
+def written(figure: Figure, path: Path, shown: str = "") -> None:
+    """A PNG of 256 colours, a third of the size; what it shows is its text `Summary`."""
+    info = PngImagePlugin.PngInfo()
+    if shown:
+        info.add_text("Summary", shown, zip=True)
+    picture = Image.open(io.BytesIO(plots.rendered(figure, ".png"))).convert("RGB")
+    picture.quantize(256, dither=Image.Dither.NONE).save(path, pnginfo=info, optimize=True)
 
 
 def main(names: list[str]) -> None:
@@ -175,7 +249,9 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - set(PICTURES):
         raise SystemExit(f"no picture {sorted(unknown)[0]!r}; there are {', '.join(PICTURES)}")
     for name in names or PICTURES:
-        plots.save(PICTURES[name](), FOLDER / f"{name}.png")
+        figure = PICTURES[name]()
+        written(figure, FOLDER / f"{name}.png", json.dumps(summary(figure)))
+        written(plots.dark(figure), FOLDER / f"{name}-dark.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The numbers of `rotary.analysis` as matplotlib figures, each a function of a spec or several.
 
 Figures are plain `matplotlib.figure.Figure`, free of pyplot and of any global state; `save` writes
-them. A curve has at most 4096 points. A longer one says which points are drawn.
+them, after `dark` for a dark page. Where one spec is drawn, give the `Rotary`, or {name: Rotary}
+for a heading of your own. A curve has at most 4096 points; a longer one says which are drawn.
 """
 
 try:
@@ -9,6 +10,7 @@ try:
 except ImportError as error:
     raise ValueError('pictures need matplotlib: pip install "rotary[plots]"') from error
 
+from .dark import dark as dark
 from .distance import decay as decay
 from .distance import scores as scores
 from .distance import terms as terms

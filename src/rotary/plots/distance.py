@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ..analysis import decay as numbers
 from ..analysis.spectrum import Axes, whole_number, whole_numbers
-from ..spec import Rotary
 from .points import extremes, log_bins, means, spaced
 from .style import (
     BLUE,
@@ -21,6 +22,7 @@ from .style import (
     amplitude,
     curve,
     curves,
+    heading,
     label,
     legend,
     named,
@@ -47,19 +49,21 @@ def decay(
     length = whole_number("length", length)
     starts = log_bins(length)
     figure, (panel,) = panels(log="x")
-    entries = []
+    entries: list[tuple[str, Artist]] = []
     for name, spec, style in curves(specs):
         values = numbers.decay_curve(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
         low, high = (values[at] for at in extremes(values, starts))
         panel.fill_between(starts, low, high, color=style["color"], alpha=0.2, linewidth=0)
         entries += [(name, panel.plot(starts, means(values, starts), linewidth=1.3, **style)[0])]
+    if length > len(starts):
+        entries.append(("band: lowest to highest nearby; line: mean", Patch(color=GREY, alpha=0.2)))
     panel.set_ylim(bottom=0)
     label(panel, DISTANCE, "mean |S_j|, pairs", "Long-term decay of the bound")
     return legend(figure, entries)
 
 
 def scores(
-    spec: Rotary,
+    spec: Specs,
     length: int = 4096,
     *,
     seed: int = 0,
@@ -76,7 +80,7 @@ def scores(
     >>> len(scores(Rotary(head_dim=8), length=64).axes)
     2
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     at = spaced(whole_number("length", length), SAMPLES)
     q, k = np.random.default_rng(whole_number("seed", seed, 0)).standard_normal(
         (2, DRAWS, 1, spec.head_dim)
@@ -92,6 +96,7 @@ def scores(
     above = left.plot(at, bound.mean(axis=0), color=VERMILLION)[0]
     alike = right.plot(at, same.mean(axis=0), color=GREEN)[0]
     right.axhline(0, color=GREY, linewidth=0.8)
+    heading(figure, name)
     title = f"Independent query and key{amplitude(spec, seq_len)}"
     label(left, DISTANCE, "score / sqrt(head_dim)", title)
     label(right, DISTANCE, "score / sqrt(head_dim)", "Key equal to the query")
@@ -100,7 +105,7 @@ def scores(
 
 
 def walk(
-    spec: Rotary,
+    spec: Specs,
     distances: Sequence[int] = (1, 10, 100, 1000),
     *,
     seq_len: int | None = None,
@@ -114,7 +119,7 @@ def walk(
     >>> len(walk(Rotary(head_dim=128), [1, 100]).axes[0].lines)
     5
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     at = whole_numbers("distances", distances, 0)
     if not 0 < len(at) <= 7:
         raise ValueError(f"distances must be 1 to 7 whole numbers, got {len(at)}")
@@ -129,12 +134,13 @@ def walk(
         entries.append((f"distance {distance:,}: |S| = {abs(path[-1]):.1f}", line))
     panel.plot([0], [0], "o", markersize=9, markerfacecolor="none", color=GREY)
     panel.set_aspect("equal", adjustable="datalim")
+    heading(figure, name)
     label(panel, "real part, pairs", "imaginary part, pairs", "Partial sums as a walk")
     return legend(figure, entries)
 
 
 def terms(
-    spec: Rotary, q: npt.ArrayLike, k: npt.ArrayLike, distance: int, *, seq_len: int | None = None
+    spec: Specs, q: npt.ArrayLike, k: npt.ArrayLike, distance: int, *, seq_len: int | None = None
 ) -> Figure:
     """What each pair adds to the score of a query and a key, and how the sum grows over the pairs.
 
@@ -144,15 +150,18 @@ def terms(
     >>> terms(Rotary(head_dim=4), [1, 0, 1, 0], [1, 0, 1, 0], 5).axes[1].get_xlabel()
     'pair'
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     distance = whole_number("distance", distance, 0)
-    for name, x in (("q", q), ("k", k)):
+    for letter, x in (("q", q), ("k", k)):
         if np.shape(x) != (spec.head_dim,):
-            raise ValueError(f"{name} must be (head_dim,) = ({spec.head_dim},), got {np.shape(x)}")
+            raise ValueError(
+                f"{letter} must be (head_dim,) = ({spec.head_dim},), got {np.shape(x)}"
+            )
     each = numbers.pair_terms(spec, q, k, distance, seq_len=seq_len)
     still = float(numbers.still_term(spec, q, k))
     pairs = np.arange(each.size)
     figure, (top, bottom) = panels(2, 1, height=5.5, sharex=True)
+    heading(figure, name)
     up, down = (np.where(sign * each > 0, each, 0.0) for sign in (1, -1))
     entries = [
         ("pairs that add", top.bar(pairs, up, width=0.85, color=BLUE)[0]),

@@ -15,7 +15,20 @@ from ..analysis.spectrum import wavelengths, whole_number, whole_numbers
 from ..layouts import LAYOUTS, pair_indices, row_permutation
 from ..spec import Rotary
 from .points import MAX_POINTS
-from .style import BLUE, GREY, VERMILLION, curve, label, legend, named, panels, write
+from .style import (
+    BLUE,
+    GREY,
+    ON_COLOUR,
+    VERMILLION,
+    Specs,
+    curve,
+    heading,
+    label,
+    legend,
+    named,
+    panels,
+    write,
+)
 
 MAX_CIRCLES = 8
 ARROWS = ((BLUE, 3.0), (VERMILLION, 1.5))  # colour and width, before and after
@@ -23,7 +36,7 @@ AXIS_NAMES = {1: ("position",), 2: ("row", "column"), 3: ("time", "row", "column
 
 
 def unit_circle(
-    spec: Rotary,
+    spec: Specs,
     position: int,
     distance: int,
     *,
@@ -39,7 +52,7 @@ def unit_circle(
     >>> len(unit_circle(Rotary(head_dim=128), 100, 10).axes)
     6
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     last = spec.rotary_dim // 2 - 1
     at = [whole_number("position", position, 0)]
     at.append(at[0] + whole_number("distance", distance, 0))
@@ -53,6 +66,7 @@ def unit_circle(
     columns = min(4, len(chosen)) if len(chosen) != 6 else 3
     rows = -(-len(chosen) // columns)
     figure, circles = panels(rows, columns, width=2.2 * columns + 0.6, height=2.5 * rows + 0.6)
+    heading(figure, name)
     for panel in circles[len(chosen) :]:
         panel.remove()
     arrows: list[Artist] = []
@@ -75,7 +89,7 @@ def unit_circle(
     return legend(figure, list(zip(names, arrows, strict=True)))
 
 
-def layout(spec: Rotary, *, num_heads: int = 4, num_key_heads: int = 2) -> Figure:
+def layout(spec: Specs, *, num_heads: int = 4, num_key_heads: int = 2) -> Figure:
     """Which channels are pairs in either layout, and how rows of W_q and W_k move between the two.
 
     Above: the channels of a head, coloured by their pair, grey where they are not rotated; small
@@ -86,16 +100,17 @@ def layout(spec: Rotary, *, num_heads: int = 4, num_key_heads: int = 2) -> Figur
     >>> len(layout(Rotary(head_dim=8)).axes)
     4
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     counts = [whole_number("num_heads", num_heads), whole_number("num_key_heads", num_key_heads)]
     whole_number("num_heads x head_dim", max(counts) * spec.head_dim, 1, MAX_POINTS)
     figure = Figure(figsize=(8, 7), layout="constrained", dpi=100)
+    heading(figure, name)
     rows = figure.add_gridspec(3, 2, height_ratios=[0.5, 0.5, 4])
-    for row, name in enumerate(LAYOUTS):
+    for row, pairing in enumerate(LAYOUTS):
         strip = figure.add_subplot(rows[row, :])
-        _strip(strip, spec, name)
+        _strip(strip, spec, pairing)
     strip.set_xlabel("channel of a head, coloured by its pair", fontsize=9)
-    other = next(name for name in LAYOUTS if name != spec.layout)
+    other = next(pairing for pairing in LAYOUTS if pairing != spec.layout)
     for column, (count, what) in enumerate(zip(counts, ("W_q", "W_k"), strict=True)):
         order = row_permutation(
             count, spec.head_dim, spec.layout, other, rotary_dim=spec.rotary_dim, start=spec.start
@@ -133,10 +148,11 @@ def _strip(panel: Axes, spec: Rotary, name: str) -> None:
 
 
 def _write_inside(panel: Axes, x: float, y: float, text: str, *, is_dark: bool) -> None:
-    write(panel, x, y, text, ha="center", va="center", color="white" if is_dark else "black")
+    color = "white" if is_dark else "black"
+    write(panel, x, y, text, ha="center", va="center", color=color, gid=ON_COLOUR)
 
 
-def grid(spec: Rotary, *, positions: npt.ArrayLike | None = None, ranks: int = 4) -> Figure:
+def grid(spec: Specs, *, positions: npt.ArrayLike | None = None, ranks: int = 4) -> Figure:
     """Which axis drives each pair, the position of every token on each axis, and who computes it.
 
     positions  (tokens,) or (tokens, axes), from `rotary.positions`; default: text for one axis, an
@@ -149,19 +165,20 @@ def grid(spec: Rotary, *, positions: npt.ArrayLike | None = None, ranks: int = 4
     >>> len(grid(vision).axes)
     3
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     ids = _ids(spec, positions)
     ranks = whole_number("ranks", ranks, 1, 64)
     figure, (bands, places, shares) = panels(3, 1, width=8, height=7.5)
+    heading(figure, name)
     names = AXIS_NAMES.get(spec.num_axes, tuple(f"axis {a}" for a in range(spec.num_axes)))
     length = wavelengths(spec)
     driven = np.array(spec.axes or (0,) * length.size)
     entries = []
-    for axis, name in enumerate(names):
+    for axis, direction in enumerate(names):
         pairs = np.flatnonzero(driven == axis)
         style = {"color": curve(axis)["color"], "marker": "os^Dv<>"[axis % 7]}
         dots = bands.plot(pairs, length[pairs], linestyle="none", markersize=4, **style)[0]
-        entries.append((f"{name}: {pairs.size} pairs", dots))
+        entries.append((f"{direction}: {pairs.size} pairs", dots))
         places.plot(ids[:, axis], linewidth=1, markersize=3, **style)
     bands.set_yscale("log")
     label(bands, "pair", "wavelength, tokens", "The axis that drives each pair")

@@ -8,7 +8,19 @@ from matplotlib.figure import Figure
 from ..analysis import bounds, spectrum
 from ..analysis.spectrum import whole_number
 from ..spec import Rotary
-from .style import GREY, Specs, curve, label, legend, named, panels, plain, scaling, write
+from .style import (
+    GREY,
+    Specs,
+    curve,
+    heading,
+    label,
+    legend,
+    named,
+    panels,
+    plain,
+    scaling,
+    write,
+)
 
 MAX_ROWS = 40
 MAX_MEASURED = 4096
@@ -51,8 +63,8 @@ def gallery(
     waves = [np.log10(spectrum.wavelengths(s, sizes.get(name))) for name, s in models.items()]
     moving = np.concatenate([wave[np.isfinite(wave)] for wave in waves])
     low, high = (moving.min(), moving.max()) if moving.size else (0.0, 1.0)
-    for heading, x in (*COLUMNS, ("wavelength of every pair", STRIP[0])):
-        write(panel, x, -1, heading, va="center", color="black", fontsize=9, weight="bold")
+    for column, x in (*COLUMNS, ("wavelength of every pair", STRIP[0])):
+        write(panel, x, -1, column, va="center", color="black", fontsize=9, weight="bold")
     for row, (cells, wave) in enumerate(zip(rows, waves, strict=True)):
         for (_, x), cell, first in zip(COLUMNS, cells, rows[0], strict=True):
             differs = row == 0 or cell != first
@@ -89,12 +101,16 @@ def _cells(name: str, spec: Rotary, length: int, seq_len: int | None) -> tuple[s
 
 
 def roofline(
-    measured: Mapping[str, Sequence[tuple[float, float]]], *, bandwidth: float | None = None
+    measured: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    bandwidth: float | None = None,
+    setting: str = "",
 ) -> Figure:
     """Time against bytes moved, both log scales, a curve for each kernel, and lines of equal speed.
 
     measured   {name: [(bytes read and written, seconds), ...]}, as benchmarks give them
     bandwidth  of the memory, bytes per second: the roof, which nothing that leaves the caches beats
+    setting    what was measured, and where: shapes, type of the numbers, machine
     Rotation does few operations for each byte, so its roof is the memory's speed. Raises ValueError
     for numbers that are not finite and above 0.
 
@@ -124,6 +140,7 @@ def roofline(
         roof = panel.plot(ends, ends / bandwidth, color="black", linewidth=2, zorder=0)[0]
         entries.append((f"roof, {_speed(bandwidth)}", roof))
     panel.set(xlim=(low, high), ylim=(bottom, top))
+    heading(figure, setting)
     label(panel, "bytes read and written", "time, s", "Time against bytes moved")
     return legend(figure, entries)
 

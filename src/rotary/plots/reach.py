@@ -19,6 +19,7 @@ from .style import (
     Specs,
     curve,
     curves,
+    heading,
     label,
     legend,
     named,
@@ -28,6 +29,7 @@ from .style import (
 )
 
 PLACES = 64  # of precision, along the log axis
+LOWEST = 80  # bins of similarity: fewer than waves, so that the line is the lower edge of them
 
 
 def similarity(
@@ -37,8 +39,8 @@ def similarity(
 
     Men et al. (arXiv 2405.14591): below 0 a random key beats one like the query, in the mean over
     independent queries and keys. A diagnostic, not a limit: many good models violate it. Every
-    distance to `length` is computed. Drawn is a line through the lowest of each of 400 log-wide
-    bins, with a band up to the highest, and a dot at the first failure: no failure is hidden.
+    distance to `length` is computed. Drawn is a line through the lowest of each of 80 log-wide
+    bins, and a dot at the first failure: no failure is hidden.
 
     >>> from rotary import Rotary
     >>> figure = similarity(Rotary(head_dim=128), length=4096)
@@ -46,7 +48,7 @@ def similarity(
     'base 10,000, head_dim 128: first failure 1,707'
     """
     length = whole_number("length", length)
-    starts = log_bins(length)
+    starts = log_bins(length, LOWEST)
     figure, (panel,) = panels(log="x")
     panel.axhline(0, color=GREY, linewidth=0.8)
     entries = []
@@ -54,11 +56,8 @@ def similarity(
         values = bounds.similarity(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
         values /= spec.head_dim / 2
         failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
-        low, high = extremes(values, starts)
-        panel.fill_between(
-            low, values[low], values[high], color=style["color"], alpha=0.2, linewidth=0
-        )
-        line = panel.plot(low, values[low], linewidth=1.1, **style)[0]
+        low, _ = extremes(values, starts)
+        line = panel.plot(low, values[low], linewidth=1.5, **style)[0]
         if failing is None:
             entries.append((f"{name}: none to {length:,}", line))
             continue
@@ -68,7 +67,8 @@ def similarity(
         )  # fmt: skip
         panel.axvline(failing, color=style["color"], linewidth=0.8, linestyle=":")
         entries.append((f"{name}: first failure {failing:,}", line))
-    label(panel, "distance, tokens", "B_m / B_0", "Similarity by distance, and its first failure")
+    title = "How much a similar key is favoured: the lowest value nearby, and the first below 0"
+    label(panel, "distance, tokens", "B_m / B_0", title)
     return legend(figure, entries)
 
 
@@ -212,6 +212,8 @@ def precision(
         shown = np.where((worst > 0) & np.isfinite(worst), worst, np.nan)
         line = panel.plot(at, shown, marker=".", markersize=4, **curve(index))[0]
         entries.append((kind if len(models) == 1 else f"{name}, {kind}", line))
+    if len(models) == 1:
+        heading(figure, *models)
     panel.axhline(2.0, color=GREY, linewidth=0.8, linestyle=":")
     write(panel, 0.01, 2.0, "2, the most", va="bottom", transform=panel.get_yaxis_transform())
     title = "Largest error of cos or sin near a position"

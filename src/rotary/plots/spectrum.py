@@ -14,12 +14,14 @@ from ..analysis.spectrum import whole_number
 from ..spec import Rotary
 from .style import (
     GREY,
+    ON_COLOUR,
     SHADE,
     Specs,
     amplitude,
     curve,
     curves,
     described,
+    heading,
     label,
     legend,
     named,
@@ -124,6 +126,9 @@ def frequency_ratio(
     figure, (panel,) = panels()
     models = list(curves(specs))
     entries: list[tuple[str, Artist]] = []
+    originals = {original or _unscaled(spec) for _, spec, _ in models}
+    if len(originals) == 1:
+        heading(figure, f"original: {described(*originals)}")
     for index, (name, spec, style) in enumerate(models):
         ratio = _ratio(spec, original, seq_len)
         style |= _joined(spec)
@@ -199,6 +204,11 @@ def angle_coverage(
             new, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1,
             interpolation="nearest", extent=(-0.5, new.shape[1] - 0.5, 0, target),
         )  # fmt: skip
+        if not new.any():
+            write(
+                panel, 0.5, 0.5, "training has shown every angle", ha="center", va="center",
+                color="black", gid=ON_COLOUR, transform=panel.transAxes,
+            )  # fmt: skip
         limit = panel.axhline(trained, color="black", linewidth=0.9, linestyle=":")
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         label(panel, "", "position, tokens", name)
@@ -209,7 +219,7 @@ def angle_coverage(
     return legend(figure, [*seen.items(), (f"trained length, {trained:,}", limit)])
 
 
-def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -> Figure:
+def cosine_map(spec: Specs, length: int = 256, *, seq_len: int | None = None) -> Figure:
     """cos(position x inv_freq) for every position below `length` and every pair.
 
     More than 1024 positions are thinned to every k-th one, and the axis says so: fast pairs then
@@ -219,7 +229,7 @@ def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -
     >>> cosine_map(Rotary(head_dim=8), length=64).axes[0].images[0].get_array().shape
     (4, 64)
     """
-    (spec,) = named(spec, 1).values()
+    ((name, spec),) = named(spec, 1).items()
     length = whole_number("length", length)
     step = -(-length // MAX_COLUMNS)
     positions = np.arange(0, length, step)
@@ -229,6 +239,7 @@ def cosine_map(spec: Rotary, length: int = 256, *, seq_len: int | None = None) -
         cosines, aspect="auto", cmap="PuOr", vmin=-1, vmax=1, interpolation="nearest",
         extent=(-0.5 * step, positions[-1] + 0.5 * step, len(cosines) - 0.5, -0.5),
     )  # fmt: skip
+    heading(figure, name)
     every = "" if step == 1 else f", every {step}th drawn"
     label(panel, f"position, tokens{every}", PAIR, "cos(position x frequency)")
     figure.colorbar(image, ax=panel, label="cosine")

@@ -1,6 +1,7 @@
 """What all pictures share: colours, names of curves, empty panels, the legend."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ Specs = Rotary | Mapping[str, Rotary] | Sequence[Rotary]
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 BLUE, VERMILLION, GREEN = PALETTE[:3]
 DASHES = ("-", "--")
+ON_COLOUR = "on a colour"  # gid of a text inside a coloured cell, which keeps its own colour
 GREY, SHADE = "0.45", "0.92"
 MAX_CURVES = len(PALETTE) * len(DASHES)
 MAX_NAME = 44
@@ -138,6 +140,14 @@ def label(panel: Axes, x: str, y: str, title: str = "") -> None:
     panel.set_ylabel(y, parse_math=False)
     if title:
         panel.set_title(title, parse_math=False, loc="left", fontsize=11)
+
+
+def heading(figure: Figure, name: str) -> None:
+    """Write above all panels which spec, or which measurement, the figure shows."""
+    wide = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    figure.suptitle(
+        textwrap.fill(name, wide), x=0.01, ha="left", fontsize=9, color=GREY, parse_math=False
+    )
 
 
 def write(panel: Axes, x: float, y: float, text: str, **options: Any) -> None:
