@@ -4,6 +4,8 @@ Docstrings of the package are plain text: paragraphs, indented tables of argumen
 `as_rst` turns one into reStructuredText, so that they stay readable in an editor.
 """
 
+import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +19,19 @@ project = "rotary"
 author = "the authors of rotary"
 version = release = rotary.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
+myst_enable_extensions = ["attrs_inline", "dollarmath"]
 myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # what is copied is what can be run
+copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
 html_title = f"rotary {version}"
 html_static_path = ["style.css"]
+if mathjax := importlib.util.find_spec("sphinx-mathjax-offline"):  # one file, served with the pages
+    path = Path(str(mathjax.origin)).parent / "static" / "mathjax" / "tex-svg.js"
+    html_static_path.append(str(path))
+    mathjax_path = path.name
 html_css_files = ["style.css"]
 html_show_copyright = False
 
@@ -186,23 +195,64 @@ def _plain_code(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def outside_links(text: str, folder: Path) -> str:
-    """Links that leave this folder: a file can be downloaded from the page, a folder is only named.
+    """Links that leave the folder of a page: to the page of a file or a folder, where there is one.
+
+    Another file can be downloaded from the page, another folder is only named.
 
     >>> outside_links("[the law](../src/rotary/spec.py), [examples](../examples)", Path("docs"))
     '{download}`the law <../src/rotary/spec.py>`, examples'
+    >>> outside_links("[E4](../experiments/e4_base)", Path("docs"))
+    '[E4](experiments/e4_base.md)'
     """
+    docs = Path(__file__).resolve().parent
 
     def link(match: re.Match[str]) -> str:
-        words, target = match.groups()
-        is_file = bool(Path(target).suffix) or (folder / target).is_file()
+        words, target, anchor = match.groups()
+        there = (folder / target).resolve()
+        path = Path(os.path.relpath(there, docs.parent))
+        for page in (there, docs / f"{path}.md", docs / path / "index.md"):
+            if page.is_relative_to(docs) and page.is_file():
+                return f"[{words}]({os.path.relpath(page, folder.resolve())}{anchor})"
+        is_file = bool(there.suffix) or there.is_file()
         return f"{{download}}`{words} <{target}>`" if is_file else words
 
-    return re.sub(r"\[([^\]]*)\]\((\.\./[^)#]*)(?:#[^)]*)?\)", link, text)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]*)((?:#[^)]*)?)\)", link, text)
+
+
+def included(text: str, folder: Path) -> str:
+    """The text with each included page of another folder in place, whose links lead from there."""
+
+    def page(match: re.Match[str]) -> str:
+        path = folder / match[1]
+        return re.sub(
+            r"\]\((?!https?:|#|/)",
+            f"]({Path(match[1]).parent.as_posix()}/",
+            path.read_text(encoding="utf-8"),
+        )
+
+    return re.sub(r"^```\{include\} (\S+)\n```$", page, text, flags=re.MULTILINE)
+
+
+def day_and_night(text: str, folder: Path) -> str:
+    """Each picture that has a twin for dark pages with it; a style shows the one that fits.
+
+    >>> day_and_night("![A walk](pictures/walk.png)", Path("docs"))
+    '![A walk](pictures/walk.png){.only-light}![A walk](pictures/walk-dark.png){.only-dark}'
+    """
+
+    def pair(match: re.Match[str]) -> str:
+        words, name = match.groups()
+        if not (folder / f"{name}-dark.png").exists():
+            return match[0]
+        return f"![{words}]({name}.png){{.only-light}}![{words}]({name}-dark.png){{.only-dark}}"
+
+    return re.sub(r"!\[([^\]]*)\]\(([^)\s]+)\.png\)", pair, text)
 
 
 def _process_source(app: Any, name: str, content: list[str]) -> None:
-    if "/" not in name:  # pages of a folder have ../ inside this one
-        content[0] = outside_links(content[0], Path(app.srcdir))
+    folder = (Path(app.srcdir) / name).parent
+    content[0] = day_and_night(included(content[0], folder), folder)
+    content[0] = outside_links(content[0], folder)
     content[0] = _LAST_BLANK.sub(r"\1\n```", content[0])
 
 
