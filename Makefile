@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test docs debian quick lint types bench peers clean
+.PHONY: demo test docs linkcheck debian quick lint types bench peers clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -20,12 +20,17 @@ quick: .venv/dev.stamp
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 
 types: .venv/dev.stamp
 	$(BIN)/mypy
 
 docs: .venv/dev.stamp
 	$(BIN)/python -m sphinx -W -n -q --keep-going -b html -d build/doctrees docs build/docs
+
+# Every link to another site; needs a network, so it is not in CI. Links between pages are tested
+linkcheck: .venv/dev.stamp
+	$(BIN)/python -m sphinx -q --keep-going -b linkcheck -d build/doctrees docs build/linkcheck
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.run

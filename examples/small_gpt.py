@@ -18,7 +18,9 @@ class Block(nn.Module):
         self.q = nn.Linear(WIDTH, HEADS * dim, bias=False)
         self.kv = nn.Linear(WIDTH, 2 * KEY_HEADS * dim, bias=False)
         self.out = nn.Linear(HEADS * dim, WIDTH, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: list) -> Tensor:
         y = functional.rms_norm(x, (WIDTH,))

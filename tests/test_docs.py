@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import html
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -187,10 +190,28 @@ def test_the_glossary_has_every_field_layout_schedule_order_and_program():
 def test_the_index_lists_every_page():
     """In its table and in the list that makes the menu."""
     text = (DOCS / "index.md").read_text(encoding="utf-8")
-    menu = re.findall(r"^\w+$", text, re.MULTILINE)
-    for page in {path.stem for path in DOCS.glob("*.md")} - {"index"}:
+    menu = re.findall(r"^[\w/]+$", text, re.MULTILINE)
+    paths = [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md"), DOCS / "experiments" / "index.md"]
+    for page in {str(path.relative_to(DOCS).with_suffix("")) for path in paths} - {"index"}:
         assert f"]({page}.md)" in text
         assert page in menu
+
+
+def test_every_experiment_has_a_page():
+    folders = {path.parent.name for path in ROOT.glob("experiments/*/README.md")}
+    assert {path.stem for path in DOCS.glob("experiments/*.md")} == folders | {"index"}
+
+
+def test_the_page_of_commands_is_what_the_commands_say():
+    path = ROOT / "tools" / "make_commands.py"
+    spec = importlib.util.spec_from_file_location("make_commands", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wanted = module.page()
+    assert set(module.EXAMPLES) == set(typer.main.get_command(app).commands)
+    assert (DOCS / "commands.md").read_text(encoding="utf-8") == wanted, (
+        "write it: python tools/make_commands.py"
+    )
 
 
 OPTIONS = {
@@ -255,6 +276,57 @@ def test_a_built_page_loads_nothing_from_elsewhere(built):
         assert not re.findall(
             r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//", text
         )
+
+
+@pytest.mark.slow
+def test_a_link_of_a_built_page_leads_to_a_page_and_a_picture_is_there(built):
+    """Links between pages are checked here without a network; those to other sites by make."""
+    pages = {path: path.read_text(encoding="utf-8") for path in built[0].rglob("*.html")}
+    marks = {path.resolve(): {*re.findall(r' id="([^"]+)"', text)} for path, text in pages.items()}
+    broken = []
+    for path, text in pages.items():
+        for target in re.findall(r'(?:href|src)="([^":]+)"', text):
+            name, _, mark = html.unescape(target).partition("#")
+            there = (path.parent / name.split("?")[0] if name else path).resolve()
+            if not there.exists() or (mark and there in marks and mark not in marks[there]):
+                broken.append(f"{path.relative_to(built[0])}: {target}")
+    assert broken == []
+    assert len(pages) > 50
+
+
+@pytest.mark.slow
+def test_formulas_are_typeset_and_pictures_have_one_for_each_theme(built):
+    text = (built[0] / "how.html").read_text(encoding="utf-8")
+    assert text.count('class="math notranslate') > 20
+    assert 'src="_static/tex-svg.js' in text
+    light, dark = (set(re.findall(rf'class="only-{theme}" src="_images/([\w-]+)\.png', text))
+                   for theme in ("light", "dark"))  # fmt: skip
+    assert {f"{name}-dark" for name in light} == dark
+    assert len(light) == 18
+
+
+CUT = """() => [...document.querySelectorAll("article pre")]
+    .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built):
+    """The pages with the longest lines, at 1280 and at 390 pixels."""
+    names = ["guide", "identify", "tutorials/gpt", "tutorials/extend", "api/core", "commands"]
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            for name in names:
+                page.goto((built[0] / f"{name}.html").as_uri())
+                assert page.evaluate(CUT) == [], (name, width)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        browser.close()
 
 
 @pytest.mark.slow

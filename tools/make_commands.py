@@ -3,6 +3,7 @@
 `python tools/make_commands.py`
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -51,10 +52,10 @@ def page() -> str:
     return f"""\
 # Commands
 
-Written by `python tools/make_commands.py` from the commands; `rotary COMMAND --help` prints the same.
+Written by `python tools/make_commands.py` from the commands; `rotary COMMAND --help` says the same.
 
-An error is one line on stderr that says what, where and how to mend it. The exit status is 0 if the command did
-its work, 1 if it failed or `rotary doctor` found a fault, 2 if it was called in a wrong way.
+An error is one line on stderr that says what, where and how to mend it. The exit status is 0 if the
+command did its work, 1 if it failed or `rotary doctor` found a fault, 2 if it was called wrongly.
 
 | task | command | what it does |
 |---|---|---|
@@ -97,4 +98,5 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
