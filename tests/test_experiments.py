@@ -1,6 +1,7 @@
 """The experiments: text and batches that repeat, models that keep their laws, runs that survive."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -24,9 +25,10 @@ from experiments.lab import command, data, results
 from experiments.lab.model import Config, build, linear_attention, softmax_attention
 from experiments.lab.sweep import Run, end_bits
 from experiments.lab.train import Recipe, processes, train
+from PIL import Image
 
 import rotary
-from rotary import attention
+from rotary import attention, plots
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("e*/run.py"))
@@ -498,3 +500,13 @@ def test_nothing_is_trained_on_a_wrong_rotation(fault, monkeypatch):
         command.options(None, Path("here"), ["--quick"]),
     ):
         pass
+
+
+@pytest.mark.parametrize("module", [*SWEEPS, length, shift], ids=lambda module: module.FOLDER.name)
+def test_the_picture_of_a_readme_is_drawn_from_its_results_by_todays_code(module):
+    (name,) = re.findall(r"!\[[^\]]*\]\((\w+\.png)\)", (module.FOLDER / "README.md").read_text())
+    drawn = plots.rendered(module.figure(results.rows(module.FOLDER / "results.jsonl")), ".png")
+    before, now = (Image.open(file) for file in (module.FOLDER / name, io.BytesIO(drawn)))
+    assert before.size == now.size
+    apart = np.abs(np.asarray(before, np.float64) - np.asarray(now, np.float64))
+    assert apart.mean() < 0.5, "of 255: draw it anew"

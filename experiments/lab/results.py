@@ -110,10 +110,19 @@ def report(
     figure: Callable[[Sequence[Row]], Figure],
     picture: str,
 ) -> None:
-    """The table on the screen and in the README of a folder, and the figure beside it."""
+    """The table on the screen and in the README of a folder, and the figure beside it, twice.
+
+    NAME-dark.png is for dark pages.
+    """
     found = rows(out / "results.jsonl")
-    plots.save(figure(found), out / picture)
+    draw(figure(found), out / picture)
     tell(out, table(found))
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Write a figure for light pages, and beside it one for dark pages."""
+    plots.save(figure, path)
+    plots.save(plots.dark(figure), path.with_stem(f"{path.stem}-dark"))
 
 
 def shown(readme: Path) -> str:
