@@ -24,6 +24,9 @@ def test_there_are_examples():
 )
 def test_an_example_runs(path, tmp_path):
     said = assert_runs([str(path)], tmp_path)
+    if path.name == "small_gpt.py":
+        page = path.parents[1] / "docs" / "tutorials" / "gpt.md"
+        assert said in page.read_text(encoding="utf-8")
     if path.name == "context_parallel.py":  # starts torchrun by itself
         assert_said_once(said)
 

@@ -94,7 +94,8 @@ def _required(text: str) -> str:
 def _text(text: str) -> str:
     """Words of a help text as Markdown: what looks like an option or a file is code."""
     text = text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-    return re.sub(r"(?<![\w`-])(--[a-z][\w-]*|[\w/]+\.(?:json|gguf|py|md)\b)", r"`\1`", text)
+    code = r"(?<![\w`-])(--[a-z][\w-]*|[\w/]+\.(?:json|gguf|py|md)\b(?::\w+)?)"
+    return re.sub(code, r"`\1`", text)
 
 
 if __name__ == "__main__":
