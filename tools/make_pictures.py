@@ -219,7 +219,6 @@ def summary(figure: Figure) -> list[list[object]]:
         return [float(f(array)) for f in (np.min, np.mean, np.max)] if array.size else []
 
     shown: list[list[object]] = []
-    figure.draw_without_rendering()
     for artist in figure.findobj(lambda artist: artist.get_visible()):
         if isinstance(artist, Text) and artist.get_text():
             shown.append(["text", artist.get_text(), artist.get_fontsize()])
