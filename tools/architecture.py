@@ -48,8 +48,11 @@ LIBRARIES = {
 }
 # Imports against the order: `kernels` loads the kernel of a library on first use, `rotary` loads
 # its modules and the names that need torch when they are asked for ("?": by a name that is not
-# written out), and a conversion and the command write down the version.
-UPWARD = {("kernels", "kernels/cpu"), ("", "?"), ("checkpoint/writing", ""), ("cli/app", "")}
+# written out); a conversion, an exported kernel and the command write down the version.
+UPWARD = {
+    ("kernels", "kernels/cpu"), ("", "?"), ("checkpoint/writing", ""),
+    ("integrations/hub_kernel", ""), ("cli/app", ""),
+}  # fmt: skip
 FILES = {
     path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path
     for path in sorted(ROOT.rglob("*.py"))

@@ -3,5 +3,6 @@
 from . import checkpoints as checkpoints
 from . import configs as configs
 from . import context as context
+from . import export as export
 from . import machine as machine
 from .app import main as main

@@ -183,6 +183,13 @@ def formula(
     """
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
+    return by_operators(xs, cos, sin, geometry)
+
+
+def by_operators(
+    xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
+) -> tuple[Tensor, ...]:
+    """The formula itself: tables whose rows are those of the tokens, lined up by `geometry`."""
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
     sin = -sin if geometry.conjugate else sin
     rotary_dim = 2 * geometry.pairs

@@ -247,9 +247,8 @@ def rotate(
 ) -> tuple[Tensor, ...]:
     """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
 
-    The arguments are checked ones of `kernels/torch.py`: float32 tables, `rows` whole numbers or
-    None. A row number outside the tables gives NaN, because to look at it first would wait for the
-    device.
+    The arguments are checked before: float32 tables, `rows` whole numbers or None. A row number
+    outside the tables gives NaN, because to look at it first would wait for the device.
     """
     if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
