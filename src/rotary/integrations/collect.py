@@ -112,8 +112,9 @@ def _ordered(files: set[str]) -> list[str]:
 
     def visit(file: str) -> None:
         for other, _ in read(file).ours.values():
-            visit(other)
-        if file in files and file not in order:
+            if other in files:
+                visit(other)
+        if file not in order:
             order.append(file)
 
     for file in sorted(files):

@@ -66,7 +66,7 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  # the name of it in t
 
     cos and sin have one column for each rotated channel: the columns of all pairs, twice. Fewer
     columns than channels rotate that many channels. Half as many could also be one for each pair,
-    as in gpt_oss, so they are refused: take a layer that says it.
+    so they are refused: take the layer that says which.
     """
 
     has_backward = True
@@ -78,8 +78,9 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  # the name of it in t
         if 2 * cos.shape[-1] == q.shape[-1]:
             raise ValueError(
                 f"cos has {cos.shape[-1]} columns and a head {q.shape[-1]} channels: use layer "
-                "apply_rotary_half_width if these are one for each pair, as in gpt_oss, or "
-                "apply_rotary_partial if half of the channels are rotated"
+                "apply_rotary_half_width (gpt_oss) or apply_rotary_interleaved "
+                "(openai_privacy_filter) if these are one for each pair, or apply_rotary_partial "
+                "if half of the channels are rotated"
             )
         pairs = _half_of(cos)
         return apply_rotary(q, k, cos[..., :pairs], sin[..., :pairs], unsqueeze_dim)
@@ -99,26 +100,9 @@ class apply_rotary_partial(nn.Module):  # noqa: N801
 
 
 class apply_rotary_half_width(nn.Module):  # noqa: N801
-    """All channels of each head, in halves; cos and sin have one column for each pair: gpt_oss."""
+    """In halves, by tables with one column for each pair: gpt_oss.
 
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> Rotated:
-        if 2 * cos.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"cos has {cos.shape[-1]} columns and a head {q.shape[-1]} channels; this layer "
-                "takes one column for each pair of all channels"
-            )
-        return apply_rotary(q, k, cos, sin, unsqueeze_dim)
-
-
-class apply_rotary_interleaved(nn.Module):  # noqa: N801
-    """Channels 2 i and 2 i + 1 are a pair; cos and sin have its column twice, side by side.
-
-    Fewer columns than channels rotate that many channels.
+    Twice as many channels as columns are rotated.
     """
 
     has_backward = True
@@ -127,9 +111,22 @@ class apply_rotary_interleaved(nn.Module):  # noqa: N801
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> Rotated:
-        _half_of(cos)
-        one, other = cos[..., ::2], sin[..., ::2]
-        return apply_rotary(q, k, one, other, unsqueeze_dim, layout="interleaved")
+        return apply_rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+class apply_rotary_interleaved(nn.Module):  # noqa: N801
+    """Channels 2 i and 2 i + 1, by tables with one column for each pair: openai_privacy_filter.
+
+    Twice as many channels as columns are rotated.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> Rotated:
+        return apply_rotary(q, k, cos, sin, unsqueeze_dim, layout="interleaved")
 
 
 class apply_rotary_conjugate(nn.Module):  # noqa: N801
