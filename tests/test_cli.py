@@ -20,7 +20,7 @@ from rotary.demo import Check
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 COMMANDS = (
     *("demo", "inspect", "freqs", "bench", "doctor", "identify", "diff"),
-    *("decay", "reach", "plan", "explore", "vectors"),
+    *("decay", "reach", "plan", "explore", "vectors", "export-kernel"),
 )
 ANSI = "\x1b"
 

@@ -255,7 +255,8 @@ def test_every_function_of_transformers(package):
     """Bit for bit in float32, and no model needs another layer than the page says."""
     q, k, angles = operands()
     functions = dict(functions_of_transformers())
-    assert len(functions) >= 100
+    assert len(functions) == 120  # as docs/use_in.md counts them
+    assert functions.keys() > OTHER_LAYERS.keys()
     for model, function in functions.items():
         name = OTHER_LAYERS.get(model, "apply_rotary_transformers")
         cos, sin = tables(angles, columns="once" if name in ONE_COLUMN else "twice")
@@ -332,6 +333,21 @@ def test_other_ranks_and_shared_rows(way, package, request):
     assert torch.equal(packed.transpose(0, 1), apply(q[:1], None, cos[:1], sin[:1])[0][0])
     back = apply(*apply(q, k, cos, sin), cos, sin, conjugate=True)
     assert all(is_near(a, b.double(), 2) for a, b in zip(back, (q, k), strict=True))
+
+
+ROWS = json.loads((Path(__file__).parent / "golden/peers/hub_kernels.json").read_text())["rows"]
+
+
+def test_models_of_transformers_as_they_were_run():
+    """By `kernels` itself: logits and gradients, 0.0 apart in float32."""
+    float32 = [row for row in ROWS if "gradients" in row and "float32" in row["arguments"]]
+    bfloat16 = [row for row in ROWS if "gradients" in row and "bfloat16" in row["arguments"]]
+    assert len(float32) == len(bfloat16) == 20
+    assert all(row["logits"] == row["gradients"] == 0.0 for row in float32)
+    assert all(row["logits"] == row["gradients"] == "rounding" for row in bfloat16)
+    recorded, wrong_layer, _ = ROWS[40:]
+    assert recorded["logits"] == "rounding"  # Inductor
+    assert "use layer apply_rotary_half_width" in wrong_layer["refused"]
 
 
 # --- gradients and torch.compile ---
@@ -425,7 +441,11 @@ def test_layers_are_what_the_library_takes(name, package):
 
 
 REFUSED = {
-    ("apply_rotary_transformers", 4, "twice"): r"cos has 8 columns and a head 16 channels: use layer"
+    (
+        "apply_rotary_transformers",
+        4,
+        "twice",
+    ): r"cos has 8 columns and a head 16 channels: use layer"
     r" apply_rotary_half_width \(gpt_oss\) or",
     ("apply_rotary_partial", 3, "once"): "cos has 3 columns; one for each",
     ("apply_rotary_half_width", 8, "twice"): "tables of 16 pairs rotate 32 channels",

@@ -36,9 +36,9 @@ As a layer of a model of transformers (a function is called in place of the mode
     from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
 
     layer = LocalLayerRepository(repo_path=DIR, layer_name="apply_rotary_transformers")
-    modes = {{Mode.INFERENCE: layer, Mode.TRAINING: layer}}
-    with use_kernel_mapping({{"rotary_pos_emb": {{"cuda": modes, "cpu": modes}}}}):
-        kernelize(model, mode=Mode.INFERENCE)
+    mapping = {{"rotary_pos_emb": {{"cuda": layer, "rocm": layer, "cpu": layer}}}}
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(model, mode=Mode.INFERENCE)  # Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE
 
 By itself, with q of (batch, heads, seq, head_dim) and tables of (batch, seq, pairs):
 
