@@ -479,7 +479,8 @@ def test_what_does_not_fit_is_refused(package):
     with pytest.raises(ValueError, match="layout must be 'half' or 'interleaved', got 'neox'"):
         apply(q, k, cos, sin, layout="neox")
     for wrong in ({"cos": cos[:, :3], "sin": sin[:, :3]}, {"unsqueeze_dim": 2}, {"k": k[:1]},
-                  {"k": k[..., :8]}, {"q": q[0]}, {"q": q[:1], "k": k[:1]}):  # fmt: skip
+                  {"k": k[..., :8]}, {"q": q[0]}, {"q": q[:1], "k": k[:1]},
+                  {"k": k[:1], "cos": cos[:1], "sin": sin[:1]}):  # fmt: skip
         with pytest.raises(ValueError, match="do not fit; for "):
             apply(**({"q": q, "k": k, "cos": cos, "sin": sin} | wrong))
 
