@@ -13,6 +13,7 @@ torch.compile sees plain Python. docs/log.md has what the wrappers without such 
 through a module, `llama.apply_rotary_pos_emb(...)`, looks the other name up in that module.
 """
 
+import copy
 import dis
 import functools
 import re
@@ -21,8 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
+from torch import nn
+
 ORIGINAL = "_rotary_original"  # attribute of a function set on a module: the one it replaces
-_ROTATES = re.compile(r"rotate|rotary|apply.*rope", re.IGNORECASE)
+_ROTATES = re.compile(r"rotate|rotary|apply.*rope|apply_rot", re.IGNORECASE)
 
 
 # --- which functions a method calls ---
@@ -49,6 +52,18 @@ def rotations_called(
             value = getattr(module, name, None)
             if _is_rotation(value, name):
                 yield vars(module), value
+        for value in _local_functions(function):
+            yield function.__globals__, value
+
+
+@functools.lru_cache(maxsize=256)
+def _local_functions(method: FunctionType) -> tuple[FunctionType, ...]:
+    """The functions named like a rotation that a method defines inside itself, as Wan does."""
+    return tuple(
+        FunctionType(code, method.__globals__)
+        for code in _inside(method.__code__)
+        if _ROTATES.search(code.co_name) and not code.co_freevars
+    )
 
 
 def _is_rotation(value: object, name: str) -> TypeGuard[Callable[..., object]]:
@@ -127,6 +142,8 @@ def copy_calling(
         if (new := new_names.get(id(getattr(module, name, None))))
     ]
     renamed = dict(through)
+    local = {function.__code__: new_names[id(function)]
+             for function in _local_functions(method) if id(function) in new_names}  # fmt: skip
     for name in _globals(code):
         if new := new_names.get(id(method.__globals__.get(name))):
             renamed[name] = new
@@ -140,7 +157,7 @@ def copy_calling(
         is_calling = any(function in dict(names) for _, function in called)
         cells.append(CellType(copy_calling(inner, names)) if is_calling else cell)
     copy = FunctionType(
-        _renamed(code, renamed),
+        _renamed(code, renamed, local),
         method.__globals__,
         method.__name__,
         method.__defaults__,
@@ -161,44 +178,81 @@ def _count_attributes(code: CodeType, name: str) -> int:
     return own + sum(_count_attributes(part, name) for part in _inside(code))
 
 
-def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
+def _renamed(code: CodeType, names: Mapping[str, str], local: Mapping[CodeType, str]) -> CodeType:
+    """A code object with other names, and with calls of a global in place of local functions."""
     return code.replace(
         co_names=tuple(names.get(name, name) for name in code.co_names),
         co_consts=tuple(
-            _renamed(part, names) if isinstance(part, CodeType) else part for part in code.co_consts
+            part if not isinstance(part, CodeType)
+            else _calling(part.co_name, local[part]) if part in local
+            else _renamed(part, names, local)
+            for part in code.co_consts
         ),
-    )
+    )  # fmt: skip
+
+
+def _calling(name: str, other: str) -> CodeType:
+    """The code of a function that calls another one, a global, with its own arguments."""
+    source = f"def {name}(*args, **kwargs): return {other}(*args, **kwargs)"
+    return _inside(compile(source, "<rotary>", "exec"))[0]
 
 
 # --- methods set on one module ---
 
 
-def attribute_of(module: object, name: str, method: Callable[..., object]) -> str:
+def attribute_of(owner: object, name: str, method: Callable[..., object]) -> str:
     """The attribute to set in place of a method; ValueError if somebody has set it before."""
     hooked = f"_old_{name}"  # accelerate keeps what it wraps there
-    attribute = hooked if hooked in vars(module) else name
-    own = vars(module).get(attribute)
+    attribute = hooked if hooked in vars(owner) else name
+    own = vars(owner).get(attribute)
     if own is not None and getattr(own, "__func__", None) is not method:
         raise ValueError(f"is called by a {name} that was replaced before")
     return attribute
 
 
 def set_method(
-    module: object, attribute: str, function: Callable[..., object], original: object
+    owner: object, attribute: str, function: Callable[..., object], original: object
 ) -> None:
-    """Let `function` be called for a method of this module alone, until `restore_methods`."""
+    """Let `function` be called for a method of this object alone, until `restore_methods`.
+
+    Python looks `__call__` up in the class, so the object gets a class of its own.
+    """
     setattr(function, ORIGINAL, original)
-    object.__setattr__(module, attribute, MethodType(function, module))
+    if attribute == "__call__":
+        kind = _calling_class(type(owner), function)  # type: ignore[arg-type]  # it has a hash
+        object.__setattr__(owner, "__class__", kind)
+    else:
+        object.__setattr__(owner, attribute, MethodType(function, owner))
 
 
-def restore_methods(model: Any) -> bool:
+@functools.lru_cache(maxsize=256)  # one for all layers
+def _calling_class(kind: type, function: Callable[..., object]) -> type:
+    """`kind` with another `__call__`; its objects are pickled as those of `kind`."""
+
+    def reduced(self: object, protocol: int) -> object:
+        plain: object = object.__new__(kind)
+        plain.__dict__.update(vars(self))
+        return plain.__reduce_ex__(1)  # later protocols want the class of `self`
+
+    def copied(self: object, memo: dict[int, object]) -> object:
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(vars(self), memo))
+        return other
+
+    made = {"__call__": function, "__reduce_ex__": reduced, "__deepcopy__": copied}
+    return type(kind.__name__, (kind,), {**made, "__module__": kind.__module__, ORIGINAL: kind})
+
+
+def restore_methods(model: nn.Module) -> bool:
     """Take every `set_method` in a torch model back; whether there was one."""
     replaced = _methods_set(model)
-    for module, attribute, original in replaced:
-        if attribute.startswith("_old_"):
-            object.__setattr__(module, attribute, MethodType(original, module))
+    for owner, attribute, original in replaced:
+        if attribute == "__class__":
+            object.__setattr__(owner, attribute, original)
+        elif attribute.startswith("_old_"):
+            object.__setattr__(owner, attribute, MethodType(original, owner))
         else:
-            object.__delattr__(module, attribute)
+            object.__delattr__(owner, attribute)
     return bool(replaced)
 
 
@@ -207,11 +261,29 @@ def is_patched(model: Any) -> bool:
     return bool(_methods_set(model))
 
 
-def _methods_set(model: Any) -> list[tuple[Any, str, Any]]:
-    """(module, attribute, original function) of every method that `set_method` set."""
-    return [
-        (module, attribute, getattr(value.__func__, ORIGINAL))
-        for module in model.modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, MethodType) and hasattr(value.__func__, ORIGINAL)
-    ]
+def owners(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """(path, object) of what may have methods that rotate: modules, and diffusers' processors.
+
+    A processor is no module: `attention.processor`, which the attention calls, with itself.
+    """
+    seen = set()
+    for path, module in model.named_modules():
+        yield path, module
+        processor = vars(module).get("processor")
+        if hasattr(processor, "__dict__") and id(processor) not in seen:
+            seen.add(id(processor))
+            yield f"{path}.processor".lstrip("."), processor
+
+
+def _methods_set(model: nn.Module) -> list[tuple[object, str, Callable[..., object]]]:
+    """(owner, attribute, original) of every method that `set_method` set."""
+    found: list[tuple[object, str, Callable[..., object]]] = []
+    for _, owner in owners(model):
+        if ORIGINAL in vars(type(owner)):
+            found.append((owner, "__class__", vars(type(owner))[ORIGINAL]))
+        found += [
+            (owner, attribute, getattr(value.__func__, ORIGINAL))
+            for attribute, value in getattr(owner, "__dict__", {}).items()
+            if isinstance(value, MethodType) and hasattr(value.__func__, ORIGINAL)
+        ]
+    return found

@@ -7,20 +7,37 @@ Nothing is concluded from names or source text: a function is called on small ra
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..rotate import rotate
-from .styles import full_width, half_width
+from .styles import full_width, half_width, held
 
 TOLERANCE = 4e-6  # float32: some roundings of values below 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)  # what a wrong shape raises
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+)  # what a wrong shape raises
 _KEPT = "_rotary_prepared"
 _LAYOUTS = ("half", "interleaved")
+_COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
+# parameters of diffusers and timm that choose one of several rotations, and all their values
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "use_real": (True, False),
+    "use_real_unbind_dim": (-1, -2),
+    "sequence_dim": (1, 2),
+    "half": (False, True),
+}
+_PAIRS = (("cos", "sin"), ("freqs_cos", "freqs_sin"), ("cos_emb", "sin_emb"))
+_SINGLE = re.compile(r"freqs_ci|emb$")  # one parameter that holds both
 
 _BATCH, _SEQ, _HEAD_DIM = 2, 5, 16
 
@@ -30,13 +47,17 @@ class Convention(NamedTuple):
 
     parameters  its parameters; the first `operands` are rotated
     tables      the one or two among them that hold cos and sin
+    holder      "each" holds one of the two, or a complex number; "tuple": one holds (cos, sin);
+                "joined": one tensor holds sin and then cos along its last axis
     defaults    of the parameters that must not be given another value
+    chosen      the values that parameters listed in `_CHOICES` must have
     new_axis    axis of size one that the tables get; "unsqueeze_dim" if a parameter says it
     style       how a table holds its pairs, one of those in `styles`
     start       where a narrower table turns the head: "leading", "trailing", or None: nowhere
     clockwise   pairs turn by -angle
     promotes    the result takes the wider dtype of x and table; else that of x
     by_config   the layout is that of the weights by the config, not that of the function
+    has_prefix  tokens before those of the tables stay as they are
     """
 
     parameters: tuple[str, ...]
@@ -51,6 +72,9 @@ class Convention(NamedTuple):
     start: str | None = None
     promotes: bool = False
     by_config: bool = False
+    has_prefix: bool = False
+    holder: str = "each"
+    chosen: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
         layout = self.layout
@@ -60,11 +84,40 @@ class Convention(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def convention_of(function: Callable[..., object]) -> Convention:
-    """The first `Convention` that gives what `function` gives.
+def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
+    """A `Convention` for each way in which the parameters of `function` let it rotate.
+
+    Raises ValueError as `convention_of`, of which this is the plural.
+
+    >>> def turned(x, cos, sin, half=False):
+    ...     first, second = x.chunk(2, dim=-1) if half else (x[..., ::2], x[..., 1::2])
+    ...     both = first * cos - second * sin, second * cos + first * sin
+    ...     return torch.cat(both, -1) if half else torch.stack(both, -1).flatten(-2)
+    >>> [(convention.chosen, convention.layout) for convention in conventions_of(turned)]
+    [((('half', False),), 'interleaved'), ((('half', True),), 'half')]
+    """
+    names = [name for name in inspect.signature(function).parameters if name in _CHOICES]
+    if not names:
+        return (convention_of(function),)
+    found, error = [], ValueError("computes no rotation of q and k that rotary knows")
+    for values in itertools.product(*[_CHOICES[name] for name in names]):
+        try:
+            found.append(convention_of(function, tuple(zip(names, values, strict=True))))
+        except ValueError as refused:
+            error = refused
+    if not found:
+        raise error
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def convention_of(
+    function: Callable[..., object], chosen: tuple[tuple[str, object], ...] = ()
+) -> Convention:
+    """The first `Convention` that gives what `function` gives, called with what is `chosen`.
 
     Raises ValueError if none does, or if it does not take one or two tensors and then cos and sin,
-    or one complex table, and nothing else without a default.
+    or one that holds both, and nothing else without a default.
 
     >>> def turned(x, cos, sin):
     ...     first, second = x.chunk(2, dim=-1)
@@ -75,56 +128,67 @@ def convention_of(function: Callable[..., object]) -> Convention:
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     names = tuple(defaults)
-    tables: tuple[str, ...] = ("cos", "sin")
-    if not {"cos", "sin"} <= set(names):
-        tables = tuple(name for name in names if name.startswith("freqs_ci"))
+    tables: tuple[str, ...] = next((pair for pair in _PAIRS if {*pair} <= {*names}), ())
+    tables = tables or tuple([name for name in names if _SINGLE.match(name)][:1])
     operands = min((names.index(name) for name in tables), default=0)
     for name in (*names[:operands], *tables):
         del defaults[name]
     if operands not in (1, 2) or inspect.Parameter.empty in defaults.values():
         raise ValueError(f"takes ({', '.join(names)}), not x or q, k and then cos, sin")
-    styles = ("complex",) if len(tables) == 1 else ("half", "first", "halves", "repeat")
+    wide = [(style, "each") for style in ("half", "first", "halves", "repeat")]
+    if len(tables) == 1:
+        wide = [(style, how) for how in ("tuple", "joined") for style in ("halves", "repeat")]
+        wide = [("complex", "each"), *wide]
     trials = _trials("unsqueeze_dim" in defaults)
-    for style, trial in itertools.product(styles, trials):
+    for (style, holder), trial in itertools.product(wide, trials):
         for layouts_and_sign in itertools.product(_LAYOUTS, _LAYOUTS, (False, True)):
             convention = Convention(
-                names, operands, tables, defaults, trial.new_axis, style, *layouts_and_sign
-            )
+                names, operands, tables, defaults, trial.new_axis, style, *layouts_and_sign,
+                holder=holder, chosen=chosen,
+            )  # fmt: skip
             if _agrees(function, convention, trial, _HEAD_DIM):
                 return _completed(function, convention, trial)
     raise ValueError("computes no rotation of q and k that rotary knows")
 
 
 def replacement_of(
-    function: Callable[..., object], convention: Convention, *, keeps_dtype: bool = False
+    function: Callable[..., object],
+    *conventions: Convention,
+    keeps_dtype: bool = False,
 ) -> Callable[..., object]:
     """A function called as `function` is, which rotates by `rotary.rotate`.
 
-    A call that does not fit (another argument, shape or dtype) goes to `function` itself; with
-    `convention.by_config` it raises ValueError, for `function` would rotate the wrong channels.
-    `keeps_dtype` is for tables that are wider than those of the model: the result has the dtype of
-    x, and `function` gets them in that dtype.
+    Of several conventions the one that a call chooses is taken. A call that does not fit (another
+    argument, shape or dtype) goes to `function` itself; with `convention.by_config` it raises
+    ValueError, for `function` would rotate the wrong channels. `keeps_dtype` is for tables that are
+    wider than those of the model: the result has the dtype of x, and `function` gets them in that
+    dtype.
     """
     if keeps_dtype:
-        convention = convention._replace(promotes=False)
-    needed = (*convention.parameters[: convention.operands], *convention.tables)
+        conventions = tuple([each._replace(promotes=False) for each in conventions])
+    convention = conventions[0]
+    operands = convention.parameters[: convention.operands]
+    needed = (*operands, *convention.tables)
 
     @functools.wraps(function, updated=())
     def rotation(*args: Any, **kwargs: Any) -> Any:
         values = dict(zip(convention.parameters, args, strict=False), **kwargs)
-        is_complete = len(values) == len(args) + len(kwargs) and all(
-            [isinstance(values.get(name), Tensor) for name in needed]
+        is_complete = (
+            len(values) == len(args) + len(kwargs)
+            and all([isinstance(values.get(name), Tensor) for name in operands])
+            and all([name in values for name in needed])
         )
-        rotated = _rotated(convention, values) if is_complete else None
-        if rotated is not None:
-            return rotated
+        for each in conventions if is_complete else ():
+            rotated = _rotated(each, values)
+            if rotated is not None:
+                return rotated
         if convention.by_config:
             raise ValueError(
                 f"{function.__name__} is called with shapes or dtypes that rotary does not take, "
                 f"and its own code does not rotate {convention.layout} weights; convert the "
                 "weights back to its own layout"
             )
-        if is_complete and keeps_dtype and convention.style != "complex":
+        if is_complete and keeps_dtype and len(convention.tables) == 2:
             dtype = values[needed[0]].dtype
             return function(**values | {name: values[name].to(dtype) for name in convention.tables})
         return function(*args, **kwargs)
@@ -135,20 +199,26 @@ def replacement_of(
 def _rotated(convention: Convention, arguments: Mapping[str, Any]) -> Any:
     """What a rotation function returns for these arguments; None where `rotate` does not fit."""
     values: dict[Any, Any] = {**convention.defaults, **arguments}
+    if any([values[name] != value for name, value in convention.chosen]):
+        return None
     axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
     xs = tuple([arguments[name] for name in convention.parameters[: convention.operands]])
     tables = tuple([arguments[name] for name in convention.tables])
+    if convention.holder == "tuple" and isinstance(tables[0], (tuple, list)):
+        tables = tuple(tables[0])
     is_default = [
-        values[name] is default or name == convention.new_axis
+        values[name] is default or name == convention.new_axis or name in _CHOICES
         for name, default in convention.defaults.items()
     ]
     if (
         not all(is_default)
         or len(values) != len(convention.parameters)
+        or not all([isinstance(table, Tensor) for table in tables])
+        or len(tables) != (1 if convention.holder == "joined" else _COUNTS[convention.style])
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES
         or any([x.dtype != xs[0].dtype for x in xs])
-        or (prepared := _prepared(convention.style, tables, axis, xs[0].ndim)) is None
+        or (prepared := _prepared(convention, tables, axis, tuple(xs[0].shape))) is None
     ):
         return None
     cos, sin = prepared
@@ -175,24 +245,38 @@ def _rotated(convention: Convention, arguments: Mapping[str, Any]) -> Any:
 
 
 def _prepared(
-    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int
+    convention: Convention, tables: Sequence[Tensor], axis: int | None, shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor] | None:
-    """`half_width`, computed once for all layers of a forward: kept on the first table itself.
+    """cos and sin for x of this shape, computed once for all layers of a forward.
 
-    So it is gone with that table.
+    They are kept on the first table itself, so they are gone with that table.
     """
+    rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
+    prefix = shape[-2] - rows if convention.has_prefix else 0
     if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
-        return half_width(style, tables, axis, ndim)
+        return _half_width(convention.style, tables, axis, len(shape), prefix)
     first, last = tables[0], tables[-1]
     versions = [0 if table.is_inference() else table._version for table in tables]
     kept = vars(first).setdefault(_KEPT, {})
-    key = style, axis, ndim
+    key = convention.style, axis, len(shape), prefix
     other = None if last is first else last  # a table must not hold itself
     if key in kept and kept[key][0] is other and kept[key][1] == versions:
         return kept[key][2]
-    prepared = half_width(style, tables, axis, ndim)
+    prepared = _half_width(convention.style, tables, axis, len(shape), prefix)
     kept[key] = other, versions, prepared
     return prepared
+
+
+def _half_width(
+    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int, prefix: int
+) -> tuple[Tensor, Tensor] | None:
+    """`half_width`, with rows of angle 0 for tokens that come before those of the tables."""
+    halves = half_width(style, tables, axis, ndim)
+    if halves is None or prefix <= 0:
+        return halves
+    cos, sin = [nn.functional.pad(table, (0, 0, prefix, 0), value=start)
+                for table, start in zip(halves, (1.0, 0.0), strict=True)]  # fmt: skip
+    return cos, sin
 
 
 # --- trying a function ---
@@ -219,6 +303,8 @@ def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
         _Trial(-2, _HEADS_LAST, (_BATCH, _SEQ)),
         _Trial(-2, ((_SEQ, 3), (_SEQ, 2)), (_SEQ,)),
         _Trial(None, _HEADS_FIRST, (_SEQ,)),
+        _Trial(-2, _HEADS_LAST, (_SEQ,)),
+        _Trial(None, _HEADS_LAST, (1, _SEQ, 1)),
     ]
 
 
@@ -260,8 +346,12 @@ def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str,
     if convention.style == "first":
         unread = torch.randn(angles.shape, generator=random)
         tables = tuple(torch.cat((table, unread), dim=-1) for table in tables)
-    axis = {} if trial.unsqueeze_dim is None else {"unsqueeze_dim": trial.unsqueeze_dim}
-    return {**xs, **dict(zip(convention.tables, tables, strict=True)), **axis}
+    more = dict(convention.chosen)
+    if trial.unsqueeze_dim is not None:
+        more["unsqueeze_dim"] = trial.unsqueeze_dim
+    if convention.holder != "each":
+        return {**xs, convention.tables[0]: held(convention.holder, tables), **more}
+    return {**xs, **dict(zip(convention.tables, tables, strict=True)), **more}
 
 
 def _completed(
@@ -277,6 +367,10 @@ def _completed(
         if _agrees(function, narrow, trial, _HEAD_DIM // 2):
             convention = narrow
             break
+    if convention.new_axis is None and trial.table == (_SEQ,):
+        after = convention._replace(has_prefix=True)
+        if _agrees(function, after, trial._replace(table=(_SEQ - 2,)), _HEAD_DIM):
+            convention = after
     arguments = _random(convention, trial, _HEAD_DIM)
     for name in convention.parameters[: convention.operands]:
         arguments[name] = arguments[name].bfloat16()

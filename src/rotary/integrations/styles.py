@@ -5,6 +5,8 @@
 "repeat"   each column twice, side by side
 "first"    all columns, and as many that nothing reads
 "complex"  one complex table, cos + i sin
+
+One real tensor in place of two is sin and then cos, joined along the last axis, as timm has them.
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,15 @@ from torch import Tensor
 
 
 def style_of(tables: Sequence[Tensor]) -> str:
-    """The style of (cos, sin), or of one complex table, by its values.
+    """The style of (cos, sin), or of one table that holds both, by its values.
 
     >>> style_of([torch.tensor([1.0, 2.0, 1.0, 2.0])] * 2)
     'halves'
     """
     if len(tables) == 1:
-        return "complex"
+        if tables[0].is_complex():
+            return "complex"
+        tables = tables[0].chunk(2, dim=-1)
     if tables[0].shape[-1] % 2 == 0:
         if all(torch.equal(*table.chunk(2, dim=-1)) for table in tables):
             return "halves"
@@ -41,7 +45,12 @@ def half_width(
     """
     if tables[0].is_complex() != (style == "complex"):
         return None
-    cos, sin = (tables[0].real, tables[0].imag) if style == "complex" else tables
+    if style == "complex":
+        cos, sin = tables[0].real, tables[0].imag
+    elif len(tables) == 1:
+        sin, cos = tables[0].chunk(2, dim=-1)
+    else:
+        cos, sin = tables
     if cos.shape != sin.shape or cos.ndim == 0 or cos.dtype == torch.float64:
         return None
     width = cos.shape[-1]
@@ -76,3 +85,12 @@ def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     if style == "repeat":
         return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
     return cos, sin
+
+
+def held(holder: str, tables: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """cos and sin as one argument of a function: a "tuple", or one tensor, sin and cos "joined".
+
+    >>> held("joined", torch.tensor([[1.0], [0.0]]).unbind())
+    tensor([0., 1.])
+    """
+    return tuple(tables) if holder == "tuple" else torch.cat((tables[1], tables[0]), dim=-1)

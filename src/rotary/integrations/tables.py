@@ -1,5 +1,7 @@
 """The modules that make cos and sin: what they return, by trying them, and exact tables instead.
 
+Those of images and video are known to `grids`.
+
 A rotary embedding of transformers makes tables from positions: `forward(x, position_ids)`, some
 with a `layer_type`. It is tried on a copy, with few and small positions, so that the model is never
 touched.
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from ..angles import cos_sin, inv_freq
 from ..configs import from_hf_config
 from ..spec import Rotary
+from .grids import exact_tables, maker_of, tables_of
 from .styles import full_width, half_width, style_of
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
@@ -46,6 +49,7 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if list(inspect.signature(type(module).forward).parameters)[1:] in takes
+        or maker_of(module) is not None
     }
 
 
@@ -87,6 +91,8 @@ def source_of(module: nn.Module, layer_type: str | None) -> Source:
 def styles_of(module: nn.Module) -> set[str]:
     """The styles of the tables that a rotary embedding makes; none if it cannot be tried."""
     try:
+        if maker_of(module) is not None:
+            return {style_of(tables_of(module))}
         return {source_of(module, kind).style for kind in layer_types(module)}
     except ValueError:
         return set()
@@ -116,10 +122,15 @@ def _tried(
 # --- exact tables ---
 
 
-def exact_forward(module: nn.Module) -> Callable[..., object]:
-    """A forward for `module` with float32 tables from exact angles; ValueError if it cannot be."""
+def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
+    """A forward for `module`, a part of `model`, with float32 tables from exact angles.
+
+    Raises ValueError if it cannot be.
+    """
     if any(True for _ in module.parameters()):
         raise ValueError("its frequencies are learned")
+    if maker_of(module) is not None:
+        return exact_tables(module, model)
     exact = {}
     for kind in layer_types(module):
         source = source_of(module, kind)

@@ -25,11 +25,12 @@ from .methods import (
     attribute_of,
     copy_calling,
     is_patched,
+    owners,
     restore_methods,
     rotations_called,
     set_method,
 )
-from .rotations import Convention, convention_of, replacement_of
+from .rotations import Convention, conventions_of, replacement_of
 
 
 @dataclasses.dataclass
@@ -119,7 +120,10 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
         )
     forwards = _exact_forwards(model, callers, skipped) if exact else {}
     patched = [
-        (caller.path, " and ".join(sorted(set(map(str, caller.conventions.values())))))
+        (
+            caller.path,
+            " and ".join(sorted({str(e) for c in caller.conventions.values() for e in c})),
+        )
         for caller in callers
     ]
     patched += [(name, "exact tables") for name in forwards]
@@ -150,15 +154,15 @@ class _Caller(NamedTuple):
     """A method of one module that calls rotation functions.
 
     attribute    of the module, to set in place of the method
-    conventions  by which to rotate instead of each function
+    conventions  by which to rotate instead of each function, in each way it can be called
     embedding    the path of the module that makes its tables
     """
 
     path: str
-    module: nn.Module
+    module: object
     attribute: str
     method: Any  # a function; as a FunctionType it would be taken for a method of this class
-    conventions: dict[Callable[..., object], Convention]
+    conventions: dict[Callable[..., object], tuple[Convention, ...]]
     embedding: str | None
 
     def patched(self, *, is_exact: bool) -> FunctionType:
@@ -167,12 +171,13 @@ class _Caller(NamedTuple):
         for globals_, function in rotations_called(self.method):
             if function not in self.conventions:
                 continue
-            convention = self.conventions[function]
+            conventions = self.conventions[function]
             kind = "exact_" if is_exact else ""
-            kind += f"{convention.layout}_" if convention.by_config else ""
+            kind += f"{conventions[0].style}_" if conventions[0].chosen else ""
+            kind += f"{conventions[0].layout}_" if conventions[0].by_config else ""
             name = names[function] = f"_rotary_{kind}{function.__name__}"
             if getattr(globals_.get(name), "__wrapped__", None) is not function:
-                globals_[name] = replacement_of(function, convention, keeps_dtype=is_exact)
+                globals_[name] = replacement_of(function, *conventions, keeps_dtype=is_exact)
         return copy_calling(self.method, tuple(names.items()))
 
 
@@ -182,15 +187,17 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
     skipped: list[tuple[str, str]] = []
     styles = {name: tables.styles_of(module) for name, module in tables.embeddings(model).items()}
     layouts = _layouts_by_config(model)
-    for path, module in model.named_modules():
+    for path, module in owners(model):
+        if path in styles:
+            continue
         embedding = tables.nearest(styles, path)
-        layout = layouts[path]
+        layout = layouts.get(path)
         for name, method in _methods_of(type(module)):
-            conventions: dict[Callable[..., object], Convention] = {}
+            conventions: dict[Callable[..., object], tuple[Convention, ...]] = {}
             for _, function in rotations_called(method):
                 try:
-                    convention = convention_of(function)
-                    _check_tables(convention, styles.get(embedding or "", set()))
+                    found = conventions_of(function)
+                    found = _of_these_tables(found, styles.get(embedding or "", set()))
                     attribute_of(module, name, method)
                     copy_calling(method, ((function, "_"),))  # raises where it cannot be
                 except ValueError as error:
@@ -201,11 +208,11 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                         ) from error
                     skipped.append((path, f"{function.__name__} {error}"))
                     continue
-                if layout is not None and layout != convention.layout:
-                    convention = convention._replace(
-                        layout=layout, out_layout=layout, by_config=True
-                    )
-                conventions[function] = convention
+                conventions[function] = tuple(
+                    each if layout in (None, each.layout)
+                    else each._replace(layout=layout, out_layout=layout, by_config=True)
+                    for each in found
+                )  # fmt: skip
             if conventions:
                 attribute = attribute_of(module, name, method)
                 callers.append(_Caller(path, module, attribute, method, conventions, embedding))
@@ -244,14 +251,21 @@ def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
     return layouts
 
 
-def _check_tables(convention: Convention, styles: set[str]) -> None:
-    """A table that holds each pair twice is read once: that must be what the model makes."""
-    if convention.style not in ("halves", "repeat"):
-        return
+def _of_these_tables(
+    conventions: tuple[Convention, ...], styles: set[str]
+) -> tuple[Convention, ...]:
+    """Those that read the tables of the model; ValueError if there is none.
+
+    A table that holds each pair twice is read once: that must be what the model makes.
+    """
+    if all(each.style not in ("halves", "repeat") for each in conventions):
+        return conventions
     if not styles:
         raise ValueError("gets its tables from a module that rotary does not know")
-    if styles != {convention.style}:
+    fitting = tuple(each for each in conventions if {each.style} == styles)
+    if not fitting:
         raise ValueError("gets tables that may turn the two channels of a pair differently")
+    return fitting
 
 
 def _exact_forwards(
@@ -270,7 +284,7 @@ def _exact_forwards(
             if name in read_by_skipped:
                 raise ValueError("its tables are read by a module that was skipped")
             attribute_of(module, "forward", type(module).forward)
-            forwards[name] = tables.exact_forward(module)
+            forwards[name] = tables.exact_forward(module, model)
         except ValueError as error:
             skipped.append((name, f"keeps its own tables: {error}"))
     return forwards

@@ -1,0 +1,211 @@
+"""The modules of diffusers, timm and DINOv3 that make the tables of an image or a video.
+
+They are given no positions, as those of `tables` are, but ids of patches, an image, or its size.
+Each way of calling them that is known here says how to try one, and which positions a call means.
+"""
+
+import copy
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ..angles import cos_sin
+from ..configs import from_hf_config
+from ..configs.diffusers import from_diffusers_config
+from ..positions import grid
+from ..spec import Rotary
+from .styles import full_width, style_of
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+_NAME = re.compile("rope|rotary|pos_?embed|positionembedding", re.IGNORECASE)  # of their classes
+_SIZES = (2, 3, 4)  # patches along each axis of what a module is tried with
+_CLOSE = 2e-5  # float32 angles of a few turns; 16-bit tables round by more
+
+
+class Maker(NamedTuple):
+    """A way of making tables: the method, its first parameter, what is tried, what it means.
+
+    examples   arguments that the module may take, the first that it does take counts
+    positions  (tokens, axes) of the patches of such an argument
+    augments   whether training moves the positions at random
+    """
+
+    method: str
+    parameter: str
+    examples: Callable[[nn.Module], Iterator[object]]
+    positions: Callable[[nn.Module, Tensor], Tensor] | None = None
+    augments: bool = False
+
+
+def maker_of(module: nn.Module) -> Maker | None:
+    """How a module makes tables of patches; None if it makes none that is known.
+
+    >>> maker_of(nn.Linear(2, 2))
+    """
+    if not _NAME.search(type(module).__name__):
+        return None  # to try every module would copy the weights of a model
+    for maker in _MAKERS:
+        method = getattr(type(module), maker.method, None)
+        if callable(method) and list(inspect.signature(method).parameters)[1:2] == [
+            maker.parameter
+        ]:
+            return maker if next(_tried(module, maker), None) else None
+    return None
+
+
+def tables_of(module: nn.Module) -> tuple[Tensor, ...]:
+    """Tables that a module makes of a small image; ValueError if it does not."""
+    maker = maker_of(module)
+    found = None if maker is None else next(_tried(module, maker), None)
+    if found is None:
+        raise ValueError("could not be tried")
+    return found[1]
+
+
+def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
+    """A forward for `module`, a part of `model`, with float32 tables from exact angles.
+
+    In training DINOv3 moves the positions at random: there the module's own forward answers.
+    Raises ValueError where the config says no frequencies, or not those of the module.
+    """
+    maker = maker_of(module)
+    if maker is None or maker.positions is None:
+        raise ValueError("it does not say which positions its tables are of")
+    positions_of, augments = maker.positions, maker.augments
+    argument, theirs = next(_tried(module, maker))
+    spec, style, shape = _spec(module, model), style_of(theirs), theirs[0].shape
+    tokens = math.prod(shape[:-1])
+
+    def tables(at: Tensor) -> tuple[Tensor, ...]:
+        wide = full_width(style, *cos_sin(spec, at, allow_negative=True))
+        return tuple([t.reshape([-1 if n == tokens else n for n in shape]) for t in wide])
+
+    assert isinstance(argument, Tensor)  # all but the sizes, which mean no positions
+    at = positions_of(module, argument)
+    if spec.num_axes != at.shape[-1]:
+        raise ValueError(f"its positions have {at.shape[-1]} axes, its config {spec.num_axes}")
+    ours = tables(at)
+    if len(theirs) != len(ours) or any(
+        one.shape != other.shape
+        or (one - other).abs().max() > max(_CLOSE, torch.finfo(one.dtype).eps)
+        for one, other in zip(theirs, ours, strict=True)
+    ):
+        raise ValueError("its tables are not those of its config")
+    own = type(module).forward
+
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor) or (augments and self.training):
+            return own(self, *args, **kwargs)
+        made = tables(positions_of(self, given[0]).to(given[0].device))
+        return made if len(made) == 2 else made[0]
+
+    return forward
+
+
+def _tried(module: nn.Module, maker: Maker) -> Iterator[tuple[object, tuple[Tensor, ...]]]:
+    """Each example that a module takes, and the float32 tables that it gives."""
+    try:
+        trial = copy.deepcopy(module).to("cpu").eval()
+        for example in maker.examples(trial):
+            try:
+                with torch.no_grad():
+                    made = getattr(trial, maker.method)(example)
+            except _REFUSALS:
+                continue
+            tables = made if isinstance(made, tuple) else (made,)
+            if _are_of_angles(tables):
+                yield example, tables
+    except _REFUSALS:
+        return
+
+
+def _are_of_angles(tables: Sequence[object]) -> TypeGuard[tuple[Tensor, ...]]:
+    """Whether these are cos and sin, in two tensors or in one."""
+    tensors = [table for table in tables if isinstance(table, Tensor) and table.ndim > 1]
+    if len(tensors) != len(tables) or len(tensors) not in (1, 2):
+        return False
+    if len(tensors) == 1:
+        both = tensors[0]
+        tensors = [both.real, both.imag] if both.is_complex() else list(both.chunk(2, dim=-1))
+    cos, sin = tensors[0], tensors[-1]
+    squares = cos.square() + sin.square() if cos.shape == sin.shape else cos * 0
+    return bool((squares.float() - 1).abs().max() < 0.02)  # tables may be rounded to 16 bits
+
+
+def _spec(module: nn.Module, model: nn.Module) -> Rotary:
+    """By the config of the module, as DINOv3 has it, or that of the diffusers model around it."""
+    config = getattr(module, "config", None)
+    spec = from_diffusers_config(model) if config is None else from_hf_config(config)
+    if spec is None:
+        raise ValueError("its config says that nothing is rotated")
+    return spec
+
+
+# --- the ways of making tables ---
+
+
+def _ids(module: nn.Module) -> Iterator[Tensor]:
+    """Flux: ids (tokens, axes); fewer axes than it has would be taken too."""
+    random = torch.Generator().manual_seed(5)
+    for axes in range(6, 0, -1):
+        yield torch.randint(1, 40, (24, axes), generator=random)
+
+
+def _videos(module: nn.Module) -> Iterator[Tensor]:
+    """Wan and HunyuanVideo: (batch, channels, frames, height, width), in patches."""
+    patch = _patch(module)
+    yield torch.zeros(1, 1, *[n * size for n, size in zip(_SIZES, patch, strict=True)])
+
+
+def _video_positions(module: nn.Module, x: Tensor) -> Tensor:
+    sizes = [n // size for n, size in zip(x.shape[2:], _patch(module), strict=True)]
+    return grid(*sizes, like=x)
+
+
+def _patch(module: nn.Module) -> list[int]:
+    """Frames, rows and columns of a patch."""
+    size = getattr(module, "patch_size")  # noqa: B009  # a Tensor or Module, for mypy
+    if isinstance(size, Sequence):
+        return list(size)
+    return [int(getattr(module, "patch_size_t")), int(size), int(size)]  # noqa: B009
+
+
+def _images(module: nn.Module) -> Iterator[Tensor]:
+    """DINOv3: (batch, channels, height, width), in patches."""
+    rows, columns = _image_patch(module)
+    yield torch.zeros(1, 3, 2 * rows, 3 * columns)
+
+
+def _centres(module: nn.Module, x: Tensor) -> Tensor:
+    """The middle of each patch in [-1, 1], times one turn."""
+    sizes = [n // size for n, size in zip(x.shape[2:], _image_patch(module), strict=True)]
+    spacing = [4 * math.pi / size for size in sizes]
+    return grid(*sizes, spacing=spacing, origin="center", like=x)
+
+
+def _image_patch(module: nn.Module) -> tuple[int, int]:
+    size = getattr(getattr(module, "config", None), "patch_size", None)
+    if isinstance(size, Sequence):
+        return size[0], size[1]
+    if not isinstance(size, int):
+        raise ValueError("its config has no patch_size")
+    return size, size
+
+
+def _shapes(module: nn.Module) -> Iterator[list[int]]:
+    """timm: (rows, columns)."""
+    yield [2, 3]
+
+
+_MAKERS = (
+    Maker("get_embed", "shape", _shapes),
+    Maker("forward", "ids", _ids, lambda module, ids: ids.double()),
+    Maker("forward", "hidden_states", _videos, _video_positions),
+    Maker("forward", "pixel_values", _images, _centres, augments=True),
+)

@@ -1,0 +1,164 @@
+"""`patch` on models of images and video: diffusers' Flux and Wan, DINOv3, timm's Eva."""
+
+import copy
+import importlib.util
+import math
+import pickle
+
+import image_models
+import pytest
+import torch
+from families import distance
+
+import rotary
+from rotary.configs import from_diffusers_config
+from rotary.integrations import grids
+from rotary.integrations.transformers import patch, unpatch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def needs(package, *models):
+    """Models of a package that is not among those of development: `make peers` runs them."""
+    is_missing = importlib.util.find_spec(package) is None
+    mark = pytest.mark.skipif(is_missing, reason=f"{package} is not installed; see make peers")
+    return [pytest.param(model, marks=mark) for model in models]
+
+
+DIFFUSERS = needs("diffusers", image_models.flux, image_models.wan)
+TIMM = needs("timm", image_models.timm_dinov3, image_models.timm_eva)
+
+
+if importlib.util.find_spec("torchvision") is not None:
+    image_models.torchvision_operators()
+
+
+@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS, *TIMM])
+def test_a_patched_model_gives_the_same_and_says_what_was_replaced(make, kernel_calls):
+    image_models.check(make)
+    assert len(kernel_calls) in (4, 8)  # for each layer: q with k, or one and then the other
+
+
+@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
+def test_a_copy_is_patched_and_what_was_pickled_is_not(make, kernel_calls):
+    model, run = make()
+    with torch.no_grad():
+        before = run(model)
+        patch(model)
+        other, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        unpatch(model)
+        assert torch.equal(run(again), before)
+        assert kernel_calls == []
+        assert distance(run(other), before) < 1e-5
+        assert len(kernel_calls) > 1
+        unpatch(other)
+        assert torch.equal(run(other), before)
+
+
+@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
+def test_gradients_are_those_of_the_model(make):
+    model, run = make()
+
+    def gradients():
+        model.zero_grad()
+        run(model).square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    with patch(model, exact=True):
+        after = gradients()
+    for name, grad in before.items():
+        assert float((after[name] - grad).abs().max()) <= 2e-5 * max(1, float(grad.abs().max()))
+
+
+@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
+def test_torch_compile_sees_our_operator(make):
+    operators = []
+
+    def backend(graph, inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model, run = make()
+    torch.compiler.reset()
+    with torch.no_grad():
+        before = run(model)
+        with patch(model, exact=True):
+            after = run(torch.compile(model, backend=backend))
+    assert distance(after, before) < 1e-5
+    assert sum("rotary.rotate" in name for name in operators) >= 2
+
+
+def test_tables_of_dinov3_are_those_of_the_centres_of_its_patches():
+    """(row, column) of each centre in [-1, 1], times one turn, times the frequencies."""
+    model, _ = image_models.dinov3()
+    with patch(model, exact=True):
+        cos, sin = model.rope_embeddings(torch.zeros(1, 3, 32, 48))
+    assert cos.shape == (6, 16)
+    assert cos.dtype == torch.float32
+    for patch_number, (row, column) in enumerate((r, c) for r in range(2) for c in range(3)):
+        centre = [2 * (row + 0.5) / 2 - 1] * 4 + [2 * (column + 0.5) / 3 - 1] * 4
+        for pair in range(8):
+            angle = 2 * math.pi * centre[pair] * 100.0 ** (-(pair % 4) / 4)
+            assert abs(float(cos[patch_number, pair]) - math.cos(angle)) < 2e-7
+            assert abs(float(sin[patch_number, pair + 8]) - math.sin(angle)) < 2e-7
+
+
+def test_training_of_dinov3_keeps_its_random_positions():
+    model, run = image_models.dinov3()
+    model.train()
+    with torch.no_grad(), patch(model, exact=True):
+        torch.manual_seed(3)
+        ours = run(model)
+        other = run(model)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        assert distance(ours, run(model)) < 1e-5
+        assert distance(ours, other) > 1e-3
+
+
+def test_tokens_before_the_patches_are_not_rotated(kernel_calls):
+    from transformers.models.dinov3_vit.modeling_dinov3_vit import apply_rotary_pos_emb
+
+    from rotary.integrations.rotations import convention_of, replacement_of
+
+    q, k = image_models.random(2, 4, 11, 16), image_models.random(2, 2, 11, 16)
+    angles = image_models.random(6, 8).repeat(1, 2)
+    ours = replacement_of(apply_rotary_pos_emb, convention_of(apply_rotary_pos_emb))
+    theirs = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+    for x, y, z in zip((q, k), ours(q, k, angles.cos(), angles.sin()), theirs, strict=True):
+        assert torch.equal(y[:, :, :5], x[:, :, :5])
+        assert distance(y, z) < 1e-6
+    assert len(kernel_calls) == 1
+
+
+class Sizes(torch.nn.Module):
+    """Named like a rotary embedding; what it makes are no angles."""
+
+    def forward(self, ids):
+        return ids.float(), ids.float()
+
+
+class SizesRotaryEmbedding(Sizes):
+    pass
+
+
+def test_only_tables_of_angles_are_taken():
+    assert grids.maker_of(Sizes()) is None
+    assert grids.maker_of(SizesRotaryEmbedding()) is None
+    with pytest.raises(ValueError, match="could not be tried"):
+        grids.tables_of(SizesRotaryEmbedding())
+
+
+@pytest.mark.parametrize("make", DIFFUSERS[1:])
+def test_tables_of_wan_that_were_cast_to_bfloat16_are_exact_again(make):
+    model, _ = make()
+    model = model.to(torch.bfloat16)
+    assert model.rope.freqs_cos.dtype == torch.bfloat16
+    with patch(model, exact=True):
+        cos, sin = model.rope(torch.zeros(1, 4, 9, 8, 12))
+    spec = from_diffusers_config(model)
+    want = rotary.cos_sin(spec, rotary.positions.video(9, 4, 6))
+    for ours, table in zip((cos, sin), want, strict=True):
+        wide = torch.from_numpy(table).repeat_interleave(2, -1)
+        assert torch.equal(ours, wide.reshape(1, 9 * 4 * 6, 1, 12))
