@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..fused import Norm, fused
 from ..rotate import rotate
-from .styles import full_width, half_width, held
+from ..spec import Rotary
+from .norms import normed, waits, weight_and_eps
+from .styles import full_width, held, prepared
 
 TOLERANCE = 4e-6  # float32: some roundings of values below 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +29,6 @@ _REFUSALS = (
     IndexError,
     AttributeError,
 )  # what a wrong shape raises
-_KEPT = "_rotary_prepared"
 _LAYOUTS = ("half", "interleaved")
 _COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
 # parameters of diffusers and timm that choose one of several rotations, and all their values
@@ -171,13 +173,21 @@ def replacement_of(
     needed = (*operands, *convention.tables)
 
     @functools.wraps(function, updated=())
-    def rotation(*args: Any, **kwargs: Any) -> Any:
+    def rotation(*args: Any, rotary_norms: Sequence[nn.Module] = (), **kwargs: Any) -> Any:
         values = dict(zip(convention.parameters, args, strict=False), **kwargs)
         is_complete = (
             len(values) == len(args) + len(kwargs)
             and all([isinstance(values.get(name), Tensor) for name in operands])
             and all([name in values for name in needed])
         )
+        if rotary_norms:
+            waiting = [(name, norm) for name, norm in zip(operands, rotary_norms, strict=False)
+                       if name in values and waits(norm, values[name])]  # fmt: skip
+            norm = _norm_of(dict(waiting), operands) if is_complete and waiting else None
+            if norm is not None and (rotated := _rotated(convention, values, norm)) is not None:
+                return rotated
+            values |= {name: normed(norm, values[name]) for name, norm in waiting}
+            args, kwargs = (), values
         for each in conventions if is_complete else ():
             rotated = _rotated(each, values)
             if rotated is not None:
@@ -196,10 +206,23 @@ def replacement_of(
     return rotation
 
 
-def _rotated(convention: Convention, arguments: Mapping[str, Any]) -> Any:
-    """What a rotation function returns for these arguments; None where `rotate` does not fit."""
+def _norm_of(waiting: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
+    """The norms of q and k, those that wait, as `rotary.fused` takes them; None if it cannot."""
+    facts = [weight_and_eps(waiting[name]) if name in waiting else None for name in operands]
+    known = [fact for fact in facts if fact is not None]
+    if len(known) != len(waiting) or len({(eps, add_one) for _, eps, add_one in known}) != 1:
+        return None
+    weights = [None if fact is None else fact[0] for fact in (*facts, None)]
+    return Norm(weights[0], weights[1], known[0][1], add_one=known[0][2])
+
+
+def _rotated(convention: Convention, arguments: Mapping[str, Any], norm: Norm | None = None) -> Any:
+    """What a rotation function returns for these arguments; None where ours does not fit.
+
+    With `norm` q and k are normalised first, in the same pass.
+    """
     values: dict[Any, Any] = {**convention.defaults, **arguments}
-    if any([values[name] != value for name, value in convention.chosen]):
+    if convention.chosen and any([values[name] != value for name, value in convention.chosen]):
         return None
     axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
     xs = tuple([arguments[name] for name in convention.parameters[: convention.operands]])
@@ -218,65 +241,42 @@ def _rotated(convention: Convention, arguments: Mapping[str, Any]) -> Any:
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES
         or any([x.dtype != xs[0].dtype for x in xs])
-        or (prepared := _prepared(convention, tables, axis, tuple(xs[0].shape))) is None
+        or (halves := prepared(convention.style, tables, axis, xs[0].shape, convention.has_prefix))
+        is None
     ):
         return None
-    cos, sin = prepared
+    cos, sin = halves
     if convention.promotes and tables[0].dtype == torch.float32:
         xs = tuple([x.float() for x in xs])
     head_dim, rotary_dim = xs[0].shape[-1], 2 * cos.shape[-1]
     if rotary_dim != head_dim and convention.start is None:
         return None
+    start = head_dim - rotary_dim if convention.start == "trailing" else 0
+    seq_dim = -2 if cos.shape[-2] == xs[0].shape[-2] else -3
+    layout, out_layout = convention.layout, convention.out_layout
     try:
-        rotated = rotate(
-            xs,
-            cos,
-            sin,
-            layout=convention.layout,
-            out_layout=convention.out_layout,
-            rotary_dim=rotary_dim,
-            start=head_dim - rotary_dim if convention.start == "trailing" else 0,
-            seq_dim=-2 if cos.shape[-2] == xs[0].shape[-2] else -3,
-            conjugate=convention.clockwise,
-        )
+        if norm is not None:
+            if convention.clockwise:
+                return None
+            spec = _slice(head_dim, rotary_dim, start, layout, out_layout)
+            q, k = (*xs, None)[:2]
+            rotated = fused(q, k, None, spec, tables=(cos, sin), norm=norm, seq_dim=seq_dim)
+        else:
+            rotated = rotate(
+                xs, cos, sin, layout=layout, out_layout=out_layout, rotary_dim=rotary_dim,
+                start=start, seq_dim=seq_dim, conjugate=convention.clockwise,
+            )  # fmt: skip
     except ValueError:  # of shapes
         return None
+    if norm is not None:
+        return rotated[:2] if convention.operands == 2 else rotated[0]
     return rotated if convention.operands == 2 else rotated[0]
 
 
-def _prepared(
-    convention: Convention, tables: Sequence[Tensor], axis: int | None, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor] | None:
-    """cos and sin for x of this shape, computed once for all layers of a forward.
-
-    They are kept on the first table itself, so they are gone with that table.
-    """
-    rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
-    prefix = shape[-2] - rows if convention.has_prefix else 0
-    if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
-        return _half_width(convention.style, tables, axis, len(shape), prefix)
-    first, last = tables[0], tables[-1]
-    versions = [0 if table.is_inference() else table._version for table in tables]
-    kept = vars(first).setdefault(_KEPT, {})
-    key = convention.style, axis, len(shape), prefix
-    other = None if last is first else last  # a table must not hold itself
-    if key in kept and kept[key][0] is other and kept[key][1] == versions:
-        return kept[key][2]
-    prepared = _half_width(convention.style, tables, axis, len(shape), prefix)
-    kept[key] = other, versions, prepared
-    return prepared
-
-
-def _half_width(
-    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int, prefix: int
-) -> tuple[Tensor, Tensor] | None:
-    """`half_width`, with rows of angle 0 for tokens that come before those of the tables."""
-    halves = half_width(style, tables, axis, ndim)
-    if halves is None or prefix <= 0:
-        return halves
-    cos, sin = [nn.functional.pad(table, (0, 0, prefix, 0), value=start)
-                for table, start in zip(halves, (1.0, 0.0), strict=True)]  # fmt: skip
-    return cos, sin
+@functools.lru_cache(maxsize=64)
+def _slice(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: str) -> Rotary:
+    """A spec of which only the pairs are read: the tables are those of the model."""
+    return Rotary(head_dim, rotary_dim, start, layout=layout, out_layout=out_layout)
 
 
 # --- trying a function ---

@@ -12,7 +12,9 @@ One real tensor in place of two is sin and then cos, joined along the last axis,
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_KEPT = "_rotary_prepared"  # on a table: what `prepared` made of it
 
 
 def style_of(tables: Sequence[Tensor]) -> str:
@@ -70,6 +72,47 @@ def half_width(
         half = half if axis is None else half.unsqueeze(axis)
         result.append(half[(None,) * missing].float().contiguous())
     return result[0], result[1]
+
+
+def prepared(
+    style: str,
+    tables: Sequence[Tensor],
+    axis: int | None,
+    shape: tuple[int, ...],
+    has_prefix: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """`half_width` for x of this shape, computed once for all layers of a forward.
+
+    has_prefix  x may have tokens before those of the tables: they get an angle of 0
+
+    The result is kept on the first table itself, so it is gone with that table.
+    """
+    rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
+    key = style, axis, len(shape), shape[-2] - rows if has_prefix else 0
+    if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
+        return _after_prefix(tables, *key)
+    first, last = tables[0], tables[-1]
+    versions = [0 if table.is_inference() else table._version for table in tables]
+    kept = vars(first).setdefault(_KEPT, {})
+    other = None if last is first else last  # a table must not hold itself
+    if key in kept and kept[key][0] is other and kept[key][1] == versions:
+        halves: tuple[Tensor, Tensor] | None = kept[key][2]
+        return halves
+    halves = _after_prefix(tables, *key)
+    kept[key] = other, versions, halves
+    return halves
+
+
+def _after_prefix(
+    tables: Sequence[Tensor], style: str, axis: int | None, ndim: int, prefix: int
+) -> tuple[Tensor, Tensor] | None:
+    """`half_width`, with so many rows of angle 0 in front."""
+    halves = half_width(style, tables, axis, ndim)
+    if halves is None or prefix <= 0:
+        return halves
+    cos, sin = [nn.functional.pad(table, (0, 0, prefix, 0), value=start)
+                for table, start in zip(halves, (1.0, 0.0), strict=True)]  # fmt: skip
+    return cos, sin
 
 
 def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

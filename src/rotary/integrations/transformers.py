@@ -12,7 +12,7 @@ import dataclasses
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from .methods import (
     rotations_called,
     set_method,
 )
+from .norms import CALLED, Moved, moved, norm_or_wait, rms_norm_of
 from .rotations import Convention, conventions_of, replacement_of
 
 
@@ -38,7 +39,8 @@ class Patch:
     """What `patch` did to a model; a context manager that takes it back at the end.
 
     patched  (name of the module, layout of its rotation, or "exact tables"); "as the config says"
-             where the model's own code has another layout than the weights
+             where the model's own code has another layout than the weights; "with q_norm and
+             k_norm" where these norms may be computed in the same pass
     skipped  (name of the module, why it was left as it is)
 
     >>> Patch(nn.Linear(2, 2), [("layers.0.attn", "half"), ("layers.1.attn", "half")], []).patched
@@ -119,13 +121,7 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
             f"{type(model).__qualname__} has no module that calls a rotation with cos and sin"
         )
     forwards = _exact_forwards(model, callers, skipped) if exact else {}
-    patched = [
-        (
-            caller.path,
-            " and ".join(sorted({str(e) for c in caller.conventions.values() for e in c})),
-        )
-        for caller in callers
-    ]
+    patched = [(caller.path, str(caller)) for caller in callers]
     patched += [(name, "exact tables") for name in forwards]
     for caller in callers:
         method = caller.patched(is_exact=caller.embedding in forwards)
@@ -156,6 +152,7 @@ class _Caller(NamedTuple):
     attribute    of the module, to set in place of the method
     conventions  by which to rotate instead of each function, in each way it can be called
     embedding    the path of the module that makes its tables
+    moved        the method with the norms of q and k left to the rotation, if it has such norms
     """
 
     path: str
@@ -164,6 +161,12 @@ class _Caller(NamedTuple):
     method: Any  # a function; as a FunctionType it would be taken for a method of this class
     conventions: dict[Callable[..., object], tuple[Convention, ...]]
     embedding: str | None
+    moved: Moved | None
+
+    def __str__(self) -> str:
+        layouts = {str(each) for found in self.conventions.values() for each in found}
+        norms = f", with {' and '.join(self.moved.norms)}" if self.moved else ""
+        return " and ".join(sorted(layouts)) + norms
 
     def patched(self, *, is_exact: bool) -> FunctionType:
         """The method, calling our functions instead, which are put beside those of its file."""
@@ -178,7 +181,11 @@ class _Caller(NamedTuple):
             name = names[function] = f"_rotary_{kind}{function.__name__}"
             if getattr(globals_.get(name), "__wrapped__", None) is not function:
                 globals_[name] = replacement_of(function, *conventions, keeps_dtype=is_exact)
-        return copy_calling(self.method, tuple(names.items()))
+        if self.moved is None:
+            return copy_calling(self.method, tuple(names.items()))
+        method, _ = self.moved
+        method.__globals__[CALLED] = norm_or_wait
+        return copy_calling(method, tuple(names.items()))
 
 
 def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
@@ -215,8 +222,29 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                 )  # fmt: skip
             if conventions:
                 attribute = attribute_of(module, name, method)
-                callers.append(_Caller(path, module, attribute, method, conventions, embedding))
+                norms = _moved_norms(module, method, conventions)
+                call = _Caller(path, module, attribute, method, conventions, embedding, norms)
+                callers.append(call)
     return callers, skipped
+
+
+def _moved_norms(
+    module: object,
+    method: FunctionType,
+    conventions: Mapping[Callable[..., object], tuple[Convention, ...]],
+) -> Moved | None:
+    """`method` with its norms left to the rotation; None if it has none that `rotary.fused` has."""
+    by_id = {id(function): found for function, found in conventions.items()}
+    called = {
+        name: by_id.get(id(method.__globals__.get(name))) for name in method.__code__.co_names
+    }
+    operands = {name: found[0].operands for name, found in called.items()
+                if found and not any([each.clockwise for each in found])}  # fmt: skip
+    try:
+        found = moved(method, tuple(sorted(operands.items())))
+    except ValueError:
+        return None
+    return found if all([rms_norm_of(getattr(module, n, None)) for n in found.norms]) else None
 
 
 def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
