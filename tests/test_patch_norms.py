@@ -16,6 +16,7 @@ from rotary.integrations.transformers import patch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ENOUGH = norms.ENOUGH
 BOTH = "half, with q_norm and k_norm"
 
 
@@ -151,7 +152,7 @@ def test_bfloat16_is_at_least_as_good_as_before(family, fused_calls):
 def test_few_numbers_are_normalised_by_the_model(fused_calls, monkeypatch):
     model = new_model("qwen3", AutoModel)
     before = hidden(model)
-    monkeypatch.setattr(norms, "ENOUGH", 16_384)
+    monkeypatch.setattr(norms, "ENOUGH", ENOUGH)
     with patch(model):
         assert torch.equal(hidden(model), before)
     assert fused_calls == []

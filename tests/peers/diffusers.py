@@ -263,6 +263,9 @@ def row(name, arguments, tables_of, *sizes_and_steps):
 
 
 if __name__ == "__main__":
+    image_models = measure.beside("image_models")
+    for model in (image_models.flux, image_models.wan):
+        image_models.check(model)
     without = FILES.keys() - NOT_ONE.keys() - {name for name, *_ in CLASSES}
     if without:
         raise SystemExit(f"no row for {sorted(without)}")

@@ -4,6 +4,7 @@ Standard library and NumPy only, because it runs in the environments of the othe
 imports it first and then calls `leave_this_folder`, for its own file is named like the program.
 """
 
+import importlib
 import json
 import sys
 from datetime import date
@@ -18,6 +19,13 @@ def leave_this_folder():
     """Take this folder off the import path, so that `import vllm` finds the program."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
+
+
+def beside(name):
+    """A module of tests/ that uses rotary, of this checkout."""
+    root = Path(__file__).resolve().parent.parent.parent
+    sys.path += [str(root / "src"), str(root / "tests")]
+    return importlib.import_module(name)
 
 
 def configs(folder):

@@ -70,6 +70,9 @@ def facts(make, step, first):
 
 
 if __name__ == "__main__":
+    image_models = measure.beside("image_models")
+    for model in (image_models.timm_dinov3, image_models.timm_eva):
+        image_models.check(model)
     rows = [measure.row(name, **facts(*rotation)) for name, rotation in ROTATIONS.items()]
     rows += [measure.row(name, skipped=why) for name, why in NOT_ONE.items()]
     measure.write(sys.argv[2], "timm", version("timm"), rows)

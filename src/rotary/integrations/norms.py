@@ -32,7 +32,7 @@ from torch.nn.modules import module as modules
 from ..kernels.torch_state import is_watched
 
 CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model
-ENOUGH = 16_384  # numbers in q or k from which one pass is the quicker way
+ENOUGH = 262_144  # numbers in q or k, 128 tokens of 16 heads, from which one pass saves time
 _MOVES = {"transpose", "view", "reshape"}  # methods that a normalised array may go through
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -121,8 +121,8 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
 def waits(norm: object, x: Tensor) -> bool:
     """Whether a norm is left to the rotation: asked before the norm, and by the rotation again.
 
-    So the answer depends on the size, dtype and device of x and not on its shape. One token is
-    normalised sooner by the model's own operators; what `torch.compile` sees is fused by it.
+    So the answer depends on the size, dtype and device of x and not on its shape. A few tokens are
+    normalised as soon by the model's own operators; what `torch.compile` sees is fused by it.
     """
     return (
         not torch.compiler.is_compiling()

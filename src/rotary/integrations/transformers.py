@@ -1,9 +1,12 @@
-"""`patch`: a loaded model of transformers rotates its queries and keys by `rotary.rotate`.
+"""`patch`: a loaded model rotates its queries and keys by `rotary.rotate`.
 
     what the model has               what this instance has from `patch` to `unpatch`
     LlamaAttention.forward           self_attn.forward: a copy that calls another name, `methods`
     apply_rotary_pos_emb             _rotary_apply_rotary_pos_emb beside it, `rotations`
     LlamaRotaryEmbedding.forward     rotary_emb.forward with exact=True, `tables`
+    Qwen3Attention.q_norm            called by the rotation, in one pass, `norms`
+    FluxAttnProcessor.__call__       a class of its own for the processor, `methods`
+    FluxPosEmbed.forward             pos_embed.forward with exact=True, `grids`
 
 The one trace in the file of the model is the second name, private and unused by anything else.
 """
@@ -78,9 +81,10 @@ class Patch:
 
 
 def patch(model: nn.Module, *, exact: bool = False) -> Patch:
-    """Let a model of transformers rotate by `rotary.rotate`; this instance alone, and reversibly.
+    """Let a loaded model rotate by `rotary.rotate`; this instance alone, and reversibly.
 
-    Each rotation function that an attention of the model calls is tried on random tensors, and is
+    It is a model of transformers, diffusers or timm, or any other torch module whose code calls a
+    rotation by a function that takes q, k or both and then cos and sin. Each rotation function that an attention of the model calls is tried on random tensors, and is
     replaced only if ours gives the same numbers within float32 rounding; the others are left as
     they are and listed in `.skipped` with the reason.
 
@@ -90,6 +94,13 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
                  dtype of the model. The float64 frequencies are those of `rotary.from_hf_config`
                  where it knows the model and agrees with the buffer, else `inv_freq` as it is; the
                  attention factor is kept. Dynamic NTK and LongRoPE keep their own tables.
+
+                 Of models of images: Flux and others that are given ids, Wan and others that
+                 are given a video, and DINOv3, whose random positions in training stay its own.
+
+    RMS norms of q and k right before the rotation, as in Qwen3, are computed by `rotary.fused` in
+    the same pass where q or k has 262,144 numbers or more, not while torch compiles, and not if a
+    norm has hooks, another forward, or a weight of another dtype. The report names such norms.
 
     Weights that `rotary convert` wrote in another layout than the model's code has are rotated in
     theirs: `rope_traditional` of the config says which it is.
