@@ -84,9 +84,9 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     """Let a loaded model rotate by `rotary.rotate`; this instance alone, and reversibly.
 
     It is a model of transformers, diffusers or timm, or any other torch module whose code calls a
-    rotation by a function that takes q, k or both and then cos and sin. Each rotation function that an attention of the model calls is tried on random tensors, and is
-    replaced only if ours gives the same numbers within float32 rounding; the others are left as
-    they are and listed in `.skipped` with the reason.
+    rotation by a function that takes q, k or both and then cos and sin. Each such function is tried
+    on random tensors, and is replaced only if ours gives the same numbers within float32 rounding;
+    the others are left as they are and listed in `.skipped` with the reason.
 
     exact=False  the model's own tables, taken to float32: logits are equal up to rounding, and in
                  bfloat16 better, for q and k are rounded once.
