@@ -38,7 +38,7 @@ LIBRARIES = {
     "demo": {"torch", "transformers"},
     "doctor": {"numba", "torch"},
     "explorer": {"starlette", "uvicorn"},
-    "integrations": {"lmcache", "onnx", "sglang", "torch", "torchtitan", "transformers"},
+    "integrations": {"lmcache", "onnx", "sglang", "torch", "torchtitan", "transformers", "vllm"},
     "kernels": {"jax", "llvmlite", "ml_dtypes", "numba", "torch", "triton"},
     "model": {"torch"},
     "nn": {"torch"},

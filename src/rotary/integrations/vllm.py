@@ -1,0 +1,325 @@
+"""vLLM's rotary embeddings, computed by rotary: the plug-in `rotary` of vLLM.
+
+    VLLM_PLUGINS=rotary vllm serve MODEL --enforce-eager
+
+vLLM loads every installed plug-in where VLLM_PLUGINS is unset. This one does nothing then: it has
+to be named, so that rotary installed for another purpose changes no server. Where it is named,
+`register` puts a subclass in the place of each class that it can replace: same arguments, same
+tables, same shapes, but q and k are rotated by `rotary.rotate`, in float32, and rounded once. One
+line in vLLM's log says which classes were replaced, which were not and why; one more says of each
+embedding that is made whether rotary rotates for it.
+
+ROTARY_EXACT=1 also builds the tables anew: the formula of vLLM's own class in float64, rounded once
+to float32. vLLM's tables hold float32 angles, in the dtype of the model. Exact tables that differ
+from vLLM's by more than float32 angles can be off are not taken.
+
+With --enforce-eager vLLM calls its own operators and those of plug-ins. Where it compiles a model
+by Inductor it leaves them out, this one too, and compiles a formula of its own, unless it is told
+`--compilation-config '{"custom_ops": ["+rotary_embedding"]}'`.
+
+An embedding is compared with vLLM's own formula when it is made, and left alone if they differ. A
+call in a form that is not known here is answered by vLLM's own code. The log says so, once.
+
+Interface: vLLM 0.32, `model_executor/custom_op.py` and `model_executor/layers/rotary_embedding`.
+"""
+
+import importlib
+import inspect
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..rotate import rotate
+from .vllm_tables import EXACT, Rope, adopt, cache_of, exact_table, is_exact, tables_of
+
+NAME = "rotary"
+# classes that stay vLLM's, and why
+NOT_REPLACED = {
+    "DualChunkRotaryEmbedding": "it makes five queries of one, each with a table of its own",
+    "FourierRotaryEmbedding": "it mixes frequencies by learned weights, which is no rotation",
+    "Llama4VisionRotaryEmbedding": "it multiplies an image by a complex table, without positions",
+    "RotaryEmbeddingBase": "it has no forward",
+}
+_ARGUMENTS = {"self", "positions", "query", "key", "offsets", "inverse"}
+_AXES = "rotary_axes"  # the buffer with the axis of each column of the table
+_log = logging.getLogger("vllm.plugins.rotary")  # below "vllm", whose handlers a server shows
+_said: set[str] = set()
+_replaced: dict[type, type] = {}  # a class of vLLM -> what stands in its place
+
+Results = tuple[Tensor, Tensor | None]
+
+
+class Family(NamedTuple):
+    """How the classes that share one forward call it."""
+
+    forwards: tuple[str, ...] = ("forward_cpu", "forward_cuda")  # the methods that are replaced
+    is_in_place: bool = False  # as vLLM's operator is; else results are new
+    takes_heads: bool = False  # q is (tokens, heads, head_dim), not (tokens, heads * head_dim)
+    takes_offsets: bool = False  # added to the positions
+    is_at_the_end: bool = False  # the last channels turn, by float32 tables; can turn back
+    axes_of: Callable[[Rope], list[int]] | None = None  # row of (3, tokens) that turns each pair
+
+
+def _sections(rope: Rope) -> list[int]:
+    """t, h and w in blocks, or in turn until the pairs of h and w are used up."""
+    t, h, w = rope.mrope_section
+    if not rope.mrope_interleaved:
+        return [0] * t + [1] * h + [2] * w
+    return [i % 3 if i < 3 * (0, h, w)[i % 3] else 0 for i in range(rope.rotary_dim // 2)]
+
+
+def _in_turn(count: int, rope: Rope) -> list[int]:
+    """h and w in turn for so many pairs, then t."""
+    return [1 + i % 2 if i < count else 0 for i in range(rope.rotary_dim // 2)]
+
+
+# by the class whose forward it is: a class that only has other frequencies inherits it
+FAMILIES = {
+    "RotaryEmbedding": Family(is_in_place=True),
+    "DeepseekScalingRotaryEmbedding": Family(takes_heads=True, takes_offsets=True),
+    "DeepseekV4ScalingRotaryEmbedding": Family(
+        is_in_place=True, takes_heads=True, takes_offsets=True, is_at_the_end=True
+    ),
+    "Phi3LongRoPEScaledRotaryEmbedding": Family(("forward",), takes_offsets=True),
+    "MRotaryEmbedding": Family(axes_of=_sections),
+    "Ernie4_5_VLRotaryEmbedding": Family(
+        axes_of=lambda rope: _in_turn(sum(rope.mrope_section[:2]), rope)
+    ),
+    "BailingMRotaryEmbedding": Family(
+        axes_of=lambda rope: _in_turn(sum(rope.mrope_section[1:]), rope)
+    ),
+    "MRotaryEmbeddingInterleaved": Family(
+        ("forward",), axes_of=lambda rope: rope.mrope_dim[: rope.rotary_dim // 2]
+    ),
+}
+
+
+def register() -> None:
+    """Put rotary's classes in the place of vLLM's: the entry point in `vllm.general_plugins`.
+
+    Does nothing unless VLLM_PLUGINS names `rotary`. It may be called many times. A class that
+    another plug-in has replaced stays as it is. Raises ValueError for a ROTARY_EXACT other than 0
+    and 1.
+
+    >>> register()  # VLLM_PLUGINS does not name it here: nothing happens
+    """
+    if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
+    how = "builds their tables exactly" if is_exact() else "keeps their tables"
+    package = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
+    registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
+    left = []
+    for base in classes(package):
+        found, other = family_of(base), registry.get(base.__name__)
+        if base in _replaced:
+            continue
+        if isinstance(found, str):
+            left.append(f"{base.__name__}: {found}")
+        elif other is not None:
+            left.append(f"{base.__name__}: {other.__module__} has replaced it")
+        else:
+            _replaced[base] = replacement(base, found)
+            if hasattr(base, "register_oot"):
+                registry[base.__name__] = _replaced[base]
+            else:
+                setattr(package, base.__name__, _replaced[base])  # where get_rope looks it up
+    names = ", ".join(sorted(base.__name__ for base in _replaced))
+    _say(f"rotary replaces {names} and {how}. Not replaced: {'; '.join(left)}")
+
+
+def classes(package: object) -> Iterator[type]:
+    """Every class of vLLM's package of rotary embeddings that has tables of cos and sin."""
+    for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
+        module = pkgutil.resolve_name(f"{getattr(package, '__name__', '')}.{file.name}")
+        for value in vars(module).values():
+            if getattr(value, "__module__", "") == module.__name__ and hasattr(
+                value, "_compute_cos_sin_cache"
+            ):
+                yield value
+
+
+def family_of(base: type) -> Family | str:
+    """How a class of vLLM is called, or why it is not replaced."""
+    if base.__name__ in NOT_REPLACED:
+        return NOT_REPLACED[base.__name__]
+    owner = next(
+        each for each in base.__mro__ if any(name.startswith("forward") for name in vars(each))
+    ).__name__
+    if owner not in FAMILIES:
+        return f"rotary does not know the forward of {owner}"
+    family = FAMILIES[owner]
+    for name in family.forwards:
+        parameters = inspect.signature(getattr(base, name)).parameters.values()
+        for parameter in parameters:
+            is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.name not in _ARGUMENTS and not is_open:
+                return f"rotary does not know the argument {parameter.name} of its {name}"
+    return family
+
+
+def replacement(base: type, family: Family) -> type:
+    """The subclass that stands in the place of a class of vLLM, under its name."""
+    names = "__init__", "_compute_cos_sin_cache", *family.forwards
+    own: dict[str, Callable[..., object]] = {name: getattr(base, name) for name in names}
+    exact: list[Tensor] = []  # of the embedding that is being made
+
+    def init(self: Rope, *arguments: object, **options: object) -> None:
+        exact.clear()
+        own["__init__"](self, *arguments, **options)
+        _start(self, base, family, torch.cat(exact) if exact else None)
+        exact.clear()
+
+    def compute(self: Rope, *arguments: object) -> object:
+        table = own["_compute_cos_sin_cache"](self, *arguments)
+        if not is_exact() or not isinstance(table, Tensor) or table.is_meta:
+            return table
+        found = exact_table(lambda: own["_compute_cos_sin_cache"](self, *arguments), table)
+        if found is None:
+            _say(f"{EXACT}: {base.__name__} keeps vLLM's tables, float64 gives others")
+            return table
+        exact.append(found)
+        return found
+
+    methods = {name: _forward(own[name], family) for name in family.forwards}
+    kept = {"__module__": __name__, "__doc__": base.__doc__}
+    return type(
+        base.__name__, (base,),
+        {**kept, **methods, "__init__": init, "_compute_cos_sin_cache": compute},
+    )  # fmt: skip
+
+
+def _forward(own: Callable[..., object], family: Family) -> Callable[..., object]:
+    def forward(
+        self: Rope,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        offsets: Tensor | None = None,
+        inverse: bool = False,
+    ) -> object:
+        results = _rotated(self, family, positions, query, key, offsets, inverse)
+        if results is not None:
+            return results
+        if not torch.compiler.is_compiling() and self.rotary_tables is not None:
+            _say(
+                f"vLLM's own code answers a call of {type(self).__name__} that rotary does not "
+                f"know: q {query.dtype} {tuple(query.shape)}, positions {tuple(positions.shape)}"
+            )
+        more: dict[str, object] = {} if offsets is None else {"offsets": offsets}
+        if inverse:
+            more["inverse"] = inverse
+        return own(self, positions, query, key, **more)
+
+    return forward
+
+
+def _rotated(
+    rope: Rope,
+    family: Family,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    offsets: Tensor | None = None,
+    inverse: bool = False,
+) -> Results | None:
+    """q and k rotated by rotary; None for a call that vLLM's own code has to answer."""
+    tables = tables_of(rope)
+    if tables is None or query.device != tables.whole.device:
+        return None
+    if query.dtype != tables.cache.dtype and not family.is_at_the_end:
+        return None
+    has_axes = positions.dim() == 2 and family.axes_of is not None
+    if (inverse and not family.is_at_the_end) or (offsets is not None and not family.takes_offsets):
+        return None
+    heads = [query] if key is None else [query, key]
+    head = query.shape[-1] if family.is_at_the_end else rope.head_size
+    if family.takes_heads:
+        if positions.dim() != 1 or any([x.dim() != 3 or x.shape[-1] != head for x in heads]):
+            return None
+    else:
+        tokens = positions.shape[-1] if has_axes else positions.numel()
+        try:
+            heads = [x.view(tokens, -1, head) for x in heads]
+        except RuntimeError:  # another number of tokens, or memory in another order
+            return None
+    cos, sin, rows = tables.cos, tables.sin, None
+    if has_axes:
+        axes = rope._buffers[_AXES]
+        columns = torch.arange(len(axes), device=axes.device)
+        cos, sin = tables.whole[positions.t()[:, axes], columns].chunk(2, -1)
+    else:
+        rows = positions if positions.dim() == 1 else positions.flatten()
+        rows = rows if offsets is None else rows + offsets
+    out = heads
+    if not family.is_in_place:
+        out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in heads]
+    rotate(
+        heads, cos, sin, layout="half" if getattr(rope, "is_neox_style", True) else "interleaved",
+        rotary_dim=rope.rotary_dim, start=head - rope.rotary_dim if family.is_at_the_end else 0,
+        seq_dim=-3, positions=rows, conjugate=inverse, out=out,
+    )  # fmt: skip
+    if family.is_in_place:
+        return query, key
+    return out[0].view(query.shape), None if key is None else out[1].view(key.shape)
+
+
+def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:
+    """Take the tables of a new embedding, compare it with vLLM's formula, say what is used."""
+    rope.rotary_tables = None
+    cache = cache_of(rope)
+    name = f"{base.__name__} ({len(cache)} rows, {rope.rotary_dim} channels)"
+    if cache.is_meta:
+        _say(f"vLLM's {name} stays: its tables have no memory")
+        return
+    if family.axes_of is not None:
+        axes = torch.tensor(family.axes_of(rope) * 2, device=cache.device)
+        rope.register_buffer(_AXES, axes, persistent=False)
+    adopt(rope, exact)
+    if difference := _difference(rope, base, family):
+        rope.rotary_tables = None
+        _say(f"vLLM's {name} stays: {difference}")
+        return
+    tables = "vLLM's tables" if exact is None else "exact tables"
+    called = getattr(getattr(rope, "_forward_method", None), "__name__", "forward")
+    if "forward" in family.forwards or called == "forward":
+        _say(f"rotary rotates for {name} by {tables}")
+    else:
+        _say(
+            f"vLLM calls its own {called} of {name}, by {tables}: to have rotary called, give "
+            '--enforce-eager or --compilation-config \'{"custom_ops": ["+rotary_embedding"]}\''
+        )
+
+
+def _difference(rope: Rope, base: type, family: Family) -> str:
+    """How the embedding differs from vLLM's own formula, in words; empty if it does not."""
+    cache = cache_of(rope)
+    positions = torch.arange(3, device=cache.device) % len(cache)
+    if family.axes_of is not None:
+        positions = torch.stack([positions, positions.flip(0), positions.roll(1)])
+    width = 2 * rope.rotary_dim if family.is_at_the_end else rope.head_size
+    numbers = torch.arange(9 * width, device=cache.device, dtype=torch.float32).sin()
+    heads = numbers.to(cache.dtype).view(3, 3, width)
+    q, k = heads[:, :2], heads[:, 2:]
+    if not family.takes_heads:
+        q, k = q.flatten(1), k.flatten(1)
+    own = getattr(base, "forward" if "forward" in family.forwards else "forward_native")
+    limit = 8 * torch.finfo(cache.dtype).eps * max(1.0, float(cache.abs().max()))
+    try:
+        theirs = own(rope, positions, q.clone(), k.clone())
+        ours = _rotated(rope, family, positions, q.clone(), k.clone())
+        errors = [float((x - y).abs().max()) for x, y in zip(theirs, ours or (), strict=True)]
+    except Exception as error:  # whatever a version of vLLM raises that is not known here
+        return f"it cannot be compared with its own formula ({error})"
+    return "" if max(errors) <= limit else f"it is off from its own formula by {max(errors):.2g}"
+
+
+def _say(text: str) -> None:
+    """A line in the log, once."""
+    if text not in _said:
+        _said.add(text)
+        _log.info(text)
