@@ -54,14 +54,15 @@ def vllm(tmp_path, monkeypatch, caplog):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `rotary.rotate` by the plug-in."""
-    made = []
+    """The calls that the plug-in answered itself."""
+    made, own = [], plugin._rotated
 
     def counted(*args, **kwargs):
-        made.append(args)
-        return rotary.rotate(*args, **kwargs)
+        results = own(*args, **kwargs)
+        made.extend([] if results is None else [args])
+        return results
 
-    monkeypatch.setattr(plugin, "rotate", counted)
+    monkeypatch.setattr(plugin, "_rotated", counted)
     return made
 
 
@@ -161,6 +162,21 @@ def test_long_rope_reads_the_rows_of_its_long_list(vllm, calls, exact):
         for x, y in zip(rope(torch.arange(TOKENS), q, k), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=4 * torch.finfo(dtype).eps)
         assert len(calls) == 1
+
+
+def test_a_prepared_call_takes_other_arrays_and_refuses_other_rows(vllm, calls):
+    rope = vllm().RotaryEmbedding(*PLAIN)
+    positions = torch.arange(TOKENS)
+    for heads in ((3, 2), (3, 2), (3, 5), (3, 2)):  # the same shapes with other strides: (3, 5)
+        q, k = packed(heads=heads)
+        k = k[:, : 2 * HEAD]
+        expected = own_of(rope).forward_native(rope, positions, q.clone(), k.clone())
+        for x, y in zip(rope(positions, q, k), expected, strict=True):
+            torch.testing.assert_close(x, y)
+    before = q.clone()
+    with pytest.raises(ValueError, match=f"positions run from 60 to 64, the tables have {ROWS}"):
+        rope(positions + 60, q, k)
+    assert torch.equal(q, before)
 
 
 def test_registering_again_changes_nothing(vllm):

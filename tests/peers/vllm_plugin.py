@@ -114,15 +114,17 @@ def run(name, folder, way, is_on, positions):
     """One run of vLLM: what it wrote, and how often rotary was called."""
     options, dtype, exact = WAYS[way]
     os.environ.update(VLLM_PLUGINS="rotary" if is_on else "", ROTARY_EXACT=exact)
-    calls, own = {"rotary": 0}, plugin.rotate
+    calls, own = {"rotary": 0, "grid": 0}, plugin._rotated
 
-    def counted(*args, **kwargs):
-        calls["rotary"] += 1
-        return own(*args, **kwargs)
+    def counted(*args):
+        results = own(*args)
+        calls["rotary"] += results is not None
+        return results
 
     def grid(self, tokens, features):
         """Positions as of an image of 4 x 4 patches behind 4 tokens, then text."""
         count = len(tokens)
+        calls["grid"] += 1
         at = torch.arange(count).repeat(3, 1)
         h, w = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
         image = min(16, count - 4)
@@ -145,7 +147,7 @@ def run(name, folder, way, is_on, positions):
         for module in ropes:
             cache = next(iter(module._buffers.values()))
             cache.copy_(torch.cat([cache[::positions]] * positions)[: len(cache)])
-    plugin.rotate = counted
+    plugin._rotated = counted
     prompts = [[(7 * i + 3 * j) % 500 + 5 for i in range(24)] for j in range(3)]
     sampling = vllm.SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
@@ -155,6 +157,8 @@ def run(name, folder, way, is_on, positions):
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
     if "compiled" in way:  # there rotary is an operator in a graph
         calls["rotary"] += sum(each.name.startswith("rotary::") for each in watched.events())
+    if name == "M-RoPE" and calls["grid"] < len(prompts):
+        raise RuntimeError("the positions of an image were not asked for")
     found = {
         "tokens": [list(each.outputs[0].token_ids) for each in outputs],
         "logprobs": [max(v.logprob for v in step.values())

@@ -29,11 +29,12 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from ..prepare import prepare
 from ..rotate import rotate
 from .vllm_tables import EXACT, Rope, adopt, cache_of, exact_table, is_exact, tables_of
 
@@ -51,7 +52,19 @@ _log = logging.getLogger("vllm.plugins.rotary")  # below "vllm", whose handlers 
 _said: set[str] = set()
 _replaced: dict[type, type] = {}  # a class of vLLM -> what stands in its place
 
+FEW = 512  # tokens of a call that is prepared, and prepared calls of an embedding
+
 Results = tuple[Tensor, Tensor | None]
+
+
+class How(TypedDict):
+    """Options of `rotary.rotate`."""
+
+    layout: str
+    rotary_dim: int
+    start: int
+    seq_dim: int
+    conjugate: bool
 
 
 class Family(NamedTuple):
@@ -258,14 +271,29 @@ def _rotated(
     out = heads
     if not family.is_in_place:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in heads]
-    rotate(
-        heads, cos, sin, layout="half" if getattr(rope, "is_neox_style", True) else "interleaved",
-        rotary_dim=rope.rotary_dim, start=head - rope.rotary_dim if family.is_at_the_end else 0,
-        seq_dim=-3, positions=rows, conjugate=inverse, out=out,
-    )  # fmt: skip
-    if family.is_in_place:
-        return query, key
-    return out[0].view(query.shape), None if key is None else out[1].view(key.shape)
+    turned: Results = query, key
+    if not family.is_in_place:
+        turned = out[0].view(query.shape), None if key is None else out[1].view(key.shape)
+    form = query.shape, key is None or key.shape, has_axes, inverse
+    is_compiling = torch.compiler.is_compiling()
+    step = None if is_compiling else tables.steps.get(form)
+    if step is not None:
+        try:
+            step(heads, cos, sin, positions=rows, out=out)
+            return turned
+        except ValueError:  # q or k in another memory order, or what `rotate` will say
+            del tables.steps[form]
+    how: How = {
+        "layout": "half" if getattr(rope, "is_neox_style", True) else "interleaved",
+        "rotary_dim": rope.rotary_dim,
+        "start": head - rope.rotary_dim if family.is_at_the_end else 0,
+        "seq_dim": -3,
+        "conjugate": inverse,
+    }
+    rotate(heads, cos, sin, positions=rows, out=out, **how)
+    if not is_compiling and len(heads[0]) <= FEW and len(tables.steps) < FEW:
+        tables.steps[form] = prepare(rotate, heads, cos, sin, positions=rows, out=out, **how)
+    return turned
 
 
 def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:

@@ -37,6 +37,7 @@ class Tables(NamedTuple):
     whole: Tensor
     cache: Tensor  # vLLM's
     version: int | None  # of the cache, which changes when it is written to; None if not counted
+    steps: dict[object, Callable[..., object]]  # prepared calls, by the form of q and k
 
 
 def is_exact() -> bool:
@@ -94,7 +95,7 @@ def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: int | None) -> Ta
     # LongRoPE keeps the rows of its long list behind those of the short one
     is_long = getattr(rope, "use_long_rope", False)
     cos, sin = whole[rope.original_max_position_embeddings if is_long else 0 :].chunk(2, -1)
-    return Tables(cos, sin, whole, cache, version)
+    return Tables(cos, sin, whole, cache, version, {})
 
 
 def exact_table(compute: Callable[[], object], table: Tensor) -> Tensor | None:
