@@ -242,19 +242,25 @@ def _rotated(
 ) -> Results | None:
     """q and k rotated by rotary; None for a call that vLLM's own code has to answer."""
     tables = tables_of(rope)
-    if tables is None or query.device != tables.whole.device:
+    if tables is None:
         return None
-    if query.dtype != tables.cache.dtype and not family.is_at_the_end:
-        return None
-    has_axes = positions.dim() == 2 and family.axes_of is not None
-    if (inverse and not family.is_at_the_end) or (offsets is not None and not family.takes_offsets):
-        return None
+    form = query.shape, key is None or key.shape, positions.dim(), offsets is None, inverse
+    is_compiling = torch.compiler.is_compiling()
+    step = None if is_compiling else tables.steps.get(form)
+    has_axes = family.axes_of is not None and positions.dim() == 2
     heads = [query] if key is None else [query, key]
     head = query.shape[-1] if family.is_at_the_end else rope.head_size
-    if family.takes_heads:
-        if positions.dim() != 1 or any([x.dim() != 3 or x.shape[-1] != head for x in heads]):
+    if step is None:
+        is_at_once = positions.dim() == 1 and all([x.dim() == 3 for x in heads])
+        if (
+            query.device != tables.whole.device
+            or (query.dtype != tables.cache.dtype and not family.is_at_the_end)
+            or (inverse and not family.is_at_the_end)
+            or (offsets is not None and (has_axes or not family.takes_offsets))
+            or (family.takes_heads and not (is_at_once and {x.shape[-1] for x in heads} == {head}))
+        ):
             return None
-    else:
+    if not family.takes_heads:
         tokens = positions.shape[-1] if has_axes else positions.numel()
         try:
             heads = [x.view(tokens, -1, head) for x in heads]
@@ -268,21 +274,17 @@ def _rotated(
     else:
         rows = positions if positions.dim() == 1 else positions.flatten()
         rows = rows if offsets is None else rows + offsets
-    out = heads
+    out, turned = heads, (query, key)
     if not family.is_in_place:
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in heads]
-    turned: Results = query, key
-    if not family.is_in_place:
         turned = out[0].view(query.shape), None if key is None else out[1].view(key.shape)
-    form = query.shape, key is None or key.shape, has_axes, inverse
-    is_compiling = torch.compiler.is_compiling()
-    step = None if is_compiling else tables.steps.get(form)
     if step is not None:
         try:
             step(heads, cos, sin, positions=rows, out=out)
             return turned
-        except ValueError:  # q or k in another memory order, or what `rotate` will say
+        except ValueError:  # arrays that differ in more than their shapes, or what is no row
             del tables.steps[form]
+            return _rotated(rope, family, positions, query, key, offsets, inverse)
     how: How = {
         "layout": "half" if getattr(rope, "is_neox_style", True) else "interleaved",
         "rotary_dim": rope.rotary_dim,
