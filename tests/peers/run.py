@@ -6,7 +6,8 @@ Those of `fused.py` run no config: steps of theirs beside `rotary.fused`.
 Environments are made once in .venv-peers/, from tests/peers/requirements; results go to
 build/peers/ and are compared with those recorded in tests/golden/peers. A program that does not
 install or run is a line with the reason. To record a new release: pin it, run, copy its result, run
-table.py.
+table.py. A plug-in of ours is run inside its program, and what it is compared with is that program
+without it.
 """
 
 import json
@@ -25,6 +26,7 @@ SHARED = FUSED | dict.fromkeys(  # program -> requirements that it shares with o
     ("diffusers", "litgpt", "onnxruntime", "rotary_embedding_torch", "torchtune", "x_transformers"),
     "torch",
 )
+PLUGINS = {"vllm_plugin": "vllm"}  # script that runs a plug-in of ours -> program
 NO_DEPS = "# no-deps"  # first words of a requirements file that lists everything
 HOURS_2 = 7200
 
@@ -104,12 +106,27 @@ def ran(name):
     return compared(name)
 
 
+def plugged(name):
+    """What became of a program with our plug-in in it, in words and as a table."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    page = OUT / f"{name}.md"
+    page.unlink(missing_ok=True)
+    try:
+        python = environment(PLUGINS[name])
+        call([python, "-m", "pip", "install", "--quiet", "--no-deps", "-e", table.ROOT])
+        call([python, "-W", "ignore", HERE / f"{name}.py", page])
+        words = "all is well"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        words = f"a run is wrong: {error}"
+    return f"{words}\n{page.read_text() if page.exists() else ''}"
+
+
 if __name__ == "__main__":
     own = {path.stem for path in (HERE / "requirements").glob("*.txt")}
-    programs = sorted(SHARED.keys() | own - {"torch"})
+    programs = sorted(SHARED.keys() | PLUGINS.keys() | own - {"torch"})
     for name in sys.argv[1:] or programs:
         if name not in programs:
             sys.exit(f"no program {name!r}; there are {', '.join(programs)}")
-        sys.stdout.write(f"{name}: {ran(name)}\n")
+        sys.stdout.write(f"{name}: {plugged(name) if name in PLUGINS else ran(name)}\n")
         sys.stdout.flush()
     sys.stdout.write("\n".join(["", *table.lines_of(OUT), ""]))

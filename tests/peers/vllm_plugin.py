@@ -68,8 +68,8 @@ MODELS = {  # name -> (class of vLLM's embedding, class of transformers' config,
     "longrope": ("Phi3LongRoPEScaledRotaryEmbedding", "Phi3Config", {
         **rope("longrope", short_factor=[1.0] * 32, long_factor=[1 + i / 8 for i in range(32)],
                original_max_position_embeddings=64), "original_max_position_embeddings": 64}),
-    "partial, half": ("RotaryEmbedding", "PhiConfig", rope("default", partial_rotary_factor=0.5)),
-    "partial, interleaved": ("RotaryEmbedding", "GlmConfig", {
+    "partial, half": ("RotaryEmbedding", "Phi3Config", rope("default", partial_rotary_factor=0.5)),
+    "partial, interleaved": ("RotaryEmbedding", "Glm4Config", {
         **rope("default", partial_rotary_factor=0.5), "head_dim": 64}),
     "M-RoPE": ("MRotaryEmbedding", "Qwen2VLConfig", rope("default", mrope_section=[8, 12, 12])),
     "DeepSeek MLA": ("DeepseekScalingRotaryEmbedding", "DeepseekV2Config", {
@@ -143,6 +143,8 @@ def run(name, folder, way, is_on, positions):
     modules = []
     engine.apply_model(lambda model: modules.extend(model.modules()))
     ropes = [module for module in modules if type(module).__name__ == MODELS[name][0]]
+    if not ropes:
+        raise LookupError(f"no {MODELS[name][0]} in the model")
     if positions != 1:  # another table: row 2 p where row p was
         for module in ropes:
             cache = next(iter(module._buffers.values()))
@@ -164,13 +166,11 @@ def run(name, folder, way, is_on, positions):
         "logprobs": [max(v.logprob for v in step.values())
                      for each in outputs for step in each.outputs[0].logprobs],
         "calls": calls["rotary"],
-        "is_ours": bool(ropes) and type(ropes[0]).__module__ == plugin.__name__,
+        "is_ours": type(ropes[0]).__module__ == plugin.__name__,
     }  # fmt: skip
-    if ropes:
-        buffers = ropes[0]._buffers
-        table = buffers.get("rotary_table", next(iter(buffers.values())))
-        found["table"] = table[:256].double().tolist()
-    return found
+    buffers = ropes[0]._buffers
+    table = buffers.get("rotary_table", next(iter(buffers.values())))
+    return found | {"table": table[:256].double().tolist()}
 
 
 def started(name, folder, way, is_on, positions=1):
