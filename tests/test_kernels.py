@@ -1,6 +1,7 @@
 """One suite for all kernels: the same cases, the same bits."""
 
 import ctypes
+import importlib.util
 import itertools
 import math
 import mmap
@@ -202,6 +203,10 @@ if torch.cuda.is_available():
         "cuda operator": _on_device(_call_operator),
     }
 ROUNDING = {**IN_PLACE, "formula": _torch_formula, "jax": _jax}  # these also take float64
+if importlib.util.find_spec("mlx"):
+    import mlx_arrays
+
+    ROUNDING["mlx"] = mlx_arrays.rotated
 if sys.platform == "linux":
     import interpreter
 

@@ -29,7 +29,6 @@ ARRAYS = {
     "cupy": stranger("cupy", "ndarray", __cuda_array_interface__=property(on_gpu)),
     "numba": stranger("numba.cuda.cudadrv.devicearray", "DeviceNDArray",
                       __cuda_array_interface__=property(on_gpu)),
-    "mlx": stranger("mlx.core", "array"),
 }  # fmt: skip
 LIBRARIES = {"numpy": np.asarray, "torch": lambda x: torch.from_numpy(np.asarray(x))}
 
@@ -40,7 +39,7 @@ def test_the_error_names_the_known_libraries_and_a_way_on(name):
     table = np.ones((3, 2), np.float32)
     kind = f"{type(strange).__module__}.{type(strange).__qualname__}"
     wanted = (
-        rf"{kind}; array libraries known: numpy, torch, jax; go on with torch\.from_dlpack\(x\)"
+        rf"{kind}; array libraries known: numpy, torch, jax, mlx; go on with torch\.from_dlpack\(x\)"
     )
     for call in (
         lambda: rotary.rotate(strange, table, table, layout="half"),

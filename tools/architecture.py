@@ -38,8 +38,10 @@ LIBRARIES = {
     "demo": {"torch", "transformers"},
     "doctor": {"numba", "torch"},
     "explorer": {"starlette", "uvicorn"},
-    "integrations": {"lmcache", "onnx", "sglang", "torch", "torchtitan", "transformers", "vllm"},
-    "kernels": {"jax", "llvmlite", "ml_dtypes", "numba", "torch", "triton"},
+    "integrations": {
+        "lmcache", "mlx", "onnx", "sglang", "torch", "torchtitan", "transformers", "vllm",
+    },
+    "kernels": {"jax", "llvmlite", "ml_dtypes", "mlx", "numba", "torch", "triton"},
     "model": {"torch"},
     "nn": {"torch"},
     "plots": {"matplotlib"},

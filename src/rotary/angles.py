@@ -228,7 +228,7 @@ def _phases(spec: Rotary, positions: Numbers, lengths: tuple[int | None, ...]) -
 
 def _is_subtractable(old: Array, new: Array, allow_negative: bool) -> bool:
     """Whether the difference of whole numbers fits in their own type, or wraps modulo 2^64."""
-    names = {str(where.dtype).removeprefix("torch.") for where in (old, new)}
+    names = {str(where.dtype).rpartition(".")[2] for where in (old, new)}
     return names == {"int64"} or (names == {"int32"} and not allow_negative)
 
 

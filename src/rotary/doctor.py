@@ -34,7 +34,7 @@ def examine() -> list[Finding]:
         name: importlib.metadata.version(name)
         if importlib.util.find_spec(name)
         else "not installed"
-        for name in ("torch", "transformers", "jax")
+        for name in ("torch", "transformers", "jax", "mlx")
     }
     return [
         Finding("rotary", importlib.metadata.version("rotary")),

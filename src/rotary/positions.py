@@ -4,10 +4,10 @@ A position array is (..., seq) for one axis and (..., seq, axes) for several, in
 centred or stretched is float64. Offsets, packing, padding, images and video are all positions; none
 of them reaches a kernel.
 
-An answer is in the library, and on the device, of the torch or JAX array that is given, else that
-of `like`, else in NumPy. JAX has int32 unless it has x64. Arrays may be traced, by jit and by
-torch.compile; sizes are known. Numbers that do not fit are refused where they are in memory: on a
-GPU, and in a traced call, nobody looks at them.
+An answer is in the library, and on the device, of the torch, JAX or MLX array that is given, else
+that of `like`, else in NumPy. JAX has int32 unless it has x64; it and MLX have float32 for float64.
+Arrays may be traced, by jit, torch.compile and mx.compile; sizes are known. Numbers that do not fit
+are refused where they are in memory: on a GPU, and in a traced call, nobody looks at them.
 """
 
 import math
@@ -132,7 +132,7 @@ def left_padded(attention_mask: object, *, like: object = None) -> object:
     known = place.in_memory(given)
     if given.ndim == 0 or (known is not None and not np.isin(known, (0, 1)).all()):
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
-    is_token = given != 0
+    is_token = (given != 0) * (place.arange(1) + 1)
     return (is_token.cumsum(-1) - 1) * is_token
 
 
@@ -325,7 +325,9 @@ def grid(
         raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got {origin!r}")
     place, starts = Place(like), [ORIGINS[origin](size) for size in sizes]
     is_whole = spacing is None and all(isinstance(start, int) for start in starts)
-    one = 1 if is_whole else place.beside(np.ones(1))  # float64, of JAX only with x64
+    one = (
+        1 if is_whole else place.beside(np.ones(1))
+    )  # float64, of JAX only with x64, float32 of MLX
     steps = [1] * len(sizes) if spacing is None else _spacing(spacing, len(sizes))
     columns = []
     for axis, size in enumerate(sizes):

@@ -227,5 +227,5 @@ def _form(array: Any) -> str:
     shape = tuple(map(int, np.shape(array)))
     strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())
     steps = [step for size, step in zip(shape, strides, strict=False) if size > 1]
-    dtype = str(getattr(array, "dtype", "list")).removeprefix("torch.")
+    dtype = str(getattr(array, "dtype", "list")).rpartition(".")[2]
     return f"{dtype} {shape}" + (f" with strides {steps}" if steps else "")

@@ -157,7 +157,7 @@ def rerotate(
         else:
             _check_block_positions(name, where, each, count, shape, seq_dim)
     cos, sin = moved_cos_sin(spec, new_spec, old, new, like, seq_len, new_seq_len, allow_negative)
-    dtype = str(like.dtype).removeprefix("torch.")
+    dtype = str(like.dtype).rpartition(".")[2]
     if dtype not in (*FLOATS, *CODES):
         raise TypeError(f"k must be one of {', '.join((*FLOATS, *CODES))}, got {like.dtype}")
     scales = None if scale is None else _channel_scales(kernel, scale, like, dtype)
@@ -275,7 +275,7 @@ def _shifted(
     to = kernel.as_positions(shift, like)
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
     if tuple(to.shape) == axes:
-        to = kernel.as_positions(np.zeros((count, *axes), np.int64), like) + to
+        to = to + kernel.as_positions(np.zeros((count, *axes), np.int64), like)
     return to - to, to
 
 

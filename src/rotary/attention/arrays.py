@@ -14,7 +14,12 @@ def namespace(array: Array) -> Any:
 
     They are called by the names they share: exp, where, amax, stack, with `axis` and `keepdims`.
     """
-    return sys.modules[kernel_of(array).namespace]
+    kernel = kernel_of(array)
+    if kernel.name == "mlx":
+        raise TypeError(
+            "rotary.attention takes arrays of NumPy, torch and JAX: go on with numpy.array(x)"
+        )
+    return sys.modules[kernel.namespace]
 
 
 def positions_of(positions: object, x: Array) -> Array:

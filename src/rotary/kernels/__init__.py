@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..schedules import Arithmetic
 from .geometry import AngleOptions, Options
 
-Array = TypeVar("Array", bound=Any)  # of NumPy, torch or JAX: the type that goes in comes out
+Array = TypeVar("Array", bound=Any)  # of NumPy, torch, JAX or MLX: the type that goes in comes out
 Operand = Any  # an array of any library, a number, or what a caller passes for one
 Numbers = npt.NDArray[Any]  # on the host
 Rotate = Callable[
@@ -143,6 +143,12 @@ def _jax() -> SomeKernel:
     return KERNEL
 
 
+def _mlx() -> SomeKernel:
+    from .mlx import KERNEL
+
+    return KERNEL
+
+
 # Array type -> what loads its kernel, when the first such array comes. An array gets that of the
 # first type that it is one of.
 KERNELS: dict[str, Callable[[], SomeKernel]] = {
@@ -150,6 +156,7 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
     "torch.distributed.tensor.DTensor": _dtensor,
     "torch.Tensor": _torch,
     "jax.Array": _jax,
+    "mlx.core.array": _mlx,
 }
 known: dict[type, SomeKernel] = {}
 
@@ -255,7 +262,7 @@ def check_positions(positions: object) -> None:
 
 def _described(array: object) -> str:
     kind = type(array)
-    libraries = f"array libraries known: numpy, torch, jax{hint_for(kind)}"
+    libraries = f"array libraries known: numpy, torch, jax, mlx{hint_for(kind)}"
     return f"{kind.__module__}.{kind.__qualname__}; {libraries}"
 
 
@@ -271,8 +278,6 @@ def hint_for(kind: type) -> str:
             "; torch.fx.symbolic_trace does not look into rotary: record with torch.export.export "
             "or make_fx, or mark your function that calls rotary by torch.fx.wrap"
         )
-    if library == "mlx":
-        return "; go on with torch.from_dlpack(x) or numpy.array(x)"
     if hasattr(kind, "__cuda_array_interface__") and library not in ("jax", "jaxlib"):
         return "; go on with torch.from_dlpack(x), which copies nothing"
     if issubclass(kind, np.ma.MaskedArray):

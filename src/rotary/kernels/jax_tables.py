@@ -10,6 +10,7 @@ from jax import lax
 
 from . import NEEDS_LENGTH, Numbers, is_traced
 from . import numpy as reference
+from .phases import LIMIT, cos_sin
 
 Array = jax.Array
 Tangent = tuple[tuple[Array, Array], tuple[Array, Array]]
@@ -20,7 +21,7 @@ def tables(
 ) -> tuple[Array, Array]:
     """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
     phase = _phase(_per_pair(positions, axes), turns[:, None, :])
-    return _scaled(*_cos_sin(phase), scales, backwards)
+    return _scaled(*cos_sin(phase, jnp), scales, backwards)
 
 
 def tables_float64(
@@ -36,7 +37,7 @@ def tables_float64(
     @jax.custom_jvp
     def turned(positions: Array) -> tuple[Array, Array]:
         is_known = jnp.abs(positions) <= LIMIT
-        cos, sin = _cos_sin(_fractional_phase(positions, inv_freq))
+        cos, sin = cos_sin(_fractional_phase(positions, inv_freq), jnp)
         return jnp.where(is_known, cos, jnp.nan), jnp.where(is_known, sin, jnp.nan)
 
     @turned.defjvp
@@ -55,9 +56,6 @@ def tables_float32(
     positions = _per_pair(positions.astype(jnp.float32), axes)
     angles = positions * inv_freq.astype(np.float32)[:, None, :]
     return _scaled(jnp.cos(angles), jnp.sin(angles), scales, backwards)
-
-
-LIMIT = 2.0**28  # largest fractional position: so far the float64 frequency is as exact as turns
 
 
 def _phase(positions: Array, turns: Numbers) -> Array:
@@ -94,25 +92,6 @@ def _upper_product(a: Array, b: Array | Numbers) -> Array:
     middle = a1 * b0 + (a0 * b0 >> 16)
     other = a0 * b1 + (middle & 0xFFFF)
     return a1 * b1 + (middle >> 16) + (other >> 16)
-
-
-# sin(x) = x + x^3 q(x^2) and cos(x) = 1 - x^2 / 2 + x^4 r(x^2), interpolated at the Chebyshev nodes
-# of [0, (pi/4)^2]; errors 1e-8 and 8e-10
-_SIN = (-0.1666666466231438, 0.008332748270629749, -0.00019587890880412386)
-_COS = (0.04166666465950221, -0.0013888303035894866, 2.4547942085071572e-05)
-
-
-def _cos_sin(phase: Array) -> tuple[Array, Array]:
-    """cos and sin of phase / 2^32 turn, float32: the quadrant, and polynomials inside it."""
-    quadrant = phase + 2**29 >> 30
-    rest = (phase - (quadrant << 30)).astype(jnp.int32)  # in [-1/8, 1/8) turn
-    x = rest.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
-    z = x * x
-    sine = x + x * z * (_SIN[0] + z * (_SIN[1] + z * _SIN[2]))
-    cosine = 1 - (z / 2 - z * z * (_COS[0] + z * (_COS[1] + z * _COS[2])))
-    is_odd = quadrant & 1 == 1
-    cos, sin = jnp.where(is_odd, sine, cosine), jnp.where(is_odd, cosine, sine)
-    return jnp.where(quadrant + 1 & 2 == 2, -cos, cos), jnp.where(quadrant & 2 == 2, -sin, sin)
 
 
 def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> tuple[Array, Array]:

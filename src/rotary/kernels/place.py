@@ -8,7 +8,7 @@ from . import Numbers, SomeKernel, host, kernel_of
 
 
 class Place:
-    """Where an answer is made: beside the first array of torch or JAX, on its device; or NumPy."""
+    """Where an answer is made: beside the first array of torch, JAX or MLX; or NumPy."""
 
     def __init__(self, *candidates: object) -> None:
         arrays = [each for each in candidates if is_array(each)]
@@ -36,7 +36,7 @@ class Place:
         given: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
         if is_torch and not is_array(value):
             given = self.beside(given)
-        kind = str(given.dtype).removeprefix("torch.")
+        kind = str(given.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
         if is_torch:
@@ -45,6 +45,8 @@ class Place:
             if given.size and self.is_too_large(int(np.abs(given).max())):
                 raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
             given = self.beside(given.astype(np.int64))
+        if self.kernel.namespace == "mlx.core":  # a sum of int64 and uint64 would be float32
+            return given.astype(zero.dtype)
         return (zero + given).reshape(given.shape)
 
     def beside(self, given: Numbers) -> Numbers:
@@ -62,7 +64,7 @@ class Place:
 
 
 def is_array(value: object) -> bool:
-    """Whether this is an array of torch or JAX, and not of NumPy."""
+    """Whether this is an array of torch, JAX or MLX, and not of NumPy."""
     if isinstance(value, int | float | list | tuple | range | np.ndarray | np.generic | None):
         return False
     try:

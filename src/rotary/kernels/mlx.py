@@ -1,0 +1,351 @@
+"""The MLX kernel: plain operators of `mlx.core`, which evaluates them when a result is needed.
+
+Everything is differentiable in both directions, and can be traced by `mx.compile` and `mx.vmap`.
+Angles are exact on every device: a position times a frequency in turns is a product of whole
+numbers modulo 2^64, and its upper half is the angle to 2^-32 turn; no float64 is used, which a
+Metal GPU does not have.
+
+Whole positions on a CPU are read, checked, and turned by the kernel of NumPy. In a traced call
+there are no numbers yet, and a GPU would be waited for: there a row number outside a table, or a
+fractional position that is too large, gives NaN, and a negative position turns backwards.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeGuard, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ..layouts import pair_slices
+from . import NEEDS_LENGTH, Kernel, Numbers, Operand
+from . import numpy as reference
+from .geometry import Geometry, Options, geometry_of
+from .phases import LIMIT, cos_sin
+
+Array: TypeAlias = mx.array
+Tables = tuple[Array, Array]
+
+
+def rotate(
+    xs: Sequence[Array | Numbers],
+    cos: Array | Numbers,
+    sin: Array | Numbers,
+    positions: object,
+    options: Options,
+    out: object,
+) -> tuple[Array, ...]:
+    """Rotate MLX arrays; the formula of `kernels/numpy.py`.
+
+    Arguments and errors are those of `rotary.rotate`, but for `out`: MLX makes new arrays.
+    """
+    if out is not None:
+        raise TypeError(
+            "out= cannot be used with MLX arrays, which are not written into: use the result"
+        )
+    _check_operands(xs, cos, sin)
+    rows = None if positions is None else _check_rows(positions, len(cos))
+    shapes = tuple(tuple(x.shape) for x in xs)
+    geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
+    tables = [_placed(table) for table in (cos, sin)]
+    if rows is not None:
+        tables = [_picked(table, rows) for table in tables]
+    cos, sin = [_aligned(table, geometry.dims) for table in tables]
+    sin = -sin if geometry.conjugate else sin
+    return tuple(_turned(_placed(x), cos, sin, geometry) for x in xs)
+
+
+def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
+    start, width = geometry.start, 2 * geometry.pairs
+    work = mx.float64 if mx.float64 in (x.dtype, cos.dtype) else mx.float32
+    cos, sin = cos.astype(work), sin.astype(work)
+    # each part by itself: MLX is several times slower where it converts the whole
+    u, v = (x[..., part].astype(work) for part in pair_slices(width, geometry.layout, start))
+    parts = [(u * cos - v * sin).astype(x.dtype), (v * cos + u * sin).astype(x.dtype)]
+    if geometry.out_layout == "interleaved":
+        parts = [mx.stack(parts, axis=-1).reshape(*x.shape[:-1], width)]
+    whole = [x[..., :start], *parts, x[..., start + width :]]
+    return mx.concatenate([part for part in whole if part.shape[-1]], axis=-1)
+
+
+def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
+    order = [dim for dim in dims if dim is not None]
+    missing = [axis for axis, dim in enumerate(dims) if dim is None]
+    return mx.expand_dims(table.transpose(*order, table.ndim - 1), missing)
+
+
+def _picked(table: Array, rows: Array) -> Array:
+    """Rows of a table; NaN for those outside, where MLX would read memory that is not its own."""
+    is_outside = (rows < 0) | (rows >= len(table))
+    picked = table[mx.where(is_outside, 0, rows)]
+    return mx.where(is_outside[..., None], mx.nan, picked)
+
+
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | Numbers | None,
+    options: Options,
+    out: object,
+) -> Array:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does; of 8 bits int8 alone."""
+    keys, scales, is_int8 = x if blocks is None else x[blocks], None, x.dtype == mx.int8
+    if is_int8:
+        keys = keys.astype(mx.float32)
+        if scale is not None:
+            scales = mx.broadcast_to(_placed(scale).astype(mx.float32), x.shape)
+            scales = scales if blocks is None else scales[blocks]
+            keys = keys * scales
+    (moved,) = rotate((keys,), cos, sin, None, options, out)
+    if is_int8:
+        codes = mx.round(moved if scales is None else moved / scales)  # of two nearest the even one
+        moved = mx.clip(codes, *reference.CODES["int8"]).astype(mx.int8)
+    if blocks is None:
+        return moved
+    result = mx.array(x)
+    result[blocks] = moved
+    return result
+
+
+# --- cos and sin ---
+
+
+def tables(
+    positions: Array, turns: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> Tables:
+    """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
+    angles = _per_pair(positions, axes).astype(mx.uint64) * mx.array(turns[:, None, :])
+    cos, sin = cos_sin((angles >> 32).astype(mx.uint32), mx)
+    return _scaled(cos, sin, scales, backwards)
+
+
+def tables_float64(
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> Tables:
+    """cos and sin of fractional positions, as exact as those of a product in float64.
+
+    The whole part of a position and its fraction are turned in whole numbers, so no float64 is
+    needed; the derivative is that of cos and sin.
+    """
+    inv_freq = inv_freq[:, None, :]
+    rate = mx.array(inv_freq.astype(np.float32))
+
+    def turned(positions: Array) -> Tables:
+        is_known = mx.abs(positions) <= LIMIT
+        cos, sin = cos_sin(_fractional_phase(positions, inv_freq), mx)
+        return mx.where(is_known, cos, mx.nan), mx.where(is_known, sin, mx.nan)
+
+    def gradient(positions: Array, cotangents: Tables, tables: Tables) -> Array:
+        (cos, sin), (d_cos, d_sin) = tables, cotangents
+        return ((d_sin * cos - d_cos * sin) * rate).astype(positions.dtype)
+
+    def tangent(positions: Array, change: Array) -> Tables:
+        cos, sin = made(positions)
+        change = change.astype(mx.float32) * rate
+        return -sin * change, cos * change
+
+    function = mx.custom_function(turned)
+    function.vjp(gradient)
+    function.jvp(tangent)
+    made = cast(Callable[[Array], Tables], function)
+    columns = _per_pair(positions, axes)
+    cos, sin = made(mx.broadcast_to(columns, (*columns.shape[:-1], inv_freq.shape[-1])))
+    return _scaled(cos, sin, scales, backwards)
+
+
+def tables_float32(
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> Tables:
+    """cos and sin with every step in float32, as transformers computes them."""
+    positions = _per_pair(positions, axes).astype(mx.float32)
+    angles = positions * mx.array(inv_freq.astype(np.float32)[:, None, :])
+    return _scaled(mx.cos(angles), mx.sin(angles), scales, backwards)
+
+
+def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
+    """The angles of fractional positions in units of 2^-32 turn, uint32.
+
+    A position is rounded to 2^-32, and so its angle by 2^-33 |inv_freq| at most.
+    """
+    part, whole_turns = np.modf(np.abs(inv_freq) / (2 * np.pi))
+    turns = (part * 2.0**64).astype(np.uint64)
+    high, low = mx.array(turns >> np.uint64(32)), mx.array(turns & np.uint64(2**32 - 1))
+    size = mx.abs(positions)
+    whole = mx.floor(size)
+    fraction = mx.round((size - whole) * 2.0**32).astype(mx.uint64)  # the product is exact
+    angles = whole.astype(mx.uint64) * mx.array(turns)
+    angles = angles + fraction * high + (fraction * low >> 32)
+    angles = angles + (fraction * mx.array((whole_turns % 2.0**32).astype(np.uint64)) << 32)
+    phase = (angles >> 32).astype(mx.uint32)
+    return mx.where((positions < 0) ^ mx.array(inv_freq < 0), -phase, phase)
+
+
+def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> Tables:
+    factors = mx.array(scales.astype(np.float32)[:, None, None])
+    return cos * factors, sin * (-factors if backwards else factors)
+
+
+def _per_pair(positions: Array | Numbers, axes: Sequence[int]) -> Array:
+    positions = _placed(positions)
+    return positions[..., list(axes)] if axes else positions[..., None]
+
+
+# --- what is refused ---
+
+
+def _check_operands(
+    xs: Sequence[Array | Numbers], cos: Array | Numbers, sin: Array | Numbers
+) -> None:
+    kinds, (cos_kind, sin_kind) = [*map(_kind, xs)], map(_kind, (cos, sin))
+    for kind in kinds:
+        if kind not in reference.FLOATS:
+            raise TypeError(f"x must be one of {', '.join(reference.FLOATS)}, got {kind}")
+        if kind != kinds[0]:
+            raise TypeError(f"q and k must have one dtype, got {kinds[0]} and {kind}")
+    if cos.shape != sin.shape or cos_kind != sin_kind:
+        raise ValueError(
+            f"cos and sin must be alike, got {cos_kind} {cos.shape} and {sin_kind} {sin.shape}"
+        )
+    if cos_kind not in ("float32", "float64"):
+        raise TypeError(f"tables must be float32, got {_described(cos_kind)}")
+
+
+def _check_rows(positions: object, length: int) -> Array:
+    given = positions if takes(positions) else np.asarray(positions)
+    if not _is_whole(given):
+        raise TypeError(f"positions must be whole numbers to pick rows, got {_kind(given)}")
+    known = _values(given)
+    if known is not None:
+        reference.check_rows(known, range(length))
+    return _placed(given)
+
+
+def _described(kind: str) -> str:
+    return f"{kind}: they were rounded before" if kind in ("float16", "bfloat16") else kind
+
+
+def _kind(array: Array | Numbers) -> str:
+    """The name of the dtype, as of NumPy: "float32"."""
+    if isinstance(array, np.ndarray):
+        return reference.name_of(array.dtype)
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def _is_whole(array: Array | Numbers) -> bool:
+    return _kind(array).startswith(("int", "uint"))
+
+
+# --- what `angles` and `rotate` ask of every library ---
+
+
+def takes(array: object) -> TypeGuard[Array | Numbers]:
+    """Whether this kernel takes an array: those of NumPy are constants."""
+    return isinstance(array, (mx.array, np.ndarray))
+
+
+def as_positions(positions: object, like: Array) -> Operand:
+    """Positions as they are; lists, and tensors of others, as NumPy arrays, which lose nothing."""
+    return positions if takes(positions) else np.asarray(positions)
+
+
+def repeat_rows(positions: Array, rows: int) -> Array:
+    """The same positions for so many rows: (rows, seq)."""
+    return mx.broadcast_to(positions, (rows, len(positions)))
+
+
+def to_numpy(positions: Array | Numbers) -> Numbers | None:
+    """Whole positions that can be read now; fractions may be differentiated, so they stay here."""
+    is_kept = isinstance(positions, mx.array) and not _is_whole(positions)
+    return None if is_kept else _values(positions)
+
+
+def from_numpy(array: Numbers) -> Array:
+    """An array with these numbers."""
+    return mx.array(array)
+
+
+def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None]:
+    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    kind = _kind(positions)
+    if not (_is_whole(positions) or kind in ("float32", "float64")):
+        raise TypeError(
+            "positions must be whole numbers, or float64 if fractional, got " + _described(kind)
+        )
+    known = _values(positions)
+    return reference.inspect(np.empty(0, kind) if known is None else known)
+
+
+def row_lengths(positions: Array) -> list[int]:
+    """Largest position of each row, plus one."""
+    try:
+        return reference.row_lengths(np.asarray(positions))
+    except ValueError:
+        raise ValueError(f"under mx.compile and mx.vmap {NEEDS_LENGTH}") from None
+
+
+def arange(like: Array, count: int) -> Array:
+    """Positions 0 .. count - 1."""
+    return mx.arange(count, dtype=mx.int64)
+
+
+def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
+    """`function(*arguments)`: what is worked out on the host, and a constant of a traced call."""
+    return function(*arguments)
+
+
+def is_cacheable(like: Array) -> bool:
+    """Whether tables can be kept: on a CPU, where they are numbers and no operators yet."""
+    return _is_on_cpu()
+
+
+def device_key(like: Array) -> str:
+    """Part of the key of the cache; MLX arrays are in memory that all devices share."""
+    return "mlx"
+
+
+def _is_on_cpu() -> bool:
+    return mx.default_device().type == mx.cpu
+
+
+def _values(array: Array | Numbers) -> Numbers | None:
+    """The numbers; None in a traced call, where there are none, and on a GPU."""
+    if isinstance(array, np.ndarray):
+        return array
+    if not _is_on_cpu():
+        return None
+    try:
+        return np.asarray(array)
+    except ValueError:  # as MLX says where an array is traced
+        return None
+
+
+def _placed(array: Array | Numbers) -> Array:
+    """An array of NumPy as one of MLX, which would round float64, and takes few orders of bytes."""
+    if isinstance(array, mx.array):
+        return array
+    dtype = mx.float64 if array.dtype == np.float64 else None
+    return mx.array(array.astype(array.dtype.newbyteorder("="), order="C", copy=False), dtype)
+
+
+KERNEL = Kernel[Array](
+    name="mlx",
+    namespace="mlx.core",
+    rotate=rotate,
+    tables=tables,
+    tables_float64=tables_float64,
+    tables_float32=tables_float32,
+    arithmetic=reference.FLOAT32,
+    takes=takes,
+    inspect=inspect,
+    row_lengths=row_lengths,
+    arange=arange,
+    as_positions=as_positions,
+    repeat_rows=repeat_rows,
+    to_numpy=to_numpy,
+    from_numpy=from_numpy,
+    host_constant=host_constant,
+    is_cacheable=is_cacheable,
+    device_key=device_key,
+    move=move,
+)
