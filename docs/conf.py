@@ -38,15 +38,15 @@ html_show_copyright = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
-# the page of the explorer is described, not started
-autodoc_mock_imports = ["starlette", "uvicorn"]
+# the page of the explorer is described, not started; MLX is not for every machine
+autodoc_mock_imports = ["mlx", "starlette", "uvicorn"]
 
 nitpicky = True
 nitpick_ignore_regex = [
     # types of other libraries, and of the standard one: links to other sites are not checked here
     (
         r"py:.*",
-        r"(_pytest|collections|concurrent|decimal|inspect|matplotlib|np|numpy|os|pathlib|starlette|torch|transformers|typing)\..*",
+        r"(_pytest|collections|concurrent|decimal|inspect|matplotlib|mlx|np|numpy|os|pathlib|starlette|torch|transformers|typing)\..*",
     ),
     # stands for the type of array that comes in
     (r"py:class", r"rotary\.(kernels\.Array|rotate\.Other|fused\.[KV])"),

@@ -37,7 +37,7 @@ class RoPE(Module):
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.spec = spec
 
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+    def __call__(self, x: mx.array, offset: "int | mx.array" = 0) -> mx.array:
         """x rotated at positions offset .. offset + seq - 1.
 
         x       (batch, heads, seq, head_dim), of any floating type

@@ -233,7 +233,7 @@ def _kind(array: Array | Numbers) -> str:
 
 
 def _is_whole(array: Array | Numbers) -> bool:
-    return _kind(array).startswith(("int", "uint"))
+    return _kind(array).lstrip("<>").startswith(("int", "uint"))
 
 
 # --- what `angles` and `rotate` ask of every library ---
