@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     # types of other libraries, and of the standard one: links to other sites are not checked here
     (
         r"py:.*",
-        r"(_pytest|collections|concurrent|decimal|inspect|matplotlib|mlx|np|numpy|os|pathlib|starlette|torch|transformers|typing)\..*",
+        r"(_pytest|collections|concurrent|decimal|inspect|matplotlib|mlx|mx|np|numpy|os|pathlib|starlette|torch|transformers|typing)\..*",
     ),
     # stands for the type of array that comes in
     (r"py:class", r"rotary\.(kernels\.Array|rotate\.Other|fused\.[KV])"),

@@ -1,5 +1,6 @@
-"""Other libraries, loaded when asked.
+"""Other programs, each loaded when asked.
 
-`transformers` patches a loaded model, `sinks` is a cache for one, `onnx` exports one; `vllm` is a
-plug-in of that server.
+`transformers` patches a loaded model (also of diffusers and timm), `sinks` is a cache for one,
+`onnx` exports one, `hub_kernel` writes a layer for the library `kernels`. `vllm`, `sglang`,
+`torchtitan` and `lmcache` are plug-ins of these programs; `mlx` is the rope of a model of mlx-lm.
 """

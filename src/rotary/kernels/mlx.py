@@ -279,9 +279,10 @@ def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None
 def row_lengths(positions: Array) -> list[int]:
     """Largest position of each row, plus one."""
     try:
-        return reference.row_lengths(np.asarray(positions))
+        mx.eval(positions)
     except ValueError:
         raise ValueError(f"under mx.compile and mx.vmap {NEEDS_LENGTH}") from None
+    return reference.row_lengths(np.asarray(positions))
 
 
 def arange(like: Array, count: int) -> Array:
@@ -315,9 +316,10 @@ def _values(array: Array | Numbers) -> Numbers | None:
     if not _is_on_cpu():
         return None
     try:
-        return np.asarray(array)
+        mx.eval(array)
     except ValueError:  # as MLX says where an array is traced
         return None
+    return np.asarray(array)
 
 
 def _placed(array: Array | Numbers) -> Array:
