@@ -39,7 +39,8 @@ def test_the_error_names_the_known_libraries_and_a_way_on(name):
     table = np.ones((3, 2), np.float32)
     kind = f"{type(strange).__module__}.{type(strange).__qualname__}"
     wanted = (
-        rf"{kind}; array libraries known: numpy, torch, jax, mlx; go on with torch\.from_dlpack\(x\)"
+        rf"{kind}; array libraries known: numpy, torch, jax, mlx; "
+        r"go on with torch\.from_dlpack\(x\)"
     )
     for call in (
         lambda: rotary.rotate(strange, table, table, layout="half"),
