@@ -26,7 +26,6 @@ MAX_LINES = 400
 LONGER = {
     "schedules": "one function for each published schedule, with its source",
     "positions": "one function for each way to number tokens",
-    "kernels/llvm": "vector code is written out, and read from top to bottom",
 }
 
 

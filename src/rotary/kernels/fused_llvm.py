@@ -1,4 +1,4 @@
-"""Rows that are normalised and rotated, as LLVM vector instructions; the parts are of `llvm.py`.
+"""Rows that are normalised and rotated, as LLVM vector instructions; the parts are in `vectors.py`.
 
 A row is parted as its weights are: first and second members of the pairs, then the channels before
 and after them that are not rotated. The order of every sum is written out, so the bits depend
@@ -8,87 +8,64 @@ neither on the machine nor on the number of threads.
 # compiled by Numba, from types that mypy does not know
 
 import functools
-from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .llvm import (
-    _ELEMENTS,
-    _F64,
-    _I32,
-    _I64,
-    MODES,
-    _address,
-    _constant,
-    _each,
-    _load,
-    _load_pairs,
-    _load_wide,
-    _loop,
-    _opaque,
-    _pick,
-    _splat,
-    _store,
-    _store_pairs,
-    _store_wide,
-    _vector,
-)
+from . import vectors as vec
+from .rows import MODES, STREAMING, Tables, by_mode, reader, turned
+from .vectors import ELEMENTS, F64, I32, I64, NONE
 
-STREAMING = MODES.index(("half", "half", True))
-_NONE = _constant(_I64, 1, 0)
+_WEIGHTS = types.float32, types.float64, types.uint16, types.int16  # in the order of `loops.TAGS`
 
 
-def _reader(b: ir.IRBuilder, form: types.Type, record: ir.Value) -> Callable[[str], ir.Value]:
-    """Reads fields of a record that are whole numbers."""
-
-    def field(name: str) -> ir.Value:
-        return b.load(cgutils.get_record_member(b, record, form.offset(name), _I64))
-
-    return field
+def width_of(real: ir.Type) -> int:
+    """Bytes of a number of the arithmetic."""
+    return 8 if real is F64 else 4
 
 
-def _total(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The sum of the lanes, halves on halves."""
-    lanes = value.type.count if isinstance(value.type, ir.VectorType) else 1
-    while lanes > 2:
-        lanes //= 2
-        low, high = (_pick(b, value, value, list(range(at, at + lanes))) for at in (0, lanes))
-        value = b.fadd(low, high)
-    if lanes == 1:
-        return value
-    one, other = (b.extract_element(value, _constant(_I32, 1, lane)) for lane in (0, 1))
-    return b.fadd(one, other)
+@intrinsic
+def weight_row(context, tag, kind, weight, order, add_one, count, gain):
+    """Weights of a type, told by its place among `loops.TAGS`, in the type of the arithmetic.
 
+    `order` is the address of which weight comes where, or 0 where they stay as they are.
+    """
 
-def _sums(b: ir.IRBuilder, tag: types.Type) -> dict[int, ir.Value]:
-    """A running sum for each number of lanes, 0 at first."""
-    real, widths = _ELEMENTS[tag][2], (*_ELEMENTS[tag][3], 1)
-    return {lanes: cgutils.alloca_once(b, _vector(real, lanes)) for lanes in widths}
+    def generate(context, b, signature, arguments):
+        _, kind, weight, order, add_one, count, gain = arguments
+        real = ELEMENTS[tag].real
+        kept = b.icmp_signed("==", add_one, NONE)  # -0 keeps the sign of a weight that is 0
+        added = b.select(kept, vec.constant(real, 1, -0.0), vec.constant(real, 1, 1.0))
 
+        def fill(of, index, lanes):
+            source = index
+            if lanes == 1:
+                before = b.block
+                with b.if_then(b.icmp_signed("!=", order, NONE)):
+                    picked = vec.load(b, I64, vec.at(b, order, index, 8))
+                    after = b.block
+                source = b.phi(I64)
+                source.add_incoming(index, before)
+                source.add_incoming(picked, after)
+            size = ELEMENTS[of].size
+            value = vec.load_wide(b, of, vec.at(b, weight, source, size), lanes)
+            value = vec.as_real(b, tag, vec.as_double(b, value))
+            value = b.fadd(value, vec.splat(b, added, lanes))
+            vec.store(b, value, vec.at(b, gain, index, width_of(real)))
 
-def _add(b: ir.IRBuilder, sums: dict[int, ir.Value], value: ir.Value, lanes: int) -> None:
-    b.store(b.fadd(b.load(sums[lanes]), value), sums[lanes])
+        for number, of in enumerate(_WEIGHTS):
+            with (
+                b.if_then(b.icmp_signed("==", kind, vec.constant(I64, 1, number))),
+                b.if_else(b.icmp_signed("==", order, NONE)) as (plain, picked),
+            ):
+                for branch, widths in ((plain, (8,)), (picked, ())):
+                    with branch:
+                        vec.each(b, count, widths, functools.partial(fill, of))
+        return context.get_dummy_value()
 
-
-def _reset(b: ir.IRBuilder, tag: types.Type, sums: dict[int, ir.Value]) -> None:
-    for lanes, total in sums.items():
-        b.store(_constant(_ELEMENTS[tag][2], lanes, 0.0), total)
-
-
-def _sum_of(b: ir.IRBuilder, sums: dict[int, ir.Value]) -> ir.Value:
-    first, *rest = (_total(b, b.load(total)) for total in sums.values())
-    return functools.reduce(b.fadd, rest, first)
-
-
-def _widened(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    return value if value.type is _F64 else b.fpext(value, _F64)
-
-
-def _as_real(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
-    return value if _ELEMENTS[tag][2] is _F64 else b.fptrunc(value, _ELEMENTS[tag][2])
+    return types.void(tag, *[types.int64] * 6), generate
 
 
 @intrinsic
@@ -97,23 +74,21 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
 
     def generate(context, b, signature, arguments):
         _, x, step, width, count, target, target_step = arguments
-        sums = _sums(b, tag)
-        size = _ELEMENTS[tag][1]
-        with _loop(b, _NONE, count, 1) as at:
-            _reset(b, tag, sums)
-            row = _opaque(b, b.add(x, b.mul(at, step)))
+        _, size, real, widths = ELEMENTS[tag]
+        total = vec.Sum(b, real, widths)
+        with vec.loop(b, NONE, count, 1) as at:
+            total.reset()
+            row = vec.opaque(b, vec.stepped(b, x, at, step))
 
-            def body(index: ir.Value, lanes: int) -> None:
-                value = _load_wide(b, tag, _address(b, row, index, size), lanes)
-                _add(b, sums, b.fmul(value, value), lanes)
+            def body(index, lanes):
+                value = vec.load_wide(b, tag, vec.at(b, row, index, size), lanes)
+                total.add(b.fmul(value, value))
 
-            _each(b, width, _ELEMENTS[tag][3], body)
-            place = b.add(target, b.mul(at, target_step))
-            b.store(_widened(b, _sum_of(b, sums)), b.inttoptr(place, _F64.as_pointer()))
+            vec.each(b, width, widths, body)
+            vec.store(b, vec.as_double(b, total.total()), vec.stepped(b, target, at, target_step))
         return context.get_dummy_value()
 
-    numbers = [types.int64] * 6
-    return types.void(tag, *numbers), generate
+    return types.void(tag, *[types.int64] * 6), generate
 
 
 @intrinsic
@@ -122,22 +97,21 @@ def root_rows(context, tag, width, eps, count, sums):
 
     def generate(context, b, signature, arguments):
         _, width, eps, count, sums = arguments
-        real = _ELEMENTS[tag][2]
+        real = ELEMENTS[tag].real
 
-        def body(index: ir.Value, lanes: int) -> None:
-            place = _address(b, sums, index, 8)
-            kind = _vector(real, lanes)
-            total = _load(b, _F64, 8, place, lanes)
-            total = total if real is _F64 else b.fptrunc(total, kind)
-            number = _splat(b, b.sitofp(width, real), lanes)
-            mean = b.fadd(b.fdiv(total, number), _splat(b, _as_real(b, tag, eps), lanes))
-            name = f"llvm.sqrt.{f'v{lanes}' if lanes > 1 else ''}f{64 if real is _F64 else 32}"
+        def body(index, lanes):
+            place = vec.at(b, sums, index, 8)
+            kind = vec.vector(real, lanes)
+            total = vec.as_real(b, tag, vec.load(b, F64, place, lanes))
+            number = vec.splat(b, b.sitofp(width, real), lanes)
+            added = vec.splat(b, vec.as_real(b, tag, eps), lanes)
+            mean = b.fadd(b.fdiv(total, number), added)
+            name = f"llvm.sqrt.{f'v{lanes}' if lanes > 1 else ''}f{8 * width_of(real)}"
             root = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind]), name)
-            value = b.fdiv(_constant(real, lanes, 1.0), b.call(root, [mean]))
-            value = value if real is _F64 else b.fpext(value, _vector(_F64, lanes))
-            b.store(value, b.inttoptr(place, value.type.as_pointer()), align=8)
+            value = b.fdiv(vec.constant(real, lanes, 1.0), b.call(root, [mean]))
+            vec.store(b, vec.as_double(b, value), place)
 
-        _each(b, count, (8,), body)
+        vec.each(b, count, (8,), body)
         return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.float64, types.int64, types.int64), generate
@@ -147,134 +121,98 @@ def root_rows(context, tag, width, eps, count, sums):
 def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, count, ahead):
     """Normalise and rotate `count` rows of one tensor, each to its row of out, or to its slot.
 
-    x and out are the addresses of the first row. `tables`: those of cos, sin and row numbers, or 0,
-    and the offset of its row of the table, or of its row number. `gain` is the address of the
-    weights, the same for all of them; `roots`: of what the mean makes of a row. `slots`: of the
-    offset of its row in out, negative for a row that is left out, and how far the next is; or 0.
+    x and out are the addresses of the first row, `tables` as `rows.Tables` takes them. `gain` is
+    the address of the weights, the same for all of them; `roots`: of what the mean makes of a row.
+    `slots`: of the offset of its row in out, negative for a row that is left out, and how far the
+    next is; or 0.
     """
 
     def generate(context, b, signature, arguments):
         _, mode, record, x, out, tables, gain, roots, slots, count, ahead = arguments
-        cos, sin, rows, row = cgutils.unpack_tuple(b, tables)
         (roots, roots_step), (slots, slots_step) = (
             cgutils.unpack_tuple(b, pair) for pair in (roots, slots)
         )
-        field = _reader(b, piece, record)
-        _, size, real, widths = _ELEMENTS[tag]
-        width = 8 if real is _F64 else 4
-        pairs, start, row_size = map(field, ("pairs", "start", "row_size"))
-        x_step, out_step, table_step = map(field, ("x_2", "out_2", "table_2"))
-        sign = b.sitofp(field("sign"), real)
-        apart = b.sub(sin, cos)
-        offset = b.mul(start, _constant(_I64, 1, size))
+        field = reader(b, (piece, record))
+        tables = Tables(b, tag, field, tables)
+        _, size, real, widths = ELEMENTS[tag]
+        width = width_of(real)
+        pairs, start, x_step, out_step = map(field, ("pairs", "start", "x_2", "out_2"))
         is_streamed = b.and_(  # the channels that are copied fill cache lines
-            b.icmp_signed(">=", mode, _constant(_I64, 1, STREAMING)),
-            b.icmp_signed("==", pairs, _NONE),
+            b.icmp_signed(">=", mode, vec.constant(I64, 1, STREAMING)),
+            b.icmp_signed("==", pairs, NONE),
         )
-        is_scattered = b.icmp_signed("!=", slots, _NONE)
+        is_scattered = b.icmp_signed("!=", slots, NONE)
 
-        def table_offset(at: ir.Value) -> ir.Value:
-            offset = b.add(row, b.mul(at, table_step))
-            before = b.block
-            with b.if_then(b.icmp_signed("!=", rows, _NONE)):
-                picked = b.mul(_load(b, _I64, 8, b.add(rows, offset), 1), row_size)
-                after = b.block
-            result = b.phi(_I64)
-            result.add_incoming(offset, before)
-            result.add_incoming(picked, after)
-            return result
+        def rows_from(channel, index, body):
+            """`body(row, source, target)` for every row that is kept, from a channel on."""
+            offset = vec.at(b, b.mul(channel, vec.constant(I64, 1, size)), index, size)
+            with vec.loop(b, NONE, count, 1) as at:
+                plain = b.mul(at, out_step)
+                before = b.block
+                with b.if_then(is_scattered):
+                    slot = vec.load(b, I64, vec.stepped(b, slots, at, slots_step))
+                    slot = b.select(b.icmp_signed("<", slot, NONE), slot, b.add(slot, plain))
+                    after = b.block
+                to = b.phi(I64)
+                to.add_incoming(plain, before)
+                to.add_incoming(slot, after)
+                with b.if_then(b.icmp_signed(">=", to, NONE), likely=True):
+                    source = vec.opaque(b, vec.stepped(b, b.add(x, offset), at, x_step))
+                    body(at, source, vec.opaque(b, b.add(b.add(out, offset), to)))
 
-        def target_offset(at: ir.Value) -> ir.Value:
-            plain = b.mul(at, out_step)
-            before = b.block
-            with b.if_then(is_scattered):
-                slot = _load(b, _I64, 8, b.add(slots, b.mul(at, slots_step)), 1)
-                slot = b.select(b.icmp_signed("<", slot, _NONE), slot, b.add(slot, plain))
-                after = b.block
-            result = b.phi(_I64)
-            result.add_incoming(plain, before)
-            result.add_incoming(slot, after)
-            return result
+        def weighted(value, weights, at, lanes):
+            root = vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, roots_step)))
+            return b.fmul(b.fmul(value, vec.splat(b, root, lanes)), weights)
 
-        def weighted(value: ir.Value, weights: ir.Value, at: ir.Value, lanes: int) -> ir.Value:
-            root = _load(b, _F64, 8, b.add(roots, b.mul(at, roots_step)), 1)
-            value = b.fmul(value, _splat(b, _as_real(b, tag, root), lanes))
-            return b.fmul(value, weights)
-
-        def rotate(form: tuple[str, str, bool], index: ir.Value, lanes: int) -> None:
-            layout, out_layout, streaming = form
-            place = _address(b, gain, index, width)
+        def rotate(layout, out_layout, streaming, index, lanes):
+            place = vec.at(b, gain, index, width)
             first, second = (
-                _load(b, real, width, each, lanes)
-                for each in (place, _address(b, place, pairs, width))
+                vec.load(b, real, each, lanes) for each in (place, vec.at(b, place, pairs, width))
             )
-            with _loop(b, _NONE, count, 1) as at:
-                to = target_offset(at)
-                with b.if_then(b.icmp_signed(">=", to, _NONE), likely=True):
-                    source = _opaque(b, b.add(b.add(x, offset), b.mul(at, x_step)))
-                    target = _opaque(b, b.add(b.add(out, offset), to))
-                    table = b.add(b.add(cos, _address(b, _NONE, index, 4)), table_offset(at))
-                    table = _opaque(b, table)
-                    c, s = (
-                        _load(b, ir.FloatType(), 4, each, lanes)
-                        for each in (table, b.add(table, apart))
-                    )
-                    if real is _F64:
-                        c, s = (b.fpext(value, _vector(_F64, lanes)) for value in (c, s))
-                    s = b.fmul(s, _splat(b, sign, lanes))
-                    u, v = _load_pairs(
-                        b, tag, source, index, pairs, lanes, ahead,
-                        interleaved=layout == "interleaved",
-                    )  # fmt: skip
-                    u, v = weighted(u, first, at, lanes), weighted(v, second, at, lanes)
-                    one = b.fsub(b.fmul(u, c), b.fmul(v, s))
-                    other = b.fadd(b.fmul(v, c), b.fmul(u, s))
-                    _store_pairs(
-                        b, tag, target, index, pairs, lanes, one, other,
-                        interleaved=out_layout == "interleaved", streaming=streaming,
-                    )  # fmt: skip
 
-        def scale(first: ir.Value, channel: ir.Value, index: ir.Value, lanes: int) -> None:
-            weights = _address(b, _address(b, gain, first, width), index, width)
-            weights = _load(b, real, width, weights, lanes)
-            with _loop(b, _NONE, count, 1) as at:
-                to = target_offset(at)
-                with b.if_then(b.icmp_signed(">=", to, _NONE), likely=True):
-                    place = _address(b, b.mul(channel, _constant(_I64, 1, size)), index, size)
-                    value = _load_wide(b, tag, b.add(b.add(x, place), b.mul(at, x_step)), lanes)
-                    value = weighted(value, weights, at, lanes)
-                    _store_wide(b, tag, b.add(b.add(out, place), to), value)
+            def row(at, source, target):
+                c, s = tables.cos_sin(at, index, lanes)
+                u, v = vec.load_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
+                u, v = weighted(u, first, at, lanes), weighted(v, second, at, lanes)
+                both = turned(b, u, v, c, s)
+                vec.store_pairs(b, tag, target, index, pairs, *both, out_layout, streaming)
 
-        def copy(channel: ir.Value, length: ir.Value) -> None:
-            with _loop(b, _NONE, count, 1) as at:
-                to = target_offset(at)
-                with b.if_then(b.icmp_signed(">=", to, _NONE), likely=True):
-                    skipped = b.mul(channel, _constant(_I64, 1, size))
-                    end = b.add(b.add(out, skipped), to)
-                    come = b.add(b.add(x, skipped), b.mul(at, x_step))
-                    length_ = b.mul(length, _constant(_I64, 1, size))
-                    with b.if_else(is_streamed) as (streamed, cached):
-                        with streamed, _loop(b, _NONE, length_, 64) as at_byte:
-                            line = _load(b, _I32, 1, b.add(come, at_byte), 16)
-                            _store(b, line, 4, b.add(end, at_byte), True)
-                        with cached:
-                            pointers = (b.inttoptr(each, cgutils.voidptr_t) for each in (end, come))
-                            cgutils.raw_memcpy(b, *pointers, length_, 1)
+            rows_from(start, NONE, row)
 
-        for number, form in enumerate(MODES):
-            with b.if_then(b.icmp_signed("==", mode, _constant(_I64, 1, number))):
-                _each(b, pairs, widths, functools.partial(rotate, form))
-        both = b.add(pairs, pairs)
-        stop, tail, is_plain = b.add(start, both), field("tail"), field("is_plain")
-        rests = ((both, _NONE, start), (b.add(both, start), stop, tail))
-        with b.if_else(b.icmp_signed("!=", is_plain, _NONE)) as (plain, scaled):
+        def scale(first, channel, index, lanes):
+            weights = vec.at(b, vec.at(b, gain, first, width), index, width)
+            weights = vec.load(b, real, weights, lanes)
+
+            def row(at, source, target):
+                value = weighted(vec.load_wide(b, tag, source, lanes), weights, at, lanes)
+                vec.store_wide(b, tag, target, value)
+
+            rows_from(channel, index, row)
+
+        def copy(channel, length):
+            bytes_ = b.mul(length, vec.constant(I64, 1, size))
+
+            def row(at, source, target):
+                with b.if_else(is_streamed) as (streamed, cached):
+                    with streamed, vec.loop(b, NONE, bytes_, 64) as byte:
+                        line = b.inttoptr(b.add(source, byte), vec.vector(I32, 16).as_pointer())
+                        vec.store(b, b.load(line, align=1), b.add(target, byte), True)
+                    with cached:
+                        ends = (b.inttoptr(each, cgutils.voidptr_t) for each in (target, source))
+                        cgutils.raw_memcpy(b, *ends, bytes_, 1)
+
+            rows_from(channel, NONE, row)
+
+        by_mode(b, mode, MODES, pairs, widths, rotate)
+        is_plain = b.icmp_signed("!=", field("is_plain"), NONE)
+        with b.if_else(is_plain) as (plain, scaled):
             with plain:
-                for _, channel, length in rests:
-                    with b.if_then(b.icmp_signed("!=", length, _NONE)):
+                for _, channel, length in rests(b, pairs, start, field("tail")):
+                    with b.if_then(b.icmp_signed("!=", length, NONE)):
                         copy(channel, length)
             with scaled:
-                for first, channel, length in rests:
-                    _each(b, length, widths[-1:], functools.partial(scale, first, channel))
+                for first, channel, length in rests(b, pairs, start, field("tail")):
+                    vec.each(b, length, widths[-1:], functools.partial(scale, first, channel))
         return context.get_dummy_value()
 
     number, pair = types.int64, types.UniTuple(types.int64, 2)
@@ -282,3 +220,9 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
         tag, number, piece, number, number, types.UniTuple(number, 4), number, pair, pair,
         number, number,
     ), generate  # fmt: skip
+
+
+def rests(b: ir.IRBuilder, pairs: ir.Value, start: ir.Value, tail: ir.Value):
+    """Of the channels before and after the pairs: the first weight, the first channel, how many."""
+    both = b.add(pairs, pairs)
+    return (both, NONE, start), (b.add(both, start), b.add(start, both), tail)

@@ -19,7 +19,6 @@ if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` 
 from . import Numbers as Array
 from . import caches, loops, threads
 from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of
-from .llvm import MODES
 from .memory import (
     SIZES,
     Block,
@@ -30,10 +29,11 @@ from .memory import (
     is_injective,
 )
 from .numpy import address
+from .rows import MODES, STREAMING
 
 STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read and what is written
-_LINE = 64
-_TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
+LINE = 64
+TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
 _LONG_BYTES = 1 << 16  # a job of less is done before the lock of Python could be handed over
 
@@ -163,7 +163,7 @@ def call_of(
     can_stream = (
         geometry.layout == geometry.out_layout
         and not any(is_in_place)
-        and all(_is_aligned(out, geometry) for out in outs)
+        and all(is_aligned(out, geometry) for out in outs)
         and size >= STREAM_BYTES
     )
 
@@ -209,12 +209,12 @@ def _small_job(
 
 def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:
     """On all threads, and past the caches where every store is aligned."""
-    at, streaming = address(form), mode + loops.STREAMING * can_stream
+    at, streaming = address(form), mode + STREAMING * can_stream
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
     ) -> bool:
-        how = streaming if q_out % _LINE == k_out % _LINE == 0 else mode
+        how = streaming if q_out % LINE == k_out % LINE == 0 else mode
         record = array("q", (1, 1, 0, at, how, q, q_out, k, k_out, cos, sin, rows, checks, 0))
         if checks and not loops.is_safe()(record.buffer_info()[0]):
             return False
@@ -233,12 +233,12 @@ def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block
     return np.array([*q_and_k, extent(table), extent(table), *index, *written], np.int64)
 
 
-def _is_aligned(out: Block, geometry: Geometry) -> bool:
+def is_aligned(out: Block, geometry: Geometry) -> bool:
     """Whether every vector that is stored starts on a cache line, if the block does."""
     offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
     steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
     *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
-    return all(number % _LINE == 0 for number in (*offsets, *rows))
+    return all(number % LINE == 0 for number in (*offsets, *rows))
 
 
 def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:
@@ -260,7 +260,8 @@ def walk(
     table = [
         0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
     ]
-    axes = _merged(list(zip(x.shape[:-1], x.strides[:-1], out.strides[:-1], table, strict=True)))
+    steps_ = x.strides[:-1], out.strides[:-1], table
+    axes = merged_axes(list(zip(x.shape[:-1], *steps_, strict=True)))
     inner = [(1, 0, 0, 0)] * (3 - len(axes)) + axes[-3:]
     offsets: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
     for size, *step in axes[:-3]:
@@ -280,18 +281,18 @@ def walk(
         steps["head"] = geometry.start * itemsize
         steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
     *_, table_step = inner[-1]
-    tile = max(1, _TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+    tile = max(1, TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
     steps["tile"] = tile if table_step else 4 * tile  # rows of one row of the table need no tile
     return offsets, steps
 
 
-def _merged(axes: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The axes in the order of memory, those of size 1 dropped, those that continue one another
     joined: rows are then walked in long runs, and a table row serves all heads while it is hot."""
     if any(size == 0 for size, *_ in axes):
-        return [(0, 0, 0, 0)]
+        return [(0,) * len(axes[0])]
     ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
-    merged: list[tuple[int, int, int, int]] = []
+    merged: list[tuple[int, ...]] = []
     for axis in ordered:
         size, *steps = axis
         if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):

@@ -18,18 +18,17 @@ from numpy import empty
 from .built_in import argument, built_in, give_lock, new_bool, take_lock, tuple_item, whole_number
 from .compiled import c_function, compiled
 from .llvm import (
-    MODES,
     call_address,
     call_number,
     fence,
     load_double,
     load_int,
     record,
-    rotate_rows,
     table_row,
     table_row_axes,
     take,
 )
+from .rows import STREAMING, rotate_rows
 
 # the bits of an element are held by
 TAGS = {
@@ -38,17 +37,16 @@ TAGS = {
     "bfloat16": np.uint16(0),
     "float16": np.int16(0),
 }
-STREAMING = MODES.index(("half", "half", True))  # the first mode of stores past the caches
 
 
-def _whole_numbers(*names: str) -> np.dtype[np.void]:
+def whole_numbers(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
 
 # How the rows of one tensor lie in memory; all in bytes but the sizes and the tile. The last axis
 # is cut into tiles of rows. A tile is rotated for every index of the other axes before the next
 # one, so that its rows of the table stay in the first cache
-STEPS = _whole_numbers(
+STEPS = whole_numbers(
     *("size_0", "size_1", "size_2", "x_0", "x_1", "x_2", "out_0", "out_1", "out_2"),
     *("table_0", "table_1", "table_2"),  # of the table, or of the row numbers
     "row_size",  # of the table, where there are row numbers
@@ -68,16 +66,16 @@ FORM = np.dtype(
 # function that numbers threads, or 0. It ends with how many parts are taken, 0: of each thread, and
 # with many threads after them how many have come. `checks` is a sum of
 ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output shares memory
-ROTATION = _whole_numbers(
+ROTATION = whole_numbers(
     *("threads", "parts", "number", "form", "mode", "q", "q_out", "k", "k_out"),
     *("cos", "sin", "rows", "checks", "taken"),
 )
 # What tables of one form share; `lowest` is the first position that is not refused
-ANGLES = _whole_numbers(
+ANGLES = whole_numbers(
     *("batch", "seq", "num_axes", "axes", "turns", "turns_step", "scales", "scales_step"),
     *("backwards", "pairs", "lowest"),
 )
-TABLE = _whole_numbers("threads", "parts", "number", "angles", "positions", "cos", "sin", "taken")
+TABLE = whole_numbers("threads", "parts", "number", "angles", "positions", "cos", "sin", "taken")
 _steps, _form, _rotation, _angles, _table = map(record, (STEPS, FORM, ROTATION, ANGLES, TABLE))
 
 
@@ -90,7 +88,7 @@ _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "take
 
 
 @compiled()
-def _own(job, taken):
+def own_number(job, taken):
     """The number of this thread: the same in every call, and so are its parts, which it finds in
     its own caches."""
     if job.threads == 1:
@@ -100,7 +98,7 @@ def _own(job, taken):
 
 
 @compiled()
-def _next_part(job, taken, own):
+def next_part(job, taken, own):
     """A part that no thread has taken, if there is one its own; -1 if there is none."""
     for turn in range(job.threads):
         thread = (own + turn) % job.threads
@@ -111,7 +109,7 @@ def _next_part(job, taken, own):
 
 
 @compiled()
-def _share(job, total, part):
+def share_of(job, total, part):
     """The first and the last of so many, in a part."""
     parts = job.threads * job.parts
     return total * part // parts, total * (part + 1) // parts
@@ -121,7 +119,7 @@ def _share(job, total, part):
 def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
     form = _form(job.form)
     places = steps.size_0 * steps.size_1  # on the other axes
-    first, last = _share(job, places * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
+    first, last = share_of(job, places * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
     for at in range(first, last):
         k, place = at // places * steps.tile, at % places
         i, j = place // steps.size_1, place % steps.size_1
@@ -151,35 +149,50 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
     def rotate(address):
         job = _rotation(address)
         taken = address + _ROTATION_TAKEN
-        own = _own(job, taken)
-        part = _next_part(job, taken, own)
+        own = own_number(job, taken)
+        part = next_part(job, taken, own)
         while part >= 0:
             _rotate_part(tag, job, job.cos, job.sin, job.rows, part)
-            part = _next_part(job, taken, own)
+            part = next_part(job, taken, own)
 
     return rotate
 
 
 @compiled()
+def are_inside(numbers, count, limit, lowest=0):
+    """Whether so many whole numbers are all below a limit, and none below the lowest."""
+    for at in range(count):
+        number = load_int(numbers + 8 * at)
+        if number < lowest or number >= limit:
+            return False
+    return True
+
+
+@compiled()
+def are_apart(operands, first, count, reach):
+    """Whether no output reaches into an operand other than its own x, nor an output before.
+
+    Of the addresses `operands`, those from `first` on are `count` outputs, and as many at the start
+    are x; `reach` is the address of where each begins and ends, counted from its own.
+    """
+    for side in range(count):
+        out, own = operands[first + side], reach + 16 * (first + side)
+        low, high = out + load_int(own), out + load_int(own + 8)
+        for other in range(first + side):
+            at, extent = operands[other], reach + 16 * other
+            is_apart = at + load_int(extent) >= high or low >= at + load_int(extent + 8)
+            if not is_apart and not (other == side and at == out):
+                return False
+    return True
+
+
+@compiled()
 def _is_safe(job):
     form = _form(job.form)
-    if job.checks & ROWS:
-        for at in range(form.row_count):
-            row = load_int(job.rows + 8 * at)
-            if row < 0 or row >= form.row_limit:
-                return False
-    if job.checks & OVERLAP:
-        operands = (job.q, job.k, job.cos, job.sin, job.rows, job.q_out, job.k_out)
-        reach = job.form + _REACH
-        for side in range(2):
-            out, own = operands[5 + side], reach + 16 * (5 + side)
-            low, high = out + load_int(own), out + load_int(own + 8)
-            for other in range(5 + side):
-                at, extent = operands[other], reach + 16 * other
-                is_apart = at + load_int(extent) >= high or low >= at + load_int(extent + 8)
-                if not is_apart and not (other == side and at == out):
-                    return False
-    return True
+    if job.checks & ROWS and not are_inside(job.rows, form.row_count, form.row_limit):
+        return False
+    operands = (job.q, job.k, job.cos, job.sin, job.rows, job.q_out, job.k_out)
+    return not job.checks & OVERLAP or are_apart(operands, 5, 2, job.form + _REACH)
 
 
 def _check(address):
@@ -271,12 +284,12 @@ def _table_rows(form, positions, cos, sin, first, last):
 def _fill_table(address):
     job, taken = _table(address), address + _TABLE_TAKEN
     angles = _angles(job.angles)
-    own = _own(job, taken)
-    part = _next_part(job, taken, own)
+    own = own_number(job, taken)
+    part = next_part(job, taken, own)
     while part >= 0:
-        first, last = _share(job, angles.batch * angles.seq, part)
+        first, last = share_of(job, angles.batch * angles.seq, part)
         _table_rows(angles, job.positions, job.cos, job.sin, first, last)
-        part = _next_part(job, taken, own)
+        part = next_part(job, taken, own)
 
 
 @compiled(parallel=True)
@@ -293,6 +306,20 @@ class Loop(NamedTuple):
     address: int
 
 
+def as_loop(function: Callable[[int], None]) -> Loop:
+    """A loop compiled now, that lives as long as the process."""
+    compiled_ = c_function(function, types.void(types.int64))
+    _alive.append(compiled_)
+    return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
+
+
+def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
+    """The same for a function that returns a whole number."""
+    compiled_ = c_function(function, types.int64(types.int64))
+    _alive.append(compiled_)
+    return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
+
+
 @functools.cache
 def loop(name: str) -> Loop:
     """The loop that does the parts of a job until none is left: "table", or a key of TAGS.
@@ -300,18 +327,14 @@ def loop(name: str) -> Loop:
     Several threads may do one job together; each part is done once.
     """
     function = _fill_table if name == "table" else _rotate(TAGS[name])
-    compiled_ = c_function(function, types.void(types.int64))
-    _alive.append(compiled_)
-    return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
+    return as_loop(function)
 
 
 @functools.cache
 def is_safe() -> Callable[[int], int]:
     """The checks of a ROTATION: 1 where every row number is inside of the table, and no output
     reaches into an operand other than its own x, nor into the output before."""
-    compiled_ = c_function(_check, types.int64(types.int64))
-    _alive.append(compiled_)
-    return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
+    return as_check(_check)
 
 
 @functools.cache

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import Numbers
 from . import fused_jobs as jobs
-from .geometry import Geometry
 from .memory import Block
 from .stages import (
     Fit,
@@ -25,7 +23,7 @@ from .stages import (
 )
 from .torch_checks import check_rows
 from .torch_launch import empty_like, form, launch
-from .torch_state import host_array
+from .torch_state import FLOATS, host_array
 
 
 class Call(NamedTuple):
@@ -67,62 +65,68 @@ def stored(
     fitted = call.fitted
     slots = torch.as_tensor(cache.slots)
     slot_shape(tuple(slots.shape), fitted.tokens)
-    numbers = host_array(slots.reshape(-1).long())
-    heads = 1 if fitted.head_axis is None else k.shape[fitted.head_axis]
-    targets: list[tuple[str, Tensor | None, Tensor, tuple[int, ...]]]
+    slots = slots.long().contiguous()
+    numbers = host_array(slots)
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
+    made = [_piece(call, 0, q, out)]
+    for index, (name, x, target, row) in enumerate(_targets(call, k, v, cache)):
+        shape = tuple(target.shape)
+        block = check_cache(name, shape, row)
+        check_slots(low, high, shape, block)
+        if target.dtype != q.dtype:
+            return False
+        made.append(_piece(call, index + 1, x, target, (slots, block)))
+    return _run(call, made)
+
+
+def _targets(
+    call: Call, k: Tensor, v: Tensor | None, cache: KVCache | LatentCache
+) -> list[tuple[str, Tensor, Tensor, tuple[int, ...]]]:
+    """What is written to a cache: its name, the array, where to, and the shape for a token."""
     if isinstance(cache, LatentCache):
         assert v is not None
         latent, width = v.shape[-1], v.shape[-1] + k.shape[-1]
         values, keys = cache.rows.split([latent, width - latent], dim=-1)
-        targets = [("k", k, keys, (k.shape[-1],)), ("v", v, values, (latent,))]
-    else:
-        targets = [("k", k, cache.k, (heads, k.shape[-1]))]
-        if v is not None:
-            targets.append(("v", v, cache.v, (heads, v.shape[-1])))
-    made = [_piece(call, 0, q, out)]
-    for index, (name, x, target, row) in enumerate(targets):
-        assert x is not None
-        block = check_cache(name, tuple(target.shape), row)
-        low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
-        check_slots(low, high, tuple(target.shape), block)
-        offsets = jobs.offsets_of(numbers, form(target).strides, block)
-        if offsets is None or target.dtype != q.dtype:
-            return False
-        made.append(_piece(call, index + 1, x, target, offsets))
-    return _run(call, made)
+        return [("k", k, keys, (k.shape[-1],)), ("v", v, values, (latent,))]
+    axis = call.fitted.head_axis
+    heads = 1 if axis is None else k.shape[axis]
+    pairs = [("k", k, cache.k)] if v is None else [("k", k, cache.k), ("v", v, cache.v)]
+    return [(name, x, target, (heads, x.shape[-1])) for name, x, target in pairs]
 
 
-def _run(call: Call, made: list[tuple[jobs.Piece, jobs.Memory]]) -> bool:
-    pieces, memories = zip(*made, strict=True)
+def _run(call: Call, made: list[tuple[jobs.Piece, jobs.Memory, object]]) -> bool:
+    pieces, memories, alive = zip(*made, strict=True)
+    table, rows, places = call.table()
     eps = 0.0 if call.norm is None else call.norm.eps
-    return jobs.run(pieces, memories, eps, *call.table())
+    known = jobs.call_of(pieces, table, rows, eps)
+    is_done = known is not None and jobs.run(known, memories, places, False)
+    del alive
+    return is_done
 
 
 def _piece(
-    call: Call, index: int, x: Tensor, out: Tensor, offsets: Numbers | None = None
-) -> tuple[jobs.Piece, jobs.Memory]:
+    call: Call, index: int, x: Tensor, out: Tensor, to: tuple[Tensor, int | None] | None = None
+) -> tuple[jobs.Piece, jobs.Memory, object]:
+    """The piece, its memory, and what has to live until it is done."""
     fitted, weight, name = call.fitted, call.weight(index), "qkv"[index]
     geometry = fitted.geometries[index] if index < 2 else None
     is_latent = index == 2 and x.ndim == len(fitted.tokens) + 1
     head_axis = None if is_latent else fitted.head_axis
-    gain, is_full, count = None, False, 0
+    known, slots, taken = None, None, None
     if weight is not None and call.norm is not None:
         heads = 1 if head_axis is None else x.shape[head_axis]
         rows, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
-        gain = _gain(weight, rows, call.norm.add_one, geometry, x)
-        is_full, count = is_full and heads > 1, rows[0]
+        weight = weight.detach()
+        weight = (weight if weight.dtype in FLOATS else weight.float()).contiguous()
+        is_full = is_full and heads > 1
+        known = jobs.Weight(FLOATS[weight.dtype], rows[0], is_full, call.norm.add_one)
+    if to is not None:
+        slots, block = to
+        taken = jobs.Slots(form(out).strides[:2], block)
     is_in_place = x.data_ptr() == out.data_ptr()
-    forms = form(x), form(out), geometry, head_axis, count, is_full
-    piece = jobs.Piece(*forms, offsets is not None, is_in_place)
-    return piece, jobs.Memory(x.data_ptr(), out.data_ptr(), gain, offsets)
-
-
-def _gain(
-    weight: Tensor, rows: tuple[int, ...], add_one: bool, geometry: Geometry | None, x: Tensor
-) -> Numbers:
-    wide = weight.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    name = "float64" if x.dtype == torch.float64 else "float32"
-    return jobs.gain_of(host_array(wide.reshape(rows)), add_one, geometry, name)
+    piece = jobs.Piece(form(x), form(out), geometry, head_axis, known, taken, is_in_place)
+    places = [0 if each is None else each.data_ptr() for each in (x, out, weight, slots)]
+    return piece, jobs.Memory(*places), (weight, slots)
 
 
 class Differentiable(torch.autograd.Function):
@@ -167,24 +171,20 @@ def _back(
     call: Call, index: int, x: Tensor, weight: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
     """Gradients of x and of its weight; None where the loops cannot take these."""
-    geometry = call.fitted.geometries[index]
     if weight is None:
-        turned = launch((grad,), call.cos, call.sin, call.rows, geometry.reversed(), None)
+        back = call.fitted.geometries[index].reversed()
+        turned = launch((grad,), call.cos, call.sin, call.rows, back, None)
         return turned[0], None
     assert call.norm is not None
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     result = empty_like(x)
-    piece, memory = _piece(call, index, x, result)
+    piece, memory, alive = _piece(call, index, x, result)
     given = form(grad), grad.data_ptr()
     gains = jobs.run_back(piece, memory, given, call.norm.eps, *call.table())
+    del alive
     if gains is None:
         return None
-    order = jobs.order(x.shape[-1], geometry.start, geometry.pairs, geometry.layout)
-    ordered = torch.empty(
-        gains.shape, dtype=torch.float64 if gains.itemsize == 8 else torch.float32
-    )
-    ordered[:, torch.from_numpy(order)] = torch.from_numpy(gains)
-    return result, ordered.reshape(weight.shape).to(weight.dtype)
+    return result, torch.from_numpy(gains).reshape(weight.shape).to(weight.dtype)
 
 
 def _by_formula(

@@ -1,0 +1,138 @@
+"""One row of a tensor and one row of a table: the rotation as LLVM vector instructions.
+
+They are not left to the auto-vectoriser. It would have to prove that six streams do not overlap,
+and cannot when the rotation is in place; here every load of a pair comes before its stores by
+construction, so the same code serves both. A fused multiply-add is never used in the rotation:
+products and sums are rounded one by one, as in the plain formula, so the bits do not depend on the
+machine or on where a chunk ends.
+"""
+
+# mypy: ignore-errors
+# written with llvmlite, which has no types
+
+import functools
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from . import vectors as vec
+from .vectors import ELEMENTS, F32, I64, NONE
+
+# how a rotation reads and writes pairs, and whether its stores go past the caches
+MODES = (
+    ("half", "half", False),
+    ("interleaved", "interleaved", False),
+    ("half", "interleaved", False),
+    ("interleaved", "half", False),
+    ("half", "half", True),
+    ("interleaved", "interleaved", True),
+)
+STREAMING = MODES.index(("half", "half", True))  # the first mode of stores past the caches
+
+
+def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[str], ir.Value]:
+    """Reads whole numbers from the first record that has the field."""
+
+    def field(name: str) -> ir.Value:
+        kind, record = next(each for each in records if name in each[0].fields)
+        return b.load(cgutils.get_record_member(b, record, kind.offset(name), I64))
+
+    return field
+
+
+class Tables:
+    """The rows of the tables that a run of rows is rotated by, in the type of the arithmetic.
+
+    `tables` are the addresses of cos, sin and row numbers, or 0, and the offset of the first row of
+    the table, or of its row number.
+    """
+
+    def __init__(
+        self, b: ir.IRBuilder, tag: types.Type, field: Callable[[str], ir.Value], tables: ir.Value
+    ) -> None:
+        self.b, self.tag = b, tag
+        self.cos, sin, self.rows, self.row = cgutils.unpack_tuple(b, tables)
+        self.row_size, self.step = field("row_size"), field("table_2")
+        self.sign = b.sitofp(field("sign"), ELEMENTS[tag].real)
+        self.apart = b.sub(sin, self.cos)
+
+    def cos_sin(self, at: ir.Value, index: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+        """Of `lanes` pairs from `index` on, for row `at`; sin with the sign of the rotation."""
+        b = self.b
+        offset = vec.stepped(b, self.row, at, self.step)
+        before = b.block
+        with b.if_then(b.icmp_signed("!=", self.rows, NONE)):
+            picked = b.mul(vec.load(b, I64, b.add(self.rows, offset)), self.row_size)
+            after = b.block
+        place = b.phi(I64)
+        place.add_incoming(offset, before)
+        place.add_incoming(picked, after)
+        cos = vec.opaque(b, b.add(vec.at(b, self.cos, index, 4), place))
+        c, s = (vec.load(b, F32, each, lanes) for each in (cos, b.add(cos, self.apart)))
+        if ELEMENTS[self.tag].real is vec.F64:
+            c, s = (vec.as_double(b, value) for value in (c, s))
+        return c, b.fmul(s, vec.splat(b, self.sign, lanes))
+
+
+def turned(
+    b: ir.IRBuilder, u: ir.Value, v: ir.Value, c: ir.Value, s: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    return b.fsub(b.fmul(u, c), b.fmul(v, s)), b.fadd(b.fmul(v, c), b.fmul(u, s))
+
+
+def turned_back(
+    b: ir.IRBuilder, u: ir.Value, v: ir.Value, c: ir.Value, s: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    return b.fadd(b.fmul(u, c), b.fmul(v, s)), b.fsub(b.fmul(v, c), b.fmul(u, s))
+
+
+def by_mode(
+    b: ir.IRBuilder, mode: ir.Value, modes: tuple[tuple[str, str, bool], ...], pairs: ir.Value,
+    widths: tuple[int, ...], body: Callable[..., None],
+) -> None:  # fmt: skip
+    """`body(layout, out_layout, streaming, index, lanes)` for all pairs, of the mode that it is."""
+    for number, form in enumerate(modes):
+        with b.if_then(b.icmp_signed("==", mode, vec.constant(I64, 1, number))):
+            vec.each(b, pairs, widths, functools.partial(body, *form))
+
+
+@intrinsic
+def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
+    """Rotate `count` rows of one tensor.
+
+    x and out are the addresses of the first row, `tables` as `Tables` takes them. The memory so
+    many bytes `ahead` of each row of x is asked for.
+    """
+
+    def generate(context, b, signature, arguments):
+        _, mode, *records, x, out, tables, count, ahead = arguments
+        field = reader(b, *zip((form, steps), records, strict=True))
+        tables = Tables(b, tag, field, tables)
+        pairs, x_step, out_step = map(field, ("pairs", "x_2", "out_2"))
+        start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
+
+        def rotate(layout, out_layout, streaming, index, lanes):
+            with vec.loop(b, NONE, count, 1) as at:
+                source = vec.opaque(b, vec.stepped(b, b.add(x, start), at, x_step))
+                target = vec.opaque(b, vec.stepped(b, b.add(out, start), at, out_step))
+                c, s = tables.cos_sin(at, index, lanes)
+                u, v = vec.load_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
+                both = turned(b, u, v, c, s)
+                vec.store_pairs(b, tag, target, index, pairs, *both, out_layout, streaming)
+
+        by_mode(b, mode, MODES, pairs, ELEMENTS[tag].lanes, rotate)
+        with (
+            b.if_then(b.icmp_signed("!=", b.or_(head, tail_size), NONE)),
+            vec.loop(b, NONE, count, 1) as at,
+        ):
+            ends = vec.stepped(b, out, at, out_step), vec.stepped(b, x, at, x_step)
+            for skipped, size in ((NONE, head), (tail, tail_size)):
+                to, come = (b.inttoptr(b.add(end, skipped), cgutils.voidptr_t) for end in ends)
+                cgutils.raw_memcpy(b, to, come, size, 1)
+        return context.get_dummy_value()
+
+    numbers = types.int64, types.int64, types.UniTuple(types.int64, 4), types.int64, types.int64
+    return types.void(tag, types.int64, form, steps, *numbers), generate

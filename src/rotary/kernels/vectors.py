@@ -1,0 +1,374 @@
+"""Vectors of elements of a tensor as LLVM instructions: loaded, converted, stored, walked over.
+
+The element type is told by a tag, a NumPy scalar: float32, float64, uint16 for bfloat16, int16 for
+float16, int8, uint8 for float8_e4m3fn, bool for float8_e5m2. The arithmetic is float32, or float64.
+"""
+
+# mypy: ignore-errors
+# written with llvmlite, which has no types
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}
+
+
+class Element(NamedTuple):
+    """Its type in memory and bytes, the type of the arithmetic, and lanes of vectors.
+
+    The widest fills a cache line of 64 bytes with each store.
+    """
+
+    memory: ir.Type
+    size: int
+    real: ir.Type
+    lanes: tuple[int, ...]
+
+
+_LANES = 64, 32, 16
+FLOAT8 = {types.uint8: 3, types.boolean: 2}  # bits of the mantissa
+ELEMENTS = {
+    types.float32: Element(F32, 4, F32, _LANES),
+    types.float64: Element(F64, 8, F64, (16, 8)),
+    types.uint16: Element(I16, 2, F32, _LANES),
+    types.int16: Element(F16, 2, F32, _LANES),
+    types.int8: Element(I8, 1, F32, _LANES),
+    **dict.fromkeys(FLOAT8, Element(I8, 1, F32, _LANES)),
+}
+
+
+def vector(element: ir.Type, lanes: int) -> ir.Type:
+    return ir.VectorType(element, lanes) if lanes > 1 else element
+
+
+def lanes_of(value: ir.Value) -> int:
+    return value.type.count if isinstance(value.type, ir.VectorType) else 1
+
+
+def constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
+    return ir.Constant(vector(element, lanes), [value] * lanes if lanes > 1 else value)
+
+
+NONE = constant(I64, 1, 0)
+
+
+def splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    if lanes == 1:
+        return value
+    blank = ir.Constant(vector(value.type, lanes), ir.Undefined)
+    first = b.insert_element(blank, value, constant(I32, 1, 0))
+    return b.shuffle_vector(first, blank, constant(I32, lanes, 0))
+
+
+def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    return b.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), list(lanes)))
+
+
+def at(b: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
+    """The address of an element of so many bytes."""
+    return b.add(start, b.mul(index, constant(I64, 1, size)))
+
+
+def stepped(b: ir.IRBuilder, start: ir.Value, index: ir.Value, step: ir.Value) -> ir.Value:
+    """The address so many steps from another."""
+    return b.add(start, b.mul(index, step))
+
+
+def opaque(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The same number, which the compiler cannot see through.
+
+    From what it sees of an address it makes a counter for each load and store, more than there are
+    registers, and counting takes as long as rotating.
+    """
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], side_effect=False)
+
+
+# --- conversions ---
+
+
+def as_double(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    double = vector(F64, lanes_of(value))
+    return value if value.type == double else b.fpext(value, double)
+
+
+def as_real(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
+    """float64 in the type of the arithmetic."""
+    real = ELEMENTS[tag].real
+    return value if real is F64 else b.fptrunc(value, vector(real, lanes_of(value)))
+
+
+def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
+    """Elements in the type of the arithmetic."""
+    wide = vector(F32, lanes)
+    if tag is types.uint16:  # bfloat16 is the upper half of a float32
+        if lanes > 1:
+            order = [number for lane in range(lanes) for number in (lanes, lane)]
+            value = pick(b, value, constant(I16, lanes, 0), order)
+        else:
+            value = b.shl(b.zext(value, I32), constant(I32, 1, 16))
+        return b.bitcast(value, wide)
+    if tag is types.int8:
+        return b.sitofp(value, wide)
+    if tag in FLOAT8:  # float8_e5m2 is the upper half of a float16
+        bits = b.shl(b.zext(value, vector(I16, lanes)), constant(I16, lanes, 8))
+        if FLOAT8[tag] == 3:  # its exponent by one bit longer, so 2^8 below; all ones is NaN
+            bits = b.and_(b.ashr(bits, constant(I16, lanes, 1)), constant(I16, lanes, 0xBFFF))
+            above = b.add(bits, constant(I16, lanes, 0x80))
+            bits = b.or_(bits, b.and_(above, constant(I16, lanes, 0x4000)))
+        number = b.fpext(b.bitcast(bits, vector(F16, lanes)), wide)
+        return number if FLOAT8[tag] == 2 else b.fmul(number, constant(F32, lanes, 2.0**8))
+    return b.fpext(value, wide) if tag is types.int16 else value
+
+
+def narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
+    """Results as elements, to nearest even; a NaN stays a NaN, and 8 bits saturate."""
+    lanes = lanes_of(value)
+    if tag is types.int16:
+        return b.fptrunc(value, vector(F16, lanes))
+    if tag is types.int8:
+        value = _at_most(b, value, 127.0)
+        lowest = constant(F32, lanes, -128.0)
+        value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
+        counted = b.fadd(value, constant(F32, lanes, 1.5 * 2**23))  # then a unit is the last bit
+        return b.trunc(b.bitcast(counted, vector(I32, lanes)), vector(I8, lanes))
+    if tag in FLOAT8:
+        return _float8(b, value, FLOAT8[tag])
+    return bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
+
+
+def _at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
+    largest = constant(F32, lanes_of(value), most)
+    return b.select(b.fcmp_ordered(">", value, largest), largest, value)
+
+
+def _float8(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
+    """Codes of a sign, an exponent and so many bits of a mantissa.
+
+    A number is added whose last bit is the last of the code, so the sum is rounded there, also
+    below the first exponent; what it has counted, and the exponent, are the code.
+    """
+    lanes, whole = lanes_of(value), 23 - mantissa
+    wide, narrow = vector(I32, lanes), vector(I8, lanes)
+    first = 121 if mantissa == 3 else 113  # of the smallest number that has all bits
+
+    def bits(number: int) -> ir.Constant:
+        return constant(I32, lanes, number)
+
+    given = b.bitcast(value, wide)
+    size = b.bitcast(b.and_(given, bits(0x7FFFFFFF)), value.type)
+    size = _at_most(b, size, 448.0 if mantissa == 3 else 57344.0)
+    exponent = b.and_(b.bitcast(size, wide), bits(0x7F800000))
+    lowest = bits(first << 23)
+    exponent = b.select(b.icmp_unsigned(">", exponent, lowest), exponent, lowest)
+    counter = b.bitcast(b.add(exponent, bits(whole << 23)), value.type)
+    counted = b.bitcast(b.fadd(size, counter), wide)
+    code = b.trunc(b.add(counted, b.lshr(exponent, bits(whole))), narrow)
+    code = b.sub(code, constant(I8, lanes, (first << mantissa) & 0xFF))
+    code = b.select(b.fcmp_unordered("uno", value, value), constant(I8, lanes, 0x7F), code)
+    sign = b.trunc(b.lshr(given, bits(24)), narrow)
+    return b.or_(code, b.and_(sign, constant(I8, lanes, 0x80)))
+
+
+def bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
+    """Two vectors of float32, of which `order` picks the lanes, rounded to nearest even.
+
+    The halves of the words are parted by one shuffle each and rounded 16 bits wide. Results of
+    arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one too.
+    """
+    lanes = len(order)
+    if lanes == 1:
+        bits = b.bitcast(one, I32)
+        low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
+    else:
+        halves = [b.bitcast(value, vector(I16, 2 * value.type.count)) for value in (one, other)]
+        low, high = (pick(b, *halves, [2 * lane + side for lane in order]) for side in (0, 1))
+
+    def number(value: int) -> ir.Constant:
+        return constant(I16, lanes, value)
+
+    middle = b.sub(number(0x8000), b.and_(high, number(1)))
+    below_last = b.select(b.icmp_unsigned("<", high, number(0xFFFE)), high, number(0xFFFE))
+    above = _saturating_add(b, below_last, number(1))
+    return b.select(b.icmp_unsigned(">", low, middle), above, high)
+
+
+def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The sum of signed numbers, or the largest one."""
+    kind = one.type
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
+    )
+    return b.call(function, [one, other])
+
+
+# --- memory ---
+
+
+def load(b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int = 1) -> ir.Value:
+    pointer = b.inttoptr(address, vector(element, lanes).as_pointer())
+    return b.load(pointer, align=8 if element is I64 else _BYTES[element])
+
+
+def load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) -> ir.Value:
+    """`lanes` elements in the type of the arithmetic."""
+    return widened(b, tag, load(b, ELEMENTS[tag].memory, address, lanes), lanes)
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, streaming: bool = False) -> None:
+    """`streaming` goes past the caches, and needs an address that is a multiple of the vector's
+    size."""
+    pointer = b.inttoptr(address, value.type.as_pointer())
+    if not isinstance(value.type, ir.VectorType):
+        b.store(value, pointer, align=_BYTES[value.type])
+        return
+    size = _BYTES[value.type.element]
+    if not streaming:
+        b.store(value, pointer, align=size)
+        return
+    hint = b.module.add_metadata([constant(I32, 1, 1)])
+    stored = b.store(value, pointer, align=min(value.type.count * size, 64))
+    stored.set_metadata("nontemporal", hint)
+
+
+def store_wide(
+    b: ir.IRBuilder, tag: types.Type, address: ir.Value, value: ir.Value, streaming: bool = False
+) -> None:
+    store(b, narrowed(b, tag, value), address, streaming)
+
+
+def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> None:
+    """Ask for the cache lines of so many bytes, to be read in the next run of rows."""
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    for_reading, keep, data = (constant(I32, 1, number) for number in (0, 3, 1))
+    for line in range(0, size, 64):
+        pointer = b.add(b.add(address, ahead), constant(I64, 1, line))
+        b.call(function, [b.inttoptr(pointer, cgutils.voidptr_t), for_reading, keep, data])
+
+
+def load_pairs(
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
+    layout: str, ahead: ir.Value | None = None,
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    """First and second members of `lanes` pairs from `index` on; asks for what is `ahead`."""
+    size = ELEMENTS[tag].size
+    if layout == "half":
+        first = at(b, row, index, size)
+        ends = first, at(b, first, pairs, size)
+        for end in ends if lanes > 1 and ahead is not None else ():
+            prefetch(b, end, ahead, lanes * size)
+        return load_wide(b, tag, ends[0], lanes), load_wide(b, tag, ends[1], lanes)
+    both = at(b, row, index, 2 * size)
+    if lanes > 1 and ahead is not None:
+        prefetch(b, both, ahead, 2 * lanes * size)
+    if tag is types.uint16:  # a pair is a word of 32 bits
+        pointer = b.inttoptr(both, vector(I32, lanes).as_pointer())
+        words = b.load(pointer, align=size)
+        lower = b.shl(words, constant(I32, lanes, 16))
+        upper = b.and_(words, constant(I32, lanes, 0xFFFF0000))
+        return b.bitcast(lower, vector(F32, lanes)), b.bitcast(upper, vector(F32, lanes))
+    if lanes == 1:
+        second = at(b, both, constant(I64, 1, 1), size)
+        return load_wide(b, tag, both, 1), load_wide(b, tag, second, 1)
+    block = load(b, ELEMENTS[tag].memory, both, 2 * lanes)
+    first, second = (
+        widened(b, tag, pick(b, block, block, range(side, 2 * lanes, 2)), lanes) for side in (0, 1)
+    )
+    return first, second
+
+
+def store_pairs(
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value,
+    one: ir.Value, other: ir.Value, layout: str, streaming: bool,
+) -> None:  # fmt: skip
+    size, lanes = ELEMENTS[tag].size, lanes_of(one)
+    if layout == "half":
+        first = at(b, row, index, size)
+        store_wide(b, tag, first, one, streaming)
+        store_wide(b, tag, at(b, first, pairs, size), other, streaming)
+        return
+    both = at(b, row, index, 2 * size)
+    if lanes == 1:
+        store_wide(b, tag, both, one)
+        store_wide(b, tag, at(b, both, constant(I64, 1, 1), size), other)
+        return
+    order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
+    if tag is types.uint16:
+        packed = bfloat16(b, one, other, order)
+    else:
+        packed = pick(b, *(narrowed(b, tag, value) for value in (one, other)), order)
+    store(b, packed, both, streaming)
+
+
+# --- loops and sums ---
+
+
+@contextmanager
+def loop(b: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int) -> Iterator[ir.Value]:
+    """`for index in range(start, stop, step)`: the body is built inside the with block."""
+    before = b.block
+    head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    index = b.phi(I64)
+    index.add_incoming(start, before)
+    b.cbranch(b.icmp_signed("<", index, stop), body, after)
+    b.position_at_end(body)
+    yield index
+    index.add_incoming(b.add(index, constant(I64, 1, step)), b.block)
+    b.branch(head)
+    b.position_at_end(after)
+
+
+def each(
+    b: ir.IRBuilder, count: ir.Value, widths: tuple[int, ...], body: Callable[[ir.Value, int], None]
+) -> None:
+    """`body(index, lanes)` in the widest vectors that fit, then in narrower ones."""
+    done: ir.Value = NONE
+    for lanes in (*widths, 1):
+        whole = b.and_(count, constant(I64, 1, -lanes))
+        with loop(b, done, whole, lanes) as index:
+            body(index, lanes)
+        done = whole
+
+
+class Sum:
+    """A running sum of vectors of several numbers of lanes, 0 at first."""
+
+    def __init__(self, b: ir.IRBuilder, real: ir.Type, widths: tuple[int, ...]) -> None:
+        self.b, self.real = b, real
+        self.parts = {lanes: cgutils.alloca_once(b, vector(real, lanes)) for lanes in (*widths, 1)}
+
+    def reset(self) -> None:
+        for lanes, part in self.parts.items():
+            self.b.store(constant(self.real, lanes, 0.0), part)
+
+    def add(self, value: ir.Value) -> None:
+        part = self.parts[lanes_of(value)]
+        self.b.store(self.b.fadd(self.b.load(part), value), part)
+
+    def total(self) -> ir.Value:
+        """Halves on halves, each number of lanes when it is reached."""
+        b = self.b
+        lanes, *_ = self.parts
+        value = b.load(self.parts[lanes])
+        while lanes > 1:
+            lanes //= 2
+            if lanes == 1:
+                low, high = (b.extract_element(value, constant(I32, 1, lane)) for lane in (0, 1))
+            else:
+                low, high = (
+                    pick(b, value, value, range(start, start + lanes)) for start in (0, lanes)
+                )
+            value = b.fadd(low, high)
+            if lanes in self.parts:
+                value = b.fadd(value, b.load(self.parts[lanes]))
+        return value
