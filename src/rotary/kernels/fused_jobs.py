@@ -117,7 +117,7 @@ def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: fl
 
 
 def run(
-    call: Call, memories: Sequence[Memory], places: tuple[int, int, int], is_checked: bool
+    call: Call, memories: Sequence[Sequence[int]], places: tuple[int, int, int], is_checked: bool
 ) -> bool:
     """Do it; False, and nothing written, where a row number or a slot is outside.
 
@@ -129,16 +129,17 @@ def run(
     for piece, memory, form in zip(call.pieces, memories, call.forms, strict=True):
         roots = None
         if piece.weight is not None and piece.weight.is_full:
-            roots = _roots(piece, memory.x, call.eps, call.size)
+            roots = _roots(piece, memory[0], call.eps, call.size)
             alive.append(roots)
         jobs += [
-            form.at, _mode(form, memory.out, call.size), *memory,
+            form.at, _mode(form, memory[1], call.size), *memory,
             0 if roots is None else address(roots), 0, 0, 0, 0, 0,
         ]  # fmt: skip
     reach = address(call.reach) if is_checked else 0
     head = 1, 1, 0, *places, len(memories), *call.limits, reach
     record = array("q", (*head, *jobs, *_ABSENT[len(memories)], 0))
-    if not fused_loops.is_safe()(record.buffer_info()[0]):
+    is_looked_at = is_checked or call.limits[0] or call.limits[2]
+    if is_looked_at and not fused_loops.is_safe()(record.buffer_info()[0]):
         return False
     threads.run(fused_loops.loop("fused", name), call.size, record)
     return True

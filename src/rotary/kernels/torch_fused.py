@@ -29,6 +29,7 @@ from .torch_state import (
 loops: ModuleType | None
 try:
     from . import torch_fused_cpu as loops
+    from . import torch_fused_ready as ready
 except ImportError:  # without Numba the formula does all of it
     loops = None
 
@@ -51,6 +52,10 @@ def fused(
 
     Arguments and errors are those of `rotary.fused`.
     """
+    if loops is not None:
+        known = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
+        if known is not None:
+            return known
     norm, cache = stages.norm, stages.cache
     xs = [x for x in (q, k, v) if x is not None]
     weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]

@@ -54,29 +54,48 @@ class Call(NamedTuple):
 
 def rotated(call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
     """q and k to `outs`; False, and nothing written, where the loops cannot take them."""
-    made = [_piece(call, index, x, y) for index, (x, y) in enumerate(zip(xs, outs, strict=True))]
-    return _run(call, made)
+    return _run(call, pieces_of(call, (*xs, None)[:2], outs, None))
 
 
 def stored(
     call: Call, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, cache: KVCache | LatentCache
 ) -> bool:
     """q to `out`, k and v to their slots; False, and nothing written, where the loops cannot."""
-    fitted = call.fitted
-    slots = torch.as_tensor(cache.slots)
-    slot_shape(tuple(slots.shape), fitted.tokens)
-    slots = slots.long().contiguous()
+    slots = torch.as_tensor(cache.slots).long().contiguous()
+    return _run(call, pieces_of(call, (q, k, v), (out,), replace(cache, slots=slots)))
+
+
+Made = tuple[jobs.Piece, jobs.Memory, object]  # and what has to live until it is done
+
+
+def pieces_of(
+    call: Call, xs: Sequence[Tensor | None], outs: Sequence[Tensor],
+    cache: KVCache | LatentCache | None,
+) -> list[Made] | None:  # fmt: skip
+    """What the loops do with q, k and perhaps v: to `outs`, or q there and the others to a cache.
+
+    ValueError for a cache or slots, contiguous int64, that do not fit.
+    """
+    made = [
+        _piece(call, index, x, y)
+        for index, (x, y) in enumerate(zip(xs, outs, strict=False)) if x is not None
+    ]  # fmt: skip
+    if cache is None:
+        return made
+    _, k, v = xs
+    slots = cache.slots
+    slot_shape(tuple(slots.shape), call.fitted.tokens)
     numbers = host_array(slots)
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
-    made = [_piece(call, 0, q, out)]
+    assert k is not None
     for index, (name, x, target, row) in enumerate(_targets(call, k, v, cache)):
         shape = tuple(target.shape)
         block = check_cache(name, shape, row)
         check_slots(low, high, shape, block)
-        if target.dtype != q.dtype:
-            return False
+        if target.dtype != x.dtype:
+            return None
         made.append(_piece(call, index + 1, x, target, (slots, block)))
-    return _run(call, made)
+    return made
 
 
 def _targets(
@@ -94,7 +113,9 @@ def _targets(
     return [(name, x, target, (heads, x.shape[-1])) for name, x, target in pairs]
 
 
-def _run(call: Call, made: list[tuple[jobs.Piece, jobs.Memory, object]]) -> bool:
+def _run(call: Call, made: list[Made] | None) -> bool:
+    if made is None:
+        return False
     pieces, memories, alive = zip(*made, strict=True)
     table, rows, places = call.table()
     eps = 0.0 if call.norm is None else call.norm.eps
@@ -106,8 +127,7 @@ def _run(call: Call, made: list[tuple[jobs.Piece, jobs.Memory, object]]) -> bool
 
 def _piece(
     call: Call, index: int, x: Tensor, out: Tensor, to: tuple[Tensor, int | None] | None = None
-) -> tuple[jobs.Piece, jobs.Memory, object]:
-    """The piece, its memory, and what has to live until it is done."""
+) -> Made:
     fitted, weight, name = call.fitted, call.weight(index), "qkv"[index]
     geometry = fitted.geometries[index] if index < 2 else None
     is_latent = index == 2 and x.ndim == len(fitted.tokens) + 1

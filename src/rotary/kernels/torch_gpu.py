@@ -21,7 +21,7 @@ from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of, seq_
 from .memory import extent
 from .torch_checks import check_memory, check_no_inference, check_operands, check_xs
 from .torch_launch import form, formula, gpu_kernel, is_for_gpu
-from .torch_ready import Run, Tables, _data_ptr, _increment_version
+from .torch_ready import Run, Tables, data_ptr, increment_version
 from .torch_state import INTEGERS
 
 Addresses = tuple[int, ...]
@@ -191,7 +191,7 @@ def _new(launch: Launch, fixed: tuple[int, ...], is_single: bool) -> Run:
     ) -> tuple[Tensor, ...] | None:
         q, k = xs[0], xs[-1]
         outs = (new(q),) if is_single else (new(q), new(k))
-        read = *fixed, *map(_data_ptr, tables)
+        read = *fixed, *map(data_ptr, tables)
         places = q.data_ptr(), k.data_ptr(), outs[0].data_ptr(), outs[-1].data_ptr()
         return outs if launch((*places, read[0], read[1], read[-1])) else None
 
@@ -221,7 +221,7 @@ def _into(
         q_out, k_out = outs[0].data_ptr(), outs[-1].data_ptr()
         if is_other_memory != (q != q_out, k != k_out):
             return None
-        given = tuple(map(_data_ptr, tables))
+        given = tuple(map(data_ptr, tables))
         spacing = (k - q, q_out - q, k_out - q, *[place - q for place in given])
         if spacing not in compared:
             if not are_apart((q, k, *given), (q_out, k_out)):
@@ -233,7 +233,7 @@ def _into(
         if not launch((q, k, q_out, k_out, read[0], read[1], read[-1])):
             return None
         if is_tracked:
-            _increment_version(outs)
+            increment_version(outs)
         return outs
 
     return code

@@ -48,10 +48,10 @@ Kind = TypeVar("Kind", bound=Hashable)
 _FORMS, _KINDS = 8, 256
 _SPACINGS = 64  # of operands whose memory was compared byte by byte
 # without the cost of looking whether it was given one tensor or many
-_increment_version: Callable[[Iterable[Tensor]], None] = getattr(
+increment_version: Callable[[Iterable[Tensor]], None] = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version
 )
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
@@ -179,7 +179,7 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
     return Ready(guard.check, torch.is_grad_enabled() if wants_it else None, code)
 
 
-def _maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
+def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
     """What makes a tensor without values like x; on huge pages where those of a call are large."""
     like = torch.empty_like(x, device="meta")
     new = partial(_empty_strided, tuple(like.shape), like.stride(), x.dtype)
@@ -213,7 +213,7 @@ def on_cpu(
     if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
         return None
     is_tracked = out is not None and not out[0].is_inference()
-    new = [_maker_of_outputs(x, call.size) for x in xs]
+    new = [maker_of_outputs(x, call.size) for x in xs]
     new_q, new_k = new[0], new[-1]
     checks = jobs.CHECK_ROWS * (len(tables) == 3) + jobs.CHECK_OVERLAP * (out is not None)
     job = call.job
@@ -235,7 +235,7 @@ def on_cpu(
         q_at, q_out, k_at, k_out = (
             q.data_ptr(), outs[0].data_ptr(), k.data_ptr(), outs[-1].data_ptr()
         )  # fmt: skip
-        cos, sin, rows = *map(_data_ptr, tables), *absent
+        cos, sin, rows = *map(data_ptr, tables), *absent
         if out is None:
             is_done = job(q_at, q_out, k_at, k_out, cos, sin, rows, checks)
             return outs if is_done else None
@@ -253,7 +253,7 @@ def on_cpu(
             if not job(*places, checks - jobs.CHECK_OVERLAP):
                 return None
         if is_tracked:
-            _increment_version(outs)
+            increment_version(outs)
         return outs
 
     return code
