@@ -61,18 +61,21 @@ def by_formula(monkeypatch):
 def run(**options):
     """A call, and whether the loops did it."""
     done = []
-    kept = torch_fused.by_loops
+    kept, quick = torch_fused.by_loops, torch_fused.ready.quick
 
     def seen(*args):
         results = kept(*args)
         done.append(results is not None)
         return results
 
-    torch_fused.by_loops = seen
+    torch_fused.by_loops, torch_fused.ready.quick = seen, lambda *args: None
     try:
         results = fused(**options)
     finally:
-        torch_fused.by_loops = kept
+        torch_fused.by_loops, torch_fused.ready.quick = kept, quick
+    if options.get("out") is None:  # what is kept of a call gives the same bits
+        for y, again in zip(results, fused(**options), strict=True):
+            assert (y is None and again is None) or torch.equal(y, again)
     return results, done == [True]
 
 
@@ -409,3 +412,105 @@ def test_one_call_in_place_of_norm_and_rotation_of_transformers(name, monkeypatc
     got.square().mean().backward()
     weights = [weight for norm in norms_of(model) for weight in (norm.q, norm.k)]
     assert all(weight.grad.abs().max() > 0 for weight in weights)
+
+
+def a_server(seq=3, dtype=torch.bfloat16):
+    """Operands of one step: q, k, v, a norm, tables, row numbers and a cache of 4 blocks of 8."""
+    q, k = tensors(SPECS["half"], seq=seq, dtype=dtype, seq_dim=-3)
+    norm = norm_of(SPECS["half"], dtype=dtype)
+    tables = rotary.cos_sin(SPECS["half"], torch.arange(50))
+    cache = KVCache(*[torch.zeros(4, 8, 2, 64, dtype=dtype) for _ in "kv"], torch.arange(2 * seq))
+    return q, k, torch.randn_like(k), norm, tables, torch.arange(2 * seq).reshape(2, seq), cache
+
+
+@pytest.fixture
+def no_other_way(monkeypatch):
+    """After `forbid()` a call may only be one like before."""
+
+    def forbid():
+        monkeypatch.setattr(torch_fused, "by_loops", None)
+        monkeypatch.setattr(torch_fused, "formula_of_both", None)
+
+    return forbid
+
+
+def test_a_call_like_one_before_reads_everything_again(no_other_way):
+    q, k, v, norm, tables, rows, cache = a_server()
+    outs = torch.empty_like(q), torch.empty_like(k)
+    options = {"spec": SPECS["half"], "tables": tables, "seq_dim": -3}
+
+    def calls():
+        stored = fused(q, k, v, norm=norm, cache=cache, positions=rows, **options)
+        fused(q, k, None, norm=norm, positions=rows, out=outs, **options)
+        return [y.clone() for y in (stored[0], cache.k, cache.v, *outs)]
+
+    found, wanted = [], []
+    calls()
+    for step in range(2):
+        for x in (q, k, v, norm.q, norm.k):
+            x.add_(1 + step)
+        rows.add_(7)
+        cache.slots.add_(1)
+        kept = cache.k.clone(), cache.v.clone()
+        found.append(calls())
+        (cache.k[:], cache.v[:]) = kept
+        other = [x.repeat(2, 1, 1, 1)[:2] for x in (q, k, v)]
+        wanted.append(run(
+            q=other[0], k=other[1], v=other[2], norm=norm, cache=cache, positions=rows, **options
+        )[0][0])  # fmt: skip
+        wanted[-1] = [wanted[-1], cache.k.clone(), cache.v.clone()]
+        assert torch.equal(outs[0], wanted[-1][0])
+    for one, other in zip(found, wanted, strict=True):
+        for y, z in zip(one, other, strict=False):
+            assert torch.equal(y, z)
+    no_other_way()
+    calls()
+
+
+def test_a_call_like_one_before_refuses_what_the_first_would():
+    q, k, v, norm, tables, rows, cache = a_server()
+    options = {"spec": SPECS["half"], "tables": tables, "norm": norm, "seq_dim": -3}
+    fused(q, k, v, cache=cache, positions=rows, **options)
+    before = cache.k.clone(), cache.v.clone()
+    rows[1, 2] = 50
+    with pytest.raises(ValueError, match="positions run from 0 to 50, the tables have 50 rows"):
+        fused(q, k, v, cache=cache, positions=rows, **options)
+    rows[1, 2], cache.slots[3] = 5, 32
+    with pytest.raises(ValueError, match="slots run to 32, the cache has 32"):
+        fused(q, k, v, cache=cache, positions=rows, **options)
+    assert torch.equal(cache.k, before[0])
+    assert torch.equal(cache.v, before[1])
+    outs = torch.empty_like(q), torch.empty_like(k)
+    fused(q, k, None, positions=rows, out=outs, **options)
+    buffer = torch.zeros(2 * q.numel(), dtype=q.dtype)
+    x, y = buffer[: q.numel()].view_as(q), buffer[64 : q.numel() + 64].view_as(q)
+    with pytest.raises(ValueError, match="out overlaps"):
+        fused(x, k, None, positions=rows, out=(y, outs[1]), **options)
+    options["norm"] = Norm(norm.q.clone().requires_grad_(), norm.k, EPS)
+    with pytest.raises(RuntimeError, match="do not take part in autograd"):
+        fused(q, k, None, positions=rows, out=outs, **options)
+
+
+def test_slices_of_one_buffer_are_rotated_in_place_again():
+    whole = torch.randn(2, 9, 8, 64).bfloat16()
+    norm, tables = norm_of(SPECS["half"]), rotary.cos_sin(SPECS["half"], torch.arange(9))
+    for _ in range(3):
+        q, k = whole[:, :, :4], whole[:, :, 4:6]
+        options = {"spec": SPECS["half"], "tables": tables, "norm": norm, "seq_dim": -3}
+        want = fused(q.clone(), k.clone(), None, **options)[:2]
+        fused(q, k, None, out=(q, k), **options)
+        assert torch.equal(q, want[0])
+        assert torch.equal(k, want[1])
+
+
+def test_autograd_is_told_of_what_is_written_again():
+    q, k, v, norm, tables, rows, cache = a_server(dtype=torch.float32)
+    for _ in range(2):
+        leaf = torch.ones(2, 3, 4, 64, requires_grad=True)
+        out, versions = torch.ones_like(q), (cache.k._version, cache.v._version)
+        product = leaf * out
+        stages = {"norm": norm, "cache": cache, "tables": tables, "seq_dim": -3}
+        fused(q, k, v, SPECS["half"], rows, out=(out,), **stages)
+        assert (cache.k._version, cache.v._version) == tuple(n + 1 for n in versions)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
