@@ -450,3 +450,22 @@ def test_memory_that_must_not_be_written_is_refused():
     whole = torch.zeros(10, 6, 3, 32)
     with pytest.raises(ValueError, match="out overlaps an input"):
         rerotate(whole[:9], SPEC, blocks=[1], shift=1, out=whole[1:])
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+def test_each_block_has_its_own_length(library):
+    params = {"factor": 2.0, "original_max_position_embeddings": 16}
+    spec = Rotary(8, schedule="dynamic", params=params)
+    keys = np.random.default_rng(0).normal(size=(4, 2, 1, 8)).astype(np.float32)
+    blocks, lengths = [3, 0, 2], [20, 40, 80]
+    where = np.array([[5, 6], [1, 2], [9, 10]])
+    cases = library(keys), library(where), library(where + 3)
+    moved = rotary.rerotate(
+        cases[0], spec, *cases[1:], blocks=blocks, seq_len=lengths, new_seq_len=lengths, seq_dim=-3
+    )
+    for at, block in enumerate(blocks):
+        one = rotary.rerotate(
+            keys[block], spec, where[at], where[at] + 3, seq_len=lengths[at],
+            new_seq_len=lengths[at], seq_dim=-3,
+        )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(moved)[block], one, rtol=0, atol=2e-6)

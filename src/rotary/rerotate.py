@@ -6,7 +6,7 @@ from typing import overload
 import numpy as np
 
 from .angles import moved_cos_sin
-from .kernels import Array, Kernel, kernel_of
+from .kernels import Array, Kernel, is_per_row, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .kernels.numpy import CODES, FLOATS
 from .rotate import outputs, rotate
@@ -156,6 +156,8 @@ def rerotate(
             _check_positions(name, where, each, count, shape)
         else:
             _check_block_positions(name, where, each, count, shape, seq_dim)
+    if picked is not None and not any(map(is_per_row, (seq_len, new_seq_len))):
+        picked, old, new = _in_order(kernel, picked, old, new, len(like))
     cos, sin = moved_cos_sin(spec, new_spec, old, new, like, seq_len, new_seq_len, allow_negative)
     dtype = str(like.dtype).rpartition(".")[2]
     if dtype not in (*FLOATS, *CODES):
@@ -260,12 +262,35 @@ def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array
             f"blocks must be 0 to {last}, the first axis of k, got {outside[0]}; leave out "
             "padding: is_used = blocks >= 0, then blocks[is_used] and shift[is_used]"
         )
-    different, counts = np.unique(known, return_counts=True)
-    if different.size < known.size:
+    is_given = np.zeros(last + 1, bool)
+    is_given[known] = True
+    if np.count_nonzero(is_given) < known.size:
+        different, counts = np.unique(known, return_counts=True)
         raise ValueError(
             f"block {different[counts > 1][0]} is given twice: what requests share is moved once"
         )
     return kernel.from_numpy(known.astype(np.int64))
+
+
+def _in_order(
+    kernel: Kernel[Array], blocks: Array, old: Array, new: Array, size: int
+) -> tuple[Array, Array, Array]:
+    """Blocks in rising order, as memory is read fastest, and so their positions, if on the host."""
+    known = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
+    numbers, first, second = known
+    if numbers is None or first is None or second is None:
+        return blocks, old, new
+    if (numbers[1:] > numbers[:-1]).all():
+        return blocks, old, new
+    row = np.full(size, -1)  # of each block among those given: no sort
+    row[numbers] = np.arange(len(numbers))
+    chosen = np.flatnonzero(row >= 0)
+    order = row[chosen]
+    return (
+        kernel.from_numpy(chosen),
+        kernel_of(old).from_numpy(first[order]),
+        kernel_of(new).from_numpy(second[order]),
+    )
 
 
 def _shifted(
