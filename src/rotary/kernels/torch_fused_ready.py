@@ -53,7 +53,7 @@ def quick(
     if type(cache) is KVCache:
         memory, scales = (cache.k, cache.v, cache.slots), (scales[0], cache.k_scale, cache.v_scale)
     elif type(cache) is LatentCache:
-        memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale)
+        memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
     if dtype is not None or is_recorded_by_dynamo():
         return None
     for scale in scales:
