@@ -27,6 +27,7 @@ EXAMPLES = {
     "diff": "rotary diff config.json",
     "doctor": "rotary doctor config.json",
     "explore": "rotary explore",
+    "export-kernel": "rotary export-kernel rope_kernel",
     "freqs": "rotary freqs config.json",
     "identify": "rotary identify my_model/rope.py:apply_rope --head-dim 128",
     "inspect": "rotary inspect config.json",
