@@ -38,6 +38,7 @@ bench: .venv/dev.stamp
 # Other programs on every config, each in an environment of its own below .venv-peers; not in CI
 peers: .venv/dev.stamp
 	$(BIN)/python tests/peers/run.py
+	$(BIN)/python tests/peers/hosts.py
 
 .venv/core.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -18,6 +18,7 @@ TASKS = {
     "Test a rotation": ("identify", "vectors"),
     "Long contexts": ("reach", "plan", "decay", "explore"),
     "Weights": ("convert",),
+    "Other programs": ("export-kernel",),
 }
 EXAMPLES = {
     "bench": "rotary bench",
