@@ -391,6 +391,43 @@ def test_the_picture_stays_in_sight_of_every_control(show, width, query):
             assert own["y"] >= picture["y"] + picture["height"]
 
 
+@pytest.mark.parametrize("query", ["", "?compared=1"])
+def test_no_control_of_a_phone_is_under_the_picture_when_the_keyboard_reaches_it(show, query):
+    page = show(query, width=390)
+    page.locator("#links-a a").last.focus()
+    for _ in range(page.locator("#controls :is(select, input, button):visible").count()):
+        page.keyboard.press("Shift+Tab")
+        hidden = page.evaluate(
+            """() => {
+            const own = document.activeElement, box = own.getBoundingClientRect();
+            const picture = document.querySelector("#pictures").getBoundingClientRect();
+            const isOver = own.closest("#controls") && box.top < picture.bottom;
+            return isOver ? own.outerHTML : "";
+        }"""
+        )
+        assert hidden == ""
+
+
+def test_labels_of_lines_that_are_close_do_not_cover_each_other(show):
+    page = show("?a.trained=8192&context=9000", width=390)
+    boxes = page.locator("#plot-a text.label").evaluate_all(
+        "all => all.map(each => each.getBoundingClientRect().toJSON())"
+    )
+    assert len(boxes) == 2
+    upper, lower = sorted(boxes, key=lambda box: box["top"])
+    assert upper["top"] + 12 <= lower["top"]
+    assert upper["top"] >= page.locator("#plot-a").bounding_box()["y"]
+
+
+def test_compared_pictures_have_one_scale(show):
+    page = show("?compared=1")
+    ticks = [page.locator(f"#plot-{side} .tick") for side in "ab"]
+    expect(ticks[1]).to_have_text(ticks[0].all_text_contents())
+    expect(page.locator("#plot-a")).to_contain_text("10⁷")  # of B alone
+    heights = [one.evaluate_all("all => all.map(each => each.getAttribute('y'))") for one in ticks]
+    assert heights[0] == heights[1]
+
+
 def luminance(colour):
     red, green, blue = (int(part) for part in re.findall(r"\d+", colour)[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -72,9 +72,10 @@ class Chart {
     svg.addEventListener("keydown", event => this.key(event));
   }
 
-  draw(picture) {
+  // beside: a picture that is compared with this one, so both get axes that hold both
+  draw(picture, beside = picture) {
     if (this.picture?.figure.x.title !== picture.figure.x.title) this.zoom = null;
-    this.picture = picture;
+    [this.picture, this.beside] = [picture, beside];
     this.index = null;
     this.svg.setAttribute("role", "img");
     this.svg.setAttribute("aria-label", picture.words);
@@ -97,7 +98,7 @@ class Chart {
     if (!this.picture || !width || !height) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
-    const { figure, columns } = this.picture;
+    const { picture, beside } = this, { figure, columns } = picture;
     this.x = Object.values(columns)[0];
     const isCells = figure.rows.length > 0;
     const box = { left: isCells ? 14 : LEFT, right: width - RIGHT, top: 0, bottom: height - BOTTOM };
@@ -105,7 +106,8 @@ class Chart {
     if (isCells) box.bottom = Math.min(box.bottom, box.top + 130 * figure.rows.length);
     this.box = box;
     const ends = this.zoom ?? (isCells ? [-0.5, this.x.length - 0.5] : null);
-    this.xs = scale(figure.x, this.x, box.left, box.right, ends);
+    const xs = [picture, beside].flatMap(each => Object.values(each.columns)[0]);
+    this.xs = scale(figure.x, xs, box.left, box.right, ends);
     this.axis(figure.x, this.xs, box, true);
     if (isCells) this.cells(figure.rows, columns, box);
     else this.curves(figure, columns, box, ends);
@@ -150,9 +152,12 @@ class Chart {
   }
 
   curves(figure, columns, box, ends) {
-    const seen = this.x.map(value => (!ends || (value >= ends[0] && value <= ends[1])));
-    const values = figure.curves.flatMap(curve => columns[curve.y].filter((_, i) => seen[i]));
-    values.push(...figure.lines.filter(line => line.axis === "y").map(line => line.at));
+    const values = [this.picture, this.beside].flatMap(({ figure, columns }) => {
+      const x = Object.values(columns)[0];
+      const isSeen = (_, i) => !ends || (x[i] >= ends[0] && x[i] <= ends[1]);
+      return [...figure.curves.flatMap(curve => columns[curve.y].filter(isSeen)),
+              ...figure.lines.filter(line => line.axis === "y").map(line => line.at)];
+    });
     const ys = scale(figure.y, values, box.bottom, box.top);
     this.ys = ys;
     this.axis(figure.y, ys, box, false);
@@ -174,12 +179,16 @@ class Chart {
       const thin = this.x.length > 300 ? "thin" : "";
       node(inside, "path", { d: path, class: `curve ${thin} ${curve.colour} ${curve.dash}` });
     }
+    const taken = [];  // heights of labels
     for (const line of figure.lines) {
       const place = (line.axis === "x" ? this.xs : ys).at(line.at);
       const ofX = { x1: place, x2: place, y1: box.top, y2: box.bottom };
       const ofY = { x1: box.left, x2: box.right, y1: place, y2: place };
       node(inside, "line", { ...(line.axis === "x" ? ofX : ofY), class: `curve dash ${line.colour}` });
       const where = line.axis === "x" ? { x: place - 4, y: box.bottom - 6, "text-anchor": "end" } : { x: box.left + 6, y: Math.max(place - 5, box.top + 12) };
+      const near = line.axis === "y" && taken.find(y => Math.abs(y - where.y) < 14);
+      if (near) where.y = near - 14 > box.top + 12 ? near - 14 : near + 14;
+      if (line.axis === "y") taken.push(where.y);
       node(inside, "text", { ...where, class: `label ${line.colour}` }, line.label);
     }
     for (const point of figure.points) {

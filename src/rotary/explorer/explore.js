@@ -40,6 +40,11 @@ for (const control of every("#controls [name]:not([type=checkbox])")) {
   control.setAttribute("aria-describedby", line.id);
 }
 
+// On a phone the controls scroll below the pictures: how much these cover
+new ResizeObserver(([{ target }]) => {
+  document.documentElement.style.setProperty("--covered", `${target.offsetHeight}px`);
+}).observe(one("#pictures"));
+
 async function post(path, asked) {
   try {
     const got = await fetch(path, { method: "POST", body: JSON.stringify(asked) });
@@ -99,7 +104,7 @@ function showSide(side, { pictures, query, shown }, errors) {
   if (!picture) return;
   one(`#picture-${side} h2`).textContent = picture.title;
   one(`#words-${side}`).textContent = picture.words;
-  charts[side].draw(picture);
+  charts[side].draw(picture, shown.compared ? pictures[side === "a" ? "b" : "a"] : picture);
   const links = query === null
     ? ["This config is too long for a link, and so for the files that a link holds."]
     : [make("a", { href: query ? `?${query}` : location.pathname }, "Link to this view"),
