@@ -306,6 +306,19 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     np.testing.assert_allclose(ratio[math.ceil(last) + 1 :], 1 / 8)
 
 
+@pytest.mark.parametrize("model", ["llama-2-7b", "phi-2", "nanochat-d32"])
+def test_hands_turn_by_inv_freq_and_the_score_of_equal_vectors_is_theirs(model):
+    seen = look(Side(model=model), 2048)
+    spec, found = seen.spec, views.hands(seen)
+    speeds = spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)
+    np.testing.assert_allclose(found.figure.hands.inv_freq, spec.sign * speeds, rtol=1e-12)
+    assert found.figure.hands.constant == (spec.head_dim - spec.rotary_dim) // 2
+    sums = np.cos(found.columns["distance"][:, None] * speeds).sum(axis=1)
+    np.testing.assert_allclose(
+        found.columns["score"], sums + found.figure.hands.constant, rtol=0, atol=1e-9
+    )
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_file_of_numbers_holds_every_digit(view):
     found = VIEWS[view].draw(look(LLAMA_2, 4096))

@@ -15,6 +15,8 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 import rotary
+from rotary.explorer.models import published
+from rotary.layouts import pair_indices
 
 pytestmark = pytest.mark.slow
 ARGUMENTS = [
@@ -176,7 +178,15 @@ def test_every_picture_is_drawn_and_reached_by_the_keyboard(show, model):
     expect(page.get_by_role("heading", name=f"A: {model}")).to_be_visible()
     said = {words(page).inner_text()}
     page.get_by_role("radio", name="Wavelengths").focus()
-    for title in ("Decay", "Similarity", "Scaling", "Coverage", "Precision", "Layout"):
+    for title in (
+        "Decay",
+        "Similarity",
+        "Scaling",
+        "Coverage",
+        "Precision",
+        "Layout",
+        "Turning hands",
+    ):
         before = words(page).inner_text()
         page.keyboard.press("ArrowRight")
         expect(page.get_by_role("radio", name=title)).to_be_focused()
@@ -185,7 +195,7 @@ def test_every_picture_is_drawn_and_reached_by_the_keyboard(show, model):
         assert shown.first.evaluate("e => e.getBoundingClientRect().width") > 1
         assert "NaN" not in page.locator("#plot-a").inner_html()
         said.add(words(page).inner_text())
-    assert len(said) == 7
+    assert len(said) == 8
 
 
 def test_the_picture_says_what_it_shows(show):
@@ -389,6 +399,85 @@ def test_the_picture_stays_in_sight_of_every_control(show, width, query):
         assert picture["height"] > 150
         if width < 500:
             assert own["y"] >= picture["y"] + picture["height"]
+
+
+def hands(page, name, side="a"):
+    """(angle of each hand of k or q, in turns), as drawn."""
+    path = page.locator(f"#plot-{side} path.hand.{name}").get_attribute("d")
+    ends = np.array(re.findall(r"-?[\d.]+(?:e-?\d+)?", path), float).reshape(-1, 4)
+    x, y = ends[:, 2] - ends[:, 0], ends[:, 1] - ends[:, 3]
+    return np.arctan2(y, x) / (2 * np.pi)
+
+
+@pytest.mark.parametrize("model", ["phi-2", "nanochat-d32"])  # partly rotated; clockwise
+def test_hands_turn_by_the_positions_and_the_score_by_the_distance_alone(show, model):
+    page = show(f"?view=hands&context=4096&a.model={model}")
+    distance, position = (
+        page.get_by_role("slider", name=name) for name in ("Distance, tokens", "Position of k")
+    )
+    distance.fill("0.5")
+    marked = page.locator("#plot-a text.label.red").last
+    expect(marked).to_contain_text("q · k = ")
+    score = marked.text_content()
+    spec = published(model).spec
+    speeds = spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)
+    for share, at in ((0.0, 0), (0.5, round(4097**0.5) - 1), (1.0, 4096)):
+        position.fill(str(share))
+        expect(position).to_have_attribute("aria-valuetext", f"{at} tokens")
+        for name, where in (("orange", at), ("blue", at + 64)):
+            turns = where * spec.sign * speeds / (2 * np.pi)
+            away = (hands(page, name) - turns + 0.5) % 1 - 0.5
+            assert np.abs(away).max() < 1e-6
+        assert marked.text_content() == score
+    q = np.zeros((1, 1, 1, spec.head_dim))
+    q[..., [pair[0] for pair in pair_indices(spec.rotary_dim, spec.layout, spec.start)]] = 1
+    still = (spec.head_dim - spec.rotary_dim) // 2
+    one, other = (rotary.apply(spec, q, q, positions=[[at]])[0] for at in (0, 64))
+    assert float(score.split()[-1]) == pytest.approx((one * other).sum() + still, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("width", "query"), [(390, ""), (390, "&compared=1"), (1400, "&compared=1")]
+)
+def test_hands_and_their_sliders_are_seen_together_and_move_without_the_server(show, width, query):
+    page = show(f"?view=hands{query}", width=width)
+    height = page.viewport_size["height"]
+    for part in page.locator(".motion input, .motion button, #pictures svg:visible").all():
+        box = part.bounding_box()
+        assert 0 <= box["y"]
+        assert box["y"] + box["height"] <= height
+        assert box["x"] + box["width"] <= width
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    before = hands(page, "blue")
+    page.get_by_role("button", name="Play").click()
+    seconds = page.evaluate(
+        """() => new Promise(done => {
+            const times = [], step = now => {
+                times.push(now);
+                times.length < 31 ? requestAnimationFrame(step) : done((now - times[0]) / 1000);
+            };
+            requestAnimationFrame(step);
+        })"""
+    )
+    page.get_by_role("button", name="Stop").click()
+    assert asked == []
+    assert (hands(page, "blue") != before).any()
+    assert seconds < 2  # 0.5 where nothing else runs
+    work = page.evaluate(
+        """() => {
+            const start = performance.now();
+            for (let i = 1; i <= 100; i++) motion.set("distance", i);
+            return (performance.now() - start) / 100;
+        }"""
+    )
+    assert work < 8  # ms; half of a frame of 60 in a second
+    if query:
+        page.get_by_role("checkbox", name="Compare with B").click()
+        expect(page.locator("#plot-b")).to_be_hidden()
+    page.get_by_role("radio", name="Decay").click()
+    expect(page.get_by_role("img", name="The mean size of the partial sums")).to_be_visible()
+    expect(page.locator(".motion")).to_be_hidden()
 
 
 @pytest.mark.parametrize("query", ["", "?compared=1"])

@@ -62,11 +62,15 @@ class Chart {
   constructor(svg) {
     this.svg = svg;
     this.index = null;  // of the point that is told
+    this.hands = new Hands(this);
     svg.tabIndex = 0;
     new ResizeObserver(() => this.render()).observe(svg);
     svg.addEventListener("pointermove", event => this.hover(event));
     svg.addEventListener("pointerleave", () => this.tell(null));
-    svg.addEventListener("pointerdown", event => { this.start = event.pointerType === "mouse" ? event.offsetX : null; });
+    svg.addEventListener("pointerdown", event => {
+      const isOver = this.box && event.offsetX >= this.box.left - LEFT && event.offsetY >= this.box.top - 40;
+      this.start = event.pointerType === "mouse" && isOver ? event.offsetX : null;
+    });
     svg.addEventListener("pointerup", event => this.zoomTo(event.offsetX));
     svg.addEventListener("dblclick", () => this.reset());
     svg.addEventListener("keydown", event => this.key(event));
@@ -80,6 +84,7 @@ class Chart {
     this.svg.setAttribute("role", "img");
     this.svg.setAttribute("aria-label", picture.words);
     this.render();
+    motion.show(this.hands, picture.figure.hands !== null);
   }
 
   reset() {
@@ -102,6 +107,7 @@ class Chart {
     this.x = Object.values(columns)[0];
     const isCells = figure.rows.length > 0;
     const box = { left: isCells ? 14 : LEFT, right: width - RIGHT, top: 0, bottom: height - BOTTOM };
+    if (figure.hands) Object.assign(box, this.hands.place(figure.hands, width, height));
     box.top = this.legend(box) + 8;
     if (isCells) box.bottom = Math.min(box.bottom, box.top + 130 * figure.rows.length);
     this.box = box;
@@ -111,14 +117,18 @@ class Chart {
     this.axis(figure.x, this.xs, box, true);
     if (isCells) this.cells(figure.rows, columns, box);
     else this.curves(figure, columns, box, ends);
+    if (figure.hands) {
+      this.hands.draw();
+      this.hands.turn(motion.values);
+    }
     this.tip = node(this.svg, "g", { class: "tip" });
     if (this.index != null) this.tell(this.index);
   }
 
   legend(box) {
     const { figure } = this.picture;
-    let [x, y] = [box.left, figure.rows.length ? 14 : 30];
-    if (!figure.rows.length) node(this.svg, "text", { x: 4, y: 14 }, figure.y.title);
+    let [x, y] = [box.left, box.top + (figure.rows.length ? 14 : 30)];
+    if (!figure.rows.length) node(this.svg, "text", { x: box.left - LEFT + 4, y: box.top + 14 }, figure.y.title);
     for (const curve of figure.curves.length > 1 ? figure.curves : []) {
       const width = 34 + curve.name.length * TEXT;
       if (x > box.left && x + width > box.right) [x, y] = [box.left, y + 16];
@@ -132,7 +142,7 @@ class Chart {
       for (let i = 0; i < 24; i++) node(this.svg, "rect", { x: x + 44 + 5 * i, y: y - 10, width: 5, height: 11, fill: shade(i / 23) });
       node(this.svg, "text", { x: x + 170, y }, short(last));
     }
-    return figure.curves.length > 1 || figure.rows.length ? y : 14;
+    return figure.curves.length > 1 || figure.rows.length ? y : box.top + 14;
   }
 
   axis(axis, { at, ticks }, box, isX) {

@@ -94,6 +94,7 @@ function show({ errors, ...answer }) {
 function showSide(side, { pictures, query, shown }, errors) {
   const isShown = side === "a" || shown.compared;
   for (const id of [`picture-${side}`, `told-${side}`, `side-${side}`]) one(`#${id}`).hidden = !isShown;
+  if (!isShown) motion.show(charts[side].hands, false);
   const controls = one(`#side-${side}`);
   one(".pasted", controls).hidden = shown[`${side}.model`] !== pasted;
   const layers = shown[`${side}.layers`] ?? [];

@@ -73,6 +73,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Hands:
+    """Pairs that `hands.js` draws as dials, beside a curve of their score against distance.
+
+    inv_freq  radians per token of each pair, negative where it turns clockwise
+    constant  what the channels that are not rotated add to the score;  last  the largest distance
+    """
+
+    inv_freq: tuple[float, ...]
+    constant: float
+    last: int
+
+
+@dataclass(frozen=True)
 class Figure:
     """Two axes and all that is drawn over them."""
 
@@ -83,6 +96,7 @@ class Figure:
     points: tuple[Point, ...] = ()
     band: Band | None = None
     rows: tuple[Row, ...] = ()
+    hands: Hands | None = None
 
 
 class Picture(NamedTuple):

@@ -117,7 +117,7 @@ def figure_html(state: State, letter: str) -> str:
         title=html.escape(title),
         words=html.escape(picture.words),
         style=file("explore.css"),
-        script=file("chart.js"),
+        script=file("chart.js") + file("hands.js"),
         data=as_script(picture.data()),
     )
 

@@ -46,6 +46,7 @@ HEADERS = {  # of every answer; scripts and styles come from this server and are
 STATIC = {
     "explore.js": "text/javascript",
     "chart.js": "text/javascript",
+    "hands.js": "text/javascript",
     "explore.css": "text/css",
     "favicon.svg": "image/svg+xml",
 }

@@ -15,7 +15,7 @@ from .. import layouts
 from ..analysis import bounds, decay, extension, precision, spectrum
 from ..angles import inv_freq
 from ..kernels import Numbers
-from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
+from .figures import Axis, Band, Curve, Figure, Hands, Line, Picture, Point, Row
 from .side import Look
 
 POINTS = 1024  # of a curve: more than a screen has, and quick to send
@@ -104,6 +104,27 @@ def similarity(look: Look) -> Picture:
         points,
     )
     return Picture({"distance": distances, "similarity": sums}, words, figure)
+
+
+def hands(look: Look) -> Picture:
+    """Each pair as two hands, of k and of q, and q . k of two alike vectors against distance."""
+    distances = _outline(look)
+    scores = bounds.similarity(look.spec, distances, seq_len=look.context)
+    speeds = look.spec.sign * inv_freq(look.spec, look.context)[0]
+    same = float(bounds.similarity(look.spec, [0], seq_len=look.context)[0])
+    words = (
+        f"Each dial is a pair of channels. Its hands turn by position times inv_freq. Change the "
+        f"position of k, and all hands turn but q · k stays. Change the distance, and q · k of "
+        f"equal vectors goes from {same:g} at 0 to {scores[-1]:.4g} at {distances[-1]:,} tokens."
+    )
+    figure = Figure(
+        Axis("distance, tokens", is_log=True),
+        Axis("q · k"),
+        (Curve("score", "q · k"),),
+        (Line("y", 0, "", "ink"), *_trained(look)),
+        hands=Hands(tuple(speeds.tolist()), same - len(speeds), look.context),
+    )
+    return Picture({"distance": distances, "score": scores}, words, figure)
 
 
 def _outline(look: Look) -> npt.NDArray[np.int64]:
@@ -266,4 +287,7 @@ VIEWS = {
         error_of_angles,
     ),
     "layout": View("Layout", "Which channels of a head turn together.", layout),
+    "hands": View(
+        "Turning hands", "How q and k turn with their positions, and what becomes of q · k.", hands
+    ),
 }  # fmt: skip
