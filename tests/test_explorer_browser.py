@@ -444,7 +444,7 @@ def test_hands_and_their_sliders_are_seen_together_and_move_without_the_server(s
     height = page.viewport_size["height"]
     for part in page.locator(".motion input, .motion button, #pictures svg:visible").all():
         box = part.bounding_box()
-        assert 0 <= box["y"]
+        assert box["y"] >= 0
         assert box["y"] + box["height"] <= height
         assert box["x"] + box["width"] <= width
     asked = []
@@ -478,6 +478,19 @@ def test_hands_and_their_sliders_are_seen_together_and_move_without_the_server(s
     page.get_by_role("radio", name="Decay").click()
     expect(page.get_by_role("img", name="The mean size of the partial sums")).to_be_visible()
     expect(page.locator(".motion")).to_be_hidden()
+
+
+def test_a_downloaded_figure_of_hands_moves_by_itself(show, tmp_path, browser):
+    page = show("?a.model=phi-2&view=hands")
+    download(page, "Figure (HTML)", tmp_path)
+    alone, said = browser.new_page(), []
+    alone.on("pageerror", lambda error: said.append(str(error)))
+    alone.goto((tmp_path / "figure.html").as_uri())
+    before = hands(alone, "blue")
+    alone.get_by_role("slider", name="Distance, tokens").fill("0.5")
+    assert (hands(alone, "blue") != before).any()
+    alone.close()
+    assert said == []
 
 
 @pytest.mark.parametrize("query", ["", "?compared=1"])
