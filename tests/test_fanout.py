@@ -398,7 +398,7 @@ def soon(monkeypatch):
 
 def test_without_dask_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match=r"--dask needs distributed: pip install 'rotary\[distr"):
+    with pytest.raises(ValueError, match=r"--dask needs distributed: pip install 'dask\[distr"):
         cluster("tcp://127.0.0.1:1").__enter__()
 
 

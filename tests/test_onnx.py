@@ -459,7 +459,7 @@ def test_weights_too_large_for_one_file_lie_beside_the_model(tmp_path, monkeypat
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ImportError, match="needs onnxscript: pip install"):
+    with pytest.raises(ImportError, match=r"onnxscript: pip install onnx onnxscript$"):
         export(Layer(), (draw(2, 4, 5, 64),), tmp_path / "m.onnx")
 
 

@@ -71,7 +71,7 @@ def _connected(address: str) -> Iterator[Any]:
         from distributed.scheduler import KilledWorker
         from distributed.versions import VersionMismatchWarning
     except ModuleNotFoundError as error:
-        raise ValueError(f"--dask needs {error.name}: pip install 'rotary[distributed]'") from error
+        raise ValueError(f"--dask needs {error.name}: pip install 'dask[distributed]'") from error
     with contextlib.ExitStack() as stack:
         logger = logging.getLogger("distributed.client")  # says what is raised here in one line
         stack.callback(logger.setLevel, logger.level)

@@ -238,5 +238,5 @@ def explore(
     try:
         from ..explorer import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f'the page needs {error.name}: pip install "rotary[explorer]"') from error
+        raise ValueError(f"the page needs {error.name}: pip install starlette uvicorn") from error
     serve(host, port, browser, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))

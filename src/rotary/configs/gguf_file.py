@@ -42,7 +42,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
         from gguf import GGUFReader, GGUFValueType
     except ImportError as error:
         raise ImportError(
-            f"{path}: reading a GGUF file needs the package gguf: pip install 'rotary[gguf]'"
+            f"{path}: reading a GGUF file needs the package gguf: pip install gguf"
         ) from error
 
     class Header(GGUFReader):

@@ -71,7 +71,7 @@ def export(
         )
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
-            raise ImportError(f'export needs {name}: pip install "rotary[onnx]"')
+            raise ImportError(f"export needs {name}: pip install onnx onnxscript")
     with _recording(has_operator=opset_version >= OPERATOR_OPSET):
         traced = torch.export.export(
             module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False

@@ -8,7 +8,7 @@ for a heading of your own. A curve has at most 4096 points; a longer one says wh
 try:
     import matplotlib as _matplotlib  # noqa: F401
 except ImportError as error:
-    raise ValueError('pictures need matplotlib: pip install "rotary[plots]"') from error
+    raise ValueError("pictures need matplotlib: pip install matplotlib") from error
 
 from .dark import dark as dark
 from .distance import decay as decay
