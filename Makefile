@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test docs linkcheck debian quick lint types bench peers clean
+.PHONY: demo test docs linkcheck debian quick lint types bench peers release clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -39,6 +39,15 @@ bench: .venv/dev.stamp
 peers: .venv/dev.stamp
 	$(BIN)/python tests/peers/run.py
 	$(BIN)/python tests/peers/hosts.py
+
+# Wheel and sdist in dist/, checked and tried in empty environments; uploads nothing (RELEASE.md)
+release: build/release.stamp
+	build/release/bin/python -m tools.release $(RELEASE)
+
+build/release.stamp:
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip --disable-pip-version-check install --quiet build twine
+	touch $@
 
 .venv/core.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
