@@ -317,6 +317,35 @@ def test_numpy_alone_is_enough_for_numpy():
     assert python(script) == "(1, 3, 8)"
 
 
+def test_commands_need_nothing_that_is_optional(tmp_path):
+    """Of each group one, on a config; a search of bases names what it needs."""
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "head_dim": 64, "rope_theta": 5e5}')
+    optional = {"numba", "llvmlite", "torch", "jax", "transformers", "matplotlib", "starlette"}
+    script = (
+        BLOCK.format(names=optional)
+        + """
+import contextlib, io
+from rotary.cli import main
+for arguments in (["inspect"], ["freqs"], ["diff"], ["doctor"], ["reach"], ["decay"], ["vectors"],
+                  ["plan", "--context", "4096", "--from"]):
+    sys.argv = ["rotary", *arguments, path := sys.argv[-1]]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+    if code:
+        print(arguments[0], code, err.getvalue().strip())
+"""
+    )
+    assert python(script, str(path)) == (
+        "plan 1 error: a search of bases needs Numba (No module named 'numba'): pip install numba"
+    )
+
+
 # --- caches that cannot be written ---
 
 

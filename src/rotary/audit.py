@@ -14,7 +14,6 @@ from .checkpoint.files import CONFIG, MANIFEST, read_manifest
 from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
 from .configs import choose, from_hf_config, layer_types, parts
 from .configs.hf import LAYOUT_MARK, rotary_of
-from .integrations.methods import is_patched
 from .layouts import LAYOUTS
 from .spec import Rotary
 
@@ -61,6 +60,8 @@ or move them back by rotary convert'
         config, buffers = getattr(subject, "config", None), list(_buffers(subject))
         if config is None:
             return buffers
+        from .integrations.methods import is_patched  # needs torch, which a config does not
+
         layout = _compared(config, seen_in_model(subject), is_patched(subject))
         return [*_configs(config), *buffers, *layout]
     return [*_configs(subject), *_layout_of_files(subject)]

@@ -73,7 +73,8 @@ def min_base(
     nothing ever fails and the base is 1. context <= 2**22, head_dim even and <= 2**14; `progress`
     is called with a share that grows from 0 to 1. `executor` computes (of Dask,
     `client.get_executor(pure=False)`), by default Numba's number of threads; the result does not
-    depend on it. Raises ValueError for another size, and if no base up to 1e37 passes.
+    depend on it. Raises ValueError for another size, and if no base up to 1e37 passes;
+    ImportError without Numba.
     Source: Men et al., arXiv 2405.14591, Eq. 11 and Table 2, with the whole head rotated.
 
     >>> least = min_base(1024)
@@ -324,8 +325,10 @@ def _in_order(
 
     An executor of this process sees `stop`; others finish the few jobs that they have begun.
     """
-    import numba
-
+    try:
+        import numba
+    except ImportError as error:
+        raise ImportError(f"a search of bases needs Numba ({error}): pip install numba") from error
     stop = np.zeros(1, np.int64)
     threads = numba.get_num_threads()
     ahead = threads if executor is None else _AHEAD
