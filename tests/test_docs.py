@@ -24,11 +24,7 @@ from rotary.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(DOCS.rglob("*.md")),
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 VERDICTS = {
     *("holds", "holds on average", "bound only", "a choice", "incomplete"),
     *("typo corrected", "wrong"),

@@ -78,6 +78,8 @@ def check_commands() -> None:
         path.write_text(json.dumps(LLAMA))
         read = json.loads(run("inspect", str(path), "--json"))
         assert read["spec"]["base"] == LLAMA["rope_theta"]
+        for command in ("freqs", "diff", "doctor", "reach", "decay"):
+            json.loads(run(command, str(path), "--json"))
 
 
 def main() -> None:
