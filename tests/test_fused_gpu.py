@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary
-from rotary.kernels import torch_fused, torch_fused_gpu, triton_fused
+from rotary.kernels import torch_fused, torch_fused_gpu, torch_fused_ready, triton_fused
 from rotary.kernels.stages import LARGEST, Stages, fit
 from rotary.rotate import options_of
 
@@ -220,6 +220,7 @@ def on_a_gpu(monkeypatch):
     """CPU tensors taken for those of a GPU, of which the interpreter is the kernel."""
     monkeypatch.setattr(torch_fused, "is_for_gpu", lambda tensors: True)
     monkeypatch.setattr(torch_fused, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(torch_fused_ready, "quick", lambda *_: None)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -10,6 +10,7 @@ from rotary.programs import llama_cpp, mlx_lm, sglang, transformers, vllm
 
 PROGRAM = "a rule of this program's own model files, as a table at the top"
 LEFT = {  # file -> (how many names of models it has at most, why they are there)
+    "integrations/torchtitan": (2, "its name of a scaling is llama"),
     "programs/keras_hub": (29, PROGRAM),
     "programs/llama_cpp": (39, PROGRAM),
     "programs/mlx_lm": (5, PROGRAM),

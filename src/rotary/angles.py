@@ -125,7 +125,7 @@ def cos_sin(
     check_spec(spec)
     if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)
-    elif not hasattr(positions, "shape"):
+    elif positions is None or isinstance(positions, (int, float, str)):
         check_positions(positions)
     library = kernel_of(positions)
     if library.on_shards is not None:

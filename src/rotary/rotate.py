@@ -259,8 +259,7 @@ def apply(
             return results[0] if k is None else results
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if positions is not None:
-        shapes = tuple([tuple(x.shape) for x in xs])
-        _check_positions(spec, tuple(positions.shape), shapes, options)
+        _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, kernel.on_shards)
     if (
         is_exact
         and kernel.rotate_exact
@@ -309,20 +308,21 @@ def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
 
 
 def _check_positions(
-    spec: Rotary, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], options: Options
+    spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...], options: Options, shards: object
 ) -> None:
-    """Refuse positions that do not fit q and k, before tables are made of them.
+    """Refuse positions that do not fit q, before tables are made of them.
 
     A table of as many axes as x is legal for `rotate`, but positions never have a head axis.
     """
     tokens = shape[:-1] if spec.num_axes > 1 else shape
-    if len(tokens) > 2 or (len(tokens) == 2 and len(shapes[0]) < 4):
+    if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):
         axes = ", axes" if spec.num_axes > 1 else ""
         hint = "; a 1-D spec has no axes" if spec.num_axes == 1 and len(tokens) == 3 else ""
         raise ValueError(
             f"positions must be (seq{axes}) or, for a 4-D q, (batch, seq{axes}); "
-            f"got shape {shape} for q {shapes[0]}{hint}"
+            f"got shape {shape} for q {x_shape}{hint}"
         )
-    if tokens:
-        table = shapes[0][seq_axis(shapes[0], options.seq_dim)], spec.rotary_dim // 2
-        geometry_of(shapes, table, tokens, options)
+    # sizes that torch.jit.trace records are no numbers, and those of shards are of a part
+    if tokens and shards is None and all(type(size) is int for size in (*tokens, *x_shape)):
+        table = x_shape[seq_axis(x_shape, options.seq_dim)], spec.rotary_dim // 2
+        geometry_of((x_shape,), table, tokens, options)

@@ -55,9 +55,9 @@ def convert(
     dask: Dask = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint to the other pair layout, and verify it.
+    """Convert a checkpoint to the other pair layout.
 
-    Rows of the q and k projections move; every other tensor is copied as it is.
+    The result is verified. Rows of the q and k projections move; every other tensor is copied.
     """
     from ..checkpoint.convert import carry_out, prepare
 

@@ -163,7 +163,7 @@ def doctor(
     layer_type: LayerType = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, a config, a model folder or a loaded model.
+    """Check this machine, a config, a folder or a model.
 
     It names what makes the rotation slow here, or wrong in the config or the model.
     Exit status 1 if a config, its weights or a model are wrong.

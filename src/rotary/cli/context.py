@@ -231,7 +231,7 @@ def explore(
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """Open an interactive page on this machine: plots of any model.
+    """Open a page of interactive plots on this machine.
 
     Choose models, change base and factor, compare two.
     """

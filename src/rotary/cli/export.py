@@ -16,7 +16,10 @@ def export_kernel(
     ],
     as_json: Json = False,
 ) -> None:
-    """Write the rotation as a layer for transformers, which imports only torch and Triton."""
+    """Write the rotation as a layer for Hugging Face's kernels.
+
+    The files import only torch and Triton; transformers loads them in place of its own function.
+    """
     from ..integrations import hub_kernel
 
     files = [path.as_posix() for path in hub_kernel.export(folder)]

@@ -12,7 +12,7 @@ from .terminal import print_json, print_table, print_times, status
 
 @app.command()
 def demo(as_json: Json = False) -> None:
-    """Rotate q and k of Llama 3.1 8B, check the result and time it."""
+    """Rotate q and k of Llama 3.1 8B; check and time it."""
     from .. import demo as job
 
     with status() as tell:

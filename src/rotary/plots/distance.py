@@ -43,6 +43,7 @@ def decay(
     is drawn; beyond, 400 log-wide bins: the line is their mean, the band from lowest to highest.
     seq_len and axes as in `rotary.analysis.decay.decay_curve`.
 
+    >>> from rotary import Rotary
     >>> decay(Rotary(head_dim=128)).axes[0].lines[0].get_ydata()[0].round(3)
     np.float64(31.538)
     """
@@ -77,6 +78,7 @@ def scores(
     itself as the key, which falls and wiggles. Scores are divided by sqrt(head_dim) and carry the
     square of the attention factor. 256 distances: every one at first, then log-spaced.
 
+    >>> from rotary import Rotary
     >>> len(scores(Rotary(head_dim=8), length=64).axes)
     2
     """
@@ -116,6 +118,7 @@ def walk(
     Every walk starts at 0, marked by a ring; a dot marks its end, which is far off where the pairs
     agree. The slow pairs at the end of a walk go straight on. Su, kexue.fm 8265.
 
+    >>> from rotary import Rotary
     >>> len(walk(Rotary(head_dim=128), [1, 100]).axes[0].lines)
     5
     """
@@ -147,6 +150,7 @@ def terms(
     q, k are (head_dim,), channels in `spec.layout`. The last point of the sum is the score; the
     channels that are not rotated are a bar of their own behind the last pair.
 
+    >>> from rotary import Rotary
     >>> terms(Rotary(head_dim=4), [1, 0, 1, 0], [1, 0, 1, 0], 5).axes[1].get_xlabel()
     'pair'
     """
