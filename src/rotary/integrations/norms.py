@@ -32,7 +32,7 @@ from torch.nn.modules import module as modules
 from ..kernels.torch_state import is_watched
 
 CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model
-ENOUGH = 262_144  # numbers in q or k, 128 tokens of 16 heads, from which one pass saves time
+ENOUGH = 32_768  # numbers in q or k, 16 tokens of 16 heads, from which one pass saves time
 _MOVES = {"transpose", "view", "reshape"}  # methods that a normalised array may go through
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -99,7 +99,7 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
                  are given a video, and DINOv3, whose random positions in training stay its own.
 
     RMS norms of q and k right before the rotation, as in Qwen3, are computed by `rotary.fused` in
-    the same pass where q or k has 262,144 numbers or more, not while torch compiles, and not if a
+    the same pass where q or k has 32,768 numbers or more, not while torch compiles, and not if a
     norm has hooks, another forward, or a weight of another dtype. The report names such norms.
 
     Weights that `rotary convert` wrote in another layout than the model's code has are rotated in
