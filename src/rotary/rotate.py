@@ -259,7 +259,8 @@ def apply(
             return results[0] if k is None else results
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if positions is not None:
-        _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, kernel.on_shards)
+        is_part = kernel.on_shards is not None
+        _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, is_part)
     if (
         is_exact
         and kernel.rotate_exact
@@ -308,7 +309,7 @@ def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
 
 
 def _check_positions(
-    spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...], options: Options, shards: object
+    spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...], options: Options, is_part: bool
 ) -> None:
     """Refuse positions that do not fit q, before tables are made of them.
 
@@ -322,7 +323,7 @@ def _check_positions(
             f"positions must be (seq{axes}) or, for a 4-D q, (batch, seq{axes}); "
             f"got shape {shape} for q {x_shape}{hint}"
         )
-    # sizes that torch.jit.trace records are no numbers, and those of shards are of a part
-    if tokens and shards is None and all(type(size) is int for size in (*tokens, *x_shape)):
+    # sizes that torch.jit.trace records are no numbers, and a shard is a part of the sizes
+    if tokens and not is_part and all(type(size) is int for size in (*tokens, *x_shape)):
         table = x_shape[seq_axis(x_shape, options.seq_dim)], spec.rotary_dim // 2
         geometry_of((x_shape,), table, tokens, options)

@@ -183,8 +183,14 @@ def plan(
         plots.save(plots.similarity(both, context, seq_len=context), plot)
     if out is not None:
         document = replace_rope(config, result.recommended, context, layer_type, part=part)
+        text = json.dumps(document, indent=2) + "\n"
         with open(out, "x", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:  # a full disk: leave no half of a config
+                out.unlink()
+                raise
     if as_json:
         print_json(result.to_dict())
         return
