@@ -6,11 +6,12 @@ conversion. Nothing is ever unpickled or imported.
 Source of the format: the README of safetensors 0.8.
 """
 
+import contextlib
 import math
 import os
 import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -213,6 +214,14 @@ def open_regular(path: Path, expected: State | None = None) -> BinaryIO:
         return handle
 
     return open(path, "rb", opener=opener)
+
+
+@contextlib.contextmanager
+def unchanged(path: Path, expected: State) -> Iterator[BinaryIO]:
+    """A file to read; ValueError where it is not `expected`, when it is opened or at the end."""
+    with open_regular(path, expected) as file:
+        yield file
+        check_unchanged(path, expected)
 
 
 def check_unchanged(path: Path, expected: State, now: State | None = None) -> None:

@@ -24,7 +24,7 @@ from ..fanout import fan_out
 from ..layouts import Indices, pair_slices
 from . import writing
 from .channels import Place
-from .files import Shard, State, Tensor, check_unchanged, open_regular, state_of
+from .files import Shard, State, Tensor, state_of, unchanged
 from .plan import Conversion, Move, Plan
 from .writing import Hashes, Ticket
 
@@ -160,8 +160,8 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
             return Written(dict(job.hashes), outputs, state, False)
     hashes, room = {}, np.empty(0, np.uint8)
     with (
-        open_regular(shard.path, shard.state) as source,
         writing.replacing(job.target, job.ticket) as target,
+        unchanged(shard.path, shard.state) as source,
     ):
         target.write(source.read(shard.header))
         tick(shard.header)
@@ -175,7 +175,6 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
                 writing.write_sparse(target, piece)
                 tick(end - begin)
             hashes[name] = digest.hexdigest()
-        check_unchanged(shard.path, shard.state)
     state, outputs = read_again(job._replace(hashes=hashes))
     return Written(hashes, outputs, state, True)
 
@@ -202,7 +201,7 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
     """
     shard, outputs = job.shard, {}
     state = state_of(job.target)
-    with open_regular(shard.path, shard.state) as source, open_regular(job.target, state) as target:
+    with unchanged(shard.path, shard.state) as source, unchanged(job.target, state) as target:
         if state.size != shard.state.size or source.read(shard.header) != target.read(shard.header):
             raise ValueError(f"{job.target}: has another header than {shard.path}; run it again")
         for name, tensor in shard.tensors.items():
