@@ -40,8 +40,11 @@ class Code(NamedTuple):
         return min(65_536 // block, 64 // warps) * warps * 32 * self.in_flight / 1024
 
 
-def compile_for(plan, operands, target):
-    """A launch compiled for a target; operands may be on any device, "meta" too."""
+def compile_for(plan, operands, target, is_fused=None):
+    """A launch compiled for a target; operands may be on any device, "meta" too.
+
+    is_fused  whether the compiler may add products that are not rounded; default as in a call
+    """
     names = compiled.kernel.arg_names
     signature = dict.fromkeys(names, "i32") | {"factor": "fp32"}
     signature |= {n: _KINDS[t.dtype] for n, t in zip(names, operands, strict=False)}
@@ -50,13 +53,14 @@ def compile_for(plan, operands, target):
     aligned = [index for index, t in enumerate(operands) if t.data_ptr() % 16 == 0]
     attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
     source = ASTSource(compiled.kernel, signature, constants, attributes)
-    options = {"num_warps": plan.warps, "enable_fp_fusion": plan.constants["EXACT"]}
+    is_fused = plan.constants["EXACT"] if is_fused is None else is_fused
+    options = {"num_warps": plan.warps, "enable_fp_fusion": is_fused}
     return triton.compile(source, target=target, options=options)
 
 
-def code_of(plan, operands, arch):
+def code_of(plan, operands, arch, is_fused=None):
     """The code of a launch for an NVIDIA architecture such as 90."""
-    result = compile_for(plan, operands, GPUTarget("cuda", arch, 32))
+    result = compile_for(plan, operands, GPUTarget("cuda", arch, 32), is_fused)
     cubin, ptx = result.asm["cubin"], result.asm["ptx"]
     registers, local = used_by(cubin)
     instructions, jumps = _instructions(_read(cubin, triton.knobs.nvidia.nvdisasm.path, "-c"))

@@ -70,6 +70,26 @@ def test_tables_and_heads_move_in_vectors_of_16_bytes(dim, layout, order, code):
     assert len(code) == 2
 
 
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_inductor_which_fuses_products_gets_a_kernel_that_rounds_them(layout, monkeypatch):
+    found = []
+
+    def compile_only(plan, operands, numbers, factor):
+        for rounded in (True, False):
+            constants = {**plan.constants, "ROUNDED": rounded}
+            launch = plan._replace(constants=constants)
+            found.append(code_of(launch, operands, 90, is_fused=True))
+
+    monkeypatch.setattr(compiled, "_run", compile_only)
+    monkeypatch.setattr(compiled, "_processors", lambda device: 132)
+    launch_tables(128, Options(layout))
+    rounded, fused = found
+    assert rounded.fused == 0 < fused.fused
+    assert set(rounded.loads) == set(rounded.stores) == {128}
+    assert (rounded.shared, rounded.local) == (0, 0)
+    assert rounded.registers <= 88
+
+
 @pytest.mark.parametrize("lead", [None, (512,), (2, 512)])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])

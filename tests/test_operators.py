@@ -287,8 +287,9 @@ def test_another_byte_order_is_said(which):
 
 # --- angles worked out by the operator ---
 
-TURNS = rotary.turns(SPEC).view(np.int64).tolist()
-AT = (None, TURNS, [], 1.0, *REST[1:])
+TURNS = torch.from_numpy(rotary.turns(SPEC).view(np.int64).copy())
+TWO = TURNS.expand(2, 4).clone()  # of two axes
+AT = (None, TURNS, 1.0, *REST[1:])
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(5), torch.arange(5, dtype=torch.int32)])
@@ -314,17 +315,20 @@ def test_the_gradient_of_rotate_at_turns_back():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({1: TURNS[:3]}, ValueError, "one number for each of 4 pairs"),
-        ({2: [0, 1]}, ValueError, "one number for each of 4 pairs"),
-        ({2: [0, 1, 0, 1]}, ValueError, "several axes need positions"),
-        ({0: torch.zeros(5, 3, dtype=torch.int64), 2: [0, 1, 0, 1]}, ValueError, r"\(..., 2\)"),
-        ({0: torch.zeros((), dtype=torch.int64), 2: [0, 1, 0, 1]}, ValueError, r"\(..., 2\)"),
+        ({1: TURNS[:3]}, ValueError, r"turns must be contiguous int64 numbers, \(4,\)"),
+        ({1: TURNS.double()}, ValueError, "turns must be contiguous int64 numbers"),
+        ({1: TURNS[None, None]}, ValueError, r"or \(axes, 4\); got torch.int64 \(1, 1, 4\)"),
+        ({1: TURNS.repeat_interleave(2)[::2]}, ValueError, "turns must be contiguous"),
+        ({1: TURNS[:0].reshape(0, 4)}, ValueError, "turns must be contiguous"),
+        ({1: TWO}, ValueError, "several axes need positions"),
+        ({0: torch.zeros(5, 3, dtype=torch.int64), 1: TWO}, ValueError, r"\(..., 2\)"),
+        ({0: torch.zeros((), dtype=torch.int64), 1: TWO}, ValueError, r"\(..., 2\)"),
         ({0: torch.zeros(5)}, TypeError, "whole numbers, got torch.float32"),
         ({0: torch.zeros(4, dtype=torch.int64)}, ValueError, "do not fit"),
         ({0: torch.zeros(2, 5, dtype=torch.int64)}, ValueError, "each of the 2 leading axes"),
-        ({8: [-1, -1, -1]}, ValueError, "must name each of the 1 leading axes of positions"),
-        ({5: 5, 1: [*TURNS, 1]}, ValueError, "do not fit"),
-        ({6: "diagonal"}, ValueError, "layout"),
+        ({7: [-1, -1, -1]}, ValueError, "must name each of the 1 leading axes of positions"),
+        ({4: 5, 1: torch.zeros(5, dtype=torch.int64)}, ValueError, "do not fit"),
+        ({5: "diagonal"}, ValueError, "layout"),
     ],
 )
 def test_what_rotate_at_refuses(change, error, text):

@@ -138,6 +138,7 @@ def plan(
             "EXACT": angles.is_exact,
             "AXES": angles.axes,
             "PREFETCH": variant.prefetch,
+            "ROUNDED": False,
         },
         variant.warps,
         _corners(merged),

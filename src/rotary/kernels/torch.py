@@ -6,9 +6,8 @@ one launch of `kernels/triton.py`; through an autograd function if a gradient is
 look into: as fast as what Inductor makes of the formula in float32, several times faster in
 bfloat16. So it is on a GPU, where Inductor would put the sines and cosines of `apply`, which are
 float64, into the loops over all channels of q and k: `apply` is recorded as
-`torch.ops.rotary.rotate_at`, one launch that works out its angles without tables. Inductor cannot
-be shown the kernel itself: `wrap_triton` takes no `enable_fp_fusion`, and which tile is launched
-follows from sizes that may be symbols.
+`torch.ops.rotary.rotate_at`, one launch that works out its angles without tables. There Inductor
+sees the launch itself where all sizes are known, and the operators with open lengths or on ROCm.
 Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
 is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
 """
@@ -125,21 +124,22 @@ def _recorded_at(
         return None
     if not has_kernel(x.device, x.dtype):
         return None
-    turns, axes, factor = torch_gpu.recorded_angles(kind.angles_of, *kind.form)
+    name, factor = torch_gpu.keep_turns(kind.angles_of, x.device, *kind.form)
+    turns = getattr(torch_gpu.constants, name)
     tokens = None
     if isinstance(positions, Tensor):
-        has_axes = max(axes, default=0) > 0
+        has_axes = turns.ndim > 1
         tokens = tuple(positions.shape[:-1] if has_axes else positions.shape)
         is_fit = len(tokens) == 1 or (len(tokens) == 2 and x.ndim >= 4)
         if positions.dtype not in INTEGERS or not is_fit:
             return None
-        if has_axes and positions.shape[-1] != max(axes) + 1:
+        if has_axes and positions.shape[-1] != len(turns):
             return None
     check_xs(xs, out)
     shapes = tuple([tuple(each.shape) for each in xs])
     seq = x.shape[seq_axis(shapes[0], kind.options.seq_dim)]
-    geometry = geometry_of(shapes, (seq, len(turns)), tokens, kind.options)
-    given = (list(xs), positions, turns, axes, factor, *flat(geometry))
+    geometry = geometry_of(shapes, (seq, turns.shape[-1]), tokens, kind.options)
+    given = (list(xs), positions, turns, factor, *flat(geometry))
     if out is None:
         return tuple(torch.ops.rotary.rotate_at(*given))
     check_no_grad(xs, out)

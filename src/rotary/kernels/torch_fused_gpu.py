@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .geometry import Geometry
+from .sources import along
 from .stages import (
     LARGEST,
     TOKEN,
@@ -23,7 +24,7 @@ from .stages import (
     weight_form,
 )
 from .torch_state import INTEGERS
-from .triton import _along, _processors
+from .triton import _processors
 from .triton_fused import kernel
 
 _WARPS = 4
@@ -66,7 +67,7 @@ def fused(
     returned: it is the result if the kernel can write into it. Slots are not looked at, because
     that would wait for the device: one beyond the cache is skipped.
     """
-    steps = dict(enumerate(_along(cos if rows is None else rows, fitted.geometries[0].dims)))
+    steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
     if fitted.head_axis is not None and steps.pop(fitted.head_axis):
         return None
     steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # behind the axes of the batch

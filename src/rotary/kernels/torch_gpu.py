@@ -8,17 +8,18 @@ in a CUDA graph.
 
 # mypy: disallow-untyped-decorators=False
 
+import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import torch_tables
 from .geometry import AngleOptions, Angles, Geometry, Options, geometry_of, seq_axis
 from .memory import extent
+from .sources import are_walked_alike, from_tables, from_turns
 from .torch_checks import check_memory, check_no_inference, check_operands, check_xs
 from .torch_launch import form, formula, gpu_kernel, is_for_gpu
 from .torch_ready import Run, Tables, data_ptr, increment_version
@@ -96,22 +97,19 @@ def rotate(
 def rotate_at(
     xs: Sequence[Tensor],
     positions: Tensor | None,
-    turns: Sequence[int],
-    axes: tuple[int, ...],
+    turns: Tensor,
     factor: float,
     geometry: Geometry,
     out: Sequence[Tensor],
 ) -> None:
     """Write the rotation at whole positions, by the kernel, or the formula where none can.
 
-    turns  as signed numbers of 64 bits;  positions  None for 0, 1, ... along the tokens
+    turns  as from `torch_tables.axis_turns`;  positions  None for 0, 1, ... along the tokens
     """
-    place = xs[0].device, torch.is_inference_mode_enabled()
-    steps = torch_tables.axis_turns(np.array(turns, np.int64).tobytes(), axes, *place)
-    if is_for_gpu((*xs, *(() if positions is None else (positions,)), *out)):
-        gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, geometry, out)
+    if is_for_gpu((*xs, turns, *(() if positions is None else (positions,)), *out)):
+        gpu_kernel(xs[0].device).rotate_exact(xs, turns, factor, positions, geometry, out)
         return
-    results = formula_at(xs, steps, factor, positions, geometry)
+    results = formula_at(xs, turns, factor, positions, geometry)
     for target, result in zip(out, results, strict=True):
         target.copy_(result)
 
@@ -132,16 +130,32 @@ def formula_at(
     return formula(xs, cos, sin, None, geometry)
 
 
+class Constants:
+    """Tensors on a GPU that compiled programs read: attributes, so that Dynamo takes them for
+    inputs that do not move. A constant of a program would be copied in every call."""
+
+
+constants = Constants()
+
+
 @torch.compiler.assume_constant_result
-def recorded_angles(
-    angles_of: Callable[..., Angles], *form: Hashable
-) -> tuple[tuple[int, ...], tuple[int, ...], float]:
-    """Turns as signed numbers of 64 bits, axes, and the amplitude: constants of a program.
+def keep_turns(
+    angles_of: Callable[..., Angles], device: torch.device, *form: Hashable
+) -> tuple[str, float]:
+    """The name in `constants` of turns as from `torch_tables.axis_turns`, and the amplitude.
 
     `form` is that of AngleOptions, one by one: Dynamo takes no spec inside a tuple.
     """
     angles = angles_of(form)
-    return tuple(angles.turns.view(np.int64).tolist()), angles.axes, angles.scale
+    content = angles.turns.tobytes()
+    digest = hashlib.sha256(repr((content, angles.axes, device)).encode()).hexdigest()
+    name = f"turns_{digest[:16]}"
+    if not hasattr(constants, name):
+        with torch.inference_mode(False):  # or no gradient could use them
+            turns = torch_tables.axis_turns(content, angles.axes, device, False)
+        torch._dynamo.mark_static_address(turns)
+        setattr(constants, name, turns)
+    return name, angles.scale
 
 
 def code_of(
@@ -169,14 +183,14 @@ def _launch(
     kernel = gpu_kernel(xs[0].device)
     fixed: Addresses = ()
     if turn.at is None:
-        cos, sin, rows = (*tables, None)[:3]
-        if not kernel.are_walked_alike(cos, sin):
+        cos, sin, *rows = tables
+        if not are_walked_alike(cos, sin):
             return None, ()
-        source = kernel.from_tables(cos, sin, rows, turn.geometry)
+        source = from_tables(cos, sin, rows[0] if rows else None, turn.geometry)
     else:
         steps, factor = turns_of(turn.at, xs[0])
         positions = tables[0] if tables else None
-        source = kernel.from_turns(steps, factor, positions, turn.geometry)
+        source = from_turns(steps, factor, positions, turn.geometry)
         fixed = (steps.data_ptr(),) * 2
     outs = [torch.empty_like(x, device="meta") for x in xs] if out is None else out
     return kernel.prepared(xs, outs, source, turn.geometry), fixed

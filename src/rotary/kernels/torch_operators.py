@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from .. import layouts
 from . import torch_tables
 from .geometry import Geometry, check_fit
+from .sources import are_walked_alike, from_tables, from_turns
 from .torch_checks import (
     check_device,
     check_no_grad,
@@ -24,13 +25,20 @@ from .torch_checks import (
     check_xs,
 )
 from .torch_gpu import rotate_at
-from .torch_launch import empty_contiguous, launch, mark_written
-from .torch_state import INTEGERS
+from .torch_launch import empty_contiguous, gpu_kernel, has_kernel, launch, mark_written
+from .torch_state import INTEGERS, is_on_gpu
+
+try:
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+except ImportError:  # then Inductor calls the operators, which it does not look into
+    CAN_RECORD = False
+else:
+    CAN_RECORD = True
 
 _library = torch.library.Library("rotary", "DEF")
 _GEOMETRY = "int start, int pairs, str layout, str out_layout, int[] dims, bool conjugate"
 _TABLES = "Tensor cos, Tensor sin, Tensor? rows"
-_ANGLES = "Tensor? positions, int[] turns, int[] axes, float factor"
+_ANGLES = "Tensor? positions, Tensor turns, float factor"
 for _name, _from in (("rotate", _TABLES), ("rotate_at", _ANGLES)):
     _library.define(f"{_name}(Tensor[] xs, {_from}, {_GEOMETRY}) -> Tensor[]")
     _library.define(f"{_name}_out(Tensor[] xs, {_from}, {_GEOMETRY}, Tensor(a!)[] out) -> ()")
@@ -92,31 +100,37 @@ def _check_dims(geometry, along, name):
         )
 
 
-def _checked_at(xs, positions, turns, axes, _factor, *form, out=None):
-    """The geometry of a rotation at positions, checked like the one by tables."""
+def _checked_at(xs, positions, turns, _factor, *form, out=None):
+    """The geometry of a rotation at positions, checked like the one by tables.
+
+    turns  (pairs,) int64; for several axes (axes, pairs), 0 where another axis turns the pair
+    """
     geometry = _geometry(*form)
-    others = () if positions is None else (positions,)
+    others = (turns,) if positions is None else (turns, positions)
     _check_given(geometry, xs, others, out)
     check_xs(xs, out)
-    if len(turns) != geometry.pairs or len(axes) not in (0, geometry.pairs) or min((0, *axes)) < 0:
+    check_device(turns, xs[0])
+    axes = 1 if turns.ndim == 1 else turns.shape[0]
+    is_fit = turns.ndim in (1, 2) and turns.shape[-1] == geometry.pairs and axes > 0
+    if turns.dtype != torch.int64 or not is_fit or not turns.is_contiguous():
         raise ValueError(
-            f"turns must be one number for each of {geometry.pairs} pairs, and axes too or none; "
-            f"got {len(turns)} and {len(axes)}"
+            f"turns must be contiguous int64 numbers, ({geometry.pairs},) or (axes, "
+            f"{geometry.pairs}); got {turns.dtype} {tuple(turns.shape)}"
         )
     if positions is None:
         _check_dims(geometry, 1, "positions")
-        if any(axes):
+        if axes > 1:
             raise ValueError("several axes need positions (..., axes)")
         tokens = [xs[0].shape[geometry.dims.index(0)]]
     else:
         check_device(positions, xs[0])
-        count, tokens = max(axes, default=0) + 1, list(positions.shape)
+        tokens = list(positions.shape)
         if positions.dtype not in INTEGERS:
             raise TypeError(f"positions must be whole numbers, got {positions.dtype}")
-        if count > 1:
+        if axes > 1:
             *tokens, last = tokens or [0]
-            if last != count:
-                raise ValueError(f"positions must be (..., {count}), got {positions.shape}")
+            if last != axes:
+                raise ValueError(f"positions must be (..., {axes}), got {positions.shape}")
         _check_dims(geometry, len(tokens), "positions")
     check_fit(geometry, [x.shape for x in xs], (1, geometry.pairs), tuple(tokens))
     if out is not None:
@@ -165,17 +179,17 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 
 
-def _at(xs, positions, turns, axes, factor, *rest):
-    geometry = _checked_at(xs, positions, turns, axes, factor, *rest)
+def _at(xs, positions, turns, factor, *rest):
+    geometry = _checked_at(xs, positions, turns, factor, *rest)
     outs = [empty_contiguous(x) for x in xs]
-    rotate_at(xs, positions, turns, tuple(axes), factor, geometry, outs)
+    rotate_at(xs, positions, turns, factor, geometry, outs)
     return outs
 
 
-def _at_out(xs, positions, turns, axes, factor, *rest):
+def _at_out(xs, positions, turns, factor, *rest):
     *form, out = rest
-    geometry = _checked_at(xs, positions, turns, axes, factor, *form, out=out)
-    rotate_at(xs, positions, turns, tuple(axes), factor, geometry, out)
+    geometry = _checked_at(xs, positions, turns, factor, *form, out=out)
+    rotate_at(xs, positions, turns, factor, geometry, out)
     mark_written(out)
 
 
@@ -190,20 +204,16 @@ def _fake_at_out(*operands):
 
 
 def _setup_at(ctx, inputs, output):
-    _, positions, *ctx.angles = inputs[:5]
-    ctx.geometry = _geometry(*inputs[5:])
-    ctx.save_for_backward(positions)
+    _, *angles, ctx.factor = inputs[:4]
+    ctx.geometry = _geometry(*inputs[4:])
+    ctx.save_for_backward(*angles)
 
 
 def _backward_at(ctx, grads):
     known = [grad for grad in grads if grad is not None]
-    arguments = (*ctx.saved_tensors, *ctx.angles, *flat(ctx.geometry.reversed()))
+    arguments = (*ctx.saved_tensors, ctx.factor, *flat(ctx.geometry.reversed()))
     rotated = iter(torch.ops.rotary.rotate_at(known, *arguments) if known else ())
-    axes: list[int] | None = (
-        None if ctx.angles[1] else []
-    )  # as torch.library takes an empty list to pieces
-    turned = [None if grad is None else next(rotated) for grad in grads]
-    return turned, None, None, axes, *(None,) * 7
+    return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 
 
 for _name, _run, _meta in (
@@ -218,6 +228,66 @@ torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setu
 torch.library.register_autograd(
     "rotary::rotate_at", _backward_at, setup_context=_setup_at, lib=_library
 )
+
+
+# --- what Inductor sees: the launch itself, which needs no checks and no call of Python ---
+
+
+def _recorded(xs, cos, sin, rows, *form, out=None):
+    """The outputs of `rotate`, of a launch that is recorded; None where an operator has to do."""
+    geometry, tables = _geometry(*form), (cos, sin) if rows is None else (cos, sin, rows)
+    if not _can_be_recorded(xs, tables, geometry, out) or not are_walked_alike(cos, sin):
+        return None
+    return _launched(xs, from_tables(cos, sin, rows, geometry), geometry, out)
+
+
+def _recorded_at(xs, positions, turns, factor, *form, out=None):
+    """The same for `rotate_at`."""
+    geometry, others = _geometry(*form), (turns,) if positions is None else (turns, positions)
+    if not _can_be_recorded(xs, others, geometry, out):
+        return None
+    return _launched(xs, from_turns(turns, factor, positions, geometry), geometry, out)
+
+
+def _can_be_recorded(xs, others, geometry, out):
+    x, outs = xs[0], () if out is None else out
+    if len(xs) > 2 or not is_on_gpu(x) or torch.version.hip or not has_kernel(x.device, x.dtype):
+        return False
+    if out is not None and geometry.layout != geometry.out_layout:  # it may be in place
+        return False
+    # a length that torch.compile leaves open is a symbol, and which tile is launched depends on it
+    sizes = [size for y in (*xs, *others, *outs) for size in (*y.shape, *y.stride())]
+    return all(type(size) is int for size in sizes) and all(y.stride(-1) == 1 for y in (*xs, *outs))
+
+
+def _launched(xs, source, geometry, out):
+    is_in_place = out is not None and all(x is y for x, y in zip(xs, out, strict=True))
+    outs = [x.new_empty(x.shape) for x in xs] if out is None else out
+    is_one = gpu_kernel(xs[0].device).record(xs, outs, source, geometry, is_in_place)
+    return outs if is_one else None
+
+
+def _decomposed(record):
+    def rule(mode, operator, types, arguments, options):
+        is_out = operator._opname.endswith("_out")
+        given, out = (arguments[:-1], arguments[-1]) if is_out else (arguments, None)
+        outs = None
+        if {*types} <= {Tensor, FunctionalTensor}:
+            with mode:
+                outs = record(*given, out=out)
+        if outs is None:
+            return mode.__torch_dispatch__(operator, types, arguments, options)
+        return None if is_out else outs
+
+    return rule
+
+
+if CAN_RECORD:
+    for _name, _record in (("rotate", _recorded), ("rotate_at", _recorded_at)):
+        for _variant in (_name, f"{_name}_out"):
+            torch.library.register_torch_dispatch(
+                f"rotary::{_variant}", FunctionalTensorMode, _decomposed(_record), lib=_library
+            )
 _library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
 _library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")
 torch.library.register_fake("rotary::of_lengths", torch_tables.fake_of_lengths, lib=_library)

@@ -4,8 +4,8 @@ A program rotates a tile of rows; a row is one head of one token. The cosines an
 are found once, read from tables or worked out from 64-bit turns, and serve all heads that the
 program walks over. What is not rotated is copied by the same launch, unless it is in place already.
 Which tile is taken follows from shapes and strides alone: nothing is tuned, and no call waits for
-the device, so it can be captured in a CUDA graph. Written for CUDA; torch takes the GPUs of ROCm
-for CUDA's, and for gfx942 it compiles. Other devices, XPU among them, rotate by torch operators.
+the device, so it can be captured in a CUDA graph. Written for CUDA, it compiles for ROCm's gfx942;
+XPU and other devices rotate by torch operators.
 """
 
 # ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
@@ -14,7 +14,6 @@ for CUDA's, and for gfx942 it compiles. Other devices, XPU among them, rotate by
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from .geometry import Geometry
 from .launch import Angles, Plan, plan
+from .sources import Source, are_walked_alike, from_tables, from_turns
 from .triton_launch import Launch, by_addresses, index_of, on_device
 from .variants import Variant, variant_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_OTHERS = 128  # processors of a device that does not say how many it has
 NUMBERS = (  # no value of them is compiled in: a new length must not wait for the compiler
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
     *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
@@ -84,6 +83,17 @@ def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.c
 
 
 @triton.jit
+def _product(a, b, ROUNDED: tl.constexpr):
+    """a b; with ROUNDED no compiler adds it to anything before it is rounded."""
+    if ROUNDED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505  # Triton would compile both returns
+        return a * b
+
+
+@triton.jit
 def _copy(x, y, mask, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
     for start in tl.static_range(FIRST, LAST, WIDTH):
         column = (start + tl.arange(0, WIDTH))[None, :]
@@ -103,6 +113,7 @@ def kernel(
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,
     HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr, PREFETCH: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile of tokens of up to `per_program` groups of heads.
 
@@ -187,8 +198,9 @@ def kernel(
             u, v = a.to(tl.float32), b.to(tl.float32)
         else:
             u, v = tl.split(tl.reshape(a.to(tl.float32), (TOKENS * HEADS, WIDTH, 2)))
-        one = (u * cos - v * sin).to(q.dtype.element_ty)
-        other = (v * cos + u * sin).to(q.dtype.element_ty)
+        one = _product(u, cos, ROUNDED) - _product(v, sin, ROUNDED)
+        other = _product(v, cos, ROUNDED) + _product(u, sin, ROUNDED)
+        one, other = one.to(q.dtype.element_ty), other.to(q.dtype.element_ty)
         if WRITE_HALF:
             is_one = is_row & is_pair[None, :]
             tl.store(y + START + pair[None, :], one, mask=is_one)
@@ -202,39 +214,6 @@ def kernel(
 
 
 # --- the calls ---
-
-
-class Source(NamedTuple):
-    """Where the kernel finds cosines and sines: tables, or turns that it multiplies by positions.
-
-    limit  rows of the tables that are indexed;  factor  multiplies cos and sin made from turns
-    """
-
-    memory: tuple[Tensor, Tensor, Tensor]  # cos and sin, or turns twice; then row numbers, if any
-    angles: Angles
-    limit: int
-    factor: float
-
-
-def from_tables(cos: Tensor, sin: Tensor, rows: Tensor | None, geometry: Geometry) -> Source:
-    """Tables of cos and sin, float32 and with equal strides; `rows` whole numbers, or None."""
-    walked = cos if rows is None else rows
-    step = 0 if rows is None else cos.stride(0)
-    angles = Angles(False, rows is not None, _along(walked, geometry.dims), step)
-    return Source((cos, sin, walked), angles, cos.shape[0], 1.0)
-
-
-def from_turns(
-    turns: Tensor, factor: float, positions: Tensor | None, geometry: Geometry
-) -> Source:
-    """Turns and positions, as `rotate_exact` takes them."""
-    dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
-    if positions is None:
-        angles = Angles(True, False, (0,) * len(dims), 0, dims.index(0))
-    else:
-        step = positions.stride(-1) if axes > 1 else 0
-        angles = Angles(True, True, _along(positions, dims), step, None, axes)
-    return Source((turns, turns, turns if positions is None else positions), angles, 0, factor)
 
 
 def rotate(
@@ -253,11 +232,6 @@ def rotate(
     if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
     return _rotate(xs, out, from_tables(cos, sin, rows, geometry), geometry)
-
-
-def are_walked_alike(cos: Tensor, sin: Tensor) -> bool:
-    """Whether one row of both tables is found by the same steps, and is contiguous."""
-    return cos.stride() == sin.stride() and cos.stride(-1) == 1
 
 
 def rotate_exact(
@@ -279,11 +253,6 @@ def rotate_exact(
     return _rotate(xs, out, from_turns(turns, factor, positions, geometry), geometry)
 
 
-def _along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Strides along the axes of x; 0 where there is one row for all."""
-    return tuple([0 if d is None or tensor.shape[d] == 1 else tensor.stride(d) for d in dims])
-
-
 def _rotate(
     xs: Sequence[Tensor], out: Sequence[Tensor] | None, source: Source, geometry: Geometry
 ) -> tuple[Tensor, ...]:
@@ -297,7 +266,8 @@ def _rotate(
     ]
     for index in range(0, len(xs), 2):
         inputs, outputs = sources[index : index + 2], targets[index : index + 2]
-        launch = _plan(inputs, outputs, source.angles, geometry)
+        is_same = _are_same_memory(inputs, outputs)
+        launch = _planned(inputs, outputs, source.angles, geometry, is_same)
         operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *source.memory)
         for corner in launch.corners if launch.programs else ():
             moved = _moved(operands, corner, source.angles)
@@ -315,15 +285,23 @@ def _can_be_written(x: Tensor, y: Tensor, geometry: Geometry) -> bool:
     return y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
 
 
-def _plan(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], angles: Angles, geometry: Geometry
+def _are_same_memory(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    return all([x.data_ptr() == y.data_ptr() for x, y in zip(xs, ys, strict=True)])
+
+
+def _planned(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    angles: Angles,
+    geometry: Geometry,
+    is_in_place: bool,
 ) -> Plan:
     return plan(
         tuple([tuple(x.shape) for x in inputs]),
         tuple([x.stride() for x in (*inputs, *outputs)]),
         angles,
         geometry,
-        all([x.data_ptr() == y.data_ptr() for x, y in zip(inputs, outputs, strict=True)]),
+        is_in_place,
         inputs[0].itemsize,
         _processors(inputs[0].device),
         _variant(inputs[0].device, geometry.layout, angles.is_exact),
@@ -359,7 +337,7 @@ def _options(launch: Plan) -> dict[str, int | bool]:
 @lru_cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return _OTHERS
+        return 128  # a device that does not say how many it has
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -368,9 +346,9 @@ def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
     if device.type != "cuda":
         return Variant()
     found = torch.cuda.get_device_properties(device)
-    is_amd = torch.version.hip is not None
-    name = found.gcnArchName.split(":")[0] if is_amd else f"sm_{found.major}{found.minor}"
-    return variant_of(name, layout, is_exact)
+    if torch.version.hip:
+        return variant_of(found.gcnArchName.split(":")[0], layout, is_exact)
+    return variant_of(f"sm_{found.major}{found.minor}", layout, is_exact)
 
 
 def prepared(
@@ -391,9 +369,32 @@ def prepared(
         or torch.version.hip
     ):
         return None
-    launch = _plan(xs, outs, source.angles, geometry)
+    launch = _planned(xs, outs, source.angles, geometry, _are_same_memory(xs, outs))
     if launch.programs == 0 or len(launch.corners) > 1 or any(launch.corners[0]):
         return None
     operands = (xs[0], xs[-1], outs[0], outs[-1], *source.memory)
     numbers = (*launch.numbers, source.limit, source.factor)
     return by_addresses(kernel, launch.programs, operands, numbers, _options(launch))
+
+
+def record(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    source: Source,
+    geometry: Geometry,
+    is_in_place: bool,
+) -> bool:
+    """Put the launch into a program of torch.compile; False where a call takes several launches.
+
+    Inductor cannot be told not to fuse products with sums, so the kernel rounds them by itself.
+    """
+    launch = _planned(xs, outs, source.angles, geometry, is_in_place)
+    if len(launch.corners) > 1 or any(launch.corners[0]):
+        return False
+    if launch.programs:
+        constants = {**launch.constants, "ROUNDED": not launch.constants["EXACT"]}
+        torch.library.wrap_triton(kernel)[(launch.programs,)](
+            *(xs[0], xs[-1], outs[0], outs[-1], *source.memory, *launch.numbers),
+            *(source.limit, source.factor), **constants, num_warps=launch.warps,
+        )  # fmt: skip
+    return True
