@@ -19,9 +19,12 @@ from .encodings import mixed_cos_sin as mixed_cos_sin
 from .encodings import mixed_directions as mixed_directions
 from .encodings import sinusoidal as sinusoidal
 from .encodings import xpos as xpos
+from .features import FavorFeatures as FavorFeatures
+from .features import FeatureMap as FeatureMap
+from .features import elu_plus_one as elu_plus_one
+from .features import favor_features as favor_features
 from .linear import LinearState as LinearState
 from .linear import chunked_linear_attention as chunked_linear_attention
-from .linear import elu_plus_one as elu_plus_one
 from .linear import linear_attention as linear_attention
 from .linear import recurrent_linear_attention as recurrent_linear_attention
 from .softmax import scale_by_log_n as scale_by_log_n

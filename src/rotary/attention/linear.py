@@ -1,9 +1,15 @@
-"""Causal linear attention with RoPE: by all pairs, token by token, and in chunks with a state.
+"""Linear attention with RoPE: by all pairs, token by token, and in chunks with a state.
 
-    o_m = sum_{n <= m} (R_m phi(q_m))^T (R_n phi(k_n)) v_n  /  sum_{n <= m} phi(q_m)^T phi(k_n)
+    o_m = sum_n (R_m phi(q_m))^T (R_n varphi(k_n)) v_n  /  sum_n phi(q_m)^T varphi(k_n)
 
-Rotated after the feature map; the denominator is not rotated, so it stays positive. The weights may
-be negative and need not sum to one. Without a spec nothing is rotated, and they do.
+The sums are over the tokens n <= m, or over all N without `causal`. Rotated after the feature maps;
+the denominator is not rotated, so it stays positive. The weights may be negative and need not sum
+to one. Without a spec nothing is rotated, and they do.
+
+phi and varphi are `q_features` and `k_features`, any non-negative maps (`features.FeatureMap`); a
+spec has as many channels as they have features. Where a denominator is 0 (relu, or exp of numbers
+far below 0) the output is 0. Where it is tiny beside a rotated numerator the output is large:
+elu + 1, which is positive, keeps away from both.
 Source: Su et al., RoFormer (arXiv 2104.09864), equation 19; Katharopoulos et al. (arXiv
 2006.16236), equations 16 to 20, for the recurrent form.
 """
@@ -15,59 +21,63 @@ import numpy as np
 from ..rotate import apply
 from ..spec import Rotary
 from .arrays import Array, at_least_float32, cast, namespace, positions_of
-
-
-def elu_plus_one(x: Array) -> Array:
-    """The feature map of linear attention: x + 1 for x > 0, exp(x) below; always positive.
-
-    Source: Katharopoulos et al. (arXiv 2006.16236), equation 7.
-
-    >>> elu_plus_one(np.array([-1.0, 0.0, 2.0])).round(4)
-    array([0.3679, 1.    , 3.    ])
-    """
-    xp = namespace(x)
-    return xp.where(x > 0, x + 1, xp.exp(xp.clip(x, None, 0)))
+from .features import FeatureMap, elu_plus_one
 
 
 def linear_attention(
     q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
-    positions: object = None, allow_negative: bool = False,
+    positions: object = None, allow_negative: bool = False, causal: bool = True,
+    q_features: FeatureMap[Array] = elu_plus_one, k_features: FeatureMap[Array] = elu_plus_one,
 ) -> Array:  # fmt: skip
-    """Causal linear attention with RoPE, by all pairs of tokens: the definition.
+    """Linear attention with RoPE: the definition.
 
     q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
-    are those of `rotary.apply`; a token sees those before it in the sequence.
+    are those of `rotary.apply`. With `causal` a token sees itself and those before it in the
+    sequence, and all pairs are computed; without it each sees all, in time linear in seq.
+    Raises ValueError for a feature map that does not return (..., seq, features), or in NumPy
+    returns negative numbers.
 
     >>> x = np.ones((1, 2))
     >>> linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
+    >>> both = np.array([[1.0], [2.0]])
+    >>> linear_attention(both, both, both, causal=False, q_features=np.exp, k_features=np.exp)
+    array([[1.73105858],
+           [1.73105858]])
     """
-    out_type = v.dtype
-    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative)
-    seen = _lower_triangle(k)
-    weights = rotated_q @ rotated_k.swapaxes(-1, -2) * seen
-    norm = (q @ k.swapaxes(-1, -2) * seen).sum(axis=-1, keepdims=True)
-    return cast(weights @ at_least_float32(v) / norm, out_type)
+    out_type, v = v.dtype, at_least_float32(v)
+    maps = q_features, k_features
+    q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative, maps)
+    if causal:
+        seen = _lower_triangle(k)
+        total = (rotated_q @ rotated_k.swapaxes(-1, -2) * seen) @ v
+        norms = (q @ k.swapaxes(-1, -2) * seen).sum(axis=-1, keepdims=True)
+    else:
+        total = rotated_q @ (rotated_k.swapaxes(-1, -2) @ v)
+        norms = (q * k.sum(axis=-2, keepdims=True)).sum(axis=-1, keepdims=True)
+    return cast(_divided(total, norms), out_type)
 
 
 def recurrent_linear_attention(
     q: Array, k: Array, v: Array, spec: Rotary | None = None, *,
     positions: object = None, allow_negative: bool = False,
+    q_features: FeatureMap[Array] = elu_plus_one, k_features: FeatureMap[Array] = elu_plus_one,
 ) -> Array:  # fmt: skip
-    """The same, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
+    """Causal, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
 
     >>> x = np.ones((1, 2))
     >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
     """
-    return _by_chunks(_features(q, k, spec, positions, allow_negative), v, None, 1)[0]
+    maps = q_features, k_features
+    return _by_chunks(_features(q, k, spec, positions, allow_negative, maps), v, None, 1)[0]
 
 
 class LinearState(NamedTuple):
     """All that linear attention keeps of the tokens it has seen.
 
-    s         (..., head_dim, value_dim), sum of (R_n phi(k_n)) v_n^T; at least float32
-    z         (..., head_dim), sum of phi(k_n)
+    s         (..., features, value_dim), sum of (R_n phi(k_n)) v_n^T; at least float32
+    z         (..., features), sum of phi(k_n); elu + 1 has head_dim features
     position  of the next token: a number, or (batch,) where rows differ
 
     On JAX it is a pytree, so it can be the carry of `jax.lax.scan` and cross `jax.jit`.
@@ -91,8 +101,10 @@ def chunked_linear_attention(
     positions: object = None,
     chunk_size: int = 64,
     allow_negative: bool = False,
+    q_features: FeatureMap[Array] = elu_plus_one,
+    k_features: FeatureMap[Array] = elu_plus_one,
 ) -> tuple[Array, LinearState]:
-    """The same in chunks, all pairs inside a chunk and the state S, z between: (output, state).
+    """Causal, in chunks, all pairs inside a chunk and the state S, z between: (output, state).
 
     Goes on behind `state`, so pieces of any length, fed one after another, give what the whole
     gives. Without `positions` the tokens stand at state.position and after, from 0 at first.
@@ -124,7 +136,7 @@ def chunked_linear_attention(
     else:
         positions = positions_of(positions, q)
         position = positions[..., -1] + 1 if q.shape[-2] else first
-    features = _features(q, k, spec, positions, allow_negative)
+    features = _features(q, k, spec, positions, allow_negative, (q_features, k_features))
     output, s, z = _by_chunks(features, v, state, chunk_size)
     return output, LinearState(s, z, position)
 
@@ -145,20 +157,48 @@ def _by_chunks(
         pairs = rotated_q[chunk] @ rotated_k[chunk].swapaxes(-1, -2) * _lower_triangle(k[chunk])
         total = rotated_q[chunk] @ s + pairs @ v[chunk]
         norms = z[..., None, :] + xp.cumsum(k[chunk], axis=-2)
-        outputs.append(total / (q[chunk] * norms).sum(axis=-1, keepdims=True))
+        outputs.append(_divided(total, (q[chunk] * norms).sum(axis=-1, keepdims=True)))
         s = s + rotated_k[chunk].swapaxes(-1, -2) @ v[chunk]
         z = z + k[chunk].sum(axis=-2)
     return cast(xp.concatenate(outputs, axis=-2) if outputs else v, out_type), s, z
 
 
+def _divided(total: Array, norms: Array) -> Array:
+    """total / norms, and 0 where a norm is 0."""
+    where, is_zero = namespace(total).where, norms == 0
+    return where(is_zero, 0.0, total / where(is_zero, 1.0, norms))
+
+
 def _features(
-    q: Array, k: Array, spec: Rotary | None, positions: object, allow_negative: bool
-) -> tuple[Array, Array, Array, Array]:
-    q, k = elu_plus_one(at_least_float32(q)), elu_plus_one(at_least_float32(k))
+    q: Array, k: Array, spec: Rotary | None, positions: object, allow_negative: bool,
+    maps: tuple[FeatureMap[Array], FeatureMap[Array]],
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """The features of q and of k, as they are and rotated."""
+    q, k = (
+        _mapped(name, feature_map, x)
+        for name, feature_map, x in zip(("q_features", "k_features"), maps, (q, k), strict=True)
+    )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q_features gives {q.shape[-1]} features and k_features {k.shape[-1]}: their product "
+            "needs as many of each"
+        )
     if spec is None:
         return q, k, q, k
     rotated = apply(spec, q, k, positions=positions, seq_dim=-2, allow_negative=allow_negative)
     return q, k, *rotated
+
+
+def _mapped(name: str, feature_map: FeatureMap[Array], x: Array) -> Array:
+    features = feature_map(at_least_float32(x))
+    if getattr(features, "ndim", 0) != x.ndim or features.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{name} must give {tuple(x.shape[:-1])} + (features,) for an input of shape "
+            f"{tuple(x.shape)}, got {tuple(getattr(features, 'shape', ()))}"
+        )
+    if isinstance(features, np.ndarray) and (features < 0).any():
+        raise ValueError(f"{name} must be >= 0, got {features.min():.6g}")
+    return features
 
 
 def _lower_triangle(k: Array) -> Array:
