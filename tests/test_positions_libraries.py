@@ -9,6 +9,7 @@ import rotary
 from rotary import Rotary, positions
 
 SEGMENTS = [("text", 3), ("image", 1, 2, 3), ("text", 0), ("video", 2, 2, 2), ("text", 2)]
+TIED = [("text", 3), ("image", 2, 3), ("text", 1), ("image", 1, 1)]
 PARENTS = [[-1, 0, 0, 1, 1, 4, -1], [-1, -1, -1, 2, 3, 4, 5]]
 MASK = [[0, 0, 1, 1], [1, 1, 1, 1]]
 # builder: what it is called with, of arrays; and the numbers that it must be given as arrays
@@ -37,6 +38,8 @@ OF_SIZES = {
     "grid_2d": lambda like: positions.grid_2d(2, 3, like=like),
     "video": lambda like: positions.video(2, 3, 1, like=like),
     "mrope": lambda like: positions.mrope(SEGMENTS, like=like),
+    "tie": lambda like: positions.tie(TIED, like=like),
+    "tie, 1 apart": lambda like: positions.tie(TIED, "unit", like=like),
 }
 
 

@@ -23,6 +23,8 @@ from .kernels.place import Place, is_array
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
 Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
+TieSegment = tuple[Literal["text"], int] | tuple[Literal["image"], int, int]
+TieSpacing = Literal["whole", "equal", "unit"]
 Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
 
 Known = int | Sequence[object] | Numbers  # on the host, so that the answer is of NumPy
@@ -406,6 +408,98 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
         parts.append(part + start)
         start += max(sizes) if min(sizes) > 0 else 0
     return place.xp.concatenate(parts) + first[..., None, None]
+
+
+@overload
+def tie(
+    segments: Iterable[TieSegment],
+    spacing: TieSpacing = "whole",
+    *,
+    offset: int = 0,
+    like: None = None,
+) -> Positions | Fractions: ...
+@overload
+def tie(
+    segments: Iterable[TieSegment],
+    spacing: TieSpacing = "whole",
+    *,
+    offset: int = 0,
+    like: Array,
+) -> Array: ...
+def tie(
+    segments: Iterable[TieSegment],
+    spacing: TieSpacing = "whole",
+    *,
+    offset: int = 0,
+    like: object = None,
+) -> object:
+    """RoPE-Tie positions (row, column) of text and images in one sequence: (seq, 2).
+
+    `segments` holds ("text", length) and ("image", height, width), sizes in patches. Text counts
+    both axes together, so that a spec whose pairs take the axes in turn (`interleaved_sections`) is
+    plain RoPE on text. With its last token at L, the patch in row i and column j (from 1) of an
+    image is at (L + a + i s, L + b + j t), and the next token at K, as far from the last patch as
+    the first patch is from L:
+
+    whole  a = b = 0, s = width + 1, t = height + 1, K = L + s t: all whole numbers
+    equal  a = b = 0, s = (n + 1) / (height + 1), t = (n + 1) / (width + 1), K = L + n + 1, where
+           n = height width: an image counts as n tokens
+    unit   s = t = 1, a = (n - height) / 2, b = (n - width) / 2, K = L + n + 1: the same, but
+           patches next to one another are 1 apart in every image (RoPE-Tie-v2, RoPE-TV)
+
+    Returns int64 for "whole", else float64. Two images need a token between them, as the marks that
+    models write around an image. Raises ValueError where there is none, for an unknown kind or
+    spacing, and for an image without patches.
+    Source: Su, kexue.fm 10040; 10352 for "unit", whose text was not read: a and b follow from its
+    conditions as a summary gives them.
+
+    >>> tie([("text", 2), ("image", 1, 2), ("text", 1)]).tolist()
+    [[0, 0], [1, 1], [4, 3], [4, 5], [7, 7]]
+    >>> tie([("text", 2), ("image", 1, 2), ("text", 1)], "unit").tolist()
+    [[0.0, 0.0], [1.0, 1.0], [2.5, 2.0], [2.5, 3.0], [4.0, 4.0]]
+    """
+    if spacing not in get_args(TieSpacing):
+        raise ValueError(
+            f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {spacing!r}"
+        )
+    place, following, after_image = Place(like), _whole_number("offset", offset), False
+    one = 1 if spacing == "whole" else place.beside(np.ones(1))
+    parts = [grid(0, 0, like=place.like) * one]
+    for kind, *sizes in segments:
+        if kind not in ("text", "image") or len(sizes) != (1 if kind == "text" else 2):
+            raise ValueError(
+                f"a segment is ('text', length) or ('image', height, width), got {(kind, *sizes)!r}"
+            )
+        part = grid(*sizes, like=place.like) * one
+        if kind == "text":
+            parts.append(part + place.arange(2) * 0 + following)
+            following, after_image = following + sizes[0], after_image and sizes[0] == 0
+            continue
+        height, width = sizes
+        if after_image or not height * width:
+            raise ValueError(
+                f"an image needs patches, and text before the next: got {height} x {width} "
+                + ("right after an image; put ('text', 1) between them" if after_image else "")
+            )
+        first, steps, count = _tie_image(height, width, spacing)
+        columns = [
+            (part[:, axis] + 1) * steps[axis] + (following - 1 + first[axis]) for axis in range(2)
+        ]
+        parts.append(place.xp.stack(columns, -1))
+        following, after_image = following + count, True
+    return place.xp.concatenate(parts)
+
+
+def _tie_image(
+    height: int, width: int, spacing: TieSpacing
+) -> tuple[tuple[float, float], tuple[float, float], int]:
+    """(a, b), (s, t) and how many tokens the image counts as."""
+    patches = height * width
+    if spacing == "whole":
+        return (0, 0), (width + 1, height + 1), (width + 1) * (height + 1) - 1
+    if spacing == "equal":
+        return (0, 0), ((patches + 1) / (height + 1), (patches + 1) / (width + 1)), patches
+    return ((patches - height) / 2, (patches - width) / 2), (1, 1), patches
 
 
 def sections(*counts: int) -> tuple[int, ...]:
