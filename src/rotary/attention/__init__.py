@@ -27,6 +27,8 @@ from .linear import LinearState as LinearState
 from .linear import chunked_linear_attention as chunked_linear_attention
 from .linear import linear_attention as linear_attention
 from .linear import recurrent_linear_attention as recurrent_linear_attention
+from .softmax import hybrid_window as hybrid_window
+from .softmax import key_norm as key_norm
 from .softmax import scale_by_log_n as scale_by_log_n
 from .softmax import softmax_attention as softmax_attention
 from .softmax import vo_rope_attention as vo_rope_attention

@@ -1,4 +1,12 @@
-"""Softmax attention with rotary q and k, with rotary v, and the scaling of q by log n."""
+"""Softmax attention with rotary q and k, in a window, with rotary v; scaling of q, norms of k.
+
+Three ways for a model that is to read longer rows than it was trained on need no function of their
+own. Window attention is `window=`. HWFA (Su, kexue.fm 9603) is window attention with RoPE in all
+layers but the last, which sees everything and has no positions: `softmax_attention(q, k, v, spec,
+window=hybrid_window(...))`, and `softmax_attention(scale_by_log_n(q, ...), k, v)`. HWFA2 (Su,
+kexue.fm 9731) has a larger window and some full layers with RoPE, trained with `softmax_attention`
+and run with `distance_attention` and `rerope`.
+"""
 
 import math
 
@@ -27,15 +35,20 @@ def softmax_attention(
     q_positions: object = None,
     k_positions: object = None,
     causal: bool = True,
+    window: int | None = None,
 ) -> Array:
     """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
 
     Positions are (seq,) or (batch, seq), by default 0 .. seq - 1; `causal` hides the keys at larger
     ones, and a query that sees no key gives zeros. k and v may have fewer heads (axis -3) than q.
+    With `window` a query at m sees the keys at m - window + 1 .. m only: the last `window` tokens,
+    itself among them, so that no distance is larger than window - 1.
     A spec that depends on the length is scaled for the largest position of the keys.
     On torch this is `scaled_dot_product_attention`, on NumPy and JAX the formula.
-    Raises ValueError for heads that cannot be shared out, and for causal=True with several axes.
-    Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16.
+    Raises ValueError for heads that cannot be shared out, for causal=True with several axes, and
+    for a window below 1 or without causal=True.
+    Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16; Su, kexue.fm 9431, for the
+    window.
 
     >>> import numpy as np
     >>> q = np.ones((1, 2))
@@ -47,6 +60,10 @@ def softmax_attention(
             f"causal=True needs one position axis, the spec has {spec.num_axes}: rotate q and k "
             "with rotary.apply, and pass them with the order of the tokens as positions"
         )
+    if window is not None:
+        _whole("window", window)
+        if not causal:
+            raise ValueError("window counts the tokens before a query: it needs causal=True")
     if spec is not None:
         seq_len = row_length(spec, k, k_positions)
         q = apply(spec, q, positions=q_positions, seq_dim=-2, seq_len=seq_len)
@@ -54,9 +71,11 @@ def softmax_attention(
     is_torch = namespace(q).__name__ == "torch"
     is_counted = q_positions is None and k_positions is None
     visible = None
-    if causal and not (is_torch and is_counted):
+    if causal and not (is_torch and is_counted and window is None):
         m, n = positions_of_both(q_positions, q, k_positions, k)
-        visible = per_head(n[..., None, :] <= m[..., :, None], q.ndim)
+        distance = m[..., :, None] - n[..., None, :]
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        visible = per_head(seen, q.ndim)
     if is_torch:
         return namespace(q).nn.functional.scaled_dot_product_attention(
             q,
@@ -144,6 +163,48 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
     return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
 
+def hybrid_window(trained_length: int, num_layers: int, share: float = 1.0) -> int:
+    """The largest window of HWFA: what num_layers - 1 window layers see is in the trained length.
+
+    (window - 1)(num_layers - 1) + 1 <= share trained_length, at least 1: then the last layer, which
+    sees everything, is given features of no more tokens than in training. `share` is in (0, 1].
+    Raises ValueError for sizes that are not whole numbers >= 1, num_layers 1 and another share.
+    Source: Su, kexue.fm 9603 and 9731; there 16 for 24 layers trained on 512 tokens (share 0.68).
+
+    >>> hybrid_window(512, 24), hybrid_window(512, 24, share=0.68)
+    (23, 16)
+    """
+    _whole("trained_length", trained_length)
+    _whole("num_layers", num_layers)
+    if num_layers < 2 or not 0 < share <= 1:
+        raise ValueError(
+            f"HWFA needs 2 layers or more and a share in (0, 1], got {num_layers} and {share!r}"
+        )
+    return max(1, int((share * trained_length - 1) // (num_layers - 1)) + 1)
+
+
+def key_norm(k: Array) -> Array:
+    """k with every vector as long as sqrt(head_dim): KeyNorm, for `softmax_attention`.
+
+    Its scores q . k / sqrt(head_dim) are then q . (k / |k|), so a key stands out by its direction
+    alone. Before or after a rotation is the same; a vector of zeros stays. The same of q alone is
+    QueryNorm (QNA). CosA is `key_norm` of both, one of them times 4 ln(n) / sqrt(head_dim), with n
+    half the trained length or the position + 1.
+    Source: Su, kexue.fm 9859, in whose experiment it kept 47.7 % of the tokens right at 8 times the
+    trained length, where the same model without it fell from 49.4 % to 23.2 %.
+
+    >>> import numpy as np
+    >>> key_norm(np.array([[3.0, 4.0, 0.0, 0.0]]))
+    array([[1.2, 1.6, 0. , 0. ]])
+    """
+    xp = namespace(k)
+    wide = at_least_float32(k)
+    squares = (wide * wide).sum(axis=-1, keepdims=True)
+    is_zero = squares == 0
+    lengths = xp.sqrt(xp.where(is_zero, 1.0, squares))
+    return cast(wide * (math.sqrt(k.shape[-1]) / lengths), k.dtype)
+
+
 def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
     """The length that a spec which depends on it is scaled for: that of the keys; else None."""
     if not (spec.depends_on_length and k.shape[-2]):
@@ -152,3 +213,8 @@ def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
         return k.shape[-2]
     positions = positions_of(k_positions, k)
     return namespace(positions).amax(positions, axis=-1) + 1
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
