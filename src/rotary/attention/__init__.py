@@ -10,6 +10,9 @@ pairs on the grid of the full width and lets the rest stand still, is the schedu
 with partial_rotary_factor = p.
 """
 
+from .cumulative import cumulative_cos_sin as cumulative_cos_sin
+from .cumulative import mamba3_steps as mamba3_steps
+from .cumulative import selective_steps as selective_steps
 from .distances import DistanceMap as DistanceMap
 from .distances import distance_attention as distance_attention
 from .distances import leaky_rerope as leaky_rerope
@@ -23,6 +26,8 @@ from .features import FavorFeatures as FavorFeatures
 from .features import FeatureMap as FeatureMap
 from .features import elu_plus_one as elu_plus_one
 from .features import favor_features as favor_features
+from .fourier import fourier_coefficients as fourier_coefficients
+from .fourier import fourier_cos_sin as fourier_cos_sin
 from .linear import LinearState as LinearState
 from .linear import chunked_linear_attention as chunked_linear_attention
 from .linear import linear_attention as linear_attention

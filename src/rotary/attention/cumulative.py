@@ -1,0 +1,117 @@
+"""Data-dependent angles: every token says how far it turns those after it.
+
+    phi_m = sum_{n <= m} delta_n,   q and k at m turned by phi_m
+
+delta (rad, one per pair) is computed from the token; RoPE is delta = theta for every token. A score
+depends on what lies between two tokens, the sum of delta from behind n up to m, and on nothing
+before. The state of a decoder is one angle for each pair.
+Mamba-3: delta = pi tanh(a_m) dt_m, on interleaved pairs of the first channels. Selective RoPE:
+delta = temperature times a short causal convolution of a projection of the normed token.
+Source: Lahoti et al., Mamba-3 (ICLR 2026), and `angle_dt` of the authors' code; Movahedi et al.,
+Selective Rotary Position Embedding (ICLR 2026), and the authors' `SelectiveRoPE`.
+"""
+
+import math
+from typing import Any
+
+from .arrays import Array, at_least_float32, cast, namespace
+
+
+def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array, Array, Array]:
+    """cos and sin of the running sum of steps, and the sum behind the last token: the state.
+
+    steps  (batch, heads, seq, pairs) or (seq, pairs), in rad: how far each token turns each pair
+    state  (batch, heads, pairs) or (pairs,), of the piece before; 0 at first
+    Go on with `rotate((q, k), cos, sin, layout=...)`, with fewer pairs than the head has turn its
+    first channels: `q[..., : 2 * pairs]`. Rotated keys can be cached. Sums are float64 (float32 on
+    JAX without 64-bit types) and kept within one turn, so that long rows lose nothing. Pieces of
+    any length, one after another, give what the whole gives. Raises ValueError for another state.
+
+    >>> import numpy as np
+    >>> steps = np.array([[0.5], [1.0], [2.0]])
+    >>> cos, sin, state = cumulative_cos_sin(steps)
+    >>> np.arctan2(sin, cos).ravel().round(4).tolist(), state.tolist()
+    ([0.5, 1.5, -2.7832], [3.5])
+    """
+    xp = namespace(steps)
+    out_type = at_least_float32(steps).dtype
+    wide = xp.asarray(0.0).dtype if xp.__name__ == "jax.numpy" else xp.float64
+    angles = xp.cumsum(cast(steps, wide), axis=-2)
+    if state is not None:
+        if tuple(state.shape) != (*steps.shape[:-2], steps.shape[-1]):
+            raise ValueError(
+                f"state must be {(*steps.shape[:-2], steps.shape[-1])} for steps of "
+                f"{tuple(steps.shape)}, got {tuple(state.shape)}"
+            )
+        angles = angles + cast(state, wide)[..., None, :]
+    angles = _within_a_turn(angles)
+    last = angles[..., -1, :] if steps.shape[-2] else _last(state, steps, wide)
+    return cast(xp.cos(angles), out_type), cast(xp.sin(angles), out_type), last
+
+
+def mamba3_steps(angles: Array, dt: Array) -> Array:
+    """pi tanh(angles) dt: the steps of Mamba-3, (..., seq, pairs), for `cumulative_cos_sin`.
+
+    angles (..., seq, pairs) and dt (..., seq) > 0 are projections of the tokens, dt after its
+    softplus.
+
+    >>> import numpy as np
+    >>> mamba3_steps(np.array([[0.0, 100.0]]), np.array([0.5])).round(4)
+    array([[0.    , 1.5708]])
+    """
+    if tuple(dt.shape) != tuple(angles.shape[:-1]):
+        raise ValueError(
+            f"dt must be {tuple(angles.shape[:-1])} for angles of {tuple(angles.shape)}, got "
+            f"{tuple(dt.shape)}"
+        )
+    return math.pi * namespace(angles).tanh(angles) * dt[..., None]
+
+
+def selective_steps(
+    phi: Array, kernel: Array, temperature: Array, tail: Array | None = None
+) -> tuple[Array, Array]:
+    """temperature times a causal convolution of phi: the steps of Selective RoPE, and their tail.
+
+    phi          (..., seq, pairs): a projection of each token, divided by its length
+    kernel       (..., width, pairs): weights of a depthwise convolution; the last is of the token
+                 itself, the first of that width - 1 tokens before
+    temperature  (pairs,): rad; the authors' are the frequencies of RoPE, `rotary.inv_freq(spec)[0]`
+    tail         (..., width - 1, pairs): the last phi of the piece before; zeros at first
+    Returns steps, for `cumulative_cos_sin`, and the tail for the next piece. A gate, where a model
+    has one, multiplies phi behind the convolution: pass the steps times it.
+    Raises ValueError for shapes that do not fit.
+
+    >>> import numpy as np
+    >>> phi, kernel = np.array([[1.0], [2.0], [4.0]]), np.array([[10.0], [1.0]])
+    >>> selective_steps(phi, kernel, np.ones(1))[0].ravel().tolist()
+    [1.0, 12.0, 24.0]
+    """
+    xp, width, pairs = namespace(phi), kernel.shape[-2], phi.shape[-1]
+    if tail is None:
+        zeros = phi[..., :1, :] * 0 if phi.shape[-2] else phi.sum(axis=-2, keepdims=True)
+        tail = xp.broadcast_to(zeros, (*phi.shape[:-2], width - 1, pairs))
+    wanted = (*phi.shape[:-2], width - 1, pairs)
+    if (
+        kernel.shape[-1] != pairs
+        or tuple(temperature.shape) != (pairs,)
+        or tuple(tail.shape) != wanted
+    ):
+        raise ValueError(
+            f"phi of {pairs} pairs and a kernel of {width} tokens need temperature ({pairs},) and "
+            f"tail {wanted}, got kernel {tuple(kernel.shape)}, temperature "
+            f"{tuple(temperature.shape)} and tail {tuple(tail.shape)}"
+        )
+    row, seq = xp.concatenate((tail, phi), axis=-2), phi.shape[-2]
+    parts = [
+        row[..., first : first + seq, :] * kernel[..., first : first + 1, :]
+        for first in range(width)
+    ]
+    return sum(parts[1:], start=parts[0]) * temperature, row[..., row.shape[-2] - (width - 1) :, :]
+
+
+def _within_a_turn(angles: Array) -> Array:
+    return angles - 2 * math.pi * namespace(angles).floor(angles / (2 * math.pi))
+
+
+def _last(state: Array | None, steps: Array, wide: Any) -> Array:
+    return cast(steps, wide).sum(axis=-2) if state is None else cast(state, wide)

@@ -1,0 +1,112 @@
+"""FoPE, Fourier Position Embedding: a pair turns by several frequencies, or not at all.
+
+    cos_p(m) = sum_j a_pj cos(m theta_j),   sin_p(m) = sum_j b_pj sin(m theta_j)
+
+over the frequencies theta_j that make a whole turn in the trained length. The others were never
+seen whole, so they are left out: their pairs have cos 1 and sin 0, position does not reach them. A
+score is not a function of the distance alone, and lengths are not kept: these are no rotations.
+Source: Hua et al. (arXiv 2412.17739), section 3 and the authors' `FourierEmbedding`, which gives
+the pairs left out sin 1: turned by 45 degrees and longer by sqrt(2) wherever they stand. vLLM's
+class for Intern-S1-Pro has sin 0, as the paper and as here.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ..angles import cos_sin, inv_freq
+from ..spec import Rotary
+from .arrays import Array, at_least_float32, cast, namespace, positions_of
+
+
+def fourier_coefficients(
+    spec: Rotary,
+    trained_length: int,
+    heads: int,
+    *,
+    seed: int,
+    gain: float = 0.3,
+    outputs: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """Where the coefficients of FoPE start: (2, heads, frequencies, outputs), of cos and of sin.
+
+    frequencies  those of the spec that make a turn in `trained_length` tokens, 2 pi / theta <= L
+    outputs      how many pairs they make, at most head_dim / 2; all frequencies by default, as in
+                 Intern-S1-Pro; the authors' models have min(frequencies, head_dim / 4)
+    Pair p starts with the frequency of number p (every n-th where there are n times as many
+    frequencies as outputs), plus normal numbers of standard deviation gain sqrt(2 / (outputs
+    (frequencies + heads))): what torch's `xavier_normal_` makes of three dimensions. Then they are
+    learned, or stay, as the authors' do. Raises ValueError for a spec that depends on the
+    length, whose frequencies do not fall or where none makes a turn, and for sizes below 1.
+
+    >>> fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0).shape
+    (2, 2, 2, 2)
+    """
+    for name, size in (("trained_length", trained_length), ("heads", heads)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number >= 1, got {size!r}")
+    kept = int((_frequencies(spec) >= 2 * math.pi / trained_length).sum())
+    if not kept:
+        raise ValueError(f"no frequency makes a turn in trained_length = {trained_length} tokens")
+    outputs = kept if outputs is None else outputs
+    if isinstance(outputs, bool) or not isinstance(outputs, int) or not 1 <= outputs <= kept:
+        raise ValueError(
+            f"outputs must be 1 .. {kept}, the frequencies with a whole turn, got {outputs!r}"
+        )
+    drawn = np.random.default_rng(seed).standard_normal((2, heads, kept, outputs))
+    start = np.zeros((kept, outputs))
+    step = -(-kept // outputs)
+    for output in range(-(-kept // step)):
+        start[output * step, output] = 1
+    return start + drawn * gain * math.sqrt(2 / (outputs * (kept + heads)))
+
+
+def fourier_cos_sin(
+    spec: Rotary, coefficients: Array, positions: object = None, *, seq_len: int | None = None
+) -> tuple[Array, Array]:
+    """cos and sin of FoPE: (1 or batch, heads, seq, rotary_dim / 2), as `coefficients` are.
+
+    coefficients  (2, heads, frequencies, outputs), of `fourier_coefficients`; on torch a parameter,
+                  which gets its gradient
+    positions     (seq,) or (batch, seq) of whole numbers; or give seq_len for 0 .. seq_len - 1
+    Go on with `rotate((q, k), cos, sin, spec)`; for fewer key heads make tables of their
+    coefficients. A rotated key can be cached, for a table depends on its own position alone.
+    Raises ValueError for shapes that do not fit the spec, and as `fourier_coefficients` does.
+
+    >>> learned = fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0)
+    >>> cos, sin = fourier_cos_sin(Rotary(head_dim=8), learned, seq_len=5)
+    >>> cos.shape, cos[0, 0, :, 3].tolist(), sin[0, 0, :, 3].tolist()
+    ((1, 2, 5, 4), [1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0])
+    """
+    xp, pairs = namespace(coefficients), len(_frequencies(spec))
+    shape = tuple(coefficients.shape)
+    if len(shape) != 4 or shape[0] != 2 or max(shape[2:]) > pairs:
+        raise ValueError(
+            f"coefficients must be (2, heads, frequencies, outputs) for {pairs} pairs, got {shape}"
+        )
+    if (positions is None) == (seq_len is None):
+        raise ValueError("give positions or seq_len, one of them")
+    at = positions_of(np.arange(seq_len or 0) if positions is None else positions, coefficients)
+    at = at if at.ndim == 2 else at[None]
+    wide = at_least_float32(coefficients)
+    tables = []
+    for table, weights, still in zip(cos_sin(spec, at), wide, (1.0, 0.0), strict=True):
+        seen = cast(xp.asarray(table[:, None, :, : shape[2]]), wide.dtype)
+        mixed = seen @ weights
+        rest = mixed[..., :1] * 0 + still
+        blank = xp.broadcast_to(rest, (*mixed.shape[:-1], pairs - shape[3]))
+        tables.append(cast(xp.concatenate((mixed, blank), axis=-1), coefficients.dtype))
+    return tables[0], tables[1]
+
+
+def _frequencies(spec: Rotary) -> npt.NDArray[np.float64]:
+    if spec.num_axes > 1 or spec.depends_on_length:
+        raise ValueError(
+            "FoPE needs one position axis and frequencies that do not depend on the length, got "
+            f"{spec.num_axes} axes and schedule {spec.schedule!r}"
+        )
+    frequencies, factor = inv_freq(spec)
+    if (np.diff(frequencies) > 0).any() or factor != 1:
+        raise ValueError("FoPE needs frequencies that fall from pair to pair, and amplitude 1")
+    return frequencies
