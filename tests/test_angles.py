@@ -83,6 +83,7 @@ SCHEDULES = [
     ("linear", {"factor": 4.0}),
     ("ntk", {"factor": 8.0}),
     ("dynamic", {"factor": 4.0, "original_max_position_embeddings": 4096}),
+    ("dynamic_linear", {"factor": 2.0, "original_max_position_embeddings": 4096}),
     ("yarn", {"factor": 40.0, "original_max_position_embeddings": 4096}),
     ("longrope", {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 32.0,
                   "original_max_position_embeddings": 4096}),
@@ -193,7 +194,11 @@ LONGROPE = {
     "long_mscale": 1.3,
     "original_max_position_embeddings": 4096,
 }
-LENGTHS = [("dynamic", SCHEDULES[3][1]), ("longrope", LONGROPE)]
+LENGTHS = [
+    ("dynamic", SCHEDULES[3][1]),
+    ("dynamic_linear", SCHEDULES[4][1]),
+    ("longrope", LONGROPE),
+]
 by_length = pytest.mark.parametrize(("schedule", "params"), LENGTHS)
 
 

@@ -120,6 +120,7 @@ def test_the_amplitude_of_yarn_is_written_as_llama_cpp_reads_it():
         ("qwen2", Rotary(head_dim=8, sign=-1), "sign"),
         ("qwen2", Rotary(head_dim=8, axes=(0, 1, 0, 1)), "axes"),
         ("qwen2", Rotary(head_dim=8, schedule="dynamic", params=DYNAMIC), "dynamic"),
+        ("qwen2", Rotary(head_dim=8, schedule="dynamic_linear", params=DYNAMIC), "the length"),
         ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "beta_fast": 16.0}),
          "reads no beta_fast"),
         ("qwen2", Rotary(head_dim=8, schedule="yarn", params={**YARN, "truncate": False}),

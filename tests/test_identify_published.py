@@ -95,7 +95,8 @@ def test_dynamic_linear_scaling():
     found = found_in(divided)
     assert found.codes == ("depends_on_length", "dynamic_linear")
     assert "divided by length / 2,048" in found.findings[1].text
-    assert found.spec == PLAIN  # what short rows have
+    params = {"factor": 1.0, "original_max_position_embeddings": 2048}
+    assert found.spec == Rotary(head_dim=D, schedule="dynamic_linear", params=params)
 
 
 def test_an_amplitude_that_changes_with_the_length_alone():

@@ -87,6 +87,8 @@ CASES = [
     Case("dynamic", trained(factor=4.0)),
     Case("dynamic", trained(factor=1.0)),
     Case("dynamic", trained(factor=2.5), 1e6),
+    Case("dynamic_linear", trained(factor=1.0)),
+    Case("dynamic_linear", trained(factor=2.5), 1e6),
     Case("yarn", yarn()),
     Case("yarn", yarn(4096, 1.0)),
     Case("yarn", yarn(beta_fast=16.0, beta_slow=2.0)),
@@ -236,6 +238,21 @@ def test_dynamic_steps_at_the_trained_length():
     np.testing.assert_allclose(case.call(seq_len=2 * TRAINED)[0], wanted, rtol=1e-14)
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3])
+def test_dynamic_linear_is_the_branch_of_transformer_engine(factor):
+    plain = Case("default").call()[0]
+    case = Case("dynamic_linear", trained(factor=factor))
+    for seq_len in (None, 1, *LENGTHS[1:], int(TRAINED * factor), int(TRAINED * factor) + 1):
+        # the positions of a row, as TransformerEngine 2.20 scales them
+        if seq_len is not None and seq_len > TRAINED * factor:
+            scale = 1 / (seq_len / TRAINED)
+        else:
+            scale = 1 / factor
+        np.testing.assert_allclose(case.call(seq_len=seq_len)[0], plain * scale, rtol=4 * 2.0**-52)
+    last = case.call(seq_len=10 * TRAINED)[0] * (10 * TRAINED)
+    np.testing.assert_allclose(last, plain * TRAINED, rtol=1e-15)  # the end of a row: trained
+
+
 def test_longrope_takes_the_list_and_the_amplitude_of_the_length():
     plain = Case("default").call()[0]
     case = Case("longrope", longrope(short_mscale=1.1, long_mscale=1.3))
@@ -300,6 +317,8 @@ def test_one_pair_is_enough(case):
     inv_freq, _ = case.call(seq_len=4 * TRAINED, rotary_dim=2)
     if case.schedule in ("default", "ntk", "dynamic", "axial"):  # base^0 under every base
         wanted = 1.0
+    elif case.schedule == "dynamic_linear":
+        wanted = 1 / max(4.0, case.params["factor"])
     elif case.schedule in TRANSFORMERS and "short_mscale" not in case.params:
         wanted = theirs(case, 4 * TRAINED, rotary_dim=2)[0][0]
     else:

@@ -38,6 +38,7 @@ def params_of(schedule: str, pairs: int):
         "linear": ({"factor": factors}, {}),
         "ntk": ({"factor": factors}, {}),
         "dynamic": (trained, {}),
+        "dynamic_linear": (trained, {}),
         "yarn": (
             trained,
             {

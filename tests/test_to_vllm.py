@@ -53,6 +53,7 @@ def test_longrope_says_its_amplitude_in_the_keys_that_vllm_reads():
     ("schedule", "params", "message"),
     [
         ("dynamic", {"factor": 2.0, "original_max_position_embeddings": 64}, "plain RoPE"),
+        ("dynamic_linear", {"factor": 2.0, "original_max_position_embeddings": 64}, "no rope_type"),
         ("proportional", {"partial_rotary_factor": 0.5, "factor": 2.0}, "drops the factor"),
     ],
 )

@@ -129,6 +129,35 @@ def dynamic(
     return default(rotary_dim, grown if length > trained else base, arithmetic)
 
 
+def dynamic_linear(
+    rotary_dim: int,
+    base: float,
+    arithmetic: Arithmetic = FLOAT64,
+    *,
+    factor: float,
+    original_max_position_embeddings: int,
+    seq_len: int | None = None,
+) -> Frequencies:
+    """Linear scaling by `factor`, and by the length of the row once that is more.
+
+    L = original_max_position_embeddings; every frequency is divided by max(factor, seq_len / L), so
+    no row has an angle that position L does not have. `seq_len=None` means a row within factor L.
+    Source: TransformerEngine 2.20, `RotaryPositionEmbedding`, where the two parameters are called
+    seq_len_interpolation_factor and pretrained_max_position_embeddings, and with only one of them
+    nothing is scaled. Differs from it: the frequency is divided, not the position.
+
+    >>> dynamic_linear(4, 1e4, factor=2, original_max_position_embeddings=2048)[0]
+    array([0.5  , 0.005])
+    >>> dynamic_linear(4, 1e4, factor=2, original_max_position_embeddings=2048, seq_len=8192)[0]
+    array([0.25  , 0.0025])
+    """
+    _check_factor(factor)
+    trained = _length("original_max_position_embeddings", original_max_position_embeddings)
+    number = arithmetic.dtype
+    growth = max(number(factor), number(seq_len or 0) / number(trained))
+    return default(rotary_dim, base, arithmetic)[0] / growth, 1.0
+
+
 def yarn(
     rotary_dim: int,
     base: float,
@@ -448,6 +477,7 @@ SCHEDULES: dict[str, Schedule] = {
     "linear": linear,
     "ntk": ntk,
     "dynamic": dynamic,
+    "dynamic_linear": dynamic_linear,
     "yarn": yarn,
     "longrope": longrope,
     "llama3": llama3,

@@ -105,8 +105,11 @@ def with_length(
     ]
     trained = lengths[0] / growth[0]
     if not by_token and explains(lambda length: ladder.inv_freq * trained / length):
-        text = f"all frequencies are divided by length / {nearest_length(trained):,}: dynamic "
-        return ladder, Finding("dynamic_linear", text + "linear scaling (TransformerEngine)")
+        known = nearest_length(trained)
+        params = {"factor": 1.0, "original_max_position_embeddings": known}
+        text = f"all frequencies are divided by length / {known:,}: dynamic linear scaling "
+        found = Finding("dynamic_linear", text + "(TransformerEngine)")
+        return ladder._replace(schedule="dynamic_linear", params=params), found
     grown = dynamic(ladder.base, rotary_dim, *zip(lengths[:2], growth[:2], strict=True))
     if grown is None:
         return None
