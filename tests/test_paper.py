@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import rotary
-from rotary import Rotary, layouts
+from rotary import Rotary, layouts, positions
 from rotary.analysis.bounds import first_failure, similarity
 from rotary.analysis.decay import angles_at, decay_curve, partial_sums, score, score_bound
-from rotary.attention import sinusoidal
+from rotary.attention import sinusoidal, softmax_attention
 
 TABLE = 2.0**-24  # what a float32 entry of cos or sin may be off
 BASE_4 = 10_000.0
@@ -68,6 +68,13 @@ def test_any_frequencies_give_scores_of_the_distance():
         found = turned(spec, q, 90 + shift) @ turned(spec, k, 20 + shift)
         assert found == pytest.approx(wanted, abs=4 * TABLE * size)
     assert abs(turned(spec, q, 91) @ turned(spec, k, 20) - wanted) > 0.1
+
+
+def test_two_tokens_at_one_position_score_as_without_positions():
+    for m in (0, 1, 4096, 2**30):
+        q, k = draw(2, 128, seed=m)
+        found = turned(LLAMA_2, q, m) @ turned(LLAMA_2, k, m)
+        assert found == pytest.approx(q @ k, abs=4 * TABLE * np.linalg.norm(q) * np.linalg.norm(k))
 
 
 # --- the text on decay and base ---
@@ -162,6 +169,25 @@ def test_a_larger_base_may_fail_where_a_smaller_one_passes():
     assert found == [1077, 903]
 
 
+def test_the_walk_is_straight_at_distance_0_and_never_ends_where_it_began():
+    theta = BASE_4 ** (-np.arange(64) / 64)
+    sizes = np.abs(np.cumsum(np.exp(1j * np.outer(np.arange(4097), theta)), axis=1))
+    np.testing.assert_allclose(sizes[0], np.arange(1, 65))
+    means = sizes[1:].mean(axis=1)
+    assert (round(means.min(), 2), means.argmin() + 1) == (2.23, 3643)
+    np.testing.assert_allclose(means[99], decay_curve(LLAMA_2, [100])[0], rtol=1e-6)
+    even = np.abs(np.cumsum(np.exp(1j * np.arange(64) * 2 * math.pi / 32)))  # a circle, twice
+    assert even[31] < 1e-9
+
+
+def test_all_pairs_together_do_not_come_back():
+    """A pair repeats after a turn; the sum of all cosines stays far below 64."""
+    theta = BASE_4 ** (-np.arange(64) / 64)
+    product = np.cos(np.outer(np.arange(1000, 100_000), theta)).sum(axis=1)
+    assert product.max() == pytest.approx(20.56, abs=0.01)
+    assert product.argmax() + 1000 == 1030
+
+
 # --- the general description ---
 
 
@@ -198,6 +224,24 @@ def test_the_two_formulas_of_the_frequencies_count_from_one_and_from_zero():
     np.testing.assert_allclose(ours, second, rtol=1e-15)
     taken_literally = [BASE_4 ** (-2 * i / d) for i in range(1, d // 2 + 1)]
     assert max(taken_literally) < 0.4  # would lose the pair that turns 1 rad per token
+
+
+def test_without_positions_attention_does_not_know_the_order():
+    q, k, v = draw(3, 9, 16)
+    order, spec = np.random.default_rng(1).permutation(9), Rotary(head_dim=16)
+    mixed = softmax_attention(q[order], k[order], v[order], causal=False)
+    np.testing.assert_allclose(mixed, softmax_attention(q, k, v, causal=False)[order], atol=1e-14)
+    known = softmax_attention(q, k, v, spec, causal=False)[order]
+    moved = softmax_attention(q[order], k[order], v[order], spec, causal=False)
+    assert np.abs(moved - known).max() > 0.1
+
+
+def test_a_pair_with_theta_zero_ignores_positions():
+    spec = Rotary(head_dim=4, schedule="custom", params={"inv_freq": [1.0, 0.0]})
+    x = draw(4)
+    found = turned(spec, x, 1234)
+    assert found[[1, 3]].tolist() == pytest.approx(x[[1, 3]].tolist(), abs=4 * TABLE)
+    assert np.abs(found - x)[[0, 2]].max() > 0.1
 
 
 # --- the implementation notes ---
@@ -270,6 +314,32 @@ def test_the_half_layout_is_a_rotation_by_the_same_angles(m):
         assert np.linalg.det(matrices[layout]) == pytest.approx(1, abs=1e-6)
     order = np.eye(8)[[0, 2, 4, 6, 1, 3, 5, 7]]  # odd channels of the paper, then even ones
     np.testing.assert_array_equal(matrices["half"], order @ matrices["interleaved"] @ order.T)
+
+
+# --- posts of the series that the texts name ---
+
+
+def test_keys_of_random_models_have_almost_one_length():
+    ratios = np.linalg.norm(draw(100_000, 128), axis=1) / math.sqrt(128)
+    assert ratios.mean() == pytest.approx(1, abs=0.01)
+    assert ratios.std() == pytest.approx(0.0625, abs=0.002)  # 1 / sqrt(2 x 128)
+
+
+def test_the_smallest_whole_steps_of_rope_tie_are_often_smaller():
+    for height, width in ((3, 3), (2, 5), (7, 3), (2, 4)):
+        shared = math.gcd(height + 1, width + 1)
+        s, t = (width + 1) // shared, (height + 1) // shared
+        assert (height + 1) * s == (width + 1) * t  # the condition of the post
+        places = positions.tie([("text", 1), ("image", height, width), ("text", 1)])
+        assert (places[1] // shared).tolist() == [s, t]
+        assert places[-1].tolist() == [(height + 1) * s * shared] * 2
+
+
+def test_steps_of_one_are_not_symmetric_around_an_image_that_is_not_square():
+    for height, width in ((2, 4), (1, 2)):
+        last = np.array([height, width])  # of the image, with the text before it at (0, 0)
+        gaps = [np.array([k, k]) - last for k in range(20)]
+        assert not any((gap == 1).all() for gap in gaps)
 
 
 # --- the note on the layouts of the paper and of Llama ---
