@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -58,6 +58,25 @@ class Plan(NamedTuple):
         spec = self.spec
         return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
 
+    def rows(self) -> list[tuple[str, str]]:
+        """What is recommended and both bases as text: the first table of `rotary plan`.
+
+        >>> plan(1024, Rotary(head_dim=64)).rows()[1]
+        ('first B_m < 0 now', 'distance 725')
+        """
+        first, safe, spec = self.first_failure, self.safe_base, self.recommended
+        params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
+                           if isinstance(value, int | float))  # fmt: skip
+        how = f"{self.action}: {spec.schedule}, base {spec.base:,.15g} {params}".rstrip()
+        least = self.shown(self.min_base.base)
+        return [
+            ("recommended", how),
+            ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
+            ("smallest base", f"{least}, certified for head_dim {self.spec.head_dim}, rounded up"),
+            ("safe base", f"{self.shown(safe.base)}; {safe.passing_share:.0%} of the bases between "
+                          "pass"),
+        ]  # fmt: skip
+
     def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data; the two bases as numbers with every digit.
 
@@ -75,6 +94,60 @@ class Plan(NamedTuple):
             "safe_base_search": self.safe_base._asdict(),
             "options": [{**each._asdict(), "spec": each.spec.to_dict()} for each in self.options],
         }
+
+
+class Recommendation(NamedTuple):
+    """What `recommend` says of trained weights; the fields are those of `Plan`, without bases."""
+
+    context: int
+    trained: int | None
+    spec: Rotary
+    action: str
+    recommended: Rotary
+    first_failure: int | None
+    failures: int
+    options: tuple[Row, ...]
+    rope_parameters: dict[str, JSON]
+    reason: str
+
+
+def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
+    """The options of a plan as text, headers first: the second table of `rotary plan`.
+
+    >>> option_rows(recommend(8192, Rotary(head_dim=128), 4096).options)[1][:3]
+    ('none', '1,707', '2,063')
+    """
+    return [
+        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),
+        *(
+            (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
+             f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
+             f"{row.slowest_ratio:.3g}")
+            for row in options
+        ),
+    ]  # fmt: skip
+
+
+def recommend(
+    context: int, spec: Rotary, trained: int, *, advertised: int | None = None
+) -> Recommendation:
+    """What to do so that trained weights reach `context` tokens, in a moment: no base is searched.
+
+    It is what `plan` recommends for weights; arguments and errors are those of `plan`.
+
+    >>> found = recommend(32768, Rotary(head_dim=128), 4096)  # Llama 2
+    >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
+    ('scaling', 'yarn', 8.0)
+    """
+    _check(context, spec)
+    reached = whole_number("trained", trained)
+    if advertised is not None:
+        reached = whole_number("advertised", advertised)
+    if context <= reached:
+        return _recommendation(context, trained, spec, spec)
+    options = _options(spec, trained, context)
+    recommended = _scaled(spec, context, context / reached, options)
+    return _recommendation(context, trained, spec, recommended, options)
 
 
 def plan(
@@ -102,15 +175,8 @@ def plan(
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
     ('scaling', 'yarn', 8.0)
     """
-    whole_number("context", context, 2, MAX_CONTEXT)
-    if trained is not None:
-        whole_number("trained", trained)
-    if spec.schedule in ("axial", "custom"):
-        raise ValueError(
-            f"a plan is for the published schedules of text, and this spec has {spec.schedule!r}; "
-            "see `rotary reach` for its numbers"
-        )
-    advertised = trained if advertised is None else whole_number("advertised", advertised)
+    _check(context, spec)
+    found = None if trained is None else recommend(context, spec, trained, advertised=advertised)
     tell = progress or (lambda share: None)
     head, rotary_dim = spec.head_dim, spec.rotary_dim
     least = min_base(
@@ -121,30 +187,9 @@ def plan(
         context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
         progress=lambda share: tell(_FIRST + (1 - _FIRST) * share),
     )  # fmt: skip
-    is_longer = trained is not None and context > (advertised or trained)
-    options: tuple[Row, ...] = ()
-    if trained is None:
-        recommended = _with_base(context, spec, safe.base)
-    elif is_longer:
-        options = _options(spec, trained, context)
-        recommended = _scaled(spec, context, context / (advertised or trained), options)
-    else:
-        recommended = spec
-    action = "keep" if recommended == spec else "base" if trained is None else "scaling"
-    result = Plan(
-        context=context,
-        trained=trained,
-        spec=spec,
-        action=action,
-        recommended=recommended,
-        first_failure=first_failure(spec, context, seq_len=context),
-        failures=len(failures(spec, context, seq_len=context)),
-        min_base=least,
-        safe_base=safe,
-        options=options,
-        rope_parameters=rope_keys(recommended, context),
-        reason="",
-    )
+    if found is None:
+        found = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
+    result = Plan(**found._asdict(), min_base=least, safe_base=safe)
     return result._replace(reason=" ".join(_sentences(result)))
 
 
@@ -180,6 +225,39 @@ def plan_model(
     axes = {key: entry.rope[key] for key in AXES_KEYS if key in entry.rope}
     rope = {**axes, **written["rope_parameters"]}
     return result._replace(rope_parameters={**written, "rope_parameters": rope})
+
+
+def _check(context: int, spec: Rotary) -> None:
+    whole_number("context", context, 2, MAX_CONTEXT)
+    if spec.schedule in ("axial", "custom"):
+        raise ValueError(
+            f"a plan is for the published schedules of text, and this spec has {spec.schedule!r}; "
+            "see `rotary reach` for its numbers"
+        )
+
+
+def _recommendation(
+    context: int,
+    trained: int | None,
+    spec: Rotary,
+    recommended: Rotary,
+    options: tuple[Row, ...] = (),
+) -> Recommendation:
+    """What is recommended, and how the present spec does."""
+    failing = failures(spec, context, seq_len=context)
+    result = Recommendation(
+        context=context,
+        trained=trained,
+        spec=spec,
+        action="keep" if recommended == spec else "base" if trained is None else "scaling",
+        recommended=recommended,
+        first_failure=int(failing[0]) if len(failing) else None,
+        failures=len(failing),
+        options=options,
+        rope_parameters=rope_keys(recommended, context),
+        reason="",
+    )
+    return result._replace(reason=" ".join(_sentences(result)))
 
 
 def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
@@ -221,9 +299,8 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
     return dataclasses.replace(best.spec, axes=spec.axes)
 
 
-def _sentences(result: Plan) -> Iterator[str]:
-    spec, context, recommended = result.spec, result.context, result.recommended
-    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+def _sentences(result: Plan | Recommendation) -> Iterator[str]:
+    spec, context = result.spec, result.context
     as_it_is = f"With the present RoPE (base {spec.base:,.15g}, {spec.schedule})"
     if result.first_failure is None:
         yield (
@@ -237,21 +314,13 @@ def _sentences(result: Plan) -> Iterator[str]:
             f"{result.first_failure:,} tokens."
         )
     if result.action == "scaling":
-        yield from _of_scaling(result, least, safe)
-    elif result.action == "base":
-        share = (
-            "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
-        )
-        yield (
-            f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
-            f"{share}, is {least} (certified, rounded up). Some larger bases fail again; every "
-            f"base tested from {safe} on passes. Train with rope_theta {recommended.base:,.15g}, "
-            "which passes at every distance."
-        )
-    elif result.trained is None:
-        yield "Keep the base: it passes, and so does every larger base tested."
-    else:
+        yield from _of_scaling(result)
+    elif result.trained is not None:
         yield "The model was trained for this context: keep its RoPE."
+    elif result.action == "keep":
+        yield "Keep the base: it passes, and so does every larger base tested."
+    if isinstance(result, Plan) and result.action != "keep":
+        yield _of_bases(result)
     if result.first_failure is not None or result.action != "keep":
         yield (
             "The bound is an average over independent channels, not a hard limit: many good models "
@@ -260,7 +329,26 @@ def _sentences(result: Plan) -> Iterator[str]:
         )
 
 
-def _of_scaling(result: Plan, least: str, safe: str) -> Iterator[str]:
+def _of_bases(result: Plan) -> str:
+    """The smallest base that passes: to train with, or instead of a scaling."""
+    spec = result.spec
+    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+    if result.action == "scaling":
+        return (
+            "If you can train for long on long documents, you may raise the base instead: the "
+            f"smallest rope_theta that passes is {least} (certified, rounded up), and every base "
+            f"tested from {safe} on passes."
+        )
+    share = "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
+    return (
+        f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
+        f"{share}, is {least} (certified, rounded up). Some larger bases fail again; every "
+        f"base tested from {safe} on passes. Train with rope_theta "
+        f"{result.recommended.base:,.15g}, which passes at every distance."
+    )
+
+
+def _of_scaling(result: Plan | Recommendation) -> Iterator[str]:
     name, factor = result.recommended.schedule, result.recommended.params["factor"]
     unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
     known = result.spec.schedule
@@ -278,8 +366,3 @@ def _of_scaling(result: Plan, least: str, safe: str) -> Iterator[str]:
     )
     if factor > 40:
         yield "Few models use a factor above 40: consider several steps, with tuning in between."
-    yield (
-        "If you can train for long on long documents, you may raise the base instead: the "
-        f"smallest rope_theta that passes is {least} (certified, rounded up), and every base "
-        f"tested from {safe} on passes."
-    )

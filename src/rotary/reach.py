@@ -67,6 +67,25 @@ class Reach(NamedTuple):
         """
         return {**self._asdict(), "spec": self.spec.to_dict()}
 
+    def rows(self) -> list[tuple[str, str]]:
+        """The numbers as text, each with its name: the table of `rotary reach`.
+
+        >>> reach(Rotary(head_dim=128), 4096).rows()[1]
+        ('first B_m < 0', 'distance 1,707')
+        """
+        first = self.first_failure
+        return [
+            ("length", f"{self.length:,} tokens; trained at {self.trained:,}"),
+            ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
+            ("all B_m < 0", f"{self.failures:,} of {self.length:,} distances"),
+            ("lowest B_m / n", f"{self.lowest:.4f} at distance {self.lowest_distance:,}"),
+            ("critical dimension", f"{self.critical_dimension} of {2 * self.pairs} channels"),
+            ("less than one turn", f"{self.never_turning} of {self.pairs} pairs, in training"),
+            ("angles not seen then", f"{self.unseen:.1%} up to {self.length:,} tokens"),
+            ("longest wavelength", f"{self.longest_wavelength:,.0f} tokens"),
+            ("float32 angles", f"within 1e-2 rad up to position {self.float32_positions:,}"),
+        ]
+
 
 def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
     """How far a RoPE reaches within `length` tokens.

@@ -2,20 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .app import Config, Json, LayerType, Part, app, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..analysis.extension import Row
-    from ..plan import Plan
-    from ..reach import Reach
 
 Plot = Annotated[
     Path | None, typer.Option(help="Draw it into FILE: .png, .svg or .pdf.", metavar="FILE")
@@ -100,25 +93,10 @@ def reach(
         if each is None:
             print_table(title, [("rotation", "none: these layers see no position")])
             continue
-        print_table(title, _reach_rows(each))
+        print_table(title, each.rows())
         typer.echo()
         print_text(each.verdict)
         typer.echo()
-
-
-def _reach_rows(result: "Reach") -> list[tuple[str, str]]:
-    first = result.first_failure
-    return [
-        ("length", f"{result.length:,} tokens; trained at {result.trained:,}"),
-        ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
-        ("all B_m < 0", f"{result.failures:,} of {result.length:,} distances"),
-        ("lowest B_m / n", f"{result.lowest:.4f} at distance {result.lowest_distance:,}"),
-        ("critical dimension", f"{result.critical_dimension} of {2 * result.pairs} channels"),
-        ("less than one turn", f"{result.never_turning} of {result.pairs} pairs, in training"),
-        ("angles not seen then", f"{result.unseen:.1%} up to {result.length:,} tokens"),
-        ("longest wavelength", f"{result.longest_wavelength:,.0f} tokens"),
-        ("float32 angles", f"within 1e-2 rad up to position {result.float32_positions:,}"),
-    ]
 
 
 @app.command()
@@ -151,8 +129,8 @@ def plan(
     Prints the rope_parameters for transformers; --out writes the whole config.
     """
     from ..configs import replace_rope
+    from ..plan import option_rows, plan_model
     from ..plan import plan as make_plan
-    from ..plan import plan_model
     from ..spec import Rotary
 
     of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
@@ -194,39 +172,15 @@ def plan(
     if as_json:
         print_json(result.to_dict())
         return
-    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", _plan_rows(result))
+    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", result.rows())
     if result.options:
-        header = ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x")
+        header, *rows = option_rows(result.options)
         typer.echo()
-        print_table("Every method for this length", _option_rows(result.options), header)
+        print_table("Every method for this length", rows, header)
     typer.echo()
     print_text(result.reason)
     typer.echo()
     typer.echo(json.dumps(result.rope_parameters, indent=2))
-
-
-def _plan_rows(result: "Plan") -> list[tuple[str, str]]:
-    first, safe, spec = result.first_failure, result.safe_base, result.recommended
-    params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
-                       if isinstance(value, int | float))  # fmt: skip
-    how = f"{result.action}: {spec.schedule}, base {spec.base:,.15g} {params}".rstrip()
-    least = result.shown(result.min_base.base)
-    return [
-        ("recommended", how),
-        ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
-        ("smallest base", f"{least}, certified for head_dim {result.spec.head_dim}, rounded up"),
-        ("safe base", f"{result.shown(safe.base)}; {safe.passing_share:.0%} of the bases between "
-                      "pass"),
-    ]  # fmt: skip
-
-
-def _option_rows(options: "Sequence[Row]") -> list[tuple[str, ...]]:
-    return [
-        (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
-         f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
-         f"{row.slowest_ratio:.3g}")
-        for row in options
-    ]  # fmt: skip
 
 
 @app.command()

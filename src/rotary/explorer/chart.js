@@ -62,16 +62,30 @@ class Chart {
   constructor(svg) {
     this.svg = svg;
     this.index = null;  // of the point that is told
-    this.hands = new Hands(this);
+    this.moving = null;
     svg.tabIndex = 0;
     new ResizeObserver(() => this.render()).observe(svg);
-    svg.addEventListener("pointermove", event => this.hover(event));
+    svg.addEventListener("pointermove", event => {
+      if (this.isHeld) this.moving.marks.drag(event.offsetX);
+      else this.hover(event);
+      svg.classList.toggle("grab", this.moving?.marks?.isAt(event.offsetX, event.offsetY) ?? false);
+    });
     svg.addEventListener("pointerleave", () => this.tell(null));
+    svg.addEventListener("pointercancel", () => this.isHeld = false);
     svg.addEventListener("pointerdown", event => {
+      this.isHeld = this.moving?.marks?.isAt(event.offsetX, event.offsetY) ?? false;
+      if (this.isHeld) {
+        this.start = null;
+        this.tell(null);
+        return svg.setPointerCapture(event.pointerId);
+      }
       const isOver = this.box && event.offsetX >= this.box.left - LEFT && event.offsetY >= this.box.top - 40;
       this.start = event.pointerType === "mouse" && isOver ? event.offsetX : null;
     });
-    svg.addEventListener("pointerup", event => this.zoomTo(event.offsetX));
+    svg.addEventListener("pointerup", event => {
+      if (this.isHeld) this.isHeld = false;
+      else this.zoomTo(event.offsetX);
+    });
     svg.addEventListener("dblclick", () => this.reset());
     svg.addEventListener("keydown", event => this.key(event));
   }
@@ -83,8 +97,17 @@ class Chart {
     this.index = null;
     this.svg.setAttribute("role", "img");
     this.svg.setAttribute("aria-label", picture.words);
+    this.still();
+    const { moving } = picture.figure;
+    if (moving) this.moving = new MOVERS[moving.kind](this, moving);
     this.render();
-    motion.show(this.hands, picture.figure.hands !== null);
+    if (moving) motion.show(this.moving, true);
+  }
+
+  // Ends the motion of what is shown
+  still() {
+    if (this.moving) motion.show(this.moving, false);
+    this.moving = null;
   }
 
   reset() {
@@ -105,22 +128,24 @@ class Chart {
     this.svg.replaceChildren();
     const { picture, beside } = this, { figure, columns } = picture;
     this.x = Object.values(columns)[0];
+    this.xs = null;
     const isCells = figure.rows.length > 0;
     const box = { left: isCells ? 14 : LEFT, right: width - RIGHT, top: 0, bottom: height - BOTTOM };
-    if (figure.hands) Object.assign(box, this.hands.place(figure.hands, width, height));
-    box.top = this.legend(box) + 8;
-    if (isCells) box.bottom = Math.min(box.bottom, box.top + 130 * figure.rows.length);
-    this.box = box;
-    const ends = this.zoom ?? (isCells ? [-0.5, this.x.length - 0.5] : null);
-    const xs = [picture, beside].flatMap(each => Object.values(each.columns)[0]);
-    this.xs = scale(figure.x, xs, box.left, box.right, ends);
-    this.axis(figure.x, this.xs, box, true);
-    if (isCells) this.cells(figure.rows, columns, box);
-    else this.curves(figure, columns, box, ends);
-    if (figure.hands) {
-      this.hands.draw();
-      this.hands.turn(motion.values);
+    Object.assign(box, this.moving?.place(width, height));
+    if (figure.bars.length) this.bars(figure, { ...box, left: 8 });
+    if (figure.curves.length || isCells) {
+      box.top = this.legend(box) + 8;
+      if (isCells) box.bottom = Math.min(box.bottom, box.top + 130 * figure.rows.length);
+      this.box = box;
+      const ends = this.zoom ?? (isCells ? [-0.5, this.x.length - 0.5] : null);
+      const xs = [picture, beside].flatMap(each => Object.values(each.columns)[0]);
+      this.xs = scale(figure.x, xs, box.left, box.right, ends);
+      this.axis(figure.x, this.xs, box, true);
+      if (isCells) this.cells(figure.rows, columns, box);
+      else this.curves(figure, columns, box, ends);
     }
+    this.moving?.draw();
+    this.moving?.turn(motion.values);
     this.tip = node(this.svg, "g", { class: "tip" });
     if (this.index != null) this.tell(this.index);
   }
@@ -224,6 +249,23 @@ class Chart {
     });
   }
 
+  // Lengths over one axis, each below its name; those that end before the lines are red
+  bars({ x, bars, lines }, box) {
+    const xs = scale(x, [], box.left, box.right), size = (box.bottom - 8) / bars.length;
+    this.axis(x, xs, box, true);
+    for (const line of lines) {
+      node(this.svg, "line", { x1: xs.at(line.at), x2: xs.at(line.at), y1: 4, y2: box.bottom, class: `curve dash ${line.colour}` });
+    }
+    bars.forEach(({ name, length, text, is_short }, i) => {
+      const top = 8 + size * i, right = xs.at(Math.max(length, 1));
+      node(this.svg, "rect", { x: box.left, y: top + 20, width: right - box.left, height: Math.max(size - 30, 6), class: `bar ${is_short ? "red" : "blue"}` });
+      const words = `${name}: `, isLong = (words.length + text.length) * TEXT > box.right - box.left;
+      const title = node(this.svg, "text", { x: box.left, y: top + 14 }, isLong ? "" : words);
+      if (isLong) node(title, "tspan", {}, name.replace(/ \(.*\)/, "") + ": ");
+      node(title, "tspan", { class: "strong" }, text);
+    });
+  }
+
   hover(event) {
     if (!this.xs) return;
     const wanted = event.offsetX;
@@ -238,7 +280,7 @@ class Chart {
   key(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (event.key === "Escape") this.reset();
-    if (!step || !this.x) return;
+    if (!step || !this.xs) return;
     event.preventDefault();
     this.tell(Math.min(Math.max((this.index ?? -1) + step, 0), this.x.length - 1));
   }
@@ -248,7 +290,7 @@ class Chart {
     this.index = index;
     if (!this.tip) return;
     this.tip.replaceChildren();
-    if (index == null) return;
+    if (index == null || !this.xs) return;
     const { figure, columns } = this.picture, box = this.box;
     const lines = [`${Object.keys(columns)[0]} ${long(this.x[index])}`];
     for (const { y, name } of figure.curves) {

@@ -87,14 +87,17 @@ function show({ errors, ...answer }) {
   fields = { ...answer.fields, ...Object.fromEntries(configs), ...Object.fromEntries(waiting) };
   history.replaceState(null, "", answer.query ? `?${answer.query}` : location.pathname);
   one("#about").textContent = answer.text;
-  for (const side of ["a", "b"]) showSide(side, answer, errors);
+  one("main").dataset.group = answer.group;
+  one(".check").hidden = answer.controls !== answer.figures;  // a view of two always has B
+  for (const side of ["a", "b"]) showSide(side, answer);
   set({ ...answer.shown, ...Object.fromEntries(configs) });
 }
 
-function showSide(side, { pictures, query, shown }, errors) {
-  const isShown = side === "a" || shown.compared;
-  for (const id of [`picture-${side}`, `told-${side}`, `side-${side}`]) one(`#${id}`).hidden = !isShown;
-  if (!isShown) motion.show(charts[side].hands, false);
+function showSide(side, { pictures, query, shown, figures, controls: sides }) {
+  const isShown = figures.includes(side);
+  for (const id of [`picture-${side}`, `told-${side}`]) one(`#${id}`).hidden = !isShown;
+  one(`#side-${side}`).hidden = !sides.includes(side);
+  if (!isShown) charts[side].still();
   const controls = one(`#side-${side}`);
   one(".pasted", controls).hidden = shown[`${side}.model`] !== pasted;
   const layers = shown[`${side}.layers`] ?? [];
@@ -105,7 +108,8 @@ function showSide(side, { pictures, query, shown }, errors) {
   if (!picture) return;
   one(`#picture-${side} h2`).textContent = picture.title;
   one(`#words-${side}`).textContent = picture.words;
-  charts[side].draw(picture, shown.compared ? pictures[side === "a" ? "b" : "a"] : picture);
+  charts[side].draw(picture, figures === "ab" ? pictures[side === "a" ? "b" : "a"] : picture);
+  showTables(one(`#tables-${side}`), picture);
   const links = query === null
     ? ["This config is too long for a link, and so for the files that a link holds."]
     : [make("a", { href: query ? `?${query}` : location.pathname }, "Link to this view"),

@@ -1,7 +1,8 @@
-"""What a picture holds: curves, lines, a band or rows of cells over two axes, as plain data.
+"""What a picture holds: curves, lines, a band, bars or rows of cells over two axes, as plain data.
 
-`chart.js` draws it as an SVG in the browser. A curve names the columns that it draws; colours are
-names of the style sheet, so that they follow the colour scheme.
+`chart.js` draws it as an SVG in the browser; what moves there is drawn by the script that `kind`
+names. A curve names the columns that it draws; colours are names of the style sheet, so that they
+follow the colour scheme.
 """
 
 import dataclasses
@@ -73,6 +74,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """A length on the x axis with its name, and what to write beside it; red where `is_short`."""
+
+    name: str
+    length: float
+    text: str
+    is_short: bool = False
+
+
+@dataclass(frozen=True)
 class Hands:
     """Pairs that `hands.js` draws as dials, beside a curve of their score against distance.
 
@@ -83,6 +94,58 @@ class Hands:
     inv_freq: tuple[float, ...]
     constant: float
     last: int
+    kind: str = "hands"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order of the channels of a head: which turn together, and q and k in this order.
+
+    column, colour  of the curve that `layouts.js` marks with the score of this order
+    """
+
+    name: str
+    pairs: tuple[tuple[int, int], ...]
+    q: tuple[float, ...]
+    k: tuple[float, ...]
+    column: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The same q and k in several orders of their channels, which `layouts.js` turns.
+
+    inv_freq  radians per token of each pair;  last  the largest distance
+    """
+
+    inv_freq: tuple[float, ...]
+    orders: tuple[Order, ...]
+    last: int
+    kind: str = "layouts"
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """One scaling method: its name, and radians per token of each pair with it."""
+
+    name: str
+    inv_freq: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What `methods.js` draws for each method: every pair as a dial with two hands.
+
+    before  radians per token of each pair without scaling
+    seen    radians that each pair made in training;  last  the largest position
+    """
+
+    before: tuple[float, ...]
+    seen: tuple[float, ...]
+    methods: tuple[Stretched, ...]
+    last: int
+    kind: str = "methods"
 
 
 @dataclass(frozen=True)
@@ -96,15 +159,29 @@ class Figure:
     points: tuple[Point, ...] = ()
     band: Band | None = None
     rows: tuple[Row, ...] = ()
-    hands: Hands | None = None
+    bars: tuple[Bar, ...] = ()
+    moving: Hands | Orders | Stretch | None = None
+
+
+class Table(NamedTuple):
+    """Headers, and rows of as many texts."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 class Picture(NamedTuple):
-    """columns: arrays of one length; words: what they say; figure."""
+    """What a view shows.
+
+    columns  arrays of one length;  words  what they say
+    tables   numbers as text below the words;  config  text to copy into a config.json, or ""
+    """
 
     columns: dict[str, Numbers]
     words: str
     figure: Figure
+    tables: tuple[Table, ...] = ()
+    config: str = ""
 
     def csv(self) -> str:
         """The columns as comma-separated text, one line of names, every digit.
@@ -121,13 +198,14 @@ class Picture(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def data(self) -> dict[str, object]:
-        """Words, figure and columns as JSON can hold them: null for what is not finite."""
+        """All of it as JSON can hold it: null for what is not finite."""
         columns = {
             name: [value if np.isfinite(value) else None for value in column.tolist()]
             for name, column in self.columns.items()
         }
         figure = dataclasses.asdict(self.figure)
-        return {"words": self.words, "figure": figure, "columns": columns}
+        tables = [table._asdict() for table in self.tables]
+        return {**self._asdict(), "figure": figure, "columns": columns, "tables": tables}
 
 
 def as_script(value: object) -> str:

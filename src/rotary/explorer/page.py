@@ -11,11 +11,12 @@ from ..analysis import search
 from ..configs import to_hf_config
 from .figures import Picture, as_script
 from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, presets
-from .side import METHODS, FieldError, Look
+from .side import LIMITS, METHODS, FieldError, Look
 from .state import State, from_fields, shown, to_fields, to_query
-from .views import VIEWS
+from .views import VIEWS, ViewOfTwo
 
 HERE = Path(__file__).parent
+SCRIPTS = ("chart.js", "motion.js", "hands.js", "layouts.js", "methods.js")  # of a figure alone
 FIGURE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{style}</style>
@@ -36,12 +37,25 @@ def page() -> str:
         "max_pasted": MAX_PASTED,
         "max_head_dim": MAX_HEAD_DIM,
     }
-    views = "".join(
-        f'<label><input type="radio" name="view" value="{name}">{html.escape(view.title)}</label>'
-        for name, view in VIEWS.items()
-    )
+    groups: dict[str, dict[str, str]] = {}
+    for name, view in VIEWS.items():
+        groups.setdefault(view.group, {})[name] = html.escape(view.title)
     return string.Template(file("page.html")).substitute(
-        views=views,
+        radios="".join(
+            f'<div class="group"><b>{group}</b>'
+            + "".join(
+                f'<label><input type="radio" name="view" value="{name}">{title}</label>'
+                for name, title in titles.items()
+            )
+            + "</div>"
+            for group, titles in groups.items()
+        ),
+        choices="".join(
+            f'<optgroup label="{group}">'
+            + "".join(f'<option value="{name}">{title}</option>' for name, title in titles.items())
+            + "</optgroup>"
+            for group, titles in groups.items()
+        ),
         side_a=sides.substitute(choices, side="a", title="A"),
         side_b=sides.substitute(choices, side="b", title="B"),
     )
@@ -51,30 +65,51 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     """What the page shows after the control `changed` was moved.
 
     fields, query, shown  the state by its controls, as a link (None: too long), and all values
-    text, pictures        a sentence on the view; one picture for each side that is shown
+    text, group, pictures the view in words; one picture for each side that has one
+    figures, controls     the sides that have a picture and controls, "a" or "ab"
     errors                name of a control -> one line; where it stands alone, nothing changes
     """
     try:
         state = from_fields(fields, changed)
     except FieldError as error:
         return {"errors": {error.field: str(error)[:400]}}
+    view = VIEWS[state.view]
+    is_of_two = isinstance(view, ViewOfTwo)
+    figures = "ab" if state.compared and not is_of_two else "a"
     pictures, errors = {}, {}
-    for letter in "ab" if state.compared else "a":
+    for letters in ["ab"] if is_of_two else figures:
         try:
-            picture = _picture(state.view, state.look(letter))
+            picture = _of_sides(state, letters)
         except ValueError as error:
             errors[getattr(error, "field", "view")] = str(error)[:400]
         else:
-            title = f"{letter.upper()}: {getattr(state, letter).title()}"
-            pictures[letter] = {"title": title, **picture.data()}
+            pictures[letters[0]] = {"title": _title(state, letters), **picture.data()}
     return {
         "fields": to_fields(state),
         "query": to_query(state),
         "shown": shown(state),
-        "text": VIEWS[state.view].text,
+        "text": view.text,
+        "group": view.group,
+        "figures": figures,
+        "controls": "ab" if is_of_two or state.compared else "a",
         "pictures": pictures,
         "errors": errors,
     }
+
+
+def _of_sides(state: State, letters: str) -> Picture:
+    """The picture of one side, or of both in one; FieldError names the control that is wrong."""
+    looks = [state.look(letter) for letter in letters]
+    try:
+        return _picture(state.view, *looks)
+    except FieldError as error:
+        if error.field in LIMITS and error.field != "context":
+            raise FieldError(f"{letters[0]}.{error.field}", str(error)) from error
+        raise
+
+
+def _title(state: State, letters: str) -> str:
+    return "; ".join(f"{each.upper()}: {getattr(state, each).title()}" for each in letters)
 
 
 def smallest_base(look: Look) -> str:
@@ -86,7 +121,7 @@ def smallest_base(look: Look) -> str:
 smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     """
     spec, context = look.spec, look.context
-    if not (spec.rotary_dim == spec.head_dim <= 256 and spec.head_dim >= 8 and context <= 2**15):
+    if not (spec.rotary_dim == spec.head_dim <= 256 and spec.head_dim >= 8 and context <= 2**17):
         return f"This takes more than a moment: run rotary plan --context {context}."
     least = _min_base(context, spec.head_dim).base
     base = search.rounded_up(least, context, spec.head_dim, digits=8)
@@ -106,20 +141,26 @@ def certified(fields: Mapping[str, object]) -> dict[str, object]:
 
 def numbers_csv(state: State, letter: str) -> str:
     """The columns of the picture of one side."""
-    return _picture(state.view, state.look(letter)).csv()
+    return _of_sides(state, _letters(state, letter)).csv()
 
 
 def figure_html(state: State, letter: str) -> str:
     """The picture of one side as a page that needs nothing else: figure, words, script, style."""
-    picture = _picture(state.view, state.look(letter))
-    title = f"{VIEWS[state.view].title}: {getattr(state, letter).title()}"
+    letters = _letters(state, letter)
+    picture = _of_sides(state, letters)
+    title = f"{VIEWS[state.view].title}: {_title(state, letters)}"
     return FIGURE.format(
         title=html.escape(title),
         words=html.escape(picture.words),
         style=file("explore.css"),
-        script=file("chart.js") + file("hands.js"),
+        script="".join(map(file, SCRIPTS)),
         data=as_script(picture.data()),
     )
+
+
+def _letters(state: State, letter: str) -> str:
+    """The sides that the picture of a side shows."""
+    return "ab" if isinstance(VIEWS[state.view], ViewOfTwo) else letter
 
 
 def config_json(state: State, letter: str) -> str:
@@ -135,9 +176,10 @@ def file(name: str) -> str:
 
 
 @lru_cache(maxsize=32)
-def _picture(view: str, look: Look) -> Picture:
+def _picture(name: str, *looks: Look) -> Picture:
     """The picture of a view, kept: of two sides that are compared one is moved at a time."""
-    return VIEWS[view].draw(look)
+    view = VIEWS[name]
+    return view.draw(*looks)
 
 
 def _options(names: list[str] | tuple[str, ...]) -> str:

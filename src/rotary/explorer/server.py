@@ -44,9 +44,7 @@ HEADERS = {  # of every answer; scripts and styles come from this server and are
     "x-content-type-options": "nosniff",
 }
 STATIC = {
-    "explore.js": "text/javascript",
-    "chart.js": "text/javascript",
-    "hands.js": "text/javascript",
+    **dict.fromkeys((*page.SCRIPTS, "tables.js", "explore.js"), "text/javascript"),
     "explore.css": "text/css",
     "favicon.svg": "image/svg+xml",
 }

@@ -86,6 +86,8 @@ class Look:
     plain    the same base and channels without any scaling
     before   what the training had, by `spectrum.before_scaling`: the critical dimension is of it
     trained  length of the training before an extension;  context  length that is asked about
+    start    what a plan begins with: the model's RoPE, without a method that was chosen here
+    advertised  the length that `start` reaches
     """
 
     spec: Rotary
@@ -93,6 +95,8 @@ class Look:
     before: Rotary
     trained: int
     context: int
+    start: Rotary
+    advertised: int
 
 
 def look(side: Side, context: int) -> Look:
@@ -107,11 +111,14 @@ def look(side: Side, context: int) -> Look:
     plain = spec
     if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
-    before = spectrum.before_scaling(spec)
+    before, start, advertised = spectrum.before_scaling(spec), spec, trained
+    if original.spec.schedule != "default":  # its scaling may reach beyond the training
+        advertised = max(trained, original.context)
     if side.method != AS_MADE:
         scaled = extension.methods(plain, trained, context) if context > trained else {}
         spec, before = scaled.get(side.method, plain), plain
-    return Look(spec, plain, before, trained, context)
+        start, advertised = plain, trained
+    return Look(spec, plain, before, trained, context, start, advertised)
 
 
 def _changed(spec: Rotary, side: Side) -> Rotary:

@@ -20,7 +20,7 @@ class State:
     a: Side = Side()  # noqa: RUF009  # frozen
     b: Side = Side(method="yarn")  # noqa: RUF009
     compared: bool = False
-    view: str = "wavelengths"
+    view: str = "hands"
     context: int = 32768
 
     def look(self, letter: str) -> Look:

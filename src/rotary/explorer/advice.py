@@ -1,0 +1,177 @@
+"""Views that say what to do: how far a RoPE reaches, how to extend it, how two RoPEs differ."""
+
+import json
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..analysis import bounds
+from ..angles import inv_freq
+from ..kernels import Numbers
+from ..plan import MAX_CONTEXT, option_rows, recommend
+from ..reach import TOLERANCE
+from ..reach import reach as measure
+from .curves import spaced, trained_line
+from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
+from .side import FieldError, Look
+
+ALIKE = 1e-9  # two frequencies that differ by less, relatively, are one
+
+
+def reach(look: Look) -> Picture:
+    """Every length that bounds a RoPE, beside the context that is asked for: `rotary.reach`."""
+    found = measure(look.spec, look.context, look.trained)
+    first, context = found.first_failure, look.context
+    beyond = f"none up to {context:,}"
+    bars = [
+        ("context asked for", context, f"{context:,} tokens"),
+        ("trained length", found.trained, f"{found.trained:,} tokens"),
+        ("a similar key is first not preferred at (B_m < 0)",
+         first or context, f"{first:,}" if first else beyond),
+        (f"float32 angles are right to {TOLERANCE:g} rad up to",
+         found.float32_positions, f"{found.float32_positions:,}"),
+        ("the slowest pair turns once in", found.longest_wavelength,
+         f"{found.longest_wavelength:,.0f} tokens"),
+    ]  # fmt: skip
+    lengths = np.array([max(length, 1.0) for _, length, _ in bars])
+    figure = Figure(
+        Axis("tokens", is_log=True, ends=(float(lengths.min()) / 4, float(lengths.max()) * 1.1)),
+        Axis(""),
+        lines=(Line("x", context, "context", "red"),),
+        bars=tuple(Bar(name, length, text, length < context) for name, length, text in bars),
+    )
+    columns: dict[str, Numbers] = {"bar": np.arange(len(bars)), "tokens": lengths}
+    table = Table(("what", "value"), tuple(found.rows()))
+    return Picture(columns, found.verdict, figure, (table,))
+
+
+def plan(look: Look) -> Picture:
+    """What to do so that trained weights reach the context, and the config for it: `rotary.plan`.
+
+    Raises FieldError for a context beyond what `rotary plan` searches, ValueError as `recommend`.
+    """
+    if not 2 <= look.context <= MAX_CONTEXT:
+        raise FieldError(
+            "context",
+            f"a plan is made for a context of 2 .. {MAX_CONTEXT:,} tokens, got {look.context:,}",
+        )
+    if look.trained < 2:
+        raise FieldError("trained", "a plan needs a trained length of 2 tokens or more, got 1")
+    found = recommend(look.context, look.start, look.trained, advertised=look.advertised)
+    distances = spaced(look.context)
+    columns: dict[str, Numbers] = {"distance": distances}
+    curves = [Curve("as_it_is", "as it is")]
+    columns["as_it_is"] = bounds.similarity(look.start, distances, seq_len=look.context)
+    words = found.reason
+    if found.action != "keep":
+        name = f"recommended: {found.recommended.schedule}"
+        curves.append(Curve("recommended", name, "red", "dotted"))
+        columns["recommended"] = bounds.similarity(
+            found.recommended, distances, seq_len=look.context
+        )
+    if look.start.num_axes > 1:
+        words += " Keep the keys of the config that deal out the axes, such as mrope_section."
+    figure = Figure(
+        Axis("distance m, tokens", is_log=True),
+        Axis("B_m: preference for a similar key"),
+        tuple(curves),
+        (Line("y", 0, "", "ink"), *trained_line(look)),
+    )
+    header, *rows = option_rows(found.options)
+    tables = (Table(header, tuple(rows)),) if rows else ()
+    keys = {key: value for key, value in found.rope_parameters.items() if key != "head_dim"}
+    return Picture(columns, words, figure, tables, json.dumps(keys, indent=2))
+
+
+def difference(a: Look, b: Look) -> Picture:
+    """The frequencies of two RoPEs over each other, the fields that differ, and what it means."""
+    speeds = [np.abs(inv_freq(each.spec, each.context)[0]) for each in (a, b)]
+    count = max(map(len, speeds))
+    columns: dict[str, Numbers] = {"pair": np.arange(count)}
+    for name, values in zip("ab", speeds, strict=True):
+        columns[f"wavelength_{name}"] = np.full(count, math.nan)
+        turning = values > 0
+        columns[f"wavelength_{name}"][: len(values)][turning] = 2 * math.pi / values[turning]
+    figure = Figure(
+        Axis("pair"),
+        Axis("tokens for one turn", is_log=True),
+        (Curve("wavelength_a", "A", has_dots=True),
+         Curve("wavelength_b", "B", "red", "dotted", has_dots=True)),
+    )  # fmt: skip
+    one, other = _fields(a), _fields(b)
+    names = [*one, *(name for name in other if name not in one)]
+    rows = tuple((name, one.get(name, "-"), other.get(name, "-")) for name in names
+                 if one.get(name) != other.get(name))  # fmt: skip
+    tables = (Table(("field", "A", "B"), rows),) if rows else ()
+    return Picture(columns, " ".join(_meaning(a, b, speeds)), figure, tables)
+
+
+def _fields(look: Look) -> dict[str, str]:
+    """What a RoPE says of itself, and the lengths around it, each as text."""
+    spec = look.spec.to_dict()
+    params = spec.pop("params")
+    lengths = {"trained length": look.trained, "advertised length": look.advertised}
+    factor = {"attention_factor": inv_freq(look.spec, look.context)[1]}
+    return {name: _text(value) for name, value in {**spec, **params, **factor, **lengths}.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list) and len(value) > 6:
+        return f"{len(value)} numbers, {value[0]:.4g} to {value[-1]:.4g}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,.10g}"
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
+    """What the differences mean for weights and cached keys, in sentences."""
+    one, other = a.spec, b.spec
+    slices = [(each.head_dim, each.rotary_dim, each.start) for each in (one, other)]
+    if slices[0] != slices[1]:
+        yield (
+            f"A rotates {one.rotary_dim} of {one.head_dim} channels, B {other.rotary_dim} of "
+            f"{other.head_dim}: neither weights nor cached keys of one fit the other."
+        )
+        return
+    is_same_order = (one.layout, one.out_layout) == (other.layout, other.out_layout)
+    if not is_same_order:
+        yield (
+            f"The layouts differ: A is {one.layout}, B is {other.layout}. Weights of one give "
+            "wrong scores in code for the other, without an error: `rotary convert` moves them."
+        )
+    if (one.sign, one.axes) != (other.sign, other.axes):
+        yield "Direction or axes of the pairs differ: they turn by other angles."
+    first, second = speeds
+    apart = np.abs(first - second) > ALIKE * np.maximum(first, second)
+    amplitudes = [inv_freq(each.spec, each.context)[1] for each in (a, b)]
+    if apart.any():
+        pairs = np.flatnonzero(apart)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(apart, first / second, 1.0)
+        worst = int(np.nanargmax(np.abs(np.log(np.clip(ratio, 1e-300, 1e300)))))
+        fast, slow, by = (
+            ("A", "B", ratio[worst]) if ratio[worst] > 1 else ("B", "A", 1 / ratio[worst])
+        )
+        which = (
+            "All pairs"
+            if apart.all()
+            else f"{len(pairs)} of {len(apart)} pairs, from {pairs[0]} on,"
+        )
+        yield (
+            f"{which} turn at another speed; pair {worst} differs most: in {fast} it turns "
+            f"{by:.4g} times as fast as in {slow}. Keys cached by one cannot be read by the other, "
+            "and weights trained with one need the frequencies of that one."
+        )
+    elif is_same_order and one.axes == other.axes and one.sign == other.sign:
+        yield "Every pair turns at the same speed in both: one can be used in place of the other."
+    else:
+        yield "Every pair turns at the same speed in both."
+    if not math.isclose(*amplitudes):
+        yield (
+            f"Scores are multiplied by {amplitudes[0] ** 2:.4g} in A and "
+            f"{amplitudes[1] ** 2:.4g} in B."
+        )
+    depends = [name for name, each in (("A", a), ("B", b)) if each.spec.depends_on_length]
+    if depends:
+        yield f"{' and '.join(depends)} depends on the length: shown at {a.context:,} tokens."

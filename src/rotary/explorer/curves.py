@@ -1,0 +1,228 @@
+"""Views of one number against distance, position, pair or channel, as curves and cells."""
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import layouts
+from ..analysis import bounds, decay, extension, precision, spectrum
+from ..angles import inv_freq
+from ..kernels import Numbers
+from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
+from .side import Look
+
+POINTS = 1024  # of a curve: more than a screen has, and quick to send
+EXHAUSTIVE = 2**23  # pairs times distances up to which every distance is computed
+SEARCHED = 2**17  # distances that are searched while somebody waits
+TOLERANCE = 1e-3  # an error of cos or sin that bfloat16 q and k hide
+ARITHMETICS = {  # name -> colour and dash of its curve
+    "bfloat16": ("red", "dotted"),
+    "tf32": ("purple", "dash"),
+    "float32": ("blue", ""),
+    "exact": ("green", "dash"),
+}
+
+
+def wavelengths(look: Look) -> Picture:
+    """Tokens for one whole turn of each pair, and the turns in both lengths."""
+    waves = spectrum.wavelengths(look.spec, look.context)
+    never = int(spectrum.never_turning(look.before, look.trained).sum())
+    critical = spectrum.critical_dimension(look.before, look.trained)
+    before = "" if look.before == look.spec else "Before scaling "
+    moving = waves[np.isfinite(waves)]
+    still = f"; {len(waves) - len(moving)} stand still" if len(moving) < len(waves) else ""
+    words = (
+        f"{len(waves)} pairs in {look.spec.head_dim} channels{still}; one turn takes from "
+        f"{moving.min():,.1f} to {moving.max():,.0f} tokens. {before}{never} pairs never turn once "
+        f"in the {look.trained:,} tokens of training: the critical dimension is {critical}."
+    )
+    columns = {
+        "pair": np.arange(len(waves)),
+        "wavelength_tokens": waves,
+        "turns_in_training": spectrum.turns_completed(look.before, look.trained),
+        "turns_in_context": spectrum.turns_completed(look.spec, look.context, look.context),
+    }
+    lines = [Line("y", look.trained, f"trained: {look.trained:,}", "green")]
+    if look.context != look.trained:
+        lines.append(Line("y", look.context, f"context: {look.context:,}", "red"))
+    figure = Figure(
+        Axis("pair"),
+        Axis("tokens for one turn", is_log=True),
+        (Curve("wavelength_tokens", "one turn", has_dots=True),),
+        tuple(lines),
+    )
+    return Picture(columns, words, figure)
+
+
+def decay_curve(look: Look) -> Picture:
+    """Figure 2 of RoFormer: mean |S_j| against distance, the size a score can have at most."""
+    distances = np.concatenate([[0], spaced(look.context)])
+    mean = decay.decay_curve(look.spec, distances, seq_len=look.context)
+    words = (
+        f"The mean size of the partial sums falls from {mean[0]:.4g} at distance 0 to "
+        f"{mean[-1]:.4g} at {distances[-1]:,}; it bounds scores, and far ones may still be large."
+    )
+    figure = Figure(
+        Axis("distance, tokens", is_log=True),
+        Axis("mean |S_j|"),
+        (Curve("mean_partial_sum", "mean |S_j|"),),
+        trained_line(look),
+    )
+    return Picture({"distance": distances, "mean_partial_sum": mean}, words, figure)
+
+
+def similarity(look: Look) -> Picture:
+    """B_m, by which a similar key is preferred to a random one, and where it first is negative."""
+    searched = min(look.context, SEARCHED)
+    first = bounds.first_failure(look.spec, searched, seq_len=look.context)
+    distances = np.union1d(outline(look), [] if first is None else [first]).astype(np.int64)
+    sums = bounds.similarity(look.spec, distances, seq_len=look.context)
+    points: tuple[Point, ...] = ()
+    if first is not None:
+        at_first = float(sums[np.searchsorted(distances, first)])
+        points = (Point(first, at_first, f"first below 0: {first:,}"),)
+        words = (
+            f"At distance {first:,} a similar key is first preferred less than a random one "
+            f"(B = {at_first:.3g}). Many good models go beyond theirs: a diagnostic, and no limit."
+        )
+    else:
+        words = f"A similar key is preferred at every distance up to {searched:,}."
+        if searched < look.context:
+            words += f" Not searched beyond; `rotary plan --context {look.context}` does."
+    figure = Figure(
+        Axis("distance m, tokens", is_log=True),
+        Axis("B_m"),
+        (Curve("similarity", "B_m"),),
+        (Line("y", 0, "", "ink"), *trained_line(look)),
+        points,
+    )
+    return Picture({"distance": distances, "similarity": sums}, words, figure)
+
+
+def outline(look: Look) -> npt.NDArray[np.int64]:
+    """Distances of the highest and lowest B_m of every stretch; samples where that is slow."""
+    every = min(look.context, EXHAUSTIVE // (look.spec.rotary_dim // 2))
+    sums = bounds.similarity(look.spec, np.arange(1, every + 1), seq_len=look.context)
+    kept = [1, every]
+    for start, stop in itertools.pairwise(spaced(every, POINTS // 2).tolist()):
+        stretch = sums[start - 1 : stop - 1]
+        kept += [start + int(stretch.argmin()), start + int(stretch.argmax())]
+    samples = spaced(look.context)
+    return np.union1d(kept, samples[samples > every]).astype(np.int64)
+
+
+def scaling(look: Look) -> Picture:
+    """How much the scaling slowed each pair down, beside the band that YaRN would draw."""
+    (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
+    ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
+    first, last = spectrum.yarn_band(look.plain, look.trained)
+    words = (
+        f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}. "
+        f"With {look.trained:,} trained tokens YaRN keeps pairs before {first:.1f} "
+        f"(32 turns) and interpolates those after {last:.1f} (1 turn). "
+        f"Scores are multiplied by {factor**2:.4g}."
+    )
+    columns = {
+        "pair": np.arange(len(ratio)),
+        "speed_ratio": ratio,
+        "turns_in_training": spectrum.turns_completed(look.plain, look.trained),
+    }
+    start, stop = np.clip((first, last), 0, len(ratio) - 1).tolist()
+    lowest = min(float(ratio[ratio > 0].min()), 0.5)
+    figure = Figure(
+        Axis("pair"),
+        Axis("speed after / before scaling", is_log=True, ends=(lowest / 1.25, 1.25)),
+        (Curve("speed_ratio", "speed ratio", has_dots=True),),
+        band=Band(start, stop, "YaRN blends here"),
+    )
+    return Picture(columns, words, figure)
+
+
+def coverage(look: Look) -> Picture:
+    """The share of the circle each pair saw in training, and of the angles that are new to it."""
+    seen = extension.coverage(look.plain, look.trained)
+    unseen = extension.unseen(
+        look.plain, look.trained, look.spec, [look.context - 1], look.context
+    )[0]
+    words = (
+        f"{int((seen < 1).sum())} of {len(seen)} pairs saw less than the whole circle in "
+        f"{look.trained:,} tokens. At {look.context:,} tokens {unseen.mean():.1%} of all angles "
+        f"are new, {unseen.max():.1%} in the worst pair."
+    )
+    columns = {
+        "pair": np.arange(len(seen)),
+        "circle_seen_in_training": seen,
+        "unseen_at_context": unseen,
+    }
+    figure = Figure(
+        Axis("pair"),
+        Axis("share", ends=(-0.02, 1.05), is_share=True),
+        (
+            Curve("circle_seen_in_training", "seen in training"),
+            Curve("unseen_at_context", "new angles at the context", "red", "dotted"),
+        ),
+    )
+    return Picture(columns, words, figure)
+
+
+def error_of_angles(look: Look) -> Picture:
+    """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
+    positions = spaced(look.context, 24)
+    columns: dict[str, Numbers] = {"position": positions}
+    for name in ARITHMETICS:
+        columns[name] = precision.error_near(look.spec, positions, name, look.context)
+    worst = {name: columns[name][-1] for name in ARITHMETICS}
+    safe = precision.longest_safe_position(look.spec, TOLERANCE, seq_len=look.context)
+    words = (
+        f"Near position {positions[-1]:,} float32 angles put cos or sin wrong by as much as "
+        f"{worst['float32']:.2g}, positions in bfloat16 by {worst['bfloat16']:.2g}, and exact "
+        f"angles, the default here, by {worst['exact']:.1g}. "
+        f"No float32 angle is off by over {TOLERANCE:g} rad up to position {safe:,}."
+    )
+    figure = Figure(
+        Axis("position, tokens", is_log=True),
+        Axis("largest error of cos or sin nearby", is_log=True, ends=(1e-9, 3)),
+        tuple(Curve(name, name, *style) for name, style in ARITHMETICS.items()),
+        (Line("y", TOLERANCE, f"{TOLERANCE:g}", "ink"),),
+    )
+    return Picture(columns, words, figure)
+
+
+def layout(look: Look) -> Picture:
+    """Which pair each channel belongs to, in the layout that is read and in the one written."""
+    spec, count = look.spec, look.spec.rotary_dim // 2
+    columns: dict[str, Numbers] = {"channel": np.arange(spec.head_dim)}
+    axes = np.array(spec.axes or (0,) * count)
+    for name, kind, values in (
+        ("reads", spec.layout, np.arange(count)),
+        ("writes", spec.out_layout, np.arange(count)),
+        ("axis", spec.layout, axes),
+    ):
+        columns[name] = np.full(spec.head_dim, math.nan)
+        columns[name][layouts.pair_indices(spec.rotary_dim, kind, spec.start)] = values[:, None]
+    first, second = layouts.pair_indices(spec.rotary_dim, spec.layout, spec.start)[0]
+    words = (
+        f"Channels {spec.start} to {spec.start + spec.rotary_dim - 1} of {spec.head_dim} are "
+        f"rotated, read as {spec.layout}: channel {first} turns with channel {second}. "
+        + (f"Written as {spec.out_layout}. " if spec.out_layout != spec.layout else "")
+        + ("Pairs turn clockwise. " if spec.sign < 0 else "")
+        + (f"{spec.num_axes} position axes share the pairs." if spec.num_axes > 1 else "")
+    )
+    rows = [Row("reads", f"reads {spec.layout}", "pair")]
+    if spec.out_layout != spec.layout:
+        rows.append(Row("writes", f"writes {spec.out_layout}", "pair"))
+    if spec.num_axes > 1:
+        rows.append(Row("axis", "position axis", "axis"))
+    return Picture(columns, words.strip(), Figure(Axis("channel"), Axis(""), rows=tuple(rows)))
+
+
+def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
+    """At most `count` whole numbers from 1 to `last`, evenly spaced on a log axis."""
+    return np.unique(np.geomspace(1, last, count).round().astype(np.int64))
+
+
+def trained_line(look: Look) -> tuple[Line, ...]:
+    """The trained length as a line, where the figure reaches as far."""
+    return (Line("x", look.trained, "trained", "green"),) if look.trained <= look.context else ()

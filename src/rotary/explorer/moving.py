@@ -1,0 +1,150 @@
+"""Views that move in the browser: the scripts of their `kind` turn them without the server."""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from .. import layouts
+from ..analysis import bounds, decay, extension
+from ..angles import inv_freq
+from ..kernels import Numbers
+from ..spec import Rotary
+from .curves import outline, trained_line
+from .figures import Axis, Curve, Figure, Hands, Line, Order, Orders, Picture, Stretch, Stretched
+from .side import Look
+
+SHOWN = 4  # pairs of `two_layouts`: as many as there are colours
+REACH = 64  # tokens that `two_layouts` shows
+BACK = 16  # tokens before q where the key stands that q fits best
+MIXED = "half, run as interleaved"
+METHODS = ("linear", "ntk", "yarn", "llama3", "longrope")
+
+
+def hands(look: Look) -> Picture:
+    """Each pair as two hands, of k and of q, and q . k of two alike vectors against distance."""
+    distances = outline(look)
+    scores = bounds.similarity(look.spec, distances, seq_len=look.context)
+    speeds = look.spec.sign * inv_freq(look.spec, look.context)[0]
+    same = float(bounds.similarity(look.spec, [0], seq_len=look.context)[0])
+    words = (
+        f"Move both tokens (position of k): all hands turn and q · k stays, so a score depends on "
+        f"the distance alone. Move them apart (distance, or drag the red point): q · k of equal "
+        f"vectors goes from {same:g} at 0 to {scores[-1]:.4g} at {distances[-1]:,} tokens. The "
+        f"first pairs turn fast and tell near tokens apart, the last ones turn slowly."
+    )
+    figure = Figure(
+        Axis("distance, tokens", is_log=True),
+        Axis("q · k"),
+        (Curve("score", "q · k"),),
+        (Line("y", 0, "", "ink"), *trained_line(look)),
+        moving=Hands(tuple(speeds.tolist()), same - len(speeds), look.context),
+    )
+    return Picture({"distance": distances, "score": scores}, words, figure)
+
+
+def two_layouts(look: Look) -> Picture:
+    """One q and k in both layouts, and in one that is run as the other: q . k by distance."""
+    speeds = _some(look.spec.sign * inv_freq(look.spec, look.context)[0], SHOWN)
+    width = 2 * len(speeds)
+    custom = {"inv_freq": np.abs(speeds).tolist()}
+    small = Rotary(head_dim=width, layout="interleaved", schedule="custom", params=custom,
+                   sign=look.spec.sign)  # fmt: skip
+    k = np.linspace(1, 0.4, width) * np.where(np.arange(width) % 3 == 2, -1, 1)
+    k *= np.sqrt(width / (k @ k))
+    pairs = layouts.pair_indices(width, "interleaved")
+    q = np.empty(width)  # k stands 16 tokens before q: there both are alike
+    turned = (k[pairs[:, 0]] + 1j * k[pairs[:, 1]]) * np.exp(-1j * BACK * speeds)
+    q[pairs[:, 0]], q[pairs[:, 1]] = turned.real, turned.imag
+    in_half = layouts.channel_permutation(width, "interleaved", "half")
+    distances = np.arange(REACH + 1)
+    columns: dict[str, Numbers] = {"distance": distances}
+    orders = []
+    for name, layout, run_as, column, colour in (
+        ("interleaved", "interleaved", "interleaved", "right", "blue"),
+        ("half", "half", "half", "right", "blue"),
+        (MIXED, "half", "interleaved", "mixed_up", "red"),
+    ):
+        one, other = (x if layout == "interleaved" else x[in_half] for x in (q, k))
+        spec = dataclasses.replace(small, layout=run_as)
+        rows = (np.broadcast_to(x, (len(distances), width)) for x in (one, other))
+        columns[column] = decay.score(spec, *rows, distances, route="complex")
+        pairs = layouts.pair_indices(width, run_as)
+        listed = tuple((int(first), int(second)) for first, second in pairs)
+        orders.append(
+            Order(name, listed, tuple(one.tolist()), tuple(other.tolist()), column, colour)
+        )
+    best, wrong = columns["right"][BACK], columns["mixed_up"][BACK]
+    second = layouts.pair_indices(width, "half")[0, 1]
+    words = (
+        f"The bars are k: {len(speeds)} of the pairs of this model, each in one colour. "
+        f"“interleaved” keeps the channels of a pair side by side (0 and 1), “half” keeps them "
+        f"half a head apart (0 and {second}). The numbers are the same in another order, so the "
+        f"hands and q · k are the same at every position. Weights made for “half” and run as "
+        f"“interleaved” turn channels together that do not belong together: q, which is made to "
+        f"fit a key {BACK} tokens before it best, scores {wrong:.2f} there instead of {best:.2f}. "
+        f"Nothing fails and no error is shown."
+    )
+    figure = Figure(
+        Axis("distance, tokens"),
+        Axis("q · k"),
+        (Curve("right", "one layout"), Curve("mixed_up", "mixed up", "red", "dotted")),
+        (Line("y", 0, "", "ink"),),
+        moving=Orders(tuple(speeds.tolist()), tuple(orders), REACH),
+    )
+    return Picture(columns, words, figure)
+
+
+def _some(values: Numbers, count: int) -> Numbers:
+    """`count` of the values, evenly spaced from the first on; all where there are fewer."""
+    return values[:: max(1, len(values) // (2 * count))][:count]
+
+
+def methods(look: Look) -> Picture:
+    """What each scaling method does to each pair: its hand before and after, at one position."""
+    before = inv_freq(look.plain)[0]
+    ways = _methods(look)
+    seen = np.minimum(look.trained * before, 2 * np.pi)
+    last = max(look.context, look.trained)
+    columns: dict[str, Numbers] = {
+        "pair": np.arange(len(before)),
+    }
+    new = {}
+    for name, spec in ways.items():
+        columns[re.sub(r"\W+", "_", name)] = inv_freq(spec, last)[0]
+        share = extension.unseen(look.plain, look.trained, spec, [last - 1], last)[0]
+        new[name] = int((share > 0.005).sum())
+    listed = ", ".join(f"{name} {count}" for name, count in new.items())
+    words = (
+        f"Each row is one method, each circle one pair at the position of the slider: the thin "
+        f"orange hand without scaling, the blue one with it. Grey is what the pair showed in the "
+        f"{look.trained:,} tokens of training; a red hand stands at an angle it never showed. "
+        f"Pairs that meet such angles up to {last:,} tokens: {listed}, of {len(before)}."
+    )
+    if look.context <= look.trained:
+        words += " Choose a context longer than the training to see what scaling does."
+    elif len(ways) < len(METHODS):
+        words += f" The published methods do not stretch the schedule {look.plain.schedule!r}."
+    sign = look.spec.sign
+    moving = Stretch(
+        tuple((sign * before).tolist()),
+        tuple(seen.tolist()),
+        tuple(
+            Stretched(name, tuple((sign * inv_freq(spec, last)[0]).tolist()))
+            for name, spec in ways.items()
+        ),
+        last - 1,
+    )
+    return Picture(columns, words, Figure(Axis("pair"), Axis(""), moving=moving))
+
+
+def _methods(look: Look) -> dict[str, Rotary]:
+    """Name -> RoPE: without scaling, by each method, and as the model is where that differs."""
+    ways = {"no scaling": look.plain}
+    if look.plain.schedule == "default" and look.plain.base > 1:
+        plain = dataclasses.replace(look.plain, axes=())
+        found = extension.methods(plain, max(look.trained, 2), max(look.context, look.trained, 2))
+        ways |= {name: found[name] for name in METHODS}
+    if look.spec != look.plain and look.spec not in ways.values():
+        ways[f"model: {look.spec.schedule}"] = look.spec
+    return ways
