@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 
 import pytest
+from chromium import browser, page_server, show  # noqa: F401  # fixtures
 
 collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from published import LLAMA_2, LLAMA_3_1
 
 from rotary import Rotary, inv_freq
-from rotary.analysis.bounds import failures, first_failure, lowest, similarity
+from rotary.analysis.bounds import failures, first_failure, lowest, similarity, survey
 from rotary.analysis.spectrum import frequencies
 
 
@@ -123,6 +123,8 @@ def test_failures_first_failure_and_lowest_tell_the_same_story(spec):
     assert first_failure(spec, int(found[0]) - 1) is None
     assert lowest(spec, 9000)[0] == values.argmin() + 1
     assert lowest(spec, 9000)[1] == pytest.approx(values.min() / (spec.head_dim / 2))
+    failing, *least = survey(spec, 9000)
+    assert (failing.tolist(), *least) == (found.tolist(), *lowest(spec, 9000))
 
 
 def test_weights_scale_the_similarity_and_not_its_lowest_share():

@@ -4,105 +4,20 @@ import csv
 import http.client
 import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import rotary
 from rotary.explorer.models import published
+from rotary.explorer.views import VIEWS
 from rotary.layouts import pair_indices
 
 pytestmark = pytest.mark.slow
-ARGUMENTS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 MARKUP = "<img src=x onerror=alert(1)>"
-# The server may listen and answer, and open no connection but to this machine
-SERVER = """
-import ipaddress, sys
-
-def watch(event, given):
-    if event == "socket.connect" and isinstance(given[1], tuple):
-        if not ipaddress.ip_address(given[1][0]).is_loopback:
-            print("LEAK", event, given[1], file=sys.stderr, flush=True)
-    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
-        if given[0] not in ("127.0.0.1", "localhost", None):
-            print("LEAK", event, given[0], file=sys.stderr, flush=True)
-
-sys.addaudithook(watch)
-from rotary.explorer import serve
-serve(ready=lambda address: print(address, flush=True))
-"""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The address of a page in a process of its own, which is seen to open no connection."""
-    log = tmp_path_factory.mktemp("explorer") / "errors"
-    with log.open("w") as errors, subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=errors, text=True
-    ) as process:  # fmt: skip
-        address = process.stdout.readline().strip()
-        try:
-            assert address.startswith("http://127.0.0.1:"), log.read_text()
-            yield address
-        finally:
-            process.terminate()
-    said = log.read_text()
-    assert "LEAK" not in said
-    assert "Traceback" not in said, said
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install -y --no-install-recommends chromium")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def show(server, browser):
-    """Opens the page; at the end nothing was asked elsewhere and no error said on the console."""
-    asked, said, contexts = [], [], []
-
-    def opened(query="", width=1280, scheme="light", refused=""):
-        context = browser.new_context(
-            viewport={"width": width, "height": 844 if width < 500 else 900}, color_scheme=scheme
-        )
-        context.set_default_timeout(30_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("websocket", lambda socket: asked.append(socket.url))
-        page.on("console", lambda message: say(f"{message.type}: {message.text}", refused))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
-        page.goto(server + query)
-        page.wait_for_selector("#links-a a")
-        return page
-
-    def say(line, refused):
-        if not (refused and refused in line):
-            said.append(line)
-
-    yield opened
-    for context in contexts:
-        context.close()
-    away = [url for url in asked if not url.startswith((server, "data:", f"blob:{server}"))]
-    assert len(asked) >= 6
-    assert away == []
-    assert [line for line in said if not line.startswith(("log:", "info:", "debug:"))] == []
 
 
 def words(page, side="a"):
@@ -125,14 +40,14 @@ def download(page, name, path):
 
 
 def test_a_model_is_chosen_and_its_numbers_are_shown(show):
-    page = show()
+    page = show("?view=wavelengths")
     expect(words(page)).to_contain_text("29 pairs never turn once in the 8,192 tokens")
     page.get_by_label("A: model").select_option("llama-2-7b")
     expect(words(page)).to_contain_text("18 pairs never turn once in the 4,096 tokens of training")
     expect(words(page)).to_contain_text("the critical dimension is 92")
     expect(page.locator("#a-base")).to_have_value("10000")
     expect(page.locator("#context")).to_have_value("4096")
-    assert state(page) == {"a.model": "llama-2-7b", "context": "4096"}
+    assert state(page) == {"view": "wavelengths", "a.model": "llama-2-7b", "context": "4096"}
 
 
 def test_a_slider_is_moved_by_the_keyboard_and_the_number_follows(show):
@@ -174,28 +89,21 @@ def test_many_quick_moves_end_at_the_last_one(show):
 # one of one axis, one of three, one with pairs that stand still
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-vl-8b", "gemma-4-31b, full_attention"])
 def test_every_picture_is_drawn_and_reached_by_the_keyboard(show, model):
-    page = show(f"?a.model={model}&context=131072")
+    page = show(f"?view=wavelengths&a.model={model}&context=131072")
     expect(page.get_by_role("heading", name=f"A: {model}")).to_be_visible()
-    said = {words(page).inner_text()}
-    page.get_by_role("radio", name="Wavelengths").focus()
-    for title in (
-        "Decay",
-        "Similarity",
-        "Scaling",
-        "Coverage",
-        "Precision",
-        "Layout",
-        "Turning hands",
-    ):
+    titles = [view.title for view in VIEWS.values()]
+    said, radios = set(), page.locator("input[name=view]")
+    radios.nth(list(VIEWS).index("wavelengths")).focus()
+    for title in titles[4:] + titles[:4]:
         before = words(page).inner_text()
         page.keyboard.press("ArrowRight")
-        expect(page.get_by_role("radio", name=title)).to_be_focused()
+        expect(page.get_by_role("radio", name=title, exact=True)).to_be_focused()
         expect(words(page)).not_to_have_text(before)
-        shown = page.locator("#plot-a :is(path.curve, rect.cell)")
+        shown = page.locator("#plot-a :is(path.curve, rect.cell, rect.bar, circle.dial)")
         assert shown.first.evaluate("e => e.getBoundingClientRect().width") > 1
         assert "NaN" not in page.locator("#plot-a").inner_html()
         said.add(words(page).inner_text())
-    assert len(said) == 8
+    assert len(said) == len(titles)
 
 
 def test_the_picture_says_what_it_shows(show):
@@ -209,7 +117,7 @@ def test_the_picture_says_what_it_shows(show):
 
 
 def test_the_number_under_the_pointer_is_told_and_so_it_is_by_the_keyboard(show):
-    page = show("?a.model=llama-2-7b&context=4096")
+    page = show("?view=wavelengths&a.model=llama-2-7b&context=4096")
     page.locator("#plot-a circle.dot").nth(32).hover(force=True)
     expect(page.locator("#plot-a .tip")).to_contain_text("pair 32one turn: 628.319")
     page.locator("#plot-a").press("ArrowRight")
@@ -217,7 +125,7 @@ def test_the_number_under_the_pointer_is_told_and_so_it_is_by_the_keyboard(show)
 
 
 def test_a_part_of_a_picture_is_looked_at_closer(show):
-    page = show()
+    page = show("?view=wavelengths")
     box = page.locator("#plot-a").bounding_box()
     ticks = page.locator("#plot-a .tick[text-anchor=middle]")
     before = ticks.all_text_contents()
@@ -232,7 +140,7 @@ def test_a_part_of_a_picture_is_looked_at_closer(show):
 
 
 def test_a_broken_config_shows_its_error_in_one_line_and_a_good_one_mends_it(show):
-    page = show()
+    page = show("?view=wavelengths")
     page.get_by_label("A: model").select_option("a config.json, pasted below")
     line = error(page, "a.config")
     expect(line).to_have_text("paste a config.json, or choose a published model")
@@ -267,7 +175,7 @@ def test_a_layer_type_of_a_pasted_config_is_chosen(show):
      ("a.head_dim", "127", "head_dim must be even"), ("a.trained", "many", "must be a number")],
 )  # fmt: skip
 def test_a_wrong_number_is_one_line_at_its_control_and_changes_nothing(show, box, value, message):
-    page = show()
+    page = show("?view=wavelengths")
     before = words(page).inner_text(), page.url
     page.locator(f'[name="{box}"]').fill(value)
     expect(error(page, box)).to_contain_text(message)
@@ -475,7 +383,11 @@ def test_hands_and_their_sliders_are_seen_together_and_move_without_the_server(s
     if query:
         page.get_by_role("checkbox", name="Compare with B").click()
         expect(page.locator("#plot-b")).to_be_hidden()
-    page.get_by_role("radio", name="Decay").click()
+    page.locator("[name=view]:visible").first.evaluate("""(control) => {
+        const box = control.type === "radio" ? document.querySelector("[value=decay]") : control;
+        if (box === control) box.value = "decay"; else box.checked = true;
+        box.dispatchEvent(new Event("input", { bubbles: true }));
+    }""")
     expect(page.get_by_role("img", name="The mean size of the partial sums")).to_be_visible()
     expect(page.locator(".motion")).to_be_hidden()
 
@@ -511,7 +423,7 @@ def test_no_control_of_a_phone_is_under_the_picture_when_the_keyboard_reaches_it
 
 
 def test_labels_of_lines_that_are_close_do_not_cover_each_other(show):
-    page = show("?a.trained=8192&context=9000", width=390)
+    page = show("?view=wavelengths&a.trained=8192&context=9000", width=390)
     boxes = page.locator("#plot-a text.label").evaluate_all(
         "all => all.map(each => each.getBoundingClientRect().toJSON())"
     )
@@ -522,7 +434,7 @@ def test_labels_of_lines_that_are_close_do_not_cover_each_other(show):
 
 
 def test_compared_pictures_have_one_scale(show):
-    page = show("?compared=1")
+    page = show("?view=wavelengths&compared=1")
     ticks = [page.locator(f"#plot-{side} .tick") for side in "ab"]
     expect(ticks[1]).to_have_text(ticks[0].all_text_contents())
     expect(page.locator("#plot-a")).to_contain_text("10⁷")  # of B alone
@@ -544,8 +456,8 @@ def test_the_page_and_its_figures_follow_the_colour_scheme(show, scheme, is_dark
     assert (luminance(ink) > 180) == is_dark
 
 
-def test_another_name_for_this_machine_is_not_answered(server):
-    found = urlsplit(server)
+def test_another_name_for_this_machine_is_not_answered(page_server):
+    found = urlsplit(page_server)
     for host, status in ((found.netloc, 200), ("evil.example", 400)):
         connection = http.client.HTTPConnection(found.hostname, found.port, timeout=30)
         connection.request("GET", "/", headers={"Host": host})
@@ -553,8 +465,8 @@ def test_another_name_for_this_machine_is_not_answered(server):
         connection.close()
 
 
-def test_no_file_is_given_out_by_its_path(server):
-    found = urlsplit(server)
+def test_no_file_is_given_out_by_its_path(page_server):
+    found = urlsplit(page_server)
     for path in ("/file=/etc/passwd", "/../../../../../../etc/passwd", "/page.py", "/page.html",
                  "/%2e%2e/%2e%2e/etc/passwd", "/download/%2e%2e/page.py"):  # fmt: skip
         connection = http.client.HTTPConnection(found.hostname, found.port, timeout=30)

@@ -9,7 +9,6 @@ import urllib.request
 
 import pytest
 from playwright.sync_api import expect
-from test_explorer_browser import browser as browser  # a fixture
 
 pytestmark = pytest.mark.slow
 DOWNLOAD = "download/numbers.csv?view=decay"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .analysis.bounds import failures, first_failure, lowest
+from .analysis.bounds import survey
 from .analysis.extension import unseen_share
 from .analysis.precision import longest_safe_position
 from .analysis.spectrum import (
@@ -102,13 +102,13 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
     trained = length if trained is None else whole_number("trained", trained)
     original = before_scaling(spec)
     periods = wavelengths(spec, length)
-    where, least = lowest(spec, length, seq_len=length)
+    failing, where, least = survey(spec, length, seq_len=length)
     result = Reach(
         spec=spec,
         length=length,
         trained=trained,
-        first_failure=first_failure(spec, length, seq_len=length),
-        failures=len(failures(spec, length, seq_len=length)),
+        first_failure=int(failing[0]) if len(failing) else None,
+        failures=len(failing),
         lowest_distance=where,
         lowest=least,
         critical_dimension=critical_dimension(original, trained),

@@ -9,6 +9,7 @@ from .bounds import failures as failures
 from .bounds import first_failure as first_failure
 from .bounds import lowest as lowest
 from .bounds import similarity as similarity
+from .bounds import survey as survey
 from .decay import abel_terms as abel_terms
 from .decay import attention_terms as attention_terms
 from .decay import decay_curve as decay_curve

@@ -128,6 +128,26 @@ def lowest(
     return best[1], best[0] / most
 
 
+def survey(
+    spec: Rotary, length: int, *, seq_len: int | None = None
+) -> tuple[npt.NDArray[np.int64], int, float]:
+    """(all distances with B_m < 0, m, B_m / n): `failures` and `lowest` in one pass.
+
+    Arguments and errors are theirs.
+
+    >>> failing, m, share = survey(Rotary(head_dim=128), 4096)
+    >>> int(failing[0]), m, round(share, 4)
+    (1707, 4060, -0.1307)
+    """
+    theta, weight, constant = _terms(spec, None, None, seq_len, None)
+    failing, best = [], (math.inf, 0)
+    for first, values in _blocks(theta, weight, constant, whole_number("length", length)):
+        failing.append(first + np.flatnonzero(values < 0))
+        at = int(values.argmin())
+        best = min(best, (float(values[at]), first + at))
+    return np.concatenate(failing), best[1], best[0] / (len(theta) + constant)
+
+
 def _blocks(
     theta: Array, weight: Complex | Array, constant: float, length: int
 ) -> Iterator[tuple[int, Array]]:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..angles import inv_freq
 from ..spec import Rotary
-from .bounds import failures, lowest
+from .bounds import survey
 from .spectrum import (
     Array,
     check_size,
@@ -167,7 +167,7 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
     """
     rows = []
     for name, stretched in methods(spec, trained, target).items():
-        failing = failures(stretched, target, seq_len=target)
+        failing, _, least = survey(stretched, target, seq_len=target)
         ratios = frequencies(stretched, target) / frequencies(spec)
         rows.append(
             Row(
@@ -176,7 +176,7 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
                 first_failure=int(failing[0]) if len(failing) else None,
                 failures=len(failing),
                 unseen=unseen_share(spec, trained, stretched, target - 1, target),
-                lowest=lowest(stretched, target, seq_len=target)[1],
+                lowest=least,
                 fastest_ratio=float(ratios[0]),
                 slowest_ratio=float(ratios[-1]),
                 attention_factor=inv_freq(stretched, target)[1],

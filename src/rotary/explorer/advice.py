@@ -14,7 +14,7 @@ from ..reach import TOLERANCE
 from ..reach import reach as measure
 from .curves import spaced, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
-from .side import FieldError, Look
+from .side import FieldError, Look, check_scaling
 
 ALIKE = 1e-9  # two frequencies that differ by less, relatively, are one
 
@@ -56,8 +56,8 @@ def plan(look: Look) -> Picture:
             "context",
             f"a plan is made for a context of 2 .. {MAX_CONTEXT:,} tokens, got {look.context:,}",
         )
-    if look.trained < 2:
-        raise FieldError("trained", "a plan needs a trained length of 2 tokens or more, got 1")
+    if look.context > look.advertised:
+        check_scaling(look.start, look.trained)
     found = recommend(look.context, look.start, look.trained, advertised=look.advertised)
     distances = spaced(look.context)
     columns: dict[str, Numbers] = {"distance": distances}

@@ -18,9 +18,9 @@ class Methods {
   place(width, height) {
     const label = 96, count = "00 of 000 new".length * TEXT;
     const high = (height - 46) / this.methods.length;
-    const size = Math.min(high, 60);
-    const room = Math.max(4, Math.min(Math.floor((width - label - count) / size), this.before.length));
-    const wide = Math.min((width - label - count) / room, 84);
+    const left = width - label - count, size = Math.min(high, 60, left / 6);
+    const room = Math.min(Math.floor(left / size + 1e-9), this.before.length);
+    const wide = Math.min(left / room, 84);
     this.radius = Math.min(size, wide) * 0.44;
     this.pairs = Array.from({ length: room }, (_, i) => Math.round(i * (this.before.length - 1) / Math.max(room - 1, 1)));
     this.end = label + wide * room + 6;

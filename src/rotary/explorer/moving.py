@@ -12,7 +12,7 @@ from ..kernels import Numbers
 from ..spec import Rotary
 from .curves import outline, trained_line
 from .figures import Axis, Curve, Figure, Hands, Line, Order, Orders, Picture, Stretch, Stretched
-from .side import Look
+from .side import Look, check_scaling
 
 SHOWN = 4  # pairs of `two_layouts`: as many as there are colours
 REACH = 64  # tokens that `two_layouts` shows
@@ -141,9 +141,10 @@ def methods(look: Look) -> Picture:
 def _methods(look: Look) -> dict[str, Rotary]:
     """Name -> RoPE: without scaling, by each method, and as the model is where that differs."""
     ways = {"no scaling": look.plain}
-    if look.plain.schedule == "default" and look.plain.base > 1:
+    if look.plain.schedule == "default":
+        check_scaling(look.plain, look.trained)
         plain = dataclasses.replace(look.plain, axes=())
-        found = extension.methods(plain, max(look.trained, 2), max(look.context, look.trained, 2))
+        found = extension.methods(plain, look.trained, max(look.context, look.trained))
         ways |= {name: found[name] for name in METHODS}
     if look.spec != look.plain and look.spec not in ways.values():
         ways[f"model: {look.spec.schedule}"] = look.spec

@@ -11,7 +11,7 @@ from ..analysis import search
 from ..configs import to_hf_config
 from .figures import Picture, as_script
 from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, presets
-from .side import LIMITS, METHODS, FieldError, Look
+from .side import METHODS, FieldError, Look
 from .state import State, from_fields, shown, to_fields, to_query
 from .views import VIEWS, ViewOfTwo
 
@@ -103,9 +103,7 @@ def _of_sides(state: State, letters: str) -> Picture:
     try:
         return _picture(state.view, *looks)
     except FieldError as error:
-        if error.field in LIMITS and error.field != "context":
-            raise FieldError(f"{letters[0]}.{error.field}", str(error)) from error
-        raise
+        raise error.of(letters[0]) from error
 
 
 def _title(state: State, letters: str) -> str:

@@ -32,11 +32,19 @@ METHODS = (AS_MADE, "none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "lon
 
 
 class FieldError(ValueError):
-    """A value that makes no sense, and the control that it stands in."""
+    """A value that makes no sense, and the control that it stands in.
+
+    A field of a side without its letter is that of the side that is looked at: `of`.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+    def of(self, letter: str) -> "FieldError":
+        """The same at the control of a side."""
+        is_of_side = "." not in self.field and self.field not in ("context", "view")
+        return FieldError(f"{letter}.{self.field}", str(self)) if is_of_side else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +123,20 @@ def look(side: Side, context: int) -> Look:
     if original.spec.schedule != "default":  # its scaling may reach beyond the training
         advertised = max(trained, original.context)
     if side.method != AS_MADE:
+        if context > trained:
+            check_scaling(plain, trained)
         scaled = extension.methods(plain, trained, context) if context > trained else {}
         spec, before = scaled.get(side.method, plain), plain
         start, advertised = plain, trained
     return Look(spec, plain, before, trained, context, start, advertised)
+
+
+def check_scaling(plain: Rotary, trained: int) -> None:
+    """FieldError where no method can stretch a RoPE; ValueError of a view names the rest."""
+    if trained < 2:
+        raise FieldError("trained", "scaling needs a trained length of 2 tokens or more, got 1")
+    if plain.base == 1:
+        raise FieldError("base", "with base 1 all pairs turn alike, and no method scales them")
 
 
 def _changed(spec: Rotary, side: Side) -> Rotary:

@@ -33,6 +33,8 @@ class State:
             raise FieldError(f"{letter}.{field}", str(error)) from error
         try:
             return look(one, self.context)
+        except FieldError as error:
+            raise error.of(letter) from error
         except ValueError as error:
             raise FieldError(f"{letter}.method", str(error)) from error
 

@@ -1,0 +1,205 @@
+"""The views that move and those that advise: their numbers, without a browser."""
+
+import json
+
+import numpy as np
+import pytest
+
+import rotary
+from rotary.analysis import extension
+from rotary.explorer import page, views
+from rotary.explorer.models import published
+from rotary.explorer.side import FieldError, Side, look
+from rotary.plan import option_rows, plan, recommend
+from rotary.reach import reach
+
+LLAMA_3 = Side(model="llama-3-8b")
+
+
+def heads(order, speeds):
+    """(spec, q, k) of one order of `two_layouts`, for `rotary.apply`."""
+    layout = "interleaved" if order.pairs[0] == (0, 1) else "half"
+    spec = rotary.Rotary(
+        head_dim=2 * len(speeds), layout=layout, schedule="custom",
+        params={"inv_freq": list(speeds)},
+    )  # fmt: skip
+    return spec, *(np.array(x)[None, None, None] for x in (order.q, order.k))
+
+
+def test_two_layouts_are_one_rotation_of_channels_in_another_order():
+    found = views.two_layouts(look(LLAMA_3, 32768))
+    speeds, orders = found.figure.moving.inv_freq, found.figure.moving.orders
+    assert [order.name for order in orders] == ["interleaved", "half", "half, run as interleaved"]
+    assert [order.pairs[0] for order in orders] == [(0, 1), (0, 4), (0, 1)]
+    own = 500_000.0 ** (-np.arange(64) / 64)
+    assert [np.abs(own / speed - 1).min() < 1e-12 for speed in speeds] == [True] * 4
+    for order in orders:
+        spec, q, k = heads(order, speeds)
+        for distance, at in ((0, 3), (1, 0), (16, 7), (40, 20)):
+            one = rotary.apply(spec, q, q, positions=[at + distance])[0]
+            other = rotary.apply(spec, k, k, positions=[at])[0]
+            curve = found.columns[order.column]
+            assert curve[distance] == pytest.approx(float((one * other).sum()), abs=1e-5)
+    right, wrong = found.columns["right"], found.columns["mixed_up"]
+    assert right.argmax() == 16  # where q is made to fit k
+    assert right[16] == pytest.approx(np.square(orders[0].k).sum())
+    assert wrong[16] < right[16] / 2
+    assert f"{wrong[16]:.2f} there instead of {right[16]:.2f}" in found.words
+
+
+def test_a_head_of_one_pair_has_one_layout():
+    found = views.two_layouts(look(Side(head_dim=2), 64))
+    np.testing.assert_allclose(found.columns["right"], found.columns["mixed_up"])
+
+
+def test_each_method_turns_each_pair_as_its_schedule_says():
+    seen = look(LLAMA_3, 131_072)
+    moving = views.methods(seen).figure.moving
+    expected = extension.methods(seen.plain, 8192, 131_072)
+    names = [each.name for each in moving.methods]
+    assert names == ["no scaling", "linear", "ntk", "yarn", "llama3", "longrope"]
+    for each in moving.methods:
+        spec = expected["none" if each.name == "no scaling" else each.name]
+        np.testing.assert_allclose(each.inv_freq, rotary.inv_freq(spec, 131_072)[0])
+    np.testing.assert_allclose(moving.seen, np.minimum(8192 * np.array(moving.before), 2 * np.pi))
+    np.testing.assert_allclose(np.array(moving.methods[1].inv_freq) * 16, moving.before)
+
+
+def test_the_scaling_of_a_model_stands_beside_the_methods():
+    names = [each.name for each in views.methods(look(Side(model="llama-3.1-8b"), 131_072))
+             .figure.moving.methods]  # fmt: skip
+    assert names[-1] == "model: llama3"
+    short = views.methods(look(LLAMA_3, 4096))
+    assert short.words.endswith(
+        "Choose a context longer than the training to see what scaling does."
+    )
+    still = views.methods(look(Side(model="gemma-4-31b, full_attention"), 2**19))
+    assert "do not stretch the schedule 'proportional'" in still.words
+
+
+def test_reach_is_that_of_the_library():
+    seen = look(LLAMA_3, 32_768)
+    found, expected = views.reach(seen), reach(published("llama-3-8b").spec, 32_768, 8192)
+    assert found.words == expected.verdict
+    assert found.tables[0].rows == tuple(expected.rows())
+    bars = {bar.name: bar for bar in found.figure.bars}
+    first = bars["a similar key is first not preferred at (B_m < 0)"]
+    assert (first.length, first.text, first.is_short) == (18_438, "18,438", True)
+    assert bars["trained length"].is_short
+    assert not bars["context asked for"].is_short
+    assert views.reach(look(LLAMA_3, 8192)).figure.bars[2].text == "none up to 8,192"
+
+
+def test_plan_is_that_of_the_library_and_its_config_gives_the_recommendation():
+    spec = published("llama-3-8b").spec
+    found, expected = views.plan(look(LLAMA_3, 32_768)), recommend(32_768, spec, 8192)
+    assert found.words == expected.reason
+    assert list(found.tables[0].rows) == option_rows(expected.options)[1:]
+    config = json.loads(found.config)
+    assert config["max_position_embeddings"] == 32_768
+    assert rotary.from_hf_config({"head_dim": 128, **config}) == expected.recommended
+    np.testing.assert_array_equal(
+        found.columns["recommended"],
+        rotary.analysis.similarity(
+            expected.recommended, found.columns["distance"], seq_len=32_768
+        ),
+    )
+
+
+def test_a_plan_begins_with_the_model_and_not_with_a_method_that_was_chosen():
+    scaled = Side(model="llama-3.1-8b")
+    assert look(scaled, 4096).advertised == 131_072
+    assert "keep its RoPE." in views.plan(look(scaled, 4096)).words
+    chosen = look(Side(model="llama-3-8b", method="linear"), 32_768)
+    assert views.plan(chosen).config == views.plan(look(LLAMA_3, 32_768)).config
+
+
+def test_a_recommendation_is_the_plan_without_the_bases():
+    spec = rotary.Rotary(head_dim=64)
+    found, whole = recommend(4096, spec, 1024), plan(4096, spec, 1024)
+    assert {**whole._asdict(), "reason": ""} == {
+        **found._asdict(), "reason": "", "min_base": whole.min_base, "safe_base": whole.safe_base,
+    }  # fmt: skip
+    assert "base instead" in whole.reason
+    assert "base instead" not in found.reason
+    assert [each for each in found.reason.split(". ") if each not in whole.reason] == []
+    with pytest.raises(ValueError, match="context"):
+        recommend(1, spec, 1024)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [({"context": "2000000"}, "context", "a plan is made for a context of 2 .. 1,048,576 tokens"),
+     ({"a.trained": "1"}, "a.trained", "a trained length of 2 tokens or more"),
+     ({"view": "methods", "a.trained": "1"}, "a.trained", "a trained length of 2 tokens or more"),
+     ({"a.base": "1"}, "a.base", "with base 1 all pairs turn alike")],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:base 1 gives")
+def test_a_plan_that_cannot_be_is_one_line_at_its_control(fields, field, message):
+    found = page.drawn({"view": "plan", **fields})
+    assert found["pictures"] == {}
+    assert list(found["errors"]) == [field]
+    assert message in found["errors"][field]
+    assert len(found["errors"][field].splitlines()) == 1
+
+
+def test_an_error_of_a_compared_side_stands_at_its_own_control():
+    found = page.drawn({"view": "plan", "compared": "1", "b.trained": "1"})
+    assert list(found["errors"]) == ["b.trained"]
+    assert list(found["pictures"]) == ["a"]
+
+
+# Two models
+
+
+def difference(a, b, context=32_768):
+    found = views.difference(look(a, context), look(b, context))
+    return found, {row[0]: row[1:] for table in found.tables for row in table.rows}
+
+
+def test_two_models_that_are_alike_differ_in_nothing():
+    found, rows = difference(LLAMA_3, LLAMA_3)
+    assert rows == {}
+    assert found.words == (
+        "Every pair turns at the same speed in both: one can be used in place of the other."
+    )
+
+
+def test_what_differs_between_two_models_is_listed_and_explained():
+    found, rows = difference(LLAMA_3, Side(model="llama-3.1-8b"), 131_072)
+    assert rows["schedule"] == ("default", "llama3")
+    assert rows["factor"] == ("-", "8")
+    assert "head_dim" not in rows
+    assert found.words.startswith("35 of 64 pairs, from 29 on, turn at another speed; pair 35")
+    ratio = found.columns["wavelength_b"] / found.columns["wavelength_a"]
+    assert (ratio[:29] == 1).all()
+    np.testing.assert_allclose(ratio[35:], 8)
+
+
+def test_another_layout_and_another_width_are_said_to_fit_no_weights():
+    found, rows = difference(Side(model="gpt-j-6b"), Side(model="phi-2"))
+    assert "neither weights nor cached keys of one fit the other" in found.words
+    assert rows["head_dim"] == ("256", "80")
+    assert np.isnan(found.columns["wavelength_b"][16:]).all()
+    same = look(LLAMA_3, 4096)
+    other = same.spec.from_dict({**same.spec.to_dict(), "layout": "interleaved",
+                                 "out_layout": "interleaved"})  # fmt: skip
+    turned = views.difference(same, same.__class__(**{**vars(same), "spec": other}))
+    assert "A is half, B is interleaved" in turned.words
+    assert "`rotary convert`" in turned.words
+
+
+def test_a_view_of_two_has_one_picture_and_the_controls_of_both():
+    found = page.drawn({"view": "models", "b.model": "phi-2", "b.method": "as published"})
+    assert (list(found["pictures"]), found["figures"], found["controls"]) == (["a"], "a", "ab")
+    assert found["pictures"]["a"]["title"] == "A: llama-3-8b; B: phi-2"
+    wrong = page.drawn({"view": "models", "b.model": "a config.json, pasted below"})
+    assert list(wrong["errors"]) == ["b.config"]
+    alone = page.drawn({"view": "hands"})
+    assert (alone["figures"], alone["controls"]) == ("a", "a")
+
+
+def test_a_field_error_names_its_field():
+    with pytest.raises(FieldError, match="16,777,216") as refusal:
+        views.plan(look(LLAMA_3, 2**24))
+    assert refusal.value.field == "context"
