@@ -100,9 +100,7 @@ def test_plan_is_that_of_the_library_and_its_config_gives_the_recommendation():
     assert rotary.from_hf_config({"head_dim": 128, **config}) == expected.recommended
     np.testing.assert_array_equal(
         found.columns["recommended"],
-        rotary.analysis.similarity(
-            expected.recommended, found.columns["distance"], seq_len=32_768
-        ),
+        rotary.analysis.similarity(expected.recommended, found.columns["distance"], seq_len=32_768),
     )
 
 

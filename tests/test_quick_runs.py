@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ FILES = sorted(path for folder in ("benchmarks", "experiments")
 # of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
 SWEEPS = {f"experiments.{name}.run" for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits")}
 SLOW = {
+    "benchmarks.explore",
     "benchmarks.fused",
     "benchmarks.gpu_rehearsal",
     "benchmarks.jax",
@@ -70,6 +72,8 @@ def test_there_are_programs_and_every_other_file_serves_one():
 def test_a_quick_run_passes_its_gate_prints_a_table_and_writes_nothing(
     module, capsys, tmp_path, monkeypatch, one_thread
 ):
+    if module == "benchmarks.explore" and shutil.which("chromium") is None:
+        pytest.skip("needs Chromium")
     monkeypatch.chdir(tmp_path)
     before = results()
     ran(module, "--quick")

@@ -124,6 +124,11 @@ def scaling(look: Look) -> Picture:
         f"(32 turns) and interpolates those after {last:.1f} (1 turn). "
         f"Scores are multiplied by {factor**2:.4g}."
     )
+    if (ratio == 1).all():
+        words = (
+            "Nothing is scaled here: choose a method, and a context longer than the training. "
+            + words
+        )
     columns = {
         "pair": np.arange(len(ratio)),
         "speed_ratio": ratio,

@@ -34,7 +34,7 @@ class Layouts {
     const count = this.speeds.length, dial = Math.min((high - 24) * 0.5, wide * 0.42 / count / 2);
     const bar = (wide - 2 * dial * count - 24) / (2 * count);
     this.rows = this.orders.map((_, i) => ({ top: 22 + high * i, middle: 22 + high * (i + 0.5) + 3 }));
-    Object.assign(this, { bar, dial, high, dials: 24 + 2 * count * bar, room: (high - 38) / 2 });
+    Object.assign(this, { bar, dial, wide, dials: 24 + 2 * count * bar, room: (high - 38) / 2 });
     return isBeside ? { left: wide + LEFT } : { top: 22 + high * this.orders.length };
   }
 
@@ -43,8 +43,10 @@ class Layouts {
     key(svg, [["hands: k", "orange"], ["q", "blue"]]);
     this.parts = this.orders.map((order, row) => {
       const { top, middle } = this.rows[row];
-      const [first, second] = order.pairs[0], channels = this.bar > 18 ? "channels " : "";
-      node(svg, "text", { x: 4, y: top + 10, class: "strong" }, `${order.name}: ${channels}${first} and ${second} turn together`);
+      const [first, second] = order.pairs[0];
+      const title = `${order.name}: channels ${first} and ${second} turn together`;
+      const isLong = title.length * 7.4 > this.wide;
+      node(svg, "text", { x: 4, y: top + 10, class: "strong" }, isLong ? title.replace("channels ", "") : title);
       node(svg, "line", { x1: 4, x2: 4 + this.bar * order.k.length, y1: middle, y2: middle, class: "grid" });
       const bars = order.pairs.map((_, i) => node(svg, "path", { class: `bar ${COLOURS[i]}` }));
       order.k.forEach((_, i) => node(svg, "text", { x: 4 + this.bar * (i + 0.5), y: middle + this.room + 13, "text-anchor": "middle", class: "tick" }, String(i)));

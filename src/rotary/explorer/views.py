@@ -57,20 +57,21 @@ VIEWS: dict[str, View | ViewOfTwo] = {
         "never showed. Each method slows pairs down in its own way.", methods,
     ),
     "wavelengths": View(
-        "Wavelengths", MEASURE, "Tokens that each pair of channels needs for one whole turn.",
+        "Wavelengths", MEASURE, "Tokens that each pair of channels needs for one whole turn. "
+        "Fast pairs tell near tokens apart, slow ones far tokens.",
         wavelengths,
     ),
     "decay": View(
-        "Decay", MEASURE, "RoFormer, figure 2: the mean size of the partial sums, which bounds "
-        "a score.", decay_curve,
+        "Decay", MEASURE, "How large a score can be at most when tokens are so far apart: the "
+        "mean size of the partial sums, figure 2 of the RoFormer paper.", decay_curve,
     ),
     "similarity": View(
-        "Similarity", MEASURE, "Men et al.: by how much a similar key is preferred to a random "
-        "one.", similarity,
+        "Similarity", MEASURE, "By how much attention prefers a key that is like the query to a "
+        "random key, at each distance (B_m of Men et al., 2024).", similarity,
     ),
     "band": View(
-        "Scaling", MEASURE, "What the scaling does to the speed of each pair, and the band where "
-        "YaRN blends.", scaling,
+        "Speed after scaling", MEASURE, "What the scaling does to the speed of each pair, and the "
+        "band where YaRN blends.", scaling,
     ),
     "coverage": View(
         "Coverage", MEASURE, "How much of its circle each pair saw in training, and what is new "
@@ -83,7 +84,7 @@ VIEWS: dict[str, View | ViewOfTwo] = {
     "layout": View("Layout", MEASURE, "Which channels of a head turn together.", layout),
     "reach": View(
         "Reach", DECIDE, "Which lengths this RoPE was made for, and what ends before the context "
-        "that you ask for. The same as rotary reach.", reach,
+        "that you ask for: those bars are red. The same as rotary reach.", reach,
     ),
     "plan": View(
         "Plan", DECIDE, "How to bring trained weights to the context: set the model and the "

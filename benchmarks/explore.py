@@ -1,0 +1,169 @@
+"""How soon the page of `rotary explore` is usable, and how soon it answers, in a real Chromium.
+
+Three times, each as its median and the value that 95 % stay below:
+start   from the command to a first picture that answers, server and browser begun anew
+change  from a moved control to the new picture, in every view; each value is a new one
+frame   the work of the script for one picture while a view moves, without the server
+Needs Chromium and playwright. `--quick` opens the page once and changes every view twice.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rotary.bench import versions
+from rotary.explorer.models import published
+from rotary.explorer.views import LEARN, VIEWS
+
+from . import command
+from .command import table
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BARS = {"start": 3000.0, "change": 150.0, "frame": 1000 / 60}  # ms
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+MODEL = "llama-3-8b"
+# ms from each new base to the picture of it: the answer is drawn, and a frame has passed
+CHANGES = """async bases => {
+    const box = document.querySelector("#a-base"), times = [];
+    const frame = () => new Promise(done => requestAnimationFrame(done));
+    for (const base of bases) {
+        await frame();
+        const start = performance.now();
+        box.value = base;
+        box.dispatchEvent(new Event("input", { bubbles: true }));
+        while (queue.length) await new Promise(done => setTimeout(done));
+        times.push(performance.now() - start);
+    }
+    return times;
+}"""
+# ms of the script for each of `count` pictures of a view that moves
+FRAMES = """count => Array.from({ length: count }, (_, i) => {
+    const start = performance.now();
+    motion.set(motion.played, motion.at(motion.played, i / count));
+    return performance.now() - start;
+})"""
+# ms between frames while Play runs for a second
+PLAYED = """() => new Promise(done => {
+    const times = [];
+    const step = now => {
+        times.push(now);
+        if (now - times[0] < 1000) return requestAnimationFrame(step);
+        motion.stop();
+        done(times.slice(1).map((time, i) => time - times[i]));
+    };
+    motion.play();
+    requestAnimationFrame(step);
+})"""
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The address of a page in a process of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "rotary", "explore", "--no-browser"],
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.terminate()
+
+
+def opened(browser: "Browser", address: str, query: str = "") -> "Page":
+    """The page with its first picture drawn."""
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(f"{address}?{query}")
+    page.wait_for_selector("#links-a a")
+    return page
+
+
+def start_time(browser: "Browser") -> float:
+    """Milliseconds from the command to a first picture."""
+    began = time.perf_counter()
+    with served() as address:
+        opened(browser, address).close()
+        return 1000 * (time.perf_counter() - began)
+
+
+def errors(page: "Page") -> Iterator[tuple[str, float, float]]:
+    """How far the scores that the browser shows are from the sum of cosines, in float64."""
+    spec = published(MODEL).spec
+    speeds = spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)
+    for distance in (1, 20, 1000, 30_000):
+        page.evaluate("distance => motion.set('distance', distance)", distance)
+        text = page.locator("#plot-a text.label.red").last.text_content() or ""
+        shown = float(re.sub(r".*= ", "", text))
+        yield f"q . k at {distance}", abs(shown - np.cos(distance * speeds).sum()), 0.0051
+
+
+def line(name: str, what: str, times: list[float], bar: float | None) -> list[str]:
+    """A row of the table: the median, 95 %, how many, and what it should stay below."""
+    middle, most = np.percentile(times, [50, 95])
+    limit = "" if bar is None else f"{bar:.3g}"
+    return [name, what, f"{middle:.3g}", f"{most:.3g}", str(len(times)), limit]
+
+
+def measured(browser: "Browser", starts: int, changes: int, frames: int) -> list[list[str]]:
+    """All rows: starts, changes of every view, frames of those that move."""
+    rows = [line("start", "", [start_time(browser) for _ in range(starts)], BARS["start"])]
+    bases = [float(f"{base:.6g}") for base in np.geomspace(2e5, 9e5, changes + 1)]
+    with served() as address:
+        for name, view in VIEWS.items():
+            page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
+            times = page.evaluate(CHANGES, bases)[1:]  # the first one is not warm
+            rows.append(line("change", view.title, times, BARS["change"]))
+            page.close()
+        for name in [name for name, view in VIEWS.items() if view.group == LEARN]:
+            page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
+            times = page.evaluate(FRAMES, frames)
+            rows.append(line("frame, script", VIEWS[name].title, times, BARS["frame"]))
+            rows.append(line("frame, played", VIEWS[name].title, page.evaluate(PLAYED), None))
+            page.close()
+    return rows
+
+
+def main() -> None:
+    parser = command.parser(__doc__)
+    parser.add_argument("--starts", type=int, default=10, help="how often it is started")
+    parser.add_argument("--changes", type=int, default=20, help="of a control, in each view")
+    parser.add_argument("--frames", type=int, default=300, help="of each view that moves")
+    options = command.parsed(parser, {"starts": 1, "changes": 2, "frames": 10}, command.RESULTS)
+    path = shutil.which("chromium")
+    if path is None:
+        sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        with served() as address:
+            page = opened(browser, address, f"view=hands&a.model={MODEL}")
+            command.gate(list(errors(page)), "the sum of cosines in float64")
+            page.close()
+        rows = measured(browser, options.starts, options.changes, options.frames)
+        version = browser.version
+        browser.close()
+    text = "\n".join([
+        "# The page of `rotary explore`", "",
+        f"{', '.join(f'{name} {value}' for name, value in versions().items())}; Chromium {version} "
+        f"without a GPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors. {MODEL} at "
+        "131,072 tokens. Milliseconds.", "",
+        table(["what", "view", "median", "95 %", "times", "should be at most"], rows), "",
+    ])  # fmt: skip
+    print(text)
+    command.write(options.out, {f"{datetime.date.today()}-explore.md": text})
+
+
+if __name__ == "__main__":
+    main()
