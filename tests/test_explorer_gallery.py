@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
+from tools import make_gallery
 
 from rotary.explorer import views
 from rotary.explorer.side import Side, look
@@ -199,3 +201,19 @@ def test_an_engineer_extends_a_model_and_copies_the_config(show):
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     text = page.evaluate("navigator.clipboard.readText()")
     assert '"original_max_position_embeddings": 8192' in text
+
+
+def test_the_pictures_of_the_docs_are_of_this_page(show):
+    """`python -m tools.make_gallery` draws them again."""
+    text = (GALLERY.parent.parent / "docs" / "explore.md").read_text()
+    assert set(re.findall(r"\(explore/(\w+)\.png\)", text)) == set(make_gallery.PICTURES)
+    files = {path.name: path.stat().st_size for path in make_gallery.FOLDER.iterdir()}
+    assert set(files) == {f"{name}.png" for name in make_gallery.PICTURES}
+    assert sum(files.values()) < 1_000_000
+    page = show(f"?{QUERY}")
+    page.set_viewport_size(make_gallery.SIZE)
+    for name, query in make_gallery.PICTURES.items():
+        page.goto(f"{page.url.partition('?')[0]}?{query}")
+        page.wait_for_selector("#links-a a")
+        saved = Image.open(make_gallery.FOLDER / f"{name}.png").text["Text"]
+        assert make_gallery.text_of(page) == saved, name

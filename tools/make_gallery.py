@@ -1,0 +1,82 @@
+"""Draw docs/explore/*.png again: `python -m tools.make_gallery`. Needs Chromium and playwright.
+
+The pictures that docs/explore.md shows are screenshots of `rotary explore`. Each holds the text that
+the page showed; `tests/test_explorer_gallery.py` fails where the page says something else today.
+"""
+
+import io
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "explore"
+PICTURES = {  # name of the picture -> what the page is asked for
+    "hands": "view=hands",
+    "layouts": "view=layouts",
+    "methods": "view=methods&context=131072",
+    "reach": "view=reach&context=131072",
+    "plan": "view=plan&context=131072",
+    "models": "view=models&b.model=llama-3.1-8b&b.method=as+published",
+}
+SIZE = {"width": 1180, "height": 820}
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+COLOURS = 64
+
+
+def text_of(page: "Page") -> str:
+    """The words and the numbers of the view that a page shows."""
+    parts = page.locator("#about, #pictures, #words-a, #tables-a").all_text_contents()
+    return "\n".join(" ".join(part.split()) for part in parts)
+
+
+def picture_of(page: "Page") -> bytes:
+    """A screenshot in few colours, with the text of the page inside."""
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    small = image.quantize(COLOURS, dither=Image.Dither.NONE)
+    said, out = PngInfo(), io.BytesIO()
+    said.add_itxt("Text", text_of(page))
+    small.save(out, "PNG", optimize=True, pnginfo=said)
+    return out.getvalue()
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of the page in a process of its own."""
+    command = [sys.executable, "-m", "rotary", "explore", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    path = shutil.which("chromium")
+    if path is None:
+        sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
+    from playwright.sync_api import sync_playwright
+
+    FOLDER.mkdir(exist_ok=True)
+    with served() as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        page = browser.new_page(viewport=SIZE)  # type: ignore[arg-type]  # a plain dict
+        for name, query in PICTURES.items():
+            page.goto(f"{address}?{query}")
+            page.wait_for_selector("#links-a a")
+            (FOLDER / f"{name}.png").write_bytes(picture_of(page))
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
