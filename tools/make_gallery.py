@@ -1,7 +1,7 @@
 """Draw docs/explore/*.png again: `python -m tools.make_gallery`. Needs Chromium and playwright.
 
-The pictures that docs/explore.md shows are screenshots of `rotary explore`. Each holds the text that
-the page showed; `tests/test_explorer_gallery.py` fails where the page says something else today.
+The pictures that docs/explore.md shows are screenshots of `rotary explore`. Each holds the text
+that the page showed; tests/test_explorer_gallery.py fails where it says something else today.
 """
 
 import io

@@ -14,7 +14,7 @@ from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
 from .side import Look
 
 POINTS = 1024  # of a curve: more than a screen has, and quick to send
-EXHAUSTIVE = 2**23  # pairs times distances up to which every distance is computed
+EXHAUSTIVE = 2**21  # pairs times distances up to which every distance is computed
 SEARCHED = 2**17  # distances that are searched while somebody waits
 TOLERANCE = 1e-3  # an error of cos or sin that bfloat16 q and k hide
 ARITHMETICS = {  # name -> colour and dash of its curve
@@ -174,7 +174,7 @@ def coverage(look: Look) -> Picture:
 
 def error_of_angles(look: Look) -> Picture:
     """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
-    positions = spaced(look.context, 24)
+    positions = spaced(look.context, 16)
     columns: dict[str, Numbers] = {"position": positions}
     for name in ARITHMETICS:
         columns[name] = precision.error_near(look.spec, positions, name, look.context)
