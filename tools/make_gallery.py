@@ -30,7 +30,7 @@ PICTURES = {  # name of the picture -> what the page is asked for
 }
 SIZE = {"width": 1180, "height": 820}
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-COLOURS = 64
+COLOURS = 256
 
 
 def text_of(page: "Page") -> str:
@@ -42,7 +42,7 @@ def text_of(page: "Page") -> str:
 def picture_of(page: "Page") -> bytes:
     """A screenshot in few colours, with the text of the page inside."""
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    small = image.quantize(COLOURS, dither=Image.Dither.NONE)
+    small = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     said, out = PngInfo(), io.BytesIO()
     said.add_itxt("Text", text_of(page))
     small.save(out, "PNG", optimize=True, pnginfo=said)

@@ -30,7 +30,7 @@ class Methods {
 
   draw() {
     const { svg } = this.chart;
-    key(svg, [["without scaling", "orange thin"], ["with it", "blue"], ["new angle", "red"]]);
+    key(svg, [["without scaling", "orange thin"], ["with it", "blue"], ["new angle", "red strange"]]);
     this.pairs.forEach((pair, column) => {
       const [x] = this.centre(0, column);
       const text = column ? String(pair) : `pair ${pair}`;
@@ -44,7 +44,7 @@ class Methods {
     });
     this.old = node(svg, "path", { class: "hand orange thin" });
     this.new = node(svg, "path", { class: "hand blue" });
-    this.strange = node(svg, "path", { class: "hand red" });
+    this.strange = node(svg, "path", { class: "hand red strange" });
   }
 
   // A circle with the sector that the pair showed in training
@@ -70,7 +70,9 @@ class Methods {
       this.pairs.forEach((pair, column) => {
         const centre = this.centre(row, column), angle = position * inv_freq[pair];
         paths.old += hand(centre, this.radius, position * this.before[pair]);
-        paths[this.isNew(pair, angle) ? "strange" : "new"] += hand(centre, this.radius, angle);
+        const isNew = this.isNew(pair, angle);
+        paths[isNew ? "strange" : "new"] += hand(centre, this.radius, angle);
+        if (isNew) paths.strange += "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0";  // a dot, not by colour alone
       });
       const count = inv_freq.filter((speed, pair) => this.isNew(pair, position * speed)).length;
       this.counts[row].textContent = `${count} of ${inv_freq.length} new`;

@@ -67,8 +67,8 @@ def two_layouts(look: Look) -> Picture:
     ):
         one, other = (x if layout == "interleaved" else x[in_half] for x in (q, k))
         spec = dataclasses.replace(small, layout=run_as)
-        rows = (np.broadcast_to(x, (len(distances), width)) for x in (one, other))
-        columns[column] = decay.score(spec, *rows, distances, route="complex")
+        rows = [np.broadcast_to(x, (len(distances), width)) for x in (one, other)]
+        columns[column] = decay.score(spec, rows[0], rows[1], distances, route="complex")
         pairs = layouts.pair_indices(width, run_as)
         listed = tuple((int(first), int(second)) for first, second in pairs)
         orders.append(
@@ -118,7 +118,7 @@ def methods(look: Look) -> Picture:
     words = (
         f"Each row is one method, each circle one pair at the position of the slider: the thin "
         f"orange hand without scaling, the blue one with it. Grey is what the pair showed in the "
-        f"{look.trained:,} tokens of training; a red hand stands at an angle it never showed. "
+        f"{look.trained:,} tokens of training; a thick red hand is at an angle it never showed. "
         f"Pairs that meet such angles up to {last:,} tokens: {listed}, of {len(before)}."
     )
     if look.context <= look.trained:
