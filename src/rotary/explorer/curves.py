@@ -174,7 +174,7 @@ def coverage(look: Look) -> Picture:
 
 def error_of_angles(look: Look) -> Picture:
     """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
-    positions = spaced(look.context, 16)
+    positions = spaced(look.context, 12)
     columns: dict[str, Numbers] = {"position": positions}
     for name in ARITHMETICS:
         columns[name] = precision.error_near(look.spec, positions, name, look.context)
