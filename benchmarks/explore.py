@@ -111,8 +111,17 @@ def errors(page: "Page") -> Iterator[tuple[str, float, float]]:
 def line(name: str, what: str, times: list[float], bar: float | None) -> list[str]:
     """A row of the table: the median, 95 %, how many, and what it should stay below."""
     middle, most = np.percentile(times, [50, 95])
-    limit = "" if bar is None else f"{bar:.3g}"
-    return [name, what, f"{middle:.3g}", f"{most:.3g}", str(len(times)), limit]
+    limit = "" if bar is None else digits(bar)
+    return [name, what, digits(middle), digits(most), str(len(times)), limit]
+
+
+def digits(value: float) -> str:
+    """Three digits, without a power of ten.
+
+    >>> digits(2496.2), digits(0.1049)
+    ('2,500', '0.105')
+    """
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def measured(browser: "Browser", starts: int, changes: int, frames: int) -> list[list[str]]:
@@ -157,7 +166,8 @@ def main() -> None:
     text = "\n".join([
         "# The page of `rotary explore`", "",
         f"{', '.join(f'{name} {value}' for name, value in versions().items())}; Chromium {version} "
-        f"without a GPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors. {MODEL} at "
+        f"without a GPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, "
+        f"OPENBLAS_NUM_THREADS {os.environ.get('OPENBLAS_NUM_THREADS', 'not set')}. {MODEL} at "
         "131,072 tokens. Milliseconds.", "",
         table(["what", "view", "median", "95 %", "times", "should be at most"], rows), "",
     ])  # fmt: skip
