@@ -169,6 +169,7 @@ def test_what_differs_between_two_models_is_listed_and_explained():
     assert rows["factor"] == ("-", "8")
     assert "head_dim" not in rows
     assert found.words.startswith("35 of 64 pairs, from 29 on, turn at another speed; pair 35")
+    assert "in A it turns 8 times as fast as in B" in found.words
     ratio = found.columns["wavelength_b"] / found.columns["wavelength_a"]
     assert (ratio[:29] == 1).all()
     np.testing.assert_allclose(ratio[35:], 8)
