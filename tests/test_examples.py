@@ -25,8 +25,11 @@ def test_there_are_examples():
 def test_an_example_runs(path, tmp_path):
     said = assert_runs([str(path)], tmp_path)
     if path.name == "small_gpt.py":
-        page = path.parents[1] / "docs" / "tutorials" / "gpt.md"
-        assert said in page.read_text(encoding="utf-8")
+        page = (path.parents[1] / "docs" / "tutorials" / "gpt.md").read_text(encoding="utf-8")
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        assert said in page
+        assert f"in {len(lines)} lines without the blank ones" in page
+        assert len(lines) <= 60
     if path.name == "context_parallel.py":  # starts torchrun by itself
         assert_said_once(said)
 
