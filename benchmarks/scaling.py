@@ -107,7 +107,7 @@ def turns_bytes(model: Model) -> int:
 
 
 def places(model: Model, seq: int, world: int) -> Iterator[tuple[str, int | None, int | None]]:
-    """(where k is turned, bytes moved on one device in a layer, rows of cos and sin it needs)."""
+    """(where k is rotated, bytes moved on one device in a layer, rows of cos and sin it needs)."""
     own = seq // world
 
     def turn(q_tokens: int, k_tokens: int) -> int:
@@ -115,8 +115,8 @@ def places(model: Model, seq: int, world: int) -> Iterator[tuple[str, int | None
         return moved(q_tokens, model.q_heads, 0, dim) + moved(k_tokens, 0, model.k_heads, dim)
 
     yield "before the exchange, on the rank that has it", turn(own, own), own
-    yield "ring: every block when it comes by", turn(own, seq), seq
-    yield "all-gather: all of k after it", turn(own, seq), seq
+    yield "ring: every block when it arrives", turn(own, seq), seq
+    yield "all-gather: all of k after the exchange", turn(own, seq), seq
     after = rotated(model, seq, world, "heads")
     yield "Ulysses: q and k after the all-to-all", after, None if after is None else seq
 
@@ -287,7 +287,7 @@ def places_table(model: Model) -> str:
             for _, here, count in same
         ]
         rows.append([same[0][0], *cells])
-    return table(["where k is turned", *(f"{name} on {world}" for name, world in CASES)], rows)
+    return table(["where k is rotated", *(f"{name} on {world}" for name, world in CASES)], rows)
 
 
 def alternatives_table(model: Model) -> str:
