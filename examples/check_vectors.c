@@ -1,4 +1,4 @@
-/* Checks a rotation in C against the golden vectors of `rotary vectors CONFIG -o vectors.json`.
+/* Checks a rotation in C against the test vectors of `rotary vectors CONFIG -o vectors.json`.
  *
  *     cc -std=c99 -O2 check_vectors.c -o check_vectors -lm && ./check_vectors vectors.json
  *

@@ -26,7 +26,7 @@ print(
     "decoded:", rotary.apply(spec, q_next, positions=rotary.positions.arange(1, offset=512)).shape
 )
 
-# a score depends on distance alone, however far away: here both tokens move by 2^39
+# a score depends only on the distance, at any position: here both tokens move by 2^39
 one, two = q[0, 0, 0], k[0, 0, 0]
 
 

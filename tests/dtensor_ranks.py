@@ -462,7 +462,7 @@ def operands_that_do_not_go_together_are_refused(world):
     shard, copy = cut(whole, mesh, [Shard(2)]), cut(whole, mesh, [Replicate()])
     cuts = [cut(table, mesh, [Shard(0)]) for table in tables]
     with_batch = [cut(t.expand(2, -1, -1), mesh, [Shard(0)]) for t in tables]
-    words = "rank would lack rows", "cos.redistribute(placements=[Replicate()])"
+    words = "rank would miss rows", "cos.redistribute(placements=[Replicate()])"
     refused(lambda: rotary.rotate(copy, *cuts, SPEC), ValueError, *words)
     refused(lambda: rotary.rotate(cut(whole, mesh, [Shard(1)]), *cuts, SPEC), ValueError, *words)
     refused(

@@ -146,7 +146,7 @@ def test_of_two_processes_one_is_refused_and_the_other_goes_on(tmp_path):
     first = child(SLOWLY, source, tmp_path / "b")
     try:
         first.stdout.readline()
-        with pytest.raises(BlockingIOError, match="another process writes here"):
+        with pytest.raises(BlockingIOError, match="another process is writing here"):
             converted(source, tmp_path / "b")
         assert len(leftovers(tmp_path / "b")) > 1  # the lock and what the first one writes
     finally:

@@ -190,7 +190,7 @@ def test_a_name_that_is_left_on_purpose_is_listed_and_one_that_is_not_there_refu
     found = names.recognised([known, odd], "llama", ["*.memory.keys.*"])
     assert [(name.tensor, name.kind) for name in found] == [(known, "key"), (odd, "left")]
     with pytest.raises(
-        ValueError, match=r"leave names '\*\.values', and no tensor has such a name"
+        ValueError, match=r"leave names '\*\.values', but no tensor has such a name"
     ):
         names.recognised([known, odd], "llama", [odd, "*.values"])
 

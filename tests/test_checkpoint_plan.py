@@ -497,5 +497,5 @@ def test_a_hostile_config_gives_one_sentence(case):
 
 def test_a_layer_number_of_5000_digits_is_no_layer():
     tensors = {f"model.layers.{'9' * 5000}.self_attn.k_proj.weight": Tensor("F32", (32, 64), 0, 0)}
-    with pytest.raises(ValueError, match="looks like a query or a key, and no rule knows it"):
+    with pytest.raises(ValueError, match="looks like a query or a key, but its name is not known"):
         plan(tensors, GROUPED, "half", "interleaved")

@@ -462,11 +462,11 @@ def test_the_checks_of_the_demo_see_a_wrong_rotation(monkeypatch, change):
     if change == "rotation":
         wrong = lambda spec, q, k: (q * np.float32(1.00001), k)  # noqa: E731
         monkeypatch.setattr(demo, "apply", wrong)
-        broken = ["position 0 changes nothing", "the norm is kept (relative)"]
+        broken = ["position 0 changes nothing", "the norm stays the same (relative)"]
     else:
         single = lambda spec, positions, _: rotary.cos_sin(spec, positions, "float32")  # noqa: E731
         monkeypatch.setattr(demo, "cos_sin", single)
-        broken = ["a score depends on distance alone, to 1,000,000"]
+        broken = ["a score depends only on distance, to 1,000,000"]
     checks = demo.check_rotation(spec, (2, 1))
     assert [check.name for check in checks if not check.error <= check.limit] == broken
 

@@ -406,7 +406,7 @@ def test_without_dask_the_extra_is_named(monkeypatch):
     ("address", "kind", "message"),
     [
         ("tcp://127.0.0.1:1", OSError, "no Dask scheduler answers within 1 s; is it running"),
-        ("carrier-pigeon://x", ValueError, "not an address of Dask, as tcp://host:8786"),
+        ("carrier-pigeon://x", ValueError, "not a Dask address such as tcp://host:8786"),
     ],
 )
 def test_an_address_where_nobody_is_is_one_line(address, kind, message, soon):
@@ -490,7 +490,7 @@ def test_a_cluster_that_is_lost_is_one_line(tmp_path):
 
     with (
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process,
-        pytest.raises(OSError, match="the cluster is lost") as caught,
+        pytest.raises(OSError, match="the connection is lost") as caught,
     ):
         killed(process.stdout.readline().decode().strip())
     assert "\n" not in str(caught.value)

@@ -215,9 +215,9 @@ class Failing(Mixer):
 
 
 REFUSED = {
-    "nothing rotates": (Mixer, "Bundle rotates nothing that can be seen along 37 tokens"),
-    "xPos": (Decaying, "Bundle rotates nothing that can be seen along 37 tokens"),
-    "positions from 5": (Late, "towers.0 rotates, but a token at position 0 is turned already"),
+    "nothing rotates": (Mixer, "no rotation was found in Bundle with 37 tokens"),
+    "xPos": (Decaying, "no rotation was found in Bundle with 37 tokens"),
+    "positions from 5": (Late, "towers.0 rotates, but a token at position 0 is already rotated"),
     "squares": (Squared, "towers.0 rotates, but its angles do not grow evenly"),
     "raises": (Failing, "forward raised RuntimeError: needs a picture; pass example="),
 }
@@ -275,7 +275,7 @@ def test_a_config_and_its_model_disagree():
     model.config.rope_parameters["rope_theta"] = 7e4  # after the model was made
     with pytest.raises(ValueError, match=(
         r"layers.0.self_attn: config and model disagree: the config says Rotary\(head_dim=16, "
-        r"base=70000.0\), and its forward rotates as Rotary\(head_dim=16\)"
+        r"base=70000.0\), but its forward rotates as Rotary\(head_dim=16\)"
     )):  # fmt: skip
         rotary.from_model(model)
 

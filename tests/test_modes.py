@@ -511,7 +511,7 @@ ERRORS = {
     "a fractional row": (TypeError, "positions must be whole numbers to pick rows, got"),
     "a position below 0": (
         ValueError,
-        "positions must be >= 0, got -1073741824; pass allow_negative=True to turn backwards",
+        "positions must be >= 0, got -1073741824; pass allow_negative=True to rotate backwards",
     ),
     "`out=`": (
         TypeError,

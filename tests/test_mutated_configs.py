@@ -107,7 +107,7 @@ def nested(name, full, sliding, **beside):
     ("data", "message"),
     [
         (nested("gemma3_text", LINEAR, LINEAR, rope_theta=5e5), "'rope_theta' beside the entries"),
-        (nested("gemma3_text", None, LINEAR), "is null, for which transformers takes"),
+        (nested("gemma3_text", None, LINEAR), "is null, and transformers then uses"),
         (nested("gemma4_text", LINEAR, LINEAR), "needs rope_theta"),
         ({"model_type": "gemma4_text", "rope_parameters": {LAYERED[0]: LINEAR}}, "no entry for"),
         ({**LLAMA, "rope_parameters": {LAYERED[0]: LINEAR}}, "have one RoPE, and transformers"),

@@ -71,7 +71,7 @@ def test_a_part_and_the_names_of_a_model():
 
 def test_what_the_keys_of_a_model_cannot_say():
     llama = {"model_type": "llama", "head_dim": 64}
-    with pytest.raises(ValueError, match="does not say this RoPE by its keys: Rotary"):
+    with pytest.raises(ValueError, match="cannot express this RoPE: Rotary"):
         replace_rope(llama, Rotary(head_dim=128), 4096)
     esm = {"model_type": "esm", "head_dim": 64}
     spec = dataclasses.replace(from_hf_config(esm), **CHANGES["yarn"])

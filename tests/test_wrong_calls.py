@@ -83,7 +83,7 @@ CALLS = {
     ),
     "negative": (
         lambda: cos_sin(SPEC, ROW - 3),
-        "positions must be >= 0, got -3; pass allow_negative=True to turn backwards",
+        "positions must be >= 0, got -3; pass allow_negative=True to rotate backwards",
     ),
     "beyond the table": (
         lambda: rotate(Q, COS, SIN, SPEC, positions=ROW + 8),

@@ -382,7 +382,7 @@ def _check_range(kind: str, low: float | None, high: float | None, allow_negativ
         raise ValueError("positions must be finite")
     if low < 0 and not allow_negative:
         raise ValueError(
-            f"positions must be >= 0, got {low}; pass allow_negative=True to turn backwards"
+            f"positions must be >= 0, got {low}; pass allow_negative=True to rotate backwards"
         )
     if kind == "int" and high >= 2**63:
         raise ValueError(f"positions must fit in int64, got {high}")

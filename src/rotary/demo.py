@@ -1,4 +1,4 @@
-"""The main job on real input: Llama 3.1 8B's RoPE, checked, and its cost beside a copy."""
+"""`rotary demo`: rotate q and k of Llama 3.1 8B, check the result, time it next to a copy."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ FAR = 1_000_000
 
 
 class Check(NamedTuple):
-    """A property of every RoPE, as it was measured on this run: the error, and the most allowed."""
+    """A property of every RoPE, its error as measured in this run, and the largest one allowed."""
 
     name: str
     error: float
@@ -40,7 +40,7 @@ def config() -> dict[str, JSON]:
 
 
 def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
-    """The report of the demo: the spec, the checks, the times. `progress` is told each step."""
+    """The report of the demo: spec, checks and times. `progress` is called with each step."""
     data = config()
     spec = from_hf_config(data)
     assert spec is not None  # the shipped config has a rotation
@@ -78,8 +78,8 @@ def check_rotation(spec: Rotary, heads: tuple[int, int]) -> list[Check]:
     identity_error = float(np.abs(rotated[0][:, :, 0] / amplitude - q[:, :, 0]).max())
     return [
         Check("position 0 changes nothing", identity_error, 1e-6),
-        Check("the norm is kept (relative)", norm_error, 1e-6),
-        Check(f"a score depends on distance alone, to {FAR:,}",
+        Check("the norm stays the same (relative)", norm_error, 1e-6),
+        Check(f"a score depends only on distance, to {FAR:,}",
               relative_error(spec, "exact"), 1e-6),
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What this machine offers and what is in the way: the report of `rotary doctor`."""
+"""The report of `rotary doctor` on this machine: what is installed, and what makes it slow."""
 
 import importlib
 import importlib.metadata
@@ -17,7 +17,7 @@ from .spec import Rotary
 
 
 class Finding(NamedTuple):
-    """One line of the report; `advice` is empty where nothing is in the way."""
+    """One line of the report; `advice` is empty if there is nothing to improve."""
 
     what: str
     found: str
@@ -53,8 +53,8 @@ def _kernel() -> list[Finding]:
         from .kernels import cpu, loops, threads
     except ImportError as error:
         advice = (
-            "rotations run on the plain formula, right but slow: pip install 'numba>=0.60', "
-            "without NUMBA_DISABLE_JIT"
+            "plain NumPy code rotates, which is right but slow: pip install 'numba>=0.60', and "
+            "unset NUMBA_DISABLE_JIT"
         )
         return [Finding("kernel", f"no compiled loops: {error}", advice)]
     q = np.random.default_rng(0).standard_normal((1, 16, 512, 128), np.float32)
@@ -68,7 +68,7 @@ def _kernel() -> list[Finding]:
         kernel = Finding("kernel", "differs from the reference implementation", advice)
     pool, advice = threads.pool(), ""
     if pool == "workqueue":
-        advice = "parallel calls run one at a time; install libgomp (Debian: libgomp1)"
+        advice = "only one call at a time can use all threads; install libgomp (Debian: libgomp1)"
     return [
         Finding("numba", numba.__version__),
         kernel,
@@ -83,7 +83,8 @@ def _cache(compiled: object) -> Finding:
     if path and Path(path).is_dir():
         return Finding("compiled cache", str(path))
     advice = (
-        "every process compiles again, 2 seconds; set NUMBA_CACHE_DIR to a folder you can write"
+        "every process compiles the loops again, which takes 2 seconds; set NUMBA_CACHE_DIR to a "
+        "folder that you can write to"
     )
     return Finding("compiled cache", "none can be written", advice)
 
@@ -94,5 +95,9 @@ def _huge_pages() -> Finding:
     except OSError:
         return Finding("huge pages", "unknown on this system")
     mode = setting[setting.find("[") + 1 : setting.find("]")]
-    advice = "new large outputs cost several copies; use out=" if mode == "never" else ""
+    advice = (
+        "new large outputs take several times as long as a copy; use out="
+        if mode == "never"
+        else ""
+    )
     return Finding("huge pages", mode, advice)

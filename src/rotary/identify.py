@@ -157,7 +157,9 @@ def identify(
         boxes_of = partial(boxes_with_tables, fns[0], head_dim, seq_dim, library, dtype)
         return _with_tables(boxes_of, rotary_dim or head_dim)
     if rotary_dim is not None:
-        raise ValueError("rotary_dim belongs to f(q, k, cos, sin): for f(x, positions) it is found")
+        raise ValueError(
+            "rotary_dim belongs to f(q, k, cos, sin): for f(x, positions) it is measured"
+        )
     ways = [boxes_with_positions(f, head_dim, seq_dim, library, dtype, num_axes) for f in fns]
     boxes = [first_that_works(way) for way in ways]
     return _compared(boxes, [examine(box, max_position) for box in boxes])

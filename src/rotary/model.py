@@ -152,9 +152,9 @@ and positions=, those of its tokens
         groups.setdefault((part, kind, spec, source), []).append(path)
     if not groups:
         raise ValueError(
-            f"{type(model).__qualname__} rotates nothing that can be seen along {len(at)} tokens: "
-            f"its config says {_words(config)}; an example needs two heads or rows, and positions= "
-            "one position for each token"
+            f"no rotation was found in {type(model).__qualname__} with {len(at)} tokens: its "
+            f"config says {_words(config)}; pass an example with two heads or rows, and one "
+            "position for each token as positions="
         )
     return tuple(
         ModelRotation(part, kind, spec, tuple(paths), source, note)
@@ -171,7 +171,7 @@ def _examples(
     """Arguments of a forward and the positions (seq, axes) of its tokens; the next if it raises."""
     if example is None:
         if positions is not None:
-            raise ValueError("positions= are those of the tokens of example=, which is missing")
+            raise ValueError("positions= needs example=, whose tokens they belong to")
         yield from _of_text(model)
         return
     args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
@@ -298,7 +298,7 @@ def _layer_type(config: object, path: str) -> str | None:
 def _by_config(config: object, note: str) -> tuple[ModelRotation, ...]:
     """What the config says of its text; ValueError where it is not known or says nothing."""
     if getattr(config, "model_type", None) not in MODELS:
-        raise ValueError(f"{note}; and no config says which RoPE it has")
+        raise ValueError(f"{note}, and no config says which RoPE it has")
     specs = [(kind, from_hf_config(config, kind)) for kind in layer_types(config) or (None,)]
     return tuple(
         ModelRotation(None, kind, spec, (), "config", note) for kind, spec in specs if spec
@@ -323,7 +323,7 @@ def _spec(
     measured = " and ".join(map(str, specs))
     if is_known:
         raise ValueError(
-            f"{path}: config and model disagree: the config says {expected}, and its forward "
+            f"{path}: config and model disagree: the config says {expected}, but its forward "
             f"rotates as {measured}{_rounded(expected, seen, at)}"
         )
     for spec in specs:  # what is measured of q and of k differs by noise

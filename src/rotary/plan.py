@@ -217,7 +217,7 @@ def plan_model(
         raise ValueError(f"layer type {layer_type!r} has no rotation")
     trained, advertised = lengths(spec, entry)
     if trained is None:
-        raise ValueError("the config says no max_position_embeddings, the length of its training")
+        raise ValueError("the config has no max_position_embeddings, the length of its training")
     result = plan(
         context, spec, trained, advertised=advertised, progress=progress, executor=executor
     )
@@ -231,7 +231,7 @@ def _check(context: int, spec: Rotary) -> None:
     whole_number("context", context, 2, MAX_CONTEXT)
     if spec.schedule in ("axial", "custom"):
         raise ValueError(
-            f"a plan is for the published schedules of text, and this spec has {spec.schedule!r}; "
+            f"plan works for the schedules of text models, and this spec has {spec.schedule!r}; "
             "see `rotary reach` for its numbers"
         )
 

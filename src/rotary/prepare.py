@@ -43,7 +43,8 @@ def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
     >>> step(q[:, :1], positions=positions)
     Traceback (most recent call last):
     ValueError: this call was prepared for x[0] float32 (1, 2, 1, 4) with strides [16, 4], \
-got float32 (1, 1, 1, 4) with strides [4]: prepare a call for each form, or call rotary.apply
+got float32 (1, 1, 1, 4) with strides [4]: prepare a call for each shape and dtype, or call \
+rotary.apply
     """
     if function is rotate:
         return _prepared_rotate(*arguments, **options)
@@ -204,7 +205,7 @@ def _run(
             if old != new:
                 raise ValueError(
                     f"this call was prepared for {operand} {old}, got {new}: prepare a call for "
-                    f"each form, or call rotary.{name}"
+                    f"each shape and dtype, or call rotary.{name}"
                 )
         return whole(xs, tables, out)
 

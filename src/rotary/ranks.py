@@ -98,7 +98,7 @@ def compare(
     if positions is not None and seq_len is None and expected is None:
         raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
     if cos is not None and (sin is None or positions is None):
-        raise ValueError("tables are checked as cos and sin of positions: all three are needed")
+        raise ValueError("to check tables pass positions, cos and sin: all three are needed")
     rank = dist.get_rank(group)
     digest, error = _turns_and_error(spec, seq_len)
     facts: dict[tuple[str, str], object] = {

@@ -149,7 +149,7 @@ def _of_layer(config: Config, length: int | None) -> Reach | None:
     trained, advertised = lengths(spec, config)
     length = advertised if length is None else whole_number("length", length)
     if length is None:
-        raise ValueError("the config says no max_position_embeddings; give the length, in tokens")
+        raise ValueError("the config has no max_position_embeddings; give the length, in tokens")
     return reach(spec, _visible(length, config), trained and _visible(trained, config))
 
 

@@ -195,7 +195,7 @@ def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
         if old != new:
             raise ValueError(
                 f"new_spec must have the {name} of spec, {old!r}, got {new!r}: "
-                "re-rotating moves no channel"
+                "re-rotation does not move channels"
             )
 
 
@@ -267,7 +267,7 @@ def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array
     if np.count_nonzero(is_given) < known.size:
         different, counts = np.unique(known, return_counts=True)
         raise ValueError(
-            f"block {different[counts > 1][0]} is given twice: what requests share is moved once"
+            f"block {different[counts > 1][0]} is given twice: move a shared block only once"
         )
     return kernel.from_numpy(known.astype(np.int64))
 

@@ -443,7 +443,7 @@ def _of_widths(
     if num_axes not in (None, len(widths)):
         raise ValueError(f"num_axes {num_axes} and {len(widths)} widths disagree; keep widths")
     if ladder != "blocks":
-        raise ValueError(f'widths are of ladder "blocks", got {ladder!r}')
+        raise ValueError(f'widths need ladder "blocks", got {ladder!r}')
     return np.concatenate([default(width, base, arithmetic)[0] for width in widths]), 1.0
 
 

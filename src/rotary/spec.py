@@ -160,7 +160,7 @@ out_layout, schedule, params, axes, sign
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(data, Mapping):
-            raise ValueError(f"a spec is written as an object, got {data!r}")
+            raise ValueError(f"a spec must be a JSON object, got {data!r}")
         for name in data:
             if name not in known:
                 raise ValueError(
@@ -358,5 +358,5 @@ def _check_frequencies(spec: Rotary) -> None:
     if any(0 < size < _SMALLEST for size in sizes):
         raise ValueError(
             f"base {spec.base} is too large: the slowest pair turns {min(sizes):.1e} rad per "
-            f"token, less than the {_SMALLEST:.1e} that can be held"
+            f"token, less than {_SMALLEST:.1e}, the least that 64 bits can hold"
         )

@@ -204,7 +204,9 @@ def rounded_up(
             spec = Rotary(head_dim=head_dim, rotary_dim=rotary_dim, base=float(shown))  # type: ignore[arg-type]
         if first_failure(spec, context) is None:
             return shown
-    raise ValueError(f"base {base!r} does not pass {context:,} tokens with head_dim {head_dim}")
+    raise ValueError(
+        f"base {base!r} has B_m < 0 at a distance below {context:,}, with head_dim {head_dim}"
+    )
 
 
 def _geometry(head_dim: int, rotary_dim: int | None) -> tuple[Array, float]:

@@ -195,8 +195,8 @@ def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None
     moving = rates[: np.count_nonzero(rates)]
     if len(moving) < 2 or not (moving > 0).all() or not (np.diff(moving) < 0).all():
         raise ValueError(
-            "frequencies must fall from pair to pair to say where one lies; "
-            f"those of schedule {spec.schedule!r} do not: look at turns_completed instead"
+            "frequencies must decrease from pair to pair for this function; "
+            f"those of schedule {spec.schedule!r} do not: use turns_completed instead"
         )
     heights = -np.log(moving)
     height = -math.log(2 * math.pi * turns / length)

@@ -165,7 +165,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     findings = findings + uneven
     rates = _rates(turning, box.num_axes)
     if rates is None:
-        text = "a pair is driven by more than one position axis"
+        text = "a pair uses more than one position axis"
         return Answer(None, (*findings, Finding("mixed_axes", text)), not uneven, amplitude)
     measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
     if explained.schedule == "custom" and any(each.code == "position_scale" for each in uneven):

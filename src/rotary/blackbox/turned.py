@@ -133,7 +133,7 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
     if len(by_axis) > 1:
         visible = np.abs(by_axis) * farthest[:, None] > 8 * found.noise
         if (visible.sum(axis=0) > 1).any():
-            raise ValueError("a pair is driven by more than one position axis")
+            raise ValueError("a pair uses more than one position axis")
         by_axis = np.where(visible, by_axis, 0)
     axes = np.abs(by_axis).argmax(axis=0)
     rates = by_axis.sum(axis=0)
@@ -144,8 +144,8 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
         raise ValueError(f"its angles do not grow evenly with the positions: {error.max():.2g} off")
     if np.abs(phase).max() > max(limit, 1e-3):
         raise ValueError(
-            "a token at position 0 is turned already: the positions start elsewhere; pass "
-            "positions=, those that the model itself counts"
+            "a token at position 0 is already rotated, so the model counts positions from another "
+            "number; pass its own positions as positions="
         )
     sign = -1 if (rates < 0).any() and not (rates > 0).any() else 1
     # 1e-6: what float32 formulas are off
@@ -185,8 +185,8 @@ def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
         tokens = alone[away[alone, axis] != 0]
         if not len(tokens):
             raise ValueError(
-                f"no two tokens differ in position axis {axis} alone, so its frequencies cannot be "
-                "measured: pass an example in which they do"
+                f"no two tokens of the example differ only in position axis {axis}, so its "
+                "frequencies cannot be measured: pass an example that has two such tokens"
             )
         rate = np.zeros(found.angles.shape[1])
         for n, token in enumerate(tokens[np.argsort(np.abs(away[tokens, axis]))]):

@@ -85,7 +85,7 @@ def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
     for name in sorted(tensors, key="weight".__ne__):
         if treatment(name) == "rows" and (shape := tensors[name].shape):
             return shape[max(len(shape) - 2, 0)]
-    raise ValueError(f"'{group}' has {', '.join(tensors)} and no weight that tells its rows")
+    raise ValueError(f"'{group}' has {', '.join(tensors)} but no weight, so its rows are unknown")
 
 
 def place_of(
@@ -108,7 +108,7 @@ def place_of(
         axis = max(len(shape) - 2, 0) if kind == "rows" else len(shape) - 1
         if not shape or shape[axis] != size:
             raise ValueError(
-                f"{where} has shape {shape}, and its projection {size} output channels"
+                f"{where} has shape {shape}, but its projection has {size} output channels"
             )
         return Place(axis)
     if shape[0] == size:
@@ -154,8 +154,8 @@ def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Pla
     if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
         return Place(None, stays="of the output channels")
     raise ValueError(
-        f"tensor {name!r}: values are keys here, and quantised columns cannot move; convert "
-        "the weights before they are quantised"
+        f"tensor {name!r}: this model uses its keys as values, and quantised columns cannot be "
+        "reordered; convert the weights before they are quantised"
     )
 
 
@@ -288,9 +288,9 @@ def check_inputs(
         return
     if wide and shape == (hidden, hidden) and wide[1].shape[:1] == (hidden,) != wide[1].shape[1:]:
         raise ValueError(
-            f"tensor {name.tensor!r} of shape {shape} looks transposed, for {wide[0]!r} "
-            f"beside it is {wide[1].shape}, and its inputs are hidden_size {hidden}; a weight is "
-            "(outputs, inputs)"
+            f"tensor {name.tensor!r} of shape {shape} looks transposed: {wide[0]!r} of the same "
+            f"layer has shape {wide[1].shape}, and its inputs are hidden_size {hidden}; a weight "
+            "must be (outputs, inputs)"
         )
     if len(shape) < 2 or tensor.dtype not in FLOATS or name.kind.endswith("norm"):
         return

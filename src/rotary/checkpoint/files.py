@@ -349,11 +349,11 @@ def _tensors(text: bytes, size: int, path: Path) -> dict[str, Tensor]:
     header = dict(parsed(text, f"{path}: the header"))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ must hold text alone")
+        raise ValueError(f"{path}: __metadata__ must hold only text")
     try:
         "".join([*header, *metadata.values()]).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{path}: a name or __metadata__ holds half of a character") from None
+        raise ValueError(f"{path}: a name or __metadata__ is not valid Unicode") from None
     entries, at = {}, 8 + len(text)
     for name, value in header.items():
         try:

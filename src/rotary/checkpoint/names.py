@@ -202,8 +202,8 @@ def recognised(
     ['key']
     >>> recognised(["layers.0.self_attn.my_q_proj.weight"])
     Traceback (most recent call last):
-    ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, and \
-no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
+    ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, but \
+its name is not known; if it is neither, copy it unchanged with --leave (leave=[...])
     """
     tensors = list(tensors)
     if refused := _weights_of(model).get("refused"):
@@ -212,7 +212,7 @@ no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
     for pattern in leave:
         matching = [tensor for tensor in tensors if fnmatchcase(tensor, pattern)]
         if not matching:
-            raise ValueError(f"leave names {pattern!r}, and no tensor has such a name")
+            raise ValueError(f"leave names {pattern!r}, but no tensor has such a name")
         asked |= {tensor: Name(tensor, tensor, -1, "", LEFT, "asked for") for tensor in matching}
     names = []
     for tensor in tensors:
@@ -220,8 +220,8 @@ no rule knows it; if it is neither, leave it as it is with --leave (leave=[...])
             names.append(name)
         elif _LOOKS.search(tensor):
             raise ValueError(
-                f"tensor {tensor!r} looks like a query or a key, and no rule knows it; if it is "
-                "neither, leave it as it is with --leave (leave=[...])"
+                f"tensor {tensor!r} looks like a query or a key, but its name is not known; if it "
+                "is neither, copy it unchanged with --leave (leave=[...])"
             )
     if all(name.kind == LEFT for name in names):
         few = ", ".join(tensors[:4]) or "none"

@@ -20,7 +20,7 @@ from .channels import BLOCK, Place, Run
 from .files import Checkpoint, ConfigFile, Tensor
 from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
 
-UNKNOWN = "in attention, and no rule knows it"
+UNKNOWN = "in attention, but its name is not known"
 _NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
 _Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 

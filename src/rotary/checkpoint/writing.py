@@ -104,8 +104,8 @@ def _check_ticket(ticket: Ticket | None) -> None:
     path, text = ticket
     if not path.exists() or path.read_text() != text:
         raise OSError(
-            f"{path.parent}: is not the folder of this conversion on {platform.node()}, or it is "
-            "over; all workers must see the same files"
+            f"{path.parent}: is not the folder of this conversion on {platform.node()}, or the "
+            "conversion has ended; all workers must see the same files"
         )
 
 
@@ -148,7 +148,7 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise BlockingIOError(f"{path.parent}: another process writes here; wait") from None
+            raise BlockingIOError(f"{path.parent}: another process is writing here; wait") from None
         with contextlib.suppress(FileNotFoundError):
             if status.st_ino == os.stat(path).st_ino:
                 return handle

@@ -1,4 +1,4 @@
-"""The command itself: its options that many commands share, and how errors are told."""
+"""The command `rotary`: the options that many commands share, and how errors are printed."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..spec import Rotary
 
 app = typer.Typer(
-    help="Rotary Position Embedding: what a model's RoPE is, and what it costs.",
+    help="Rotary Position Embedding (RoPE): inspect, test, plan and convert the RoPE of a model.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -25,9 +25,11 @@ ConfigOrGguf = Annotated[
     typer.Argument(metavar="CONFIG", help="A config.json, the folder that holds it, or a .gguf."),
 ]
 LayerType = Annotated[
-    str | None, typer.Option(help="Which entry of rope_parameters nested by layer type.")
+    str | None, typer.Option(help="If layers have different RoPEs: the type, as full_attention.")
 ]
-Part = Annotated[str | None, typer.Option(help="Which part of a model of several, by its key.")]
+Part = Annotated[
+    str | None, typer.Option(help="If the model has parts: the key of one, as vision_config.")
+]
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def is_gguf(config: str) -> bool:
 def read_specs(
     config: str, layer_type: str | None, part: str | None
 ) -> "dict[str | None, Rotary | None]":
-    """Layer type -> its RoPE; one entry where a layer type is asked for, or all are alike."""
+    """Layer type -> its RoPE; one entry if a layer type is asked for, or all have the same."""
     from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
 
     asked = (layer_type,) if layer_type else ()

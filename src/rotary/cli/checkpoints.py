@@ -1,4 +1,4 @@
-"""The command on weights: a checkpoint in the other pair layout."""
+"""The command that converts a checkpoint to the other layout."""
 
 import signal
 from collections.abc import Iterator
@@ -23,31 +23,35 @@ def convert(
         Path, typer.Argument(help="A folder of safetensors, or one file.", show_default=False)
     ],
     from_layout: Annotated[
-        Layout, typer.Option("--from", help="Layout that the weights have.", show_default=False)
+        Layout, typer.Option("--from", help="The layout of the weights.", show_default=False)
     ],
     to_layout: Annotated[
-        Layout, typer.Option("--to", help="Layout that they get.", show_default=False)
+        Layout, typer.Option("--to", help="The layout to convert to.", show_default=False)
     ],
     target: Annotated[
         Path | None, typer.Argument(help="A new folder; not needed with --dry-run.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, where the source has none.")
+        Path | None, typer.Option(help="The model's config.json, if the source has none.")
     ] = None,
     trust_source: Annotated[
-        bool, typer.Option("--trust-source", help="The weights were moved before: believe --from.")
+        bool,
+        typer.Option(
+            "--trust-source",
+            help="Believe --from, also against the config: for weights converted elsewhere.",
+        ),
     ] = False,
     leave: Annotated[
         list[str] | None,
         typer.Option(
             "--leave",
-            help="A tensor to leave as it is, * for any text; for what is no query and no key.",
+            help="A tensor that is neither query nor key: copy it unchanged. * matches any text.",
             metavar="NAME",
         ),
     ] = None,
     verify: Annotated[
         Literal["sample", "full"],
-        typer.Option(help="Layers whose scores are compared; full reads every byte again."),
+        typer.Option(help="Compare the scores of 3 layers, or of all and every byte of the files."),
     ] = "sample",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
@@ -57,7 +61,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to the other pair layout.
 
-    The result is verified. Rows of the q and k projections move; every other tensor is copied.
+    Reorders the rows of the q and k projections, copies every other tensor, and verifies the
+    files that it wrote.
     """
     from ..checkpoint.convert import carry_out, prepare
 
@@ -87,10 +92,10 @@ def convert(
         proof = done.proof
         document |= {"written": done.written, "proof": proof._asdict()}
         title = f"{target}: {to_layout}"
-        undone = f"{proof.tensors} tensors; undoing the move gives the bytes of the source"
+        undone = f"{proof.tensors} tensors; moved back, they have the bytes of the source"
         rows = [
             ("tensors moved", str(len(todo.moves))),
-            ("left as they are", str(len(todo.left))),
+            ("copied unchanged", str(len(todo.left))),
             ("shards written", f"{len(done.written)} of {len(shards)}"),
             ("read again", undone),
             ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
@@ -101,7 +106,7 @@ def convert(
         return
     print_table(title, rows, header)
     if dry_run and todo.left:
-        print_table("stay as they are", todo.left, ("tensor", "why"))
+        print_table("copied unchanged", todo.left, ("tensor", "why"))
     if not_copied:
         print_table("not converted and not copied", [(name,) for name in not_copied], ("",))
     if work.warning:

@@ -22,7 +22,7 @@ Dask = Annotated[
     typer.Option(
         "--dask",
         metavar="ADDRESS",
-        help="Have the workers of a Dask cluster do it: tcp://HOST:PORT.",
+        help="Run on the workers of the Dask cluster at tcp://HOST:PORT.",
     ),
 ]
 
@@ -38,12 +38,12 @@ def cluster(
 ) -> Iterator[Executor | None]:
     """The executor of the Dask cluster at an address; None without an address.
 
-    packages  whose versions must be the same here and there, beside PACKAGES
-    modules   that workers must be able to import
-    files     that workers must see as they are here
-    folder    that workers must be able to write in; of one that is not there yet, the one above
-    Raises ValueError for an address that is none, for workers that are not as we are and where
-    Dask is not installed; OSError where nobody answers, no worker is there, or all are lost.
+    packages  packages, besides PACKAGES, whose versions must be the same here and on the workers
+    modules   modules that workers must be able to import
+    files     files that workers must see as they are on this machine
+    folder    a folder that workers must be able to write to; if it does not exist yet, its parent
+    Raises ValueError for an invalid address, for workers with other versions or files, and if Dask
+    is not installed; OSError if no scheduler answers, or no worker is there or left.
 
     >>> with cluster(None) as executor:
     ...     print(executor)
@@ -88,7 +88,7 @@ def _connected(address: str) -> Iterator[Any]:
                 f"{address}: no Dask scheduler answers within {CONNECT} s; is it running?"
             ) from error
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{address}: not an address of Dask, as tcp://host:8786") from error
+            raise ValueError(f"{address}: not a Dask address such as tcp://host:8786") from error
         try:
             client.wait_for_workers(1, timeout=CONNECT)
         except TimeoutError as error:
@@ -97,11 +97,13 @@ def _connected(address: str) -> Iterator[Any]:
             yield client
         except KilledWorker as error:
             raise OSError(
-                f"{address}: one job has killed {error.allowed_failures + 1} workers; have they "
-                "enough memory? The same call goes on"
+                f"{address}: one job has killed {error.allowed_failures + 1} workers; do they have "
+                "enough memory? Repeat the call to continue"
             ) from error
         except CancelledError as error:
-            raise OSError(f"{address}: the cluster is lost; the same call goes on") from error
+            raise OSError(
+                f"{address}: the connection is lost; repeat the call to continue"
+            ) from error
 
 
 def _check_versions(client: Any, packages: tuple[str, ...]) -> None:

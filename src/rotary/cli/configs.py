@@ -1,4 +1,4 @@
-"""Commands on a config, a model or a function: what RoPE it has, and what may be wrong."""
+"""Commands that read a config, a model or a function: its RoPE, and what may be wrong."""
 
 import math
 import os
@@ -24,7 +24,7 @@ def inspect(
 ) -> None:
     """Show the RoPE of a config, for each layer type.
 
-    Its schedule and parameters, the slice of the head, the layout, the wavelengths.
+    Prints the schedule and its parameters, the slice of the head, the layout, the wavelengths.
     """
     from ..configs import parts
 
@@ -39,7 +39,7 @@ def inspect(
     for kind, report in reports.items():
         title = " ".join(word for word in (config, part, kind) if word)
         if report is None:
-            print_table(title, [("rotation", "none: these layers see no position")])
+            print_table(title, [("rotation", "none: these layers do not use positions")])
         else:
             print_table(title, _inspection_rows(report))
     if others:
@@ -87,7 +87,7 @@ def freqs(
     config: ConfigOrGguf,
     layer_type: LayerType = None,
     part: Part = None,
-    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the sequence, in tokens.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the frequency and wavelength of every pair."""
@@ -127,11 +127,11 @@ def vectors(
     layer_type: LayerType = None,
     part: Part = None,
 ) -> None:
-    """Write golden vectors (JSON), to test code in any language.
+    """Write test vectors (JSON), to check code in any language.
 
     They hold cos, sin, and q and k before and after the rotation.
-    One case for each layer type, two where frequencies depend on the length. A file that exists is
-    written anew. The page docs/conformance.md has the format.
+    There is one case for each layer type, and two if the frequencies depend on the length. An
+    existing file is overwritten. The page docs/conformance.md describes the format.
     """
     from .. import testing
 
@@ -147,12 +147,13 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A config.json, a model folder, or module:object; default this machine. With "
-            "--distributed, FILE.py:FUNCTION that returns positions or (positions, cos, sin)."
+            help="A config.json, a model folder, or module:object; default: this machine. With "
+            "--distributed: FILE.py:FUNCTION that returns positions or (positions, cos, sin)."
         ),
     ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="Compare all ranks of torchrun -m rotary.")
+        bool,
+        typer.Option("--distributed", help="Compare all ranks; start it with torchrun -m rotary."),
     ] = False,
     config: Annotated[
         str | None, typer.Option(help="With --distributed: a config.json, or its folder.")
@@ -165,8 +166,8 @@ def doctor(
 ) -> None:
     """Check this machine, a config, a folder or a model.
 
-    It names what makes the rotation slow here, or wrong in the config or the model.
-    Exit status 1 if a config, its weights or a model are wrong.
+    It reports what makes the rotation slow on this machine, or what is wrong in a config or model.
+    The exit status is 1 if a config, its weights or a model are wrong.
     With module:object or FILE.py:FUNCTION the module is imported and called: name no file whose
     code you would not run. A config or a folder is only read.
     """
@@ -215,7 +216,7 @@ def identify(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --check: a finding that is no fault here, such as float32_angles.",
+            help="With --check: accept this finding, such as float32_angles.",
             metavar="CODE",
         ),
     ] = None,
@@ -243,7 +244,7 @@ def identify(
 @app.command()
 def diff(
     config: Config,
-    seq_len: Annotated[int | None, typer.Option(help="Length of the row, in tokens.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Length of the sequence, in tokens.")] = None,
     layer_type: LayerType = None,
     part: Part = None,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""Commands about lengths: how a score decays, how far a model reaches, how to reach farther."""
+"""Commands about lengths: decay of scores, reach of a model, plan for a longer context."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
 
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw it into FILE: .png, .svg or .pdf.", metavar="FILE")
+    Path | None, typer.Option(help="Draw a plot into FILE: .png, .svg or .pdf.", metavar="FILE")
 ]
 Length = Annotated[
     int | None,
-    typer.Option(help="Tokens; default the max_position_embeddings of the config."),
+    typer.Option(help="Length in tokens; default: max_position_embeddings of the config."),
 ]
 
 
@@ -30,8 +30,8 @@ def decay(
 ) -> None:
     """Show how attention scores decay with distance.
 
-    Two measures: mean |S_j| of RoFormer, and B_m, by how much a similar key is preferred to a
-    random one.
+    Prints two measures: the mean |S_j| of RoFormer, and B_m, which is larger the more a similar
+    key scores above a random one.
     """
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
@@ -41,7 +41,7 @@ def decay(
     spec = read_spec(config, layer_type, part)
     length = length if length is not None else lengths(spec, choose(config, layer_type, part))[1]
     if length is None:
-        raise ValueError(f"{config} says no max_position_embeddings; give --length")
+        raise ValueError(f"{config} has no max_position_embeddings; give --length")
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
     alike = similarity(spec, distances, seq_len=length)
@@ -71,8 +71,8 @@ def reach(
 ) -> None:
     """Show up to which length the RoPE of a model works, and why.
 
-    Distances at which a similar key is not preferred (B_m < 0), angles that training did not
-    show, and the precision of float32 angles.
+    Prints the distances at which a similar key scores lower than a random one (B_m < 0), the
+    angles that training did not show, and the precision of float32 angles.
     """
     from ..reach import reaches
 
@@ -91,7 +91,7 @@ def reach(
     for kind, each in results.items():
         title = " ".join(filter(None, (config, kind)))
         if each is None:
-            print_table(title, [("rotation", "none: these layers see no position")])
+            print_table(title, [("rotation", "none: these layers do not use positions")])
             continue
         print_table(title, each.rows())
         typer.echo()
@@ -108,7 +108,9 @@ def plan(
     head_dim: Annotated[
         int | None, typer.Option(help="Without --from: channels of a head.")
     ] = None,
-    base: Annotated[float | None, typer.Option(help="Without --from: rope_theta as it is.")] = None,
+    base: Annotated[
+        float | None, typer.Option(help="Without --from: the present rope_theta.")
+    ] = None,
     trained: Annotated[
         int | None, typer.Option(help="Without --from: tokens the weights were trained at, if any.")
     ] = None,
@@ -117,7 +119,7 @@ def plan(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write the config of --from with this RoPE into a new FILE.", metavar="FILE"
+            help="Write the config of --from, with the new RoPE, into a new FILE.", metavar="FILE"
         ),
     ] = None,
     plot: Plot = None,
@@ -136,7 +138,7 @@ def plan(
     of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
     names = [name for name, value in of_config.items() if value is not None]
     if config is not None and names:
-        raise ValueError(f"{', '.join(names)} cannot be given beside --from: the config says it")
+        raise ValueError(f"{', '.join(names)} cannot be used with --from: the config has them")
     if config is None and (layer_type or part):
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
     if out is not None and config is None:
@@ -187,13 +189,13 @@ def plan(
 def explore(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(help="Default: the first free one from 7860 on.")
+        int | None, typer.Option(help="Default: the first free port from 7860 on.")
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Open a page of interactive plots on this machine.
 
-    Choose models, change base and factor, compare two.
+    There you choose models, change base and factor, and compare two models.
     """
     try:
         from ..explorer import serve

@@ -18,7 +18,7 @@ def export_kernel(
 ) -> None:
     """Write the rotation as a layer for Hugging Face's kernels.
 
-    The files import only torch and Triton; transformers loads them in place of its own function.
+    The files import only torch and Triton. transformers loads them instead of its own function.
     """
     from ..integrations import hub_kernel
 

@@ -1,4 +1,4 @@
-"""Commands on this machine: the demonstration, and the timing."""
+"""Commands that run on this machine: the demo and the benchmark."""
 
 from typing import Annotated
 
@@ -30,7 +30,7 @@ def demo(as_json: Json = False) -> None:
 def bench(
     seq: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
     layout: Annotated[Layout, typer.Option(help="Which channels make a pair.")] = "half",
-    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 11,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of timed rounds.")] = 11,
     as_json: Json = False,
 ) -> None:
     """Time the rotation against a copy of the same bytes.
@@ -68,6 +68,6 @@ def _print_demo(report: dict[str, JSON]) -> None:
     ]
     checks.append(("  the same with float32 angles", f"{report['float32_error']:.1e}", ""))
     typer.echo()
-    print_table("What every rotation keeps, measured", checks, ("", "error", ""))
+    print_table("Properties of every rotation, measured", checks, ("", "error", ""))
     typer.echo()
     print_times("Time, median", report["times_ms"])

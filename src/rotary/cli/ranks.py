@@ -1,4 +1,4 @@
-"""`rotary doctor --distributed`: all ranks are asked, rank 0 answers."""
+"""`rotary doctor --distributed`: compares all ranks; rank 0 prints the result."""
 
 import os
 from typing import TYPE_CHECKING
@@ -19,11 +19,11 @@ def examine_ranks(
     target: str | None, config: str | None, seq_len: int | None, layer_type: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare all ranks; rank 0 prints, and every rank leaves with 1 if something is wrong."""
+    """Compare all ranks; rank 0 prints, and every rank exits with 1 if something is wrong."""
     if config is None:
         raise ValueError("--distributed needs --config: the config.json of the model")
     if target is not None and seq_len is None:
-        raise ValueError("positions are checked against the whole sequence: give --seq-len")
+        raise ValueError("--seq-len is needed, to compare the positions with the whole sequence")
     if "RANK" not in os.environ:
         raise ValueError(f"--distributed is run on every rank: {_LAUNCH} ...")
     import torch

@@ -110,8 +110,8 @@ def choose(
             rope = None
         elif layer_type not in LAYERS_WITH_ROPE:
             raise ValueError(
-                f"whether layers of type {layer_type!r} have a RoPE is not known; leave layer_type "
-                "out for the RoPE of those that have"
+                f"it is not known whether layers of type {layer_type!r} have a RoPE; leave out "
+                "layer_type for the RoPE of the layers that have one"
             )
     file_type = str(whole.get("model_type") or "")
     return Config(rope or {}, data, model, layer_type, rope is not None, file_type)
@@ -167,7 +167,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     name = data.get("model_type")
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
-            raise ValueError(f"part {part!r} of a config without model_type")
+            raise ValueError(f"part {part!r} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}; {_WAYS_ON}")

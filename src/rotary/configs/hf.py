@@ -155,8 +155,8 @@ def to_hf_config(
             )
     if spec.schedule == "proportional" and spec.rotary_dim != spec.head_dim:
         raise ValueError(
-            f"a config cannot say rotary_dim={spec.rotary_dim} beside the partial_rotary_factor of "
-            "proportional: both are that key"
+            f"a config cannot have rotary_dim={spec.rotary_dim} and a partial_rotary_factor of "
+            "proportional: both are written as partial_rotary_factor"
         )
     params = spec.to_dict()["params"]
     written: dict[str, JSON] = {"head_dim": spec.head_dim}
@@ -237,7 +237,7 @@ def _rope_type(config: Config) -> tuple[str, str]:
         )
     if name not in model.get("only", (name,)):
         raise ValueError(
-            f"of this model rope_type {', '.join(model['only'])} alone is read, got {name!r}"
+            f"this model reads only rope_type {', '.join(model['only'])}, got {name!r}"
         )
     if "num_axes" in model and model["axes"] != "turns of one ladder" and name == "default":
         return "axial", "axial"

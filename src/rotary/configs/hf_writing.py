@@ -74,8 +74,8 @@ def replace_rope(
     again = from_hf_config(document, layer_type, part=part)
     if again != spec:
         raise ValueError(
-            f"a config of model_type {entry.model_type!r} does not say this RoPE by its keys: "
-            f"{again} is read from it, {spec} was asked for"
+            f"a config of model_type {entry.model_type!r} cannot express this RoPE: it would be "
+            f"read as {again} instead of {spec}"
         )
     for other in layer_types(document, part=part):
         kept = from_hf_config(config, other, part=part)

@@ -74,15 +74,15 @@ def _check_filled(written: Rope, data: Mapping[str, JSON], model: Model) -> None
     is_nested = any(isinstance(value, Mapping) for value in written.values())
     if not written and data.get("rope_parameters") is not None and ("rope" in model or needed):
         raise ValueError(
-            f"rope_parameters is empty, for which transformers takes no value of {name}; leave the "
-            "key out, or write what is meant"
+            f"rope_parameters is empty, and transformers then uses no default of {name}; leave out "
+            "the key, or write the values"
         )
     for key in needed:
         beside = None if "layers" in model else data.get(key)
         if written and not is_nested and written.get(key, beside) is None:
             raise ValueError(
-                f"rope_parameters of {name} needs {key}: transformers takes that of the model only "
-                "where a config has no rope parameters"
+                f"rope_parameters of {name} needs {key}: transformers uses the default of the "
+                "model only if the config has no rope parameters"
             )
 
 
@@ -147,8 +147,8 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
             )
         if empty := [key for key, value in nested.items() if value is None]:
             raise ValueError(
-                f"rope_parameters of {empty[0]!r} is null, for which transformers takes "
-                f"{own.get(empty[0])}; write what is meant"
+                f"rope_parameters of {empty[0]!r} is null, and transformers then uses "
+                f"{own.get(empty[0])}; write the values"
             )
         return {**own, **nested}
     if missing := [kind for kind in own if kind not in nested]:

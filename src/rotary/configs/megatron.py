@@ -130,7 +130,7 @@ def _plain(values: Mapping[str, JSON]) -> tuple[int, str]:
         raise ValueError(f"position_embedding_type {kind!r} is no rotary embedding")
     if kind != "yarn" and values.get("rope_type", "rope") != "rope":
         raise ValueError(
-            f"Megatron takes rope_type {values['rope_type']!r} for multi_latent_attention alone; "
+            f"Megatron reads rope_type {values['rope_type']!r} only for multi_latent_attention; "
             'for other attention give position_embedding_type "yarn"'
         )
     if "kv_channels" in values:

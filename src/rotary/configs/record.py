@@ -104,7 +104,7 @@ class Config(NamedTuple):
             named = data.get(name, self.model["head_dim"])
             if plain != named:
                 raise ValueError(
-                    f"head_dim {plain!r} is beside {name}, which is {named!r}; leave head_dim out"
+                    f"head_dim {plain!r} and {name} {named!r} are both given; leave head_dim out"
                 )
         if rule == "with the rest":
             named = whole_number(name, data.get(name, self.model["head_dim"]))

@@ -216,7 +216,7 @@ def moved(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> Moved:
 def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
     """The source of a method; ValueError if it is not what the method runs."""
     if method.__closure__ or hasattr(method, "__wrapped__"):
-        raise ValueError("is decorated, or uses names of a function around it")
+        raise ValueError("is decorated, or uses variables of an enclosing function")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
         function = tree.body[0]

@@ -57,7 +57,7 @@ def export(
 
     The model is checked by `onnx.checker` with shape inference; one that fails is not written.
     Raises ValueError for an opset that cannot be written, and for `out=` in the module, because
-    ONNX has no writing in place; ImportError without onnx and onnxscript.
+    because ONNX cannot write in place; ImportError without onnx and onnxscript.
     Source: the operator RotaryEmbedding of https://onnx.ai/onnx/operators, since version 23.
 
     >>> export(nn.Identity(), (torch.ones(2),), "model.onnx", opset_version=16)
@@ -121,7 +121,9 @@ def _rotate(
         return kernel.rotate(xs, cos, sin, positions, options, out)
     kernel.check_operands(xs, cos, sin, out)
     if out is not None:
-        raise ValueError("out= cannot be exported, ONNX has no writing in place: leave it out")
+        raise ValueError(
+            "out= cannot be exported, because ONNX cannot write in place: leave it out"
+        )
     rows = None if positions is None else kernel.check_rows(positions, xs[0])
     shapes = tuple([tuple(x.shape) for x in xs])
     along = None if rows is None else tuple(rows.shape)

@@ -221,7 +221,8 @@ def _checked(
     for x, y in zip(xs, out or (), strict=out is not None):
         if y.placements != x.placements:
             raise ValueError(
-                f"out must lie as x does, {shown(x.placements)}, got {shown(y.placements)}"
+                f"out must have the placements of x, {shown(x.placements)}, got "
+                f"{shown(y.placements)}"
             )
 
     try:

@@ -73,7 +73,7 @@ def share_of(
     else:
         if wants_grad(table):
             raise ValueError(
-                f"{name} wants a gradient, which is a sum over ranks: pass it as "
+                f"{name} requires a gradient, which is a sum over ranks: pass it as "
                 "DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim)"
             )
         share = table
@@ -154,7 +154,7 @@ def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int |
             wanted = [_alongside(own, table, x, dims) for own in x.placements]
             raise ValueError(
                 f"{name} is {shown(table.placements)} and x {shown(x.placements)}, so a rank would "
-                f"lack rows: call {name}.redistribute(placements={shown(wanted)})"
+                f"miss rows: call {name}.redistribute(placements={shown(wanted)})"
             )
 
 

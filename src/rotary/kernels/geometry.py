@@ -247,7 +247,7 @@ def _table_axes(
         dims[others[0]], dims[axis] = 0, 1
     else:
         raise ValueError(
-            f"tables or positions of {len(along)} leading axes do not say how they go with x of "
-            f"{leading}: give (seq), (batch, seq) for a 4-D x, or an axis for each of x"
+            f"tables or positions have {len(along)} leading axes and x has {leading}, so it is "
+            "unclear which belong together: give (seq), (batch, seq) for a 4-D x, or all axes of x"
         )
     return tuple(dims)

@@ -198,7 +198,7 @@ def _check_whole_pairs(x: Array, geometry: Geometry) -> None:
     is_whole = geometry.layout == geometry.out_layout == "interleaved"
     if axes and not (is_whole and 2 * geometry.pairs == x.shape[-1]):
         raise ValueError(
-            f"head_dim is sharded over mesh axis {axes!r}, which parts the channels of a pair; "
+            f"head_dim is sharded over mesh axis {axes!r}, which separates the channels of a pair; "
             "call jax.reshard(x, P(...)) with None for head_dim first"
         )
 

@@ -222,7 +222,7 @@ def _check_rows(positions: object, length: int) -> Array:
 
 
 def _described(kind: str) -> str:
-    return f"{kind}: they were rounded before" if kind in ("float16", "bfloat16") else kind
+    return f"{kind}: they are already rounded" if kind in ("float16", "bfloat16") else kind
 
 
 def _kind(array: Array | Numbers) -> str:

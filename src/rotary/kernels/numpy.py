@@ -72,7 +72,7 @@ def _described(dtype: np.dtype[np.generic]) -> str:
     if not dtype.isnative:
         return f"{name_of(dtype)}: pass x.astype(x.dtype.newbyteorder('='))"
     is_short = name_of(dtype) in ("float16", "bfloat16")
-    return f"{name_of(dtype)}: they were rounded before" if is_short else name_of(dtype)
+    return f"{name_of(dtype)}: they are already rounded" if is_short else name_of(dtype)
 
 
 def check_operands(

@@ -230,7 +230,7 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     | torch.compile records it for loops or Triton, the tables want no gradient | "operator" |
     | it is recorded otherwise: torch.export, another device, torch.func | "formula" |
     | the tables want a gradient; a subclass, another device, vmap, a mode | "formula" |
-    | x wants a gradient | "autograd", around the same as below |
+    | x requires a gradient | "autograd", around the same as below |
     | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
 
     A call like one before is done before this is asked: `torch_ready` says what its
