@@ -238,7 +238,7 @@ def test_arguments_that_are_refused():
         rotary.from_model(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="pass positions=, the position of each token"):
         rotary.from_model(nn.Linear(2, 2), example=torch.ones(3, 2))
-    with pytest.raises(ValueError, match="positions= are those of the tokens of example="):
+    with pytest.raises(ValueError, match="positions= needs example="):
         rotary.from_model(nn.Linear(2, 2), positions=range(3))
     with pytest.raises(ValueError, match=r"positions must be \(seq,\) or \(seq, axes\)"):
         rotary.from_model(nn.Linear(2, 2), example=torch.ones(3, 2), positions=[[[1]]])

@@ -45,6 +45,28 @@ def test_every_picture_on_a_page_says_in_words_what_it_shows():
         assert [alt for alt in alts if len(alt.split()) < 4] == [], path.name
 
 
+def without_caption(text):
+    """The drawn pictures of a page that no paragraph in italics follows, which says what to see."""
+    after = re.findall(r"^!\[[^\]]*\]\(\S*?([\w-]+)\.png\)\n+(?=(.*(?:\n.+)*))", text, re.MULTILINE)
+    return [
+        name
+        for name, said in after
+        if not (said.startswith("*") and "What to see" in " ".join(said.split()))
+    ]
+
+
+def test_every_picture_on_a_page_of_the_docs_has_a_caption_that_says_what_to_see():
+    pages = [path for path in PAGES if path.is_relative_to(ROOT / "docs")]
+    assert {path.name: names for path in pages
+            if (names := without_caption(path.read_text(encoding="utf-8")))} == {}  # fmt: skip
+
+
+def test_a_picture_without_a_caption_is_found():
+    said = "![one line rises](a.png)\n\n*A line. What to\nsee: it rises.*\n\n"
+    assert without_caption(said) == []
+    assert without_caption(said + "![it falls](b.png)\n![again](c.png)\n\nText.\n") == ["b", "c"]
+
+
 def same(one, two):
     """Whether two summaries agree: words exactly, numbers to 1e-3 of the larger."""
     if isinstance(one, list) and isinstance(two, list):

@@ -1,4 +1,4 @@
-"""Rotary Position Embedding: exact at every position, for every model, as fast as a copy."""
+"""Rotary Position Embedding: exact at every position, for every model, as fast as a memory copy."""
 
 import importlib
 from typing import TYPE_CHECKING

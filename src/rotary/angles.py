@@ -1,9 +1,9 @@
-"""From a spec and positions to cos and sin, exact at every position.
+"""Computes cos and sin from a spec and positions, exactly at every position.
 
-A frequency is held as turns per token, a 64-bit fraction: `turns = round(inv_freq / 2pi * 2^64)`.
-`position * turns` modulo 2^64 is then the angle modulo one turn with no rounding at all: angle(m) +
-angle(n) = angle(m + n) as integers, so R_m R_n = R_{m+n} holds bit for bit. float64 `inv_freq` is
-the definition; its turns are rounded once, from Python integers, and right to 2^-65 turn per token.
+A frequency is stored in turns per token, as a 64-bit fraction: `turns = round(inv_freq / 2pi *
+2^64)`. `position * turns` modulo 2^64 is then the angle modulo one turn, without any rounding:
+angle(m) + angle(n) = angle(m + n) as integers, so R_m R_n = R_{m+n} holds bit for bit. The turns
+are rounded once, from the float64 `inv_freq`, with an error of at most 2^-65 turn per token.
 """
 
 import math
@@ -49,8 +49,8 @@ def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Numbers, float]:
     """Inverse frequencies of a spec, and its attention factor.
 
     Returns (inv_freq, attention_factor): (rotary_dim / 2,) float64 in rad per token, read-only, and
-    the number that multiplies cos and sin. `seq_len`, the length of the row, matters to `dynamic`
-    and `longrope` alone; None means a row no longer than the trained length.
+    the number that multiplies cos and sin. `seq_len` is the length of the sequence; it matters only
+    for `dynamic` and `longrope`. None means a sequence no longer than the trained length.
 
     >>> inv_freq(Rotary(head_dim=4))
     (array([1.  , 0.01]), 1.0)
@@ -103,12 +103,12 @@ def cos_sin(
     """cos and sin of every position and pair, times the attention factor; once per forward.
 
     positions  (..., seq) whole numbers, or (..., seq, axes) if `spec.num_axes` > 1. Floats are
-               fractional positions and take a float64 product; float16 and bfloat16 are refused.
+               fractional positions, multiplied in float64; float16 and bfloat16 are an error.
     precision  "exact": right to 1.5e-7 (times the attention factor, if above 1) up to 2^39.
                "float32": the float32 arithmetic of transformers, bit for bit on torch tensors;
                its error grows with the position, 8e-3 near 131 072.
-    seq_len    length of the row, for `dynamic` and `longrope`: one number, or one per row. Default:
-               the largest position of the row plus one, for each row by itself.
+    seq_len    length of the sequence, for `dynamic` and `longrope`: one number, or one per row of
+               positions. Default: the largest position plus one, for each row by itself.
     Returns (cos, sin), each (..., seq, rotary_dim / 2) float32, in the library of `positions`.
 
     Raises ValueError for a negative position unless `allow_negative`, for a shape that does not fit
@@ -148,8 +148,8 @@ def sequence_cos_sin(
 ) -> tuple[Array, Array]:
     """cos and sin of the positions 0 .. seq - 1, (seq, rotary_dim / 2), in the library of `like`.
 
-    Kept in the cache, which is bounded in bytes and keyed by the whole spec: do not write to them.
-    With one `seq_len` per row they are (rows, seq, rotary_dim / 2), and not kept.
+    The tables are kept in a cache for later calls with an equal spec, so do not write to them.
+    With one `seq_len` per row they are (rows, seq, rotary_dim / 2), and are not kept.
 
     >>> sequence_cos_sin(Rotary(head_dim=4), np.empty(0), 8)[0].shape
     (8, 2)
@@ -182,7 +182,7 @@ def moved_cos_sin(
     new_seq_len: object = None,
     allow_negative: bool = False,
 ) -> tuple[Array, Array]:
-    """cos and sin that turn from `spec` at `from_positions` to `new_spec` at `to_positions`.
+    """cos and sin that rotate from `spec` at `from_positions` to `new_spec` at `to_positions`.
 
     Positions are (seq,) or (batch, seq), with the axes last if there are several; amplitudes are
     the new attention factor over the old one. Lengths, errors and bounds as in `rotary.rerotate`.

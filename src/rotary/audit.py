@@ -22,9 +22,9 @@ _TOLERANCE = 1e-2
 
 
 class Remark(NamedTuple):
-    """`where` in the config or the model, what was `found`, and `advice` if it can be mended.
+    """`where` in the config or the model, what was `found`, and `advice` if it can be fixed.
 
-    is_hint  the numbers are those of the model as it was trained, and could be better
+    is_hint  not a fault: the model was trained with these numbers, but they could be better
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""Timing side by side: what a rotation costs against a copy of the same bytes.
+"""Times a rotation next to a copy of the same bytes.
 
 Every round runs every case once, in turn, so that a noisy neighbour or a change of the clock hits
 all of them; medians and their ratios are then comparable even where the times are not.

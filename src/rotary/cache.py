@@ -1,4 +1,4 @@
-"""Values kept for the next call: least recently used first out, bounded in bytes."""
+"""A cache of results with a limit in bytes; the least recently used are dropped first."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Jobs dealt out to an executor: small ones together, results as they come, none left behind."""
+"""Runs jobs on an executor: small jobs in batches, results as they finish, all of them."""
 
 import dataclasses
 import queue

@@ -1,4 +1,4 @@
-"""`fused`: what models do around a rotation, in the same pass: norm, cast, write to the cache."""
+"""`fused`: norm, rotation, cast and write to the cache in one pass over memory."""
 
 from typing import TypeVar
 
@@ -33,12 +33,12 @@ def fused(
     precision: Precision = "exact",
     out: object = None,
 ) -> tuple[Array, K, V]:
-    """q, k and v on the way from their projections to attention: normalised, rotated, stored.
+    """Normalise, rotate, cast and store q, k and v between their projections and attention.
 
-    Each stage is left out unless it is asked for: RMS norm -> rotation -> division by a scale and
-    rounding -> a new array, `out`, or the slots of a cache. float32 inside (float64 for float64 q),
-    and rounded once, at the end: a model that rounds after the norm differs by that rounding. v is
-    not rotated.
+    The steps are: RMS norm -> rotation -> division by a scale and rounding -> a new array, `out`,
+    or the slots of a cache. All but the rotation are optional. It computes in float32 (float64 for
+    a float64 q) and rounds once, at the end; a model that also rounds after the norm differs by
+    that rounding. v is not rotated.
 
     q, k, v    (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim); q and k may
                differ in heads, v from k in its last axis. k and v may be None
@@ -50,22 +50,25 @@ def fused(
                there k is the rotated part, (..., rotary_dim), and v the latent part, (batch, seq,
                channels) or (seq, channels), without heads
     dtype      of what is returned, by name or as a dtype: float32, float64, float16, bfloat16,
-               float8_e4m3fn, float8_e5m2 or int8; default that of q. The last three saturate
-    scale      y / scale is what is rounded: a number, one for each head, or "token", which computes
-               one for each token and head (largest channel / largest number of the dtype): then
-               the result is a tuple (values, scales). A tuple has those of q, k and v
+               float8_e4m3fn, float8_e5m2 or int8; default that of q. In the last three, values
+               that are too large become the largest number
+    scale      what results are divided by before they are rounded: a number, one for each head, or
+               "token", which computes one for each token and head (largest channel / largest
+               number of the dtype) and returns a tuple (values, scales). A tuple of scales has
+               those of q, k and v
     seq_dim    axis of the tokens, as in `rotary.rotate`
     precision  as in `rotary.cos_sin`
     out        where what is returned is written: an array for each, in the order q, k, v; `out=(q,
                k)` works in place
-    Returns (q, k, v); None for what was None, or is in the cache now; v itself if nothing was to
-    be done with it. torch computes gradients of q, k, v and the weights, but not with out= or
+    Returns (q, k, v): None for what was None or was written to a cache, and v itself if nothing had
+    to be done with it. With torch, q, k, v and the weights get gradients, but not with out= or
     cache=.
 
     JAX arrays are immutable: they take no out=, and with cache= the result is (q, cache.k, cache.v)
     or (q, cache.rows, None), new arrays, or a tuple (cache, scales) where the scales are written
-    too. Gradients go through them. Compile your function with `jax.jit(step, donate_argnums=...)`
-    for the caches, and XLA writes them in place; else each call copies them.
+    too. Gradients flow through them. Compile your function with `jax.jit(step,
+    donate_argnums=...)` for the caches, and XLA writes them in place; otherwise each call copies
+    them.
 
     | the call | the steps |
     |---|---|

@@ -1,9 +1,9 @@
-"""Which RoPE does this callable compute? Probes a black box and says what it is and what is wrong.
+"""Finds out which RoPE a function computes, and what is wrong with it, by calling the function.
 
-The box is given basis vectors at positions 0, 1, 2, 4, ... What comes out says which channels form
-pairs, and by which angle each pair is rotated; each doubling of the position tells the frequency
-twice as precisely. `blackbox.probe` calls the box, `blackbox.pairs` finds pairs and angles,
-`blackbox.fit` the schedule, and `blackbox.examine` puts what is odd into words.
+The function is called with basis vectors at positions 0, 1, 2, 4, ... Its results show which
+channels form pairs, and by which angle each pair is rotated; each doubling of the position gives
+the frequency twice as precisely. `blackbox.probe` calls the function, `blackbox.pairs` finds pairs
+and angles, `blackbox.fit` the schedule, and `blackbox.examine` describes what is unusual.
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ FAR = 2**16  # for functions that are given tables: enough to see every pair of 
 class Identification(Answer):
     """What `identify` found.
 
-    spec          the RoPE, or None if it is none; what a finding says deviates from it
+    spec          the RoPE, or None if it is none; findings are differences from this RoPE
     findings      what is unusual or wrong, (code, text) each; empty: a plain, exact RoPE
     is_rotation   every pair is rotated as a whole, and scores depend on the distance alone
     amplitude     the number that multiplies cos and sin (attention factor)
     inv_freq      (pairs,) float64, rad per token, as measured; None if unknown or given by tables
     arithmetic    what the angles are computed in: "exact", "float32 angles", "bfloat16 positions"
     right_up_to   the largest probed position up to which angles are right to 1e-3 rad
-    probed_up_to  the largest position that was asked and answered
+    probed_up_to  the largest position at which the function returned a result
     tables        of f(q, k, cos, sin): "tile" for cat(c, c), "repeat" for repeat_interleave(c, 2),
                   "half" for c alone; None for f(x, positions)
 
@@ -130,10 +130,11 @@ def identify(
     max_position  how far to probe; less for callables that build a table of every position
 
     The code of a finding is a stable name, such as "no_rotation" or "float32_angles":
-    docs/identify.md lists all of them, says what each means, and what cannot be seen.
+    docs/identify.md lists them all, with their meaning, and the faults that cannot be detected.
 
-    Frequencies are found modulo one turn per token. The fewest words that explain them win: an NTK
-    base may be a plain base, many trained lengths give the same YaRN, low_freq_factor is called 1.
+    Frequencies are found modulo one turn per token. If several specs explain them, the simplest one
+    is returned: an NTK base may be reported as a plain base, many trained lengths give the same
+    YaRN, and low_freq_factor is reported as 1.
     Raises ValueError for a callable that raises, or returns other shapes or numbers not finite,
     when asked for positions 0 to 4; farther on that is a finding.
 

@@ -1,9 +1,9 @@
-"""The two pair layouts, and the permutations of channels that lead from one to the other.
+"""The two pair layouts, and the permutations of channels that convert one into the other.
 
 A pair is the two channels that are rotated together. `half` pairs channel i with i + d/2 (Llama,
 most of transformers); `interleaved` pairs 2i with 2i + 1 (the paper, GPT-J). Both are the same
-rotation of differently ordered channels, so a permutation of the rows of W_q and W_k turns one
-into the other and leaves every score as it was.
+rotation of differently ordered channels, so a permutation of the rows of W_q and W_k converts one
+into the other and changes no score.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The RoPE of a loaded torch model: by its config, by watching it run, and both compared.
+"""Finds the RoPE of a loaded torch model: from its config, and from what it does in one forward.
 
 A forward on random tokens shows which arrays the model rotates, by which angles, whatever its
 classes and functions are called. `blackbox.forward` watches it and `blackbox.turned` explains the
@@ -36,8 +36,8 @@ class ModelRotation(NamedTuple):
     layer_type  of the config, where frequencies differ by layer type, or None
     spec        the RoPE; where it was measured, the simplest one that gives those angles
     modules     paths of the modules that rotate by it; empty where only the config was read
-    source      "config and forward": equal; "forward": measured, no config says it; "config": the
-                model could not run, as `note` says
+    source      "config and forward": both agree; "forward": measured, there is no config that
+                says it; "config": the model could not run, `note` says why
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -70,15 +70,15 @@ def from_model(
     positions   of the tokens of the example, (seq,) or (seq, axes), as the model counts them;
                 default 0, 1, 2, ...
 
-    What the forward rotates is found by its numbers, not by names. Where the config is known its
-    spec is taken, if it gives the same numbers. The angles were then compared up to the farthest
-    position of the example (1024 where the model takes position_ids). Where it is not known, the
-    spec is the simplest that gives the measured angles, as in `rotary.identify`; what depends on
-    the length, beyond the example, cannot be seen.
+    Rotations in the forward are found by their numbers, not by names of functions. If the config is
+    known and its spec gives the same numbers, that spec is returned; angles are compared up to the
+    largest position of the example (1024 if the model takes position_ids). Without a known config
+    the result is the simplest spec that gives the measured angles, as in `rotary.identify`;
+    frequencies that change beyond the length of the example cannot be detected.
 
-    Raises ValueError where config and model disagree (both are named), where they rotate by more
-    than one RoPE and none is asked for, where nothing is rotated, and where what is rotated is no
-    RoPE that a `Rotary` describes; TypeError for what is not a torch module.
+    Raises ValueError if config and model disagree (with both specs), if the model has several RoPEs
+    and neither part nor layer_type chooses one, if nothing is rotated, and if the rotation cannot
+    be described by a `Rotary`; TypeError for anything but a torch module.
 
     >>> class Turn(nn.Module):
     ...     def forward(self, x):  # (batch, seq, heads, 4)

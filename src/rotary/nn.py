@@ -1,4 +1,4 @@
-"""RoPE as a torch module, for models that are made of modules."""
+"""RoPE as a torch module."""
 
 from typing import overload
 
@@ -11,7 +11,7 @@ from .spec import Rotary
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotates q and k; no parameter, no buffer, so nothing to cast, to save or to leave empty.
+    """Rotates q and k, without parameters and buffers that could be cast, saved or left empty.
 
     Takes the place of the modules people copy from model to model:
 
@@ -19,8 +19,8 @@ class RotaryEmbedding(torch.nn.Module):
         RotaryEmbedding(Rotary(head_dim=64))                         # Llama, transformers
 
     precision  as in `rotary.cos_sin`
-    seq_dim    axis of the tokens, default -2; to be given where positions are passed and there may
-               be as many heads as tokens, see `rotary.rotate`
+    seq_dim    axis of the tokens, default -2; give it if you pass positions and there can be as
+               many tokens as heads, see `rotary.rotate`
 
     `.to(bfloat16)`, `to_empty()`, autocast and state dicts do not touch its angles.
 

@@ -1,4 +1,4 @@
-"""What to do so that a model reaches a context: which base to train, or which scaling to add."""
+"""Recommends a base to train with, or a scaling to add, so that a model reaches a context."""
 
 import dataclasses
 import math
@@ -159,15 +159,15 @@ def plan(
     progress: Callable[[float], None] | None = None,
     executor: Executor | None = None,
 ) -> Plan:
-    """What to do so that `spec` reaches `context` tokens.
+    """Recommend a base or a scaling with which `spec` reaches `context` tokens.
 
     trained     the length of the training that made the weights; None before any training
     advertised  the length the model reaches as it is; default `trained`
     progress    called with the share of the search that is done, 0 .. 1
-    executor    what searches, as in `min_base`; default threads
-    Without weights a base is chosen: the smallest of two digits above `safe_base`. Trained weights
-    get a scaling: the method they have, with a larger factor, or else the first of yarn, llama3 and
-    linear that keeps neighbours apart and shows the fewest unseen angles.
+    executor    where the search runs, as in `min_base`; default threads
+    Without weights it recommends a base: the smallest one of two digits above `safe_base`. For
+    trained weights it recommends a scaling: the method they have, with a larger factor; or else the
+    first of yarn, llama3 and linear that keeps neighbours apart and has the fewest unseen angles.
     The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
     Raises ValueError for a context outside 2 .. 2^20, or a spec of an image (schedule axial).
 
@@ -204,8 +204,8 @@ def plan_model(
 ) -> Plan:
     """The plan for a trained model, from its config; arguments as in `from_hf_config`.
 
-    Keys of `rope_parameters` that say how axes are dealt out are kept in what is written; head_dim
-    stays as the config has it, under whatever name.
+    `rope_parameters` of the result keeps the keys of the config that assign axes to pairs, and
+    leaves out head_dim, which the config already has.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]

@@ -1,13 +1,13 @@
-"""Where each token is: builders of position arrays, and of the axis each pair reads.
+"""Functions that build arrays of positions, and the axis that each pair uses.
 
 A position array is (..., seq) for one axis and (..., seq, axes) for several, int64; a grid that is
-centred or stretched is float64. Offsets, packing, padding, images and video are all positions; none
-of them reaches a kernel.
+centred or stretched is float64. Offsets, packing, padding, images and video differ only in their
+positions; the code that rotates does not know about them.
 
-An answer is in the library, and on the device, of the torch, JAX or MLX array that is given, else
-that of `like`, else in NumPy. JAX has int32 unless it has x64; it and MLX have float32 for float64.
-Arrays may be traced, by jit, torch.compile and mx.compile; sizes are known. Numbers that do not fit
-are refused where they are in memory: on a GPU, and in a traced call, nobody looks at them.
+Results are arrays of the library, and on the device, of the torch, JAX or MLX array that is passed,
+or of `like`; otherwise NumPy arrays. JAX gives int32 unless it has x64; JAX and MLX give float32
+instead of float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be
+known. Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
 """
 
 import math
@@ -85,7 +85,7 @@ def packed(cu_seqlens: object, *, like: object = None, seq_len: int | None = Non
     """Positions of sequences laid end to end: each starts again from 0. Shape (cu_seqlens[-1],).
 
     `cu_seqlens` holds the boundaries: 0, then the running total of the lengths. `seq_len` is the
-    last of them; it must be given where they are traced, or on a GPU, which would be waited for.
+    last of them; give it if they are traced, or on a GPU, where reading them would wait.
     Raises ValueError unless cu_seqlens starts with 0 and never falls.
 
     >>> packed([0, 3, 3, 5]).tolist()
@@ -148,9 +148,9 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     parents  (nodes,) or (batch, nodes): the number of each node's parent, in the same row and
              before it; -1 for a node that follows the last token of the cache
     offset   position of those nodes: the number of tokens in the cache, for all or per row
-    A node is one position after its parent, so siblings share a position; numbering the nodes in
-    their order instead turns all but one branch wrongly. Raises ValueError for a parent that is not
-    before its child.
+    A node is one position after its parent, so siblings share a position. Numbering the nodes in
+    their order instead would rotate all but one branch wrongly. Raises ValueError for a parent
+    that is not before its child.
 
     >>> draft([-1, -1, 0, 0, 2], offset=10).tolist()
     [10, 10, 11, 11, 12]
@@ -205,8 +205,8 @@ def shard(
 ) -> object:
     """Which tokens of a sequence one rank of `world` holds, in its own order: (seq_len / world,).
 
-    Of a plain sequence these numbers are the positions; those of any other scheme are indexed by
-    them along the sequence: `packed(cu_seqlens)[shard(...)]`, `mrope(segments)[shard(...)]`.
+    For a plain sequence these numbers are the positions. For other positions use them as indices
+    along the sequence: `packed(cu_seqlens)[shard(...)]`, `mrope(segments)[shard(...)]`.
 
     contiguous  block `rank`: sequence parallelism, and DTensor's Shard
     ring        the same blocks: Ring Attention (Liu et al., arXiv 2310.01889) passes keys on, and
@@ -217,11 +217,11 @@ def shard(
                 zig-zag of Megatron-LM, Transformer Engine and torch's `context_parallel`
     striped     tokens rank, rank + world, ...: Striped Attention (Brandon et al., arXiv 2311.09431)
 
-    With `cu_seqlens` (see `packed`) every packed sequence is cut by itself, as Transformer Engine
-    cuts its "thd" batches. For Ulysses leave it out, or the all-to-all mixes the sequences: the
-    parts of all ranks one after the other are then not in the order of the whole. Raises ValueError
-    for an unknown order, a rank outside 0 .. world - 1, numbers that are not whole, and a length
-    that cannot be cut into equal parts: pad it.
+    With `cu_seqlens` (see `packed`) every packed sequence is split by itself, as Transformer Engine
+    splits its "thd" batches. For Ulysses leave it out: the all-to-all joins the parts of all ranks
+    in order of rank, and that would not be the order of the whole sequence. Raises ValueError for
+    an unknown order, a rank outside 0 .. world - 1, numbers that are not whole, and a length that
+    cannot be split into equal parts: pad it.
 
     >>> [shard(8, rank, 2, "head_tail").tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -298,8 +298,8 @@ def grid(
 
     `grid(height, width)` for an image, `grid(frames, height, width)` for a video.
 
-    prefix   how many tokens come first that are not of the grid, as a class token and registers;
-             their coordinates are 0, which leaves them as they are
+    prefix   how many tokens before the grid do not belong to it, such as a class token and
+             registers; their coordinates are 0, so they are not rotated
     spacing  from one coordinate to the next, one number or one for each axis: patch_size for
              pixels, 2 / n for a range of 2, the ratio of sizes where a grid is stretched
     origin   where 0 is: "first" of each axis; "center" of the grid, between its ends, so that
@@ -503,7 +503,7 @@ def _tie_image(
 
 
 def sections(*counts: int) -> tuple[int, ...]:
-    """`Rotary.axes` for pairs in blocks: `counts[a]` pairs in a row read axis a.
+    """`Rotary.axes` for pairs in blocks: `counts[a]` pairs in a row use axis a.
 
     Source: `mrope_section` of Qwen2-VL, [16, 24, 24].
 
@@ -517,7 +517,7 @@ def sections(*counts: int) -> tuple[int, ...]:
 def interleaved_sections(*counts: int) -> tuple[int, ...]:
     """`Rotary.axes` for pairs in turn: axis a has the pairs a, a + n, ... below n counts[a].
 
-    n is the number of axes; what no other axis claims is read from axis 0.
+    n is the number of axes; pairs that no other axis has use axis 0.
     Source: `mrope_interleaved` of Qwen3-VL, [24, 20, 20].
 
     >>> interleaved_sections(3, 2, 1)

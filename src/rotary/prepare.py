@@ -1,4 +1,4 @@
-"""A call prepared once for one form of its arrays, for loops that make it many times."""
+"""Calls that are prepared once for arrays of one shape and dtype, and made many times."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,23 +17,23 @@ Call = Callable[..., Any]
 
 
 def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
-    """`rotate` or `apply` for one form of its arrays: for loops that make the call many times.
+    """Prepare `rotate` or `apply` for one shape and dtype, for loops that call it many times.
 
     function   `rotary.rotate` or `rotary.apply`
-    arguments  and options: those of a call of it, with arrays like those that will come. Nothing is
-               rotated or written.
-    Returns a function of the arrays of that call alone, each given as it was in that call:
+    arguments  and options as in a call of it, with arrays like those of the later calls. Nothing is
+               rotated or written now.
+    Returns a function that takes only the arrays of that call, passed in the same way:
     `step(x, cos, sin, positions=, out=)` for `rotate`, `step(q, k, positions=, out=)` for `apply`.
-    It returns what the whole call would.
+    It returns what the ordinary call would return.
 
-    A step leaves out what cannot have changed. For torch tensors on a CPU, with no gradient wanted,
-    it takes about half the time of the whole call for one token; on a GPU about three quarters of
-    what the host does. Elsewhere (NumPy, JAX, a gradient on a CPU, torch.compile) it is the whole
-    call after a check of the form.
+    A step skips the checks whose result cannot have changed. For one token, it takes about half the
+    time of the ordinary call for torch tensors on a CPU without gradients, and about three quarters
+    of the CPU time of a call on a GPU. Elsewhere (NumPy, JAX, a gradient on a CPU, torch.compile)
+    it checks shapes and dtypes and makes the ordinary call.
 
     Raises TypeError for another function. A step raises ValueError for arrays of another shape,
     dtype, memory order or number than it was prepared for, before anything is written. Row numbers,
-    positions and memory that overlaps are refused as by the whole call.
+    positions and overlapping memory are checked as in the ordinary call.
 
     >>> import numpy as np
     >>> spec, q, positions = Rotary(head_dim=4), np.ones((1, 2, 1, 4), np.float32), np.array([[3]])
@@ -69,20 +69,20 @@ def warm_up(
 ) -> None:
     """Do beforehand what a first call has to do, for example before a CUDA graph is captured.
 
-    q, k       and the other arguments: those of `rotary.apply`, arrays like those that will come
-    gradient   also what the backward pass needs
+    q, k       and the other arguments: those of `rotary.apply`, arrays like those of later calls
+    gradient   also prepare the backward pass
 
-    On a GPU the first call for a form of arrays compiles a kernel, loads it, and copies the
-    frequencies of the spec to the device, which waits for the device: inside a capture that is an
-    error. After `warm_up` calls like these can be captured at once: `apply(spec, q, k, ...)`,
-    `cos_sin(spec, positions)`, and `rotate` by its tables, with `positions=` too where they are
-    given here. Call it once for each form (batch size, dtype, memory order) and device. On a CPU
-    the loops for torch tensors are compiled; other libraries need nothing, and only the arguments
-    are checked. Nothing is rotated or written.
+    On a GPU the first call with new shapes or dtypes compiles a kernel, loads it, and copies the
+    frequencies of the spec to the device. This waits for the device, which is an error inside a
+    capture. After `warm_up`, calls with arrays like these can be captured: `apply(spec, q, k,
+    ...)`, `cos_sin(spec, positions)`, and `rotate` with their tables, also with `positions=` if
+    they are given here. Call it once for each batch size, dtype, memory order and device. On a CPU
+    it compiles the loops for torch tensors. For other libraries it only checks the arguments.
+    Nothing is rotated or written.
 
-    Raises what the calls would raise, for arrays that do not fit. On a GPU also TypeError for
-    positions that are no tensor there, and ValueError for a spec that depends on the length with
-    positions and without `seq_len`: both would wait for the device in every call.
+    Raises what the calls would raise for arrays that do not fit. On a GPU also TypeError for
+    positions that are not a tensor on it, and ValueError if the spec depends on the length and
+    there are positions but no `seq_len`: both would wait for the device in every call.
 
     >>> import numpy as np
     >>> warm_up(Rotary(head_dim=4), np.ones((1, 2, 3, 4), np.float32))  # nothing to do

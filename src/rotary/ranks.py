@@ -1,6 +1,6 @@
-"""Whether all ranks of a torch.distributed job turn by the same RoPE, each token by one of them.
+"""Checks that all ranks of a torch.distributed job use the same RoPE, and hold each token once.
 
-Every rank says what it has; all of it is gathered on every rank, and compared there.
+Every rank sends what it has to all ranks, and each of them compares.
 """
 
 import dataclasses
@@ -73,20 +73,20 @@ def compare(
     tolerance: float = TOLERANCE,
     group: Any = None,
 ) -> Report:
-    """What is wrong between the ranks of a group: versions, spec, positions, tables. Collective.
+    """Compare versions, spec, positions and tables of all ranks of a group. Collective.
 
     spec       of the model, the same on every rank
     positions  those of the tokens of this rank, (seq,) or (batch, seq), with several axes
                (..., seq, axes). All positions must be held by as many ranks: with tensor
                parallelism over 2 by two.
-    cos, sin   the tables this rank turns by, (..., seq, rotary_dim / 2), if they are to be checked
-    seq_len    tokens of the whole sequence, at positions 0 .. seq_len - 1 but for `expected`
-    expected   its positions where they are others, (seq,) or (batch, seq), with several axes
-               (..., seq, axes): packed, padded, images
+    cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
+    seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
+    expected   the positions of the whole sequence, if they are others (packed, padded, images):
+               (seq,) or (batch, seq), with several axes (..., seq, axes)
     group      the ranks that share the sequence; default: all
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
-    holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. What
-    a rank gives in a wrong shape or dtype is a finding, so that the others do not wait for it.
+    holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
+    wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
     Raises ValueError for positions with neither seq_len nor expected.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)

@@ -40,7 +40,7 @@ class Reach(NamedTuple):
     unseen              share of the angles up to `length` that the training has not shown
     longest_wavelength  of the slowest pair that turns
     float32_positions   the last position up to which float32 angles are within 1e-2 rad
-    verdict             all that in sentences
+    verdict             the result in sentences
     """
 
     spec: Rotary

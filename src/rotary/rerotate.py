@@ -1,4 +1,4 @@
-"""`rerotate`: keys that are rotated and cached, moved to other positions or other frequencies."""
+"""`rerotate`: move cached keys, which are already rotated, to other positions or frequencies."""
 
 from collections.abc import Iterable, Sequence
 from typing import overload
@@ -82,15 +82,15 @@ def rerotate(
                     head_dim), a flat one, (slots, heads, head_dim), or rows of latents, (blocks,
                     block, head_dim). `shift` is one number or (n,); positions are (n,), or (n,
                     block) for each token, along seq_dim, which must be given for a 4-D k.
-    scale           of 8-bit keys: what broadcasts to k. It stays, so it is needed only where it
-                    differs between channels of a head; one for a tensor, head or token cancels.
+    scale           of 8-bit keys: an array that broadcasts to k. It does not change, and is needed
+                    only if it differs between channels of a head; otherwise it cancels.
     seq_len, new_seq_len  lengths that `dynamic` and `longrope` were, and are now, scaled for; as in
                     `cos_sin`. Growth alone: `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
-    seq_dim         axis of the tokens, default -2; to be given where there are as many heads as
-                    tokens, more than one, and the arrays of a tuple do not differ in heads
+    seq_dim         axis of the tokens, default -2; give it if there can be as many tokens as heads
+                    and all arrays of the tuple have the same number of heads
     Returns new arrays (or `out`, which may be `k`) of the dtype of k. Channels that are not rotated
     are copied, and so are other blocks; with `out=k` only the given ones are read and written. The
-    attention factor is in there once: what k carries is divided out.
+    attention factor is applied once: the one that k already has is divided out.
 
     A pair turns by to * turns_new - from * turns_old, in 64-bit integers modulo one turn, so only
     the cos and sin of the result are rounded, wherever both positions are: by 2^-25 + 2^-28, plus
@@ -106,13 +106,13 @@ def rerotate(
     so moving the original keys each time stays at 1.94e-7. 16-bit types round every move besides.
 
     8-bit keys are rotated in float32 and rounded once to their codes, so each move costs as much as
-    quantising did. A pair keeps its length, so one channel can grow by sqrt(2) at most; a code
-    beyond the largest becomes the largest. With scales that leave this margin, none does. A slow
-    pair that turns by less than half a code does not turn at all: collect shifts, and move once.
+    quantising did. A pair keeps its length, but one of its channels can grow by up to sqrt(2), and
+    a value beyond the largest code is cut off; so leave this margin in the scales. If a move
+    changes a slow pair by less than half a code, rounding undoes it: add up shifts, and move once.
 
-    Raises ValueError for specs that put channels elsewhere, for positions that do not fit k or each
-    other, or are negative unless `allow_negative`, for a block that is not in k or given twice (not
-    looked at on a GPU, nor where a program is recorded or traced); all else as `rotate`.
+    Raises ValueError for specs with another slice or layout, for positions that do not fit k or
+    each other, or are negative without `allow_negative`, and for a block that is not in k or given
+    twice (not checked on a GPU, nor while a program is recorded or traced); all else as `rotate`.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 16: R_m^T R_n = R_{n - m}. Positions
     within a cache: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2. Paged caches:
     Kwon et al., PagedAttention (arXiv 2309.06180), section 4.

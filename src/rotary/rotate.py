@@ -1,4 +1,4 @@
-"""`rotate` and `apply`: the two calls of a model, for every array library."""
+"""`rotate` and `apply`: the two functions that rotate q and k, for every array library."""
 
 from typing import Any, TypeVar, overload
 
@@ -69,24 +69,25 @@ def rotate(
     out_layout layout that is written; default `layout`
     rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on, by
                default 0; the rest is copied
-    seq_dim    axis of the tokens, default -2. It must be given where the tables would fit axis -3
-               as well, so that (batch, seq, heads, head_dim) is never rotated along its heads:
-               where there are as many heads as tokens, more than one, and q and k do not differ in
-               heads. So always give it where they have equally many and the number of tokens
-               varies. Lengths that are symbols of torch.compile or torch.export are not compared.
+    seq_dim    axis of the tokens, default -2. It must be given if the tables would also fit axis
+               -3, so that (batch, seq, heads, head_dim) is never rotated along its heads: if there
+               are as many tokens as heads, more than one, and q and k have the same number of
+               heads. So always give it if q and k have the same number of heads and the number of
+               tokens varies. Symbolic lengths of torch.compile or torch.export are not compared.
     positions  row numbers into tables of shape (rows, pairs): (seq,) or (batch, seq)
-    conjugate  turn by -angle and keep the amplitude: the transpose, that is, the gradient. With a
-               spec it reads the spec's out_layout and writes its layout; by hand, what you say.
-               The way back is conjugate=True divided by the square of the attention factor.
+    conjugate  rotate by -angle and keep the attention factor: the transpose, which the gradient
+               needs. With a spec it takes pairs in the spec's out_layout and returns them in its
+               layout; without a spec, `layout` and `out_layout` are used as given. To undo a
+               rotation, divide the result by the square of the attention factor.
     out        where to write: arrays of the shape of x; `out=x` rotates in place
     Returns new arrays (or `out`) of the dtype of x: float32 inside, rounded once.
 
     Raises TypeError without a spec and without a layout, or with both; for a dtype that is not
     floating point, or an array of a library that is not known. ValueError for shapes that do not
-    fit the spec or each other, or could mean two things, for a row number outside the tables, for
-    memory that overlaps. On a GPU no row number is looked at, because that would wait for the
-    device, nor where a program is recorded or traced: one outside the tables gives NaN there. The
-    page docs/modes.md says so mode by mode.
+    fit the spec or each other, or could mean two things, for a row number outside the tables, and
+    for memory that overlaps. On a GPU row numbers are not checked, because that would wait for the
+    device, and neither are they while a program is recorded or traced; a row outside the tables
+    gives NaN there. The page docs/modes.md lists every mode.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> import numpy as np
@@ -223,11 +224,11 @@ def apply(
 
     q, k       (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim)
     positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)
-    seq_dim    axis of the tokens, default -2. With positions it must be given where they would fit
-               axis -3 as well, see `rotate`; without, there are as many tokens as axis -2 has.
+    seq_dim    axis of the tokens, default -2. With positions it must be given if they would also
+               fit axis -3, see `rotate`.
     Other arguments as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is None.
-    On a GPU exact angles are worked out where they are used, without tables; positions there, and
-    where a program is recorded or traced, are not looked at, and negative ones turn backwards.
+    On a GPU the kernel computes exact angles itself, without tables. Positions are not checked on a
+    GPU, nor while a program is recorded or traced: negative ones rotate backwards there.
 
     >>> import numpy as np
     >>> q = np.ones((1, 2, 3, 4), np.float32)

@@ -2,9 +2,10 @@
 
 Every function takes `(rotary_dim, base, arithmetic, *, parameters)` and returns
 `(inv_freq, attention_factor)`: `inv_freq` of shape (rotary_dim / 2,) in rad per token, and the
-number that multiplies cos *and* sin (so scores carry its square). Keyword-only arguments are the
-schema of `Rotary.params`; their names are those of transformers' `rope_parameters`. `seq_len` is
-the one keyword that is not a parameter: a schedule that has it depends on the length of the row.
+number that multiplies cos *and* sin, so scores are multiplied by its square. The keyword-only
+arguments are the keys that `Rotary.params` may have, under the names of transformers'
+`rope_parameters`. Only the keyword `seq_len` is not a parameter: a schedule that has it depends on
+the length of the sequence.
 
 `arithmetic` says in which number type the formula runs. float64 is the definition. The other one,
 float32, repeats transformers' own order of operations, so that its tables can be compared bit for

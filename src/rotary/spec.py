@@ -1,4 +1,4 @@
-"""`Rotary`: everything a RoPE is, as plain frozen data, refused when it makes no sense."""
+"""`Rotary`: a frozen data class with all settings of a RoPE; invalid values are errors."""
 
 import dataclasses
 import difflib
@@ -28,12 +28,13 @@ class Rotary:
     start       first rotated channel
     base        the 10,000 of the paper (`rope_theta`)
     layout      pairs (i, i + rotary_dim/2): "half"; pairs (2i, 2i + 1): "interleaved"
-    out_layout  layout that is written; default `layout` (DeepSeek reads interleaved, writes half)
+    out_layout  layout of the result, default `layout`. DeepSeek takes interleaved pairs and returns
+                half-split ones: out_layout="half"
     schedule    name of a function in `rotary.schedules`
     params      its keyword-only arguments, under the names of transformers' `rope_parameters`
-    axes        which position axis drives each pair, (rotary_dim/2,); empty means one axis.
-                Schedule axial must have them: models differ in which axis comes first
-    sign        +1, or -1 where pairs turn the other way (nanochat)
+    axes        the position axis that each pair uses, (rotary_dim/2,); empty means one axis.
+                Schedule axial needs them, because models differ in which axis comes first
+    sign        +1, or -1 if pairs rotate in the other direction (nanochat)
 
     Hashable, comparable, picklable; `to_dict` and `from_dict` round-trip through JSON.
     Every invalid value is a ValueError here, not later.

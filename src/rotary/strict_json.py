@@ -1,4 +1,4 @@
-"""The one reader of JSON from outside: config.json, an index, a header, a manifest, a pasted text.
+"""Parses JSON from files and users: config.json, an index, a header, a manifest, a pasted text.
 
 Python's own reader takes what JSON does not have (NaN), keeps the last of two equal keys, and
 spends minutes on a number of a million digits. Here each of these is refused with one sentence.
@@ -16,7 +16,7 @@ JSON = Any  # a value of a JSON text: what it is, is checked where it is read
 
 
 def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
-    """The keys of an object that is JSON text; `where` it is from stands in the errors.
+    """The keys of a JSON object in a text; errors name `where` the text is from.
 
     text   str, or bytes in UTF-8 with or without a byte order mark
     Raises ValueError of one line for what is no JSON or no object, a number that JSON does not have
