@@ -308,6 +308,8 @@ def test_formulas_are_typeset_and_pictures_have_one_for_each_theme(built):
 
 CUT = """() => [...document.querySelectorAll("article pre")]
     .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
+NARROW = """() => [...document.querySelectorAll("article td:has(code)")]
+    .filter(e => e.clientWidth < 100).map(e => e.textContent.slice(0, 80))"""
 
 
 @pytest.mark.slow
@@ -315,6 +317,7 @@ CUT = """() => [...document.querySelectorAll("article pre")]
 def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built):
     """The pages with the longest lines, at 1280 and at 390 pixels."""
     names = ["guide", "identify", "tutorials/gpt", "tutorials/extend", "api/core", "commands"]
+    names += ["use_in"]  # and the table with the longest code
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -326,6 +329,7 @@ def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built):
             for name in names:
                 page.goto((built[0] / f"{name}.html").as_uri())
                 assert page.evaluate(CUT) == [], (name, width)
+                assert width > 390 or page.evaluate(NARROW) == [], name
                 assert page.evaluate("document.documentElement.scrollWidth") <= width, name
         browser.close()
 
