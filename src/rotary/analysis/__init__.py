@@ -1,8 +1,9 @@
-"""What a RoPE's numbers say: how far it reaches, and what an extension does to it.
+"""Computes how far a RoPE reaches, and what a method for longer contexts does to it.
 
-Numbers only, in float64, of any `Rotary`; `rotary.plots` draws them. `spectrum` is about single
-frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et al.,
-`extension` about longer contexts, `precision` about rounding, `simulate` draws queries and keys.
+All functions take a `Rotary` and return float64 numbers; `rotary.plots` draws them. `spectrum` is
+about single frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et
+al., `extension` about longer contexts, `precision` about rounding, `simulate` draws queries and
+keys.
 """
 
 from .bounds import failures as failures

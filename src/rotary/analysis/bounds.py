@@ -1,10 +1,10 @@
 """At which distances a RoPE can tell a similar token from a random one: B_m of Men et al.
 
-B_m = sum_i cos(m theta_i) is, but for a factor, how much higher a key that is like the query scores
-than a random key, at distance m (arXiv 2405.14591, Theorem 1). Where it is negative the similar key
-scores lower. Channels without rotation count as pairs of frequency 0, in `still`. Distances are
-taken in rows of `_ROW`: cos((m0 + j) theta) over a row is a product of a fixed table with e^{i m0
-theta}, so all rows are one matrix product, right to 1e-11 at 2**24.
+B_m = sum_i cos(m theta_i) is proportional to how much higher a key that is similar to the query
+scores than a random key, at distance m (arXiv 2405.14591, Theorem 1). Where it is negative the
+similar key scores lower. Channels without rotation count as pairs of frequency 0, in `still`.
+Distances are taken in rows of `_ROW`: cos((m0 + j) theta) over a row is a product of a fixed table
+with e^{i m0 theta}, so all rows are one matrix product, right to 1e-11 at 2**24.
 """
 
 import math
@@ -38,8 +38,8 @@ def similarity(
     distances  (len,) whole numbers in -2**24 .. 2**24
     weights    (pairs,) w_i, real or complex, for measured q and k: E[q_i conj(k_i)] of similar
                tokens less that of random ones; default 1
-    still      what the channels that do not turn add; default their number of pairs
-    seq_len    length of the row, for the schedules that depend on it
+    still      what the channels that are not rotated add; default: their number of pairs
+    seq_len    length of the sequence, for the schedules that depend on it
     axes       which axes of the position move, for several; None: all, as in text
     Raises ValueError for other distances, and weights that are not finite or not one per pair.
     Source: Men et al., arXiv 2405.14591, Eq. 9 and 10, where w_i = 1 and still = 0.
@@ -71,7 +71,7 @@ def first_failure(
     """The first distance m in 1 .. limit with B_m < 0, F of the spec; None if there is none.
 
     The options are those of `similarity`; limit <= 2**24. Raises ValueError for another limit.
-    It is a diagnostic and no limit of a model: Llama 2 works at 4096 tokens.
+    It is a diagnostic, not a limit of a model: Llama 2 works at 4096 tokens.
     Source: Men et al., arXiv 2405.14591, Eq. 11.
 
     >>> first_failure(Rotary(head_dim=128))
@@ -106,7 +106,7 @@ def lowest(
     spec: Rotary, length: int, *, weights: npt.ArrayLike | None = None,
     still: float | None = None, seq_len: int | None = None, axes: Axes = None,
 ) -> tuple[int, float]:  # fmt: skip
-    """(m, B_m / n): the distance in 1 .. length of the least similarity, and its share of the most.
+    """(m, B_m / n): the distance in 1 .. length with the smallest B_m, relative to the largest.
 
     n = sum |w_i| + |still| is the largest that B can be: head_dim / 2 without weights. Of equal
     values the first. The options are those of `similarity`; length <= 2**24. Raises ValueError for

@@ -1,11 +1,11 @@
-"""How a score falls with distance: its terms, its bound, and what the bound does not say.
+"""How scores depend on distance: the terms of a score, and the upper bound of RoFormer.
 
 Of a query and a key, the rotated channels are pairs, read as complex numbers q_i and k_i; with
 a the attention factor and h_i = a^2 q_i conj(k_i), the score that a model computes is
 
     (R_m q) . (R_n k)  =  Re sum_i h_i e^{i (m - n) theta_i}  +  the product of the other channels.
 
-The amplitude belongs to h. S_j is made of frequencies alone, as in the paper, and has none.
+The attention factor is part of h. S_j depends only on the frequencies, as in the paper.
 A distance is m - n, the query's position minus the key's; it may be negative. Angles come from
 64-bit turns, so they are right to 1e-11 rad at every distance to 2^24.
 Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.3.
@@ -180,8 +180,8 @@ def partial_sums(
 ) -> Complex:
     """(len, pairs + 1) complex128: S_j = sum_{i<j} e^{i distance theta_i}, from S_0 = 0.
 
-    A row is a walk in the plane, `pairs` steps of length 1: it wanders while the fast pairs point
-    anywhere, and goes straight on once distance * theta_i is well below 1.
+    A row is a path in the plane, with `pairs` steps of length 1: the steps of the fast pairs point
+    in all directions, and the path is straight once distance * theta_i is well below 1.
     Arguments as in `angles_at`, distances (len,). Raises ValueError for more than 2^25 sums.
     Source: RoFormer (arXiv 2104.09864), section 3.4.3; the walk: Su, kexue.fm 8265.
 
@@ -222,7 +222,7 @@ def score_bound(
     Arguments and errors are those of `score`. The largest difference includes the last one, from
     the last pair to h = 0. The bound is loose: for q and k of independent normal channels and
     head_dim 128, base 10,000, distances below 4096, |score| is 0.003 of it in the median and rarely
-    over 0.03. It says how the sum of the frequencies falls, not how one score does.
+    over 0.03. It does not tell how a single score changes with distance.
     Source: RoFormer (arXiv 2104.09864), equation 37. Differs from it: the channels that are not
     rotated, and the attention factor, are counted.
 

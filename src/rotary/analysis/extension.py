@@ -1,4 +1,4 @@
-"""What a longer context asks of a model that was trained on a shorter one, method by method."""
+"""Compares the methods that extend a trained model to a longer context."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from .spectrum import (
 
 
 class Row(NamedTuple):
-    """What one method makes of a target length; see `compare`."""
+    """The result of one method for a target length; see `compare`."""
 
     method: str
     spec: Rotary
@@ -152,9 +152,9 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
                       None: there is none
     failures          how many of those distances there are
     unseen            share of angles never seen in training at the last position (`unseen_share`);
-                      0 is what tuning-free use wants
+                      use without tuning needs 0
     lowest            smallest B_m over the number of pairs, in -1..1
-    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbours are squeezed
+    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbours are closer
     slowest_ratio     the same of the slowest pair: trained / target keeps it inside its arc
     attention_factor  what multiplies cos and sin
     Raises as `methods`.

@@ -1,4 +1,4 @@
-"""How far angles and tables are off in the number types that programs compute them in.
+"""The errors of angles and tables in the number types that programs use.
 
 An angle is position * inv_freq. An arithmetic rounds some of three things, the frequency, the
 position and their product, and then stores cos and sin in some type. The error is followed through

@@ -1,9 +1,9 @@
-"""Which base a context needs: a certified search, and the comb of bases that pass and fail.
+"""Finds the base that a context needs, by a certified search, and tests which bases pass.
 
 Men et al. (arXiv 2405.14591, Eq. 11) ask for B_m(b) = sum_i cos(m b^(-2i/d)) >= 0 at every distance
-m of the context. `loops.py` excludes bases interval by interval; here the line of ln b is dealt out
-in chunks, to threads or to an executor of concurrent.futures or like it. Results are taken in
-order, so nothing depends on who computes, where all processors are of one kind.
+m of the context. `loops.py` excludes bases interval by interval. Here the range of ln b is split
+into chunks, for threads or an executor like those of concurrent.futures. Results are used in
+order, so they do not depend on the number of workers, if all processors are of one kind.
 """
 
 import math

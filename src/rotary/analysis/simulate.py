@@ -1,4 +1,4 @@
-"""What distance does to a similar key among random ones, by drawing queries and keys."""
+"""Draws random queries and keys, and counts how often a similar key wins at a distance."""
 
 from collections.abc import Iterator
 from statistics import NormalDist

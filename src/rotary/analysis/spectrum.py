@@ -1,4 +1,4 @@
-"""Which frequencies a RoPE has, and how far each of them turns."""
+"""The frequencies of a RoPE, and how far each pair turns."""
 
 import dataclasses
 import math
@@ -145,7 +145,7 @@ def never_turning(spec: Rotary, length: int, seq_len: int | None = None) -> npt.
 
 
 def critical_dimension(spec: Rotary, trained: int, seq_len: int | None = None) -> int:
-    """Channels whose pairs make more than one turn in `trained` tokens; the others extrapolate ill.
+    """Channels whose pairs make more than one turn in `trained` tokens; others extrapolate badly.
 
     For the geometric ladder of base b it is 2 ceil(d/2 log_b(trained / 2 pi)), the form in which
     Liu et al. (arXiv 2310.05209) define it; here pairs are counted, so any spec has one.

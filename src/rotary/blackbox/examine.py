@@ -1,4 +1,4 @@
-"""One box, asked everything: its pairs, frequencies, amplitude, precision, and what is odd."""
+"""Examines one function: its pairs, frequencies, amplitude, precision, and what is unusual."""
 
 import dataclasses
 import math

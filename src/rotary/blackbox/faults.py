@@ -1,4 +1,4 @@
-"""Published faults of frequencies and amplitudes: what they look like, and what to say.
+"""Formulas of published faults of frequencies and amplitudes, and the text for each.
 
 A fault is only a finding if the numbers agree with its formula as exactly as they were measured.
 """

@@ -1,4 +1,4 @@
-"""From measured frequencies to the simplest schedule that explains them.
+"""Finds the simplest schedule that explains measured frequencies.
 
 Candidates are computed from the measured values, rounded to as few digits as possible,
 and each is computed by the schedule itself and compared with what was measured, at four levels:

@@ -1,8 +1,8 @@
-"""What one forward of a torch module rotates, whatever its functions and classes are called.
+"""Finds the rotations in one forward of a torch module, whatever its functions are called.
 
-Every operator that runs is watched. An array that is an earlier one rotated, as `turned` says by
-the numbers, is a rotation, in whichever module it was made; so a rotation is found in a function, a
-method, a module, a nested function, an operator in place, or written out in the attention.
+Every operator that runs is recorded. If an array is an earlier one rotated, which `turned` finds by
+the numbers, that is a rotation. So it is found wherever it is computed: in a function, a method, a
+module, a nested function, an operator in place, or written out in the attention.
 """
 
 import math

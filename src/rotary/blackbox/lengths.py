@@ -1,4 +1,4 @@
-"""What changes far out: frequencies that grow with the length, and tables that end.
+"""Finds changes at far positions: frequencies that depend on the length, tables that end.
 
 Both are measured at single positions beyond the last one that is understood, and are only
 claimed if a formula gives every measured angle there.

@@ -1,4 +1,4 @@
-"""From what a box does to each channel to pairs, angles, and the arithmetic behind the angles."""
+"""Finds pairs and angles from what a function does to each channel, and their arithmetic."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Calls a black box: finds out how it wants its arguments, and what it does to one vector.
+"""Calls a function: finds out which arguments it takes, and what it does to one vector.
 
 Everything a box is asked is asked through `Box`, which takes and returns float64 NumPy arrays and
 turns whatever goes wrong into a ValueError of one line.

@@ -1,8 +1,8 @@
-"""Whether one array is another one rotated, by the numbers alone, and by which angles.
+"""Decides by the numbers alone whether one array is another one rotated, and by which angles.
 
 Both arrays are (tokens, heads, channels): what a head of a model was before and after its
 rotation. Of every token there are several heads, which hold different numbers and are rotated
-alike, so a rotation that fits all of them is no chance.
+alike, so a rotation that fits all of them is no coincidence.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Checkpoints: weights moved from one pair layout to the other, and nothing lost.
+"""Converts the weights of a checkpoint from one pair layout to the other.
 
 In the order of the work, which `convert` goes through with one record, a `plan.Conversion`:
 

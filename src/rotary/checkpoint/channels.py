@@ -1,8 +1,8 @@
-"""Where the rotated channels of a projection are: along which axis of each tensor, and which rows.
+"""Finds the rotated channels of a projection: the axis of each tensor, and the rows.
 
 A projection is stored as one tensor or as several: a bias, the halves of an adapter, quantised
 values with their scales. Each of them moves with the rows of the weight along one axis, as whole
-bytes or packed into 32-bit words, or stays; a format where neither is right is refused by name.
+bytes or packed into 32-bit words, or is not changed; a format that needs more is an error.
 
 Among these rows heads lie side by side, or queries, keys and values are packed into one tensor, in
 one of several orders, or a slice of each head comes from a latent. Counts are read from the config

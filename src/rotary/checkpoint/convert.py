@@ -1,9 +1,9 @@
-"""A checkpoint in the other pair layout: shard by shard, resumable, and proved before it is whole.
+"""Converts a checkpoint to the other pair layout: shard by shard, resumable, verified.
 
-`prepare` reads and plans, and refuses what it can; `carry_out` writes and proves. The order of
-writing is what makes it safe: shards, each of which is read again, the config, then the scores, the
-files beside, the index, and the manifest last of all. Until the manifest is there the folder is
-unfinished, and the same call goes on.
+`prepare` reads, checks and plans; `carry_out` writes and verifies. The order of writing makes it
+safe: shards, each of which is read again, the config, then a check of the scores, other files, the
+index, and the manifest last of all. Without a manifest the folder is unfinished, and repeating the
+call continues.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""All that a conversion reads: files of safetensors, the folder they are in, and its config.
+"""Reads what a conversion needs: headers of safetensors files, their folder, and its config.
 
 Of the weights only the headers are read here, strictly: a file that breaks the format is an error,
 as are a link that leads out of the folder, an index that does not fit its shards and an unfinished

@@ -1,4 +1,4 @@
-"""In which layout the weights of a model are: by the keys of its config, and by their norms.
+"""Finds the layout of a model's weights: by the keys of its config, and by their norms.
 
 A config says it by a key of the model, or by `rope_traditional` (see `with_layout`).
 

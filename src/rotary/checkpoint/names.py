@@ -1,9 +1,9 @@
 """Which tensors of a checkpoint hold query and key channels: one table of rules on their names.
 
 A name is cut into (what stands before the layers, the layer, the module, the parameter). A rule is
-a regular expression that the whole module must match. A name that looks like a query or a key and
-that no rule knows is an error: such a tensor left where it is would spoil a model silently.
-Whoever knows better says so with `leave`.
+a regular expression that the whole module must match. A name that looks like a query or a key but
+matches no rule is an error: to copy such a tensor unchanged could make the model wrong without any
+message. If it is neither, the caller says so with `leave`.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""What is to be moved to give a checkpoint the other pair layout, as plain data.
+"""Plans which tensors are reordered to convert a checkpoint, as plain data.
 
-Moving the rows of W_q and W_k of one head by one permutation leaves every score as it was. So a
-layer without rotation may be moved or left, whatever is right for its rotating neighbours.
+Applying one permutation to the rows of W_q and W_k of a head changes no score. So a layer without
+rotation may be reordered or not, whichever its rotating neighbours need.
 """
 
 import math

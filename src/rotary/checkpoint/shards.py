@@ -1,4 +1,4 @@
-"""Shards in the other layout: read in pieces, moved, hashed, written, and proved from the disk.
+"""Writes shards in the other layout, piece by piece, and verifies what is on the disk.
 
 Channels move inside of their head, so a few MB of a tensor are held at once, however large it is.
 A shard that was written is read again: undoing the moves must give the bytes of the source. Then a

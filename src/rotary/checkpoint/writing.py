@@ -1,9 +1,9 @@
-"""The folder that a conversion writes: whole files or none, one process, and a journal.
+"""Writes the folder of a conversion: only complete files, by one process, with a journal.
 
-A file grows under a name of its own in the folder where it belongs, is synced, and then takes its
-name in one step. So a kill, a full disk or a power cut leaves the old file or the new one. The
-journal, while the folder is unfinished, has one line for what is converted and one for each shard
-that is whole; the manifest takes its place when all is.
+A file is written under a temporary name in its folder, synced, and then renamed in one step. So a
+kill, a full disk or a power cut leaves the old file or the new one. The journal, while the folder
+is unfinished, has one line for what is converted and one for each shard that is whole; the manifest
+takes its place when all is.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""A `Rotary` from what describes a model: config.json, GGUF metadata, Megatron's arguments.
+"""Makes a `Rotary` from a config.json, GGUF metadata or Megatron's arguments.
 
-`files` reads the file, `entries` chooses the entry that is meant, `record` is what it says, `hf`
-makes a `Rotary` of that. `models.json` is what is known of each model. Other formats: `diffusers`,
-`gguf`, `megatron`, `vllm`.
+`files` reads the file, `entries` chooses the part and the layer type, `record` is the result, and
+`hf` makes a `Rotary` of it. `models.json` has the facts about each model that configs do not state.
+Other formats: `diffusers`, `gguf`, `megatron`, `vllm`.
 """
 
 from .diffusers import from_diffusers_config as from_diffusers_config

@@ -1,4 +1,4 @@
-"""A `Rotary` from the config.json of a diffusers model: images and video, axes of unequal widths.
+"""Reads the config.json of a diffusers model: images and video, axes of unequal widths.
 
 Each model class has a rule here: where its config says how wide the axes are, the values where the
 file is silent, and the layout that its code rotates.

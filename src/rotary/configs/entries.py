@@ -1,4 +1,4 @@
-"""Which config is meant: the file, the part of a model, the model, the entry of a layer type.
+"""Chooses what a call asks for: the file, the part of a model, the layer type.
 
 `choose` reads a config once into one `Config`; everything else takes that: `hf.py` makes a `Rotary`
 of it, `rotary.programs` what other programs compute. Only data is read: nothing in a model folder

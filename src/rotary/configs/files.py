@@ -1,4 +1,4 @@
-"""The keys of a config: from a file, its folder, a dict or a PretrainedConfig."""
+"""Reads the keys of a config from a file, its folder, a dict or a PretrainedConfig."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""A `Rotary` from a model's config, in every dialect that is around, and a config for a `Rotary`.
+"""Makes a `Rotary` from a model's config, in all versions of the format, and a config from it.
 
-Which keys are meant is chosen in `entries.py`; here they get their meaning. A key, a type or a
-model that is not known is an error that names it.
+`entries.py` chooses the keys; this file interprets them. An unknown key, type or model is an error
+that names it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Another RoPE in a config.json: the keys are changed where the file has them, the rest stays."""
+"""Writes another RoPE into a config.json: under the keys that the file has, the rest unchanged."""
 
 import copy
 import dataclasses

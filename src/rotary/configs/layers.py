@@ -1,8 +1,8 @@
 """The rope parameters of each layer type: nested, flat, in lists by layer, or one for all.
 
 transformers reads a nested `rope_parameters` only where the model's code has layer types, and
-every such model has its own rule for what is missing or flat. A config that it would read
-otherwise than it looks is refused here, with what to write.
+every such model has its own rule for missing and for flat entries. If transformers would read a
+config in another way than it looks, that is an error here, which says what to write.
 """
 
 from collections.abc import Mapping

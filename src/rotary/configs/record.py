@@ -1,4 +1,4 @@
-"""What a config says about one RoPE: the record that everything takes which reads a config."""
+"""`Config`: what a config says about one RoPE. All code that needs a config takes this record."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the values of a config must be, checked before anything of their size is made."""
+"""Checks the values of a config, before anything of their size is allocated."""
 
 from collections.abc import Callable, Mapping
 

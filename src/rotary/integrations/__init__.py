@@ -1,4 +1,4 @@
-"""Other programs, each loaded when asked.
+"""Integrations with other programs; each is imported when it is used.
 
 `transformers` patches a loaded model (also of diffusers and timm), `sinks` is a cache for one,
 `onnx` exports one, `hub_kernel` writes a layer for the library `kernels`. `vllm`, `sglang`,

@@ -1,4 +1,4 @@
-"""A definition of ours and everything it needs, as one file that imports nothing of ours.
+"""Collects a definition of this library and everything it needs into one file.
 
 Code is read and written out as text, comments and all; nothing is loaded.
 """

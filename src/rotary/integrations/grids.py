@@ -1,7 +1,7 @@
 """The modules of diffusers, timm and DINOv3 that make the tables of an image or a video.
 
-They are given no positions, as those of `tables` are, but ids of patches, an image, or its size.
-Each way of calling them that is known here says how to try one, and which positions a call means.
+They take ids of patches, an image, or its size instead of positions, as those of `tables` do. For
+each known kind of module this file says how to call it, and which positions a call means.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """`export`: RoPE as a package of Hugging Face's `kernels`, which imports only torch and Triton.
 
-Such a package may not depend on this library, so its code is collected from here: a definition,
-and what it names, and so on, each written out as it stands in its own file. Nothing is loaded for
-that, neither torch nor Triton.
+Such a package may not depend on this library. So the code that it needs is copied from here as
+text, definition by definition. For that, neither torch nor Triton is imported.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""LMCache: cached keys moved to other positions by `rotary.rerotate`, in place of its kernel.
+"""The plug-in for LMCache: `rotary.rerotate` moves cached keys instead of LMCache's kernel.
 
 LMCache reuses the keys of a text at other positions (CacheBlend). Its kernel turns a key back by
 one row of the server's table and forward by another. `install(spec)` puts `rerotate` in its place:

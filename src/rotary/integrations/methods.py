@@ -1,4 +1,4 @@
-"""Methods of single modules: which rotation functions they call, and copies that call others.
+"""Finds the rotation functions that a module's methods call, and makes copies that call others.
 
 An attention of transformers calls a rotation function by a global name of its file:
 

@@ -1,4 +1,4 @@
-"""The rope of a model of mlx-lm, in place of `mlx.nn.RoPE` and mlx-lm's own."""
+"""`RoPE`: replaces `mlx.nn.RoPE`, or mlx-lm's own, in a model of mlx-lm."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""RMS norms of q and k that come right before a rotation, moved into the call that rotates.
+"""Moves the RMS norms of q and k right before a rotation into the call that rotates.
 
     query = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
     ...

@@ -1,8 +1,8 @@
 """`export`: a torch module that rotates, as an ONNX model with the operator `RotaryEmbedding`.
 
 ONNX has the operator from opset 23 on. It rotates the first channels of a head, in one layout, by
-one row of cos and sin per token. What it cannot say (a slice that starts later, interleaved in and
-half out, tables per head, float64) is written in plain operators, as is all below opset 23.
+one row of cos and sin per token. What it cannot express (a slice that starts later, interleaved in
+and half out, tables per head, float64) is written in plain operators, as is all below opset 23.
 
 The tables are computed in the model from its positions, by 64-bit turns as everywhere here. So
 there is no longest position, nothing is clamped, and no table is shipped; a negative position, an

@@ -1,4 +1,4 @@
-"""What a model's own rotation function computes, by trying it, and `rotate` in its place.
+"""Finds out what a model's rotation function computes by calling it, and replaces it.
 
 Nothing is concluded from names or source text: a function is called on small random tensors, and a
 `Convention` counts only if the very code that will run in its place returns the same numbers.

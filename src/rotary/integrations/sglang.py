@@ -1,4 +1,4 @@
-"""SGLang: its rotary embeddings by `rotary.rotate`, through its own hooks for plug-ins.
+"""The plug-in for SGLang: its rotary embeddings rotate with `rotary.rotate`.
 
     SGLANG_PLUGINS=rotary python -m sglang.launch_server --model-path MODEL
 

@@ -1,4 +1,4 @@
-"""How the tables of a model hold a column for each pair of channels, read and written.
+"""The forms in which tables of models hold one column per pair, and how to convert them.
 
 "half"     one column for each pair, as `rotary.rotate` takes them
 "halves"   all columns, and once more all columns

@@ -1,4 +1,4 @@
-"""The modules that make cos and sin: what they return, by trying them, and exact tables instead.
+"""Finds out what a module returns as cos and sin by calling it, and makes exact tables.
 
 Those of images and video are known to `grids`.
 

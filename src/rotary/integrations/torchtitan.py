@@ -1,4 +1,4 @@
-"""torchtitan: its rotary modules by the kernels of this library, with its own override mechanism.
+"""The overrides for torchtitan: its rotary modules rotate with the kernels of this library.
 
     torchrun -m torchtitan.train ... --override.imports \\
         rotary.integrations.torchtitan.cos_sin_rope rotary.integrations.torchtitan.complex_rope

@@ -1,4 +1,4 @@
-"""`patch`: a loaded model rotates its queries and keys by `rotary.rotate`.
+"""`patch`: makes a loaded model rotate its queries and keys with `rotary.rotate`.
 
     what the model has               what this instance has from `patch` to `unpatch`
     LlamaAttention.forward           self_attn.forward: a copy that calls another name, `methods`

@@ -1,4 +1,4 @@
-"""vLLM's rotary embeddings, computed by rotary: the plug-in `rotary` of vLLM.
+"""The plug-in for vLLM: its rotary embeddings rotate with `rotary.rotate`.
 
     VLLM_PLUGINS=rotary vllm serve MODEL --enforce-eager
 

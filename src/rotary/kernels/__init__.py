@@ -1,7 +1,7 @@
-"""What is asked of an array library: `Kernel`, one line for each; and which one an array gets.
+"""`Kernel`: the functions that an array library must have; and which kernel an array gets.
 
-A library costs a file with a `KERNEL` and an entry in `KERNELS`; `numpy.py` is the reference, and
-says what each of them computes.
+To add a library, write a file with a `KERNEL` and add an entry to `KERNELS`. `numpy.py` is the
+reference implementation and documents what each function computes.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The sizes of the caches of this processor, which say where loops are cut."""
+"""The sizes of this processor's caches, from which the sizes of tiles follow."""
 
 from functools import cache
 from pathlib import Path

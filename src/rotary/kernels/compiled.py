@@ -1,9 +1,9 @@
 """Compiling a loop with Numba, and keeping the machine code on disk in files that are checked.
 
-Numba's own cache trusts what it reads: a flipped bit in one of its files ends the process, or
-computes something else. Here every file carries a checksum, and one that does not fit is compiled
-anew and written over. A cache that cannot be read or written costs the time to compile, never an
-answer. The checksum finds damage, not malice: whoever may write to the folder may run code.
+Numba's own cache does not check its files: a flipped bit in one of them crashes the process, or
+gives wrong results. Here every file has a checksum; a file with a wrong one is compiled again and
+overwritten. If the cache cannot be read or written, calls only take longer. The checksum finds
+damage, not attacks: whoever can write to the folder can run code.
 """
 
 # mypy: disable-error-code="misc"

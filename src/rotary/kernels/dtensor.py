@@ -1,9 +1,9 @@
-"""The DTensor kernel: every rank turns the tokens that it holds, and nothing is sent.
+"""The DTensor kernel: every rank rotates the tokens that it holds, and nothing is sent.
 
 A rotation never mixes tokens or heads, so a shard along any axis but the last is rotated by itself,
 by the torch kernel, with the rows of the tables that belong to it. Tables and positions are plain
 tensors, then the same on every rank and of the whole sequence, or DTensors on the mesh of x.
-What would need another rank (a head that is cut, a sum that is not done) is refused.
+What would need data of another rank (a head that is split, a partial sum) is an error.
 """
 
 from collections.abc import Callable, Sequence

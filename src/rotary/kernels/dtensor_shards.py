@@ -1,4 +1,4 @@
-"""What of a DTensor, and of the tables that go with it, this rank holds; what lies otherwise."""
+"""The part of a DTensor, and of its tables, that this rank holds; errors for other placements."""
 
 from collections.abc import Sequence
 from typing import Any

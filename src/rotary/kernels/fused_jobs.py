@@ -1,4 +1,4 @@
-"""A fused call on the host as jobs of the compiled loops, for NumPy arrays and torch tensors."""
+"""Arguments of the compiled loops for a fused call on NumPy arrays and CPU tensors."""
 
 import math
 from array import array

@@ -1,4 +1,4 @@
-"""How the arrays of one rotation fit together, worked out from their shapes alone."""
+"""How the shapes of the arrays of one rotation fit together."""
 
 import sys
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,7 @@
-"""A rotation on the host as jobs of the compiled loops, from the forms of the memory alone.
+"""Arguments of the compiled loops, from the shapes, strides and types of arrays.
 
-What depends on shapes, strides and types is worked out once for a form; a job then takes addresses.
-So NumPy arrays and torch tensors take the same way and nothing is wrapped or copied.
+What depends on shapes, strides and types is computed once; each call then only adds addresses. So
+NumPy arrays and torch tensors use the same code, and nothing is wrapped or copied.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""From shapes and strides to a launch of the GPU kernel: pure arithmetic, kept for each form.
+"""Computes the arguments of a launch of the GPU kernel from shapes and strides.
 
 The kernel walks over (batch, token, head). Every array is cut into these: heads are an axis along
 which one row of angles serves all, tokens the axis along which angles vary, and what is left is

@@ -1,4 +1,4 @@
-"""Blocks of memory: their form, and whether two of them share a byte."""
+"""Blocks of memory: their shape and strides, and whether two of them share a byte."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Where an array of positions is made: in the library of a given array, on its device."""
+"""The library and device in which an array of positions is made: those of a given array."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What surrounds a rotation in a fused call: records of plain data, and how they fit together."""
+"""Records for the steps around the rotation of a fused call, and checks of their shapes."""
 
 import math
 from collections.abc import Sequence

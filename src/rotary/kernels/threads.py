@@ -1,4 +1,4 @@
-"""Who does the work: the calling thread, or all threads of the OpenMP that torch uses, or Numba's.
+"""Runs jobs on the calling thread, or on all threads of torch's OpenMP or of Numba.
 
 Torch's workers spin for a while after every operator. A second pool has to wait for the core they
 hold, so large jobs go to the same pool, through the C interface of GNU OpenMP.

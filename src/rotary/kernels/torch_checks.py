@@ -1,4 +1,4 @@
-"""What torch tensors are refused, before any of their memory is read or written."""
+"""Checks of torch tensors, before any of their memory is read or written."""
 
 from collections.abc import Sequence
 

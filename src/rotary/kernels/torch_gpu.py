@@ -1,7 +1,8 @@
-"""A call on a GPU like one before: a compiled launch, by the addresses of the tensors alone.
+"""Repeats a call on a GPU with known shapes: a compiled launch that only needs addresses.
 
-Triton looks at every argument of a launch, which takes longer than the launch. Here all but the
-addresses is settled once, for tensors of one form; the guards of `torch_ready` know the form again.
+Triton examines every argument of a launch, which takes longer than the launch. Here everything but
+the addresses is computed once for tensors of the same shapes and types, which the guards of
+`torch_ready` recognise.
 Nothing waits for the device, and nothing but new outputs is allocated: such a call can be captured
 in a CUDA graph.
 """

@@ -1,4 +1,4 @@
-"""What rotates torch tensors: the loops on the host, Triton's kernel on a GPU, or the formula.
+"""Rotates torch tensors: by the loops on a CPU, Triton's kernel on a GPU, or the formula.
 
 The formula is torch's own operators. Kernels write memory, and know nothing of gradients; with
 `Differentiable` around them they have gradients of every order.

@@ -1,6 +1,6 @@
-"""`torch.ops.rotary.*`, for torch.compile and for those who want a call that nothing looks into.
+"""`torch.ops.rotary.*`: opaque operators for torch.compile and for direct calls.
 
-They may be called directly, so they check all that they take, also where tensors are fake.
+They may be called directly, so they check all arguments, also those that are fake tensors.
 """
 
 from collections.abc import Sequence

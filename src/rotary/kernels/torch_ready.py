@@ -1,4 +1,4 @@
-"""A call like one before: what must be as it was, and the code that then runs at once.
+"""Repeats a call whose arguments have the shapes, types and strides of an earlier one.
 
 For one token, working out how the tensors fit together costs several times the rotation. The checks
 that `torch.compile` makes before it runs a compiled function, in C++, cover what the answer depends
@@ -8,8 +8,9 @@ do not see make_fx, forward mode, grad mode, row numbers, and whether memory is 
 looked at here; torch.compile, which the caller rules out; and would end the process for a nested
 tensor.
 
-After a product of a model's width nothing of this is in a cache, and what counts is how much code
-and memory a call touches: what the guard has checked is not checked again.
+After a matrix product as wide as a model, none of this code is in the processor's caches, so the
+time depends on how much code and memory a call uses: what the guard has checked is not checked
+again.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What a torch tensor is at this moment: memory to read and write, or something torch watches."""
+"""Whether a torch tensor is plain memory to read and write, or something that torch tracks."""
 
 # mypy: disallow-untyped-decorators=False
 

@@ -1,4 +1,4 @@
-"""The numbers of `rotary.analysis` as matplotlib figures, each a function of a spec or several.
+"""Functions that draw the numbers of `rotary.analysis` for one or several specs, as figures.
 
 Figures are plain `matplotlib.figure.Figure`, free of pyplot and of any global state; `save` writes
 them, after `dark` for a dark page. Where one spec is drawn, give the `Rotary`, or {name: Rotary}

@@ -1,4 +1,4 @@
-"""A figure as a file: whole or not at all, and the same bytes every time."""
+"""Writes a figure to a file: never a part of one, and always the same bytes."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Pictures of what is where: turning pairs, layouts of channels, axes, positions, ranks."""
+"""Pictures of pairs, layouts of channels, axes, positions and ranks."""
 
 from collections.abc import Sequence
 

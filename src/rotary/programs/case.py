@@ -1,4 +1,4 @@
-"""What a program is asked, and what it answers: plain data that all files of the folder share."""
+"""The question to a program and its answer, as plain data that all files here use."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The same config.json as several programs compute it: frequencies, switch rule, amplitude.
+"""`diff`: compares what several programs compute from the same config.json.
 
 transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub take different rotations from one file.
 The file is read once, by `rotary.configs`; what transformers computes is what `from_hf_config`

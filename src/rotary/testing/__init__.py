@@ -1,4 +1,4 @@
-"""For the tests of other code: does this function rotate as that spec says?
+"""Tests whether a function of yours rotates as a spec says.
 
 `check(fn, spec)` compares a function with the plain formula in float64, and names the mistake where
 they differ. `vectors(specs)` gives the numbers themselves, for programs that Python cannot call:

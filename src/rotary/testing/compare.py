@@ -1,4 +1,4 @@
-"""`check`: a function against the formula, and the name of the mistake where they differ."""
+"""`check`: compares a function with the formula, and names the mistake if they differ."""
 
 import dataclasses
 import itertools

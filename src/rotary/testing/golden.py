@@ -1,4 +1,4 @@
-"""Golden vectors: positions, cos, sin, and q and k before and after, for programs in any language.
+"""Test vectors for any language: positions, cos, sin, and q and k before and after.
 
 docs/conformance.md describes the format, which is JSON with every float32 as the hex digits of its
 bits; `VERSION` grows when a reader of the format would have to change.

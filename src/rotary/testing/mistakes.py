@@ -1,4 +1,4 @@
-"""Published mistakes that give another, perfectly good RoPE: only the config says it is wrong.
+"""Published mistakes that give another valid RoPE; only the config shows that it is wrong.
 
 Each is the spec that a program computes in place of the right one. A function makes the mistake if
 it agrees with that spec in everything it was asked.
