@@ -85,7 +85,7 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             warnings.simplefilter("always")
             spec = rotary_of(config, complaints.append)
         for complaint in complaints:
-            yield Remark(where, complaint, "nothing reads this key: mend or remove it")
+            yield Remark(where, complaint, "no program reads this key: correct or remove it")
         for each in caught:  # a factor below 1
             yield Remark(where, str(each.message), "it is read as it is written", is_hint=True)
         if spec is None:
@@ -139,11 +139,11 @@ def _buffers(model: Any) -> Iterator[Remark]:
 def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
     """What a buffer of frequencies holds against what its config says, and advice or ""."""
     if buffer.device.type == "meta":
-        return "on the meta device", "it has no values: load or build it anew"
+        return "on the meta device", "it has no values: load or build it again"
     values = buffer.detach().double().cpu().numpy()
     dtype = str(buffer.dtype).removeprefix("torch.")
     if not np.isfinite(values).all() or not (np.abs(values) <= 2 * math.pi).all():
-        advice = "uninitialised memory, as after to_empty(): build the module anew"
+        advice = "uninitialised memory, as after to_empty(): build the module again"
         return "values that are no frequencies", advice
     if dtype in ("bfloat16", "float16"):
         return (
@@ -165,7 +165,7 @@ def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
         return f"{count}, the config says {others}", "the module was built from another config"
     apart = float(np.max(np.abs(values - expected) / np.maximum(np.abs(expected), 1e-30)))
     if apart > 1e-4:
-        advice = "loaded from a checkpoint, or changed since: build the module anew"
+        advice = "loaded from a checkpoint, or changed since: build the module again"
         return f"frequencies differ from the config by {apart:.1e}", advice
     return f"{count}, as the config says", ""
 

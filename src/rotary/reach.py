@@ -201,7 +201,7 @@ def _sentences(result: Reach) -> Iterator[str]:
             "retrieval over such distances is weak."
         )
     if result.still_pairs:
-        yield f"{result.still_pairs:g} pairs of channels are not rotated and see no distance."
+        yield f"{result.still_pairs:g} pairs of channels are not rotated, so they do not depend on distance."
     if not result.never_turning:
         yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
     else:
@@ -220,5 +220,5 @@ def _sentences(result: Reach) -> Iterator[str]:
     if result.float32_positions < result.length:
         yield (
             f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "
-            f"{result.float32_positions:,}; exact angles cost nothing."
+            f"{result.float32_positions:,}; exact angles take no more time."
         )

@@ -220,12 +220,12 @@ def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
         right, wrong = "cat(f, f)", "repeat_interleave(f, 2)"
         if pairs.out_layout == "interleaved":
             right, wrong = wrong, right
-        text = f"{pairs.layout} pairs, but tables laid out as {wrong}; needs {right}"
+        text = f"{pairs.layout} pairs, but the tables have the order {wrong}; needs {right}"
         return [Finding("tables_in_other_layout", text), shift]
     if num_axes > 1 and (by_axis.min(axis=-1) < 1e-4).all():  # an axis turns one channel of a pair
-        text = "the two channels of a pair read different position axes: they are divided over "
+        text = "the two channels of a pair use different position axes: axes are assigned over "
         return [Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"), shift]
-    text = "the two channels of a pair do not turn by one angle"
+    text = "the two channels of a pair are not rotated by the same angle"
     return [Finding("not_a_rotation", text), shift]
 
 
@@ -329,18 +329,18 @@ def _odd_angles(turning: Turning, rates: Rates, num_axes: int) -> list[Finding]:
     ignored = set(range(num_axes)) - set(rates.axes[rates.inv_freq != 0].tolist())
     if ignored and num_axes > 1:
         names = ", ".join(map(str, sorted(ignored)))
-        findings.append(Finding("axes_ignored", f"position axes {names} turn no pair"))
+        findings.append(Finding("axes_ignored", f"position axes {names} rotate no pair"))
     quarter = np.abs(np.abs(rates.phase) - math.pi / 2).max() < 4 * turning.noise + 1e-5
     if quarter:
         text = "position 0 is a quarter turn: cos and sin are swapped"
         findings.append(Finding("cos_sin_swapped", text))
     elif rates.phase.any():
-        findings.append(Finding("phase", "position 0 is not left as it is"))
+        findings.append(Finding("phase", "position 0 is rotated"))
     elif rates.offset:
-        text = f"position 0 is turned as if it were position {rates.offset:g}"
+        text = f"position 0 is rotated as if it were position {rates.offset:g}"
         findings.append(Finding("offset", text))
     if rates.sign < 0 and not quarter:
-        text = "pairs turn the other way: the direction of nanochat, or a wrong sign of sin"
+        text = "pairs rotate in the other direction: as in nanochat, or sin has a wrong sign"
         findings.append(Finding("clockwise", text))
     return findings
 

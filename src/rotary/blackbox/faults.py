@@ -40,8 +40,8 @@ AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
     ),
     (
         "attention_factor_twice", lambda g: g * g,
-        "cos and sin are times {g:.6g} twice: the attention factor of YaRN by {factor:g} is "
-        "applied by the tables and once more",
+        "cos and sin are multiplied by {g:.6g} twice: the attention factor of YaRN by {factor:g} "
+        "is applied by the tables and once more",
     ),
     (
         "attention_factor_divides", lambda g: 1 / g,
@@ -103,7 +103,7 @@ def _odd_list(measured: Measured) -> list[Finding]:
                             f"{base:g}: 1 / inv_freq (MLX's freqs) is taken for inv_freq, or the "
                             "minus of the exponent is missing")]  # fmt: skip
     if (size < 0).any():
-        findings.append(Finding("mixed_directions", "some pairs turn the other way"))
+        findings.append(Finding("mixed_directions", "some pairs rotate in the other direction"))
     same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
     twins = np.argwhere(np.triu(same, 1)).tolist()
     if twins and measured.num_axes == 1:
@@ -129,7 +129,7 @@ def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
     """What is unusual about the number that multiplies cos and sin."""
     findings, size, noise = [], measured.amplitude, measured.amplitude_noise
     if abs(size - 1) > noise:
-        findings.append(Finding("amplitude", f"cos and sin are times {size:.6g}"))
+        findings.append(Finding("amplitude", f"cos and sin are multiplied by {size:.6g}"))
     factor = explained.params.get("factor", 1.0)
     if explained.schedule != "yarn" or factor <= 1:
         return findings
@@ -142,8 +142,8 @@ def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
     mscale = (size - 1) / (g - 1)
     error = noise / (g - 1)
     if mscale > 0 and error < 1e-4 and abs(float(f"{mscale:.2e}") - mscale) <= error:
-        findings.append(Finding("mscale_alone", f"cos and sin are times 0.1 x {mscale:.3g} x "
-                                f"ln({factor:g}) + 1: mscale without mscale_all_dim"))  # fmt: skip
+        text = f"cos and sin are multiplied by 0.1 x {mscale:.3g} x ln({factor:g}) + 1: "
+        findings.append(Finding("mscale_alone", text + "mscale without mscale_all_dim"))
     return findings
 
 

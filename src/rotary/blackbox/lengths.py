@@ -130,13 +130,13 @@ def with_length(
 ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
     (
         "positions_clamped",
-        "positions from {edge:,} on are all turned as {before:,}: a table of {edge:,} rows whose "
+        "positions from {edge:,} on are all rotated as {before:,}: a table of {edge:,} rows whose "
         "index is clamped",
         lambda edge: (edge - 1, edge - 1),
     ),
     (
         "positions_restart",
-        "position {edge:,} is turned as 0 again, and so on: positions are taken modulo {edge:,}",
+        "position {edge:,} is rotated as 0 again, and so on: positions are taken modulo {edge:,}",
         lambda edge: (0, 5),
     ),
     (
@@ -146,7 +146,7 @@ ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
     ),
     (
         "positions_overflow",
-        "position {edge:,} is turned as -{edge:,}: positions are whole numbers of too few bits",
+        "position {edge:,} is rotated as -{edge:,}: positions are whole numbers of too few bits",
         lambda edge: (-edge, 5 - edge),
     ),
 )  # fmt: skip

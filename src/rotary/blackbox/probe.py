@@ -233,7 +233,7 @@ def check(box: Box) -> list[Finding]:
     numbers = np.arange(3, 8)
     x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
     y, wrote = box.call(x, positions)
-    findings = [Finding("overwrites_input", "writes over the x it is given")] if wrote else []
+    findings = [Finding("overwrites_input", "overwrites the x that it gets")] if wrote else []
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * (float(np.abs(y).max()) or 1.0)
 
     def differ(one: Array, two: Array) -> bool:

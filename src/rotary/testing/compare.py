@@ -227,7 +227,7 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
         else:
             yield Call(case, x, positions, y, "")
             if wrote and case == "near" and "input" not in rules.skip:
-                yield Call("input", x, positions, None, "writes over the x it is given")
+                yield Call("input", x, positions, None, "overwrites the x that it gets")
 
 
 def _expected(call: Call, spec: Rotary, seq_len: int | None) -> Array:
@@ -283,7 +283,7 @@ def _measured(
 def _other(found: Identification, right: Identification, allowed: float) -> Iterator[Finding]:
     """In which fields the RoPE that was found differs from the right one."""
     if found.amplitude and right.amplitude and abs(found.amplitude / right.amplitude - 1) > allowed:
-        text = f"cos and sin are times {found.amplitude:.6g}, not times {right.amplitude:.6g}"
+        text = f"cos and sin are multiplied by {found.amplitude:.6g}, not by {right.amplitude:.6g}"
         yield Finding("other_amplitude", text)
     if found.spec is None or right.spec is None:
         return

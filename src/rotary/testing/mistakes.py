@@ -54,7 +54,7 @@ def _of_pairs(spec: Rotary) -> Iterator[Row]:
         yield "other_layout", text, _changed(spec, layout=read, out_layout=written)
     yield (
         "clockwise",
-        "pairs turn the other way: a wrong sign of sin",
+        "pairs rotate in the other direction: sin has a wrong sign",
         _changed(spec, sign=-spec.sign),
     )
     frequencies, factor = inv_freq(spec)
