@@ -201,7 +201,7 @@ def _sentences(result: Reach) -> Iterator[str]:
             "retrieval over such distances is weak."
         )
     if result.still_pairs:
-        yield f"{result.still_pairs:g} pairs of channels are not rotated, so they do not depend on distance."
+        yield f"{result.still_pairs:g} pairs of channels are not rotated, at any distance."
     if not result.never_turning:
         yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
     else:
