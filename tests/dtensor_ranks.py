@@ -466,7 +466,7 @@ def operands_that_do_not_go_together_are_refused(world):
     refused(lambda: rotary.rotate(copy, *cuts, SPEC), ValueError, *words)
     refused(lambda: rotary.rotate(cut(whole, mesh, [Shard(1)]), *cuts, SPEC), ValueError, *words)
     refused(
-        lambda: rotary.rotate(shard, *with_batch, SPEC), ValueError, "lack rows", "[Shard(dim=1)]"
+        lambda: rotary.rotate(shard, *with_batch, SPEC), ValueError, "miss rows", "[Shard(dim=1)]"
     )
     pairs = [cut(table, mesh, [Shard(1)]) for table in tables]
     refused(lambda: rotary.rotate(copy, *pairs, SPEC), ValueError, *words)
@@ -477,9 +477,9 @@ def operands_that_do_not_go_together_are_refused(world):
         lambda: rotary.rotate(copy, *tables, SPEC, positions=rows), ValueError, "positions", "lack"
     )
     refused(
-        lambda: rotary.rotate(shard, *cuts, SPEC, positions=rows), ValueError, "cos", "lack rows"
+        lambda: rotary.rotate(shard, *cuts, SPEC, positions=rows), ValueError, "cos", "miss rows"
     )
-    refused(lambda: rotary.apply(SPEC, copy, positions=rows), ValueError, "lack rows")
+    refused(lambda: rotary.apply(SPEC, copy, positions=rows), ValueError, "miss rows")
 
     flat = init_device_mesh("cpu", (1, world))
     other = cut(whole, flat, [Replicate(), Shard(2)])
@@ -494,7 +494,11 @@ def operands_that_do_not_go_together_are_refused(world):
     refused(lambda: rotary.rotate(whole, *cuts, SPEC), TypeError, "to_local()")
     refused(lambda: rotary.rotate(whole, cos, sin, SPEC, positions=rows), TypeError, "to_local()")
     refused(lambda: rotary.rotate(shard, *tables, SPEC, out=whole), TypeError, "DTensor.from_local")
-    refused(lambda: rotary.rotate(shard, *tables, SPEC, out=copy), ValueError, "out must lie as x")
+    refused(
+        lambda: rotary.rotate(shard, *tables, SPEC, out=copy),
+        ValueError,
+        "out must have the placements of x",
+    )
 
     own = [table[: 8 // world] for table in tables]
     words = "does not fit", "of which this rank holds", "whole"
@@ -663,7 +667,7 @@ def what_mixed_precision_rounded_is_refused(world):
     refused(lambda: model(x, positions=seconds), TypeError, *words)
     model = mixed(lambda q, k, cos, sin: rotary.rotate((q, k), cos, sin, SPEC), mesh)
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
-    words = "tables must be float32", "bfloat16", "rounded before"
+    words = "tables must be float32", "bfloat16", "already rounded"
     refused(lambda: model(x, cos=cos, sin=sin), TypeError, *words)
 
 

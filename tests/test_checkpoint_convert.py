@@ -315,7 +315,9 @@ def test_what_is_unknown_in_attention_is_listed_and_warned_of(tmp_path):
     save_file({**weights(0), name: np.ones((32, WIDTH), np.float32)}, tmp_path / "m.safetensors")
     done = converted(tmp_path / "m.safetensors", tmp_path / "b", config=LLAMA)
     assert [left.tensor for left in done.plan.left] == [name]
-    assert done.warning.startswith(f"{name} stays as it is: it is in attention, and no rule knows")
+    assert done.warning.startswith(
+        f"{name} stays as it is: it is in attention, but its name is not known"
+    )
     assert json.loads((tmp_path / "b" / MANIFEST).read_text())["left"][0]["tensor"] == name
 
 

@@ -130,8 +130,8 @@ def test_what_is_no_safetensors_file_is_refused_by_name(tmp_path, content, word)
         ({"a": entry(offsets=(0, 2**64), shape=(2**62,))}, "truncated"),
         ({"a": entry("F16", (1,), (0, 2))}, "truncated"),
         ({"a": entry("F4", (1,), (0, 1))}, "is not 1 bytes"),
-        ({"__metadata__": {"a": 1}, "a": entry()}, "text alone"),
-        ({"__metadata__": [], "a": entry()}, "text alone"),
+        ({"__metadata__": {"a": 1}, "a": entry()}, "only text"),
+        ({"__metadata__": [], "a": entry()}, "only text"),
     ],
 )  # fmt: skip
 def test_a_header_that_breaks_the_format_is_refused(tmp_path, header, word):

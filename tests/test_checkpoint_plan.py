@@ -312,7 +312,7 @@ def test_the_output_moves_only_where_keys_are_the_values():
     assert [name for name in made.moves if name in outputs] == outputs[1:]
     assert made.moves[outputs[1]].axis == 1
     scales = {outputs[1].replace("weight", "weight_scale_inv"): Tensor("F32", (2, 2), 0, 16)}
-    with pytest.raises(ValueError, match="quantised columns cannot move"):
+    with pytest.raises(ValueError, match="quantised columns cannot be reordered"):
         plan({**tensors, **scales}, {**config, "attention_k_eq_v": True}, "half", "interleaved")
 
 
@@ -466,7 +466,7 @@ def test_a_square_weight_is_refused_where_the_weights_beside_it_are_transposed()
     up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
     wide, narrow = (Tensor("F32", shape, 0, 24576) for shape in ((96, 64), (64, 96)))
     assert plan({**right, up: wide, down: narrow}, config, "half", "interleaved").moves
-    message = r"q_proj.weight' of shape \(64, 64\) looks transposed, for '.*up_proj.weight' beside"
+    message = r"q_proj.weight' of shape \(64, 64\) looks transposed: '.*up_proj.weight' of"
     with pytest.raises(ValueError, match=message):
         plan({**right, up: narrow, down: wide}, config, "half", "interleaved")
 

@@ -219,7 +219,7 @@ def test_a_shard_does_not_appear_when_its_conversion_ends_while_it_is_written(tm
     (tmp_path / "b").mkdir()
     with writing.locked(tmp_path / "b") as ticket:
         job = Job(first_shard(source), tmp_path / "b" / name_of(0), {}, {}, ticket)
-        with pytest.raises(OSError, match="or it is over"):
+        with pytest.raises(OSError, match="or the conversion has ended"):
             write_shard(job, lambda count: (tmp_path / "b" / writing.LOCK).unlink(missing_ok=True))
         assert contents(tmp_path / "b") == {}
 
@@ -270,7 +270,7 @@ def test_a_shard_that_kills_every_worker_is_one_line_and_the_next_call_goes_on(
     source, whole = expected
     monkeypatch.setattr(two_workers.scheduler, "allowed_failures", 0)
     with (
-        pytest.raises(OSError, match="one job has killed 1 workers; have they enough") as caught,
+        pytest.raises(OSError, match="one job has killed 1 workers; do they have enough") as caught,
         cluster(address) as workers,
     ):
         converted(source, tmp_path / "b", executor=Around(workers, always_die, None, is_second))

@@ -311,7 +311,7 @@ def test_33_float32_positions_with_holes(lib):
     ids=["34-too-many-axes", "34-more-than-x", "34-batch-of-5-D", "34-batch-and-heads-of-5-D"],
 )
 def test_tables_whose_axes_could_mean_anything(lib, shape, table):
-    refused(ValueError, "do not say how they go", rotate, lib.x(*shape), *lib.tables(*table))
+    refused(ValueError, "unclear which belong together", rotate, lib.x(*shape), *lib.tables(*table))
 
 
 def test_34_equal_sizes_are_told_apart_by_their_place(lib):

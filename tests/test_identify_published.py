@@ -105,7 +105,7 @@ def test_an_amplitude_that_changes_with_the_length_alone():
 
     found = found_in(long_amplitude)
     assert found.codes == ("depends_on_length", "amplitude_depends_on_length")
-    assert "multiplied by 1.19" in found.findings[1].text
+    assert "times 1.19" in found.findings[1].text
 
 
 def test_the_long_amplitude_of_phi_3_5_moe_in_transformers():

@@ -42,7 +42,7 @@ REFUSED = {
     "PhimoeRotaryEmbedding": dict.fromkeys(("linear", "dynamic", "yarn", "llama3"), STRICT),
 }
 # (class, rope type) that transformers takes and we refuse, with what we say
-OURS = {("EfficientLoFTRRotaryEmbedding", "linear"): "rope_type default alone is read"}
+OURS = {("EfficientLoFTRRotaryEmbedding", "linear"): "reads only rope_type default"}
 CLASSES = make_models.rotary_classes()
 PLAIN = [
     (module, name)
@@ -173,7 +173,7 @@ def test_a_model_that_reads_the_default_alone_has_other_types_refused():
     for name in alone:
         for rope_type in TYPES:
             rope = scaled(rope_type, 64, 1e4)
-            with pytest.raises(ValueError, match="of this model rope_type default alone is read"):
+            with pytest.raises(ValueError, match="this model reads only rope_type default"):
                 from_hf_config({"model_type": name, "rope_parameters": rope})
 
 

@@ -190,7 +190,10 @@ def test_a_base_where_nothing_fails_is_printed_as_it_is():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((26_952.3, 4096), r"base 26952.3 does not pass 4,096 tokens with head_dim 128"),
+        (
+            (26_952.3, 4096),
+            r"base 26952.3 has B_m < 0 at a distance below 4,096, with head_dim 128",
+        ),
         ((0.5, 4096), "a base must be in 1 .. 1e37, got 0.5"),
         ((math.nan, 4096), "a base must be in 1 .. 1e37, got nan"),
         ((3e4, 0), "context must be in 1"),

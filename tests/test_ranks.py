@@ -414,7 +414,7 @@ def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, cap
     ("arguments", "said"),
     [
         (("--distributed",), "--distributed needs --config"),
-        (("x.py:f", "--distributed", "--config", LLAMA), "give --seq-len"),
+        (("x.py:f", "--distributed", "--config", LLAMA), "--seq-len is needed"),
         (("--distributed", "--config", LLAMA), "torchrun --nproc-per-node=4 -m rotary doctor"),
         (("--config", LLAMA), "go with --distributed"),
     ],

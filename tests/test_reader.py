@@ -233,5 +233,7 @@ def test_a_listed_layer_type_that_does_not_rotate_is_none(name, kind):
 
 def test_a_listed_layer_type_that_nobody_knows_is_refused():
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
-    with pytest.raises(ValueError, match="whether layers of type 'foo' have a RoPE is not known"):
+    with pytest.raises(
+        ValueError, match="it is not known whether layers of type 'foo' have a RoPE"
+    ):
         from_hf_config({**config, "layer_types": ["foo"]}, "foo")

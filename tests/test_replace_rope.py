@@ -71,11 +71,11 @@ def test_a_part_and_the_names_of_a_model():
 
 def test_what_the_keys_of_a_model_cannot_say():
     llama = {"model_type": "llama", "head_dim": 64}
-    with pytest.raises(ValueError, match="cannot express this RoPE: Rotary"):
+    with pytest.raises(ValueError, match="cannot express this RoPE: it would be read as Rotary"):
         replace_rope(llama, Rotary(head_dim=128), 4096)
     esm = {"model_type": "esm", "head_dim": 64}
     spec = dataclasses.replace(from_hf_config(esm), **CHANGES["yarn"])
-    with pytest.raises(ValueError, match="of this model rope_type default alone is read"):
+    with pytest.raises(ValueError, match="this model reads only rope_type default"):
         replace_rope(esm, spec, 4096)
     bert = json.loads((Path(__file__).parent / "configs" / "modernbert-base.json").read_text())
     spec = dataclasses.replace(from_hf_config(bert, "full_attention"), **CHANGES["yarn"])

@@ -102,7 +102,7 @@ def test_pairs_that_stand_still_at_the_end_are_left_out():
     ],
 )
 def test_frequencies_that_do_not_fall_have_no_band(spec):
-    with pytest.raises(ValueError, match="frequencies must fall from pair to pair"):
+    with pytest.raises(ValueError, match="frequencies must decrease from pair to pair"):
         spectrum.yarn_band(spec, 4096)
 
 
