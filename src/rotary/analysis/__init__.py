@@ -6,6 +6,7 @@ al., `extension` about longer contexts, `precision` about rounding, `simulate` d
 keys.
 """
 
+from .bounds import certify as certify
 from .bounds import failures as failures
 from .bounds import first_failure as first_failure
 from .bounds import lowest as lowest
@@ -24,6 +25,11 @@ from .extension import coverage as coverage
 from .extension import methods as methods
 from .extension import unseen as unseen
 from .extension import unseen_share as unseen_share
+from .ladders import design as design
+from .ladders import misses as misses
+from .ladders import wanted_curve as wanted_curve
+from .ladders import wanted_level as wanted_level
+from .ladders import wanted_reach as wanted_reach
 from .precision import angle_error as angle_error
 from .precision import error_near as error_near
 from .precision import longest_safe_position as longest_safe_position

@@ -9,6 +9,7 @@ with e^{i m0 theta}, so all rows are one matrix product, right to 1e-11 at 2**24
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,19 @@ from .spectrum import (
 Complex = npt.NDArray[np.complex128]
 _ROW = 512  # distances that share one start
 _BLOCK = 2**16  # distances that are held at once
+_ROUNDING = 1e-13  # of B_m, for each pair: an upper bound of the error of float64
+
+
+class Certificate(NamedTuple):
+    """Whether B_m / B_0 keeps a floor; see `certify`."""
+
+    length: int
+    holds: bool
+    first_failure: int | None
+    undecided: int
+    lowest: float
+    lowest_at: int
+    tolerance: float
 
 
 def similarity(
@@ -146,6 +160,55 @@ def survey(
         at = int(values.argmin())
         best = min(best, (float(values[at]), first + at))
     return np.concatenate(failing), best[1], best[0] / (len(theta) + constant)
+
+
+def certify(
+    spec: Rotary, length: int, floor: npt.ArrayLike = 0.0, *, seq_len: int | None = None,
+    axes: Axes = None,
+) -> Certificate:  # fmt: skip
+    """Whether B_m / B_0 >= floor at every whole distance m in 1 .. length, with proof.
+
+    floor  one share of B_0 = head_dim / 2, or (length,) of them; -inf where anything will do
+    Computed is an interval around each B_m that holds its true value, rounding included.
+    holds          all of these intervals are above the floor
+    first_failure  the first distance whose interval is below it; None if there is none
+    undecided      how many intervals the floor lies in
+    lowest, lowest_at  the least of B_m / B_0 - floor, and its distance
+    tolerance      it holds, too, for any frequencies that differ from these by less than this share
+                   of each, because |dB_m| <= m sum |dtheta_i|; 0 if it does not hold. float32
+                   rounds by 6e-8 of each.
+    seq_len and axes as in `similarity`; length <= 2**24. Raises ValueError for other lengths and
+    for a floor that does not fit.
+
+    >>> certify(Rotary(head_dim=128), 2000)[:4]
+    (2000, False, 1707, 0)
+    >>> proof = certify(Rotary(head_dim=128), 1706)
+    >>> proof.holds, 1e-7 < proof.tolerance < 1e-4
+    (True, True)
+    """
+    length = whole_number("length", length)
+    floors = np.asarray(floor, np.float64)
+    if floors.shape not in ((), (length,)) or np.isnan(floors).any():
+        raise ValueError(f"floor must be a number or {length:,} of them, got {floors.shape}")
+    theta, weight, constant = _terms(spec, None, None, seq_len, axes)
+    most = len(theta) + constant
+    rounding = _ROUNDING * most
+    first, undecided, tolerance, lowest = None, 0, math.inf, (math.inf, 1)
+    for start, values in _blocks(theta, weight, constant, length):
+        at = slice(start - 1, start - 1 + len(values))
+        above = values - most * (floors[at] if floors.ndim else floors)
+        below = np.flatnonzero(above < -rounding)
+        if first is None and len(below):
+            first = start + int(below[0])
+        undecided += int(np.count_nonzero(np.abs(above) <= rounding))
+        least = int(above.argmin())
+        lowest = min(lowest, (float(above[least]) / most, start + least))
+        reach = np.arange(start, start + len(values)) * theta.sum()
+        tolerance = min(tolerance, float(((above - rounding) / np.maximum(reach, 1e-300)).min()))
+    holds = first is None and undecided == 0
+    return Certificate(
+        length, holds, first, undecided, lowest[0], lowest[1], tolerance if holds else 0.0
+    )
 
 
 def _blocks(

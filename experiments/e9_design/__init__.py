@@ -1,0 +1,1 @@
+"""Frequencies by design, in trained models."""

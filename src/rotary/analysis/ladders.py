@@ -1,0 +1,273 @@
+"""Frequencies by design: those whose B_m / B_0 comes nearest to a wanted favour by distance.
+
+B_m / B_0, the mean of cos(m theta_i) over the pairs, is by how much attention favours a similar key
+at distance m (`bounds.similarity`). It is a sum over the pairs, so their order does not matter:
+frequencies are returned fastest first. `fitting` has the numerics.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..spec import Rotary
+from . import fitting
+from .bounds import Certificate, certify, similarity
+from .fitting import Points
+from .spectrum import Array, number, still_pairs, whole_number, whole_numbers
+
+MAX_DESIGN = 2**18  # tokens
+_STARTS = 48  # ladders of one base that a descent may begin from
+_HELD = 12  # descents in which distances below the floor are added
+_PROVABLE = 1e-7  # above the floor, of B_m / B_0, so that float64 and frequencies in float32 prove it
+_MARGIN = 1e-3  # above the floor, of B_m / B_0, that they are sent to
+
+
+class Wanted(NamedTuple):
+    """What B_m / B_0 shall be at m = 1 .. length: between `lower` and `upper`, both (length,).
+
+    floor  (length,): what it must not fall below anywhere, which `design` keeps first of all
+    """
+
+    lower: Array
+    upper: Array
+    floor: Array
+
+
+class Design(NamedTuple):
+    """What `design` found.
+
+    spec         the RoPE with these frequencies: schedule "custom"
+    error        root mean square of the distance from what is wanted, of B_m / B_0, every octave of
+                 distances counting alike
+    lower_bound  no frequencies within the same bounds have a smaller error, whatever their number
+    certificate  whether B_m keeps the floor at every distance, and by how much
+    """
+
+    spec: Rotary
+    error: float
+    lower_bound: float
+    certificate: Certificate
+
+
+def wanted_curve(
+    curve: Callable[[Array], Array] | Array, length: int, distances: object = None,
+    *, floor: float | None = 0.0,
+) -> Wanted:  # fmt: skip
+    """A curve of B_m / B_0 as what is wanted.
+
+    curve      a function of the distances (length,), or values at `distances`, between which it is
+               linear in ln m, and flat outside of them
+    distances  (len,) whole numbers >= 1, rising; None: 1 .. length
+    floor      what B_m / B_0 must not fall below; None: anything
+    Raises ValueError for values that are not finite numbers in -1 .. 1 or do not fit.
+
+    >>> wanted_curve(lambda m: 1 / m, 4).lower
+    array([1.        , 0.5       , 0.33333333, 0.25      ])
+    >>> wanted_curve([1.0, 0.0], 4, [1, 4]).lower
+    array([1.       , 0.5      , 0.2075187, 0.       ])
+    """
+    at = np.arange(1, _length(length) + 1)
+    if callable(curve):
+        values = np.asarray(curve(at.astype(np.float64)))
+        places = at
+    else:
+        values = np.asarray(curve)
+        places = at if distances is None else whole_numbers("distances", distances, 1)
+    if values.shape != places.shape or values.dtype.kind not in "iuf" or not len(values):
+        raise ValueError(
+            f"a curve must be {len(places)} numbers, one for each distance, got {values.dtype} of "
+            f"shape {values.shape}"
+        )
+    if (np.diff(places) <= 0).any():
+        raise ValueError("distances must rise")
+    outside = ~(np.abs(values) <= 1)
+    if outside.any():
+        raise ValueError(f"B_m / B_0 is in -1 .. 1, got {values[outside][0]} in the curve")
+    line = np.interp(np.log(at), np.log(places), values.astype(np.float64))
+    return Wanted(line, line, _floor(floor, len(at)))
+
+
+def wanted_level(
+    at_least: float, until: int, length: int, *, power: float | None = None,
+    scale: float | None = None, at_most: float | None = None,
+) -> Wanted:  # fmt: skip
+    """At least so much up to a distance, and what then.
+
+    at_least  of B_m / B_0 at m = 1 .. until, which is its floor there; beyond, the floor is 0
+    power     beyond: at_least (m / until)^-power
+    scale     beyond: at_least exp(-(m - until) / scale), in tokens
+    at_most   beyond: between 0 and so much
+    One of the three at most; without, anything above 0 is wanted beyond. Raises ValueError for
+    more of them, for numbers that are not in 0 .. 1 or not > 0, and for until > length.
+
+    >>> wanted_level(0.5, 2, 4, power=1).upper
+    array([1.        , 1.        , 0.33333333, 0.25      ])
+    """
+    at = np.arange(1, _length(length) + 1)
+    until = whole_number("until", until, 1, length)
+    least = _share("at_least", at_least)
+    given = {name: number(name, value) for name, value
+             in (("power", power), ("scale", scale), ("at_most", at_most)) if value is not None}  # fmt: skip
+    if len(given) > 1:
+        raise ValueError(f"give one of power, scale and at_most, not {' and '.join(given)}")
+    if at_most is not None:
+        _share("at_most", at_most)
+    elif any(value <= 0 for value in given.values()):
+        ((name, value),) = given.items()
+        raise ValueError(f"{name} must be > 0, got {value}")
+    lower, upper = np.zeros(len(at)), np.ones(len(at))
+    if power is not None:
+        lower[:] = upper[:] = least * (at / until) ** -given["power"]
+    elif scale is not None:
+        lower[:] = upper[:] = least * np.exp(-np.maximum(at - until, 0) / given["scale"])
+    elif at_most is not None:
+        upper[:] = at_most
+    near = at <= until
+    lower[near], upper[near] = least, 1.0
+    return Wanted(lower, upper, np.where(near, least, 0.0))
+
+
+def wanted_reach(spec: Rotary, until: int, length: int) -> Wanted:
+    """What `spec` gives up to a distance, and B_m >= 0 on to `length`.
+
+    Where its own B_m is negative before `until`, 0 is wanted. Raises ValueError for until > length.
+
+    >>> wanted_reach(Rotary(head_dim=64), 100, 800).upper[[99, 100]].round(3)
+    array([0.288, 1.   ])
+    """
+    at = np.arange(1, _length(length) + 1)
+    until = whole_number("until", until, 1, length)
+    own = np.maximum(similarity(spec, at, seq_len=length) / (spec.head_dim / 2), 0.0)
+    near = at <= until
+    return Wanted(np.where(near, own, 0.0), np.where(near, own, 1.0), np.zeros(len(at)))
+
+
+def design(
+    spec: Rotary,
+    wanted: Wanted,
+    *,
+    fastest: float = 1.0,
+    longest_wavelength: float | None = None,
+    starts: int = 4,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> Design:
+    """Frequencies whose B_m / B_0 comes nearest to what is wanted, above its floor if it can be.
+
+    spec      whose head, slice, layout and direction stay; its frequencies are replaced
+    wanted    of `wanted_curve`, `wanted_level` or `wanted_reach`, over m = 1 .. length
+    fastest   the largest frequency in rad per token, up to pi
+    longest_wavelength  of the slowest pair in tokens; default 64 length, a tenth of a radian there
+    starts    how many descents; seed: which distances are fitted
+    Minimised is sum_m w_m dist(B_m / B_0, [lower_m, upper_m])^2 with w_m in proportion to 1 / m.
+    It has many local minima: descents start from the quantiles of the nearest measure (`fitting`)
+    and from the best ladders of one base; distances below the floor are then added with a large
+    weight. The result keeps the floor if any descent does, and has the least error of those.
+    `lower_bound` says how much nearer others could be, were there no floor. The same arguments
+    give the same result on one machine.
+    Raises ValueError for several axes, for lengths over 2^18 and for bounds that do not fit.
+
+    >>> head = Rotary(head_dim=32)  # its B_m is negative at 474 tokens
+    >>> found = design(head, wanted_reach(head, 128, 1024))
+    >>> found.certificate.holds, found.error < 1e-4
+    (True, True)
+    """
+    length = len(wanted.lower)
+    slowest = _slowest(spec, length, fastest, longest_wavelength)
+    starts = whole_number("starts", starts, 1, _STARTS)
+    tell = progress or (lambda share: None)
+    pairs = spec.rotary_dim // 2
+    turning = pairs / (pairs + still_pairs(spec))  # c_m makes this share of B_m / B_0
+
+    def of_pairs(values: Array) -> Array:
+        return (values - (1 - turning)) / turning
+
+    floor = of_pairs(wanted.floor)
+    points = fitting.every_distance(of_pairs(wanted.lower), of_pairs(wanted.upper))
+    few = fitting.sampled(points, whole_number("seed", seed, 0, 2**63 - 1))
+    theta, share = fitting.nearest_measure(few, slowest, fastest)
+    bound = fitting.lower_bound(points, fitting.mean_cosine(theta, length, share), slowest, fastest)
+    begun = [fitting.quantiles(theta, share, pairs), *_ladders(few, pairs, slowest, fastest)]
+    found = []
+    for index, start in enumerate(begun[:starts]):
+        tell((index + 1) / (starts + 1))
+        found.append(_descended(points, few, floor, start, slowest, fastest))
+    _, error, best = min(found, key=lambda each: each[:2])
+    params = {"inv_freq": best.tolist()}
+    made = dataclasses.replace(spec, schedule="custom", params=params)
+    tell(1.0)
+    return Design(made, turning * error, turning * bound, certify(made, length, wanted.floor))
+
+
+def misses(spec: Rotary, wanted: Wanted, *, seq_len: int | None = None) -> float:
+    """The error of any RoPE against what is wanted, as `Design.error`: 0 where it is met.
+
+    seq_len  length of the row, for the schedules that depend on it; default that of `wanted`
+
+    >>> head = Rotary(head_dim=64)
+    >>> misses(head, wanted_reach(head, 100, 100))
+    0.0
+    """
+    length = len(wanted.lower)
+    curve = similarity(spec, np.arange(1, length + 1), seq_len=seq_len or length)
+    return fitting.every_distance(wanted.lower, wanted.upper).error(curve / (spec.head_dim / 2))
+
+
+def _descended(
+    points: Points, few: Points, floor: Array, theta: Array, slowest: float, fastest: float
+) -> tuple[float, float, Array]:
+    """(how far below its floor, error, frequencies) of a descent from `theta`."""
+    best = None
+    for heavy in range(_HELD):
+        theta = fitting.polished(few, theta, slowest, fastest)
+        curve = fitting.mean_cosine(theta, len(floor))
+        above = curve - floor
+        found = (max(0.0, _PROVABLE - float(above.min())), points.error(curve), theta)
+        best = found if best is None else min(best, found, key=lambda each: each[:2])
+        if above.min() > _PROVABLE:
+            break
+        ends = np.concatenate([[np.inf], above, [np.inf]])
+        dips = np.flatnonzero((above <= _PROVABLE) & (above <= ends[:-2]) & (above < ends[2:]))
+        at = dips[np.argsort(above[dips])[:256]] + 1
+        weight = np.full(len(at), 2.0**heavy / 256)
+        few = few.joined(Points(at, weight, floor[at - 1] + _MARGIN, np.full(len(at), np.inf)))
+    assert best is not None
+    return best
+
+
+def _ladders(few: Points, pairs: int, slowest: float, fastest: float) -> list[Array]:
+    """Ladders of one base between the bounds, the one with the least error first."""
+    grid = np.geomspace(1.0, max(fastest / slowest, 2.0), _STARTS + 1)[1:]
+    ladders = [fastest * base ** (-np.arange(pairs) / pairs) for base in grid]
+    return sorted(ladders, key=lambda each: few.error(
+        np.cos(few.at[:, None] * each).mean(axis=1)))  # fmt: skip
+
+
+def _slowest(spec: Rotary, length: int, fastest: float, longest: float | None) -> float:
+    if spec.num_axes > 1:
+        raise ValueError(f"a design is for one axis of positions, this spec has {spec.num_axes}")
+    if not 0 < number("fastest", fastest) <= np.pi:
+        raise ValueError(f"fastest must be in 0 .. pi rad per token, got {fastest}")
+    longest = 64.0 * length if longest is None else number("longest_wavelength", longest)
+    if not longest * fastest > 2 * np.pi:
+        raise ValueError(
+            f"longest_wavelength {longest:g} must be longer than that of the fastest pair, "
+            f"{2 * np.pi / fastest:g} tokens"
+        )
+    return float(2 * np.pi / longest)
+
+
+def _length(length: int) -> int:
+    return whole_number("length", length, 2, MAX_DESIGN)
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= number(name, value) <= 1:
+        raise ValueError(f"{name} is a share of B_0, in 0 .. 1; got {value}")
+    return float(value)
+
+
+def _floor(floor: float | None, length: int) -> Array:
+    return np.full(length, -np.inf if floor is None else number("floor", floor))
