@@ -16,7 +16,7 @@ TASKS = {
     "Start": ("demo", "doctor", "bench"),
     "Read a model's RoPE": ("inspect", "freqs", "diff"),
     "Test a rotation": ("identify", "vectors"),
-    "Long contexts": ("reach", "plan", "decay", "explore"),
+    "Long contexts": ("reach", "plan", "design", "decay", "explore"),
     "Weights": ("convert",),
     "Other programs": ("export-kernel",),
 }
@@ -25,6 +25,7 @@ EXAMPLES = {
     "convert": "rotary convert SRC DST --from half --to interleaved --dry-run",
     "decay": "rotary decay config.json",
     "demo": "rotary demo",
+    "design": "rotary design --length 8192 --keep 1024 --from config.json --out new.json",
     "diff": "rotary diff config.json",
     "doctor": "rotary doctor config.json",
     "explore": "rotary explore",

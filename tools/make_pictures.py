@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from PIL import Image, PngImagePlugin
 
 from rotary import Rotary, cos_sin, from_hf_config, plots
-from rotary.analysis import extension
+from rotary.analysis import alternatives, extension, wanted_reach
 from rotary.reach import reaches
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
@@ -152,6 +152,15 @@ def comb_picture() -> Figure:
     return plots.comb(8192, np.geomspace(5e4, 8e5, 1500), marks=marks)
 
 
+def design_picture() -> Figure:
+    """Frequencies that keep base 10,000 up to 1024 tokens and reach 8192, and other ways there."""
+    made = json.loads((FOLDER.parent / "results" / "design.json").read_text(encoding="utf-8"))
+    others = alternatives(PLAIN, made["length"], 1024)
+    shown = ("as it is", "base 83,763.9", "ntk", "yarn", "longrope")
+    specs = {"designed": Rotary.from_dict(made["spec"]), **{name: others[name] for name in shown}}
+    return plots.design(specs, wanted_reach(PLAIN, 1024, made["length"]))
+
+
 def roofline_picture() -> Figure:
     """The newest measured table: q of 32 and k of 8 heads, read once and written once."""
     report = json.loads(max(RESULTS.glob("????-??-??.json")).read_text())
@@ -206,6 +215,7 @@ PICTURES = {
     ),
     "base-bound": base_bound_picture,
     "comb": comb_picture,
+    "design": design_picture,
     "gallery": gallery_picture,
     "roofline": roofline_picture,
 }  # fmt: skip

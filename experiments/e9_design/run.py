@@ -165,8 +165,11 @@ def seen(model: Model, asked: Recall, other: rotary.Rotary | None) -> dict[str, 
     nats, right = [], []
     for rows, wanted in zip(tokens.split(8), targets.split(8), strict=True):
         logits = model(rows, tables)
-        nats.append(functional.cross_entropy(
-            logits.transpose(1, 2), wanted, ignore_index=data.IGNORED, reduction="none"))  # fmt: skip
+        nats.append(
+            functional.cross_entropy(
+                logits.transpose(1, 2), wanted, ignore_index=data.IGNORED, reduction="none"
+            )
+        )
         right.append((logits.argmax(-1) == wanted).double())
     is_value, is_judged = asked.distances > 0, asked.marks_before >= FEWEST
     is_text = (targets != data.IGNORED) & ~is_value

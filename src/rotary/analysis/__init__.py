@@ -2,8 +2,8 @@
 
 All functions take a `Rotary` and return float64 numbers; `rotary.plots` draws them. `spectrum` is
 about single frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et
-al., `extension` about longer contexts, `precision` about rounding, `simulate` draws queries and
-keys.
+al., `ladders` and `fitting` about frequencies for a wanted decay, `extension` about longer contexts,
+`precision` about rounding, `simulate` draws queries and keys.
 """
 
 from .bounds import certify as certify
@@ -25,6 +25,7 @@ from .extension import coverage as coverage
 from .extension import methods as methods
 from .extension import unseen as unseen
 from .extension import unseen_share as unseen_share
+from .ladders import alternatives as alternatives
 from .ladders import design as design
 from .ladders import misses as misses
 from .ladders import wanted_curve as wanted_curve

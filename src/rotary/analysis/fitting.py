@@ -100,7 +100,8 @@ def nearest_measure(points: Points, slowest: float, fastest: float) -> tuple[Arr
         pull = points.weight * points.gap(table @ share)
         now = share @ (table.T @ pull)
         theta, share = theta[share > 0], share[share > 0]
-        of_all = np.bincount(points.at, pull, length + 1)[1:]
+        of_all = np.zeros(length)
+        of_all[points.at - 1] = pull
         grid, height, _ = _waves(of_all, slowest, fastest, 16 * length)
         beside = np.concatenate([[-np.inf], height, [-np.inf]])
         is_peak = (height > now) & (height >= beside[:-2]) & (height > beside[2:])
@@ -176,7 +177,8 @@ def _waves(pull: Array, slowest: float, fastest: float, size: int) -> tuple[Arra
     height = np.fft.irfft(padded, size)[inside]
     padded[1 : len(pull) + 1] *= 1j * np.arange(1, len(pull) + 1)
     slope = np.fft.irfft(padded, size)[inside]
-    return width * np.arange(inside.start, inside.stop), height, slope
+    grid: Array = width * np.arange(inside.start, inside.stop, dtype=np.float64)
+    return grid, height, slope
 
 
 def lower_bound(points: Points, curve: Array, slowest: float, fastest: float) -> float:
@@ -200,7 +202,7 @@ def lower_bound(points: Points, curve: Array, slowest: float, fastest: float) ->
     bend = float(np.abs(pull) @ points.at.astype(np.float64) ** 2)
     most = float((height + half * np.abs(slope)).max()) + half**2 / 2 * bend
     least = float(pull @ np.where(gap > 0, points.lower, np.where(gap < 0, points.upper, 0.0)))
-    return max(0.0, (least - most) / norm - 1e-12)
+    return max(0.0, float((least - most) / norm) - 1e-12)
 
 
 def quantiles(theta: Array, share: Array, count: int) -> Array:

@@ -10,17 +10,23 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..spec import Rotary
 from . import fitting
 from .bounds import Certificate, certify, similarity
+from .extension import methods
 from .fitting import Points
-from .spectrum import Array, number, still_pairs, whole_number, whole_numbers
+from .search import min_base, rounded_up
+from .spectrum import Array, frequencies, number, still_pairs, whole_number, whole_numbers
 
 MAX_DESIGN = 2**18  # tokens
 _STARTS = 48  # ladders of one base that a descent may begin from
-_HELD = 12  # descents in which distances below the floor are added
-_PROVABLE = 1e-7  # above the floor, of B_m / B_0, so that float64 and frequencies in float32 prove it
+_ENOUGH = 1e-6  # above the lower bound: no other descent is tried
+_HELD = 8  # descents in which distances below the floor are added
+_PROVABLE = (
+    1e-7  # above the floor, of B_m / B_0, so that float64 and frequencies in float32 prove it
+)
 _MARGIN = 1e-3  # above the floor, of B_m / B_0, that they are sent to
 
 
@@ -52,7 +58,7 @@ class Design(NamedTuple):
 
 
 def wanted_curve(
-    curve: Callable[[Array], Array] | Array, length: int, distances: object = None,
+    curve: Callable[[Array], Array] | npt.ArrayLike, length: int, distances: object = None,
     *, floor: float | None = 0.0,
 ) -> Wanted:  # fmt: skip
     """A curve of B_m / B_0 as what is wanted.
@@ -108,8 +114,8 @@ def wanted_level(
     at = np.arange(1, _length(length) + 1)
     until = whole_number("until", until, 1, length)
     least = _share("at_least", at_least)
-    given = {name: number(name, value) for name, value
-             in (("power", power), ("scale", scale), ("at_most", at_most)) if value is not None}  # fmt: skip
+    beyond = {"power": power, "scale": scale, "at_most": at_most}
+    given = {name: number(name, value) for name, value in beyond.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"give one of power, scale and at_most, not {' and '.join(given)}")
     if at_most is not None:
@@ -162,9 +168,10 @@ def design(
     longest_wavelength  of the slowest pair in tokens; default 64 length, a tenth of a radian there
     starts    how many descents; seed: which distances are fitted
     Minimised is sum_m w_m dist(B_m / B_0, [lower_m, upper_m])^2 with w_m in proportion to 1 / m.
-    It has many local minima: descents start from the quantiles of the nearest measure (`fitting`)
-    and from the best ladders of one base; distances below the floor are then added with a large
-    weight. The result keeps the floor if any descent does, and has the least error of those.
+    It has many local minima: descents start from the frequencies of `spec`, from the quantiles of
+    the nearest measure (`fitting`) and from the best ladders of one base; distances below the floor
+    are then added with a large weight. The result keeps the floor if any descent does, and has
+    the least error of those; if none does, it is the one that falls the least below.
     `lower_bound` says how much nearer others could be, were there no floor. The same arguments
     give the same result on one machine.
     Raises ValueError for several axes, for lengths over 2^18 and for bounds that do not fit.
@@ -189,11 +196,15 @@ def design(
     few = fitting.sampled(points, whole_number("seed", seed, 0, 2**63 - 1))
     theta, share = fitting.nearest_measure(few, slowest, fastest)
     bound = fitting.lower_bound(points, fitting.mean_cosine(theta, length, share), slowest, fastest)
-    begun = [fitting.quantiles(theta, share, pairs), *_ladders(few, pairs, slowest, fastest)]
+    own = np.clip(frequencies(spec, length), slowest, fastest)
+    ladders = _ladders(few, pairs, slowest, fastest)
+    begun = [own, fitting.quantiles(theta, share, pairs), *ladders]
     found = []
     for index, start in enumerate(begun[:starts]):
         tell((index + 1) / (starts + 1))
         found.append(_descended(points, few, floor, start, slowest, fastest))
+        if found[-1][0] == 0 and found[-1][1] <= bound + _ENOUGH:
+            break
     _, error, best = min(found, key=lambda each: each[:2])
     params = {"inv_freq": best.tolist()}
     made = dataclasses.replace(spec, schedule="custom", params=params)
@@ -213,6 +224,34 @@ def misses(spec: Rotary, wanted: Wanted, *, seq_len: int | None = None) -> float
     length = len(wanted.lower)
     curve = similarity(spec, np.arange(1, length + 1), seq_len=seq_len or length)
     return fitting.every_distance(wanted.lower, wanted.upper).error(curve / (spec.head_dim / 2))
+
+
+def alternatives(
+    spec: Rotary, length: int, trained: int | None = None, *,
+    progress: Callable[[float], None] | None = None,
+) -> dict[str, Rotary]:  # fmt: skip
+    """Name -> other ways to reach `length`, to compare a design with by `misses`.
+
+    spec     "as it is"
+    trained  a shorter length from which the published methods of `extension.methods` stretch it
+    Then the smallest base of `min_base`, and those methods. A spec of base 1, of several axes or
+    with a schedule of its own has none but itself. `progress` is that of `min_base`.
+
+    >>> list(alternatives(Rotary(head_dim=64), 512, 128))
+    ['as it is', 'base 3,438.91', 'linear', 'ntk', 'ntk_mixed', 'yarn', 'llama3', 'longrope']
+    """
+    found = {"as it is": spec}
+    if spec.schedule != "default" or spec.num_axes > 1 or spec.base == 1:
+        return found
+    head, rotary_dim = spec.head_dim, spec.rotary_dim
+    least = min_base(length, head, rotary_dim=rotary_dim, progress=progress).base
+    base = rounded_up(least, length, head, rotary_dim=rotary_dim)
+    if base > 1:
+        found[f"base {base:,f}"] = dataclasses.replace(spec, base=float(base))
+    if trained is not None and 2 <= trained < length:
+        stretched = methods(spec, trained, length)
+        found |= {name: each for name, each in stretched.items() if name != "none"}
+    return found
 
 
 def _descended(

@@ -3,11 +3,14 @@
 import copy
 import dataclasses
 
+from ..angles import inv_freq
+from ..schedules import depends_on_length
 from ..spec import Rotary
 from ..strict_json import JSON
 from .entries import choose, layer_types, part_key
 from .files import load
 from .hf import from_hf_config, to_hf_config
+from .values import whole_number
 
 # keys of rope_parameters that deal out the axes of a model, which no schedule has
 AXES_KEYS = ("mrope_section", "mrope_interleaved")
@@ -25,6 +28,41 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
     spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
     own = None if spec.schedule == "dynamic" else context
     return to_hf_config(spec, max_position_embeddings=own)
+
+
+def as_longrope(spec: Rotary, context: int) -> Rotary:
+    """Any frequencies as the schedule "longrope", which configs can say.
+
+    spec     for example of schedule "custom", which no program reads from a config
+    context  the max_position_embeddings of the config, in tokens
+    Both lists of factors are base^(-2i / rotary_dim) / inv_freq, so nothing depends on the length;
+    the attention factor is that of `spec`. Read back, each frequency is the same to 1e-15 of it.
+    Raises ValueError for frequencies that are not > 0, which no factor gives, for a schedule that
+    depends on the length, and for several axes.
+
+    >>> spec = Rotary(head_dim=4, schedule="custom", params={"inv_freq": [1.0, 0.02]})
+    >>> as_longrope(spec, 4096).params["long_factor"]
+    (1.0, 0.5)
+    """
+    context = whole_number("context", context, 2)
+    if depends_on_length(spec.schedule) or spec.num_axes > 1:
+        raise ValueError(
+            f"one list of factors cannot say a RoPE of schedule {spec.schedule!r} and "
+            f"{spec.num_axes} axes"
+        )
+    frequencies, amplitude = inv_freq(spec)
+    if not (frequencies > 0).all():
+        raise ValueError(f"a factor gives frequencies > 0 only, got {frequencies.min():g}")
+    plain = dataclasses.replace(spec, schedule="default", params={})
+    factors = (inv_freq(plain)[0] / frequencies).tolist()
+    params = {
+        "short_factor": factors, "long_factor": factors, "factor": 1.0,
+        "original_max_position_embeddings": context,
+    }  # fmt: skip
+    if amplitude != 1:
+        params = {name: value for name, value in params.items() if name != "factor"}
+        params["attention_factor"] = amplitude
+    return dataclasses.replace(spec, schedule="longrope", params=params)
 
 
 def replace_rope(

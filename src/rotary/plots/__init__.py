@@ -24,6 +24,7 @@ from .models import gallery as gallery
 from .models import roofline as roofline
 from .reach import base_bound as base_bound
 from .reach import comb as comb
+from .reach import design as design
 from .reach import precision as precision
 from .reach import similarity as similarity
 from .spectrum import angle_coverage as angle_coverage

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.artist import Artist
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ..analysis import bounds, search
+from ..analysis import bounds, fitting, ladders, search
 from ..analysis.precision import ARITHMETICS, error_near
 from ..analysis.spectrum import Axes, whole_number
-from .points import MAX_POINTS, extremes, log_bins
+from .points import MAX_POINTS, extremes, log_bins, means
 from .style import (
     BLUE,
     GREY,
@@ -69,6 +70,51 @@ def similarity(
         entries.append((f"{name}: first failure {failing:,}", line))
     title = "How much a similar key is favoured: the lowest value nearby, and the first below 0"
     label(panel, "distance, tokens", "B_m / B_0", title)
+    return legend(figure, entries)
+
+
+def design(
+    specs: Specs, wanted: ladders.Wanted, *, seq_len: int | None = None, axes: Axes = None
+) -> Figure:
+    """B_m / B_0 of each spec against distance, over what was wanted of it.
+
+    wanted  of `rotary.analysis.ladders`; it says to which length is drawn. Grey is what was asked
+            for: a line, or a band where anything between two values will do
+    Every distance is computed. Up to 400 each is drawn; beyond, the mean of 400 log-wide bins, and
+    a band from lowest to highest of the first spec. The legend says by how much each misses what
+    is wanted, `rotary.analysis.misses`, and where it fails: its first distance with B_m < 0.
+
+    >>> from rotary import Rotary
+    >>> from rotary.analysis import wanted_reach
+    >>> head = Rotary(head_dim=32)
+    >>> figure = design({"base 10,000": head}, wanted_reach(head, 128, 1024))
+    >>> figure.legends[0].get_texts()[0].get_text()
+    'base 10,000: misses by 0.0073, fails at 474'
+    """
+    length = len(wanted.lower)
+    seq_len = length if seq_len is None else seq_len
+    starts = log_bins(length)
+    figure, (panel,) = panels(log="x")
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    low, high = (means(np.append(0.0, each), starts) for each in (wanted.lower, wanted.upper))
+    band = panel.fill_between(starts, low, np.minimum(high, 1.0), color=GREY, alpha=0.15,
+                              linewidth=4)  # fmt: skip
+    points = fitting.every_distance(wanted.lower, wanted.upper)
+    entries: list[tuple[str, Artist]] = []
+    for index, (name, spec, style) in enumerate(curves(specs)):
+        values = bounds.similarity(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
+        values /= spec.head_dim / 2
+        if index == 0:
+            least, most = (values[at] for at in extremes(values, starts))
+            panel.fill_between(starts, least, most, color=style["color"], alpha=0.2, linewidth=0)
+        line = panel.plot(starts, means(values, starts), linewidth=1.5 - 0.4 * (index > 0), **style)
+        failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
+        fails = "never fails" if failing is None else f"fails at {failing:,}"
+        missed = points.error(values[1:])
+        entries.append((f"{name}: misses by {missed:.2g}, {fails}", line[0]))
+    entries.append(("wanted", band))
+    panel.set_ylim(-0.35, 1.02)
+    label(panel, "distance, tokens", "B_m / B_0", "Favour of a similar key, as wanted and as it is")
     return legend(figure, entries)
 
 

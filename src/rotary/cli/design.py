@@ -1,0 +1,214 @@
+"""The command that finds frequencies for a wanted decay."""
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import Json, LayerType, Part, app, read_spec
+from .context import Plot
+from .terminal import bar, print_json, print_table, print_text, short
+
+if TYPE_CHECKING:
+    from ..analysis.ladders import Design, Wanted
+    from ..spec import Rotary
+
+LEFT_OUT = ("linear", "ntk_mixed", "llama3")  # of the plot, which is full without them
+KINDS = "--keep N, --at-least X with --until N, or --curve FILE"
+
+
+@app.command()
+def design(
+    length: Annotated[int, typer.Option(help="Distances 1 to N count, in tokens.", metavar="N")],
+    config: Annotated[
+        str | None, typer.Option("--from", metavar="CONFIG", help="A config.json: its head, base.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Without --from: channels of a head; default 128.")
+    ] = None,
+    base: Annotated[
+        float | None, typer.Option(help="Without --from: rope_theta; default 10000.")
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Want: what the base gives up to N tokens, then B_m >= 0.", metavar="N"),
+    ] = None,
+    at_least: Annotated[
+        float | None, typer.Option(help="Want: B_m / B_0 of at least X up to --until.")
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(help="With --at-least: up to N tokens.", metavar="N")
+    ] = None,
+    power: Annotated[float | None, typer.Option(help="Beyond --until: falling like m^-X.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Beyond --until: falling like exp(-m / X), X in tokens.")
+    ] = None,
+    at_most: Annotated[float | None, typer.Option(help="Beyond --until: between 0 and X.")] = None,
+    curve: Annotated[
+        Path | None,
+        typer.Option(help="Want: lines of a distance, a comma and B_m / B_0.", metavar="FILE"),
+    ] = None,
+    longest_wavelength: Annotated[
+        float | None, typer.Option(help="Of the slowest pair, in tokens; default 64 x --length.")
+    ] = None,
+    starts: Annotated[int, typer.Option(help="How many searches; more may find better.")] = 4,
+    seed: Annotated[int, typer.Option(help="Which distances are fitted.")] = 0,
+    layer_type: LayerType = None,
+    part: Part = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write these frequencies into a new FILE: the config of --from, or its keys.",
+            metavar="FILE",
+        ),
+    ] = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Find frequencies for a wanted decay: how much a similar key is favoured, by distance.
+
+    For models that are trained with them from the start. Prints how near they come, how near any
+    could, and whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
+    """
+    from ..analysis import ladders
+    from ..configs import as_longrope, replace_rope, rope_keys
+    from ..spec import Rotary
+
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out}: the file exists; name a new one")
+    if config is None:
+        if layer_type or part:
+            raise ValueError("--layer-type and --part choose inside a config; give --from as well")
+        spec = Rotary(
+            head_dim=128 if head_dim is None else head_dim, base=10_000.0 if base is None else base
+        )
+    elif head_dim is not None or base is not None:
+        raise ValueError("--head-dim and --base cannot be given beside --from: the config says it")
+    else:
+        spec = read_spec(config, layer_type, part)
+    wanted = _wanted(spec, length, keep, at_least, until, power, scale, at_most, curve)
+    with bar("searching frequencies") as progress:
+        found = ladders.design(
+            spec, wanted, longest_wavelength=longest_wavelength, starts=starts, seed=seed,
+            progress=lambda share: progress(0.8 * share),
+        )  # fmt: skip
+        others = ladders.alternatives(
+            spec, length, keep or until, progress=lambda share: progress(0.8 + 0.2 * share)
+        )
+    specs = {"designed": found.spec, **others}
+    written = as_longrope(found.spec, length)
+    if plot is not None:
+        from .. import plots
+
+        shown = {name: each for name, each in specs.items() if name not in LEFT_OUT}
+        plots.save(plots.design(shown, wanted), plot)
+    if out is not None:
+        document = (
+            rope_keys(written, length) if config is None
+            else replace_rope(config, written, length, layer_type, part=part)
+        )  # fmt: skip
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+    rows = [(name, *_numbers(each, wanted)) for name, each in specs.items()]
+    if as_json:
+        names = ("method", "error", "first_failure")
+        print_json({
+            "length": length, "spec": found.spec.to_dict(), "error": found.error,
+            "lower_bound": found.lower_bound, "certificate": found.certificate._asdict(),
+            "methods": [dict(zip(names, row, strict=True)) for row in rows],
+            "config": rope_keys(written, length),
+        })  # fmt: skip
+        return
+    print_table(f"{config or 'a plain head'}, {length:,} tokens", _rows(found))
+    typer.echo()
+    lines = [(name, f"{error:.3g}", "none" if first is None else f"{first:,}")
+             for name, error, first in rows]  # fmt: skip
+    print_table("Every method", lines, ("method", "misses by", "first B_m < 0"))
+    typer.echo()
+    print_text(_verdict(found))
+
+
+def _wanted(
+    spec: "Rotary", length: int, keep: int | None, at_least: float | None, until: int | None,
+    power: float | None, scale: float | None, at_most: float | None, curve: Path | None,
+) -> "Wanted":  # fmt: skip
+    """What is wanted, of the one way to say it that was used."""
+    from ..analysis import ladders
+
+    if sum(each is not None for each in (keep, at_least, curve)) != 1:
+        raise ValueError(f"say what is wanted in one way: {KINDS}")
+    beyond = {"--until": until, "--power": power, "--scale": scale, "--at-most": at_most}
+    given = [name for name, value in beyond.items() if value is not None]
+    if at_least is None and given:
+        raise ValueError(f"{', '.join(given)} cannot be given without --at-least")
+    if keep is not None:
+        return ladders.wanted_reach(spec, keep, length)
+    if curve is not None:
+        values, distances = _read(curve)
+        return ladders.wanted_curve(values, length, distances)
+    if at_least is None or until is None:
+        raise ValueError("--at-least says how much, give --until N for up to where")
+    return ladders.wanted_level(at_least, until, length, power=power, scale=scale, at_most=at_most)
+
+
+def _rows(found: "Design") -> list[tuple[str, str]]:
+    proof = found.certificate
+    if proof.holds:
+        holds = f"proved at every distance to {proof.length:,}"
+    elif proof.first_failure is None:
+        holds = f"not decided at {proof.undecided:,} distances"
+    else:
+        holds = f"fails, first at distance {proof.first_failure:,}"
+    frequencies = tuple(found.spec.params["inv_freq"])
+    return [
+        ("misses by", f"{found.error:.3g} of B_0, root mean square over octaves"),
+        ("no frequencies miss by less than", f"{found.lower_bound:.3g}"),
+        ("floor", holds),
+        ("lowest above the floor", f"{proof.lowest:.3g} of B_0, at distance {proof.lowest_at:,}"),
+        ("holds if frequencies are rounded by", f"{proof.tolerance:.1g} of each"),
+        ("frequencies, rad per token", short(frequencies)),
+    ]
+
+
+def _numbers(spec: "Rotary", wanted: "Wanted") -> tuple[float, int | None]:
+    from ..analysis import bounds, ladders
+
+    length = len(wanted.lower)
+    first = bounds.first_failure(spec, length, seq_len=length)
+    return ladders.misses(spec, wanted), first
+
+
+def _verdict(found: "Design") -> str:
+    proof = found.certificate
+    reached = (
+        "The floor holds." if proof.holds else
+        "The floor does not hold: want less, a shorter length, or a larger head."
+    )  # fmt: skip
+    return (
+        f"{reached} A model has to be trained with these frequencies: weights that were trained "
+        "with others do not fit them. B_m is an average over independent channels and promises "
+        "nothing about a trained model: measure it."
+    )
+
+
+def _read(path: Path) -> tuple[list[float], list[int]]:
+    """Values and distances of a file with one pair in a line; a first line of words is skipped."""
+    values, distances = [], []
+    with open(path, encoding="utf-8", newline="") as file:
+        for line, row in enumerate(csv.reader(file), 1):
+            if not row or (line == 1 and not row[0].strip().isdigit()):
+                continue
+            try:
+                distance, value = row
+                distances.append(int(distance))
+                values.append(float(value))
+            except ValueError:
+                raise ValueError(
+                    f"{path}, line {line}: must be a whole distance, a comma and a number, got "
+                    f"{','.join(row)!r}"
+                ) from None
+    if not values:
+        raise ValueError(f"{path}: has no line of a distance and a value")
+    return values, distances
