@@ -21,6 +21,7 @@ from experiments.e4_base import run as base
 from experiments.e5_partial import run as partial
 from experiments.e6_shift import run as shift
 from experiments.e7_digits import run as digits
+from experiments.e9_design import run as designed
 from experiments.lab import command, data, results
 from experiments.lab.model import Config, build, linear_attention, softmax_attention
 from experiments.lab.sweep import Run, end_bits
@@ -32,7 +33,7 @@ from rotary import attention, plots
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").glob("e*/run.py"))
-SWEEPS = [convergence, linear, base, partial, digits]
+SWEEPS = [convergence, linear, base, partial, digits, designed]
 STEPS = 12
 
 # Trains a model with dropout, so that the random state counts, in a forked process for each

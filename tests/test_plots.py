@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from published import LLAMA_2, LLAMA_3_1
 
-from rotary import Rotary, inv_freq, plots, positions, schedules
+from rotary import Rotary, analysis, inv_freq, plots, positions, schedules
 from rotary.analysis import bounds, extension, precision, search, spectrum
 from rotary.analysis import decay as decay_numbers
 from rotary.layouts import row_permutation
@@ -52,6 +52,7 @@ SPECS = {
     "one pair": Rotary(head_dim=2),
     "nothing moves": Rotary(head_dim=4, schedule="custom", params={"inv_freq": [0.0, 0.0]}),
 }
+WANTED = analysis.wanted_curve(lambda m: 1 / m, 1000)
 PICTURES = {
     "wavelengths": lambda spec: plots.wavelengths(spec, trained=512, target=4096),
     "frequency_ratio": plots.frequency_ratio,
@@ -62,6 +63,7 @@ PICTURES = {
     "walk": plots.walk,
     "terms": lambda spec: plots.terms(spec, *vectors(spec), 7),
     "similarity": lambda spec: plots.similarity(spec, 1000),
+    "design": lambda spec: plots.design(spec, WANTED),
     "base_bound": lambda spec: plots.base_bound({128: {64: 89.0, 512: 1500.0}}, specs=spec),
     "precision": lambda spec: plots.precision(spec, 4096),
     "unit_circle": lambda spec: plots.unit_circle(spec, 100, 3),
@@ -77,6 +79,7 @@ LOG = {  # of the first panel, and of the others where they have one
     "decay": ("log", "linear"),
     "scores": ("log", "log"),
     "similarity": ("log", "linear"),
+    "design": ("log", "linear"),
     "base_bound": ("log", "log"),
     "precision": ("log", "log"),
     "roofline": ("log", "log"),
@@ -93,6 +96,7 @@ LABELS = {
     "walk": ("real part, pairs", "imaginary part, pairs"),
     "terms": ("pair", "term of the score", "sum of the terms"),
     "similarity": ("distance, tokens", "B_m / B_0"),
+    "design": ("distance, tokens", "B_m / B_0"),
     "base_bound": ("context or first failure, tokens", "base"),
     "precision": ("position, tokens", "largest error of cos or sin"),
     "layout": (

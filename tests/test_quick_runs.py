@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("benchmarks", "experiments")
                for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")  # fmt: skip
 # of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
-SWEEPS = {f"experiments.{name}.run" for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits")}
+SWEEPS = {f"experiments.{name}.run"
+          for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits", "e9_design")}  # fmt: skip
 SLOW = {
     "benchmarks.explore",
     "benchmarks.fused",
