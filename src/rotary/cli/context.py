@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import Config, Json, LayerType, Part, app, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
+
+if TYPE_CHECKING:
+    from ..strict_json import JSON
 
 Plot = Annotated[
     Path | None, typer.Option(help="Draw a plot into FILE: .png, .svg or .pdf.", metavar="FILE")
@@ -163,14 +166,7 @@ def plan(
         plots.save(plots.similarity(both, context, seq_len=context), plot)
     if out is not None:
         document = replace_rope(config, result.recommended, context, layer_type, part=part)
-        text = json.dumps(document, indent=2) + "\n"
-        with open(out, "x", encoding="utf-8") as file:
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:  # a full disk: leave no half of a config
-                out.unlink()
-                raise
+        write_new(out, document)
     if as_json:
         print_json(result.to_dict())
         return
@@ -183,6 +179,18 @@ def plan(
     print_text(result.reason)
     typer.echo()
     typer.echo(json.dumps(result.rope_parameters, indent=2))
+
+
+def write_new(out: Path, document: "dict[str, JSON]") -> None:
+    """Write a config into a new file, whole or not at all."""
+    text = json.dumps(document, indent=2) + "\n"
+    with open(out, "x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:  # a full disk: leave no half of a config
+            out.unlink()
+            raise
 
 
 @app.command()

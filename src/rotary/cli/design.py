@@ -1,14 +1,13 @@
 """The command that finds frequencies for a wanted decay."""
 
 import csv
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import Json, LayerType, Part, app, read_spec
-from .context import Plot
+from .context import Plot, write_new
 from .terminal import bar, print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ def design(
             rope_keys(written, length) if config is None
             else replace_rope(config, written, length, layer_type, part=part)
         )  # fmt: skip
-        with open(out, "x", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
+        write_new(out, document)
     rows = [(name, *_numbers(each, wanted)) for name, each in specs.items()]
     if as_json:
         names = ("method", "error", "first_failure")
