@@ -8,43 +8,26 @@ Writes {"taken": ..., "refused": ..., "errors": {...}} as JSON.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import itertools
 import json
-import mmap
 import random
 import sys
 from collections import Counter
 
+import guarded_memory
 import numpy as np
 import torch
 
 import rotary.kernels.torch  # noqa: F401  registers the operators
 
-PAGE = mmap.PAGESIZE
-SIZE = 4 * PAGE  # of the memory of one operand
-FILL = 0xA5
+SIZE = 4 * guarded_memory.PAGE  # of the memory of one operand
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 READABLE = (ValueError, TypeError, RuntimeError)
 
 
-class Guarded:
-    """SIZE bytes with a page on either side that nobody may touch."""
-
-    def __init__(self):
-        self.memory = mmap.mmap(-1, SIZE + 2 * PAGE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        libc = ctypes.CDLL(None, use_errno=True)
-        for page in (address, address + PAGE + SIZE):
-            if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
-                raise OSError(ctypes.get_errno(), "mprotect")
-        self.bytes = np.frombuffer(self.memory, np.uint8, SIZE, PAGE)
-
-    def fill(self):
-        self.bytes[:] = FILL
-
+class Guarded(guarded_memory.Guarded):
     def tensor(self, shape, order, gap, dtype, at_end, shift=0):
         """A tensor here, its axes in memory in this order, against the first or the last byte."""
         strides, step = [0] * len(shape), 1
@@ -94,7 +77,7 @@ def places(start, pairs, pair, layout):
     return start + 2 * pair, start + 2 * pair + 1
 
 
-GUARDED = [Guarded() for _ in range(7)]  # x, x, cos, sin, rows, out, out
+GUARDED = [Guarded(SIZE) for _ in range(7)]  # x, x, cos, sin, rows, out, out
 
 
 def operand_set(number):
