@@ -495,13 +495,29 @@ def test_numpy_work_does_not_load_torch():
     assert not {"torch", "transformers", "typer"} & set(python(script).split())
 
 
-def test_without_a_compiler_the_plain_formula_rotates():
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("why", ["NUMBA_DISABLE_JIT", "Py_GIL_DISABLED"])
+def test_without_compiled_loops_the_plain_formula_rotates(why, library):
+    """Without a compiler, or on a Python without the global lock, where no test runs the loops."""
     code = (
-        "import numpy as np, rotary; from rotary.kernels import host; print(host().name,"
-        "rotary.apply(rotary.Rotary(head_dim=2), np.ones((2, 2), 'f4'))[0].tolist())"
+        "import sys, sysconfig, numpy as np, rotary; from rotary.kernels import host\n"
+        "if sys.argv[1] == 'Py_GIL_DISABLED': sysconfig.get_config_vars()[sys.argv[1]] = 1\n"
+        "x = np.ones((2, 2), 'f4')\n"
+        "if sys.argv[2] == 'torch':\n"
+        "    import torch; x = torch.from_numpy(x)\n"
+        "    norm = rotary.Norm(torch.ones(2), None, 0.0)\n"
+        "    rotary.fused(x, None, None, rotary.Rotary(head_dim=2), norm=norm)\n"
+        "assert 'rotary.kernels.jobs' not in sys.modules\n"
+        "print(host().name, rotary.apply(rotary.Rotary(head_dim=2), x)[0].tolist())"
     )
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    jit = {"NUMBA_DISABLE_JIT": "1"} if why == "NUMBA_DISABLE_JIT" else {}
+    assert python(code, why, library, **jit) == "reference [1.0, 1.0]"
+
+
+def test_doctor_says_why_there_are_no_compiled_loops():
+    code = (
+        "import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n"
+        "from rotary.doctor import examine\n"
+        "print(examine())"
     )
-    assert run.stdout == "reference [1.0, 1.0]\n"
+    assert "no compiled loops: the compiled loops need a Python with a global lock" in python(code)

@@ -53,8 +53,8 @@ def _kernel() -> list[Finding]:
         from .kernels import cpu, loops, threads
     except ImportError as error:
         advice = (
-            "plain NumPy code rotates, which is right but slow: pip install 'numba>=0.60', and "
-            "unset NUMBA_DISABLE_JIT"
+            "plain NumPy code rotates, which is right but slow: pip install 'numba>=0.60', unset "
+            "NUMBA_DISABLE_JIT, and use a Python with a global lock"
         )
         return [Finding("kernel", f"no compiled loops: {error}", advice)]
     q = np.random.default_rng(0).standard_normal((1, 16, 512, 128), np.float32)

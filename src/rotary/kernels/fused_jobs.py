@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numba
 import numpy as np
-
-if numba.config.DISABLE_JIT:  # then the plain formula is used
-    raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 from ..layouts import pair_slices
 from . import Numbers as Array

@@ -5,6 +5,7 @@ NumPy arrays and torch tensors use the same code, and nothing is wrapped or copi
 """
 
 import math
+import sysconfig
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +16,8 @@ import numpy as np
 
 if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
     raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # the same: no test has run them there
+    raise ImportError("the compiled loops need a Python with a global lock")
 
 from . import Numbers as Array
 from . import caches, loops, threads
