@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test docs linkcheck debian quick lint types bench peers release clean
+.PHONY: demo test locked docs linkcheck debian quick lint types bench peers release audit clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -46,8 +46,23 @@ release: build/release.stamp
 
 build/release.stamp:
 	$(PYTHON) -m venv build/release
-	build/release/bin/pip --disable-pip-version-check install --quiet build twine
+	build/release/bin/pip --disable-pip-version-check install --quiet build twine cyclonedx-bom pip-audit
 	touch $@
+
+# .venv from files that have the hashes of requirements.lock, as CI has it: for Python 3.11 on Linux
+# x86_64. pip stops at a file with another hash, or where the registry does not have it
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip --disable-pip-version-check install --quiet --require-hashes --no-deps -r requirements.lock
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps --no-build-isolation -e .
+	$(BIN)/pip --disable-pip-version-check check
+	touch .venv/core.stamp
+	touch .venv/dev.stamp
+
+# Known faults of what is pinned: asks PyPI about every package, and fails if it does not know one
+audit: build/release.stamp
+	build/release/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock
 
 .venv/core.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
