@@ -1,5 +1,6 @@
 """What a release needs and a quick test can hold; `make release` builds it and tries the rest."""
 
+import json
 import re
 import subprocess
 import sys
@@ -154,6 +155,24 @@ def test_what_an_upload_lacks_is_named():
         "METADATA: version 0.1.0, the package says 0.2.0",
         "CHANGELOG.md: no section '## 0.2.0, DATE'",
     ]
+
+
+def test_the_bill_of_materials_names_what_is_installed_and_no_path():
+    made = {
+        "bomFormat": "CycloneDX",
+        "components": [
+            {"name": "pip", "bom-ref": "pip==24"},
+            {"name": "rotary", "bom-ref": "rotary==1", "externalReferences": [
+                {"url": "file:///home/me/rotary.whl"}, {"url": "https://example.org"}]},
+        ],
+        "dependencies": [{"ref": "pip==24"}, {"ref": "rotary==1"}],
+    }  # fmt: skip
+    text = release.bill_of_materials("a warning\n" + json.dumps(made))
+    bill = json.loads(text)
+    assert [each["name"] for each in bill["components"]] == ["rotary"]
+    assert bill["dependencies"] == [{"ref": "rotary==1"}]
+    assert "file:" not in text
+    assert "https://example.org" in text
 
 
 SPEC = rotary.Rotary(head_dim=64, base=500_000.0)

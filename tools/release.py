@@ -2,11 +2,13 @@
 
 The wheel and the sdist are built into dist/ and checked: their metadata by twine, their files
 against the repository, and the wheel by `tools/smoke.py` in two empty environments, with and
-without Numba. `python -m tools.release` needs the packages `build` and `twine`; `make release`
-installs them into an environment below build/.
+without Numba. Beside them goes a bill of materials (SBOM, CycloneDX): the packages that `pip install` of
+the wheel brings, with versions and licences. `python -m tools.release` needs the packages `build`,
+`twine` and `cyclonedx-bom`; `make release` installs them into an environment below build/.
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "install")
+BEFORE = ("pip", "setuptools")  # what an empty environment has
 CORE_WITHOUT_NUMBA = ("numpy", "rich", "typer")
 
 
@@ -113,11 +116,28 @@ def try_wheel(wheel: Path, light: bool) -> None:
         if light:
             run(python, *PIP, *CORE_WITHOUT_NUMBA)
         sizes = {path.name: _bytes(path) for path in site.iterdir() if path.name not in shipped}
+        if not light:
+            command = sys.executable, "-m", "cyclonedx_py", "environment", "--of", "JSON", python
+            bill = DIST / f"rotary-{version()}.cdx.json"
+            bill.write_text(bill_of_materials(run(*command)), encoding="utf-8")
         smoke = shutil.copy(ROOT / "tools" / "smoke.py", folder)
         print(run(python, "-I", smoke, *(("--light",) if light else ()), cwd=folder), end="")
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:6]
     parts = ", ".join(f"{name} {sizes[name] / 1e6:.0f}" for name in largest)
     print(f"  {'without' if light else 'with'} Numba {sum(sizes.values()) / 1e6:.0f} MB: {parts}")
+
+
+def bill_of_materials(text: str) -> str:
+    """What cyclonedx_py writes of an environment, without pip, which is not installed with us, and
+    without paths of this machine."""
+    bill = json.loads(text[text.index("{") :])
+    bill["components"] = [each for each in bill["components"] if each["name"] not in BEFORE]
+    kept = {each["bom-ref"] for each in bill["components"]}
+    bill["dependencies"] = [each for each in bill["dependencies"] if each["ref"] in kept]
+    for each in bill["components"]:
+        links = each.pop("externalReferences", [])
+        each["externalReferences"] = [link for link in links if "file:" not in link["url"]]
+    return json.dumps(bill, indent=1) + "\n"
 
 
 def _bytes(path: Path) -> int:
