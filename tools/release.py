@@ -2,9 +2,9 @@
 
 The wheel and the sdist are built into dist/ and checked: their metadata by twine, their files
 against the repository, and the wheel by `tools/smoke.py` in two empty environments, with and
-without Numba. Beside them goes a bill of materials (SBOM, CycloneDX): the packages that `pip install` of
-the wheel brings, with versions and licences. `python -m tools.release` needs the packages `build`,
-`twine` and `cyclonedx-bom`; `make release` installs them into an environment below build/.
+without Numba. Beside them goes a bill of materials (SBOM, CycloneDX): the packages that come with
+the wheel, with versions and licences. `python -m tools.release` needs the packages build, twine and
+cyclonedx-bom; `make release` installs them into an environment below build/.
 """
 
 import argparse
