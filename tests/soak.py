@@ -228,9 +228,10 @@ class Soak:
         self.expected = {job.name: digest(job.call()) for job in self.jobs}
         for job in self.jobs:
             assert digest(job.call()) == self.expected[job.name], f"{job.name} differs alone"
-        self.counts, self.faults, self.lock = Counter(), [], threading.Lock()
+        self.counts, self.faults, self.lock = Counter(), [], threading.RLock()
         self.bare = [job for job in self.jobs if job.is_bare]
         self.quick = [job for job in self.bare if "token" in job.name]
+        self.not_bare = 0  # calls under way that may start threads
         self.is_over, self.is_short = threading.Event(), threading.Event()
         self.free = address_space() + HEADROOM
 
@@ -256,7 +257,14 @@ class Soak:
     def work(self, seed):
         chance = random.Random(seed)
         while not self.is_over.is_set():
-            self.do(chance.choice(self.bare if self.is_short.is_set() else self.jobs), "calls")
+            with self.lock:
+                job = chance.choice(self.bare if self.is_short.is_set() else self.jobs)
+                self.not_bare += not job.is_bare
+            try:
+                self.do(job, "calls")
+            finally:
+                with self.lock:
+                    self.not_bare -= not job.is_bare
 
     def fork(self, chance):
         """A child that makes calls and ends; it must give the same bits, and must not hang."""
@@ -297,9 +305,15 @@ class Soak:
                 self.count("errors", "a call got memory that there is not")
 
     def short_of_memory(self):
-        """For a moment any call may find no memory."""
-        self.is_short.set()
-        time.sleep(0.5)
+        """For a moment any call may find no memory.
+
+        Not while a thread may be started: where the new one finds no memory, Python's `start` waits
+        for it for ever.
+        """
+        with self.lock:
+            self.is_short.set()
+        while self.not_bare:
+            time.sleep(0.01)
         try:
             limit(address_space() + SLACK)
             time.sleep(0.5)

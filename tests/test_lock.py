@@ -44,6 +44,8 @@ def test_what_the_tests_need_is_locked():
 def test_no_line_has_a_place():
     """A file is asked for by name and hash; from where is for the settings of pip."""
     assert "://" not in (ROOT / "requirements.lock").read_text()
-    one = {"metadata": {"name": "A_b", "version": "1"},
-           "download_info": {"url": "https://x", "archive_info": {"hashes": {"sha256": "00"}}}}  # fmt: skip
+    one = {
+        "metadata": {"name": "A_b", "version": "1"},
+        "download_info": {"url": "https://x", "archive_info": {"hashes": {"sha256": "00"}}},
+    }
     assert lock([one]).endswith("\na-b==1 --hash=sha256:00\n")

@@ -1,4 +1,4 @@
-"""A few seconds of tests/soak.py; docs/results/soak.md has half an hour of it."""
+"""A few seconds of tests/soak.py; docs/results/soak.md has longer runs."""
 
 import json
 import os
