@@ -195,6 +195,14 @@ def test_ntk_is_that_of_rotary_embedding_torch(case):
     np.testing.assert_allclose(case.call()[0], peer.freqs.detach().numpy(), rtol=FLOAT32_RTOL)
 
 
+@pytest.mark.parametrize("arithmetic", [FLOAT64, reference.FLOAT32], ids=["float64", "float32"])
+def test_ntk_is_dynamic_ntk_in_a_row_of_that_length(arithmetic):
+    """Its growth factor n / L - (factor - 1) is 3 for factor 2 and n = 2 L, in the same bits."""
+    longer = trained(factor=2, seq_len=2 * TRAINED)
+    dynamic = SCHEDULES["dynamic"](D, 1e4, arithmetic, **longer)[0]
+    np.testing.assert_array_equal(SCHEDULES["ntk"](D, 1e4, arithmetic, factor=3)[0], dynamic)
+
+
 def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest():
     plain, stretched = Case("default").call()[0], Case("ntk", {"factor": 8.0}).call()[0]
     ratio = plain / stretched
@@ -368,6 +376,9 @@ FAULTS = [
     ("yarn", trained(True, factor=2.0), r"original_max_position_embeddings must be .* got True"),
     ("dynamic", trained(1, factor=2.0), r"original_max_position_embeddings must be .* >= 2, got 1"),
     ("dynamic", trained(2048.0, factor=2.0), r"must be a whole number of tokens >= 2, got 2048.0"),
+    ("dynamic", trained(factor=2**53 + 2), r"factor must be <= 2\^53: 90\d* - 1 is rounded to an"),
+    ("linear", {"factor": 1e39}, r"factor must be in the range of float32, 1.2e-38 to 3.4e38"),
+    ("linear", {"factor": 1e-39}, r"factor must be in the range of float32, 1.2e-38 to 3.4e38"),
     ("longrope", trained(short_factor=SHORT[:-1], long_factor=LONG, factor=2.0),
      r"short_factor must have rotary_dim / 2 = 32 values, got 31"),
     ("longrope", trained(short_factor=SHORT, long_factor=[0.0, *LONG[1:]], factor=2.0),
@@ -394,6 +405,22 @@ FAULTS = [
     ("custom", {"inv_freq": 32 * [INF]}, r"inv_freq must hold finite numbers only"),
     ("custom", {"inv_freq": 32 * ["1"]}, r"inv_freq must hold finite numbers only"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "params"), [
+    ("linear", {"factor": 1}),
+    ("dynamic", trained(2, factor=2.0)),
+    ("dynamic", trained(factor=2**53)),
+    ("yarn", yarn(beta_fast=4.0, beta_slow=4.0)),
+    ("yarn", yarn(mscale=0, mscale_all_dim=0)),
+    ("llama3", llama3(8.0, 2.0, 2.0)),
+    ("proportional", {"partial_rotary_factor": 1}),
+    ("ntk_mixed", {"factor": 2.0, "b": 0}),
+    ("ntk_mixed", {"factor": 2.0, "b": 1}),
+    ("axial", {"num_axes": 1}),
+])  # fmt: skip
+def test_the_ends_of_what_is_allowed_are_taken(schedule, params):
+    assert Rotary(D, schedule=schedule, params=params).schedule == schedule
 
 
 @pytest.mark.parametrize(("schedule", "params", "message"), FAULTS)

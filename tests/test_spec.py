@@ -221,6 +221,7 @@ FAULTS = [
     ({"rotary_dim": "32"}, r"rotary_dim must be even and in .* got '32'"),
     ({"rotary_dim": True}, r"rotary_dim must be even and in .* got True"),
     ({"head_dim": 0}, "head_dim must be a whole number from 1 to 65,536, got 0"),
+    ({"head_dim": 1}, r"rotary_dim must be even and in \(0, head_dim=1\], got 1"),
     ({"head_dim": 65_537}, "head_dim must be a whole number from 1 to 65,536, got 65537"),
     ({"head_dim": 10**30}, "head_dim must be a whole number from 1 to 65,536, got 1000"),
     ({"head_dim": -64}, "head_dim must be a whole number from 1 to 65,536, got -64"),
@@ -281,6 +282,10 @@ def test_a_spec_that_makes_no_sense_is_refused(fields, message):
         Rotary(**{"head_dim": 64, **fields})
 
 
+def test_the_widest_head_is_taken():
+    assert Rotary(65_536).rotary_dim == 65_536
+
+
 def test_sections_that_do_not_add_up_are_refused():
     counts = rotary.positions.sections(16, 24, 20)  # a head of 128 has 64 pairs, these are 60
     with pytest.raises(ValueError, match="rotary_dim / 2 = 64, got 60"):
@@ -319,5 +324,10 @@ def test_dicts_that_are_no_spec(data, message):
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"head_dim": 4', '{"head_dim": NaN}', "null"])
 def test_texts_that_are_no_spec(text):
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError, match=r"^a spec"):
         Rotary.from_json(text)
+
+
+def test_a_list_of_fields_is_no_spec():
+    with pytest.raises(ValueError, match=r"written as an object, got \[\('head_dim', 4\)"):
+        Rotary.from_dict([("head_dim", 4)])

@@ -140,6 +140,8 @@ CALLS = {
         "rotate does not guess which channels make a pair: give rotate(x, cos, sin, spec), or by",
     ),
     "dim": (lambda: Rotary(dim=64), "Rotary has no field 'dim'; it is called 'head_dim' here"),
+    "rope_theta": (lambda: Rotary(head_dim=64, rope_theta=1e6), "it is called 'base' here"),
+    "inv_freq": (lambda: Rotary(head_dim=4, inv_freq=[1.0]), "Rotary(..., params={'inv_freq': "),
     "theta": (lambda: Rotary(head_dim=64, theta=1e6), "'theta'; it is called 'base' here"),
     "factor": (
         lambda: Rotary(head_dim=64, schedule="linear", factor=2.0),

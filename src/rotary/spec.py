@@ -102,7 +102,7 @@ class Rotary:
         shown = (
             f"{field.name}={_plain_value(getattr(self, field.name))!r}"
             for field in dataclasses.fields(self)
-            if field.name == "head_dim" or getattr(self, field.name) != _default(self, field)
+            if getattr(self, field.name) != _default(self, field)
         )
         return f"Rotary({', '.join(shown)})"
 
@@ -172,7 +172,7 @@ out_layout, schedule, params, axes, sign
         return cls(**data)
 
 
-_OTHER_NAMES = {"dim": "head_dim", "theta": "base", "rope_theta": "base", "inv_freq": "params"}
+_OTHER_NAMES = {"dim": "head_dim", "theta": "base", "rope_theta": "base"}
 
 
 def _field_hint(name: str, known: Sequence[str]) -> str:
@@ -244,7 +244,7 @@ def _check_slice(spec: Rotary) -> None:
 def _check_base(base: object) -> None:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise ValueError(f"base must be a number, got {base!r}")
-    if not 1 <= base < math.inf or base > _LARGEST:
+    if not 1 <= base <= _LARGEST:
         raise ValueError(f"base must be finite and >= 1, got {base!r}")
     if base == 1:
         warnings.warn("base 1 gives every pair the same frequency, 1 rad per token", stacklevel=4)
@@ -263,7 +263,7 @@ def nearest(value: object, known: Iterable[str]) -> str:
     >>> nearest("lama", ["llama", "gemma"])
     "; did you mean 'llama'?"
     """
-    close = difflib.get_close_matches(str(value), list(known), n=1)
+    close = difflib.get_close_matches(str(value), list(known))
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
