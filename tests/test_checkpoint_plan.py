@@ -285,6 +285,7 @@ def test_layers_without_rotation_are_left_and_listed(family, values, still):
     assert {int(name.split(".")[2]) for name in names} == still
     assert {int(name.split(".")[2]) for name in made.moves} == {0, 1, 2, 3} - still
     assert len(made.moves) == 2 * (4 - len(still))
+    assert all(move.layer == int(name.split(".")[2]) for name, move in made.moves.items())
 
 
 def test_layers_of_two_head_sizes_each_move_by_their_own():
@@ -316,6 +317,30 @@ def test_the_output_moves_only_where_keys_are_the_values():
         plan({**tensors, **scales}, {**config, "attention_k_eq_v": True}, "half", "interleaved")
 
 
+def test_matrices_that_no_rule_knows_are_listed_and_vectors_are_not():
+    known = shapes(q_proj__weight=(64, 64))
+    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), mixer__bias=(64,))
+    made = plan({**known, **unknown}, LLAMA, "half", "interleaved")
+    assert [left.tensor for left in made.left] == [*unknown][:2]
+    assert f"{LAYER}mixer.weight and 1 more stays as it is" in made.warning
+    assert plan(known, LLAMA, "half", "interleaved").warning == ""
+
+
+@pytest.mark.parametrize("where", ["of the model", "of its text part"])
+def test_blocks_of_scales_have_the_rows_that_the_config_says(where):
+    def moves(size):
+        block = {"quantization_config": {"weight_block_size": [size, 64]}}
+        text = {**LLAMA, **block} if where == "of its text part" else LLAMA
+        config = {"model_type": "llava", "text_config": text, **(block if text is LLAMA else {})}
+        tensors = shapes("F8_E4M3", q_proj__weight=(64, 64), k_proj__weight=(64, 64))
+        scale = {LAYER + "q_proj.weight_scale_inv": Tensor("F32", (64 // size, 1), 0, 256 // size)}
+        return plan({**tensors, **scale}, config, "half", "interleaved").moves
+
+    assert [*moves(16)] == [LAYER + "q_proj.weight", LAYER + "k_proj.weight"]  # a head each
+    with pytest.raises(ValueError, match="scales blocks of 8 rows, and rows would leave"):
+        moves(8)
+
+
 # --- errors ---
 
 
@@ -324,10 +349,11 @@ def test_the_output_moves_only_where_keys_are_the_values():
     [
         ("half", "half", LLAMA, "source and target are both 'half'"),
         ("neox", "half", LLAMA, "source must be 'half' or 'interleaved', got 'neox'"),
+        ("half", "gptj", LLAMA, "target must be 'half' or 'interleaved', got 'gptj'"),
         ("interleaved", "half", LLAMA, "of 'llama' are half, not interleaved: say --from half"),
         ("half", "interleaved", {**LLAMA, "model_type": "cohere"}, "say --from interleaved"),
-        ("half", "interleaved", {"model_type": "zamba2"}, "does not rotate"),
-        ("half", "interleaved", {"model_type": "pixtral"}, "is a vision tower"),
+        ("half", "interleaved", {"model_type": "zamba2"}, "'zamba2' does not rotate"),
+        ("half", "interleaved", {"model_type": "pixtral"}, "'pixtral' is a vision tower"),
         ("half", "interleaved", {"model_type": "clvp_encoder"}, "values are rotated as well"),
         ("half", "interleaved", {**LLAMA, "hidden_size": 96},
          r"q_proj.weight' of shape \(64, 64\) .* has 64 output channels, and 4 heads of 24 are"),
@@ -360,7 +386,9 @@ def test_a_packed_tensor_with_room_for_other_key_heads_than_told_is_refused():
 
 def test_files_of_meta_are_interleaved_whatever_the_config_says():
     tensors = {"layers.0.attention.wq.weight": Tensor("BF16", (64, 64), 0, 8192)}
-    assert plan(tensors, LLAMA, "interleaved", "half").moves
+    made = plan(tensors, LLAMA, "interleaved", "half")
+    assert made.moves
+    assert made.code_base == ("Meta's or Mistral's own files", ("interleaved",))
     with pytest.raises(ValueError, match="Meta's or Mistral's own files are interleaved, not half"):
         plan(tensors, LLAMA, "half", "interleaved")
     assert plan(tensors, LLAMA, "half", "interleaved", trust_source=True).moves
