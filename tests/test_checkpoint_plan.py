@@ -341,6 +341,37 @@ def test_blocks_of_scales_have_the_rows_that_the_config_says(where):
         moves(8)
 
 
+@pytest.mark.parametrize(("family", "values"), [
+    ("smollm3", {"no_rope_layers": [1, 0]}),
+    ("cohere2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+])  # fmt: skip
+def test_a_layer_behind_the_list_of_the_config_rotates(family, values):
+    config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 4, **values}
+    source = "half" if family == "smollm3" else "interleaved"
+    made = plan(layers_of(3), config, source, OTHER[source])
+    assert {move.layer for move in made.moves.values()} == {0, 2}
+
+
+def test_the_norm_of_a_latent_stays():
+    tensors = {LAYER + "q_b_proj.weight": Tensor("F32", (96, 24), 0, 9216),
+               LAYER + "q_norm.weight": Tensor("F32", (24,), 0, 96)}  # fmt: skip
+    left = plan(tensors, DEEPSEEK, "interleaved", "half").left
+    assert left == ((LAYER + "q_norm.weight", "a latent has no channels of heads"),)
+
+
+def test_of_a_hybrid_the_queries_beside_a_latent_move():
+    config = {**DEEPSEEK, "model_type": "bailing_hybrid", "q_lora_rank": None}
+    linear, latent = "model.layers.0.attention.", "model.layers.1.attention."
+    rows = {linear + "q_proj": 96, linear + "k_proj": 96, latent + "q_proj": 96,
+            latent + "kv_a_proj_with_mqa": 24}  # fmt: skip
+    tensors = {f"{name}.weight": Tensor("F32", (count, 40), 0, 160 * count)
+               for name, count in rows.items()}  # fmt: skip
+    made = plan(tensors, config, "interleaved", "half")
+    assert [*made.moves] == [*tensors][2:]
+    reason = "linear attention does not rotate"
+    assert made.left == tuple((name, reason) for name in [*tensors][:2])
+
+
 # --- errors ---
 
 
