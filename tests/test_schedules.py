@@ -70,7 +70,7 @@ def yarn(length: int = 4096, factor: float = 8.0, **params: Any) -> dict[str, An
 
 
 def longrope(**params: Any) -> dict[str, Any]:
-    return trained(short_factor=SHORT, long_factor=LONG, **params)
+    return trained() | {"short_factor": SHORT, "long_factor": LONG, **params}
 
 
 def llama3(factor: float = 8.0, low: float = 1.0, high: float = 4.0) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def test_ntk_is_that_of_rotary_embedding_torch(case):
 
 @pytest.mark.parametrize("arithmetic", [FLOAT64, reference.FLOAT32], ids=["float64", "float32"])
 def test_ntk_is_dynamic_ntk_in_a_row_of_that_length(arithmetic):
-    """Its growth factor n / L - (factor - 1) is 3 for factor 2 and n = 2 L, in the same bits."""
-    longer = trained(factor=2, seq_len=2 * TRAINED)
+    """Its growth factor n / L - (factor - 1) is 4 for factor 3 and n = 2 L, in the same bits."""
+    longer = trained(factor=3, seq_len=2 * TRAINED)
     dynamic = SCHEDULES["dynamic"](D, 1e4, arithmetic, **longer)[0]
-    np.testing.assert_array_equal(SCHEDULES["ntk"](D, 1e4, arithmetic, factor=3)[0], dynamic)
+    np.testing.assert_array_equal(SCHEDULES["ntk"](D, 1e4, arithmetic, factor=4)[0], dynamic)
 
 
 def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest():
@@ -375,6 +375,8 @@ FAULTS = [
     ("yarn", yarn(beta_slow=True), r"beta_slow must be a number, got True"),
     ("yarn", trained(True, factor=2.0), r"original_max_position_embeddings must be .* got True"),
     ("dynamic", trained(1, factor=2.0), r"original_max_position_embeddings must be .* >= 2, got 1"),
+    ("longrope", longrope(original_max_position_embeddings=1, factor=2.0),
+     r"original_max_position_embeddings must be .* >= 2, got 1"),
     ("dynamic", trained(2048.0, factor=2.0), r"must be a whole number of tokens >= 2, got 2048.0"),
     ("dynamic", trained(factor=2**53 + 2), r"factor must be <= 2\^53: 90\d* - 1 is rounded to an"),
     ("linear", {"factor": 1e39}, r"factor must be in the range of float32, 1.2e-38 to 3.4e38"),
