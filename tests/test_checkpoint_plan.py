@@ -319,11 +319,14 @@ def test_the_output_moves_only_where_keys_are_the_values():
 
 def test_matrices_that_no_rule_knows_are_listed_and_vectors_are_not():
     known = shapes(q_proj__weight=(64, 64))
-    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), mixer__bias=(64,))
+    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), gain__weight=(64,))
     made = plan({**known, **unknown}, LLAMA, "half", "interleaved")
     assert [left.tensor for left in made.left] == [*unknown][:2]
     assert f"{LAYER}mixer.weight and 1 more stays as it is" in made.warning
     assert plan(known, LLAMA, "half", "interleaved").warning == ""
+
+
+SCALE = "q_proj.weight_scale_inv"  # one row for each block of rows
 
 
 @pytest.mark.parametrize("where", ["of the model", "of its text part"])
@@ -333,12 +336,13 @@ def test_blocks_of_scales_have_the_rows_that_the_config_says(where):
         text = {**LLAMA, **block} if where == "of its text part" else LLAMA
         config = {"model_type": "llava", "text_config": text, **(block if text is LLAMA else {})}
         tensors = shapes("F8_E4M3", q_proj__weight=(64, 64), k_proj__weight=(64, 64))
-        scale = {LAYER + "q_proj.weight_scale_inv": Tensor("F32", (64 // size, 1), 0, 256 // size)}
+        scale = {LAYER + SCALE: Tensor("F32", (64 // size, 1), 0, 256 // size)}
         return plan({**tensors, **scale}, config, "half", "interleaved").moves
 
     assert [*moves(16)] == [LAYER + "q_proj.weight", LAYER + "k_proj.weight"]  # a head each
     with pytest.raises(ValueError, match="scales blocks of 8 rows, and rows would leave"):
         moves(8)
+    assert [*moves(1)] == [LAYER + name for name in ("q_proj.weight", "k_proj.weight", SCALE)]
 
 
 @pytest.mark.parametrize(("family", "values"), [
