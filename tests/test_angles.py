@@ -247,6 +247,12 @@ def test_lengths_that_make_no_sense(seq_len, message):
         rotary.cos_sin(spec, np.zeros((2, 3), int), seq_len=seq_len)
 
 
+@pytest.mark.parametrize("of", [lambda spec: rotary.inv_freq(spec)[0], rotary.turns])
+def test_kept_frequencies_cannot_be_written_to(of):
+    with pytest.raises(ValueError, match="read-only"):
+        of(SPEC)[0] = 0
+
+
 # --- the cache ---
 
 
