@@ -185,6 +185,13 @@ def test_shapes(library, shape):
     assert tuple(rotary.cos_sin(dynamic, library(where))[0].shape) == (*shape, 8)
 
 
+def test_the_bytes_of_tables_of_two_axes_are_counted_by_token():
+    spec, where = Rotary(8, axes=(0, 1, 0, 1)), np.zeros((4, 2), int)
+    assert rotary.cos_sin(spec, where, max_bytes=128)[0].nbytes == 128 // 2
+    with pytest.raises(ValueError, match="tables of 4 positions take 128 bytes, over max_bytes"):
+        rotary.cos_sin(spec, where, max_bytes=127)
+
+
 # --- the length of a row ---
 
 LONGROPE = {
