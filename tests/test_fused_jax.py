@@ -3,16 +3,19 @@
 import itertools
 import re
 
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from jax.test_util import check_grads
+from libraries import if_installed
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary, fused
+
+jax = if_installed("jax")
+jnp = if_installed("jax.numpy")
+ml_dtypes = if_installed("ml_dtypes")
+torch = if_installed("torch")
+check_grads = if_installed("jax.test_util").check_grads
+jax_fused = if_installed("rotary.kernels.jax_fused")
 
 EPS = 1e-5
 HEADS, SEQ = (4, 2), 6
@@ -163,7 +166,7 @@ def test_the_new_caches_have_every_token_in_its_slot(form, is_traced):
     q, k = arrays(spec)
     v, norm = numbers(2, 2, SEQ, 5), norm_of(spec)
     memory = memory_of(form, (8, 5))
-    given = [jnp.asarray(x) for x in memory]
+    given = [jnp.array(x) for x in memory]  # asarray of some releases shares the memory
 
     def call(q, k, v, keys, values, slots):
         return fused(q, k, v, spec, norm=norm, cache=KVCache(keys, values, slots))
@@ -296,6 +299,8 @@ def test_norm_rotation_and_rounding_are_one_loop_behind_the_mean(layout, dtype):
 
     It converts 16-bit arrays to float32 before the sum; the loop reads them as they came.
     """
+    if jax_fused.barrier is not jax.lax.optimization_barrier:
+        pytest.skip(f"JAX {jax.__version__} has no derivative of what keeps the two apart")
     spec = Rotary(128, layout=layout)
     shape = (1, 2048, 32, 128)
     q, weight = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((128,), dtype)

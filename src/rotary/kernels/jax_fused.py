@@ -8,7 +8,7 @@ Arrays are immutable, so a new cache is returned in the place of what went into 
 is part of a compiled function whose cache is donated, XLA writes into the memory of the old one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,12 +28,23 @@ Array = jax.Array
 Result = Array | tuple[Array, Array] | None  # with its scales where they are computed
 Operands = tuple[Operand, ...]
 
+
+def _barrier() -> Callable[[Array], Array]:
+    """What keeps a loop of its own; x itself where JAX has no derivative of it, as 0.4.34."""
+    try:
+        jax.eval_shape(jax.vmap(jax.grad(lax.optimization_barrier)), np.ones(1, np.float32))
+    except NotImplementedError:
+        return lambda x: x
+    return lax.optimization_barrier  # type: ignore[no-any-return, unused-ignore]
+
+
+barrier = _barrier()
 LIBRARY = Library(
     jnp,
     convert=lambda x, kind: x.astype(dtype_of(kind)),
     beside=lambda numbers, y: jnp.asarray(numbers, y.dtype),
     # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
-    over_root=lambda x, y: x * lax.optimization_barrier(lax.rsqrt(y)),  # type: ignore[no-untyped-call]
+    over_root=lambda x, y: x * barrier(lax.rsqrt(y)),
 )
 
 
