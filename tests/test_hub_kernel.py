@@ -29,7 +29,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary import layouts
 from rotary.integrations import collect, hub_kernel, hub_layers
-from rotary.kernels import geometry, launch, torch_launch, torch_state, triton_launch, variants
+from rotary.kernels import (
+    geometry,
+    launch,
+    private,
+    torch_launch,
+    torch_private,
+    torch_state,
+    triton_launch,
+    variants,
+)
 from rotary.kernels import triton as compiled
 
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -128,7 +137,15 @@ def test_only_torch_and_triton_are_imported():
 
 
 MADE_OF = {
-    "layers.py": (geometry, layouts, torch_state, torch_launch, hub_layers),
+    "layers.py": (
+        geometry,
+        layouts,
+        private,
+        torch_private,
+        torch_state,
+        torch_launch,
+        hub_layers,
+    ),
     "triton.py": (variants, launch, triton_launch, compiled),
 }
 

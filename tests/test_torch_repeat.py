@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotary import rotate
-from rotary.kernels import torch_ready
+from rotary.kernels import torch_private, torch_ready
 
 WANTED = {"atol": 1e-6, "rtol": 1e-6}
 
@@ -330,7 +330,7 @@ def test_new_outputs_are_those_of_empty_like(mode):
 
 def test_outputs_without_the_allocator_of_inductor(monkeypatch):
     monkeypatch.setattr(torch_ready, "recent", {})
-    monkeypatch.setattr(torch_ready, "_empty_strided", torch_ready._empty_on_cpu)
+    monkeypatch.setattr(torch_ready, "empty_strided", torch_private._empty_on_cpu)
     test_new_outputs_are_those_of_empty_like(torch.no_grad)
 
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import Numbers as Array
+from ..kernels.torch_private import OperatorMode
 from .turned import Turned, turned
 
 KEPT = 24  # arrays of one shape that a later one is compared with
@@ -81,11 +80,11 @@ class _Snapshot(NamedTuple):
     root: int  # number of the array that it comes from by rotations
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
     """Sees the result of every operator, and keeps the rotations among them."""
 
     def __init__(self, tokens: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        super().__init__()
         self.tokens = tokens
         self.path: list[str] = []
         self.kept: dict[tuple[int, ...], list[_Snapshot]] = {}
@@ -100,19 +99,22 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
     def __torch_dispatch__(
         self,
-        func: OpOverload,
+        func: Callable[..., object],
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        is_writing = func._schema.is_mutable and args
+        schema = getattr(func, "_schema", None)  # None: it may write
+        is_writing = args and (schema is None or schema.is_mutable)
         written = [args[0], getattr(args[0], "_base", None)] if is_writing else []
         outputs = result if isinstance(result, tuple | list) else (result,)
         for tensor in (*outputs, *written):
             if isinstance(tensor, Tensor):
                 self.see(tensor)
         return result
+
+    __torch_function__ = __torch_dispatch__
 
     def see(self, tensor: Tensor) -> None:
         """Keep what a tensor holds, and note it if it is an earlier one rotated."""

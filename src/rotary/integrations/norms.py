@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
+from ..kernels.torch_private import has_global_hook
 from ..kernels.torch_state import is_watched
 
 CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model
@@ -65,8 +65,9 @@ def rms_norm_of(module: object) -> RMSNorm | None:
 
 
 def _tried(module: nn.Module) -> RMSNorm | None:
-    weight = module._parameters.get("weight")
-    others = [*module._parameters, *module._buffers, *module._modules]
+    dicts = [vars(module).get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
+    weight = dicts[0].get("weight")
+    others = [name for names in dicts for name in names]
     if weight is None or weight.ndim != 1 or others != ["weight"] or len(weight) < 2:
         return None
     random = torch.Generator().manual_seed(11)
@@ -100,15 +101,15 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
     if found is None:
         return None
     own = vars(norm)
-    weight, eps = norm._parameters.get("weight"), own.get(found.eps)
+    weight, eps = own.get("_parameters", {}).get("weight"), own.get(found.eps)
     if (
         type(weight) not in (Tensor, nn.Parameter)
         or not isinstance(eps, float)
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
         or type(norm).__call__ is not nn.Module.__call__
-        or any([own[name] for name in _HOOKS])
-        or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or any([own.get(name, True) for name in _HOOKS])
+        or has_global_hook()
     ):
         return None
     assert isinstance(weight, Tensor)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..kernels.torch_private import version_of
+
 _KEPT = "_rotary_prepared"  # on a table: what `prepared` made of it
 
 
@@ -92,7 +94,7 @@ def prepared(
     if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
         return _after_prefix(tables, *key)
     first, last = tables[0], tables[-1]
-    versions = [0 if table.is_inference() else table._version for table in tables]
+    versions = [0 if table.is_inference() else version_of(table) for table in tables]
     kept = vars(first).setdefault(_KEPT, {})
     other = None if last is first else last  # a table must not hold itself
     if key in kept and kept[key][0] is other and kept[key][1] == versions:

@@ -301,6 +301,9 @@ def _rotated(
 def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:
     """Take the tables of a new embedding, compare it with vLLM's formula, say what is used."""
     rope.rotary_tables = None
+    if "_buffers" not in vars(rope):
+        _say(f"vLLM's {base.__name__} stays: torch {torch.__version__} keeps buffers elsewhere")
+        return
     cache = cache_of(rope)
     name = f"{base.__name__} ({len(cache)} rows, {rope.rotary_dim} channels)"
     if cache.is_meta:

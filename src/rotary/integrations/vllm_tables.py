@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..kernels.torch_private import version_of
+
 EXACT = "ROTARY_EXACT"
 CACHES = ("cos_sin_cache", "long_short_cos_sin_cache")  # vLLM's buffers, of which one exists
 TABLE = "rotary_table"  # ours: the same in float32, where vLLM's is not
@@ -36,7 +38,7 @@ class Tables(NamedTuple):
     sin: Tensor
     whole: Tensor
     cache: Tensor  # vLLM's
-    version: int | None  # of the cache, which changes when it is written to; None if not counted
+    version: object  # of the cache, which changes when it is written to; None if not counted
     steps: dict[object, Callable[..., object]]  # prepared calls, by the form of q and k
 
 
@@ -66,7 +68,7 @@ def tables_of(rope: Rope) -> Tables | None:
     if (
         buffers.get(TABLE, cache) is tables.whole
         and buffers.get(CACHES[0], cache) is cache is buffers.get(CACHES[1], cache)
-        and (tables.version is None or cache._version == tables.version)
+        and (tables.version is None or version_of(cache) == tables.version)
     ):
         return tables
     return adopt(rope)
@@ -86,12 +88,12 @@ def adopt(rope: Rope, exact: Tensor | None = None) -> Tables:
         rope.register_buffer(TABLE, whole, persistent=False)
     else:
         whole = cache
-    version = None if cache.is_inference() else cache._version
+    version = None if cache.is_inference() else version_of(cache)
     rope.rotary_tables = _halves(rope, whole, cache, version)
     return rope.rotary_tables
 
 
-def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: int | None) -> Tables:
+def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: object) -> Tables:
     # LongRoPE keeps the rows of its long list behind those of the short one
     is_long = getattr(rope, "use_long_rope", False)
     cos, sin = whole[rope.original_max_position_embeddings if is_long else 0 :].chunk(2, -1)

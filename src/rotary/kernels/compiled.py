@@ -2,8 +2,10 @@
 
 Numba's own cache does not check its files: a flipped bit in one of them crashes the process, or
 gives wrong results. Here every file has a checksum; a file with a wrong one is compiled again and
-overwritten. If the cache cannot be read or written, calls only take longer. The checksum finds
-damage, not attacks: whoever can write to the folder can run code.
+overwritten. If the cache cannot be read or written, or Numba makes it in another way, calls only
+take longer. The checksum finds damage, not attacks: whoever can write to the folder can run code.
+
+What Numba keeps for itself is used here alone: docs/private_names.md.
 """
 
 # mypy: disable-error-code="misc"
@@ -16,14 +18,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
-from numba.core.ccallback import CFunc
-from numba.core.typing import Signature
 
+from .private import private
+
+_FunctionCache: type = private(numba, "core.caching.FunctionCache", object)
+_CacheFiles: type = private(numba, "core.caching.IndexDataCacheFile", object)
+_CFunc: Callable[..., Any] | None = private(numba, "core.ccallback.CFunc", None)
+_OF_FILES = ("_version", "_source_stamp", "_index_path", "_data_path", "_dump", "_open_for_write")
 _DIGEST = hashlib.sha256().digest_size  # bytes
+
+
+class Signature(Protocol):
+    """Of a function of C, as a call of Numba's types makes it."""
+
+    args: tuple[object, ...]
+    return_type: object
 
 
 def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
@@ -32,7 +44,7 @@ def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
     def decorate(function: FunctionType) -> Callable[..., Any]:
         result = numba.njit(nogil=True, error_model="numpy", **options)(function)
         if not numba.config.DISABLE_JIT:
-            result._cache = _cache_of(function)
+            _keep(result, function)
         return result
 
     return decorate
@@ -40,21 +52,22 @@ def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
 
 def c_function(function: FunctionType, signature: Signature) -> Any:
     """The loop as a function of C, compiled now; its `address` holds while the result lives."""
+    if _CFunc is None:
+        return numba.cfunc(signature)(function)
     types = signature.args, signature.return_type
-    result: Any = CFunc(function, types, locals={}, options={})
-    result._cache = _cache_of(function)
+    result: Any = _CFunc(function, types, locals={}, options={})
+    _keep(result, function)
     result.compile()
     return result
 
 
-def _cache_of(function: FunctionType) -> IndexDataCacheFile:
-    try:
-        return _Cache(function)
-    except (RuntimeError, OSError):  # there is no folder for it
-        return NullCache()
+def _keep(result: Any, function: FunctionType) -> None:
+    """Have the machine code kept on disk; not where there is no folder for it, or no such cache."""
+    with suppress(RuntimeError, OSError, AttributeError, TypeError):
+        result._cache = _Cache(function)
 
 
-class _Cache(FunctionCache):
+class _Cache(_FunctionCache):
     """Numba's cache of a function; a result that cannot be written is not kept."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -68,8 +81,13 @@ class _Cache(FunctionCache):
             super().save_overload(signature, data)
 
 
-class _Files(IndexDataCacheFile):
+class _Files(_CacheFiles):
     """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        for name in _OF_FILES:
+            getattr(self, name)  # AttributeError in a Numba that has it no more
 
     def _load_index(self) -> dict[object, str]:
         content = _checked(Path(self._index_path))

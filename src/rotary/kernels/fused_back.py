@@ -10,11 +10,11 @@ r * (weight * n - x * r * (r * d / mean)), and a row adds n * x * r to that of t
 import functools
 
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import vectors as vec
 from .fused_llvm import rests, width_of
+from .instructions import on_stack
 from .rows import MODES, STREAMING, Tables, by_mode, reader, turned_back
 from .vectors import ELEMENTS, F64, I64, NONE
 
@@ -107,7 +107,7 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
             """
             places = [b.mul(index, vec.constant(I64, 1, width)) for index in indices]
             weights = [vec.load(b, real, b.add(gain, place), lanes) for place in places]
-            totals = [cgutils.alloca_once(b, vec.vector(real, lanes)) for _ in places]
+            totals = [on_stack(b, vec.vector(real, lanes)) for _ in places]
             for total in totals:
                 b.store(vec.constant(real, lanes, 0.0), total)
             with vec.loop(b, NONE, count, 1) as at:

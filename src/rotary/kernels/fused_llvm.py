@@ -11,10 +11,10 @@ import functools
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import vectors as vec
+from .instructions import POINTER, copy_bytes, function_of, members
 from .rows import MODES, STREAMING, Tables, by_mode, reader, turned
 from .vectors import ELEMENTS, F64, I32, I64, NONE
 
@@ -107,7 +107,7 @@ def root_rows(context, tag, width, eps, count, sums):
             added = vec.splat(b, vec.as_real(b, tag, eps), lanes)
             mean = b.fadd(b.fdiv(total, number), added)
             name = f"llvm.sqrt.{f'v{lanes}' if lanes > 1 else ''}f{8 * width_of(real)}"
-            root = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind]), name)
+            root = function_of(b.module, ir.FunctionType(kind, [kind]), name)
             value = b.fdiv(vec.constant(real, lanes, 1.0), b.call(root, [mean]))
             vec.store(b, vec.as_double(b, value), place)
 
@@ -129,9 +129,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
     def generate(context, b, signature, arguments):
         _, mode, record, x, out, tables, gain, roots, slots, count, ahead = arguments
-        (roots, roots_step), (slots, slots_step) = (
-            cgutils.unpack_tuple(b, pair) for pair in (roots, slots)
-        )
+        (roots, roots_step), (slots, slots_step) = (members(b, pair) for pair in (roots, slots))
         field = reader(b, (piece, record))
         tables = Tables(b, tag, field, tables)
         _, size, real, widths = ELEMENTS[tag]
@@ -198,8 +196,8 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                         line = b.inttoptr(b.add(source, byte), vec.vector(I32, 16).as_pointer())
                         vec.store(b, b.load(line, align=1), b.add(target, byte), True)
                     with cached:
-                        ends = (b.inttoptr(each, cgutils.voidptr_t) for each in (target, source))
-                        cgutils.raw_memcpy(b, *ends, bytes_, 1)
+                        ends = (b.inttoptr(each, POINTER) for each in (target, source))
+                        copy_bytes(b, *ends, bytes_)
 
             rows_from(channel, NONE, row)
 

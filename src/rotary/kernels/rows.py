@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import vectors as vec
+from .instructions import POINTER, copy_bytes, member_at, members
 from .vectors import ELEMENTS, F32, I64, NONE
 
 # how a rotation reads and writes pairs, and whether its stores go past the caches
@@ -38,7 +38,7 @@ def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[
 
     def field(name: str) -> ir.Value:
         kind, record = next(each for each in records if name in each[0].fields)
-        return b.load(cgutils.get_record_member(b, record, kind.offset(name), I64))
+        return b.load(member_at(b, record, kind.offset(name), I64))
 
     return field
 
@@ -54,7 +54,7 @@ class Tables:
         self, b: ir.IRBuilder, tag: types.Type, field: Callable[[str], ir.Value], tables: ir.Value
     ) -> None:
         self.b, self.tag = b, tag
-        self.cos, sin, self.rows, self.row = cgutils.unpack_tuple(b, tables)
+        self.cos, sin, self.rows, self.row = members(b, tables)
         self.row_size, self.step = field("row_size"), field("table_2")
         self.sign = b.sitofp(field("sign"), ELEMENTS[tag].real)
         self.apart = b.sub(sin, self.cos)
@@ -130,8 +130,8 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
         ):
             ends = vec.stepped(b, out, at, out_step), vec.stepped(b, x, at, x_step)
             for skipped, size in ((NONE, head), (tail, tail_size)):
-                to, come = (b.inttoptr(b.add(end, skipped), cgutils.voidptr_t) for end in ends)
-                cgutils.raw_memcpy(b, to, come, size, 1)
+                to, come = (b.inttoptr(b.add(end, skipped), POINTER) for end in ends)
+                copy_bytes(b, to, come, size)
         return context.get_dummy_value()
 
     numbers = types.int64, types.int64, types.UniTuple(types.int64, 4), types.int64, types.int64

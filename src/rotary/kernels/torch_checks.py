@@ -9,7 +9,8 @@ from torch.autograd import forward_ad
 from . import NESTED, is_distributed
 from .memory import check_overlap
 from .torch_launch import form
-from .torch_state import FLOATS, INTEGERS, has_memory, is_on_gpu, unmapped, wants_grad
+from .torch_private import is_in_forward_mode, unmapped
+from .torch_state import FLOATS, INTEGERS, has_memory, is_on_gpu, wants_grad
 
 
 def check_operands(
@@ -94,7 +95,7 @@ def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         raise RuntimeError(
             "out= does not take part in autograd: call it under torch.no_grad(), or without out="
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, (*inputs, *out))):
+    if is_in_forward_mode() and any(map(_has_tangent, (*inputs, *out))):
         raise RuntimeError("out= does not take part in forward-mode autograd: call it without out=")
 
 

@@ -15,7 +15,8 @@ from .geometry import Options
 from .stages import KVCache, LatentCache, Norm, Stages, fit
 from .torch_checks import check_memory, check_no_inference, check_operands
 from .torch_fused_cpu import Call, pieces_of
-from .torch_ready import Run, Tables, data_ptr, increment_version, maker_of_outputs
+from .torch_private import increment_version
+from .torch_ready import Run, Tables, data_ptr, maker_of_outputs
 from .torch_state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, wants_grad
 
 _NOTHING = None, None, None

@@ -23,7 +23,8 @@ from .memory import extent
 from .sources import are_walked_alike, from_tables, from_turns
 from .torch_checks import check_memory, check_no_inference, check_operands, check_xs
 from .torch_launch import form, formula, gpu_kernel, is_for_gpu
-from .torch_ready import Run, Tables, data_ptr, increment_version
+from .torch_private import increment_version, stays_in_place
+from .torch_ready import Run, Tables, data_ptr
 from .torch_state import INTEGERS
 
 Addresses = tuple[int, ...]
@@ -154,7 +155,7 @@ def keep_turns(
     if not hasattr(constants, name):
         with torch.inference_mode(False):  # or no gradient could use them
             turns = torch_tables.axis_turns(content, angles.axes, device, False)
-        torch._dynamo.mark_static_address(turns)
+        stays_in_place(turns)
         setattr(constants, name, turns)
     return name, angles.scale
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import layouts
 from . import torch_tables
@@ -26,14 +25,8 @@ from .torch_checks import (
 )
 from .torch_gpu import rotate_at
 from .torch_launch import empty_contiguous, gpu_kernel, has_kernel, launch, mark_written
+from .torch_private import FunctionalMode, FunctionalTensor, is_in_forward_mode
 from .torch_state import INTEGERS, is_on_gpu
-
-try:
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-except ImportError:  # then Inductor calls the operators, which it does not look into
-    CAN_RECORD = False
-else:
-    CAN_RECORD = True
 
 _library = torch.library.Library("rotary", "DEF")
 _GEOMETRY = "int start, int pairs, str layout, str out_layout, int[] dims, bool conjugate"
@@ -79,7 +72,7 @@ def _checked(xs, cos, sin, rows, *form, out=None):
 def _check_given(geometry, xs, others, out):
     if not xs:
         raise ValueError("xs must hold at least one tensor")
-    if forward_ad._current_level >= 0:  # an operator sees no tangent, and it would be lost
+    if is_in_forward_mode():  # an operator sees no tangent, and it would be lost
         raise RuntimeError(
             "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
             "of a compiled program, compile the call of torch.func.jvp"
@@ -267,9 +260,8 @@ def _launched(xs, source, geometry, out):
     return outs if is_one else None
 
 
-def _decomposed(record):
+def _decomposed(record, is_out):
     def rule(mode, operator, types, arguments, options):
-        is_out = operator._opname.endswith("_out")
         given, out = (arguments[:-1], arguments[-1]) if is_out else (arguments, None)
         outs = None
         if {*types} <= {Tensor, FunctionalTensor}:
@@ -282,11 +274,14 @@ def _decomposed(record):
     return rule
 
 
-if CAN_RECORD:
+if FunctionalMode is not None:
     for _name, _record in (("rotate", _recorded), ("rotate_at", _recorded_at)):
-        for _variant in (_name, f"{_name}_out"):
+        for _suffix in ("", "_out"):
             torch.library.register_torch_dispatch(
-                f"rotary::{_variant}", FunctionalTensorMode, _decomposed(_record), lib=_library
+                f"rotary::{_name}{_suffix}",
+                FunctionalMode,
+                _decomposed(_record, bool(_suffix)),
+                lib=_library,
             )
 _library.define("of_lengths(str name, SymInt[] lengths) -> Tensor")
 _library.impl("of_lengths", torch_tables.operator_of_lengths, "CompositeExplicitAutograd")

@@ -14,10 +14,10 @@ again.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,18 +27,15 @@ from .geometry import AngleOptions, Options
 from .pages import LARGE
 from .torch_checks import check_memory, check_no_inference
 from .torch_launch import form, jobs, on_huge_pages
+from .torch_private import TensorGuards, empty_strided, increment_version, is_past_guards
 from .torch_state import (
     FLOATS,
     has_memory,
     is_on_gpu,
-    is_past_guards,
     is_recorded_by_dynamo,
     is_watched,
     wants_grad,
 )
-
-# None in a torch that has no such check: every call is then worked out
-TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or positions alone
 # the code of a call: its results, or None where it cannot take these after all
@@ -48,22 +45,8 @@ Kind = TypeVar("Kind", bound=Hashable)
 # of calls of one kind and size of x: forms of the operands; and how many kinds and sizes
 _FORMS, _KINDS = 8, 256
 _SPACINGS = 64  # of operands whose memory was compared byte by byte
-# without the cost of looking whether it was given one tensor or many
-increment_version: Callable[[Iterable[Tensor]], None] = getattr(
-    torch._C, "_increment_version", torch.autograd.graph.increment_version
-)
 data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
-
-
-def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-# Inductor's own, which does not pass the dispatcher: half of the time, and of the code
-_empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cpu", _empty_on_cpu
-)
 
 
 class Ready(NamedTuple):
@@ -183,7 +166,7 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
 def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
     """What makes a tensor without values like x; on huge pages where those of a call are large."""
     like = torch.empty_like(x, device="meta")
-    new = partial(_empty_strided, tuple(like.shape), like.stride(), x.dtype)
+    new = partial(empty_strided, tuple(like.shape), like.stride(), x.dtype)
     return new if size < LARGE else lambda: on_huge_pages(new())
 
 

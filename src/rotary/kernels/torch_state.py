@@ -3,14 +3,23 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import Numbers
+from .torch_private import (
+    count_of_modes,
+    is_in_forward_mode,
+    is_in_make_fx,
+    is_in_old_vmap,
+    is_tracing_by_jit,
+    is_wrapped,
+    is_zerotensor,
+    level_of_transforms,
+    unwrapped,
+)
 
 FLOATS = {
     torch.float32: "float32",
@@ -26,10 +35,6 @@ CODES = {  # of cached keys alone
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TENSORS = (Tensor, torch.nn.Parameter)
 is_recorded_by_dynamo = torch.compiler.is_dynamo_compiling
-_is_tracing_by_jit = torch._C._is_tracing
-_functorch_level = torch._C._functorch.maybe_current_level
-_count_of_modes = torch._C._len_torch_dispatch_stack
-_DispatchModeKey: Any = torch._C._TorchDispatchModeKey
 
 
 def is_tracing() -> bool:
@@ -39,11 +44,7 @@ def is_tracing() -> bool:
 
 def is_recording() -> bool:
     """Whether this call is recorded, by torch.jit.trace or make_fx too: later values may differ."""
-    return (
-        is_tracing()
-        or _is_tracing_by_jit()
-        or torch._C._get_dispatch_mode(_DispatchModeKey.PROXY) is not None
-    )
+    return is_tracing() or is_tracing_by_jit() or is_in_make_fx()
 
 
 def is_tracing_a_transform() -> bool:
@@ -53,28 +54,22 @@ def is_tracing_a_transform() -> bool:
 
 @torch.compiler.assume_constant_result
 def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
-    return _functorch_level() is not None or forward_ad._current_level >= 0
+    return level_of_transforms() is not None or is_in_forward_mode()
 
 
 def is_transforming() -> bool:
     """Whether a functorch transform, forward mode, a dispatch mode or torch.jit.trace is active."""
     return (
-        _is_tracing_by_jit()
-        or _functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or _count_of_modes() > 0
+        is_tracing_by_jit()
+        or level_of_transforms() is not None
+        or is_in_forward_mode()
+        or count_of_modes() > 0
     )
 
 
 def is_watched() -> bool:
     """Whether torch.compile or torch.export records this call, or `is_transforming`."""
     return is_tracing() or is_transforming()
-
-
-def is_past_guards() -> bool:
-    """Whether forward mode, make_fx or a dispatch mode is active: the guards of `torch_ready` see
-    the other transforms."""
-    return forward_ad._current_level >= 0 or _count_of_modes() > 0
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -89,7 +84,7 @@ def is_on_gpu(x: Tensor) -> bool:
 
 def is_lazy(x: Tensor) -> bool:
     """Whether the values of x are not its bytes: a view yet to be negated, zeros without memory."""
-    return x.is_neg() or x._is_zerotensor()
+    return x.is_neg() or is_zerotensor(x)
 
 
 def has_memory(x: Tensor) -> bool:
@@ -99,8 +94,8 @@ def has_memory(x: Tensor) -> bool:
         and (x.is_cpu or is_on_gpu(x))
         and not is_lazy(x)
         and x.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not is_wrapped(x)
+        and not is_in_old_vmap(x)
     )
 
 
@@ -120,13 +115,6 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     return not is_transforming() and are_at_hand(tensors)
 
 
-def unmapped(x: Tensor) -> Tensor:
-    """The tensor that vmap takes apart, of which grad and jvp around it know; x outside vmap."""
-    while torch._C._functorch.is_batchedtensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
 def host_values(x: Tensor) -> Tensor | None:
     """A plain tensor on the host with the values of x, seen through vmap and grad; None if not so.
 
@@ -134,9 +122,8 @@ def host_values(x: Tensor) -> Tensor | None:
     """
     if is_recording():
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x if is_on_host(x) else None
+    value = unwrapped(x)
+    return value if value is not None and is_on_host(value) else None
 
 
 class _Memory:

@@ -14,12 +14,12 @@ from typing import TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..schedules import Arithmetic
 from ..spec import Rotary
 from . import NEEDS_LENGTH, Numbers
 from . import numpy as reference
+from .torch_private import is_mapped, outside_modes
 from .torch_state import (
     FLOATS,
     INTEGERS,
@@ -175,13 +175,14 @@ def from_numpy(array: Numbers) -> Tensor:
 
 
 def _powers(base: float, exponents: Numbers) -> Numbers:
-    with _disable_current_modes():  # now, on the host, and not in the graph that is recorded
-        return torch.pow(base, torch.from_numpy(exponents)).numpy()
+    # now, on the host, and not in the graph that is recorded
+    return outside_modes(lambda: torch.pow(base, torch.from_numpy(exponents)).numpy())
 
 
 def _power(x: float, exponent: float) -> float:
-    with _disable_current_modes():
-        return float(torch.tensor(x, dtype=torch.float32, device="cpu") ** exponent)
+    return outside_modes(
+        lambda: float(torch.tensor(x, dtype=torch.float32, device="cpu") ** exponent)
+    )
 
 
 FLOAT32 = Arithmetic(np.float32, _powers, _power)
@@ -205,7 +206,7 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
 
 def row_lengths(positions: Tensor) -> list[int]:
     """Largest position of each row, plus one."""
-    if is_recording() or torch._C._functorch.is_batchedtensor(positions):
+    if is_recording() or is_mapped(positions):
         raise ValueError(
             f"under torch.compile, torch.jit.trace, and vmap over positions {NEEDS_LENGTH}"
         )

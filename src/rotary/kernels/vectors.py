@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+
+from .instructions import POINTER, function_of, on_stack
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -203,7 +204,7 @@ def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value
     """The sum of signed numbers, or the largest one."""
     kind = one.type
     lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-    function = cgutils.get_or_insert_function(
+    function = function_of(
         b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
     )
     return b.call(function, [one, other])
@@ -246,12 +247,12 @@ def store_wide(
 
 def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> None:
     """Ask for the cache lines of so many bytes, to be read in the next run of rows."""
-    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+    function = function_of(b.module, kind, "llvm.prefetch.p0i8")
     for_reading, keep, data = (constant(I32, 1, number) for number in (0, 3, 1))
     for line in range(0, size, 64):
         pointer = b.add(b.add(address, ahead), constant(I64, 1, line))
-        b.call(function, [b.inttoptr(pointer, cgutils.voidptr_t), for_reading, keep, data])
+        b.call(function, [b.inttoptr(pointer, POINTER), for_reading, keep, data])
 
 
 def load_pairs(
@@ -345,7 +346,7 @@ class Sum:
 
     def __init__(self, b: ir.IRBuilder, real: ir.Type, widths: tuple[int, ...]) -> None:
         self.b, self.real = b, real
-        self.parts = {lanes: cgutils.alloca_once(b, vector(real, lanes)) for lanes in (*widths, 1)}
+        self.parts = {lanes: on_stack(b, vector(real, lanes)) for lanes in (*widths, 1)}
 
     def reset(self) -> None:
         for lanes, part in self.parts.items():
