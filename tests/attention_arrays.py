@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
+from libraries import if_installed
+
+torch = if_installed("torch")
 
 FAR = 2**40
 SHIFT = 1e-6  # in units of the values, of which every output is an average

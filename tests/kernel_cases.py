@@ -3,11 +3,13 @@
 import itertools
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
-import torch
+from libraries import if_installed
 
 from rotary.kernels.geometry import Options
+
+ml_dtypes = if_installed("ml_dtypes")
+torch = if_installed("torch")
 
 DTYPES = {
     "float32": np.dtype(np.float32),

@@ -9,20 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
-import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 import rotary
 from rotary import Rotary, positions
 from rotary.angles import sequence_cos_sin
 from rotary.cache import Cache
 from rotary.kernels import numpy as reference
-from rotary.kernels import torch_tables
+
+ml_dtypes = if_installed("ml_dtypes")
+torch = if_installed("torch")
+torch_tables = if_installed("rotary.kernels.torch_tables")
 
 PROMISED = 1.5e-7
 STEP = math.tau * 2.0**-65  # turns are rounded once, per token

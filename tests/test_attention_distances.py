@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from attention_arrays import FAR, LIBRARIES, SHIFT, qkv
+from libraries import if_installed
 
 from rotary import Rotary, inv_freq
 from rotary.attention import (
@@ -16,6 +16,8 @@ from rotary.attention import (
     self_extend,
     softmax_attention,
 )
+
+torch = if_installed("torch")
 
 # every map beside the formula of its paper, for one query at m and one key at n
 MAPS = {

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 from rotary import Rotary, apply, positions, rotate
 from rotary.attention import (
@@ -17,6 +17,8 @@ from rotary.attention import (
     softmax_attention,
     xpos,
 )
+
+torch = if_installed("torch")
 
 EPS = 2.0**-52
 

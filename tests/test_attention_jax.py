@@ -3,12 +3,10 @@
 from functools import partial
 
 import attention_arrays
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from attention_arrays import FAR
+from libraries import enable_x64, if_installed
 
 from rotary import Rotary
 from rotary.attention import (
@@ -27,6 +25,10 @@ from rotary.attention import (
     vo_rope_attention,
     xpos,
 )
+
+jax = if_installed("jax")
+jnp = if_installed("jax.numpy")
+torch = if_installed("torch")
 
 SPEC = Rotary(head_dim=32)
 NEAR = 1e-6
@@ -130,7 +132,7 @@ def test_it_depends_on_distances_alone_at_any_offset(name):
     near = attend(*arrays, where)
     assert_near(attend(*arrays, where + FAR), near)  # NumPy positions need no 64-bit type
     assert_near(jax.jit(lambda *x: attend(*x, where + FAR))(*arrays), near)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert_near(jax.jit(attend)(*arrays, jnp.asarray(where + FAR)), near)
     assert np.abs(np.asarray(attend(*arrays, 2 * where) - near)).max() > 0.01
 
@@ -260,7 +262,7 @@ def test_positions_that_jax_would_wrap_are_refused_and_others_mixed():
         softmax_attention(q, k, v, SPEC, q_positions=where + FAR)
     with pytest.raises(ValueError, match=message):
         distance_attention(q, k, v, SPEC, rerope(3), k_positions=where + FAR)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         ours = softmax_attention(q, k, v, SPEC, q_positions=where + FAR)
         assert_near(ours, softmax_attention(q, k, v, SPEC, q_positions=where + FAR,
                                             k_positions=where))  # fmt: skip
@@ -287,7 +289,7 @@ def test_encodings_in_float64_ask_for_it_and_then_are_those_of_numpy():
     ):
         with pytest.raises(TypeError, match=r"needs float64: call jax\.config"):
             call()
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for offset in (0, FAR):
             where = np.arange(12) + offset
             wanted = xpos(spec, q, k, positions=where, origin=offset)
@@ -322,6 +324,6 @@ def test_learned_directions_get_their_gradient(offset):
 
     tensor = torch.from_numpy(directions).requires_grad_()
     loss(tensor, torch.from_numpy(weights), torch.from_numpy(grid)).backward()
-    with jax.enable_x64(True):
+    with enable_x64(True):
         ours = jax.jit(jax.grad(loss))(directions)
     assert_near(ours, tensor.grad, 1e-9)

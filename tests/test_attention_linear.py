@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from attention_arrays import FAR, LIBRARIES, SHIFT, draw, qkv
+from libraries import if_installed
 
 from rotary import Rotary
 from rotary.attention import (
@@ -15,6 +15,8 @@ from rotary.attention import (
     linear_attention,
     recurrent_linear_attention,
 )
+
+torch = if_installed("torch")
 
 BAR = 1e-5
 TABLE = 2.0**-24  # what a float32 entry of cos or sin may be off

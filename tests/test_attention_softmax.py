@@ -6,11 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw, qkv
+from libraries import if_installed
 
 from rotary import Rotary, apply, inv_freq
 from rotary.attention import scale_by_log_n, softmax_attention, vo_rope_attention
+
+torch = if_installed("torch")
 
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from libraries import if_installed
 
 from rotary import Rotary, apply, cos_sin, rotate
-from rotary.kernels import jobs
-from rotary.kernels.built_in import address
 from rotary.rotate import angle_options, options_of
+
+pytest.importorskip("numba")
+jobs = if_installed("rotary.kernels.jobs")
+address = if_installed("rotary.kernels.built_in").address
 
 SPEC = Rotary(head_dim=128)
 

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 from rotary import Rotary, apply, cos_sin, rotate
 from rotary.kernels import cpu, jobs
+
+torch = if_installed("torch")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LLAMA = {

@@ -3,13 +3,15 @@
 import math
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from libraries import if_installed
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary, fused
+
+ml_dtypes = if_installed("ml_dtypes")
+torch = if_installed("torch")
 
 EPS = 1e-5
 RNG = np.random.default_rng(0)

@@ -7,12 +7,8 @@ import math
 import mmap
 import sys
 
-import jax
-import ml_dtypes
-import numba.np.arrayobj  # noqa: F401  # Numba learns of np.empty before it is poisoned
 import numpy as np
 import pytest
-import torch
 from grids import pairwise
 from kernel_cases import (
     CASES,
@@ -26,15 +22,21 @@ from kernel_cases import (
     to_numpy,
     to_torch,
 )
+from libraries import enable_x64, if_installed
 
 import rotary
 from rotary.kernels import cpu, jobs
-from rotary.kernels import jax as jax_kernel
 from rotary.kernels import numpy as reference
 from rotary.kernels import threads as pool
-from rotary.kernels import torch as torch_kernel
 from rotary.kernels.geometry import Geometry, Options, geometry_of
 from rotary.kernels.memory import Block
+
+jax = if_installed("jax")
+ml_dtypes = if_installed("ml_dtypes")
+pytest.importorskip("numba.np.arrayobj")  # Numba learns of np.empty before it is poisoned
+torch = if_installed("torch")
+jax_kernel = if_installed("rotary.kernels.jax")
+torch_kernel = if_installed("rotary.kernels.torch")
 
 WAYS = [(*pair, conjugate) for pair in LAYOUTS for conjugate in (False, True)]
 
@@ -130,7 +132,7 @@ def stored(kernel, y, dtype):
 
 
 def _jax(xs, cos, sin, rows, options, out=None):
-    with jax.enable_x64(True), jax.disable_jit():  # compiled, a product and a sum may be fused
+    with enable_x64(True), jax.disable_jit():  # compiled, a product and a sum may be fused
         xs = tuple(map(jax.numpy.asarray, xs))
         cos, sin = map(jax.numpy.asarray, (cos, sin))
         results = jax_kernel.rotate(xs, cos, sin, rows, options, out)
@@ -197,7 +199,7 @@ IN_PLACE = {
     "torch": _torch,
     "operator": _torch_operator,
 }
-if torch.cuda.is_available():
+if importlib.util.find_spec("torch") and torch.cuda.is_available():
     IN_PLACE |= {
         "cuda": _on_device(torch_kernel.rotate),
         "cuda operator": _on_device(_call_operator),
@@ -207,7 +209,7 @@ if importlib.util.find_spec("mlx"):
     import mlx_arrays
 
     ROUNDING["mlx"] = mlx_arrays.rotated
-if sys.platform == "linux":
+if importlib.util.find_spec("triton"):
     import interpreter
 
     IN_PLACE["triton"] = _triton

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 from rotary import layouts
+
+torch = if_installed("torch")
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 PAIRS = {

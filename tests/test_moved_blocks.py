@@ -3,19 +3,21 @@
 import math
 import re
 
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from libraries import if_installed
 
 import rotary
 from rotary import Rotary, rerotate
 from rotary.kernels import numpy as reference
-from rotary.kernels import torch as torch_kernel
-from rotary.kernels import torch_move
 from rotary.kernels.geometry import Options
+
+jax = if_installed("jax")
+jnp = if_installed("jax.numpy")
+ml_dtypes = if_installed("ml_dtypes")
+torch = if_installed("torch")
+torch_move = if_installed("rotary.kernels.torch_move")
+torch_kernel = if_installed("rotary.kernels.torch")
 
 ONE = 3.25 * 2.0**-24  # of the length of a pair: what one rotation in float32 rounds
 SPEC = Rotary(32, base=100.0)

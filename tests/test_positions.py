@@ -4,12 +4,14 @@ import types
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed, of_transformers
 
 import rotary
 from rotary import positions
+
+torch = if_installed("torch")
 
 examples = settings(max_examples=50, deadline=None, derandomize=True)
 sizes = st.integers(0, 5)
@@ -81,7 +83,7 @@ def test_packed_refuses_fractions():
 @examples
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_left_padded_counts_as_generate_does(mask):
-    generation = pytest.importorskip("transformers.generation.utils")
+    generation = of_transformers("transformers.generation.utils")
     tensor = torch.tensor(mask)
     kwargs = {"attention_mask": tensor.long(), "input_ids": torch.zeros_like(tensor).long()}
     build = generation.GenerationMixin._prepare_position_ids_for_generation
@@ -133,7 +135,7 @@ MERGE = 2
 
 def get_rope_index(segments) -> np.ndarray:
     """Positions of Qwen2-VL by transformers, (seq, 3); sizes are in merged patches."""
-    model = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl").Qwen2VLModel
+    model = of_transformers("transformers.models.qwen2_vl.modeling_qwen2_vl").Qwen2VLModel
     vision = types.SimpleNamespace(spatial_merge_size=MERGE)
     stub = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision))
     stub.get_vision_position_ids = types.MethodType(model.get_vision_position_ids, stub)
@@ -207,14 +209,14 @@ def recomposed(cls, counts: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("counts", [(16, 24, 24), (1, 2, 3), (8, 12, 12), (4, 0, 4)])
 def test_sections_are_those_of_qwen2_vl(counts):
-    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    modeling = of_transformers("transformers.models.qwen2_vl.modeling_qwen2_vl")
     ours = positions.sections(*counts)
     assert list(ours) == recomposed(modeling.Qwen2VLRotaryEmbedding, counts)
 
 
 @pytest.mark.parametrize("counts", [(24, 20, 20), (11, 11, 10), (3, 2, 1), (5, 0, 1), (2, 0, 0)])
 def test_interleaved_sections_are_those_of_qwen3_vl(counts):
-    modeling = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
+    modeling = of_transformers("transformers.models.qwen3_vl.modeling_qwen3_vl")
     ours = positions.interleaved_sections(*counts)
     assert list(ours) == recomposed(modeling.Qwen3VLTextRotaryEmbedding, counts)
 

@@ -2,15 +2,17 @@
 
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from torch.autograd import forward_ad
+from libraries import if_installed
 
 import rotary
 from rotary import Rotary, apply, cos_sin, prepare, rotate
-from rotary.kernels import torch_ready
+
+jnp = if_installed("jax.numpy")
+torch = if_installed("torch")
+torch_ready = if_installed("rotary.kernels.torch_ready")
+forward_ad = if_installed("torch.autograd").forward_ad
 
 SPEC = Rotary(head_dim=8, rotary_dim=6, start=2, layout="interleaved", out_layout="half")
 PLAIN = Rotary(head_dim=8)

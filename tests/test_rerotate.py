@@ -3,19 +3,21 @@
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import mpmath
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 import rotary
 from rotary import Rotary, rerotate
 from rotary.angles import moved_cos_sin
 from rotary.kernels import numpy as reference
+
+jax = if_installed("jax")
+jnp = if_installed("jax.numpy")
+torch = if_installed("torch")
 
 ONE = 3.25 * 2.0**-24  # of the length of a pair: what one rotation in float32 rounds
 TABLE = 2.0**-25 + 2.0**-28

@@ -2,16 +2,17 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from torch._dynamo.testing import CompileCounter
+from libraries import if_installed
 
 import rotary
-import rotary.nn
 from rotary import attention
+
+jax = if_installed("jax")
+jnp = if_installed("jax.numpy")
+torch = if_installed("torch")
+CompileCounter = if_installed("torch._dynamo.testing").CompileCounter
 
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}
 # GPT-J 6B: interleaved pairs in the first 64 of 256 channels

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import mpmath
 import numpy as np
 import pytest
-import torch
+from libraries import if_installed, of_transformers
 
 import rotary
 from rotary import Rotary, positions
 from rotary.kernels import numpy as reference
-from rotary.kernels.torch_tables import FLOAT32
 from rotary.schedules import FLOAT64, SCHEDULES, depends_on_length, parameters
+
+torch = if_installed("torch")
+FLOAT32 = if_installed("rotary.kernels.torch_tables").FLOAT32
 
 D = 64
 TRAINED = 2048
@@ -135,7 +137,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 def config_of(case: Case, rotary_dim: int = D) -> Any:
     """The LlamaConfig that asks transformers for the same frequencies."""
-    llama = pytest.importorskip("transformers").LlamaConfig
+    llama = of_transformers("transformers").LlamaConfig
     params = fitted(case.params, rotary_dim)
     return llama(
         hidden_size=4 * rotary_dim,
@@ -148,11 +150,11 @@ def config_of(case: Case, rotary_dim: int = D) -> Any:
 
 def theirs(case: Case, seq_len: int | None = None, rotary_dim: int = D) -> tuple[np.ndarray, float]:
     """What transformers computes; a length is a tensor there, as in its forward."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    rope_utils = of_transformers("transformers.modeling_rope_utils")
 
     length = None if seq_len is None else torch.tensor(seq_len)
     config = config_of(case, rotary_dim)
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[case.schedule](config, seq_len=length)
+    inv_freq, factor = rope_utils.ROPE_INIT_FUNCTIONS[case.schedule](config, seq_len=length)
     return inv_freq.numpy(), factor
 
 
@@ -179,7 +181,7 @@ def test_frequencies_are_those_of_transformers(case, seq_len):
 @pytest.mark.parametrize("first", [0, TRAINED - 64, 2 * TRAINED - 64, 4 * TRAINED, 131_008])
 @pytest.mark.parametrize("case", theirs_too, ids=str)
 def test_tables_are_those_of_transformers(case, first):
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    modeling = of_transformers("transformers.models.llama.modeling_llama")
     ids = torch.arange(first, first + 64)[None]
     cos, sin = modeling.LlamaRotaryEmbedding(config_of(case))(torch.empty(0), ids)
     ours = rotary.cos_sin(case.spec(), ids, "float32")

@@ -8,12 +8,14 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import if_installed
 
 import rotary
 from rotary import Rotary
+
+torch = if_installed("torch")
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 NAN, INF = math.nan, math.inf
