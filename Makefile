@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test locked docs linkcheck debian quick lint types bench peers release audit clean
+.PHONY: demo test locked docs linkcheck debian quick lint types bench peers matrix release audit clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -39,6 +39,16 @@ bench: .venv/dev.stamp
 peers: .venv/dev.stamp
 	$(BIN)/python tests/peers/run.py
 	$(BIN)/python tests/peers/hosts.py
+
+# Every version that is promised, each in an environment of its own (noxfile.py); not in CI's run
+matrix: build/matrix.stamp
+	build/matrix-tools/bin/nox
+	build/matrix-tools/bin/python -m tools.versions
+
+build/matrix.stamp:
+	$(PYTHON) -m venv build/matrix-tools
+	build/matrix-tools/bin/pip --disable-pip-version-check install --quiet nox
+	touch $@
 
 # Wheel and sdist in dist/, checked and tried in empty environments; uploads nothing (RELEASE.md)
 release: build/release.stamp
