@@ -2,8 +2,8 @@
 
 All functions take a `Rotary` and return float64 numbers; `rotary.plots` draws them. `spectrum` is
 about single frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et
-al., `ladders` and `fitting` about frequencies for a wanted decay, `extension` about longer contexts,
-`precision` about rounding, `simulate` draws queries and keys.
+al., `ladders` and `fitting` about frequencies for a wanted decay, `extension` about longer
+contexts, `precision` about rounding, `simulate` draws queries and keys.
 """
 
 from .bounds import certify as certify
