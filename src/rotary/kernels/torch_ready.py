@@ -95,7 +95,8 @@ def run(
     results = None if code is None else code(xs, tables, out)
     if code is not None and results is not None and TensorGuards is not None:
         if key not in recent and len(recent) >= _KINDS:
-            recent.pop(next(iter(recent)), None)
+            oldest, *_ = recent  # in one step: another thread may add to it
+            recent.pop(oldest, None)
         recent[key] = (ready_for(operands, code), *recent.get(key, ())[: _FORMS - 1])
     return results
 
