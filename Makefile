@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test locked docs linkcheck debian quick lint types bench peers matrix release audit clean
+.PHONY: demo test locked docs linkcheck debian quick lint types bench peers matrix coverage release audit clean
 
 demo: .venv/core.stamp
 	$(BIN)/rotary demo
@@ -31,6 +31,13 @@ docs: .venv/dev.stamp
 # Every link to another site; needs a network, so it is not in CI. Links between pages are tested
 linkcheck: .venv/dev.stamp
 	$(BIN)/python -m sphinx -q --keep-going -b linkcheck -d build/doctrees docs build/linkcheck
+
+# Which lines and branches the tests run, children too; two to three times as long as `make test`
+coverage: .venv/dev.stamp debian
+	$(PIP) "coverage>=7.10"
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.run
