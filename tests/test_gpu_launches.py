@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotary
 from rotary import Rotary
@@ -449,3 +450,21 @@ def test_a_prepared_call_is_the_launch_alone(stub, name, monkeypatch):
     monkeypatch.setattr(torch_ready, "run", lambda *_: pytest.fail("the whole call"))
     results = call()
     assert stub.launches[0].pointers[:4] == tuple(x.data_ptr() for x in (q, k, *results))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_outputs_lie_on_the_device_of_their_input(devices, monkeypatch):
+    """Inductor's allocator takes the current device, so it is asked where there is no other."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(
+        torch_ready, "empty_strided_on_cuda", lambda *form: asked.append(form) or "current"
+    )
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 5, 8, device=f"cuda:{devices - 1}").transpose(1, 2)
+        y = torch_ready.maker_of_outputs(x, 0)()
+    if devices == 1:
+        assert y == "current"
+        assert asked == [((2, 5, 3, 8), x.stride(), torch.float32)]
+    else:
+        assert (y.device, y.stride(), asked) == (x.device, x.stride(), [])

@@ -144,6 +144,7 @@ ALONE = [
     ("TensorGuards",),
     ("increment_version",),
     ("empty_strided",),
+    ("empty_strided_on_cuda",),
 ]
 ALL = tuple(name for names in ALONE for name in names)
 SPEC = Rotary(head_dim=16)

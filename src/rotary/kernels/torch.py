@@ -211,10 +211,9 @@ def _turned(
     turn: torch_gpu.Turn, xs: Sequence[Tensor], tables: torch_ready.Tables
 ) -> tuple[Tensor, ...]:
     """Rotate gradients of what was on a GPU, with gradients of their own."""
-    if not is_watched():
-        results = torch_ready.run((turn,), xs, tables, None, _code, torch_ready.itself)
-        if results is not None:
-            return results
+    results = torch_ready.run((turn,), xs, tables, None, _code, torch_ready.itself)
+    if results is not None:
+        return results
     if turn.at is None:
         cos, sin, *rows = tables
         return _rotate(xs, (cos, sin, rows[0] if rows else None), turn.geometry)

@@ -24,7 +24,7 @@ from .sources import are_walked_alike, from_tables, from_turns
 from .torch_checks import check_memory, check_no_inference, check_operands, check_xs
 from .torch_launch import form, formula, gpu_kernel, is_for_gpu
 from .torch_private import increment_version, stays_in_place
-from .torch_ready import Run, Tables, data_ptr
+from .torch_ready import Run, Tables, data_ptr, maker_of_outputs
 from .torch_state import INTEGERS
 
 Addresses = tuple[int, ...]
@@ -173,7 +173,7 @@ def code_of(
     launch, fixed = _launch(turn, xs, tables, out)
     if launch is not None:
         if out is None:
-            return _new(launch, fixed, len(xs) == 1)
+            return _new(launch, fixed, xs)
         return _into(launch, fixed, xs, tables, out)
     return partial(rotate, turn) if out is None else None
 
@@ -198,15 +198,16 @@ def _launch(
     return kernel.prepared(xs, outs, source, turn.geometry), fixed
 
 
-def _new(launch: Launch, fixed: tuple[int, ...], is_single: bool) -> Run:
+def _new(launch: Launch, fixed: tuple[int, ...], xs: Sequence[Tensor]) -> Run:
     """The code of a call with new outputs; `fixed` are the addresses of turns."""
-    new = torch.empty_like
+    is_single = len(xs) == 1
+    new_q, new_k = (maker_of_outputs(x, 0) for x in (xs[0], xs[-1]))
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, ...] | None:
         q, k = xs[0], xs[-1]
-        outs = (new(q),) if is_single else (new(q), new(k))
+        outs = (new_q(),) if is_single else (new_q(), new_k())
         read = *fixed, *map(data_ptr, tables)
         places = q.data_ptr(), k.data_ptr(), outs[0].data_ptr(), outs[-1].data_ptr()
         return outs if launch((*places, read[0], read[1], read[-1])) else None

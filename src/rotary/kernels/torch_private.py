@@ -199,6 +199,10 @@ def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
     return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
+def _empty_on_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 # None in a torch that has no such check: every call is then worked out
 TensorGuards: Any = private(torch, "_C._dynamo.guards.TensorGuards", None)
 # without the cost of looking whether it was given one tensor or many
@@ -209,3 +213,6 @@ increment_version: Callable[[Iterable[Tensor]], None] = private(
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
     torch, "_C._dynamo.guards._empty_strided_cpu", _empty_on_cpu
 )
+empty_strided_on_cuda: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
+    torch, "_C._dynamo.guards._empty_strided_cuda", _empty_on_cuda
+)  # on the current device

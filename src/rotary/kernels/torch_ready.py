@@ -27,7 +27,13 @@ from .geometry import AngleOptions, Options
 from .pages import LARGE
 from .torch_checks import check_memory, check_no_inference
 from .torch_launch import form, jobs, on_huge_pages
-from .torch_private import TensorGuards, empty_strided, increment_version, is_past_guards
+from .torch_private import (
+    TensorGuards,
+    empty_strided,
+    empty_strided_on_cuda,
+    increment_version,
+    is_past_guards,
+)
 from .torch_state import (
     FLOATS,
     has_memory,
@@ -167,7 +173,12 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
 def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
     """What makes a tensor without values like x; on huge pages where those of a call are large."""
     like = torch.empty_like(x, device="meta")
-    new = partial(empty_strided, tuple(like.shape), like.stride(), x.dtype)
+    form = tuple(like.shape), like.stride(), x.dtype
+    if x.is_cuda:
+        if torch.cuda.device_count() == 1:
+            return partial(empty_strided_on_cuda, *form)
+        return partial(torch.empty_strided, *form[:2], dtype=x.dtype, device=x.device)
+    new = partial(empty_strided, *form)
     return new if size < LARGE else lambda: on_huge_pages(new())
 
 
