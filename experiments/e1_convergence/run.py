@@ -3,11 +3,11 @@
     python -m experiments.e1_convergence.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e1_convergence.run      # on two cores
 
-Killed, it goes on where it was. The learning rate of each encoding is the best of the same sweep
-on the first seed, and is then used for all seeds.
+Killed, it goes on where it was. The learning rate of each encoding is chosen on validation text.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..lab import data, results
+from ..lab import data, report, results
+from ..lab.intervals import difference
 from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import ENCODINGS, Config, Model, bits, build
 from ..lab.sweep import Run, best_rate, chosen
@@ -24,7 +25,9 @@ from ..lab.train import Recipe
 FOLDER = Path(__file__).parent
 TASKS = ("masked", "causal")
 METHODS = tuple(f"{task} {encoding}" for task in TASKS for encoding in ENCODINGS)
-REFERENCE = "sinusoidal"
+LEVELS = {"masked": 4.0, "causal": 2.5}  # bits below those of single bytes: order is being seen
+PAIRS = (("rope", "sinusoidal"), ("rope", "learned"), ("learned", "sinusoidal"),
+         ("none", "sinusoidal"))  # fmt: skip
 COLORS = {"rope": "#0072b2", "sinusoidal": "#d55e00", "learned": "#009e73", "none": "#000000"}
 
 
@@ -35,12 +38,12 @@ class Plan(NamedTuple):
     steps: int
     rows: int
     length: int
-    looked_at: int  # rows of held-out text
+    looked_at: int  # rows of held-out text, and of validation text
     rates: tuple[float, ...]
 
 
-FULL = Plan(Config(length=128), 1000, 16, 128, 256, (1e-3, 3e-3))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (1e-3, 3e-3))
+FULL = Plan(Config(length=128), 1000, 16, 128, 128, (1e-3, 3e-3, 1e-2))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (3e-3, 1e-2, 3e-2))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -53,6 +56,7 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
+        "looked_at": plan.looked_at, "split": data.SPLIT,
         "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
     }  # fmt: skip
 
@@ -60,13 +64,16 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
 def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
     seed, task = job.recipe.seed, job.settings["method"].split()[0]
-    held_out = data.held_out_batch(text, task, plan.length, plan.looked_at)
+    held_out, validation = (
+        data.fixed_batch(part, task, plan.length, plan.looked_at)
+        for part in (text.held_out, text.validation)
+    )
 
     def batches(step: int) -> data.Batch:
         return data.training_batch(text, task, plan.length, plan.rows, seed, step)
 
     def look(model: Model) -> dict[str, float]:
-        return {"bits": bits(model, held_out)}
+        return {"bits": bits(model, held_out), "validation": bits(model, validation)}
 
     model = build(Config(**job.settings["model"]), seed)
     done = job.train("E1", model, batches, look)
@@ -97,26 +104,55 @@ def steps_to(curve: np.ndarray, level: float) -> float:
     return float(x0 + (x1 - x0) * (y0 - level) / (y0 - y1))
 
 
+def last(rows: Sequence[results.Row], method: str) -> dict[int, float]:
+    """Seed -> bits at the end."""
+    return {seed: curve[-1, 1] for seed, curve in curves(rows, method).items()}
+
+
+def steps_until(rows: Sequence[results.Row], method: str, level: float) -> dict[int, float]:
+    """Seed -> the step at which its curve first is at a level, inf where it never is."""
+    return {seed: steps_to(curve, level) for seed, curve in curves(rows, method).items()}
+
+
 def table(rows: Sequence[results.Row]) -> str:
-    """Bits at the end, the paired difference to sinusoidal, the steps to its last bits."""
-    lines = []
+    """Bits at the end, the steps to a level of bits, the differences seed by seed; what was run."""
+    lines, apart = [], []
     for task in TASKS:
-        reference = curves(rows, f"{task} {REFERENCE}")
         for encoding in ENCODINGS:
             method = f"{task} {encoding}"
-            own = curves(rows, method)
-            seeds = sorted(own)
-            last = [own[seed][-1, 1] for seed in seeds]
-            apart = [own[seed][-1, 1] - reference[seed][-1, 1] for seed in seeds]
-            steps = [steps_to(own[seed], reference[seed][-1, 1]) for seed in seeds]
+            steps = [*steps_until(rows, method, LEVELS[task]).values()]
             lines.append([
                 task, encoding, f"{best_rate(rows, method):g}",
-                results.mean_spread(last), results.mean_spread(apart, "+.3f"),
-                ", ".join("never" if np.isinf(step) else f"{step:.0f}" for step in steps),
+                results.mean_spread([*last(rows, method).values()]),
+                f"{LEVELS[task]} bits: " + until(steps),
             ])  # fmt: skip
-    heads = ["task", "positions", "learning rate", "bits per byte", "minus sinusoidal",
-             "steps to the last bits of sinusoidal"]  # fmt: skip
-    return results.table(heads, lines)
+        for one, other in PAIRS:
+            own, its = f"{task} {one}", f"{task} {other}"
+            in_steps = difference(
+                *(steps_until(rows, method, LEVELS[task]) for method in (own, its))
+            )
+            apart.append([
+                task, f"{one} minus {other}", difference(last(rows, own), last(rows, its)).told(),
+                in_steps.told(".0f") if math.isfinite(in_steps.mean) else "-",
+            ])  # fmt: skip
+    heads = ["task", "positions", "learning rate", "bits per byte at the end", "steps until"]
+    return "\n\n".join([
+        results.table(heads, lines),
+        results.table(["task", "difference", "bits per byte at the end", "steps until"], apart),
+        report.recipe(rows, METHODS),
+    ])  # fmt: skip
+
+
+def until(steps: Sequence[float]) -> str:
+    """The mean of steps, and how many runs did not come so far.
+
+    >>> until([100.0, 110.0]), until([100.0, math.inf])
+    ('105 ± 7', 'not reached by 1 of 2')
+    """
+    missing = sum(math.isinf(step) for step in steps)
+    return f"not reached by {missing} of {len(steps)}" if missing else results.mean_spread(
+        steps, ".0f"
+    )
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:

@@ -3,8 +3,8 @@
     python -m experiments.e2_linear.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e2_linear.run      # on two cores
 
-Killed, it goes on where it was. The learning rate of each method is the best of the same sweep on
-the first seed, and is then used for all seeds. A run whose loss is no longer finite is a result.
+Killed, it goes on where it was. The learning rate of each method is chosen on validation text. A
+run whose loss is no longer finite is a result.
 """
 
 import copy
@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from ..lab import data, results
+from ..lab import data, report, results
+from ..lab.intervals import difference
 from ..lab.job import Job, Sweep, carry_out
-from ..lab.model import Config, Model, Tensor, Turn, bits, build, linear_weights
+from ..lab.model import FEATURES, Config, Model, Tensor, Turn, bits, build, linear_weights
 from ..lab.sweep import Run, best_rate, chosen, end_bits
 from ..lab.train import Looks, Recipe
 
@@ -43,10 +44,13 @@ METHODS = {
     "rope both": Method("RoPE, denominator rotated too", "rope", "linear both", "#cc79a7"),
     "none normed": Method("no positions, normed", "none", "linear normed", "#000000", "--"),
     "rope normed": Method("RoPE, normed", "rope", "linear normed", "#0072b2", "--"),
+    "none favor": Method("no positions, FAVOR+", "none", "linear favor", "#000000", ":"),
+    "rope favor": Method("RoPE, FAVOR+", "rope", "linear favor", "#0072b2", ":"),
 }
 PAIRS = (  # of methods whose difference is taken seed by seed
     *(("sinusoidal", "none"), ("rope", "none"), ("rope", "sinusoidal"), ("rope both", "rope")),
     *(("none normed", "none"), ("rope normed", "none normed"), ("rope normed", "rope")),
+    *(("rope favor", "none favor"), ("none favor", "none"), ("rope favor", "rope")),
 )
 
 
@@ -57,13 +61,15 @@ class Plan(NamedTuple):
     steps: int
     rows: int
     length: int
-    looked_at: int  # rows of held-out text
+    looked_at: int  # rows of held-out text, and of validation text
     weighed: int  # of them, whose weights are counted
     rates: tuple[float, ...]
 
 
-FULL = Plan(Config(length=128), 600, 8, 128, 128, 32, (1e-3, 3e-3))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (1e-3, 3e-3))
+FULL = Plan(
+    Config(length=128, layers=2, width=64, heads=2), 400, 4, 128, 64, 32, (3e-3, 1e-2, 3e-2)
+)
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (3e-3, 1e-2, 3e-2))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -74,11 +80,11 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     )
     recipe = Recipe(
         steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
-        warmup=plan.steps // 10, look_every=plan.steps // 10,
+        warmup=plan.steps // 10, look_every=plan.steps // 5,
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
-        "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
+        "looked_at": plan.looked_at, "split": data.SPLIT, "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
     }  # fmt: skip
 
 
@@ -88,13 +94,16 @@ def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     `weights` is what `weighed` finds at the end; a run that diverged has the step in its place.
     """
     recipe = job.recipe
-    held_out = data.held_out_batch(text, "causal", plan.length, plan.looked_at)
+    held_out, validation = (
+        data.fixed_batch(part, "causal", plan.length, plan.looked_at)
+        for part in (text.held_out, text.validation)
+    )
 
     def batches(step: int) -> data.Batch:
         return data.training_batch(text, "causal", plan.length, plan.rows, recipe.seed, step)
 
     def look(model: Model) -> dict[str, float]:
-        return {"bits": bits(model, held_out)}
+        return {"bits": bits(model, held_out), "validation": bits(model, validation)}
 
     model = build(Config(**job.settings["model"]), recipe.seed)
     done = job.train("E2", model, batches, look)
@@ -132,11 +141,11 @@ def weighed(model: Model, tokens: Tensor) -> dict[str, list[float]]:
     that is not rotated. Without rotation no product is negative and every ratio is 1.
     """
     model = copy.deepcopy(model).eval()
-    attention = model.blocks[0].attention
+    attention, features = model.blocks[0].attention, FEATURES[model.config.attention]
     found: dict[str, list[float]] = {}
 
     def watched(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> Tensor:
-        for name, value in sizes(*linear_weights(q, k, turn, causal)).items():
+        for name, value in sizes(*linear_weights(q, k, turn, causal, features)).items():
             found.setdefault(name, []).append(value)
         return attention(q, k, v, turn, causal)
 
@@ -176,11 +185,12 @@ def table(rows: Sequence[results.Row]) -> str:
     heads = ["method", "learning rate", "bits per byte", "diverged", "worst step, bits",
              "negative products", "sums, rotated / not", "nearest to 0"]  # fmt: skip
     apart = [
-        [f"{METHODS[name].title} minus {METHODS[other].title}", difference(rows, name, other)]
+        [f"{METHODS[name].title} minus {METHODS[other].title}", compared(rows, name, other)]
         for name, other in PAIRS
     ]
     return "\n\n".join([
-        results.table(heads, lines), results.table(["difference", "bits per byte"], apart)
+        results.table(heads, lines), results.table(["difference", "bits per byte"], apart),
+        report.recipe(rows, [*METHODS]),
     ])  # fmt: skip
 
 
@@ -209,11 +219,13 @@ def weight_cells(of: Sequence[results.Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def difference(rows: Sequence[results.Row], name: str, other: str) -> str:
-    """Bits of one method minus those of another, seed by seed: mean and spread."""
-    own, its = chosen(rows, name), chosen(rows, other)
-    apart = [end_bits(own[seed]) - end_bits(its[seed]) for seed in own]
-    return results.mean_spread(apart, "+.3f") if all(map(math.isfinite, apart)) else "diverged"
+def compared(rows: Sequence[results.Row], name: str, other: str) -> str:
+    """Bits of one method minus those of another, seed by seed."""
+    own, its = (
+        {seed: end_bits(row) for seed, row in chosen(rows, method).items()}
+        for method in (name, other)
+    )
+    return difference(own, its).told()
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:

@@ -3,10 +3,10 @@
     python -m experiments.e3_length.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e3_length.run      # on two cores
 
-Killed, it goes on where it was. The learning rate is the best of a sweep on the first seed.
+Killed, it goes on where it was. Learning rates, of training and of tuning, are chosen on validation
+text.
 """
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,26 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from ..lab import command, data, results
+from ..lab import data, report, results, staged
+from ..lab.intervals import difference
 from ..lab.model import Config, Model, bits, build
-from ..lab.sweep import Run, chosen, runs
-from ..lab.train import Looks, Processes, Recipe, processes, train
+from ..lab.staged import TRAINED, Job
+from ..lab.sweep import Run, chosen
+from ..lab.train import Recipe, train
 from .methods import METHODS, read_by
 
 FOLDER = Path(__file__).parent
 MULTIPLES = (1, 2, 4, 8)
-TRAINED, UNTUNED = "trained", "untuned"  # methods of runs, beside "tuned PI" and the like
+UNTUNED = "untuned"  # the method of reading without tuning, beside "tuned PI" and the like
 TUNED = ("direct", "PI", "YaRN")
+PAIRS = (  # of methods whose difference is taken seed by seed
+    *((name, "direct") for name in METHODS if name != "direct"),
+    *(("NTK-mixed", "NTK"), ("NTK-fixed", "NTK"), ("NTK", "PI"), ("YaRN", "NTK-mixed")),
+    *(("YaRN", "NTK-by-parts"), ("ReRoPE, window 1/2", "YaRN")),
+    *(("ReRoPE, window 1/4", "ReRoPE, window 1/2"), ("NTK-mixed, log n", "NTK-mixed")),
+    ("self-extend, window 1/2", "ReRoPE, window 1/2"),
+    ("ReRoPE, window 1/2, log n", "ReRoPE, window 1/2"),
+)
 TUNED_TO = 4  # times the trained length
 ASKED = 64  # bytes at the end of a row
 COLORS = {
@@ -41,70 +51,33 @@ class Plan(NamedTuple):
     steps: int
     rows: int
     length: int
-    looked_at: int  # rows of held-out text
+    looked_at: int  # rows of held-out text, and of validation text
     rates: tuple[float, ...]
     tuning_steps: tuple[int, int]  # few and many
     tuning_rows: int
-    tuning_rate: float
+    tuning_rates: tuple[float, ...]
 
 
-FULL = Plan(Config(length=128), 600, 16, 128, 16, (1e-3, 3e-3), (50, 200), 2, 1e-3)
-QUICK = Plan(Config(length=64, layers=2, width=32), 20, 8, 64, 2, (1e-3, 3e-3), (2, 4), 2, 1e-3)
+FULL = Plan(
+    Config(length=128, layers=2, width=64, heads=2), 600, 8, 128, 16, (3e-3, 1e-2, 3e-2),
+    (50, 150), 2, (3e-4, 1e-3, 3e-3),
+)  # fmt: skip
+QUICK = Plan(
+    Config(length=64, layers=2, width=32), 20, 8, 64, 2, (3e-3, 1e-2, 3e-2),
+    (2, 4), 2, (1e-3, 3e-3, 1e-2),
+)  # fmt: skip
 
 
-@dataclasses.dataclass
-class Job:
-    """What all runs share, and the rows of those that are finished."""
-
-    plan: Plan
-    text: data.Text
-    out: Path
-    these: Processes
-    rows: list[results.Row]
-
-    def is_done(self, run: Run) -> bool:
-        """Whether a run is among the rows."""
-        return results.is_done(self.rows, settings_of(self.plan, self.text, run))
-
-    def write(self, run: Run, found: results.Row) -> None:
-        """Add a finished run to the rows; the first process writes it down."""
-        row = {"run": settings_of(self.plan, self.text, run), **found}
-        self.rows.append(row)
-        if self.these.rank == 0:
-            results.append(self.out / "results.jsonl", row)
-
-    def checkpoint(self, run: Run) -> Path:
-        """Where a run keeps its state until all runs are done."""
-        return self.out / "checkpoints" / f"{run.method} {run.rate:g} {run.seed}.pt"
-
-
-def main() -> None:
-    """Train what is not trained yet, read longer rows in every way, write the results."""
-    with command.options(__doc__, FOLDER) as options:
-        plan = QUICK if options.quick else FULL
-        text = data.text(options.text)
-        with processes(options.device) as these:
-            job = Job(plan, text, options.out, these, results.rows(options.out / "results.jsonl"))
-            for run in runs((TRAINED,), plan.rates, options.seeds, job.rows):
-                if not job.is_done(run):
-                    job.write(run, trained(job, run)[1])
-            for seed, row in chosen(job.rows, TRAINED).items():
-                lengthen(job, Run(TRAINED, row["run"]["recipe"]["learning_rate"], seed))
-        if these.rank == 0:
-            for checkpoint in (options.out / "checkpoints").glob("*.pt"):
-                checkpoint.unlink()
-            results.report(options.out, table, figure, "length.png")
-
-
-def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
-    """Everything that a run follows from; `recipe` is that of the model it starts from."""
+def settings_of(plan: Plan, text: data.Text, run: Run, start: float) -> results.Row:
+    """Everything that a run follows from; `trained` is the recipe of the model it starts from."""
+    trained_by = dataclasses.asdict(recipe_of(plan, Run(TRAINED, start, run.seed)))
     settings = {
         "method": run.method, "model": dataclasses.asdict(plan.model), "length": plan.length,
-        "looked_at": plan.looked_at, "asked": ASKED, "text": text.name, "sha256": text.sha256,
-        "recipe": dataclasses.asdict(recipe_of(plan, run._replace(method=TRAINED))),
+        "looked_at": plan.looked_at, "asked": ASKED, "split": data.SPLIT, "text": text.name,
+        "sha256": text.sha256, "recipe": trained_by,
     }  # fmt: skip
     if run.method.startswith("tuned"):
-        settings["tuning"] = dataclasses.asdict(recipe_of(plan, run))
+        settings |= {"recipe": dataclasses.asdict(recipe_of(plan, run)), "trained": trained_by}
     return settings
 
 
@@ -113,44 +86,44 @@ def recipe_of(plan: Plan, run: Run) -> Recipe:
     if run.method == TRAINED:
         return Recipe(
             steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
-            warmup=plan.steps // 10, save_every=100, look_every=plan.steps // 5,
+            warmup=plan.steps // 10, save_every=100, look_every=plan.steps // 2,
         )  # fmt: skip
     few, many = plan.tuning_steps
     return Recipe(
-        steps=many, rows=plan.tuning_rows, learning_rate=plan.tuning_rate, seed=run.seed,
+        steps=many, rows=plan.tuning_rows, learning_rate=run.rate, seed=run.seed,
         warmup=few // 5, final=1.0, save_every=50, look_every=few,
     )  # fmt: skip
 
 
-def trained(job: Job, run: Run) -> tuple[Model, results.Row]:
+def trained(job: Job, run: Run) -> results.Row:
+    """What was seen of a training."""
+    return learned(job, run)[1]
+
+
+def learned(job: Job, run: Run) -> tuple[Model, results.Row]:
     """The trained model, from its checkpoint as far as that goes, and what was seen on the way."""
     plan = job.plan
 
     def batches(step: int) -> data.Batch:
         return data.training_batch(job.text, "causal", plan.length, plan.rows, run.seed, step)
 
-    def look(model: Model) -> dict[str, float]:
-        return {"bits": at_end(model, job, 1)}
-
     model = build(plan.model, run.seed)
     title = f"E3 {run.method} {run.rate:g} seed {run.seed}"
-    recipe = recipe_of(plan, run)
-    done = train(model, batches, recipe, job.checkpoint(run), look, job.these, title)
+    done = train(
+        model, batches, recipe_of(plan, run), job.checkpoint(run),
+        lambda model: looked_at(model, job, 1), job.these, title,
+    )  # fmt: skip
     return model, {"looks": done.looks, "seconds": round(done.seconds, 1)}
 
 
-def lengthen(job: Job, run: Run) -> None:
+def lengthen(job: Job, seeds: Sequence[int]) -> None:
     """Read longer rows in every way without and after tuning, where that is not done yet."""
-    wanted = [run._replace(method=name) for name in (UNTUNED, *(f"tuned {of}" for of in TUNED))]
-    wanted = [one for one in wanted if not job.is_done(one)]
-    if not wanted:
-        return
-    model = trained(job, run)[0].eval()
-    for one in wanted:
-        if one.method == UNTUNED:
-            job.write(one, {"bits": untuned(job, model)})
-        else:
-            job.write(one, {"looks": tuned(job, copy.deepcopy(model), one)})
+    for seed in seeds:
+        run = Run(UNTUNED, job.start, seed)
+        if not job.is_done(run):
+            model = learned(job, run._replace(method=TRAINED))[0].eval()
+            job.write(run, {"bits": untuned(job, model)})
+    job.sweep([f"tuned {name}" for name in TUNED], job.plan.tuning_rates, seeds, tuned)
 
 
 @torch.no_grad()
@@ -159,34 +132,41 @@ def untuned(job: Job, model: Model) -> dict[str, list[float]]:
     length = job.plan.length
     return {
         name: [
-            at_end(read_by(model, name, length, multiple * length), job, multiple)
+            at_end(read_by(model, name, length, multiple * length), job, job.text.held_out, multiple)
             for multiple in MULTIPLES
         ]
         for name in METHODS
     }
 
 
-def tuned(job: Job, model: Model, run: Run) -> Looks:
+def tuned(job: Job, run: Run) -> results.Row:
     """Bits per byte at the tuned length, at every look of a short training there."""
     plan, target = job.plan, TUNED_TO * job.plan.length
+    model = learned(job, Run(TRAINED, job.start, run.seed))[0]
     read_by(model, run.method.partition(" ")[2], plan.length, target)
 
     def batches(step: int) -> data.Batch:
         after = plan.steps + step  # random places that the training has not drawn
         return data.training_batch(job.text, "causal", target, plan.tuning_rows, run.seed, after)
 
-    def look(model: Model) -> dict[str, float]:
-        return {"bits": at_end(model, job, TUNED_TO)}
+    title = f"E3 {run.method} {run.rate:g} seed {run.seed}"
+    done = train(
+        model, batches, recipe_of(plan, run), job.checkpoint(run),
+        lambda model: looked_at(model, job, TUNED_TO), job.these, title,
+    )  # fmt: skip
+    return {"looks": done.looks, "seconds": round(done.seconds, 1)}
 
-    title = f"E3 {run.method} seed {run.seed}"
-    recipe = recipe_of(plan, run)
-    return train(model, batches, recipe, job.checkpoint(run), look, job.these, title).looks
+
+def looked_at(model: Model, job: Job, multiple: int) -> dict[str, float]:
+    """Bits per byte at the end of rows of a multiple of the trained length, of both parts."""
+    parts = {"bits": job.text.held_out, "validation": job.text.validation}
+    return {name: at_end(model, job, part, multiple) for name, part in parts.items()}
 
 
-def at_end(model: Model, job: Job, multiple: int) -> float:
-    """Bits per byte at the end of held-out rows of a multiple of the trained length."""
+def at_end(model: Model, job: Job, content: torch.Tensor, multiple: int) -> float:
+    """Bits per byte at the end of rows of a multiple of the trained length."""
     length = job.plan.length
-    longest = data.spread_windows(job.text.held_out, MULTIPLES[-1] * length + 1, job.plan.looked_at)
+    longest = data.spread_windows(content, MULTIPLES[-1] * length + 1, job.plan.looked_at)
     parts = (part.split(1) for part in ending(longest, multiple * length, ASKED))
     rows = [data.Batch(*part) for part in zip(*parts, strict=True)]
     return sum(bits(model, row) for row in rows) / len(rows)  # scores of one row fit the cache
@@ -205,42 +185,65 @@ def ending(pieces: torch.Tensor, length: int, asked: int) -> data.Batch:
     return data.Batch(tokens, torch.where(is_asked, targets, data.IGNORED))
 
 
-def of_seeds(rows: Sequence[results.Row], method: str) -> list[results.Row]:
-    """The row of every seed, in order, whose runs have a method."""
-    found = {row["run"]["recipe"]["seed"]: row for row in rows if row["run"]["method"] == method}
-    return [found[seed] for seed in sorted(found)]
+def before(rows: Sequence[results.Row], name: str, at: int) -> dict[int, float]:
+    """Seed -> bits without tuning, at one of MULTIPLES."""
+    own = [row for row in rows if row["run"]["method"] == UNTUNED]
+    return {row["run"]["recipe"]["seed"]: row["bits"][name][at] for row in own}
+
+
+def after(rows: Sequence[results.Row], name: str, look: int) -> dict[int, float]:
+    """Seed -> bits at a look of the tuning, at its chosen rate."""
+    return {
+        seed: row["looks"][look]["bits"] for seed, row in chosen(rows, f"tuned {name}").items()
+    }
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """Bits without tuning by length, and at one length by steps of tuning: mean and spread."""
+    """Bits without tuning by length, and after tuning; the differences seed by seed; what was run."""
     length = rows[0]["run"]["length"]
     lengths = [f"{multiple * length} bytes" for multiple in MULTIPLES]
-    before = {
-        name: np.array([row["bits"][name] for row in of_seeds(rows, UNTUNED)]) for name in METHODS
+    seen = {name: [before(rows, name, at) for at in range(len(MULTIPLES))] for name in METHODS}
+    looks = next(row for row in rows if row["run"]["method"].startswith("tuned"))["looks"]
+    at, ends = MULTIPLES.index(TUNED_TO), (0, len(looks) - 1)
+    tuned_to = {
+        name: [before(rows, name, at), *(after(rows, name, look) for look in ends)]
+        for name in TUNED
     }
-    after, at = {}, MULTIPLES.index(TUNED_TO)
-    for name in TUNED:
-        looks = [row["looks"] for row in of_seeds(rows, f"tuned {name}")]
-        ends = [[seen[0]["bits"], seen[-1]["bits"]] for seen in looks]
-        after[name] = np.column_stack([before[name][:, at], ends])
-    steps = ["no tuning", *(f"{looks[0][which]['step']} steps" for which in (0, -1))]
+    steps = ["no tuning", *(f"{looks[look]['step']} steps" for look in ends)]
+    pairs = [("PI", "direct"), ("YaRN", "direct"), ("YaRN", "PI")]
     return "\n\n".join([
-        "Bits per byte without tuning, by length of the row:", compared(before, lengths),
+        "Bits per byte without tuning, by length of the row:", levels(seen, lengths),
+        "Differences without tuning:", differences(seen, PAIRS, lengths, skipped=1),
         f"Bits per byte of rows of {lengths[at]}, by steps of tuning there:",
-        compared(after, steps),
+        levels(tuned_to, steps),
+        "Differences after tuning:", differences(tuned_to, pairs, steps, skipped=1),
+        f"Training. {report.recipe(rows, [TRAINED])}",
+        f"Tuning. {report.recipe(rows, [f'tuned {name}' for name in TUNED])}",
     ])  # fmt: skip
 
 
-def compared(bits_of: dict[str, np.ndarray], heads: Sequence[str]) -> str:
-    """A line for each method of (seeds, columns) bits; then what is left less that of direct."""
-    lines = []
-    for name, seen in bits_of.items():
-        apart = seen - bits_of["direct"]
-        lines.append([
-            name, *(results.mean_spread(column) for column in seen.T.tolist()),
-            *(results.mean_spread(column, "+.3f") for column in apart.T[1:].tolist()),
-        ])  # fmt: skip
-    return results.table(["", *heads, *(f"{head}, minus direct" for head in heads[1:])], lines)
+def levels(bits_of: dict[str, list[dict[int, float]]], heads: Sequence[str]) -> str:
+    """A line for each method: mean and spread of the seeds in every column."""
+    return results.table(["", *heads], [
+        [name, *(results.mean_spread([*column.values()]) for column in columns)]
+        for name, columns in bits_of.items()
+    ])  # fmt: skip
+
+
+def differences(
+    bits_of: dict[str, list[dict[int, float]]],
+    pairs: Sequence[tuple[str, str]],
+    heads: Sequence[str],
+    skipped: int,
+) -> str:
+    """A line for each pair of methods, without the first columns, where they hardly differ."""
+    return results.table(["difference", *heads[skipped:]], [
+        [f"{one} minus {other}", *(
+            difference(own, its).told()
+            for own, its in zip(bits_of[one][skipped:], bits_of[other][skipped:], strict=True)
+        )]
+        for one, other in pairs
+    ])  # fmt: skip
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:
@@ -250,7 +253,8 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     lengths = [multiple * rows[0]["run"]["length"] for multiple in MULTIPLES]
     for name, color in COLORS.items():
         width = 5.0 if name.startswith("ReRoPE") else 1.2  # that of self-extend lies on it
-        seen = np.array([row["bits"][name] for row in of_seeds(rows, UNTUNED)])
+        found = [[*before(rows, name, at).values()] for at in range(len(MULTIPLES))]
+        seen = np.array(found).T
         axes.plot(lengths, seen.mean(0), "o-", color=color, label=name,
                   linewidth=width, markersize=3 + width)  # fmt: skip
         axes.fill_between(lengths, seen.min(0), seen.max(0), color=color, alpha=0.15, lw=0)
@@ -261,6 +265,16 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     axes.set_ylabel(f"held-out text, bits per byte of the last {ASKED}")
     picture.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return picture
+
+
+EXPERIMENT = staged.Experiment(
+    __doc__, FOLDER, FULL, QUICK, settings_of, trained, lengthen, table, figure, "length.png"
+)
+
+
+def main() -> None:
+    """Train what is not trained yet, read longer rows in every way, write the results."""
+    staged.carry_out(EXPERIMENT)
 
 
 if __name__ == "__main__":

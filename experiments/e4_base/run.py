@@ -3,8 +3,7 @@
     python -m experiments.e4_base.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e4_base.run      # on two cores
 
-Killed, it goes on where it was. The learning rate of each base is the best of the same sweep on the
-first seed, and is then used for all seeds.
+Killed, it goes on where it was. The learning rate of each base is chosen on validation text.
 """
 
 import dataclasses
@@ -23,19 +22,20 @@ import rotary
 from rotary.analysis.bounds import first_failure
 from rotary.analysis.simulate import retrieval
 
-from ..lab import data, results
+from ..lab import data, report, results
+from ..lab.intervals import difference, mean
 from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Model, build
 from ..lab.sweep import Run, best_rate, chosen
 from ..lab.train import Recipe
-from .recall import VOCABULARY, Recall, held_out, make_similar, training
+from .recall import VOCABULARY, Recall, fixed, make_similar, training
 
 FOLDER = Path(__file__).parent
-BASES = ("10", "100", "1000", "10000", "100000")
+BASES = ("10", "100", "1000", "10000")
 REFERENCE = "10000"
-COLORS = ("#d55e00", "#e69f00", "#009e73", "#0072b2", "#000000")
+COLORS = ("#d55e00", "#e69f00", "#009e73", "#0072b2")
 FEWEST = 4  # marks before a query, so that its value is not guessed
-BINS = (1, 4, 8, 16, 32, 64, 128, 256)  # of distances, tokens
+BINS = (1, 4, 8, 16, 32, 64, 128, 256, 512)  # of distances, tokens
 
 
 class Plan(NamedTuple):
@@ -47,13 +47,13 @@ class Plan(NamedTuple):
     length: int
     marks: int
     queries: int
-    looked_at: int  # rows of held-out text
+    looked_at: int  # rows of held-out text, and of validation text
     rates: tuple[float, ...]
 
 
-MODEL = Config(layers=1, width=128, heads=2, vocabulary=VOCABULARY)
-FULL = Plan(MODEL, 1300, 8, 256, 8, 64, 128, (3e-3, 6e-3))
-QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (3e-3, 6e-3))
+MODEL = Config(layers=1, width=64, heads=1, vocabulary=VOCABULARY)
+FULL = Plan(MODEL, 800, 8, 128, 8, 32, 64, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (3e-3, 1e-2, 3e-2))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -61,19 +61,21 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     model = dataclasses.replace(plan.model, base=float(run.method))
     recipe = Recipe(
         steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
-        warmup=plan.steps // 10, save_every=200, look_every=plan.steps // 10,
+        warmup=plan.steps // 10, save_every=200, look_every=plan.steps // 5,
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
-        "marks": plan.marks, "queries": plan.queries, "recipe": dataclasses.asdict(recipe),
-        "text": text.name, "sha256": text.sha256,
+        "marks": plan.marks, "queries": plan.queries, "looked_at": plan.looked_at,
+        "recipe": dataclasses.asdict(recipe), "split": data.SPLIT, "text": text.name,
+        "sha256": text.sha256,
     }  # fmt: skip
 
 
 def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
     seed = job.recipe.seed
-    asked = held_out(text, plan.length, plan.marks, plan.queries, plan.looked_at)
+    sizes = (plan.length, plan.marks, plan.queries, plan.looked_at)
+    asked, validation = fixed(text.held_out, *sizes), fixed(text.validation, *sizes)
 
     def batches(step: int) -> data.Batch:
         return training(text, plan.length, plan.marks, plan.queries, plan.rows, seed, step).batch
@@ -81,7 +83,10 @@ def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     model = build(Config(**job.settings["model"]), seed)
     with torch.no_grad():
         make_similar(model.tokens.weight)
-    done = job.train("E4 base", model, batches, lambda model: seen(model, asked))
+    def look(model: Model) -> dict[str, float]:
+        return {**seen(model, asked), "validation": seen(model, validation)["bits"]}
+
+    done = job.train("E4 base", model, batches, look)
     return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
@@ -118,9 +123,14 @@ def seen(model: Model, asked: Recall) -> dict[str, float]:
     return found
 
 
-def ends(rows: Sequence[results.Row], base: str) -> list[dict[str, float]]:
-    """The last look of every seed at the best rate of a base."""
-    return [row["looks"][-1] for row in chosen(rows, base).values()]
+def ends(rows: Sequence[results.Row], base: str) -> dict[int, dict[str, float]]:
+    """Seed -> the last look at the chosen rate of a base."""
+    return {seed: row["looks"][-1] for seed, row in chosen(rows, base).items()}
+
+
+def of(rows: Sequence[results.Row], base: str, name: str) -> dict[int, float]:
+    """Seed -> a number of the last look; empty where nothing was asked."""
+    return {seed: end[name] for seed, end in ends(rows, base).items() if name in end}
 
 
 def spec_of(rows: Sequence[results.Row], base: str) -> rotary.Rotary:
@@ -138,55 +148,60 @@ def untrained(spec: rotary.Rotary, low: int, high: int, rivals: int) -> float:
 
 def table(rows: Sequence[results.Row]) -> str:
     """Bits and recall of every base, recall by distance, and whether the two order the bases."""
-    reference = ends(rows, REFERENCE)
-    spans = [pair for pair in itertools.pairwise(BINS) if f"recall {pair[0]}" in reference[0]]
+    spans = [pair for pair in itertools.pairwise(BINS) if of(rows, REFERENCE, f"recall {pair[0]}")]
     rivals = rows[0]["run"]["marks"] - 1
-    lines, trained_lines, untrained_lines = [], [], []
+    guess = [*of(rows, REFERENCE, "guess").values()][0]
+    lines, by_distance, alone = [], [], []
     for base in BASES:
-        of, spec = ends(rows, base), spec_of(rows, base)
-        measured = []
-        for name, form in (("text", ".3f"), ("recall", ".2f")):
-            apart = [end[name] - other[name] for end, other in zip(of, reference, strict=True)]
-            measured.append(results.mean_spread([end[name] for end in of], form))
-            measured.append(results.mean_spread(apart, f"+{form}"))
-        shares = [
-            results.mean_spread([end[name] for end in of], ".2f") if name in of[0] else "none asked"
-            for name in ("before", "beyond")
-        ]
+        spec = spec_of(rows, base)
         lines.append([
-            base, f"{best_rate(rows, base):g}", *measured, first_failure(spec), *shares,
+            base, f"{best_rate(rows, base):g}", spread(rows, base, "text", ".3f"),
+            spread(rows, base, "recall"), first_failure(spec), spread(rows, base, "before"),
+            spread(rows, base, "beyond"),
         ])  # fmt: skip
-        names = [f"recall {low}" for low, _ in spans]
-        trained_lines.append(
-            [base, *(results.mean_spread([end[name] for end in of], ".2f") for name in names)]
-        )
-        untrained_lines.append([base, *(f"{untrained(spec, *span, rivals):.2f}" for span in spans)])
-    apart_from = f"minus base {REFERENCE}"
-    heads = ["base", "learning rate", "text, bits per byte", apart_from, "recall", apart_from,
-             "first m with B_m < 0", "recall before it", "recall from it on"]  # fmt: skip
-    by_distance = ["base", *(f"{low} to {high - 1}" for low, high in spans)]
-    return (
-        f"{results.table(heads, lines)}\n\nShare of values that are right, by distance in tokens; "
-        f"a guess without the key is right {reference[0]['guess']:.2f} of the time:\n\n"
-        f"{results.table(by_distance, trained_lines)}\n\n"
+        by_distance.append([base, *(spread(rows, base, f"recall {low}") for low, _ in spans)])
+        alone.append([base, *(f"{untrained(spec, *span, rivals):.2f}" for span in spans)])
+    names = {"text": ".3f", "recall": ".2f", **{f"recall {low}": ".2f" for low, _ in spans}}
+    apart = [
+        [f"{base} minus {REFERENCE}", *(
+            difference(of(rows, base, name), of(rows, REFERENCE, name)).told(form)
+            for name, form in names.items()
+        )]
+        for base in BASES if base != REFERENCE
+    ]  # fmt: skip
+    heads = ["base", "learning rate", "text, bits per byte", "recall", "first m with B_m < 0",
+             "recall before it", "recall from it on"]  # fmt: skip
+    columns = [f"{low} to {high - 1}" for low, high in spans]
+    return "\n\n".join([
+        results.table(heads, lines),
+        "Share of values that are right, by distance in tokens; a guess without the key is right "
+        f"{guess:.2f} of the time:", results.table(["base", *columns], by_distance),
+        "Differences; recall of all, then by distance:",
+        results.table(["base", "text, bits per byte", "recall", *columns], apart),
         "How often a random query finds its mark without any training, from the frequencies of one "
-        f"head alone, among {rivals + 1} marks:\n\n"
-        f"{results.table(by_distance, untrained_lines)}\n\nRank correlation, over the "
-        f"{len(BASES)} bases, of bits of the text and recall: "
-        f"{results.mean_spread(orders(rows), '+.2f')}. -1: perplexity orders the bases as recall "
-        "does."
-    )
+        f"head alone, among {rivals + 1} marks:", results.table(["base", *columns], alone),
+        f"Rank correlation, over the {len(BASES)} bases, of bits of the text and recall, by seed: "
+        f"{', '.join(f'{value:+.2f}' for value in orders(rows).values())}. -1: perplexity orders "
+        f"the bases as recall does. Mean: {mean(orders(rows)).told('.2f')}.",
+        report.recipe(rows, BASES),
+    ])  # fmt: skip
 
 
-def orders(rows: Sequence[results.Row]) -> list[float]:
-    """For every seed the rank correlation, over the bases, of bits of the text and recall."""
-    return [
-        rank_correlation(
-            [ends(rows, base)[index]["text"] for base in BASES],
-            [ends(rows, base)[index]["recall"] for base in BASES],
+def spread(rows: Sequence[results.Row], base: str, name: str, form: str = ".2f") -> str:
+    """Mean and spread of a number of the last look."""
+    found = [*of(rows, base, name).values()]
+    return results.mean_spread(found, form) if found else "none asked"
+
+
+def orders(rows: Sequence[results.Row]) -> dict[int, float]:
+    """Seed -> the rank correlation, over the bases, of bits of the text and recall."""
+    return {
+        seed: rank_correlation(
+            [of(rows, base, "text")[seed] for base in BASES],
+            [of(rows, base, "recall")[seed] for base in BASES],
         )
-        for index in range(len(ends(rows, REFERENCE)))
-    ]
+        for seed in ends(rows, REFERENCE)
+    }
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:

@@ -3,8 +3,7 @@
     python -m experiments.e5_partial.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e5_partial.run      # on two cores
 
-Killed, it goes on where it was. The learning rate of each method is the best of the same sweep on
-the first seed, and is then used for all seeds.
+Killed, it goes on where it was. The learning rate of each method is chosen on validation text.
 """
 
 import dataclasses
@@ -20,19 +19,22 @@ from torch import nn
 
 import rotary
 
-from ..lab import data, results
+from ..lab import data, report, results
+from ..lab.intervals import difference
 from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Tables, Tensor, bits, build
 from ..lab.sweep import Run, best_rate, chosen, end_bits
 from ..lab.train import Recipe
 
 FOLDER = Path(__file__).parent
-# 97.5 % quantile of Student's t with one degree of freedom less than seeds
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 WHOLE = "p 1"
 SHARES = ("p 0", "p 0.25", "p 0.5", "p 0.75", WHOLE)
 PARTS = ("part 0.25", "part 0.5")
 METHODS = SHARES + PARTS
+PAIRS = (  # of methods whose difference is taken seed by seed
+    *((method, WHOLE) for method in METHODS if method != WHOLE),
+    *(("part 0.25", "p 0.25"), ("part 0.5", "p 0.5")),
+)
 
 
 class Plan(NamedTuple):
@@ -42,12 +44,12 @@ class Plan(NamedTuple):
     steps: int
     rows: int
     length: int
-    looked_at: int  # rows of held-out text
+    looked_at: int  # rows of held-out text, and of validation text
     rates: tuple[float, ...]
 
 
-FULL = Plan(Config(length=128), 600, 8, 128, 128, (1e-3, 3e-3))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (1e-3, 3e-3))
+FULL = Plan(Config(length=128, layers=2, width=64, heads=2), 400, 4, 128, 64, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (3e-3, 1e-2, 3e-2))
 
 
 def spec_of(method: str, head_dim: int, base: float) -> rotary.Rotary:
@@ -101,54 +103,40 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     config = plan.model
     recipe = Recipe(
         steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed,
-        warmup=plan.steps // 10, look_every=plan.steps // 10,
+        warmup=plan.steps // 10, look_every=plan.steps // 5,
     )  # fmt: skip
     spec = spec_of(run.method, config.width // config.heads, config.base)
     return {
         "method": run.method, "spec": spec.to_dict(), "model": dataclasses.asdict(config),
-        "length": plan.length, "recipe": dataclasses.asdict(recipe), "text": text.name,
-        "sha256": text.sha256,
+        "length": plan.length, "looked_at": plan.looked_at, "split": data.SPLIT,
+        "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
     }  # fmt: skip
 
 
 def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
     seed = job.recipe.seed
-    held_out = data.held_out_batch(text, "causal", plan.length, plan.looked_at)
+    held_out, validation = (
+        data.fixed_batch(part, "causal", plan.length, plan.looked_at)
+        for part in (text.held_out, text.validation)
+    )
 
     def batches(step: int) -> data.Batch:
         return data.training_batch(text, "causal", plan.length, plan.rows, seed, step)
 
     def look(turned: Turned) -> dict[str, float]:
-        return {"bits": bits(turned.model, held_out, turned.tables(plan.length))}
+        tables = turned.tables(plan.length)
+        looked_at = {"bits": held_out, "validation": validation}
+        return {name: bits(turned.model, batch, tables) for name, batch in looked_at.items()}
 
     model = Turned(Config(**job.settings["model"]), job.settings["method"], seed)
     done = job.train("E5", model, batches, look)
     return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
-def ends(rows: Sequence[results.Row], method: str) -> list[float]:
-    """Bits at the end for every seed, at the best rate of a method."""
-    return [end_bits(row) for row in chosen(rows, method).values()]
-
-
-def apart(rows: Sequence[results.Row], method: str) -> list[float]:
-    """Bits of a method minus those of the whole RoPE, seed by seed."""
-    return [a - b for a, b in zip(ends(rows, method), ends(rows, WHOLE), strict=True)]
-
-
-def interval(differences: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean of differences, by Student's t; inf of one.
-
-    >>> round(interval([0.0, 1.0, 2.0]), 3), interval([0.5])
-    (2.484, inf)
-    """
-    count = len(differences)
-    if count == 1:
-        return math.inf
-    if count not in STUDENT:
-        raise ValueError(f"STUDENT has quantiles for up to {max(STUDENT)} seeds, got {count}")
-    return STUDENT[count] * float(np.std(differences, ddof=1)) / math.sqrt(count)
+def ends(rows: Sequence[results.Row], method: str) -> dict[int, float]:
+    """Seed -> bits at the end, at the chosen rate of a method."""
+    return {seed: end_bits(row) for seed, row in chosen(rows, method).items()}
 
 
 def slowest(row: results.Row) -> tuple[int, float]:
@@ -163,22 +151,24 @@ def slowest(row: results.Row) -> tuple[int, float]:
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """Bits at the end, the paired difference to the whole RoPE, and whether it is beyond noise."""
+    """Bits at the end; the differences seed by seed; what was run."""
     lines = []
     for method in METHODS:
-        differences = apart(rows, method)
         pairs, wavelength = slowest(next(iter(chosen(rows, method).values())))
-        beyond = abs(float(np.mean(differences))) > interval(differences)
         lines.append([
-            method, pairs, f"{wavelength:.0f}" if pairs else "-",
-            f"{best_rate(rows, method):g}", results.mean_spread(ends(rows, method)),
-            *(["", ""] if method == WHOLE else [
-                results.mean_spread(differences, "+.3f"), "yes" if beyond else "no",
-            ]),
+            method, pairs, f"{wavelength:.0f}" if pairs else "-", f"{best_rate(rows, method):g}",
+            results.mean_spread([*ends(rows, method).values()]),
         ])  # fmt: skip
     heads = ["method", "pairs that turn", "slowest wavelength, tokens", "learning rate",
-             "bits per byte", f"minus {WHOLE}", "beyond seed noise"]  # fmt: skip
-    return results.table(heads, lines)
+             "bits per byte"]  # fmt: skip
+    apart = [
+        [f"{one} minus {other}", difference(ends(rows, one), ends(rows, other)).told()]
+        for one, other in PAIRS
+    ]
+    return "\n\n".join([
+        results.table(heads, lines), results.table(["difference", "bits per byte"], apart),
+        report.recipe(rows, METHODS),
+    ])  # fmt: skip
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:
@@ -190,7 +180,10 @@ def figure(rows: Sequence[results.Row]) -> Figure:
         ((*PARTS, WHOLE), "#d55e00", "partial: a ladder of fewer pairs"),
     ):
         shares = [float(method.split()[1]) for method in methods]
-        found = np.array([apart(rows, method) for method in methods])
+        whole = ends(rows, WHOLE)
+        found = np.array(
+            [[bits - whole[seed] for seed, bits in ends(rows, name).items()] for name in methods]
+        )
         axes.plot(shares, found, "o", color=color, markersize=4)
         axes.plot(shares, found.mean(1), color=color, label=name)
     axes.axhline(0, color="#000000", linewidth=0.6)

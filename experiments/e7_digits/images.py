@@ -12,23 +12,29 @@ from ..lab.data import TRAINING, Batch
 
 SIDE = 8
 CLASSES = 10
-HELD_OUT = 600  # of 1797; the set is sorted by writer, so these are mostly other hands
+VALIDATION, HELD_OUT = 300, 600  # of 1797, sorted by writer, so these are mostly other hands
 
 
 class Digits(NamedTuple):
-    """Pixels in 0..1, (images, 64) float32, and the digit of each, (images, 1) int64."""
+    """Pixels in 0..1, (images, 64) float32, and the digit of each, (images, 1) int64, in three parts.
+
+    training    the first 897, to learn from
+    validation  the next 300, to choose learning rates by
+    held_out    the last 600, to report
+    """
 
     training: Batch
+    validation: Batch
     held_out: Batch
     sha256: str
 
 
 @functools.cache
 def digits() -> Digits:
-    """The 1797 images, the last 600 held out. Raises ValueError where scikit-learn is missing.
+    """The 1797 images in three parts. Raises ValueError where scikit-learn is missing.
 
-    >>> [len(part.targets) for part in digits()[:2]]
-    [1197, 600]
+    >>> [len(part.targets) for part in digits()[:3]]
+    [897, 300, 600]
     """
     try:
         from sklearn.datasets import load_digits
@@ -38,12 +44,9 @@ def digits() -> Digits:
     content = found.data.astype(np.uint8).tobytes() + found.target.astype(np.uint8).tobytes()
     pixels = torch.from_numpy(found.data).float() / 16
     names = torch.from_numpy(found.target).long()[:, None]
-    cut = len(pixels) - HELD_OUT
-    return Digits(
-        Batch(pixels[:cut], names[:cut]),
-        Batch(pixels[cut:], names[cut:]),
-        hashlib.sha256(content).hexdigest(),
-    )
+    sizes = (len(pixels) - VALIDATION - HELD_OUT, VALIDATION, HELD_OUT)
+    parts = map(Batch, pixels.split(sizes), names.split(sizes))
+    return Digits(*parts, hashlib.sha256(content).hexdigest())
 
 
 def drawn(images: Batch, rows: int, seed: int, step: int) -> Batch:

@@ -3,8 +3,7 @@
     python -m experiments.e7_digits.run [--quick]
     torchrun --nproc-per-node 2 -m experiments.e7_digits.run      # on two cores
 
-Killed, it goes on where it was. The learning rate of each encoding is the best of the same sweep
-on the first seed, and is then used for all seeds.
+Killed, it goes on where it was. The learning rate of each encoding is chosen on validation images.
 """
 
 import dataclasses
@@ -17,16 +16,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch.nn import functional
 
-from ..lab import results
+from ..lab import report, results
 from ..lab.data import Batch
+from ..lab.intervals import difference
 from ..lab.job import Job, Sweep, carry_out
 from ..lab.sweep import Run, best_rate, chosen
 from ..lab.train import Recipe
-from .images import Digits, digits, drawn, enlarged
+from .images import HELD_OUT, VALIDATION, Digits, digits, drawn, enlarged
 from .model import ENCODINGS, Config, Model, build
 
 FOLDER = Path(__file__).parent
-REFERENCE = "learned"
+PAIRS = (("axial", "learned"), ("mixed", "learned"), ("mixed", "axial"), ("none", "learned"))
 TIMES = 2  # the side of an enlarged image over that of a trained one
 MEASURES = {
     "8": "8 x 8",
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
     width: int
     steps: int
     rows: int
-    looked_at: int  # held-out images
+    looked_at: int  # images of each of the two other parts, at most
     rates: tuple[float, ...]
 
 
-FULL = Plan(3, 64, 600, 32, 600, (1e-3, 3e-3))
-QUICK = Plan(2, 32, 20, 8, 20, (1e-3, 3e-3))
+FULL = Plan(2, 64, 500, 16, 600, (1e-3, 3e-3, 1e-2))
+QUICK = Plan(2, 32, 20, 8, 20, (3e-3, 1e-2, 3e-2))
 
 
 def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:
@@ -60,20 +60,26 @@ def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:
     return {
         "method": run.method, "recipe": dataclasses.asdict(recipe), "looked_at": plan.looked_at,
         "model": dataclasses.asdict(Config(run.method, layers=plan.layers, width=plan.width)),
-        "times": TIMES, "sha256": images.sha256,
+        "times": TIMES, "validation": VALIDATION, "held_out": HELD_OUT, "sha256": images.sha256,
     }  # fmt: skip
 
 
 def trained(plan: Plan, images: Digits, job: Job) -> results.Row:
     """The row of one run, which the first process also writes."""
     seed = job.recipe.seed
-    held_out = Batch(*(part[: plan.looked_at] for part in images.held_out))
+    held_out, validation = (
+        Batch(*(part[: plan.looked_at] for part in images_of))
+        for images_of in (images.held_out, images.validation)
+    )
 
     def batches(step: int) -> Batch:
         return drawn(images.training, plan.rows, seed, step)
 
+    def look(model: Model) -> dict[str, float]:
+        return {**seen(model, held_out), "validation": judged(model, validation, 1.0)[0]}
+
     model = build(Config(**job.settings["model"]), seed)
-    done = job.train("E7", model, batches, lambda model: seen(model, held_out))
+    done = job.train("E7", model, batches, look)
     return job.written({"looks": done.looks, "seconds": round(done.seconds, 1)})
 
 
@@ -103,27 +109,37 @@ def judged(model: Model, images: Batch, spacing: float) -> tuple[float, float]:
     return nats / count / math.log(2), right / count
 
 
-def shares(rows: Sequence[results.Row], encoding: str, measure: str) -> np.ndarray:
-    """(seeds,) percent right at the best rate; empty where an encoding has no such measure."""
-    ends = [row["looks"][-1] for row in chosen(rows, encoding).values()]
-    return np.array([100 * end[measure] for end in ends if measure in end])
+def shares(rows: Sequence[results.Row], encoding: str, measure: str) -> dict[int, float]:
+    """Seed -> percent right at the chosen rate; empty where an encoding has no such measure."""
+    ends = {seed: row["looks"][-1] for seed, row in chosen(rows, encoding).items()}
+    return {seed: 100 * end[measure] for seed, end in ends.items() if measure in end}
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """Percent right by size and positions, and the difference to learned places seed by seed."""
+    """Percent right by size and positions; the differences seed by seed; what was run."""
     lines = []
     for encoding in ENCODINGS:
-        line = [encoding, f"{best_rate(rows, encoding):g}"]
-        for measure in MEASURES:
-            own = shares(rows, encoding, measure)
-            line.append(results.mean_spread(own.tolist(), ".1f") if len(own) else "-")
-        for measure in ("8", "scaled"):
-            apart = shares(rows, encoding, measure) - shares(rows, REFERENCE, measure)
-            line.append(results.mean_spread(apart.tolist(), "+.1f"))
-        lines.append(line)
-    heads = ["positions", "learning rate", *(f"{name}, % right" for name in MEASURES.values()),
-             "8 x 8 minus learned", "16 x 16 scaled minus learned"]  # fmt: skip
-    return results.table(heads, lines)
+        own = [shares(rows, encoding, measure) for measure in MEASURES]
+        lines.append([
+            encoding, f"{best_rate(rows, encoding):g}",
+            *(results.mean_spread([*seen.values()], ".1f") if seen else "-" for seen in own),
+        ])  # fmt: skip
+    heads = ["% right", "learning rate", *MEASURES.values()]
+    apart = [
+        [f"{one} minus {other}", *(compared(rows, one, other, measure) for measure in MEASURES)]
+        for one, other in PAIRS
+    ]
+    return "\n\n".join([
+        results.table(heads, lines),
+        results.table(["difference, points", *MEASURES.values()], apart),
+        report.recipe(rows, ENCODINGS),
+    ])  # fmt: skip
+
+
+def compared(rows: Sequence[results.Row], one: str, other: str, measure: str) -> str:
+    """Points between two encodings; "-" where one of them has no such measure."""
+    own, its = shares(rows, one, measure), shares(rows, other, measure)
+    return difference(own, its).told(".1f") if own and its else "-"
 
 
 def figure(rows: Sequence[results.Row]) -> Figure:
@@ -132,7 +148,7 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     axes = picture.subplots()
     for index, encoding in enumerate(ENCODINGS):
         for place, measure in enumerate(MEASURES):
-            own = shares(rows, encoding, measure)
+            own = [*shares(rows, encoding, measure).values()]
             at = np.full(len(own), place + 0.15 * (index - 1.5))
             label = encoding if place == 0 else None
             axes.plot(at, own, "o", color=COLORS[encoding], label=label)

@@ -14,7 +14,7 @@ from rich.console import Console
 from . import gate
 from .data import SOURCES
 
-SEEDS, QUICK_SEEDS = 3, 1
+SEEDS, QUICK_SEEDS = 5, 1
 
 
 class Options(NamedTuple):

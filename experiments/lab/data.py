@@ -18,16 +18,23 @@ import torch
 MASK = 256  # the token behind the 256 bytes
 VOCABULARY = 257
 IGNORED = -100  # a target that is not asked for
-HELD_OUT = 0.05
+HELD_OUT = 0.05  # the share of a text that is held out, and of what is kept to choose settings by
+SPLIT = "training 0.90, validation 0.05, held out 0.05"  # in this order
 MASKED = 0.15  # the share of tokens that BERT hides (Devlin et al., arXiv 1810.04805, section 3.1)
 TRAINING, LOOKING = 0, 1  # streams of random numbers that must not meet
 
 
 class Text(NamedTuple):
-    """Bytes to learn from, and the contiguous last 5 % that are held out: uint8 tensors."""
+    """Three contiguous parts of a text, as uint8 tensors.
+
+    training    the first 90 %, to learn from
+    validation  the next 5 %, to choose learning rates by
+    held_out    the last 5 %, to report
+    """
 
     name: str
     training: torch.Tensor
+    validation: torch.Tensor
     held_out: torch.Tensor
     sha256: str
 
@@ -46,8 +53,8 @@ def text(name: str) -> Text:
     "kjv" needs Debian's packages bible-kjv and bible-kjv-text. Raises ValueError where they are
     missing, and for another name.
 
-    >>> [len(part) // 1_000_000 for part in text("python")[1:3]]  # doctest: +SKIP
-    [4, 0]
+    >>> [len(part) // 100_000 for part in text("python")[1:4]]  # doctest: +SKIP
+    [45, 2, 2]
     >>> text("latin")
     Traceback (most recent call last):
     ValueError: text must be one of kjv, python; got 'latin'
@@ -56,8 +63,9 @@ def text(name: str) -> Text:
         raise ValueError(f"text must be one of {', '.join(SOURCES)}; got {name!r}")
     content = SOURCES[name]()
     whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    cut = len(whole) - int(len(whole) * HELD_OUT)
-    return Text(name, whole[:cut], whole[cut:], hashlib.sha256(content).hexdigest())
+    part = int(len(whole) * HELD_OUT)
+    sizes = (len(whole) - 2 * part, part, part)
+    return Text(name, *whole.split(sizes), hashlib.sha256(content).hexdigest())
 
 
 def _kjv() -> bytes:
@@ -157,12 +165,12 @@ def training_batch(text: Text, task: str, length: int, rows: int, seed: int, ste
     return masked(windows(text.training, length, rows, seed, step), TRAINING, seed, step)
 
 
-def held_out_batch(text: Text, task: str, length: int, rows: int) -> Batch:
-    """The same held-out batch for every model and seed, from places spread over the held-out text.
+def fixed_batch(content: torch.Tensor, task: str, length: int, rows: int) -> Batch:
+    """The same batch for every model and seed, from places spread over a part of a text.
 
-    >>> held_out_batch(text("python"), "masked", 8, 2).tokens.shape
+    >>> fixed_batch(text("python").held_out, "masked", 8, 2).tokens.shape
     torch.Size([2, 8])
     """
     if task == "causal":
-        return causal(spread_windows(text.held_out, length + 1, rows))
-    return masked(spread_windows(text.held_out, length, rows), LOOKING, 0, 0)
+        return causal(spread_windows(content, length + 1, rows))
+    return masked(spread_windows(content, length, rows), LOOKING, 0, 0)

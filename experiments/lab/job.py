@@ -130,6 +130,7 @@ def carry_out(sweep: Sweep, executor: Executor | None = None) -> None:
             if executor is not None and these.size > 1:
                 raise ValueError("torchrun and --dask both deal out the work; take one of them")
             rows = results.rows(options.out / "results.jsonl")
+            of_this_recipe(rows, lambda run: sweep.settings_of(plan, subject, run))
             for stage in stages(sweep.methods, plan.rates, options.seeds, rows):
                 asked = ((run, sweep.settings_of(plan, subject, run)) for run in stage)
                 new = [pair for pair in asked if not results.is_done(rows, pair[1])]
@@ -140,6 +141,21 @@ def carry_out(sweep: Sweep, executor: Executor | None = None) -> None:
                     rows.append(sweep.trained(plan, subject, Job(settings, options.out, these)))
         if these.rank == 0:
             results.report(options.out, sweep.table, sweep.figure, sweep.picture)
+
+
+def of_this_recipe(rows: Sequence[results.Row], settings_of: Callable[[Run], results.Row]) -> None:
+    """Raise ValueError where a row is of a run that today's code would do otherwise.
+
+    Rows of two recipes in one file would be compared as if they were of one.
+    """
+    for row in rows:
+        recipe = row["run"]["recipe"]
+        run = Run(row["run"]["method"], recipe["learning_rate"], recipe["seed"])
+        if not results.is_done([row], settings_of(run)):
+            raise ValueError(
+                f"results.jsonl has a run of another recipe, {run.method} {run.rate:g} seed "
+                f"{run.seed}; move the file away, or take another folder by --out"
+            )
 
 
 def _fan_out(

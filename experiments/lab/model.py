@@ -1,6 +1,7 @@
 """A small pre-norm transformer on bytes, whose position encoding and attention are data."""
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import rotary
-from rotary.attention import sinusoidal
+from rotary.attention import elu_plus_one, favor_features, sinusoidal
 
 from .data import IGNORED, VOCABULARY, Batch, seed_of
 
@@ -72,21 +73,39 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def linear_weights(q: Tensor, k: Tensor, turn: Turn, causal: bool) -> tuple[Tensor, Tensor]:
-    """Products of the features elu + 1, turned and not turned: (..., seq, seq), 0 where not seen.
+def favor(x: Tensor) -> Tensor:
+    """The positive random features of Performer, as many as x has channels, drawn from seed 0.
+
+    >>> favor(torch.zeros(1, 4))  # exp(0) / sqrt(4)
+    tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+    found: Tensor = _favor_features(x.shape[-1])(x)
+    return found
+
+
+_favor_features = functools.cache(lambda width: favor_features(width, width, seed=0))
+
+
+def linear_weights(
+    q: Tensor, k: Tensor, turn: Turn, causal: bool, features: Callable[[Tensor], Tensor] = elu_plus_one
+) -> tuple[Tensor, Tensor]:
+    """Products of features, turned and not turned: (..., seq, seq), 0 where not seen.
 
     >>> x = torch.zeros(1, 1, 2, 2)  # features 1
     >>> [part.sum().item() for part in linear_weights(x, x, lambda q, k: (q, -k), causal=True)]
     [-6.0, 6.0]
     """
-    q, k = functional.elu(q) + 1, functional.elu(k) + 1
+    q, k = features(q), features(k)
     turned_q, turned_k = turn(q, k)
     turned, kept = turned_q @ turned_k.mT, q @ k.mT
     return (turned.tril(), kept.tril()) if causal else (turned, kept)
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> Tensor:
-    """Linear attention by all pairs: turned after elu + 1, the denominator left as it is.
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool,
+    features: Callable[[Tensor], Tensor] = elu_plus_one,
+) -> Tensor:  # fmt: skip
+    """Linear attention by all pairs: turned after the features, the denominator left as it is.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 19.
 
@@ -94,7 +113,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) 
     >>> linear_attention(x, x, 7 * x, lambda q, k: (q, k), causal=True)
     tensor([[[[7., 7.]]]])
     """
-    weights, norms = linear_weights(q, k, turn, causal)
+    weights, norms = linear_weights(q, k, turn, causal, features)
     return weights @ v / norms.sum(-1, keepdim=True)
 
 
@@ -124,11 +143,16 @@ def linear_normed(q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool) -> 
     return functional.rms_norm(weights @ v, v.shape[-1:])
 
 
+FEATURES = {  # of each linear attention
+    "linear": elu_plus_one, "linear both": elu_plus_one, "linear normed": elu_plus_one,
+    "linear favor": favor,
+}  # fmt: skip
 ATTENTIONS = {
     "softmax": softmax_attention,
     "linear": linear_attention,
     "linear both": linear_both,
     "linear normed": linear_normed,
+    "linear favor": functools.partial(linear_attention, features=favor),
 }
 
 
