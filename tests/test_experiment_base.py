@@ -12,7 +12,7 @@ from experiments.e4_base import run as base
 from experiments.lab import data, results
 from experiments.lab.model import build
 
-from rotary.analysis.bounds import first_failure, similarity
+from rotary.analysis.bounds import similarity
 
 CONTENT = (torch.arange(2000) % 251).to(torch.uint8)
 
@@ -72,7 +72,7 @@ def test_the_rows_of_a_step_follow_from_seed_and_step_and_the_held_out_ones_from
     assert torch.equal(recall.training(text, *sizes, seed=1, step=7).batch.tokens, first)
     for seed, step in ((2, 7), (1, 8)):
         assert not torch.equal(recall.training(text, *sizes, seed, step).batch.tokens, first)
-    rows = [recall.held_out(text, *sizes).batch.tokens for _ in range(2)]
+    rows = [recall.fixed(text.held_out, *sizes).batch.tokens for _ in range(2)]
     assert torch.equal(*rows)
     held_out = bytes(text.held_out.numpy())
     for row in rows[0]:
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_mark_starts_like_its_query_and_its_value_and_like_no_other():
-    model = build(base.MODEL, seed=0)
+    model = build(base.Config(layers=1, width=128, heads=2, vocabulary=recall.VOCABULARY), seed=0)
     with torch.no_grad():
         recall.make_similar(model.tokens.weight)
         rows = model.tokens.weight / model.tokens.weight.norm(dim=1, keepdim=True)
@@ -122,7 +122,7 @@ def test_recall_is_the_share_of_right_values_of_each_distance():
 
     found = base.seen(Oracle(16), made)
     assert found["text"] < 1e-6
-    assert [found[f"recall {low}"] for low in base.BINS[:-1]] == [1, 1, 1, 0, 0, 0, 0]
+    assert [found[f"recall {low}"] for low in base.BINS[:-2]] == [1, 1, 1, 0, 0, 0, 0]
     known = made.distances[made.distances > 0] < 16
     assert found["value"] == pytest.approx(
         (~known).double().mean().item() * math.log2(recall.VOCABULARY)
@@ -170,31 +170,3 @@ def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch)
         assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
         names = {"recall", *(f"recall {low}" for low in (1, 4, 8, 16, 32))}
         assert names <= {name for name, share in end.items() if 0 <= share <= 1}
-
-
-# --- what the committed runs say, of which docs/paper.md tells ---
-
-
-@pytest.fixture(scope="module")
-def found():
-    return results.rows(base.FOLDER / "results.jsonl")
-
-
-def mean_of(found, name, number):
-    return float(np.mean([end[number] for end in base.ends(found, name)]))
-
-
-def test_a_small_base_finds_less_but_more_than_the_bound_says(found):
-    recalls = [mean_of(found, name, "recall") for name in base.BASES]
-    assert recalls[0] < 0.3
-    assert 0.8 < recalls[1] < 0.95
-    assert min(recalls[2:]) > 0.99
-    assert first_failure(base.spec_of(found, "100")) < 64
-    assert mean_of(found, "100", "recall 64") > 0.99
-    assert mean_of(found, "100", "recall 128") < 0.8
-
-
-def test_the_bits_of_the_text_do_not_order_the_bases_as_recall_does(found):
-    apart = mean_of(found, "10", "text") - mean_of(found, "10000", "text")
-    assert abs(apart) < 0.03
-    assert abs(np.mean(base.orders(found))) < 0.2

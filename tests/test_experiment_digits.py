@@ -19,15 +19,16 @@ def logits(made, pixels, spacing=1.0):
         return made(pixels, spacing)[:, 0]
 
 
-def test_the_last_600_images_are_held_out_and_never_drawn():
+def test_the_last_900_images_are_kept_for_choosing_and_reporting_and_never_drawn():
     found = images.digits()
-    assert (len(found.training.tokens), len(found.held_out.tokens)) == (1197, 600)
-    whole = torch.cat([found.training.tokens, found.held_out.tokens])
+    parts = (found.training, found.validation, found.held_out)
+    assert [len(part.tokens) for part in parts] == [897, 300, 600]
+    whole = torch.cat([part.tokens for part in parts])
     assert whole.min() == 0
     assert whole.max() == 1
-    names = torch.cat([found.training.targets, found.held_out.targets]).flatten()
+    names = torch.cat([part.targets for part in parts]).flatten()
     assert names.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    step = images.drawn(found.training, 1197, seed=0, step=0)
+    step = images.drawn(found.training, 897, seed=0, step=0)
     assert torch.equal(step.tokens.sum(0), found.training.tokens.sum(0)), "each of them once"
     again = images.drawn(found.training, 8, seed=1, step=2)
     assert torch.equal(again.tokens, images.drawn(found.training, 8, seed=1, step=2).tokens)

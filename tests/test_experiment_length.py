@@ -1,6 +1,7 @@
 """Length extrapolation: every method is its definition, and the same bytes are asked for."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from experiments.e3_length import methods
 from experiments.e3_length import run as length
 from experiments.lab import data, results
 from experiments.lab.model import Config, build
+from experiments.lab.sweep import best_rate, chosen, validation
 
 import rotary
 
@@ -138,26 +140,35 @@ def test_the_same_bytes_are_asked_for_at_every_length():
         assert (targets[:, :-8] == data.IGNORED).all()
 
 
-def test_a_difference_is_taken_seed_by_seed():
-    bits = {"direct": np.array([[2.0, 3.0], [4.0, 6.0]]), "PI": np.array([[2.0, 3.5], [4.0, 6.5]])}
-    assert length.compared(bits, ["1", "2"]).splitlines()[-1] == (
-        "| PI | 3.000 ± 1.414 | 5.000 ± 2.121 | +0.500 ± 0.000 |"
+def test_a_line_is_a_method_and_a_difference_is_taken_seed_by_seed():
+    direct, other = [{0: 2.0, 1: 4.0}, {0: 3.0, 1: 6.0}], [{0: 2.0, 1: 4.0}, {0: 3.5, 1: 6.6}]
+    bits = {"direct": direct, "PI": other}
+    assert length.levels(bits, ["1", "2"]).splitlines()[-1] == (
+        "| PI | 3.000 ± 1.414 | 5.050 ± 2.192 |"
     )
+    found = length.differences(bits, [("PI", "direct")], ["1", "2"], skipped=1)
+    assert found.splitlines()[0] == "| difference | 2 |"
+    assert found.splitlines()[-1] == "| PI minus direct | +0.550 [-0.085, +1.185], not resolved |"
 
 
 @pytest.mark.slow
-def test_one_model_is_read_in_every_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["run", "--quick", "--seeds", "3", "--out", str(tmp_path)])
+def test_one_model_is_read_in_every_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     length.main()
+    printed = capsys.readouterr().out
+    assert re.search(r"^gate passed: [1-9]\d* results ", printed, re.MULTILINE)
+    assert re.search(r"^\|(?:---\|)+\n(?:\|.*\|\n)+", printed, re.MULTILINE), "no table is printed"
     rows = results.rows(tmp_path / "results.jsonl")
     before = (tmp_path / "results.jsonl").read_bytes()
     length.main()
     assert (tmp_path / "results.jsonl").read_bytes() == before, "what is done is not done again"
-    found = [(row["run"]["method"], row["run"]["recipe"]["seed"]) for row in rows]
-    kinds = ("untuned", "tuned direct", "tuned PI", "tuned YaRN")
-    assert found == [("trained", seed) for seed in (0, 0, 1, 2)] + [
-        (kind, seed) for seed in (0, 1, 2) for kind in kinds
-    ]
+    tuned = [f"tuned {name}" for name in length.TUNED]
+    for name in (length.TRAINED, *tuned):
+        assert list(chosen(rows, name)) == [0]
+        assert len(validation(rows, name)) >= 3
+    untuned = [row["run"]["recipe"] for row in rows if row["run"]["method"] == "untuned"]
+    assert [recipe["seed"] for recipe in untuned] == [0]
+    assert {recipe["learning_rate"] for recipe in untuned} == {best_rate(rows, length.TRAINED)}
     for row in rows:
         if row["run"]["method"] == "untuned":
             assert set(row["bits"]) == set(methods.METHODS)
@@ -165,4 +176,5 @@ def test_one_model_is_read_in_every_way(tmp_path, monkeypatch):
             assert row["bits"]["PI"][3] != row["bits"]["direct"][3]
         elif row["run"]["method"] != "trained":
             assert [look["step"] for look in row["looks"]] == [2, 4]
+            assert row["run"]["trained"] == untuned[row["run"]["recipe"]["seed"]]
     assert not list(tmp_path.glob("checkpoints/*"))

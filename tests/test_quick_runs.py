@@ -19,9 +19,11 @@ from rotary.checkpoint import convert_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("benchmarks", "experiments")
                for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")  # fmt: skip
-# of those that are a sweep like e1_convergence the quick run is one of tests/test_experiments.py
+# the quick run of a sweep like e1_convergence is in tests/test_experiments.py, that of one that
+# tunes in tests/test_experiment_length.py and tests/test_experiment_tuning.py
 SWEEPS = {f"experiments.{name}.run"
           for name in ("e2_linear", "e4_base", "e5_partial", "e7_digits", "e9_design")}  # fmt: skip
+SWEEPS |= {"experiments.e3_length.run", "experiments.e8_tuning.run"}
 SLOW = {
     "benchmarks.explore",
     "benchmarks.fused",

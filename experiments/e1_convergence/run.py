@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128), 1000, 16, 128, 128, (1e-3, 3e-3, 1e-2))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -150,8 +150,10 @@ def until(steps: Sequence[float]) -> str:
     ('105 ± 7', 'not reached by 1 of 2')
     """
     missing = sum(math.isinf(step) for step in steps)
-    return f"not reached by {missing} of {len(steps)}" if missing else results.mean_spread(
-        steps, ".0f"
+    return (
+        f"not reached by {missing} of {len(steps)}"
+        if missing
+        else results.mean_spread(steps, ".0f")
     )
 
 

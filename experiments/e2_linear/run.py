@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 FULL = Plan(
     Config(length=128, layers=2, width=64, heads=2), 400, 4, 128, 64, 32, (3e-3, 1e-2, 3e-2)
 )
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -84,7 +84,8 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
-        "looked_at": plan.looked_at, "split": data.SPLIT, "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
+        "looked_at": plan.looked_at, "split": data.SPLIT,
+        "recipe": dataclasses.asdict(recipe), "text": text.name, "sha256": text.sha256,
     }  # fmt: skip
 
 
@@ -172,8 +173,9 @@ def sizes(rotated: Tensor, kept: Tensor) -> dict[str, float]:
 
 def table(rows: Sequence[results.Row]) -> str:
     """Bits at the end and what the weights are; then the differences, seed by seed."""
-    lines = []
-    for name, method in METHODS.items():
+    lines, run = [], [name for name in METHODS if any(row["run"]["method"] == name for row in rows)]
+    for name in run:
+        method = METHODS[name]
         of = list(chosen(rows, name).values())
         every = [row for row in rows if row["run"]["method"] == name]
         steps = sorted(row["diverged"] for row in every if "diverged" in row)
@@ -187,10 +189,11 @@ def table(rows: Sequence[results.Row]) -> str:
     apart = [
         [f"{METHODS[name].title} minus {METHODS[other].title}", compared(rows, name, other)]
         for name, other in PAIRS
+        if name in run and other in run
     ]
     return "\n\n".join([
         results.table(heads, lines), results.table(["difference", "bits per byte"], apart),
-        report.recipe(rows, [*METHODS]),
+        report.recipe(rows, run),
     ])  # fmt: skip
 
 
@@ -233,7 +236,8 @@ def figure(rows: Sequence[results.Row]) -> Figure:
     picture = Figure(figsize=(9, 4.4), layout="constrained")
     left, right = picture.subplots(1, 2)
     for name, method in METHODS.items():
-        for index, row in enumerate(chosen(rows, name).values()):
+        own = [row for row in rows if row["run"]["method"] == name]
+        for index, row in enumerate(chosen(own, name).values() if own else ()):
             line = {"color": method.color, "linestyle": method.dash, "linewidth": 1.0}
             label = method.title if index == 0 else None
             at = [look["step"] for look in row["looks"]]

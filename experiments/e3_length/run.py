@@ -63,7 +63,7 @@ FULL = Plan(
     (50, 150), 2, (3e-4, 1e-3, 3e-3),
 )  # fmt: skip
 QUICK = Plan(
-    Config(length=64, layers=2, width=32), 20, 8, 64, 2, (3e-3, 1e-2, 3e-2),
+    Config(length=64, layers=2, width=32), 20, 8, 64, 2, (1e-2, 3e-2, 1e-1),
     (2, 4), 2, (1e-3, 3e-3, 1e-2),
 )  # fmt: skip
 
@@ -129,10 +129,10 @@ def lengthen(job: Job, seeds: Sequence[int]) -> None:
 @torch.no_grad()
 def untuned(job: Job, model: Model) -> dict[str, list[float]]:
     """Bits per byte by method, a list with one entry per multiple of the trained length."""
-    length = job.plan.length
+    length, held_out = job.plan.length, job.text.held_out
     return {
         name: [
-            at_end(read_by(model, name, length, multiple * length), job, job.text.held_out, multiple)
+            at_end(read_by(model, name, length, multiple * length), job, held_out, multiple)
             for multiple in MULTIPLES
         ]
         for name in METHODS
@@ -193,13 +193,11 @@ def before(rows: Sequence[results.Row], name: str, at: int) -> dict[int, float]:
 
 def after(rows: Sequence[results.Row], name: str, look: int) -> dict[int, float]:
     """Seed -> bits at a look of the tuning, at its chosen rate."""
-    return {
-        seed: row["looks"][look]["bits"] for seed, row in chosen(rows, f"tuned {name}").items()
-    }
+    return {seed: row["looks"][look]["bits"] for seed, row in chosen(rows, f"tuned {name}").items()}
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """Bits without tuning by length, and after tuning; the differences seed by seed; what was run."""
+    """Bits without tuning by length, and after it; the differences seed by seed; what was run."""
     length = rows[0]["run"]["length"]
     lengths = [f"{multiple * length} bytes" for multiple in MULTIPLES]
     seen = {name: [before(rows, name, at) for at in range(len(MULTIPLES))] for name in METHODS}

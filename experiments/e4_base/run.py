@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 MODEL = Config(layers=1, width=64, heads=1, vocabulary=VOCABULARY)
 FULL = Plan(MODEL, 800, 8, 128, 8, 32, 64, (3e-3, 1e-2, 3e-2))
-QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -83,6 +83,7 @@ def trained(plan: Plan, text: data.Text, job: Job) -> results.Row:
     model = build(Config(**job.settings["model"]), seed)
     with torch.no_grad():
         make_similar(model.tokens.weight)
+
     def look(model: Model) -> dict[str, float]:
         return {**seen(model, asked), "validation": seen(model, validation)["bits"]}
 
@@ -150,7 +151,7 @@ def table(rows: Sequence[results.Row]) -> str:
     """Bits and recall of every base, recall by distance, and whether the two order the bases."""
     spans = [pair for pair in itertools.pairwise(BINS) if of(rows, REFERENCE, f"recall {pair[0]}")]
     rivals = rows[0]["run"]["marks"] - 1
-    guess = [*of(rows, REFERENCE, "guess").values()][0]
+    guess = next(iter(of(rows, REFERENCE, "guess").values()))
     lines, by_distance, alone = [], [], []
     for base in BASES:
         spec = spec_of(rows, base)

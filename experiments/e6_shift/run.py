@@ -169,7 +169,7 @@ def moved(
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """What moving by a few offsets does, a table for each measure; the differences; what was run."""
+    """What moving by a few offsets does, a table by measure; the differences; what was run."""
     offsets = rows[0]["offsets"]
     shown = [at for at in (2**12, 2**16, 2**20, 2**24, FAR) if at in offsets]
     names = [f"2^{at.bit_length() - 1}" for at in shown]
@@ -199,15 +199,13 @@ def table(rows: Sequence[results.Row]) -> str:
     parts.append(
         f"{len(rows)} runs, seeds {seeds}, {seconds:.0f} minutes in all on one thread of a busy "
         f"machine. Each run: {report.told(report.common(rows))}, learning rate "
-        f"{rows[0]['run']['recipe']['learning_rate']:g} without any choice, for nothing is compared "
+        f"{rows[0]['run']['recipe']['learning_rate']:g}, not chosen, for nothing is compared "
         "across models."
     )
     return "\n\n".join(parts)
 
 
-def seen(
-    rows: Sequence[results.Row], scheme: str, measure: str, offset: int
-) -> dict[int, float]:
+def seen(rows: Sequence[results.Row], scheme: str, measure: str, offset: int) -> dict[int, float]:
     """Seed -> a measure of a scheme at an offset; bits at 0 too."""
     found = {}
     for row in rows:

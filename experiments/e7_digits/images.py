@@ -16,7 +16,7 @@ VALIDATION, HELD_OUT = 300, 600  # of 1797, sorted by writer, so these are mostl
 
 
 class Digits(NamedTuple):
-    """Pixels in 0..1, (images, 64) float32, and the digit of each, (images, 1) int64, in three parts.
+    """Three parts: pixels in 0..1, (images, 64) float32, and their digits, (images, 1) int64.
 
     training    the first 897, to learn from
     validation  the next 300, to choose learning rates by
@@ -44,9 +44,9 @@ def digits() -> Digits:
     content = found.data.astype(np.uint8).tobytes() + found.target.astype(np.uint8).tobytes()
     pixels = torch.from_numpy(found.data).float() / 16
     names = torch.from_numpy(found.target).long()[:, None]
-    sizes = (len(pixels) - VALIDATION - HELD_OUT, VALIDATION, HELD_OUT)
-    parts = map(Batch, pixels.split(sizes), names.split(sizes))
-    return Digits(*parts, hashlib.sha256(content).hexdigest())
+    cuts = (len(pixels) - VALIDATION - HELD_OUT, len(pixels) - HELD_OUT)
+    training, validation, held_out = map(Batch, pixels.tensor_split(cuts), names.tensor_split(cuts))
+    return Digits(training, validation, held_out, hashlib.sha256(content).hexdigest())
 
 
 def drawn(images: Batch, rows: int, seed: int, step: int) -> Batch:

@@ -20,11 +20,12 @@ from matplotlib.figure import Figure
 from rotary.analysis.bounds import first_failure
 
 from ..e4_base.recall import VOCABULARY, Recall, fixed, make_similar, training
-from ..e4_base.run import seen
-from ..lab import data, results, staged
+from ..e4_base.run import BINS, seen
+from ..lab import data, report, results, staged
+from ..lab.intervals import difference
 from ..lab.model import Config, Model, build
 from ..lab.staged import TRAINED, Job
-from ..lab.sweep import Run, best_rate, chosen
+from ..lab.sweep import Run, chosen
 from ..lab.train import Recipe, train
 
 FOLDER = Path(__file__).parent
@@ -52,7 +53,7 @@ class Plan(NamedTuple):
 MODEL = Config(layers=1, width=64, heads=1, vocabulary=VOCABULARY, base=float(KEPT))
 FULL = Plan(MODEL, 600, 1024, 64, 8, 8192, (3e-3, 1e-2, 3e-2), 100, (1e-3, 3e-3, 1e-2))
 QUICK = Plan(
-    dataclasses.replace(MODEL, width=32), 20, 256, 32, 5, 512, (3e-3, 1e-2, 3e-2), 4,
+    dataclasses.replace(MODEL, width=32), 20, 256, 32, 5, 512, (1e-2, 3e-2, 1e-1), 4,
     (1e-3, 3e-3, 1e-2),
 )  # fmt: skip
 
@@ -178,11 +179,114 @@ def untuned(job: Job, model: Model, seed: int) -> dict[str, dict[str, float]]:
     }
 
 
-def table(rows):
-    return ""
+def before(rows: Sequence[results.Row], method: str, name: str) -> dict[int, float]:
+    """Seed -> a number of `seen` before any tuning; empty where nothing was asked."""
+    own = {row["run"]["recipe"]["seed"]: row for row in rows if row["run"]["method"] == UNTUNED}
+    found = {seed: row["found"][method] for seed, row in own.items()}
+    return {seed: of[name] for seed, of in sorted(found.items()) if name in of}
 
-def figure(rows):
-    return Figure()
+
+def after(rows: Sequence[results.Row], method: str, name: str) -> dict[int, float]:
+    """Seed -> a number of `seen` at the end of the tuning; empty where nothing was asked."""
+    ends = {seed: row["looks"][-1] for seed, row in chosen(rows, method).items()}
+    return {seed: end[name] for seed, end in ends.items() if name in end}
+
+
+def tuned_methods(rows: Sequence[results.Row]) -> list[str]:
+    """The methods of the tuned runs, in the order of contexts and bases."""
+    length = rows[0]["run"]["length"]
+    return [f"{times * length} {base}" for times in MULTIPLES for base in BASES]
+
+
+def table(rows: Sequence[results.Row]) -> str:
+    """Recall before and after tuning, by distance; the differences seed by seed; what was run."""
+    length, names = rows[0]["run"]["length"], tuned_methods(rows)
+    spans = [f"recall {low}" for low in BINS if after(rows, names[-1], f"recall {low}")]
+    columns = [f"{low} to {high - 1}" for low, high in itertools.pairwise(BINS)][: len(spans)]
+    start = f"{length} {KEPT}"
+    lines = [[
+        length, KEPT, "before", reach(KEPT, rows), spread(before(rows, start, "text"), ".3f"),
+        *(spread(before(rows, start, name)) for name in ("recall", "before", "beyond")),
+    ]]  # fmt: skip
+    by_distance, apart = [], []
+    for name in names:
+        context, base = name.split()
+        for when, of in (("before", before), ("after", after)):
+            lines.append([
+                context, base, when, reach(int(base), rows), spread(of(rows, name, "text"), ".3f"),
+                *(spread(of(rows, name, part)) for part in ("recall", "before", "beyond")),
+            ])  # fmt: skip
+        by_distance.append([context, base, *(spread(after(rows, name, span)) for span in spans)])
+        if int(base) != KEPT:
+            apart.append([context, f"{base} minus {KEPT}", *(
+                compared(rows, name, f"{context} {KEPT}", part)
+                for part in ("text", "recall", *spans)
+            )])  # fmt: skip
+    heads = ["context", "base", "tuning", "first m with B_m < 0", "text, bits per byte",
+             "recall", "recall before it", "recall from it on"]  # fmt: skip
+    return "\n\n".join([
+        results.table(heads, lines),
+        "Share of values that are right after tuning, by distance in tokens:",
+        results.table(["context", "base", *columns], by_distance),
+        "Differences after tuning; recall of all, then by distance:",
+        results.table(["context", "bases", "text, bits per byte", "recall", *columns], apart),
+        f"Training. {report.recipe(rows, [TRAINED])}",
+        f"Tuning. {report.recipe(rows, names)}",
+    ])  # fmt: skip
+
+
+def reach(base: int, rows: Sequence[results.Row]) -> int | None:
+    """The first distance with B_m < 0."""
+    config = Config(**rows[0]["run"]["model"])
+    return first_failure(dataclasses.replace(config, base=float(base)).spec)
+
+
+def spread(found: dict[int, float], form: str = ".2f") -> str:
+    """Mean and spread of the seeds."""
+    return results.mean_spread([*found.values()], form) if found else "none asked"
+
+
+def compared(rows: Sequence[results.Row], name: str, other: str, part: str) -> str:
+    """The difference of two tunings; "-" where nothing was asked."""
+    own, its = after(rows, name, part), after(rows, other, part)
+    return difference(own, its).told(".3f" if part == "text" else ".2f") if own else "-"
+
+
+def figure(rows: Sequence[results.Row]) -> Figure:
+    """Recall against distance, a panel for each context: dashes before tuning, lines after."""
+    length = rows[0]["run"]["length"]
+    picture = Figure(figsize=(11, 4.4), layout="constrained")
+    panels = picture.subplots(1, len(MULTIPLES), sharey=True)
+    for axes, times in zip(panels, MULTIPLES, strict=True):
+        for base in BASES:
+            method, color = f"{times * length} {base}", COLORS[base]
+            for of, dash in ((before, "--"), (after, "-")):
+                spans = [pair for pair in itertools.pairwise(BINS)
+                         if of(rows, method, f"recall {pair[0]}")]  # fmt: skip
+                middles = [math.sqrt(low * high) for low, high in spans]
+                shares = [[*of(rows, method, f"recall {low}").values()] for low, _ in spans]
+                for index, curve in enumerate(zip(*shares, strict=True)):
+                    label = f"base {base:,}" if dash == "-" and index == 0 else None
+                    axes.plot(
+                        middles, curve, color=color, linestyle=dash, linewidth=0.9, label=label
+                    )
+            first = reach(base, rows)
+            if first is not None and first < times * length:
+                axes.axvline(first, ymax=0.05, color=color, linewidth=2)
+        axes.axvline(length, color="#999999", linewidth=0.7, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.03)
+        axes.set_xlabel("distance to the mark, tokens")
+        axes.set_title(f"tuned to {times * length} tokens, a line is a seed", fontsize=10)
+    panels[0].set_ylabel("share of values that are right")
+    panels[0].plot([], [], "k--", linewidth=0.9, label="before tuning")
+    panels[0].plot([], [], "k|", markeredgewidth=2, label="first distance with B_m < 0")
+    panels[0].plot([], [], color="#999999", linestyle=":", label="trained length")
+    picture.suptitle(f"Trained on {length} tokens at base {KEPT:,}, then tuned to longer rows")
+    picture.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncols=6,
+                   loc="outside lower center")  # fmt: skip
+    return picture
+
 
 EXPERIMENT = staged.Experiment(
     __doc__, FOLDER, FULL, QUICK, settings_of, trained, lengthen, table, figure, "tuning.png"

@@ -64,8 +64,8 @@ def text(name: str) -> Text:
     content = SOURCES[name]()
     whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     part = int(len(whole) * HELD_OUT)
-    sizes = (len(whole) - 2 * part, part, part)
-    return Text(name, *whole.split(sizes), hashlib.sha256(content).hexdigest())
+    training, validation, held_out = whole.tensor_split((len(whole) - 2 * part, len(whole) - part))
+    return Text(name, training, validation, held_out, hashlib.sha256(content).hexdigest())
 
 
 def _kjv() -> bytes:

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, or of what is 0 without an effect, and the ends of its 95 % interval by Student's t."""
+    """A mean that is 0 without an effect, and the ends of its 95 % interval by Student's t."""
 
     mean: float
     low: float

@@ -18,6 +18,7 @@ from .data import IGNORED, VOCABULARY, Batch, seed_of
 Tensor = torch.Tensor
 Tables = tuple[Tensor, Tensor]  # cos and sin, (seq, head_dim / 2) float32
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Features = Callable[[Tensor], Tensor]  # (..., seq, head_dim) to non-negative features
 
 ENCODINGS = ("rope", "sinusoidal", "learned", "none")
 
@@ -87,7 +88,11 @@ _favor_features = functools.cache(lambda width: favor_features(width, width, see
 
 
 def linear_weights(
-    q: Tensor, k: Tensor, turn: Turn, causal: bool, features: Callable[[Tensor], Tensor] = elu_plus_one
+    q: Tensor,
+    k: Tensor,
+    turn: Turn,
+    causal: bool,
+    features: Features = elu_plus_one,
 ) -> tuple[Tensor, Tensor]:
     """Products of features, turned and not turned: (..., seq, seq), 0 where not seen.
 
@@ -103,7 +108,7 @@ def linear_weights(
 
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, turn: Turn, causal: bool,
-    features: Callable[[Tensor], Tensor] = elu_plus_one,
+    features: Features = elu_plus_one,
 ) -> Tensor:  # fmt: skip
     """Linear attention by all pairs: turned after the features, the denominator left as it is.
 

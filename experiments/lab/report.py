@@ -7,38 +7,33 @@ from typing import Any
 from .results import Row, table
 from .sweep import best_rate, choosing, has_validation, validation
 
-HIDDEN = ("seed", "learning_rate")  # of a recipe: told of all runs together
-ONLY_DATA = "sha256"
+# told elsewhere: of all runs together, or beside the results
+HIDDEN = ("method", "seed", "learning_rate", "sha256", "vocabulary", "save_every", "look_every")
 
 
 def recipe(rows: Sequence[Row], methods: Sequence[str]) -> str:
     """What was run, and a table of the choice of the learning rate of each method."""
     own = [row for row in rows if row["run"]["method"] in methods]
-    is_validated = has_validation(own)
     seeds = sorted({row["run"]["recipe"]["seed"] for row in own})
     first = choosing(own, methods[0])
+    by = f"the mean of seeds {listed(first)}" if len(first) > 1 else f"seed {listed(first)} alone"
     judged = (
-        "the validation part, which is neither learned from nor reported"
-        if is_validated
-        else "the very data that are reported, which favours every method a little"
+        "on the validation part, which is neither learned from nor reported"
+        if has_validation(own)
+        else "on the very data that are reported, which favours every method a little"
     )
-    at_edge = [name for name in methods if is_at_edge(own, name)]
     minutes = sum(row.get("seconds", 0.0) for row in own) / 60
-    lines = [
-        f"{len(own)} runs, {minutes:.0f} minutes in all on one thread of a busy machine.",
-        f"Each run: {told(common(own))}.",
-        f"Seeds: {listed(seeds)}. Learning rates are chosen by the mean of the bits at the end over "
-        f"seeds {listed(first)} on {judged}:"
-        if len(first) > 1
-        else f"Seeds: {listed(seeds)}. Learning rates are chosen by the bits at the end of seed "
-        f"{listed(first)} alone, on {judged}:",
-    ]
-    edge = (
-        f"\n\nThe best rate is the smallest or the largest that was tried for: {', '.join(at_edge)}."
-        if at_edge
-        else ""
-    )
-    return "\n\n".join(lines) + f"\n\n{choice(own, methods)}{edge}"
+    time = f", {minutes:.0f} minutes in all on one thread of a busy machine" if minutes else ""
+    parts = [f"{len(own)} runs{time}. Each run: {told(common(own))}. Seeds: {listed(seeds)}."]
+    rates = {rate for name in methods for rate in validation(own, name)}
+    if len(rates) == 1:
+        parts.append(f"The learning rate is {rates.pop():g}; no other was tried.")
+        return "\n\n".join(parts)
+    parts.append(f"Learning rates are chosen by the bits at the end, {by}, {judged}:")
+    parts.append(choice(own, methods))
+    if at_edge := [name for name in methods if is_at_edge(own, name)]:
+        parts.append(f"The best rate is the least or the greatest tried for: {', '.join(at_edge)}.")
+    return "\n\n".join(parts)
 
 
 def choice(rows: Sequence[Row], methods: Sequence[str]) -> str:
@@ -71,16 +66,15 @@ def common(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat[0].items()
-        if name not in HIDDEN and all(one.get(name) == value for one in flat)
+        if all(one.get(name) == value for one in flat)
     }
 
 
 def flattened(run: Row) -> dict[str, Any]:
-    """The settings of a run without its method, in one level."""
-    found = {name: value for name, value in run.items() if not isinstance(value, dict)}
-    for name in ("model", "recipe"):
-        found |= run.get(name, {})
-    return {name: value for name, value in found.items() if name not in ("method", ONLY_DATA)}
+    """The settings of a run, without those of HIDDEN, in one level."""
+    found = {**run.get("model", {}), **run["recipe"]}
+    found |= {name: value for name, value in run.items() if not isinstance(value, dict)}
+    return {name: value for name, value in found.items() if name not in HIDDEN}
 
 
 def told(settings: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """Results: one line of JSON for each finished run, and tables made of them."""
 
+import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image, PngImagePlugin
 from rich.console import Console
 
 from rotary import plots
@@ -114,15 +117,28 @@ def report(
 
     NAME-dark.png is for dark pages.
     """
-    found = rows(out / "results.jsonl")
-    draw(figure(found), out / picture)
+    path = out / "results.jsonl"
+    found = rows(path)
+    draw(figure(found), out / picture, digest(path))
     tell(out, table(found))
 
 
-def draw(figure: Figure, path: Path) -> None:
-    """Write a figure for light pages, and beside it one for dark pages."""
-    plots.save(figure, path)
-    plots.save(plots.dark(figure), path.with_stem(f"{path.stem}-dark"))
+def digest(path: Path) -> str:
+    """What tells one file of results from another: the SHA-256 of its bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def draw(figure: Figure, path: Path, of: str) -> None:
+    """Write a figure for light pages, and beside it one for dark pages.
+
+    The text `Rows` of both is the digest `of` the results that they are drawn from.
+    """
+    shown = {path: figure, path.with_stem(f"{path.stem}-dark"): plots.dark(figure)}
+    for target, drawn in shown.items():
+        info = PngImagePlugin.PngInfo()
+        info.add_text("Rows", of)
+        image = Image.open(io.BytesIO(plots.rendered(drawn, ".png")))
+        image.save(target, pnginfo=info, optimize=True)
 
 
 def shown(readme: Path) -> str:
