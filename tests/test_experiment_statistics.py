@@ -17,7 +17,14 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.parent.name for path in ROOT.glob("experiments/e*/run.py"))
-OLD_RECIPE = {"e1_convergence", "e2_linear", "e3_length", "e4_base", "e5_partial", "e7_digits"}  # its rows were made before rates were chosen on validation text
+OLD_RECIPE = {
+    "e1_convergence",
+    "e2_linear",
+    "e3_length",
+    "e4_base",
+    "e5_partial",
+    "e7_digits",
+}  # its rows were made before rates were chosen on validation text
 
 
 def module(name):
@@ -240,3 +247,34 @@ def test_a_conclusion_that_compares_has_an_interval_or_is_not_resolved(name):
     for sentence in re.split(r"(?<=[.:])\s+(?=[-A-Z*`])", told):
         if COMPARES.search(sentence):
             assert INTERVAL.search(sentence) or "not resolved" in sentence, sentence
+
+
+def claim(name):
+    """The row of a claim in docs/paper.md."""
+    (row,) = re.findall(rf"^\| {name}\. .*$", (ROOT / "docs/paper.md").read_text(), re.MULTILINE)
+    return row
+
+
+@pytest.mark.parametrize("name", ["B20", "B21"])
+def test_what_the_page_of_the_papers_says_of_an_experiment_is_printed_there(name):
+    told = claim(name)
+    folders = re.findall(r"\]\(\.\./experiments/(\w+)\)", told)
+    assert folders
+    printed = " ".join(results.shown(module(folder).FOLDER / "README.md") for folder in folders)
+    assert INTERVAL.findall(told)
+    for interval in INTERVAL.findall(told):
+        assert interval in printed
+    decimals = {number for number in numbers(told) if "." in number}
+    assert decimals <= numbers(printed)
+
+
+def test_what_the_readme_says_of_moving_a_text_is_what_the_rows_say():
+    of, rows = module("e6_shift"), rows_of("e6_shift")
+    changed = {
+        scheme: np.mean([*of.seen(rows, scheme, "changed", 2**24).values()])
+        for scheme in ("exact angles", "float32 angles")
+    }
+    told = " ".join((ROOT / "README.md").read_text().split())
+    share = re.search(r"another byte in (\d+) % of the places with float32 angles", told).group(1)
+    assert changed["exact angles"] == 0
+    assert round(100 * changed["float32 angles"]) == int(share)
