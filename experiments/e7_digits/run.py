@@ -110,28 +110,33 @@ def judged(model: Model, images: Batch, spacing: float) -> tuple[float, float]:
 
 
 def shares(rows: Sequence[results.Row], encoding: str, measure: str) -> dict[int, float]:
-    """Seed -> percent right at the chosen rate; empty where an encoding has no such measure."""
+    """Seed -> percent right at the chosen rate; empty where an encoding has no such measure.
+
+    "change" is what the larger size of the same span costs: "scaled" minus "8".
+    """
     ends = {seed: row["looks"][-1] for seed, row in chosen(rows, encoding).items()}
+    if measure == "change":
+        return {seed: 100 * (end["scaled"] - end["8"]) for seed, end in ends.items()}
     return {seed: 100 * end[measure] for seed, end in ends.items() if measure in end}
 
 
 def table(rows: Sequence[results.Row]) -> str:
     """Percent right by size and positions; the differences seed by seed; what was run."""
+    columns = {**MEASURES, "change": "16 x 16, 0, 0.5 .. 7.5, minus 8 x 8"}
     lines = []
     for encoding in ENCODINGS:
-        own = [shares(rows, encoding, measure) for measure in MEASURES]
+        own = [shares(rows, encoding, measure) for measure in columns]
         lines.append([
             encoding, f"{best_rate(rows, encoding):g}",
             *(results.mean_spread([*seen.values()], ".1f") if seen else "-" for seen in own),
         ])  # fmt: skip
-    heads = ["% right", "learning rate", *MEASURES.values()]
     apart = [
-        [f"{one} minus {other}", *(compared(rows, one, other, measure) for measure in MEASURES)]
+        [f"{one} minus {other}", *(compared(rows, one, other, measure) for measure in columns)]
         for one, other in PAIRS
     ]
     return "\n\n".join([
-        results.table(heads, lines),
-        results.table(["difference, points", *MEASURES.values()], apart),
+        results.table(["% right", "learning rate", *columns.values()], lines),
+        results.table(["difference, points", *columns.values()], apart),
         report.recipe(rows, ENCODINGS),
     ])  # fmt: skip
 

@@ -133,12 +133,12 @@ def draw(figure: Figure, path: Path, of: str) -> None:
 
     The text `Rows` of both is the digest `of` the results that they are drawn from.
     """
-    shown = {path: figure, path.with_stem(f"{path.stem}-dark"): plots.dark(figure)}
-    for target, drawn in shown.items():
-        info = PngImagePlugin.PngInfo()
-        info.add_text("Rows", of)
-        image = Image.open(io.BytesIO(plots.rendered(drawn, ".png")))
-        image.save(target, pnginfo=info, optimize=True)
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Rows", of)
+    light = plots.rendered(figure, ".png")  # first, for `dark` changes the figure itself
+    dark = plots.rendered(plots.dark(figure), ".png")
+    for target, content in ((path, light), (path.with_stem(f"{path.stem}-dark"), dark)):
+        Image.open(io.BytesIO(content)).save(target, pnginfo=info, optimize=True)
 
 
 def shown(readme: Path) -> str:
