@@ -35,8 +35,8 @@ def stages(
     rates  where to begin, from LADDER
     rows   the results, to which the caller adds those of a stage before asking for the next
 
-    >>> [[run.rate for run in stage] for stage in stages(["a"], [1e-3, 3e-3], [0], [])]
-    [[0.001, 0.003], []]
+    >>> next(stages(["a"], [1e-3, 3e-3], [0], []))
+    [Run(method='a', rate=0.001, seed=0), Run(method='a', rate=0.003, seed=0)]
     """
     first = seeds[:CHOOSING]
     tried = {method: sorted({*rates, *validation(rows, method)}) for method in methods}
