@@ -167,6 +167,7 @@ def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch)
     for row in rows:
         model, end = row["run"]["model"], row["looks"][-1]
         assert model["base"] == float(row["run"]["method"])
-        assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
+        if row["run"]["recipe"]["learning_rate"] == base.QUICK.rates[0]:
+            assert end["text"] < row["looks"][0]["text"] - 0.1, "it learns the text"
         names = {"recall", *(f"recall {low}" for low in (1, 4, 8, 16, 32))}
         assert names <= {name for name, share in end.items() if 0 <= share <= 1}
