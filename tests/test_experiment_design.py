@@ -1,6 +1,4 @@
-"""The models of E9: which frequencies they have, what is chosen by, and the intervals."""
-
-import math
+"""The models of E9: which frequencies they have, and what is chosen by."""
 
 import numpy as np
 import pytest
@@ -58,17 +56,10 @@ def test_what_is_learned_chosen_by_and_reported_are_apart():
     assert [round(20 * len(part) / len(whole)) for part in parts[2:]] == [18, 1, 1]
 
 
-def test_an_interval_is_that_of_student():
-    values = [0.1, 0.4, 0.2, 0.5, 0.3]
-    half = 2.776 * math.sqrt(0.025 / 5)
-    assert designed.interval(values) == f"+0.300 [{0.3 - half:+.3f}, {0.3 + half:+.3f}]"
-    assert designed.interval([*values[:4], -2.0]).endswith("not resolved")
-
-
 def test_yarn_is_that_of_the_weights_of_the_reference():
     row = {"run": {"method": designed.REFERENCE, "recipe": {"seed": 0, "learning_rate": 0.01}},
            "looks": [{"bits": 1.0, "validation": 1.0, "text of 512": 2.0,
                       "yarn text of 512": 3.0}]}  # fmt: skip
     assert designed.ends([row], designed.YARN) == {0: {"text of 512": 3.0}}
-    assert designed.difference([row], designed.YARN, "text of 512") == [1.0]
+    assert designed.difference([row], designed.YARN, "text of 512").mean == 1.0
     assert rotary.inv_freq(designed.spec_of(designed.YARN))[1] > 1

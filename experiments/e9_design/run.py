@@ -23,7 +23,7 @@ import rotary
 from rotary.analysis import certify, similarity
 
 from ..e4_base.recall import VOCABULARY, Recall, make_similar, recall
-from ..lab import data, results
+from ..lab import data, intervals, results
 from ..lab.job import Job, Sweep, carry_out
 from ..lab.model import Config, Model, build
 from ..lab.sweep import Run, best_rate, chosen
@@ -39,7 +39,6 @@ BINS = (1, 16, 32, 64, 128, 256, 512, 1024)  # of distances, tokens
 COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
 FEWEST = 4  # marks before a query, so that its value is not guessed
 STREAMS = {"training": 0, "validation": 1, "test": 2}  # of random numbers that must not meet
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,24 +193,13 @@ def ends(rows: Sequence[results.Row], method: str) -> dict[int, dict[str, float]
                    if name.startswith("yarn ")} for seed, end in found.items()}  # fmt: skip
 
 
-def difference(rows: Sequence[results.Row], method: str, name: str) -> list[float]:
-    """A number of a method minus that of the reference, of every seed that both have."""
+def difference(rows: Sequence[results.Row], method: str, name: str) -> intervals.Difference:
+    """A number of a method minus that of the reference, paired by seed."""
     own, other = ends(rows, method), ends(rows, REFERENCE)
-    return [own[seed][name] - other[seed][name] for seed in sorted(own.keys() & other.keys())]
-
-
-def interval(values: Sequence[float], form: str = "+.3f") -> str:
-    """The mean and its 95 % interval by Student's t; "not resolved" where it holds 0.
-
-    >>> interval([1.0, 2.0, 3.0], "+.1f"), interval([-1.0, 1.0], "+.0f"), interval([1.0], "+.0f")
-    ('+2.0 [-0.5, +4.5], not resolved', '+0 [-13, +13], not resolved', '+1')
-    """
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return f"{mean:{form}}"
-    half = T_95[len(values) - 1] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    word = ", not resolved" if abs(mean) <= half else ""
-    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]{word}"
+    return intervals.difference(
+        {seed: end[name] for seed, end in own.items()},
+        {seed: end[name] for seed, end in other.items()},
+    )
 
 
 @functools.cache
@@ -239,9 +227,8 @@ def table(rows: Sequence[results.Row]) -> str:
             line: list[object] = [method, *([rate, first] if length == LENGTHS[0] else [length])]
             for name, form in (("text", ".3f"), ("recall", ".3f")):
                 line.append(results.mean_spread([end[f"{name} of {length}"] for end in of], form))
-                own = "" if method == REFERENCE else interval(
-                    difference(rows, method, f"{name} of {length}"), f"+{form}")  # fmt: skip
-                line.append(own)
+                of_both = difference(rows, method, f"{name} of {length}")
+                line.append("" if method == REFERENCE else of_both.told(form))
             (lines if length == LENGTHS[0] else long_lines).append(line)
         spans = [name for name in (f"recall {low} of {longest}" for low in BINS) if name in of[0]]
         by_distance.append(
