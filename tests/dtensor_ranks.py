@@ -474,7 +474,10 @@ def operands_that_do_not_go_together_are_refused(world):
     refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a sum over ranks")
     rows = cut(torch.arange(8), mesh, [Shard(0)])
     refused(
-        lambda: rotary.rotate(copy, *tables, SPEC, positions=rows), ValueError, "positions", "lack"
+        lambda: rotary.rotate(copy, *tables, SPEC, positions=rows),
+        ValueError,
+        "positions",
+        "miss rows",
     )
     refused(
         lambda: rotary.rotate(shard, *cuts, SPEC, positions=rows), ValueError, "cos", "miss rows"

@@ -33,6 +33,7 @@ from rotary.kernels import (
     geometry,
     launch,
     private,
+    sources,
     torch_launch,
     torch_private,
     torch_state,
@@ -146,7 +147,7 @@ MADE_OF = {
         torch_launch,
         hub_layers,
     ),
-    "triton.py": (variants, launch, triton_launch, compiled),
+    "triton.py": (variants, launch, sources, triton_launch, compiled),
 }
 
 

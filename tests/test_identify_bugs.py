@@ -104,7 +104,7 @@ MISTAKES = {
     "repeated tables": ({"tiled": False}, WRONG_LAYOUT, "needs cat", None),
     "one pair twice": ({"inv_freq": TWICE}, ("duplicate_frequency", "off_ladder"),
                        "4 and 5", ...),
-    "some pairs backwards": ({"inv_freq": MIXED}, ("mixed_directions",), "the other way", ...),
+    "some pairs backwards": ({"inv_freq": MIXED}, ("mixed_directions",), "other direction", ...),
 }  # fmt: skip
 
 

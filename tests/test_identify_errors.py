@@ -39,7 +39,7 @@ ERRORS = [
     (wrong(abs), {"seq_dim": 1}, "seq_dim must be one of"),
     (wrong(abs), {"num_axes": 0}, "num_axes must be a whole number >= 1"),
     (wrong(abs), {"max_position": 2.0}, "max_position must be a whole number"),
-    (wrong(abs), {"rotary_dim": 4}, "it is found"),
+    (wrong(abs), {"rotary_dim": 4}, "it is measured"),
     (wrong(abs), {"rotary_dim": 5}, "rotary_dim must be even"),
     (lambda q, k, cos, sin: (q, k), {"num_axes": 2}, "tables have no axes"),
     ((wrong(abs),) * 3, {}, "a callable, or two"),

@@ -331,5 +331,5 @@ def test_texts_that_are_no_spec(text):
 
 
 def test_a_list_of_fields_is_no_spec():
-    with pytest.raises(ValueError, match=r"written as an object, got \[\('head_dim', 4\)"):
+    with pytest.raises(ValueError, match=r"must be a JSON object, got \[\('head_dim', 4\)"):
         Rotary.from_dict([("head_dim", 4)])

@@ -4,6 +4,7 @@ The pictures that docs/explore.md shows are screenshots of `rotary explore`. Eac
 that the page showed; tests/test_explorer_gallery.py fails where it says something else today.
 """
 
+import argparse
 import io
 import shutil
 import subprocess
@@ -62,6 +63,7 @@ def served() -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     path = shutil.which("chromium")
     if path is None:
         sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")

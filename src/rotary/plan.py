@@ -115,7 +115,7 @@ def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
     """The options of a plan as text, headers first: the second table of `rotary plan`.
 
     >>> option_rows(recommend(8192, Rotary(head_dim=128), 4096).options)[1][:3]
-    ('none', '1,707', '2,063')
+    ('none', '1,707', '2,478')
     """
     return [
         ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),

@@ -1,6 +1,6 @@
 """Feature maps of linear attention: non-negative functions of a query or a key.
 
-Any function from (..., seq, head_dim) to (..., seq, features), in the array library of its input,
+A function from (..., seq, head_dim) to (..., seq, features), in the array library of its input,
 can be one: `numpy.exp`, `torch.relu`, `jax.nn.relu`, or a function of yours.
 """
 

@@ -66,10 +66,11 @@ def design(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Find frequencies for a wanted decay: how much a similar key is favoured, by distance.
+    """Find frequencies for a wanted decay by distance.
 
-    For models that are trained with them from the start. Prints how near they come, how near any
-    could, and whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
+    The decay says how much a similar key is favoured at each distance. For models that are trained
+    with these frequencies from the start. Prints how near they come, how near any could, and
+    whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """
     from ..analysis import ladders
     from ..configs import as_longrope, replace_rope, rope_keys

@@ -31,7 +31,7 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
 
 
 def as_longrope(spec: Rotary, context: int) -> Rotary:
-    """Any frequencies as the schedule "longrope", which configs can say.
+    """Frequencies of every kind as the schedule "longrope", which configs can say.
 
     spec     for example of schedule "custom", which no program reads from a config
     context  the max_position_embeddings of the config, in tokens
