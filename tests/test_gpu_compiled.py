@@ -346,6 +346,24 @@ def test_in_place_nothing_is_copied(spec):
     assert "empty_strided" not in source.split("def call")[1]
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_new", [True, False], ids=["new outputs", "out="])
+def test_channels_that_are_not_rotated_are_copied_by_the_launch(is_new):
+    spec = Rotary(head_dim=128, rotary_dim=32, start=64)
+    q, k = q_and_k(torch.float32)
+    tables = rotary.cos_sin(spec, POSITIONS)
+    want = rotary.rotate((q, k), *tables, spec)
+
+    def call(q, k, *out):
+        return rotary.rotate((q, k), *tables, spec, out=out or None)
+
+    out = () if is_new else (torch.full_like(q, 7.0), torch.full_like(k, 7.0))
+    (graph,), got = compiled(call, q, k, *out)
+    for each, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+    assert launches(lowered(graph)) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "has_triton", "way"),
     [
