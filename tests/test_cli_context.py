@@ -1,6 +1,7 @@
 """The commands about lengths: `rotary decay`, `rotary reach`, `rotary plan`."""
 
 import json
+import resource
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from command import assert_refused, document, in_process, run
 from rotary import Rotary, from_hf_config
 from rotary.analysis.bounds import similarity
 from rotary.analysis.decay import decay_curve
+from rotary.cli.context import write_new
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 CONFIGS = Path(__file__).parent / "configs"
@@ -166,3 +168,17 @@ def test_a_plan_that_cannot_be_written(main, tmp_path, arguments, message):
     done = main("plan", "--context", "1024", *arguments, "--out", str(new))
     assert_refused(done, message)
     assert new.read_text() == "mine"
+
+
+def test_a_config_is_written_whole_or_not_at_all(tmp_path):
+    """As on a disk that is full after eight bytes: `rotary plan --out`, `rotary design --out`."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_new(tmp_path / "config.json", {"head_dim": 128})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    write_new(tmp_path / "config.json", {"head_dim": 128})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"head_dim": 128}
