@@ -188,9 +188,9 @@ def test_gradients_reach_q_k_and_v(name):
 
 def test_what_makes_no_sense_is_refused():
     for window in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="window must be a whole number of tokens >= 1"):
+        with pytest.raises(ValueError, match="window must be a whole number >= 1"):
             rerope(window)
-    with pytest.raises(ValueError, match="group must be a whole number of tokens >= 1, got 0"):
+    with pytest.raises(ValueError, match="group must be a whole number >= 1, got 0"):
         self_extend(4, 0)
     for factor in (0.5, 0, float("nan")):
         with pytest.raises(ValueError, match="factor must be >= 1"):

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from libraries import if_installed
 
 import rotary
 from rotary.checkpoint.files import read_checkpoint, read_json, read_shard
-from rotary.explorer.models import pasted
 from rotary.strict_json import parsed
+
+explorer = if_installed("rotary.explorer.models")  # needs Starlette
 
 LONG = "9" * 4000
 HOSTILE = {
@@ -58,7 +60,7 @@ def test_a_hostile_text_gives_one_sentence_within_a_second_wherever_it_stands(tm
     if isinstance(text, str):
         calls += [lambda: rotary.Rotary.from_json(text)]
     if isinstance(text, str) and len(text) < 10_000:  # what the page takes
-        calls += [lambda: pasted(text)]
+        calls += [lambda: explorer.pasted(text)]
     for call in calls:
         one_sentence(call, words)
 

@@ -23,8 +23,7 @@ from rotary.kernels import (
 )
 from rotary.kernels.geometry import Options, geometry_of
 
-if sys.platform != "linux":
-    pytest.skip("Triton is made for Linux", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is made for Linux")
 
 import interpreter
 

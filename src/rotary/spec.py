@@ -75,7 +75,7 @@ class Rotary:
         for name in ("layout", "out_layout"):
             _one_of(name, getattr(self, name), _LAYOUTS)
         _one_of("schedule", self.schedule, SCHEDULES)
-        if not _is_int(self.sign) or self.sign not in (1, -1):
+        if not is_whole(self.sign) or self.sign not in (1, -1):
             raise ValueError(f"sign must be +1 or -1, got {self.sign!r}")
         self._set("params", _frozen_params(self.schedule, self.params))
         self._set("axes", _checked_axes(self.axes, self.rotary_dim // 2))
@@ -194,8 +194,24 @@ def _unwrapped(value: object) -> object:
     return value.item() if hasattr(value, "item") else value  # a numpy scalar
 
 
-def _is_int(value: object) -> TypeGuard[int]:
+def is_whole(value: object) -> TypeGuard[int]:
+    """True for a whole number; a boolean is none.
+
+    >>> is_whole(64), is_whole(True)
+    (True, False)
+    """
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """ValueError unless `value` is a whole number and at least `least`.
+
+    >>> check_whole("heads", 2.0)
+    Traceback (most recent call last):
+    ValueError: heads must be a whole number >= 1, got 2.0
+    """
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def check_spec(spec: object) -> None:
@@ -218,7 +234,7 @@ def check_head_dim(head_dim: object) -> None:
 
     >>> check_head_dim(128)
     """
-    if not _is_int(head_dim) or not 1 <= head_dim <= MAX_HEAD_DIM:
+    if not is_whole(head_dim) or not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim must be a whole number from 1 to {MAX_HEAD_DIM:,}, got {head_dim!r}"
         )
@@ -228,14 +244,14 @@ def _check_slice(spec: Rotary) -> None:
     head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
     check_head_dim(head_dim)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
-    if not _is_int(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+    if not is_whole(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""
-        if _is_int(rotary_dim) and rotary_dim > head_dim:
+        if is_whole(rotary_dim) and rotary_dim > head_dim:
             hint = f"; if it is the base, name it: Rotary({head_dim}, base={rotary_dim})"
         raise ValueError(
             f"rotary_dim must be even and in (0, head_dim={head_dim}], got {rotary_dim!r}{hint}"
         )
-    if not _is_int(start) or not 0 <= start <= head_dim - rotary_dim:
+    if not is_whole(start) or not 0 <= start <= head_dim - rotary_dim:
         raise ValueError(
             f"start must be in [0, head_dim - rotary_dim = {head_dim - rotary_dim}], got {start!r}"
         )
@@ -319,7 +335,7 @@ def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
         raise ValueError(
             f"axes must name one axis per pair: rotary_dim / 2 = {pairs}, got {len(checked)}"
         )
-    if not all(_is_int(axis) for axis in checked) or set(checked) != set(range(max(checked) + 1)):
+    if not all(is_whole(axis) for axis in checked) or set(checked) != set(range(max(checked) + 1)):
         raise ValueError(f"axes must be whole numbers from 0 without a gap, got {checked}")
     return checked
 

@@ -10,7 +10,7 @@ import math
 
 from ..angles import inv_freq
 from ..rotate import apply
-from ..spec import Rotary
+from ..spec import Rotary, check_whole
 from .arrays import (
     Array,
     at_least_float32,
@@ -45,9 +45,7 @@ class DistanceMap:
 
     def __post_init__(self) -> None:
         for name in ("window", "group"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of tokens >= 1, got {value!r}")
+            check_whole(name, getattr(self, name))
         if not 0 <= self.slope <= 1:
             raise ValueError(f"slope must be in [0, 1], got {self.slope!r}")
 

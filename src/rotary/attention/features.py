@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from ..spec import check_whole
 from .arrays import Array, at_least_float32, cast, namespace, positions_of
 
 FeatureMap = Callable[[Array], Array]
@@ -68,9 +69,8 @@ def favor_features(head_dim: int, num_features: int, *, seed: int) -> FavorFeatu
     >>> bool(abs(phi(q) @ phi(k) - np.exp(q @ k / 2)) < 0.15)  # 1.28
     True
     """
-    for name, size in (("head_dim", head_dim), ("num_features", num_features)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number >= 1, got {size!r}")
+    check_whole("head_dim", head_dim)
+    check_whole("num_features", num_features)
     random = np.random.default_rng(seed)
     blocks = []
     for _ in range(-(-num_features // head_dim)):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..angles import cos_sin, inv_freq
-from ..spec import Rotary
+from ..spec import Rotary, check_whole, is_whole
 from .arrays import Array, at_least_float32, cast, namespace, positions_of
 
 
@@ -43,14 +43,13 @@ def fourier_coefficients(
     >>> fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0).shape
     (2, 2, 2, 2)
     """
-    for name, size in (("trained_length", trained_length), ("heads", heads)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number >= 1, got {size!r}")
+    check_whole("trained_length", trained_length)
+    check_whole("heads", heads)
     kept = int((_frequencies(spec) >= 2 * math.pi / trained_length).sum())
     if not kept:
         raise ValueError(f"no frequency makes a turn in trained_length = {trained_length} tokens")
     outputs = kept if outputs is None else outputs
-    if isinstance(outputs, bool) or not isinstance(outputs, int) or not 1 <= outputs <= kept:
+    if not is_whole(outputs) or not 1 <= outputs <= kept:
         raise ValueError(
             f"outputs must be 1 .. {kept}, the frequencies with a whole turn, got {outputs!r}"
         )

@@ -12,7 +12,7 @@ import math
 
 from ..angles import inv_freq
 from ..rotate import apply
-from ..spec import Rotary
+from ..spec import Rotary, check_whole
 from .arrays import (
     Array,
     at_least_float32,
@@ -61,7 +61,7 @@ def softmax_attention(
             "with rotary.apply, and pass them with the order of the tokens as positions"
         )
     if window is not None:
-        _whole("window", window)
+        check_whole("window", window)
         if not causal:
             raise ValueError("window counts the tokens before a query: it needs causal=True")
     if spec is not None:
@@ -174,8 +174,8 @@ def hybrid_window(trained_length: int, num_layers: int, share: float = 0.75) -> 
     >>> hybrid_window(512, 24), hybrid_window(512, 24, share=1.0)
     (17, 23)
     """
-    _whole("trained_length", trained_length)
-    _whole("num_layers", num_layers)
+    check_whole("trained_length", trained_length)
+    check_whole("num_layers", num_layers)
     if num_layers < 2 or not 0 < share <= 1:
         raise ValueError(
             f"HWFA needs 2 layers or more and a share in (0, 1], got {num_layers} and {share!r}"
@@ -213,8 +213,3 @@ def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
         return k.shape[-2]
     positions = positions_of(k_positions, k)
     return namespace(positions).amax(positions, axis=-1) + 1
-
-
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")

@@ -208,7 +208,7 @@ def _checked(
     rows: tuple[int, ...] | None,
     options: Options,
 ) -> Geometry:
-    """The geometry of the whole; where the size of a shard was given, the error says so."""
+    """The geometry of the whole tensors; its error adds that plain tables are of the whole."""
     for each in (*xs, *(out or ())):
         if not isinstance(each, DTensor):
             raise TypeError(
@@ -261,4 +261,6 @@ KERNEL = replace(
     to_numpy=to_numpy,
     is_cacheable=is_cacheable,
     move=None,
+    move_by=None,
+    check_out=None,
 )

@@ -61,9 +61,9 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def share_of(
     name: str, table: Tensor, x: DTensor, spans: Spans, dims: Sequence[int | None]
 ) -> Tensor:
-    """What of a table, or of positions, goes with the shard of x; `dims` as in `Geometry`.
+    """The part of a table, or of positions, that belongs to the shard of x; `dims` of `Geometry`.
 
-    A plain one is the whole, the same on every rank; a DTensor must be cut as x is, or not at all.
+    A plain tensor is the whole, the same on every rank; a DTensor must be cut as x is, or not.
     """
     held: Spans = [(0, size) for size in table.shape]
     if isinstance(table, DTensor):

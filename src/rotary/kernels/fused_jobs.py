@@ -277,7 +277,7 @@ def run_back(
 ) -> Array | None:  # fmt: skip
     """The gradient of x to memory.out; returns that of the weights, (rows, channels).
 
-    `grad` is that of what was made of x. None, and nothing written, where the loops cannot take it.
+    `grad` is that of the output. None, and nothing written, where the loops cannot take it.
     The order of the sums over tokens depends on the number of threads.
     """
     x, name, weight = piece.x, piece.x.dtype, piece.weight

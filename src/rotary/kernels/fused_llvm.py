@@ -93,7 +93,7 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
 
 @intrinsic
 def root_rows(context, tag, width, eps, count, sums):
-    """Each of `count` sums of squares of so many numbers, as 1 / sqrt(mean + eps)."""
+    """Each of `count` sums of `width` squares, as 1 / sqrt(mean + eps)."""
 
     def generate(context, b, signature, arguments):
         _, width, eps, count, sums = arguments

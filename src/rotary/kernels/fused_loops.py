@@ -27,7 +27,7 @@ from .loops import (
 from .rows import STREAMING
 
 # strides of each, on three axes: `gain` of the weights, `root` of 1 / sqrt(mean + eps), `grad` of
-# the gradient of what was made of x, `dot` of what the gradients of a row sum to
+# the gradient of the output, `dot` of the sums over the gradients of a row
 AXES = ("size", "x", "out", "table", "slot", "gain", "root", "grad", "dot")
 _AXES = tuple(
     f"{name}_{axis}" for name in AXES
@@ -46,16 +46,16 @@ PIECE = np.dtype(
     + [(name, np.int64) for name in ("block", "block_step", "slot_step")]
     + [("eps", np.float64)]
 )
-# Where they are: addresses, 0 for what there is not; and how pairs are read and written. `gains` is
-# where each part adds to the gradients of the weights, `gains_size` bytes after the part before
+# The addresses of arrays, 0 for an absent one, and how pairs are read and written. Each part adds
+# to its own gradients of the weights: the first at `gains`, each `gains_size` bytes behind the last
 PLACE = whole_numbers(
     *("form", "mode", "x", "out", "weight", "slots", "roots"),
     *("grad", "dots", "gains", "gains_size", "phase"),
 )
 BOTH, DOTS, BACK = 0, 1, 2  # phases of a gradient: one after the other, or one of them
 # A job begins and ends as those of `loops.py`. Row numbers are below `row_limit`, and slots below
-# `slot_limit`; `reach` is 0, or
-# the address of where x, cos, sin, rows, slots and out begin and end, from their addresses
+# `slot_limit`; `reach` is 0, or the address of the first and last byte of x, cos, sin, rows, slots
+# and out, counted from their addresses
 JOB = np.dtype(
     [(name, np.int64) for name in ("threads", "parts", "number", "cos", "sin", "rows", "pieces")]
     + [(name, np.int64) for name in ("row_count", "row_limit", "slot_count", "slot_limit", "reach")]

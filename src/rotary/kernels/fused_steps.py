@@ -1,11 +1,11 @@
 """The steps of a fused call around its rotation: one formula for NumPy, torch and JAX.
 
-Written with functions that the three name alike; `Library` has those that they do not. Scattering
-into a cache is left to each: in place, by bytes, or as a new array.
+It calls functions that have one name in all three; `Library` has those that differ. Each library
+writes to a cache in its own way: in place, as bytes, or into a new array.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from .stages import (
     KVCache,
     LatentCache,
     Norm,
+    Stages,
     along_heads,
     check_cache,
     check_slots,
@@ -40,6 +41,10 @@ class Library(NamedTuple):
     convert: Callable[[Operand, str], Operand]
     beside: Callable[[object, Operand], Operand]
     over_root: Callable[[Operand, Operand], Operand]
+
+
+Cache = KVCache | LatentCache
+Store = Callable[[Operand, Operand, Cache, Fit], Sequence[Operand] | None]
 
 
 class Write(NamedTuple):
@@ -115,7 +120,7 @@ def writes(
     k: Array,
     v: Array | None,
     slots: Operand,
-    cache: KVCache | LatentCache,
+    cache: Cache,
     fitted: Fit,
 ) -> list[Write]:
     """What a call writes to its cache, in the order of the cache; ValueError if it does not fit."""
@@ -134,6 +139,35 @@ def writes(
             raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
         made.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
     return made
+
+
+def finished(
+    library: Library, v: Array | None, turned: Sequence[Array], own: str, fitted: Fit,
+    stages: Stages, store: Store,
+) -> list[Operand]:  # fmt: skip
+    """What is returned for q, k and v: all steps of a fused call after the rotation.
+
+    v       None where it is returned as it came, or was not given
+    turned  q and perhaps k, normalised and rotated, not yet rounded
+    own     the name of the type of q, to which results are rounded unless `stages` says another
+    store   writes k and v to the cache, and gives what is returned for them, if anything is
+    """
+    ys: list[Operand] = [*turned, *[None] * (3 - len(turned))]
+    if v is not None:
+        v_axis = None if isinstance(stages.cache, LatentCache) else fitted.head_axis
+        ys[2] = normed(library, v, "v", stages.norm, v_axis)
+    new: Sequence[Operand] = ()
+    if stages.cache is not None:
+        assert ys[1] is not None  # as `fit` has seen
+        new = store(ys[1], ys[2], stages.cache, fitted) or ()
+        ys[1:] = None, None
+    kind = own if stages.dtype is None else stages.dtype
+    results = [
+        None if y is None else cast(library, y, kind, scale, name, fitted.head_axis)
+        for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
+    ]
+    results[1 : 1 + len(new)] = new
+    return results
 
 
 def per_token(library: Library, x: Array, fitted: Fit) -> Array:

@@ -12,7 +12,7 @@ from .. import layouts
 
 
 class Options(NamedTuple):
-    """What the spec, or the caller of `rotate`, says about the channels and axes of x.
+    """The channels and axes of x, as the spec or the caller of `rotate` names them.
 
     The names are those of the arguments of `rotate`. `head_dim` is that of the spec, None where
     there is none; `seq_dim` is None where the caller did not give it. A rotation back is all in
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Angles:
-    """What positions are multiplied by, the same for all rows.
+    """The turns that positions are multiplied by, the same for all rows.
 
     turns   (pairs,) uint64: 2^64 for one turn per token
     scale   multiplies cos and sin: the attention factor
@@ -199,7 +199,7 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
 
 
 def _other_axis_hint(shapes: tuple[tuple[int, ...], ...], axis: int) -> str:
-    """What to say of arrays that differ in the axis before the last, and in nothing else."""
+    """Advice in an error about arrays that differ only in the axis before the last; else ""."""
     is_heads_last = all(
         len(shape) == len(shapes[0]) > 2
         and (*shape[:-2], shape[-1]) == (*shapes[0][:-2], shapes[0][-1])

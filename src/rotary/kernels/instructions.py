@@ -28,7 +28,7 @@ def members(b: ir.IRBuilder, value: ir.Value) -> list[ir.Value]:
 
 
 def member_at(b: ir.IRBuilder, record: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
-    """The address of the member of a record so many bytes behind its start."""
+    """The address of the member of a record at `offset` bytes from its start."""
     places = [ir.Constant(ir.IntType(32), at) for at in (0, offset)]
     return b.bitcast(b.gep(record, places, inbounds=True), kind.as_pointer())
 

@@ -97,7 +97,7 @@ def move(
 def _rotate(
     xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
 ) -> tuple[Array, ...]:
-    """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
+    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
     check_operands(xs, cos, sin, None)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)

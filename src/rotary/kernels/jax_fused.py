@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from . import Operand, jax_tables
-from .fused_steps import Library, cast, normed, places, stored, writes
+from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Options
 from .jax import check_operands, check_rows, check_types, turned
 from .numpy_fused import dtype_of
@@ -30,7 +30,7 @@ Operands = tuple[Operand, ...]
 
 
 def _barrier() -> Callable[[Array], Array]:
-    """What keeps a loop of its own; x itself where JAX has no derivative of it, as 0.4.34."""
+    """Keeps XLA from fusing two loops; the identity if JAX has no derivative of it, as 0.4.34."""
     try:
         jax.eval_shape(jax.vmap(jax.grad(lax.optimization_barrier)), np.ones(1, np.float32))
     except NotImplementedError:
@@ -125,40 +125,28 @@ def _fused(
     xs: Operands, cos: Array, sin: Array, rows: Array | None, weights: Operands,
     memory: Operands, scales: Operands, form: Form,
 ) -> tuple[Result, Result, Result]:  # fmt: skip
-    """What shapes and dtypes mean is worked out, or refused, where a new form is compiled."""
+    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
     check_operands([x for x in xs if x is not None], cos, sin, None)
     norm = cache = None
     if form.eps is not None:
         norm = Norm(weights[0], weights[1], form.eps, weights[2], form.add_one)
     if form.cache is not None:
         cache = form.cache(*memory)
-    stages = Stages(norm, cache, form.dtype, (scales[0], scales[1], scales[2]))
-    shapes = [None if x is None else x.shape for x in xs]
-    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, form.options, stages)
-    ys: list[Operand] = [None, None, None]
-    for index, geometry in enumerate(fitted.geometries):
-        wide = normed(LIBRARY, xs[index], "qk"[index], norm, fitted.head_axis)
-        (ys[index],) = turned((wide,), cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
-    if xs[2] is not None and form.changes_v:
-        v_axis = None if isinstance(cache, LatentCache) else fitted.head_axis
-        ys[2] = normed(LIBRARY, xs[2], "v", norm, v_axis)
-    kind = dtype_name(xs[0].dtype) if form.dtype is None else form.dtype
     words = zip(form.words, scales, strict=True)
     asked = [number if word is None else word for word, number in words]
-    done: list[Result] = [None, None, None]
-    if cache is not None:
-        new = written(ys[1], ys[2], cache, fitted)
-        done[1 : 1 + len(new)] = new
-        ys[1:] = [None, None]
-    for index, (y, scale) in enumerate(zip(ys, asked, strict=True)):
-        if y is not None:
-            done[index] = cast(LIBRARY, y, kind, scale, "qkv"[index], fitted.head_axis)
+    stages = Stages(norm, cache, form.dtype, (asked[0], asked[1], asked[2]))
+    shapes = [None if x is None else x.shape for x in xs]
+    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, form.options, stages)
+    ys: list[Array] = []
+    for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False):
+        wide = normed(LIBRARY, x, name, norm, fitted.head_axis)
+        ys += turned((wide,), cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
+    of_v = xs[2] if form.changes_v else None
+    done = finished(LIBRARY, of_v, ys, dtype_name(xs[0].dtype), fitted, stages, written)
     return done[0], done[1], done[2]
 
 
-def written(
-    k: Array, v: Array | None, cache: KVCache | LatentCache, fitted: Fit
-) -> Sequence[Result]:
+def written(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> Sequence[Result]:
     """The caches with each token's k and v in its slot; (cache, scales) where it has both."""
     results: list[Result] = []
     slots = cache.slots.reshape(-1)

@@ -95,10 +95,10 @@ def _upper_product(a: Array, b: Array | Numbers) -> Array:
 
 
 def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> tuple[Array, Array]:
-    """cos and sin times the attention factors, as quotients, which XLA makes once.
+    """cos and sin times the attention factors, as quotients, which XLA computes once.
 
-    Cheaper tables are made again for every head, in the loop that reads them. So is a quotient by
-    a number with no other use, which becomes a product with the reciprocal: `one` has another use.
+    XLA computes tables without a division again for every head, in the loop that reads them. So it
+    does if the divisor has no other use, for then it multiplies by the reciprocal: `one` has one.
     """
     one = lax.optimization_barrier(jnp.float32(1))  # type: ignore[no-untyped-call]
     factors = (one + 1) * (scales / 2).astype(np.float32)[:, None, None]
@@ -125,7 +125,7 @@ def as_positions(positions: Any, like: Array) -> Any:
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for so many rows: (rows, seq)."""
+    """The same positions for each of the rows: (rows, seq)."""
     return jnp.broadcast_to(positions, (rows, len(positions)))
 
 
@@ -161,7 +161,7 @@ def arange(like: Array, count: int) -> Array:
 
 
 def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """`function(*arguments)`: what is worked out on the host, and a constant of a traced call."""
+    """`function(*arguments)`: computed on the host; a traced call takes it as a constant."""
     return function(*arguments)
 
 

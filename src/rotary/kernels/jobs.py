@@ -40,14 +40,14 @@ TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the n
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
 _LONG_BYTES = 1 << 16  # a job of less is done before the lock of Python could be handed over
 
-# (q, q_out, k, k_out, cos, sin, rows, checks), where q alone stands for k too, and 0 for what there
-# is not: whether the checks passed. If not, nothing is written
+# (q, q_out, k, k_out, cos, sin, rows, checks): addresses, of which a single x is given as q and as
+# k, and 0 for other arrays that are missing. Returns False, and writes nothing, if a check fails
 Job = Callable[[int, int, int, int, int, int, int, int], bool]
 Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
 
 
 class Call(NamedTuple):
-    """All that is known of a rotation before the addresses are; their memory must outlive a job."""
+    """A rotation without its addresses; the memory at these must live until a job is done."""
 
     job: Job  # does all, or the first block where they are done one after the other
     size: int  # bytes of all blocks
@@ -88,9 +88,9 @@ def ready_turn(
     is_in_place: tuple[bool, ...] | None,
     options: AngleOptions,
 ) -> Call | None:
-    """The same without tables, for few tokens; None where tables are made, too.
+    """The same at positions, for few tokens; None where a call needs tables in memory.
 
-    `tables` are positions alone; a check fails where one is below the lowest.
+    `tables` are positions alone; the check fails for one below the lowest.
     """
     (positions,), angles = tables, options.angles_of(options.form)
     tokens = positions.shape[: len(positions.shape) - bool(angles.axes)]
@@ -153,8 +153,8 @@ def call_of(
 ) -> Call:
     """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
 
-    `index` are row numbers, which are walked along with x and say which row of `table` is read.
-    With `angles` they are positions, of a small call, and `table` is what will be made of them.
+    `index` are row numbers, one for each token of x, of rows of `table`. With `angles` they are the
+    positions of a small call, and `table` is the form of the tables that the loop makes of them.
     """
     rows = None if angles else index
     along, row_size = (table, 0) if rows is None else (rows, table.strides[0])

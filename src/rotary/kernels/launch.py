@@ -21,9 +21,9 @@ _ONE_WARP = Variant(warps=1, prefetch=True)  # q and k are on their way while an
 
 
 class Angles(NamedTuple):
-    """The form of what the angles come from: tables, row numbers, positions, or turns alone.
+    """The form of the array that angles come from: tables, row numbers or positions, if any.
 
-    strides  of it along every axis of x but the last, 0 where one number serves the whole axis
+    strides  of that array along every axis of x but the last; 0 where one number serves the axis
     step     between the rows of a table that is indexed, or between the axes of a position
     seq      the axis of x along which positions grow by one, or None
     """
@@ -146,7 +146,7 @@ def plan(
 
 
 def _copied_at_once(channels: int, width: int) -> int:
-    """Of what is not rotated: all in one piece, but of 16 vectors for each thread at most."""
+    """How many channels that are not rotated are copied at once: at most 16 vectors a thread."""
     return min(1 << (channels - 1).bit_length(), 8 * width) if channels else 0
 
 
@@ -169,7 +169,7 @@ def _head_axis(q: tuple[int, ...], k: tuple[int, ...], angles: Angles) -> int | 
 
 
 def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
-    """Where positions grow, else the last axis along which angles vary, else the last."""
+    """The axis along which positions grow; else the last along which angles vary, or the last."""
     if angles.seq in rest:
         return angles.seq
     varying = [axis for axis in rest if angles.strides[axis]]

@@ -70,7 +70,7 @@ def call_address(context, function, argument):
 
 @intrinsic
 def call_number(context, function):
-    """What a C function `int (void)` returns, called by its address."""
+    """The result of a C function `int (void)`, called by its address."""
 
     def generate(context, b, signature, arguments):
         kind = ir.FunctionType(I32, []).as_pointer()

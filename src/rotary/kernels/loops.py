@@ -63,8 +63,8 @@ FORM = np.dtype(
     + [("reach", np.int64, (7, 2))]
 )
 # A job begins with the number of threads, 1, of parts for each, 1, and the address of the C
-# function that numbers threads, or 0. It ends with how many parts are taken, 0: of each thread, and
-# with many threads after them how many have come. `checks` is a sum of
+# function that numbers threads, or 0. It ends with counters that begin at 0: how many parts of each
+# thread are taken and, if there are many threads, how many of them have begun. `checks` is a sum of
 ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output shares memory
 ROTATION = whole_numbers(
     *("threads", "parts", "number", "form", "mode", "q", "q_out", "k", "k_out"),
@@ -89,8 +89,8 @@ _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "take
 
 @compiled()
 def own_number(job, taken):
-    """The number of this thread: the same in every call, and so are its parts, which it finds in
-    its own caches."""
+    """The number of this thread. It is the same in every call, so that a thread gets the same parts
+    again and finds them in its own caches."""
     if job.threads == 1:
         return 0
     come = call_number(job.number) if job.number else take(taken + 8 * job.threads)
@@ -110,7 +110,7 @@ def next_part(job, taken, own):
 
 @compiled()
 def share_of(job, total, part):
-    """The first and the last of so many, in a part."""
+    """Where a part of `total` things begins and ends."""
     parts = job.threads * job.parts
     return total * part // parts, total * (part + 1) // parts
 
@@ -160,7 +160,7 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
 
 @compiled()
 def are_inside(numbers, count, limit, lowest=0):
-    """Whether so many whole numbers are all below a limit, and none below the lowest."""
+    """Whether `count` whole numbers are all below a limit, and none below the lowest."""
     for at in range(count):
         number = load_int(numbers + 8 * at)
         if number < lowest or number >= limit:
@@ -170,10 +170,10 @@ def are_inside(numbers, count, limit, lowest=0):
 
 @compiled()
 def are_apart(operands, first, count, reach):
-    """Whether no output reaches into an operand other than its own x, nor an output before.
+    """Whether no output shares memory with an operand other than its own x, or another output.
 
-    Of the addresses `operands`, those from `first` on are `count` outputs, and as many at the start
-    are x; `reach` is the address of where each begins and ends, counted from its own.
+    `operands` are addresses: `count` of x at the start, and from `first` on as many of outputs.
+    `reach` is the address of the first and last byte of each, counted from its own address.
     """
     for side in range(count):
         out, own = operands[first + side], reach + 16 * (first + side)

@@ -72,7 +72,7 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
 
 @lru_cache(maxsize=1024)
 def is_injective(block: Block) -> bool:
-    """Whether no two elements share memory: each axis steps over all that smaller steps reach.
+    """Whether no two elements share memory: each stride passes all that smaller ones reach.
 
     >>> is_injective(Block((2, 3), (0, 4), "float32"))
     False

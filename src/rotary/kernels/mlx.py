@@ -5,9 +5,9 @@ Angles are exact on every device: a position times a frequency in turns is a pro
 numbers modulo 2^64, and its upper half is the angle to 2^-32 turn; no float64 is used, which a
 Metal GPU does not have.
 
-Whole positions on a CPU are read, checked, and turned by the kernel of NumPy. In a traced call
-there are no numbers yet, and a GPU would be waited for: there a row number outside a table, or a
-fractional position that is too large, gives NaN, and a negative position turns backwards.
+Whole positions on a CPU are read, checked, and turned into angles by the kernel of NumPy. A traced
+call has no numbers yet, and to read them on a GPU would wait for it: there a row number outside a
+table, or a fractional position that is too large, gives NaN, and a negative one rotates backwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -250,7 +250,7 @@ def as_positions(positions: object, like: Array) -> Operand:
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for so many rows: (rows, seq)."""
+    """The same positions for each of the rows: (rows, seq)."""
     return mx.broadcast_to(positions, (rows, len(positions)))
 
 
@@ -291,12 +291,12 @@ def arange(like: Array, count: int) -> Array:
 
 
 def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """`function(*arguments)`: what is worked out on the host, and a constant of a traced call."""
+    """`function(*arguments)`: computed on the host; a traced call takes it as a constant."""
     return function(*arguments)
 
 
 def is_cacheable(like: Array) -> bool:
-    """Whether tables can be kept: on a CPU, where they are numbers and no operators yet."""
+    """Whether tables can be kept: on a CPU, where they are computed at once."""
     return _is_on_cpu()
 
 
@@ -323,7 +323,7 @@ def _values(array: Array | Numbers) -> Numbers | None:
 
 
 def _placed(array: Array | Numbers) -> Array:
-    """An array of NumPy as one of MLX, which would round float64, and takes few orders of bytes."""
+    """A NumPy array as one of MLX, without rounding float64, and whatever its byte order is."""
     if isinstance(array, mx.array):
         return array
     dtype = mx.float64 if array.dtype == np.float64 else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..layouts import pair_slices
 from ..schedules import FLOAT32 as FLOAT32
-from . import Kernel
+from . import Kernel, Operand
 from . import Numbers as Array
 from .geometry import Geometry, Options, geometry_of
 from .memory import Block, check_overlap
@@ -101,13 +101,19 @@ def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
     `inputs` are x for every output, in their order, then the two tables.
     """
     for x, y in zip(inputs, out, strict=False):
-        if y.shape != x.shape or y.dtype != x.dtype:
-            raise ValueError(
-                f"out must be {x.dtype} {x.shape} like the input, got {y.dtype} {y.shape}"
-            )
+        check_like("input", x, y)
         if not y.flags.writeable:
             raise ValueError("out is read-only")
     check_overlap(*[[(address(array), block(array)) for array in group] for group in (inputs, out)])
+
+
+def check_like(name: str, x: Operand, out: Operand) -> None:
+    """Refuse an output of another shape or dtype than an input or a result, in any library."""
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise ValueError(
+            f"out must be {x.dtype} {tuple(x.shape)} like the {name}, "
+            f"got {out.dtype} {tuple(out.shape)}"
+        )
 
 
 def block(array: Array) -> Block:
@@ -166,12 +172,12 @@ def takes(array: object) -> bool:
 
 
 def as_positions(positions: object, like: Array) -> Array:
-    """Positions as an array of this library: those of another, or of lists, are taken over."""
+    """Positions as an array of this library, converted from lists and from other libraries."""
     return np.asarray(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for so many rows: (rows, seq)."""
+    """The same positions for each of the rows: (rows, seq)."""
     return np.broadcast_to(positions, (rows, len(positions)))
 
 
@@ -186,7 +192,7 @@ def from_numpy(table: Array) -> Array:
 
 
 def host_constant(function: Callable[..., Array], *arguments: object) -> Array:
-    """`function(*arguments)`: what is worked out on the host, once."""
+    """`function(*arguments)`: computed on the host, once."""
     return function(*arguments)
 
 
@@ -340,4 +346,5 @@ KERNEL = Kernel(
     is_cacheable=is_cacheable,
     device_key=device_key,
     move=move,
+    check_out=check_out,
 )

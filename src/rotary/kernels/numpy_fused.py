@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import Numbers as Array
-from .fused_steps import Library, cast, normed, places, stored, writes
+from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Geometry, Options
-from .numpy import check_operands, check_rows, name_of, rotate
-from .stages import Fit, KVCache, LatentCache, Norm, Stages, fit
+from .numpy import check_like, check_operands, check_rows, name_of, rotate
+from .stages import Fit, Norm, Stages, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales where they were computed
 
@@ -31,7 +31,7 @@ def fused(
     stages: Stages,
     out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v through all stages; None for what was not given, or went into the cache.
+    """q, k and v after all stages; None for one that was not passed, or went into the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """
@@ -45,19 +45,9 @@ def fused(
         for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
         if x is not None
     ]
-    ys: list[Array | None] = [*turned, *[None] * (2 - len(turned))]
     is_changed = stages.changes_v or stages.cache is not None
-    v_axis = None if isinstance(stages.cache, LatentCache) else fitted.head_axis
-    ys.append(None if v is None or not is_changed else normed(LIBRARY, v, "v", stages.norm, v_axis))
-    if stages.cache is not None:
-        assert ys[1] is not None
-        store(ys[1], ys[2], stages.cache, fitted)
-        ys[1] = ys[2] = None
-    kind = name_of(q.dtype) if stages.dtype is None else stages.dtype
-    results = [
-        None if y is None else cast(LIBRARY, y, kind, scale, name, fitted.head_axis)
-        for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
-    ]
+    of_v = v if is_changed else None
+    results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
     if out is not None:
         results = written(results, out)
     return results[0], results[1], results[2] if is_changed else v
@@ -97,7 +87,7 @@ LIBRARY = Library(
 )
 
 
-def store(k: Array, v: Array | None, cache: KVCache | LatentCache, fitted: Fit) -> None:
+def store(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> None:
     """Write each token's k and v to its slot; a negative one is skipped."""
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
@@ -123,11 +113,7 @@ def written(results: Sequence[Result], out: Sequence[Array]) -> list[Result]:
         result = results[index]
         if not isinstance(result, np.ndarray):
             raise ValueError("out= takes no scales that are computed: call without out=")
-        if y.shape != result.shape or y.dtype != result.dtype:
-            raise ValueError(
-                f"out must be {result.dtype} {result.shape} like the result, "
-                f"got {y.dtype} {y.shape}"
-            )
+        check_like("result", result, y)
         y[...] = result
         done[index] = y
     return done

@@ -1,4 +1,4 @@
-"""The library and device in which an array of positions is made: those of a given array."""
+"""The library and device in which positions are made: those of an array that a caller passes."""
 
 import sys
 
@@ -8,7 +8,7 @@ from . import Numbers, SomeKernel, host, kernel_of
 
 
 class Place:
-    """Where an answer is made: beside the first array of torch, JAX or MLX; or NumPy."""
+    """The library and device of the first array of torch, JAX or MLX; NumPy if there is none."""
 
     def __init__(self, *candidates: object) -> None:
         arrays = [each for each in candidates if is_array(each)]

@@ -1,4 +1,4 @@
-"""Names that a library keeps for itself: asked for in one way, with what is done without them."""
+"""Reads private names of other libraries, with a value to use once they are gone."""
 
 from typing import TypeVar
 
@@ -6,7 +6,7 @@ Value = TypeVar("Value")
 
 
 def private(library: object, path: str, otherwise: Value) -> Value:
-    """What a library has under a private name; `otherwise` where it is gone.
+    """The value of a private name of a library; `otherwise` if the name is gone.
 
     docs/private_names.md lists every use, and a test of each runs without it.
 

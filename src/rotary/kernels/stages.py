@@ -95,7 +95,7 @@ class LatentCache:
 
 
 class Stages(NamedTuple):
-    """All of a fused call but the rotation; `scales` are those of what is returned."""
+    """The stages of a fused call besides the rotation; `scales` are those of returned arrays."""
 
     norm: Norm | None = None
     cache: KVCache | LatentCache | None = None
@@ -211,7 +211,7 @@ def weight_form(name: str, weight: Shape, heads: int, width: int) -> tuple[Shape
 def check_cache(name: str, cache: Shape, heads: Shape) -> int | None:
     """The size of a block, None where the slots are flat; ValueError if rows do not fit.
 
-    heads   what is written for a token: (heads, head_dim), or (channels,)
+    heads   the shape that is written for a token: (heads, head_dim), or (channels,)
 
     >>> check_cache("k", (4, 16, 8, 64), (8, 64)), check_cache("k", (64, 8, 64), (8, 64))
     (16, None)
@@ -246,7 +246,7 @@ def slot_shape(slots: Shape, tokens: Shape) -> None:
 
 
 def along_heads(values: Array, ndim: int, head_axis: int | None) -> Array:
-    """(heads or 1, channels) with the axes that an array of so many axes has."""
+    """(heads or 1, channels) in the shape that broadcasts with an array of `ndim` axes."""
     if not values.ndim or head_axis is None:
         return values[0] if values.ndim else values
     shape = [1] * ndim

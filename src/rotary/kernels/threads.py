@@ -53,7 +53,7 @@ def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
 
 
 class _OpenMP(NamedTuple):
-    """What is called of GNU OpenMP, and the address of its `int omp_get_thread_num(void)`."""
+    """GOMP_parallel of GNU OpenMP, and the address of its `int omp_get_thread_num(void)`."""
 
     parallel: Callable[..., None]
     thread_number: int
@@ -80,7 +80,7 @@ def _openmp() -> _OpenMP | None:
 
 
 def pool() -> str:
-    """What large calls run on, for `rotary doctor`.
+    """The thread pool that large calls run on, for `rotary doctor`.
 
     >>> pool() in ("OpenMP", "omp", "tbb", "workqueue", "not started")
     True

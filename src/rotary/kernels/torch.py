@@ -20,9 +20,7 @@ from torch import Tensor
 
 from . import NESTED, Kernel, Numbers, Said, torch_gpu, torch_move, torch_ready, torch_tables
 from .geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
-from .torch_checks import check_no_grad, check_writable, check_xs
-from .torch_checks import check_operands as check_operands
-from .torch_checks import check_rows as check_rows
+from .torch_checks import check_no_grad, check_operands, check_rows, check_writable, check_xs
 from .torch_launch import (
     Differentiable,
     differentiable,
@@ -71,7 +69,7 @@ def quick(
     positions: object,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...] | None:
-    """The same by memory alone, at once for a call like one before; None where more is needed."""
+    """The same at once, for a call like an earlier one; None where more has to be worked out."""
     if is_recorded_by_dynamo():
         return None
     if positions is None:
@@ -103,7 +101,7 @@ def rotate_anew(
 def rotate_at(
     xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...] | None:
-    """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
+    """Rotate a few tokens without tables in memory; None where tables are needed."""
     if is_recorded_by_dynamo():
         return _recorded_at(xs, positions, options, out)
     if isinstance(positions, Tensor):
@@ -173,7 +171,7 @@ def _code(
     tables: torch_ready.Tables,
     out: Sequence[Tensor] | None,
 ) -> torch_ready.Run | None:
-    """What rotates tensors like these without another look; None where that is not known."""
+    """The function that rotates tensors like these without new checks; None if there is none."""
     if isinstance(kind, torch_gpu.Turn):
         turn = kind if is_for_gpu((*xs, *tables)) else None  # old vmap, of is_grads_batched
     elif is_on_gpu(xs[0]):
@@ -232,10 +230,10 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     | x requires a gradient | "autograd", around the same as below |
     | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
 
-    A call like one before is done before this is asked: `torch_ready` says what its
-    guard sees, and so what it may take for granted. The operator is opaque to Inductor. The formula
-    is torch's own operators, which torch records, differentiates and fuses by itself. Where out= is
-    given no gradient is wanted, and only the operator and the memory are left.
+    A call like an earlier one is done before this is asked: `torch_ready` says what its guard
+    checks. The operator is opaque to Inductor. The formula is torch's own operators, which torch
+    records, differentiates and fuses by itself. With out= there is no gradient, and only "operator"
+    and "memory" are left.
     """
     if is_tracing():
         if torch.compiler.is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
@@ -317,7 +315,7 @@ def rotate_exact(
     options: Options,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Rotate tensors on a GPU by angles that the kernel works out itself: no table is made or read.
+    """Rotate tensors on a GPU by angles that the kernel computes itself, without tables.
 
     turns      (pairs,) uint64, as from `rotary.turns`;  axes  of its pairs, as in `Rotary`
     factor     multiplies cos and sin: the attention factor
@@ -396,4 +394,6 @@ KERNEL = Kernel(
     makes_angles=makes_angles,
     rotate_exact=rotate_exact,
     move=partial(torch_move.move, rotate),
+    move_by=torch_move.move_by,
+    check_out=torch_move.check_out,
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import NESTED, is_distributed
+from . import numpy as reference
 from .memory import check_overlap
 from .torch_launch import form
 from .torch_private import is_in_forward_mode, unmapped
@@ -46,11 +47,7 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
     if len(out) != len(xs):
         raise ValueError(f"out must hold one tensor for each of the {len(xs)} inputs")
     for x, y in zip(xs, out, strict=True):
-        if y.shape != x.shape or y.dtype != x.dtype:
-            raise ValueError(
-                f"out must be {x.dtype} {tuple(x.shape)} like the input, "
-                f"got {y.dtype} {tuple(y.shape)}"
-            )
+        reference.check_like("input", x, y)
 
 
 def check_strided(tensors: Sequence[Tensor]) -> None:

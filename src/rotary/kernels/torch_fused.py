@@ -11,8 +11,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .fused_steps import Library, cast, normed, places, stored, writes
+from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Options
+from .numpy import check_like
 from .stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, fit
 from .torch_checks import check_no_inference, check_operands, check_rows, check_writable
 from .torch_launch import empty_like, formula, is_for_gpu, mark_written
@@ -48,7 +49,7 @@ def fused(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v through all stages; None for what was not given, or went into the cache.
+    """q, k and v after all stages; None for one that was not passed, or went into the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """
@@ -79,19 +80,9 @@ def fused(
         if done is not None:
             return done
     turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
-    ys: list[Tensor | None] = [*turned, *[None] * (2 - len(turned))]
     is_changed = stages.changes_v or cache is not None
-    v_axis = None if isinstance(cache, LatentCache) else fitted.head_axis
-    ys.append(None if v is None or not is_changed else normed(LIBRARY, v, "v", norm, v_axis))
-    if cache is not None:
-        assert ys[1] is not None
-        store(ys[1], ys[2], cache, fitted)
-        ys[1] = ys[2] = None
-    kind = FLOATS[q.dtype] if stages.dtype is None else stages.dtype
-    results = [
-        None if y is None else cast(LIBRARY, y, kind, scale, name, fitted.head_axis)
-        for y, name, scale in zip(ys, "qkv", stages.scales, strict=True)
-    ]
+    of_v = v if is_changed else None
+    results = finished(LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages, store)
     if out is not None:
         results = _written(results, out)
     return results[0], results[1], results[2] if is_changed else v
@@ -201,11 +192,7 @@ def check_outputs(
     if len(out) != len(results):
         raise ValueError(f"out must hold {len(results)} arrays, one for each that is returned")
     for result, y in zip(results, out, strict=True):
-        if y.shape != result.shape or y.dtype != result.dtype:
-            raise ValueError(
-                f"out must be {result.dtype} {tuple(result.shape)} like the result, "
-                f"got {y.dtype} {tuple(y.shape)}"
-            )
+        check_like("result", result, y)
     _check_memory(inputs, out)
 
 
@@ -240,7 +227,7 @@ LIBRARY = Library(
 )
 
 
-def store(k: Tensor, v: Tensor | None, cache: KVCache | LatentCache, fitted: Fit) -> None:
+def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
     """Write each token's k and v to its slot; a negative one is skipped."""
     slots = torch.as_tensor(cache.slots, device=k.device)
     if slots.dtype not in INTEGERS:

@@ -22,12 +22,12 @@ from .stages import (
     weight_form,
 )
 from .torch_checks import check_rows
-from .torch_launch import empty_like, form, launch
+from .torch_launch import check_row_range, empty_like, form, launch
 from .torch_state import FLOATS, host_array
 
 
 class Call(NamedTuple):
-    """A fused call on q and perhaps k: what is not a tensor to be differentiated."""
+    """A fused call on q and perhaps k, without the tensors that get gradients."""
 
     cos: Tensor
     sin: Tensor
@@ -72,7 +72,7 @@ def pieces_of(
     call: Call, xs: Sequence[Tensor | None], outs: Sequence[Tensor],
     cache: KVCache | LatentCache | None,
 ) -> list[Made] | None:  # fmt: skip
-    """What the loops do with q, k and perhaps v: to `outs`, or q there and the others to a cache.
+    """The work of the loops on q, k and perhaps v: all to `outs`, or k and v to a cache.
 
     ValueError for a cache or slots, contiguous int64, that do not fit.
     """
@@ -101,7 +101,7 @@ def pieces_of(
 def _targets(
     call: Call, k: Tensor, v: Tensor | None, cache: KVCache | LatentCache
 ) -> list[tuple[str, Tensor, Tensor, tuple[int, ...]]]:
-    """What is written to a cache: its name, the array, where to, and the shape for a token."""
+    """The writes to a cache, each as (name, values, target, shape of a token in the target)."""
     if isinstance(cache, LatentCache):
         assert v is not None
         latent, width = v.shape[-1], v.shape[-1] + k.shape[-1]
@@ -152,7 +152,7 @@ def _piece(
 class Differentiable(torch.autograd.Function):
     """q and k, each with its weight or None, to new tensors; the gradients by the same loops.
 
-    What is kept is what was given. `formula` does it where the loops cannot take the tensors, and
+    Only the operands are kept. `formula` computes it where the loops cannot take the tensors, and
     for gradients of gradients.
     """
 
@@ -237,11 +237,5 @@ def checked_rows(rows: Tensor | None, cos: Tensor) -> Tensor | None:
     if rows is None:
         return None
     rows = check_rows(rows, cos).contiguous()
-    if rows.numel():
-        numbers = host_array(rows)
-        low, high = int(numbers.min()), int(numbers.max())
-        if low < 0 or high >= cos.shape[0]:
-            raise ValueError(
-                f"positions run from {low} to {high}, the tables have {cos.shape[0]} rows"
-            )
+    check_row_range(rows, cos)
     return rows

@@ -33,7 +33,7 @@ Result = Tensor | tuple[Tensor, Tensor] | None
 
 
 class Way(NamedTuple):
-    """What becomes of one array: where it is read, and where and how it is written.
+    """How one array is read and written.
 
     x, y     (batch, tokens, heads, channels); in a cache y is (blocks, block_size, heads, channels)
     kind     the name of the type that is stored;  start  of the rotated channels
@@ -150,7 +150,7 @@ def _output(
 def _scaled(
     name: str, y: Tensor, kind: str, scale: object
 ) -> tuple[Tensor, str, Tensor | float, bool]:
-    """What follows from the scale of a result: `y`, `kind`, `scale`, `has_scales` of a `Way`."""
+    """`y`, `kind`, `scale` and `has_scales` of a `Way`, for the scale of a result."""
     if isinstance(scale, str):
         if scale != TOKEN or LARGEST[kind] is None:
             raise ValueError(

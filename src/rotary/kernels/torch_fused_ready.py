@@ -25,8 +25,10 @@ Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kind(NamedTuple):
-    """What a call depends on beside its tensors: (q, k, v, weights, caches and slots), of which
-    `given` says which there are."""
+    """All that a call depends on but the tensors (q, k, v, weights, caches and slots).
+
+    `given` says which of these there are.
+    """
 
     options: Options
     eps: float

@@ -34,9 +34,9 @@ _SPACINGS = 64  # of operands whose memory was compared
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A rotation whose geometry is known; `at` says what the angles are, None for tables.
+    """A rotation whose geometry is known; `at` has its angles, None if it is done by tables.
 
-    It is equal to itself alone, because a hash of all that is in it would take 0.4 us.
+    It is compared and hashed by identity, because a hash of its fields would take 0.4 us.
     """
 
     geometry: Geometry
@@ -46,10 +46,9 @@ class Turn:
 def turn_of(
     kind: Options | AngleOptions, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> Turn | None:
-    """What a call means for these tensors; None where the GPU kernel does not take them.
+    """The rotation that a call means for these tensors; None if the GPU kernel cannot take them.
 
-    tables  cos and sin, perhaps row numbers; positions, if `kind` says what the angles are there;
-            or nothing, for positions 0, 1, ...
+    tables  cos and sin, perhaps row numbers; for `AngleOptions` positions, or nothing for 0, 1, ...
     ValueError and TypeError for tensors that do not fit, as from `rotary.rotate`.
     """
     if not is_for_gpu((*xs, *tables, *(out or ()))):
@@ -77,7 +76,7 @@ def turn_of(
 
 
 def turns_of(at: AngleOptions, like: Tensor) -> tuple[Tensor, float]:
-    """What the kernel multiplies positions by, on the device of a tensor, and the amplitude."""
+    """Turns on the device of a tensor, which the kernel multiplies positions by; the amplitude."""
     angles = at.angles_of(at.form)
     place = like.device, torch.is_inference_mode_enabled()
     return torch_tables.axis_turns(angles.turns.tobytes(), angles.axes, *place), angles.scale
@@ -163,9 +162,9 @@ def keep_turns(
 def code_of(
     turn: Turn, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> Run | None:
-    """What rotates tensors of these forms, compiled and loaded: one launch where one is enough.
+    """Code that rotates tensors of these forms, compiled and loaded: by one launch if possible.
 
-    None where out= needs more than one launch, or another look.
+    None where out= needs more than one launch, or more checks.
     """
     check_no_inference(out or ())
     if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
@@ -222,7 +221,7 @@ def _into(
     tables: Tables,
     out: Sequence[Tensor],
 ) -> Run:
-    """The same with out=, which must be in place, and must not, where it was so here."""
+    """The same with out=, for calls that are in place just where this one is."""
     is_other_memory = tuple([x.data_ptr() != y.data_ptr() for x, y in zip(xs, out, strict=True)])
     is_other_memory = is_other_memory[0], is_other_memory[-1]
     is_tracked = not out[0].is_inference()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layouts import pair_slices
+from . import numpy as reference
 from .geometry import Geometry
 from .memory import Block
 from .pages import ask_for_huge_pages
@@ -54,7 +55,7 @@ def launch(
     gives NaN, by the kernel and by the formula.
     """
     if rows is not None and is_on_host(rows):
-        _check_row_range(rows, cos)
+        check_row_range(rows, cos)
     indices = () if rows is None else (rows,)
     if cos.dtype == torch.float32 and are_plain((*xs, cos, sin, *indices, *(out or ()))):
         if is_on_gpu(xs[0]):
@@ -211,15 +212,9 @@ def by_operators(
     return tuple(results)
 
 
-def _check_row_range(rows: Tensor, table: Tensor) -> None:
-    if not rows.numel():
-        return
-    numbers = host_array(rows)
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= table.shape[0]:
-        raise ValueError(
-            f"positions run from {low} to {high}, the tables have {table.shape[0]} rows"
-        )
+def check_row_range(rows: Tensor, table: Tensor) -> None:
+    """ValueError for a row number outside the table; `rows` are plain and on the host."""
+    reference.check_rows(host_array(rows), range(table.shape[0]))
 
 
 def _picked(table: Tensor, rows: Tensor) -> Tensor:
@@ -228,7 +223,7 @@ def _picked(table: Tensor, rows: Tensor) -> Tensor:
     if numbers is None:
         is_inside = (rows >= 0) & (rows < table.shape[0])
         return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
-    _check_row_range(numbers, table)
+    check_row_range(numbers, table)
     return table[rows]
 
 

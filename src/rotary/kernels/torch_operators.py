@@ -3,9 +3,6 @@
 They may be called directly, so they check all arguments, also those that are fake tensors.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,7 +46,10 @@ def _geometry(start, pairs, layout, out_layout, dims, conjugate):
 
 
 def _checked(xs, cos, sin, rows, *form, out=None):
-    """Row numbers as int64 and the geometry; what a kernel would read or write past is refused."""
+    """The arguments of `launch` but for its outputs, with row numbers as int64.
+
+    Whatever a kernel would read or write outside of memory is refused.
+    """
     geometry = _geometry(*form)
     indices = () if rows is None else (rows,)
     _check_given(geometry, xs, (cos, sin, *indices), out)
@@ -66,7 +66,7 @@ def _checked(xs, cos, sin, rows, *form, out=None):
     if out is not None:
         check_no_grad((*xs, cos, sin), out)
         check_writable((*xs, cos, sin, *indices), out)
-    return rows, geometry
+    return xs, cos, sin, rows, geometry
 
 
 def _check_given(geometry, xs, others, out):
@@ -93,8 +93,8 @@ def _check_dims(geometry, along, name):
         )
 
 
-def _checked_at(xs, positions, turns, _factor, *form, out=None):
-    """The geometry of a rotation at positions, checked like the one by tables.
+def _checked_at(xs, positions, turns, factor, *form, out=None):
+    """The same for `rotate_at`.
 
     turns  (pairs,) int64; for several axes (axes, pairs), 0 where another axis turns the pair
     """
@@ -129,98 +129,76 @@ def _checked_at(xs, positions, turns, _factor, *form, out=None):
     if out is not None:
         check_no_grad(xs, out)
         check_writable((*xs, *others), out)
-    return geometry
+    return xs, positions, turns, factor, geometry
 
 
-def _operator(xs, cos, sin, *rest):
-    rows, geometry = _checked(xs, cos, sin, *rest)
-    return list(launch(xs, cos, sin, rows, geometry, [empty_contiguous(x) for x in xs]))
+def _operator(checked, run):
+    """An operator, the same with out=, and what each gives while a program is compiled.
+
+    checked  the arguments of `run`, from those of the operator; refuses what does not fit
+    run      writes the rotation into its last argument
+    """
+
+    def new(xs, *rest):
+        given = checked(xs, *rest)
+        outs = [empty_contiguous(x) for x in xs]
+        run(*given, outs)
+        return outs
+
+    def into(*operands):
+        *given, out = operands
+        run(*checked(*given, out=out), out)
+        mark_written(out)
+
+    def fake_new(xs, *rest):
+        checked(xs, *rest)
+        return [x.new_empty(x.shape) for x in xs]
+
+    def fake_into(*operands):
+        *given, out = operands
+        checked(*given, out=out)
+
+    return (new, fake_new), (into, fake_into)
 
 
-def _operator_out(xs, cos, sin, *rest):
-    *form, out = rest
-    rows, geometry = _checked(xs, cos, sin, *form, out=out)
-    launch(xs, cos, sin, rows, geometry, out)
-    mark_written(out)
-
-
-def _fake(xs, *rest):
-    _checked(xs, *rest)
-    return [x.new_empty(x.shape) for x in xs]
-
-
-def _fake_out(*operands):
-    *given, out = operands
-    _checked(*given, out=out)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    _, cos, sin, rows, *rest = inputs
+def _setup(ctx, inputs, output):
+    _, cos, sin, rows, *form = inputs
     if cos.requires_grad or sin.requires_grad:
         raise RuntimeError(
             "the operator rotary::rotate gives cos and sin no gradient: call rotary.rotate, which "
             "does, or pass cos.detach() and sin.detach()"
         )
-    ctx.geometry = _geometry(*rest)
+    ctx.geometry, ctx.rest = _geometry(*form), ()
     ctx.save_for_backward(cos, sin, rows)
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
-    known = [grad for grad in grads if grad is not None]
-    arguments = (*ctx.saved_tensors, *flat(ctx.geometry.reversed()))
-    rotated = iter(torch.ops.rotary.rotate(known, *arguments) if known else ())
-    return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
-
-
-def _at(xs, positions, turns, factor, *rest):
-    geometry = _checked_at(xs, positions, turns, factor, *rest)
-    outs = [empty_contiguous(x) for x in xs]
-    rotate_at(xs, positions, turns, factor, geometry, outs)
-    return outs
-
-
-def _at_out(xs, positions, turns, factor, *rest):
-    *form, out = rest
-    geometry = _checked_at(xs, positions, turns, factor, *form, out=out)
-    rotate_at(xs, positions, turns, factor, geometry, out)
-    mark_written(out)
-
-
-def _fake_at(xs, *rest):
-    _checked_at(xs, *rest)
-    return [x.new_empty(x.shape) for x in xs]
-
-
-def _fake_at_out(*operands):
-    *given, out = operands
-    _checked_at(*given, out=out)
-
-
 def _setup_at(ctx, inputs, output):
-    _, *angles, ctx.factor = inputs[:4]
-    ctx.geometry = _geometry(*inputs[4:])
+    _, *angles, factor = inputs[:4]
+    ctx.geometry, ctx.rest = _geometry(*inputs[4:]), (factor,)
     ctx.save_for_backward(*angles)
 
 
-def _backward_at(ctx, grads):
-    known = [grad for grad in grads if grad is not None]
-    arguments = (*ctx.saved_tensors, ctx.factor, *flat(ctx.geometry.reversed()))
-    rotated = iter(torch.ops.rotary.rotate_at(known, *arguments) if known else ())
-    return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
+def _backward(operator):
+    """The gradient of an operator: the operator itself, by minus the angles."""
+
+    def backward(ctx, grads):
+        known = [grad for grad in grads if grad is not None]
+        arguments = (*ctx.saved_tensors, *ctx.rest, *flat(ctx.geometry.reversed()))
+        rotated = iter(operator(known, *arguments) if known else ())
+        return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
+
+    return backward
 
 
-for _name, _run, _meta in (
-    ("rotate", _operator, _fake),
-    ("rotate_out", _operator_out, _fake_out),
-    ("rotate_at", _at, _fake_at),
-    ("rotate_at_out", _at_out, _fake_at_out),
+for _name, _check, _run, _keep in (
+    ("rotate", _checked, launch, _setup),
+    ("rotate_at", _checked_at, rotate_at, _setup_at),
 ):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rotary::{_name}", _meta, lib=_library)
-torch.library.register_autograd("rotary::rotate", _backward, setup_context=_setup, lib=_library)
-torch.library.register_autograd(
-    "rotary::rotate_at", _backward_at, setup_context=_setup_at, lib=_library
-)
+    for _suffix, (_does, _meta) in zip(("", "_out"), _operator(_check, _run), strict=True):
+        _library.impl(f"{_name}{_suffix}", _does, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"rotary::{_name}{_suffix}", _meta, lib=_library)
+    _back = _backward(getattr(torch.ops.rotary, _name))
+    torch.library.register_autograd(f"rotary::{_name}", _back, setup_context=_keep, lib=_library)
 
 
 # --- what Inductor sees: the launch itself, which needs no checks and no call of Python ---

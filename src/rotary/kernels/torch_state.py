@@ -127,7 +127,7 @@ def host_values(x: Tensor) -> Tensor | None:
 
 
 class _Memory:
-    """What NumPy asks for the memory of a plain tensor, whose own methods transforms would see."""
+    """Gives NumPy the memory of a plain tensor without its methods, which transforms would see."""
 
     def __init__(self, x: Tensor) -> None:
         self.owner = x

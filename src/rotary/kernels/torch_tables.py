@@ -97,7 +97,7 @@ def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
 
 
 def moved(array: Numbers, like: Tensor) -> Tensor:
-    """An array on the device of `like`; one row stays there, for a copy waits for the device."""
+    """An array on the device of `like`. A single row is kept there: a copy waits for the device."""
     is_kept = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
     if not is_kept:
         return from_numpy(array).to(like.device)
@@ -156,7 +156,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
 
 
 def repeat_rows(positions: Tensor, rows: int) -> Tensor:
-    """The same positions for so many rows: (rows, seq)."""
+    """The same positions for each of the rows: (rows, seq)."""
     return positions.expand(rows, -1)
 
 
@@ -237,7 +237,7 @@ def host_constant(
 ) -> Constant:
     """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
 
-    Where a compiled call takes any length it is worked out when the call runs.
+    Where a compiled call takes any length, it is computed when the call runs.
     """
     if not torch.compiler.is_dynamo_compiling():
         return function(spec, lengths, *arguments)

@@ -120,9 +120,9 @@ def kernel(
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
     at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
     position is the number in `rows`, or without them `advance t`; `step` lies between its axes, and
-    PAIRS between the turns of each axis. BEFORE and AFTER the rotated channels so many are copied
-    at once, or none. With PREFETCH a group of heads is loaded before the one ahead of it is
-    rotated, and the first one before the angles are known.
+    PAIRS between the turns of each axis. BEFORE and AFTER say how many channels before and after
+    the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads is loaded before
+    the one ahead of it is rotated, and the first one before the angles are known.
     """
     groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
     parts = (groups + per_program - 1) // per_program
@@ -311,7 +311,7 @@ def _planned(
 def _moved(
     operands: tuple[Tensor, ...], corner: tuple[int, ...], angles: Angles
 ) -> tuple[Tensor, ...]:
-    """The operands from so many elements on: of q, k, their outputs, and what angles come from."""
+    """The operands from a corner on: q, k, their outputs, and what angles come from."""
     if not any(corner):
         return operands
     *blocks, at = corner
@@ -328,8 +328,8 @@ def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) 
 
 
 def _options(launch: Plan) -> dict[str, int | bool]:
-    """What is compiled in; products are fused with sums for exact angles alone, because a rotation
-    from tables gives the bits of the reference."""
+    """The constants of a launch. Only with exact angles are products fused with sums: a rotation by
+    tables has the bits of the reference."""
     is_exact = bool(launch.constants["EXACT"])
     return {**launch.constants, "num_warps": launch.warps, "enable_fp_fusion": is_exact}
 

@@ -30,7 +30,7 @@ def larger(a, b):
 
 @triton.jit
 def float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The byte of y, which is in range, in a type of so many bits; NaN is 0x7f."""
+    """The byte of y, which is in range, for a float8 of MANTISSA and BIAS; NaN is 0x7f."""
     bits = y.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF

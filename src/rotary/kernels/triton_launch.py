@@ -36,7 +36,7 @@ def by_addresses(
     numbers: Sequence[int | float],
     options: Mapping[str, int | bool],
 ) -> Launch:
-    """A launch of so many programs, compiled and loaded for the device of the operands.
+    """A launch of `programs` programs, compiled and loaded for the device of the operands.
 
     operands  the first seven arguments of the kernel, of the dtypes and alignment of those that
               will come

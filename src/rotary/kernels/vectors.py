@@ -73,12 +73,12 @@ def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) 
 
 
 def at(b: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
-    """The address of an element of so many bytes."""
+    """The address of element `index`, of `size` bytes each."""
     return b.add(start, b.mul(index, constant(I64, 1, size)))
 
 
 def stepped(b: ir.IRBuilder, start: ir.Value, index: ir.Value, step: ir.Value) -> ir.Value:
-    """The address so many steps from another."""
+    """The address `index` steps from `start`."""
     return b.add(start, b.mul(index, step))
 
 
@@ -150,7 +150,7 @@ def _at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
 
 
 def _float8(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
-    """Codes of a sign, an exponent and so many bits of a mantissa.
+    """Codes of a sign, an exponent and `mantissa` bits of a mantissa.
 
     A number is added whose last bit is the last of the code, so the sum is rounded there, also
     below the first exponent; what it has counted, and the exponent, are the code.
@@ -246,7 +246,7 @@ def store_wide(
 
 
 def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> None:
-    """Ask for the cache lines of so many bytes, to be read in the next run of rows."""
+    """Ask for the cache lines of `size` bytes, to be read in the next run of rows."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
     function = function_of(b.module, kind, "llvm.prefetch.p0i8")
     for_reading, keep, data = (constant(I32, 1, number) for number in (0, 3, 1))

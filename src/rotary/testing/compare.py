@@ -21,7 +21,7 @@ from ..blackbox.probe import (
 )
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
-from ..spec import Rotary
+from ..spec import Rotary, check_whole
 from .formula import rotated, tables
 from .mistakes import mistakes
 
@@ -160,8 +160,7 @@ def _rules(
     if max_position is None:
         trained = spec.params.get("original_max_position_embeddings", 0)
         max_position = max(FAR, 2 * trained if spec.depends_on_length else 0)
-    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 31:
-        raise ValueError(f"max_position must be a whole number >= 31, got {max_position!r}")
+    check_whole("max_position", max_position, 31)
     return Rules(max_position, seq_len, allowed, skip)
 
 
