@@ -1,8 +1,10 @@
 """Cached keys moved in place, against a copy of the same bytes: `python -m benchmarks.rerotate`.
 
 A cache of 64 MB whose blocks, in random order, are each moved by a shift of their own: paged keys,
-flat keys and rows of latents, of every type. Cases take turns. Then how far keys are from the exact
-ones after many moves. Writes benchmarks/results/DATE-rerotate.md.
+flat keys and rows of latents, of every type. Cases take turns. Two floors stand beside each: memory
+is read and written once in place by a torch operator, and the same move is done over keys that stay
+in the second cache, where only instructions take time. Then how far keys are from the exact ones
+after many moves. Writes benchmarks/results/DATE-rerotate.md.
 """
 
 import datetime
@@ -15,6 +17,9 @@ import torch
 
 from rotary import Rotary, rerotate
 from rotary import bench as timing
+from rotary.angles import turns
+from rotary.kernels import kernel_of
+from rotary.kernels.geometry import Options
 
 from . import command
 from .reference import rotated
@@ -38,7 +43,12 @@ LIMITS = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BAR = 0.8  # of the speed of a copy, for floating point
+CASES = "move", "copy", "memory", "instructions"
 MOVES = (1, 10, 100, 1000)
+
+
+CACHED = 640 << 10  # bytes of keys that stay in the second cache of one core,
+REPEATS = 64  # and how often one call moves them
 
 
 class Cache(NamedTuple):
@@ -58,13 +68,19 @@ def main() -> None:
     torch.manual_seed(0)
     command.gate(errors(), "complex numbers in float64")
     rows, missed = [], []
-    for name, dtype, moved, copied in times(given.megabytes << 20, given.rounds):
-        speed = copied / moved
-        rows.append((name, name_of(dtype), f"{moved:.2f}", f"{copied:.2f}", f"{speed:.2f}"))
+    for name, dtype, found in times(given.megabytes << 20, given.rounds):
+        speed, share = found["copy"] / found["move"], "-"
+        if "memory" in found:
+            share = f"{max(found['memory'], found['instructions']) / found['move']:.2f}"
+        cells = (f"{found[case]:.2f}" if case in found else "-" for case in CASES)
+        rows.append((name, name_of(dtype), *cells, f"{speed:.2f}", share))
         if dtype in FLOATS and speed < BAR:
             missed.append(f"{name} {name_of(dtype)}: {speed:.2f}")
     versions = ", ".join(f"{key} {value}" for key, value in timing.versions().items())
-    header = ["cache", "type", "move, ms", "copy, ms", "speed, copy = 1"]
+    header = [
+        "cache", "type", *(f"{case}, ms" for case in CASES),
+        "speed, copy = 1", "larger floor / move",
+    ]  # fmt: skip
     text = "\n".join([
         "# Cached keys moved in place\n",
         f"{given.megabytes} MB, {torch.get_num_threads()} threads; {versions}. Medians.\n",
@@ -110,16 +126,35 @@ def errors() -> Iterator[tuple[str, float, float]]:
             yield f"{name} {name_of(dtype)}", float(error), limit
 
 
-def times(size: int, rounds: int) -> Iterator[tuple[str, torch.dtype, float, float]]:
-    """Of every form and type the median milliseconds of a move, and of a copy of the cache."""
+def times(size: int, rounds: int) -> Iterator[tuple[str, torch.dtype, dict[str, float]]]:
+    """Of every form and type the median milliseconds of each of CASES.
+
+    The floors are those of whole rows, so rows of latents have none.
+    """
     for name, (shape, spec) in CACHES.items():
         for dtype in LIMITS:
             keys, blocks, shift = cache_of(shape, dtype, size)
             bits = keys.view(torch.uint8)
-            move = partial(rerotate, keys, spec, blocks=blocks, shift=shift, out=keys)
-            cases = {"move": move, "copy": partial(torch.empty_like(bits).copy_, bits)}
-            found = timing.measure(cases, rounds=rounds)
-            yield name, dtype, found["move"].median * 1e3, found["copy"].median * 1e3
+            cases = {
+                "move": partial(rerotate, keys, spec, blocks=blocks, shift=shift, out=keys),
+                "copy": partial(torch.empty_like(bits).copy_, bits),
+            }
+            small, few, by = cache_of(shape, dtype, CACHED)
+            if spec.rotary_dim == spec.head_dim:
+                cases["memory"] = partial(bits.view(torch.int64).bitwise_xor_, 0)
+                # `rerotate` refuses one cache given many times, so ask the kernel itself
+                cases["instructions"] = partial(
+                    kernel_of(small).move_by, [small] * REPEATS, few, by % 16,  # few rows of tables
+                    partial(turns, spec), False, Options(spec.layout, None, spec.rotary_dim, 0, 0),
+                )  # fmt: skip
+                if not cases["instructions"]():
+                    raise RuntimeError(f"the kernel does not move {name} {name_of(dtype)} at once")
+            measured = timing.measure(cases, rounds=rounds)
+            found = {case: each.median * 1e3 for case, each in measured.items()}
+            if "instructions" in found:
+                share = bits.numel() / (REPEATS * small.numel() * small.itemsize)
+                found["instructions"] *= share / torch.get_num_threads()
+            yield name, dtype, found
 
 
 def drift(is_quick: bool) -> Iterator[list[str]]:

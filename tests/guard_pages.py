@@ -464,7 +464,7 @@ def cut_small():
 
 def forget():
     """Drop what was worked out for calls like these."""
-    for module in (jobs, fused_jobs, cpu):
+    for module in (jobs, fused_jobs, cpu, move):
         for each in vars(module).values():
             if hasattr(each, "cache_clear"):
                 each.cache_clear()

@@ -179,6 +179,32 @@ def test_one_shift_serves_all_blocks_and_all_tokens():
     np.testing.assert_array_equal(whole, rerotate(cache, SPEC, shift=np.full((9, 3), -7)))
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("of", ["few shifts", "far shifts", "one shift"])
+@pytest.mark.parametrize("order", ["random", "rising"])
+def test_blocks_of_one_shift_share_a_row_of_the_tables_with_the_same_bits(library, of, order):
+    random = np.random.default_rng(3)
+    blocks = random.permutation(80)[:50]
+    blocks = np.sort(blocks) if order == "rising" else blocks
+    shift = {
+        "few shifts": random.integers(-4, 4, 50),
+        "far shifts": random.integers(-(2**40), 2**40, 50) * 2**22,
+        "one shift": np.array(-9),
+    }[of]
+    blocks.flags.writeable = library is not np.asarray
+    spec = Rotary(32, base=100.0, sign=-1)
+    start = numbers((80, 3, 32))
+    moved, layer = library(start.copy()), library(start.copy())
+    given = library(blocks), library(shift)
+    rerotate([moved, layer], spec, blocks=given[0], shift=given[1], out=[moved, layer])
+    wanted = rerotate(library(start.copy()), spec, blocks=given[0], shift=given[1])  # in a new one
+    for each in (moved, layer):
+        assert np.array_equal(np.asarray(each), np.asarray(wanted))
+    assert (
+        (np.asarray(moved) != start).any(axis=(1, 2))[blocks[np.broadcast_to(shift, 50) != 0]].all()
+    )
+
+
 def test_a_shift_on_several_axes():
     spec = Rotary(32, axes=rotary.positions.interleaved_sections(8, 4, 4))
     cache = numbers((9, 6, 3, 32))
@@ -441,6 +467,16 @@ def test_calls_that_say_too_little_or_too_much():
         rerotate(jnp.asarray(cache), SPEC, blocks=[1], shift=1, out=cache)
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("blocks", [[-1, 3], [3, 9], [2, 2], [5, 2, 5]])
+def test_wrong_blocks_are_refused_before_any_is_moved_in_place(library, blocks):
+    start = numbers((9, 6, 3, 32))
+    cache = library(start.copy())
+    with pytest.raises(ValueError, match=r"blocks must be 0 to 8|is given twice"):
+        rerotate(cache, SPEC, blocks=blocks, shift=4, out=cache)
+    assert np.array_equal(np.asarray(cache), start)
+
+
 def test_memory_that_must_not_be_written_is_refused():
     cache = numbers((9, 6, 3, 32))
     cache.flags.writeable = False
@@ -452,6 +488,17 @@ def test_memory_that_must_not_be_written_is_refused():
     whole = torch.zeros(10, 6, 3, 32)
     with pytest.raises(ValueError, match="out overlaps an input"):
         rerotate(whole[:9], SPEC, blocks=[1], shift=1, out=whole[1:])
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_two_caches_that_share_memory_are_refused(library, dtype):
+    whole = library(numbers((10, 6, 3, 32)).astype(dtype))
+    before, scale = whole + 0, library(np.ones(3, np.float32)) if dtype == "int8" else None
+    for caches in ((whole, whole), (whole[:9], whole[1:])):
+        with pytest.raises(ValueError, match="out overlaps an input or another output"):
+            rerotate(caches, SPEC, blocks=[1, 2], shift=4, scale=scale, out=caches)
+    assert (whole == before).all()
 
 
 @pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])

@@ -194,6 +194,13 @@ def test_moving_by_a_distance_takes_the_tables_of_that_distance(start, distance)
     np.testing.assert_array_equal(ours, wanted)
 
 
+def test_negative_positions_are_refused_unless_they_are_meant():
+    here, there = np.array([3]), np.array([-1])
+    for places in ((here, there), (there, here)):
+        with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
+            moved_cos_sin(SPEC, SPEC, *places, here)
+
+
 def test_an_equal_spec_that_is_another_object_moves_alike():
     where = np.arange(5) + 2**50
     one, other = (
@@ -360,16 +367,17 @@ def test_every_whole_number_type_moves_alike(dtype, new_spec):
     np.testing.assert_array_equal(moved, wanted)
 
 
-@pytest.mark.parametrize("new_spec", [SPEC, Rotary(8)], ids=["shift", "frequencies"])
-def test_fractional_positions_are_moved(new_spec):
+@pytest.mark.parametrize("name", ["the same", "another base", "both factors"])
+def test_fractional_positions_are_moved(name):
+    spec, new_spec = PAIRS_OF_SPECS[name]
     x = normal(3, 8)
     where, target = np.array([0.25, 7.5, 2.0**20]), np.array([9, 0, 3])
-    cached = rotary.apply(SPEC, x, positions=where)
-    moved = rerotate(cached, SPEC, where, target, new_spec)
-    wanted = as_complex(rotary.apply(new_spec, x, positions=target), SPEC)
-    assert_pairs_close(moved, wanted, SPEC, 2 * ONE + 3e-7)
-    back = rerotate(moved, new_spec, target, where, SPEC)
-    assert_pairs_close(back, as_complex(cached, SPEC), SPEC, 2 * ONE + 6e-7)
+    cached = rotary.apply(spec, x, positions=where)
+    moved = rerotate(cached, spec, where, target, new_spec)
+    wanted = as_complex(rotary.apply(new_spec, x, positions=target), spec)
+    assert_pairs_close(moved, wanted, spec, 2 * ONE + 3e-7)
+    back = rerotate(moved, new_spec, target, where, spec)
+    assert_pairs_close(back, as_complex(cached, spec), spec, 2 * ONE + 6e-7)
 
 
 def test_negative_positions_are_moved_when_they_are_meant():
@@ -438,6 +446,23 @@ def test_traced_positions_of_narrow_types_do_not_overflow(new_spec, dtype):
     move = jax.jit(rerotate, static_argnames=("spec", "new_spec"))
     ours = move(k, SPEC, where.astype(dtype), target.astype(dtype), new_spec)
     assert_pairs_close(ours, wanted, SPEC, 2 * ONE + TRACED)
+
+
+def test_traced_positions_take_the_tables_of_their_distance():
+    where = np.array([5, 9, 2**30])
+    moves = {
+        "jax": (jax.jit, lambda at: jnp.asarray(at, np.int32)),
+        "torch": (lambda call: torch.compile(call, fullgraph=True, backend="eager"), torch.tensor),
+    }
+    for compiled, array in moves.values():
+        move = compiled(lambda old, new: moved_cos_sin(SPEC, SPEC, old, new, old))
+        wanted = compiled(lambda at: rotary.cos_sin(SPEC, at))(array([7, 7, 7]))
+        for one, other in zip(move(array(where), array(where + 7)), wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+    ends = jnp.asarray([1 - 2**31], np.int32), jnp.asarray([2**31 - 1], np.int32)
+    move = jax.jit(lambda old, new: moved_cos_sin(SPEC, SPEC, old, new, old, allow_negative=True))
+    for one, other in zip(move(*ends), rotary.cos_sin(SPEC, [2**32 - 2]), strict=True):
+        np.testing.assert_allclose(one, other, atol=TRACED)  # 33 bits: no int32
 
 
 def test_traced_and_known_positions_too_far_for_32_bits_are_not_mixed_up():

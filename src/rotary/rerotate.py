@@ -1,11 +1,13 @@
 """`rerotate`: move cached keys, which are already rotated, to other positions or frequencies."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import is_
 from typing import overload
 
 import numpy as np
 
-from .angles import moved_cos_sin
+from .angles import moved_cos_sin, turns
 from .kernels import Array, Kernel, is_per_row, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .kernels.numpy import CODES, FLOATS
@@ -136,6 +138,11 @@ def rerotate(
     axis = seq_axis(shape, seq_dim)
     if shape[-1] != spec.head_dim:
         raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
+    if out is not None and len(xs) > 1 and kernel.check_out is not None:
+        kernel.check_out(xs, outputs(out, len(xs)))
+    is_shift = shift is not None and from_positions is to_positions is new_spec is scale is None
+    if is_shift and _are_moved_by(kernel, xs, spec, shift, blocks, out):
+        return xs if isinstance(k, (tuple, list)) else like
     picked = None if blocks is None else _picked(kernel, blocks, xs)
     count = shape[axis] if picked is None else len(picked)
     if shift is not None:
@@ -187,6 +194,21 @@ def rerotate(
         kernel.move(x, cos, sin, picked, scales, options, y) for x, y in zip(xs, outs, strict=True)
     )
     return moved if isinstance(k, (tuple, list)) else moved[0]
+
+
+def _are_moved_by(
+    kernel: Kernel[Array], xs: Sequence[Array], spec: Rotary, shift: object, blocks: object,
+    out: object,
+) -> bool:  # fmt: skip
+    """Whether blocks of caches were moved in place, by what needs no look at positions; if not,
+    nothing was done."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    is_in_place = len(outs) == len(xs) and all(map(is_, xs, outs))
+    is_simple = is_in_place and not (spec.axes or spec.depends_on_length)
+    if kernel.move_by is None or blocks is None or not is_simple:
+        return False
+    options = Options(spec.out_layout, None, spec.rotary_dim, spec.start, 0, spec.head_dim)
+    return kernel.move_by(xs, blocks, shift, partial(turns, spec), spec.sign < 0, options)
 
 
 def _check_specs(spec: Rotary, new_spec: Rotary) -> None:

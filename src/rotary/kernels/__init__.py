@@ -43,7 +43,7 @@ NESTED = (
 
 @dataclass(frozen=True)
 class Kernel(Generic[Array]):
-    """What an array library has to give; a rotation and tables first, then what positions need."""
+    """The functions of an array library: a rotation, tables, positions, and what only some have."""
 
     name: str
     namespace: str  # the module with exp, where, stack, ...
@@ -58,28 +58,32 @@ class Kernel(Generic[Array]):
     row_lengths: Callable[[Array], list[int]]  # largest position of each row, plus one
     arange: Callable[[Array, int], Array]  # positions 0 .. count - 1 on the device of an array
     as_positions: Callable[[object, Array], Array]  # lists, or those of another library, beside x
-    repeat_rows: Callable[[Array, int], Array]  # the same positions for so many rows
+    repeat_rows: Callable[[Array, int], Array]  # the same positions for each row
     to_numpy: Callable[[Array], Numbers | None]  # positions, where they are in memory
     from_numpy: Callable[[Numbers], Array]  # a table made by NumPy
     host_constant: Callable[..., Any]  # a function called on the host, also while tracing
     is_cacheable: Callable[[Array], bool]  # whether tables for an array may be kept
     device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
 
-    check: Callable[[Array], None] | None = None  # refuses an array whose type alone says nothing
-    # a call of `rotate` that needs no other look, asked first; else None
+    check: Callable[[Array], None] | None = None  # refuses an array that its type does not exclude
+    # does a call of `rotate` like an earlier one; None for others. It is tried first
     quick: Quick[Array] | None = None
-    # a few tokens at positions, by angles worked out on the way; None where tables are needed
+    # a few tokens at positions, without tables in memory; None where tables are needed
     rotate_at: RotateAt[Array] | None = None
-    # whether an array is on a GPU, where that is done for positions 0, 1, ... as well, None there
+    # whether an array is on a GPU; there `rotate_at` takes positions None as well, for 0, 1, ...
     is_on_gpu: Callable[[Array], bool] | None = None
-    # from the options and arrays of a call, and what is done with arrays of another form: code for
+    # from the options and arrays of a call, and a function for arrays of another form: code for
     # arrays of this form; None where it would not help
     prepare: Callable[..., Callable[..., tuple[Array, ...]] | None] | None = None
-    # the rotation by angles worked out on the way, without tables; and whether it takes these
+    # the rotation at whole positions, without tables; and whether it takes these operands
     rotate_exact: Callable[..., tuple[Array, ...]] | None = None
     makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)
     # blocks of a cache, of keys that may have 8 bits: (x, cos, sin, blocks, scale, options, out)
     move: Callable[..., Array] | None = None
+    # the same in place by whole numbers of tokens: (xs, blocks, shift, turns, backwards, options);
+    # False, and nothing done, where `move` has to
+    move_by: Callable[..., bool] | None = None
+    check_out: Callable[..., None] | None = None  # (xs, out): refuses arrays that share memory
     # tables of positions that are spread over processes
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 
@@ -165,7 +169,7 @@ Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
 def fused_of(array: object) -> Fused:
-    """What computes `rotary.fused` for the library of an array; TypeError if it has none.
+    """The function that computes `rotary.fused` for the library of an array; TypeError if none.
 
     >>> fused_of(np.zeros(2)).__name__
     'fused'
@@ -241,7 +245,7 @@ def is_distributed(tensor: object) -> bool:
 
 
 def check_positions(positions: object) -> None:
-    """Refuse a single number, and what only a copy from a GPU or the loss of its mask would read.
+    """Refuse a single number, arrays of GPU libraries other than torch's, and masked arrays.
 
     >>> check_positions([0, 1, 2])
     """
@@ -267,7 +271,7 @@ def _described(array: object) -> str:
 
 
 def hint_for(kind: type) -> str:
-    """What to do with an array that is not taken: of a GPU library, of torch.fx, or masked.
+    """What to do with an array that no kernel takes: of a GPU library, of torch.fx, or masked.
 
     >>> hint_for(np.ndarray)
     ''

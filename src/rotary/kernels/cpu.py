@@ -1,7 +1,7 @@
 """The CPU kernel: NumPy arrays through the compiled loops, serially or on all threads."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -83,7 +83,7 @@ def rotate(
 def rotate_at(
     xs: Sequence[Array], positions: object, options: AngleOptions, out: Sequence[Array] | None
 ) -> tuple[Array, ...] | None:
-    """Rotate a few tokens by angles worked out on the way; None where tables are needed."""
+    """Rotate a few tokens without tables in memory; None where tables are needed."""
     if not isinstance(positions, np.ndarray):
         return None
     call = _ready_call(*_forms(xs, (positions,), out), options)
@@ -176,6 +176,19 @@ def move(
     return y
 
 
+def move_by(
+    xs: Sequence[Array], blocks: object, shift: object, turns: Callable[[], Array], backwards: bool,
+    options: Options,
+) -> bool:  # fmt: skip
+    """Turn blocks of caches in place by whole numbers of tokens; False where `move` has to."""
+    form, *others = map(reference.block, xs)
+    if not all(x.flags.aligned and x.flags.writeable for x in xs) or any(x != form for x in others):
+        return False
+    numbers = np.asarray(blocks), np.asarray(shift)
+    places = [address(x) for x in xs]
+    return move_loops.run_shifted(form, places, *numbers, turns, backwards, options)
+
+
 def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(reference.block(array))
 
@@ -188,4 +201,5 @@ KERNEL = replace(
     tables=tables,
     rotate_at=rotate_at,
     move=move,
+    move_by=move_by,
 )

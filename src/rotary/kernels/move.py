@@ -12,18 +12,19 @@ and rounded once.
 import functools
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from . import Numbers as Array
 from . import threads
 from .compiled import compiled
-from .geometry import Options, geometry_of
-from .jobs import walk
+from .geometry import Geometry, Options, geometry_of
+from .jobs import angles_record, walk
 from .llvm import load_int, record, take
-from .loops import FORM, STEPS, TAGS, Loop, as_loop
-from .memory import SIZES, Block
+from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
+from .memory import SIZES, Block, is_injective
 from .numpy import address
 from .rows import MODES, rotate_rows
 
@@ -88,6 +89,15 @@ def _loop(dtype: str) -> Loop:
     return as_loop(_move((TAGS | _CODES)[dtype]))
 
 
+class _BlockForm(NamedTuple):
+    """How the rows of blocks of one form lie; `form` is a record of FORM."""
+
+    form: Array
+    mode: int
+    offsets: tuple[tuple[int, int, int], ...]  # of x and of the table, in the first and last place
+    size: int  # bytes of a block
+
+
 def run(
     x: Block, place: int, table: Block, cos: int, sin: int, blocks: Array | None, options: Options
 ) -> bool:
@@ -95,10 +105,7 @@ def run(
 
     `x` and `table` are the forms of the cache and of both tables, which lie at these addresses.
     """
-    is_dense = all(
-        block.shape[-1] == 1 or block.strides[-1] == SIZES.get(block.dtype) for block in (x, table)
-    )
-    if not (is_dense and (x.dtype in TAGS or x.dtype in _CODES) and table.dtype == "float32"):
+    if not (_is_moved(x) and _is_dense(table) and table.dtype == "float32"):
         return False
     if blocks is None:  # all of x is one block
         geometry = geometry_of((x.shape,), table.shape, None, options)
@@ -106,19 +113,144 @@ def run(
     else:
         geometry = geometry_of(((len(blocks), *x.shape[1:]),), table.shape, None, options)
         geometry = geometry._replace(dims=tuple(range(len(x.shape) - 2)))
-        one, along = (Block(b.shape[1:], b.strides[1:], b.dtype) for b in (x, table))
+        one, along = _one_block(x), _one_block(table)
         is_rising = (blocks[1:] > blocks[:-1]).all()
         order = np.arange(len(blocks)) if is_rising else np.argsort(blocks)
         chosen = blocks[order]
+    block_form = _form_of(one, along, geometry)
+    _turn(block_form, x, place, cos, sin, table.strides[0], chosen, order)
+    return True
+
+
+def run_shifted(
+    x: Block, places: Sequence[int], blocks: Array, shift: Array, turns: Callable[[], Array],
+    backwards: bool, options: Options,
+) -> bool:  # fmt: skip
+    """The same for caches of one form, at these addresses, whose blocks move by whole numbers.
+
+    Blocks that move by the same number share a row of the tables. False as well where `blocks` or
+    `shift` are not such numbers, and where a block is not in the caches or given twice.
+    """
+    count = len(blocks) if blocks.ndim == 1 else 0
+    if not (count and _is_moved(x) and is_injective(x) and shift.shape in ((), (count,))):
+        return False
+    if blocks.dtype.kind != "i" or shift.dtype.kind != "i":
+        return False
+    shifts = _writable(shift if shift.shape else np.full(count, shift))
+    chosen, rows, distinct = np.empty((3, count), np.int64)
+    number = _order(_writable(blocks), shifts, x.shape[0], chosen, rows, distinct)
+    if number < 0:
+        return False
+    frequencies = turns()
+    cos, sin = tables = np.empty((2, number, len(frequencies)), np.float32)
+    angles, *alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
+    job = array("q", (1, 1, 0, *map(address, (angles, distinct, cos, sin)), 0))
+    threads.run(loop("table"), tables.nbytes, job)
+    del alive
+    block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), len(frequencies), options)
+    for place in places:
+        _turn(block_form, x, place, address(cos), address(sin), cos.strides[0], chosen, rows)
+    return True
+
+
+def _writable(numbers: Array) -> Array:
+    """What `_order` is compiled for: read-only arrays, or strided ones, would be other types."""
+    numbers = np.ascontiguousarray(numbers, np.int64)
+    return numbers if numbers.flags.writeable else numbers.copy()
+
+
+@compiled()
+def _order(blocks, shifts, size, chosen, rows, distinct):
+    """The blocks in rising order; of each the number of its shift; and all shifts that differ.
+
+    Returns how many these are, or -1 where a block is not one of `size`, or given twice.
+    """
+    last, is_rising = -1, True
+    for block in blocks:
+        if block < 0 or block >= size:
+            return -1
+        is_rising &= block > last
+        last = block
+    if is_rising:
+        chosen[:], rows[:] = blocks, shifts
+    else:
+        place = np.full(size, -1, np.int32)
+        for at in range(len(blocks)):
+            if place[blocks[at]] >= 0:
+                return -1
+            place[blocks[at]] = at
+        count = 0
+        for block in range(size):
+            if place[block] >= 0:
+                chosen[count], rows[count] = block, shifts[place[block]]
+                count += 1
+    return _number_shifts(rows, distinct)
+
+
+@compiled()
+def _number_shifts(rows, distinct):
+    """Shifts replaced by their numbers among those that differ; how many these are."""
+    low, high = rows.min(), rows.max()
+    if high - low < 0 or high - low >= 4 * len(rows):  # below 0 where it is too large
+        distinct[:], rows[:] = rows, np.arange(len(rows))
+        return len(rows)
+    number = np.full(high - low + 1, -1, np.int32)
+    count = 0
+    for at in range(len(rows)):
+        shift = rows[at]
+        if number[shift - low] < 0:
+            number[shift - low], distinct[count] = count, shift
+            count += 1
+        rows[at] = number[shift - low]
+    return count
+
+
+def _is_dense(block: Block) -> bool:
+    return block.shape[-1] == 1 or block.strides[-1] == SIZES.get(block.dtype)
+
+
+def _is_moved(x: Block) -> bool:
+    return _is_dense(x) and (x.dtype in TAGS or x.dtype in _CODES)
+
+
+@functools.lru_cache(maxsize=64)
+def _form_of_one_row(x: Block, pairs: int, options: Options) -> _BlockForm:
+    """Of caches in which a block, as x has one, is turned by one row of the tables."""
+    lead = len(x.shape) - 1
+    table = Block((*[1] * lead, pairs), (*[0] * lead, SIZES["float32"]), "float32")
+    geometry = geometry_of((x.shape,), table.shape, None, options)
+    return _form_of(
+        _one_block(x), _one_block(table), geometry._replace(dims=tuple(range(lead - 1)))
+    )
+
+
+def _one_block(blocks: Block) -> Block:
+    """The form of each of these blocks."""
+    return Block(blocks.shape[1:], blocks.strides[1:], blocks.dtype)
+
+
+def _form_of(one: Block, along: Block, geometry: Geometry) -> _BlockForm:
     offsets, steps = walk(one, one, True, along, 0, geometry)
     form = np.zeros((), FORM)
     form["q"], form["pairs"], form["sign"] = steps, geometry.pairs, 1
-    size = len(chosen) * math.prod(one.shape) * SIZES[x.dtype]
     mode = MODES.index((geometry.layout, geometry.out_layout, False))
-    for source, _, row in offsets:
+    return _BlockForm(form, mode, offsets, math.prod(one.shape) * SIZES[one.dtype])
+
+
+def _turn(
+    block_form: _BlockForm,
+    x: Block,
+    place: int,
+    cos: int,
+    sin: int,
+    table_step: int,
+    chosen: Array,
+    rows: Array,
+) -> None:
+    form, size = address(block_form.form), len(chosen) * block_form.size // len(block_form.offsets)
+    for source, _, row in block_form.offsets:
         job = array("q", (
-            1, 1, 0, address(form), mode, place + source, x.strides[0],
-            cos + row, sin + row, table.strides[0], address(chosen), address(order), len(chosen), 0,
+            1, 1, 0, form, block_form.mode, place + source, x.strides[0],
+            cos + row, sin + row, table_step, address(chosen), address(rows), len(chosen), 0,
         ))  # fmt: skip
-        threads.run(_loop(x.dtype), size // len(offsets), job)
-    return True
+        threads.run(_loop(x.dtype), size, job)

@@ -1,16 +1,33 @@
 """Moved keys as torch tensors: the compiled loops on the host, torch's own operators elsewhere."""
 
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import Rotate
+from . import Numbers, Rotate
 from .geometry import Options
 from .numpy import CODES as LIMITS
-from .torch_checks import check_device, check_no_grad, check_strided, check_writable
+from .numpy import check_like
+from .torch_checks import (
+    check_device,
+    check_no_grad,
+    check_no_inference,
+    check_strided,
+    check_writable,
+)
 from .torch_launch import form, mark_written
-from .torch_state import CODES, are_plain, host_array, is_on_host, is_recording, wants_grad
+from .torch_state import (
+    CODES,
+    INTEGERS,
+    are_plain,
+    host_array,
+    is_on_host,
+    is_recording,
+    wants_grad,
+)
 
 loops: ModuleType | None
 try:
@@ -38,11 +55,7 @@ def move(
         check_device(other, x)
     check_strided((x, *operands))
     if out is not None:
-        if out.shape != x.shape or out.dtype != x.dtype:
-            raise ValueError(
-                f"out must be {x.dtype} {tuple(x.shape)} like the input, "
-                f"got {out.dtype} {tuple(out.shape)}"
-            )
+        check_like("input", x, out)
         check_no_grad((x, cos, sin), (out,))
         if not is_recording():
             check_writable((x, cos, sin), (out,))
@@ -57,6 +70,40 @@ def move(
                 mark_written((out,))
             return y
     return _formula(rotate, x, cos, sin, blocks, scale, options, out)
+
+
+def move_by(
+    xs: Sequence[Tensor], blocks: object, shift: object, turns: Callable[[], Numbers],
+    backwards: bool, options: Options,
+) -> bool:  # fmt: skip
+    """Turn blocks of these caches in place, by whole numbers of tokens, in the compiled loops.
+
+    False, and nothing done, for what `move` takes alone, and for what it refuses.
+    """
+    if loops is None or is_recording() or not are_plain(xs) or wants_grad(*xs):
+        return False
+    blocks, shift = (_host_numbers(each) for each in (blocks, shift))
+    first, *others = map(form, xs)
+    if xs[0].is_cuda or blocks is None or shift is None or any(x != first for x in others):
+        return False
+    check_no_inference(xs)
+    places = [x.data_ptr() for x in xs]
+    if not loops.run_shifted(first, places, blocks, shift, turns, backwards, options):
+        return False
+    mark_written(xs)
+    return True
+
+
+def check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse outputs that must not be written, or that share memory."""
+    if not is_recording():
+        check_writable(xs, out)
+
+
+def _host_numbers(numbers: object) -> Numbers | None:
+    if not isinstance(numbers, Tensor):
+        return np.asarray(numbers)
+    return host_array(numbers) if numbers.dtype in INTEGERS and is_on_host(numbers) else None
 
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:
