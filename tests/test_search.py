@@ -341,5 +341,6 @@ def test_every_public_function_is_a_name_of_the_package():
 
 
 def test_the_package_does_not_load_numba_before_a_search():
+    pytest.importorskip("matplotlib")
     code = "import sys, rotary.plots, rotary.analysis; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -23,7 +23,7 @@ from .spectrum import Array, frequencies, number, still_pairs, whole_number, who
 MAX_DESIGN = 2**18  # tokens
 _STARTS = 48  # ladders of one base that a descent may begin from
 _ENOUGH = 1e-6  # above the lower bound: no other descent is tried
-_HELD = 8  # descents in which distances below the floor are added
+_HELD = 12  # descents in which distances below the floor are added
 # above the floor, of B_m / B_0, so that float64 and frequencies in float32 prove it
 _PROVABLE = 1e-7
 _MARGIN = 1e-3  # above the floor, of B_m / B_0, that they are sent to
