@@ -150,6 +150,15 @@ def test_fractional_positions(library, dtype):
     assert_same(negative, (ours[0], -ours[1]))
 
 
+@libraries
+def test_float32_precision_rounds_the_angle(library):
+    where, inv_freq = np.arange(131_000, 131_072), np.array([0.7, 1 / 3])
+    angle = (where[:, None].astype(np.float32) * inv_freq.astype(np.float32)).astype(np.float64)
+    ours = rotary.cos_sin(custom(*inv_freq), library(where), "float32")
+    assert_close(ours, (np.cos(angle), np.sin(angle)), 2.0**-23)
+    assert np.abs(exact(inv_freq, where.tolist())[0] - np.cos(angle)).max() > 1e-3
+
+
 # --- axes, direction, shapes ---
 
 
@@ -262,6 +271,12 @@ def test_kept_frequencies_cannot_be_written_to(of):
         of(SPEC)[0] = 0
 
 
+def test_a_spec_warns_when_it_is_made_and_not_again():
+    with pytest.warns(UserWarning, match="factor 0.5 < 1"):
+        spec = Rotary(8, base=12_345, schedule="linear", params={"factor": 0.5})
+    rotary.inv_freq(spec)  # a warning would be an error
+
+
 # --- the cache ---
 
 
@@ -335,6 +350,28 @@ def test_tables_of_a_sequence_are_cut_from_a_longer_one(library, seq):
     dynamic = Rotary(8, schedule="dynamic", params={**YARN})
     ours = sequence_cos_sin(dynamic, library(np.empty(0)), seq)
     assert_same(ours, rotary.cos_sin(dynamic, library(np.arange(seq))))
+
+
+def test_tables_of_a_sequence_are_kept_and_a_few_sizes_serve_every_length(monkeypatch):
+    cache = Cache(2**20)
+    monkeypatch.setattr(rotary.angles, "_cache", cache)
+    rotary.turns(SPEC)
+    before = cache.bytes
+    one, other = (sequence_cos_sin(SPEC, np.empty(0), seq)[0] for seq in (200, 150))
+    assert np.shares_memory(one, other)
+    sequence_cos_sin(SPEC, np.empty(0), 256)  # a power of two fits without a row to spare
+    assert cache.bytes - before == 2 * 256 * 8 * 4
+    sequence_cos_sin(SPEC, np.empty(0), 1024)
+    assert cache.bytes - before == 2 * (256 + 1024) * 8 * 4
+
+
+def test_default_positions_take_the_length_that_is_said():
+    dynamic = Rotary(8, schedule="dynamic", params={**YARN})
+    for length in (20, 4096, [20, 4096]):
+        where = np.array([np.arange(5)] * 2 if isinstance(length, list) else np.arange(5))
+        ours = sequence_cos_sin(dynamic, np.empty(0), 5, seq_len=length)
+        assert_same(ours, rotary.cos_sin(dynamic, where, seq_len=length))
+    assert np.abs(ours[0][0] - ours[0][1]).max() > 0.05
 
 
 def test_many_threads_may_ask_at_once(monkeypatch):
@@ -424,8 +461,9 @@ def test_tables_too_large_are_refused_before_they_are_made():
     assert rotary.cos_sin(SPEC, np.arange(800), max_bytes=51_200)[0].shape == (800, 8)
     with pytest.raises(ValueError, match=r"8,000,000,000,000 bytes, over max_bytes"):
         positions.arange(10**12)
-    with pytest.raises(ValueError, match=r"1,000,000,000,000 positions take"):
-        rotary.cos_sin(SPEC, torch.empty(10**12, dtype=torch.int64, device="meta"))
+    for count in (2**28 + 1, 10**12):  # by default 16 GiB
+        with pytest.raises(ValueError, match=f"{count:,} positions .* max_bytes = 17,179,869,184;"):
+            rotary.cos_sin(SPEC, torch.empty(count, dtype=torch.int64, device="meta"))
 
 
 def test_a_trillion_positions_are_refused_at_once():

@@ -42,7 +42,11 @@ def test_arange_takes_an_offset_per_row():
         ((-1,), "seq_len must be >= 0, got -1"),
         ((3, 0.5), "offset must hold whole numbers, got dtype float64"),
         ((3, [True]), "offset must hold whole numbers, got dtype bool"),
-        ((10**12,), r"1 x 1000000000000 positions take 8,000,000,000,000 bytes, over max_bytes"),
+        (
+            (10**12,),
+            r"1 x 1000000000000 positions take 8,000,000,000,000 bytes, over "
+            "max_bytes = 17,179,869,184; build",
+        ),
         ((2**30, [0, 1, 2]), r"3 x 1073741824 positions take 25,769,803,776 bytes"),
     ],
 )

@@ -105,7 +105,14 @@ def test_a_compiled_call_takes_any_length():
 
 
 REFUSED = {
-    "an offset of floats": (lambda a: positions.arange(2, a([0.5])), "must hold whole numbers"),
+    "an offset of floats": (lambda a: positions.arange(2, a([0.5])), "offset must hold whole num"),
+    "parents of floats": (lambda a: positions.draft(a([-1.0])), "parents must hold whole numbers"),
+    "a draft after half a token": (
+        lambda a: positions.draft(a([-1]), a(0.5)), "offset must hold whole numbers"),
+    "images after half a token": (
+        lambda a: positions.mrope([("text", 1)], offset=a(0.5)), "offset must hold whole numbers"),
+    "parts of floats": (
+        lambda a: positions.shard(2, 0, 2, cu_seqlens=a([0.0, 2.0])), "cu_seqlens must hold whole"),
     "boundaries that fall": (lambda a: positions.packed(a([0, 3, 2])), "start with 0"),
     "another seq_len": (lambda a: positions.packed(a([0, 3]), seq_len=4), "seq_len is 4"),
     "a mask of twos": (lambda a: positions.left_padded(a([0, 2])), "0 for padding"),
@@ -162,6 +169,11 @@ def test_a_node_of_a_draft_tree_is_one_after_its_parent(data):
     for parent in parents:
         depth.append(offset if parent < 0 else depth[parent] + 1)
     assert positions.draft(np.array(parents, np.int64), offset).tolist() == depth
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_a_draft_without_branches_counts_up(count):
+    assert positions.draft(np.arange(count) - 1).tolist() == list(range(count))
 
 
 def test_a_branch_is_rotated_as_the_sequence_that_it_is():

@@ -106,6 +106,7 @@ CASES = [
     Case("yarn", yarn(4096, 32.0, truncate=False), 150_000.0),  # gpt-oss
     Case("yarn", yarn(32_768, 4.0), 1e6),  # Qwen
     Case("yarn", yarn(16, 4.0)),  # a ramp that starts below the first pair
+    Case("yarn", yarn(beta_fast=512.0), 10.0),  # a ramp that would end behind the last pair
     Case("longrope", longrope(factor=32.0), is_falling=False),
     Case("longrope", longrope(factor=1.0), is_falling=False),
     Case("longrope", longrope(attention_factor=1.25), is_falling=False),
@@ -290,6 +291,12 @@ def test_a_schedule_is_pure_and_its_spec_returns_it(case):
 
 
 @pytest.mark.parametrize(("case", "seq_len"), at_length, ids=str)
+def test_only_yarn_longrope_and_custom_scale_the_scores(case, seq_len):
+    if case.schedule not in ("yarn", "longrope", "custom"):
+        assert case.call(seq_len=seq_len)[1] == 1.0
+
+
+@pytest.mark.parametrize(("case", "seq_len"), at_length, ids=str)
 def test_frequencies_fall_and_scaling_never_speeds_a_pair_up(case, seq_len):
     inv_freq, factor = case.call(seq_len=seq_len)
     assert np.isfinite(inv_freq).all()
@@ -379,6 +386,8 @@ FAULTS = [
     ("dynamic", trained(1, factor=2.0), r"original_max_position_embeddings must be .* >= 2, got 1"),
     ("longrope", longrope(original_max_position_embeddings=1, factor=2.0),
      r"original_max_position_embeddings must be .* >= 2, got 1"),
+    ("dynamic_linear", trained(1, factor=2.0), r"original_max_position_embeddings must be .* >= 2"),
+    ("llama3", llama3() | trained(1), r"original_max_position_embeddings must be .* >= 2, got 1"),
     ("dynamic", trained(2048.0, factor=2.0), r"must be a whole number of tokens >= 2, got 2048.0"),
     ("dynamic", trained(factor=2**53 + 2), r"factor must be <= 2\^53: 90\d* - 1 is rounded to an"),
     ("linear", {"factor": 1e39}, r"factor must be in the range of float32, 1.2e-38 to 3.4e38"),

@@ -165,7 +165,7 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     ancestors = given.reshape(math.prod(given.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
     depth = (ancestors >= 0) * 1
-    for _ in range(max(nodes - 1, 0).bit_length()):  # ancestors twice as far up at every step
+    for _ in range(max(nodes - 2, 0).bit_length()):  # ancestors twice as far up at every step
         is_node = ancestors >= 0
         where = (ancestors * is_node + rows).reshape(-1)
         depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node
