@@ -33,7 +33,7 @@ from .blackbox.probe import (
     one_line,
 )
 from .kernels import Numbers as Array
-from .spec import Rotary
+from .spec import Rotary, check_whole
 from .strict_json import JSON
 
 FAR = 2**16  # for functions that are given tables: enough to see every pair of our tables rotate
@@ -145,10 +145,9 @@ def identify(
     Rotary(head_dim=8, base=500.0)
       angles: exact; right to 1e-3 rad up to position 1,048,576, probed up to 1,048,576
     """
-    for name, value, least in (("head_dim", head_dim, 2), ("num_axes", num_axes, 1),
-                               ("max_position", max_position, 1)):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    check_whole("head_dim", head_dim, 2)
+    check_whole("num_axes", num_axes)
+    check_whole("max_position", max_position)
     if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
         raise ValueError(f"rotary_dim must be even and in (0, {head_dim}], got {rotary_dim!r}")
     fns, kind = callables(fn, form, seq_dim, library, dtype)

@@ -37,7 +37,7 @@ ANGLE_NOISE = {"float32": 3e-7, "float16": 5e-4, "bfloat16": 4e-3}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """About one box; `rotary.identify.Identification` says what the fields are."""
+    """The answer about one box; `rotary.identify.Identification` explains the fields."""
 
     spec: Rotary | None
     findings: tuple[Finding, ...] = ()
@@ -85,7 +85,8 @@ class Turning(NamedTuple):
 class Rates(NamedTuple):
     """Frequencies (pairs,), >= 0 after `sign`; the axis that drives each; the last safe position.
 
-    `offset` is the position that position 0 is turned as, `phase` (pairs,) what else it is turned.
+    `offset`: position 0 is rotated as if it were this position; `phase` (pairs,): by which angles
+    it is rotated otherwise.
     """
 
     inv_freq: Array
@@ -264,7 +265,7 @@ def _with_length(
     box: Box, turning: Turning, findings: list[Finding], rates: Rates, explained: Fit,
     amplitude: float | None, limit: int,
 ) -> tuple[Turning, Rates, Fit, Finding] | None:  # fmt: skip
-    """What holds for short rows, and the rule by which long ones differ, if there is one."""
+    """Pairs and frequencies of short rows, and the rule for long ones; None if there is no rule."""
     if box.num_axes > 1 or rates.last < 8:
         return None
     if rates.last < turning.last:  # uneven: its last run may already be a little off

@@ -17,7 +17,7 @@ from .probe import Finding
 Array = npt.NDArray[np.float64]
 
 
-# code, the power of a measured base that is a usual base (of rotary_dim and head_dim), and text
+# code, the power (of rotary_dim and head_dim) to which a measured base is a usual one, and text
 EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (
     (
         "denominator", lambda d, width: width / d,
@@ -150,7 +150,7 @@ def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
 def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
     """YaRN whose ramp runs the wrong way: w + w / factor - yarn(w) instead of yarn(w).
 
-    The spec of what it computes, and what to say; None if that does not explain the frequencies.
+    Returns what it computes and the finding; None if that does not explain the frequencies.
     """
     size, pairs = measured.inv_freq, len(measured.inv_freq)
     if pairs < 4 or not 0 < size[-1] < size[0] < 0.9:

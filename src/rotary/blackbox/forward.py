@@ -1,7 +1,7 @@
 """Finds the rotations in one forward of a torch module, whatever its functions are called.
 
-Every operator that runs is recorded. If an array is an earlier one rotated, which `turned` finds by
-the numbers, that is a rotation. So it is found wherever it is computed: in a function, a method, a
+The result of every operator is compared with earlier arrays: `turned` tells from the numbers if it
+is one of them, rotated. So a rotation is found wherever it is computed: in a function, a method, a
 module, a nested function, an operator in place, or written out in the attention.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels import Numbers as Array
 from ..kernels.torch_private import OperatorMode
+from .probe import one_line
 from .turned import Turned, turned
 
 KEPT = 24  # arrays of one shape that a later one is compared with
@@ -64,8 +65,7 @@ def watch(
         with torch.no_grad(), watcher:
             model(*args, **kwargs)
     except Exception as raised:  # whatever a stranger's forward raises
-        lines = str(raised).strip().splitlines() or [""]
-        error = f"{type(raised).__name__}: {lines[0][:200]}"
+        error = one_line(raised)
     finally:
         for hook in hooks:
             hook.remove()
@@ -154,7 +154,7 @@ def _by_token(tensor: Tensor, tokens: int) -> Iterator[Array]:
 
 
 def _last_of_each(seen: Sequence[tuple[int, Rotation]]) -> Iterator[Rotation]:
-    """Of the rotations of one array the last one that does not scale it otherwise."""
+    """For each array the last of its rotations with the amplitude nearest to 1."""
     roots: dict[int, Rotation] = {}
     for root, rotation in seen:
         before = roots.get(root)

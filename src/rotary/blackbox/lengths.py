@@ -37,10 +37,10 @@ class Far(NamedTuple):
 
 
 def shared_positions(box: Box) -> int:
-    """How many positions from 0 on are turned alike, before a step that is plain to see; 1 if none.
+    """How many positions from 0 on are rotated alike, before a clear step; 1 if there is no step.
 
-    A pair that is slow moves a little at every position; one whose position is divided by 4 and
-    rounded down does not move at all three times, and then at once.
+    A slow pair moves a little at every position. Where positions are divided by 4 and rounded down,
+    it stands still for three positions and then moves.
     """
     if box.by_index:
         return 1
@@ -72,7 +72,7 @@ def with_length(
     try:
         alone, _ = far.angles(middles[:1])
         followed, _ = far.angles(range(middles[0], middles[0] + 64))
-        far.angles([0])  # a box that remembers the longest row forgets it after a short one
+        far.angles([0])  # a short row, after which a box forgets the longest one it has seen
         measured = [far.angles([p - 1, p, p + 1], 1) for p in middles]
     except ValueError:
         return None
@@ -126,7 +126,7 @@ def with_length(
     return grown, Finding("depends_on_length", text + "the call that rotated them")
 
 
-# how the first wrong position E, and the one 5 after it, are turned: code, text
+# code, text, and as which positions the first wrong one, E, and E + 5 are rotated
 ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
     (
         "positions_clamped",

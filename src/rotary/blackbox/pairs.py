@@ -17,9 +17,9 @@ FAST = 1e5  # rad: float32 angles beyond this depend on how exactly inv_freq was
 
 
 class Pairs(NamedTuple):
-    """Where the pairs are: rotary_dim channels from `start`, read in one layout, written in one.
+    """Where the pairs are: rotary_dim channels from `start`, and the layouts read and written.
 
-    `blocks` is what happens to each pair: (..., pairs, 2, 2), rows are written channels.
+    `blocks` are the matrices of the pairs, (..., pairs, 2, 2); their rows are written channels.
     """
 
     layout: str
@@ -133,8 +133,8 @@ def wrapped(angles: Array) -> Array:
 def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
     """Frequencies of angles (runs, pairs) at `numbers` (runs,), which are 1, 2, 4, ...
 
-    Each run gives the frequency twice as precisely and the turn of the next. Returns them, in
-    (-pi, pi] rad per position, and the last number at which the angles still went on evenly.
+    Each run doubles the precision, which is enough to count the whole turns of the next one.
+    Returns frequencies in (-pi, pi] rad per position, and the last number whose angles fit them.
 
     >>> w = np.array([1.0, 0.01])
     >>> numbers = 2 ** np.arange(21)
@@ -196,8 +196,8 @@ def is_running_product(
     inv_freq         (pairs,) of the schedule; `measured` what it is in float32
     base             that the frequencies were scaled from
 
-    So llama.cpp computes them, and scales them afterwards. Each product is rounded, and those
-    roundings fit the angles several times better than position times frequency does.
+    llama.cpp computes angles so, and scales them afterwards. Each product is rounded; angles with
+    these roundings are several times nearer to the measured ones than position times frequency.
     """
     count, usable = len(inv_freq), (numbers > 0) & (np.abs(numbers * inv_freq) < FAST)
     if count < 4 or not inv_freq.all() or not usable.any():

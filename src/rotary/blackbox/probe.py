@@ -1,7 +1,7 @@
 """Calls a function: finds out which arguments it takes, and what it does to one vector.
 
-Everything a box is asked is asked through `Box`, which takes and returns float64 NumPy arrays and
-turns whatever goes wrong into a ValueError of one line.
+Every call goes through `Box`, which takes and returns float64 NumPy arrays and turns any error into
+a ValueError of one line.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A callable together with how it wants its arguments.
+    """A callable and the form of its arguments.
 
     `invoke` takes x in the callable's own library and positions, and returns the rotated x.
-    With `by_index` positions are token numbers: the run is placed at the end of a row from 0.
-    Positions are asked in units of `step`; with `by_row` each row may have its own, (batch, seq).
+    With `by_index` it counts tokens from 0 instead, so a run is put at the end of a longer row.
+    Positions are multiples of `step`; with `by_row` each row may have its own, (batch, seq).
     """
 
     invoke: Callable[[Array, Array], Any]
@@ -188,7 +188,7 @@ def boxes_with_tables(
 
 
 def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
-    """By library: what makes its array of a float64 NumPy array; integers stay integers."""
+    """By library: the function from a NumPy array to its array; integers stay integers."""
     if library != "torch" and dtype != "bfloat16":  # which NumPy has not
         yield "numpy", lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
     if library == "numpy":
@@ -229,7 +229,7 @@ def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
 
 
 def check(box: Box) -> list[Finding]:
-    """What a rotation of each token by itself would not do, seen from a few small calls."""
+    """Findings from a few small calls: what no rotation of each token by itself would do."""
     numbers = np.arange(3, 8)
     x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
     y, wrote = box.call(x, positions)

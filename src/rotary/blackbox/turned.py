@@ -86,7 +86,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
 
 
 def _is_varied(x: Array) -> bool:
-    """Whether the heads of a token hold different numbers, or any of them says nothing more."""
+    """Whether the heads of a token hold different numbers: equal ones prove no more than one."""
     first, others = x[:, :1], x[:, 1:]
     across = (first * others).sum(axis=-1) ** 2
     sizes = (first**2).sum(axis=-1) * (others**2).sum(axis=-1)
@@ -96,7 +96,7 @@ def _is_varied(x: Array) -> bool:
 def _guesses(
     x: Array, y: Array, moved: Array, allowed: float
 ) -> Iterator[tuple[str, str, int, int]]:
-    """(layout, out_layout, start, rotary_dim) that may be, by the partner of one channel."""
+    """(layout, out_layout, start, rotary_dim) that are possible for the partner of one channel."""
     head_dim, start = x.shape[-1], int(moved[0])
     span = int(moved[-1]) + 1 - start
     span += span % 2
@@ -201,7 +201,7 @@ def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
 
 
 def _held(rates: Array, noise: Array, frequencies: Array) -> Array | None:
-    """The measured rates as the model holds them; None if it does not hold all that turn."""
+    """The frequencies of the model nearest to the measured rates; None if one has none near it."""
     if not len(frequencies):
         return None
     nearest = frequencies[np.abs(rates[:, None] - frequencies).argmin(axis=1)]

@@ -6,7 +6,7 @@ bytes or packed into 32-bit words, or is not changed; a format that needs more i
 
 Among these rows heads lie side by side, or queries, keys and values are packed into one tensor, in
 one of several orders, or a slice of each head comes from a latent. Counts are read from the config
-and must make up the channels that are there.
+and must add up to the channels that are there.
 """
 
 import math
@@ -42,7 +42,7 @@ _WIDTHS = re.compile(
 class Place(NamedTuple):
     """Where the output channels are in one tensor.
 
-    axis   along which they lie; None: the tensor stays, for `stays` says why
+    axis   along which they lie; None: the tensor does not change, and `stays` says why
     bits   of one value that is packed into 32-bit words; 0: values are whole bytes
     lanes  which column each value of a word is, lowest bits first
     block  rows of one block of scales, which must hold whole slices; 0 for none
@@ -67,7 +67,7 @@ def treatment(parameter: str) -> str:
 
 
 def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
-    """How many output channels a projection has, by its tensors, which `parameter` names.
+    """How many output channels a projection has, from its tensors by parameter name.
 
     Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor tells.
     """
@@ -279,9 +279,9 @@ def check_inputs(
 ) -> None:
     """Raise ValueError where a weight has another number of input channels than the config says.
 
-    wide  name and tensor of a weight of the same layer that makes more channels of a hidden state:
-          where it is transposed, so is a square weight, which shows nothing itself
-    A matrix of whole numbers may be packed, and is not looked at.
+    wide  name and tensor of a weight of the same layer that widens the hidden state: if it is
+          transposed, so is a square weight, whose own shape does not show it
+    A matrix of whole numbers may be packed, and is not checked.
     """
     hidden, shape = config.get("hidden_size"), tensor.shape
     if name.parameter != "weight" or hidden is None:
@@ -306,10 +306,10 @@ def check_inputs(
 
 
 def _is_count(count: int, counts: set[int], heads: JSON) -> bool:
-    """Whether a layer may have so many heads, of which the config names `counts`.
+    """Whether a layer may have `count` heads, where the config names `counts`.
 
-    A config that names no count means as many as its class: some number that divides `heads`, the
-    count of the queries, if that is known.
+    Where the config names none, it is the default of the model's class, which is not known here:
+    any number that divides `heads`, the count of the query heads, and any at all without that.
     """
     return count in counts if counts else count >= 1 and (heads is None or heads % count == 0)
 
@@ -326,9 +326,9 @@ def _key_heads(name: Name, heads: JSON, config: Config) -> set[int]:
 
 
 def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
-    """The head counts that a config names, for layers may differ; of a list that of this layer.
+    """The head counts that a config names; of a list with one for each layer, that of this layer.
 
-    Keys of objects inside, but for per_layer_config, count only where the config itself has none.
+    Keys of objects inside the config, except per_layer_config, are read only if it has none itself.
     """
     top = {key: value for key, value in config.data.items() if not isinstance(value, Mapping)}
     pairs = list(_matching(top, pattern))

@@ -21,9 +21,9 @@ from .shards import Advance, Proof, copy_file, prove, write_shards
 
 
 class Converted(NamedTuple):
-    """What was done: the plan, the shards that this call wrote, and what was proved.
+    """What was done: the plan, the shards that this call wrote, and the proof.
 
-    warning  what will load the result and compute wrong results, and what to do; "" for nothing
+    warning  which program will load the result and compute wrong results, and what to do; or ""
     """
 
     plan: Plan
@@ -47,25 +47,25 @@ def convert_checkpoint(
 ) -> Converted:
     """Write the checkpoint `source` into the folder `target`, its weights in the other pair layout.
 
-    source        a folder of safetensors, sharded or not, or one file; of what is beside one file
-                  the config alone is read, and written
-    target        a new folder, or that of a conversion that was broken off, which then goes on
+    source        a folder of safetensors, sharded or not, or one file; of the files beside a single
+                  file only the config is read, and written
+    target        a new folder, or that of an interrupted conversion, which is then continued
     from_layout   the layout of the weights: "half" or "interleaved"
     config        path or dict, where the folder has no config.json
-    trust_source  take `from_layout` as given, for weights that another program has moved before
-    leave         names of tensors to leave as they are, with * for any text, where one is refused
-                  that looks like a query or a key and is neither
-    verify        "sample" proves the scores of three layers, "full" those of all, and reads every
+    trust_source  believe `from_layout`, for weights that another program has converted before
+    leave         names of tensors to copy unchanged, with * for any text: for those that are
+                  refused because they look like a query or a key, and are neither
+    verify        "sample" compares the scores of three layers, "full" those of all, and reads every
                   byte of every file again
-    executor      what writes the shards and reads them again, of concurrent.futures or like it (of
-                  Dask, `client.get_executor(pure=False)`); default two threads
-    advance       called with numbers of bytes that are done, those of all shards in all; from the
-                  threads that write, or here after some shards with an `executor`
+    executor      runs the jobs that write shards and read them again: of concurrent.futures or like
+                  it (of Dask, `client.get_executor(pure=False)`); default two threads
+    advance       called with the number of bytes just done; their sum is the size of all shards. It
+                  is called by the threads that write, or by this one if there is an `executor`
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
-    `.warning` of the result says what will load it and compute wrong results, if anything will.
-    Raises ValueError for whatever is refused, before anything is written, and OSError where a disk
-    fails. Whatever ends it, the source is as it was, and the same call goes on.
+    `.warning` of the result names a program that will load it and compute wrong results.
+    Raises ValueError for what cannot be converted, before anything is written, and OSError if a
+    disk fails. However it ends, the source is unchanged, and the same call continues.
 
     >>> convert_checkpoint("no such folder", "new", from_layout="half", to_layout="interleaved")
     Traceback (most recent call last):
@@ -85,9 +85,9 @@ def prepare(
     leave: Sequence[str] = (),
     verify: str = "sample",
 ) -> Conversion:
-    """What is there and what is to be done. Arguments and errors are those of `convert_checkpoint`.
+    """Read the checkpoint and plan. Arguments and errors are those of `convert_checkpoint`.
 
-    What is wrong with the target is seen by `carry_out`; for a plan alone any will do.
+    The target is checked by `carry_out`; for a plan alone any path will do.
     """
     if verify not in ("sample", "full"):
         raise ValueError(f"verify must be 'sample' or 'full', got {verify!r}")
@@ -127,7 +127,7 @@ def carry_out(
     sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
     missing = [path for path in sizes if path.name not in before or not path.is_file()]
     writing.check_space(folder, sum(sizes[path] for path in missing))
-    # what was listed first is what was meant
+    # every file has to be what it was when the folder was listed
     states = {
         **{checkpoint.root / name: state for name, state in checkpoint.beside.items()},
         **{shard.path: shard.state for shard in checkpoint.shards},

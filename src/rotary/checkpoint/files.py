@@ -22,7 +22,7 @@ CONFIG = "config.json"
 INDEX = ".safetensors.index.json"
 MANIFEST = "rotary-conversion.json"  # of a conversion that is whole
 JOURNAL = "rotary-conversion.unfinished"  # of one that is not
-# files that hold weights, or list them; those of another form stay where they are
+# suffixes of files with weights, or lists of them; only safetensors are converted and copied
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz",
     ".onnx",
@@ -34,7 +34,7 @@ BITS = {
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# how files begin that are met under the name of a checkpoint
+# first bytes of other files that bear the name of a checkpoint -> what they are
 FOREIGN = {
     b"version https://git-lfs": "a git-lfs pointer, not the weights; run `git lfs pull`",
     b"PK\x03\x04": "a zip file, as torch.save writes; convert it to safetensors first",
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
 
 
 class State(NamedTuple):
-    """What tells that a file is still the one that was read."""
+    """What shows that a file has not changed since it was read."""
 
     size: int
     modified: int  # nanoseconds
@@ -128,7 +128,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     weights = [file for file in files if file.suffix == ".safetensors"]
     indices = [file for file in files if file.name.endswith(INDEX)]
     others = [file for file in states if file not in {*weights, *indices}]
-    # by the names, also of the indices of such files
+    # told by their names; so are the indices of such files
     left = [
         each for each in others if Path(each.name.removesuffix(".index.json")).suffix in WEIGHTS
     ]
@@ -185,7 +185,7 @@ def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:
 
 
 def state_of(path: Path) -> State:
-    """What a file is now; another than it was if somebody changed it."""
+    """The state of a file now: another than before if somebody has changed it."""
     return _state(os.stat(path))
 
 
@@ -203,7 +203,7 @@ def open_regular(path: Path, expected: State | None = None) -> BinaryIO:
     def opener(name: str, flags: int) -> int:
         handle = os.open(name, flags | os.O_NONBLOCK)
         try:
-            status = os.fstat(handle)  # of what is open: a name may be another's by now
+            status = os.fstat(handle)  # of the open file: the name may have another one by now
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path}: not a regular file")
             if expected is not None:
@@ -248,7 +248,7 @@ def _files(root: Path) -> dict[Path, State]:
 
 
 def _state_inside(root: Path, path: Path) -> State:
-    """What a file is; ValueError for no regular file, and for a link that leads out of the folder.
+    """The state of a regular file; ValueError for others, and for links out of the folder.
 
     Hugging Face's cache keeps its files in `blobs`, beside `snapshots`; that is inside.
     """
@@ -261,7 +261,7 @@ def _state_inside(root: Path, path: Path) -> State:
         raise ValueError(f"{path}: a link to nothing; download the file again")
     if real.is_dir():
         raise ValueError(f"{path}: a link to a folder; copy the folder")
-    status = os.lstat(real)  # a link that was put there since is none
+    status = os.lstat(real)  # a link that was put there since then is no regular file
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path}: not a regular file")
     return _state(status)

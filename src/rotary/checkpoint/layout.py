@@ -10,8 +10,8 @@ norms go on at the middle, and the means of the halves differ.
 
 That both halves have the same mean holds for every trained half model by symmetry: the members of
 all pairs swapped, one with a sign, give the same model. That norms go on at the middle of an
-interleaved head is how trained models are, and no rule. Weights that were never trained, or whose
-norms do not depend on the frequency, show nothing.
+interleaved head is only observed in trained models. Weights that were never trained, or whose norms
+do not depend on the frequency, show nothing.
 """
 
 import json
@@ -42,7 +42,7 @@ _LEAST = 0.02  # and its least size, of logarithms
 
 
 class Unread(NamedTuple):
-    """Weights in one layout, `weights`, of a `model` whose class in transformers has another."""
+    """Weights in the layout `weights`, of a `model` whose code in transformers has `code`."""
 
     model: str
     weights: str
@@ -50,7 +50,7 @@ class Unread(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The layout that weights have by something else than their config, and by what."""
+    """The layout that weights show without their config, and how they show it."""
 
     layout: str
     text: str
@@ -81,10 +81,10 @@ def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JS
 
 
 def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
-    """A config that says a layout where it is read: a key of the model, or `rope_traditional`.
+    """The config with a layout in the key that says it: one of the model, or `rope_traditional`.
 
-    `rope_traditional` is the key of mlx-lm, which `from_hf_config` reads for every model; it stands
-    only where the layout is not the model's own.
+    `rope_traditional` is the key of mlx-lm, which `from_hf_config` reads for every model; it is
+    written only if the layout is not the model's own.
 
     >>> with_layout({"hidden_size": 64, "num_attention_heads": 2}, "interleaved")
     {'hidden_size': 64, 'num_attention_heads': 2, 'rope_traditional': True}
@@ -154,10 +154,10 @@ def unread_layout(config: object) -> Unread | None:
 def warning_of(
     config: Mapping[str, JSON], layout: str, code_base: tuple[str, tuple[str, ...]] | None
 ) -> str:
-    """What will load weights that are now in `layout` and compute wrong results; "" for nothing.
+    """Which program will load weights in `layout` and compute wrong results; "" if none is known.
 
     config     the one that is written beside them
-    code_base  name and layouts of the code base that the names of the tensors are of, if known
+    code_base  name and layouts of the code base that the tensor names show, if known
 
     >>> warning_of({"model_type": "llama"}, "half", None)
     ''

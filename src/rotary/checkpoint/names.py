@@ -53,7 +53,7 @@ _K = r"(?:k_proj|key|wk)"
 # wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
 # A kind, or LEFT and why, and the modules of this kind: what stands between the number of the layer
-# and the parameter. The first rule that fits counts, behind those of models.json for the model.
+# and the parameter. Rules of models.json for the model come first; then the first here that fits.
 RULES = (
     ("left: cross-attention does not rotate",
      r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?"),
@@ -105,7 +105,7 @@ _WIDE = re.compile(
     r"|dense_h_to_4h)\.weight"
 )
 _ATTENTION = re.compile(r"(?:.*\.)?\w*(?:att|mha)\w*\..+", re.IGNORECASE)
-# parts of the names of what else an attention module holds
+# parts of names of the other tensors of an attention module
 _NOT_ROTATED = re.compile(
     r"(?:attn_)?(?:[vogbrf](?:_[ab])?(?:_proj)?|w[vo]|values?|dense|proj|c_proj|dt_proj|experts|mlp"
     r"|(?:linear|to|dense)_\w+|out\w*|\w*(?:norm|ln|gate|conv|router|compressor|bias|scal|emb|decay|rate|_hc"
@@ -121,7 +121,7 @@ def widened_layer(tensor: str) -> str:
 
 
 def unknown_in_attention(tensor: str) -> bool:
-    """Whether a tensor of a layer is in a module of attention under a name that says nothing."""
+    """Whether a tensor of an attention module has a name that no rule here knows."""
     match = _LAYER.fullmatch(tensor)
     if not match or not _ATTENTION.fullmatch(match["rest"]):
         return False
@@ -158,7 +158,7 @@ def classify(tensor: str, model: str = "") -> Name | None:
 
 @functools.lru_cache(maxsize=2**14)  # the same modules come in every layer
 def rule_of(module: str, model: str = "") -> str:
-    """The kind that the first rule gives which a module of a model type matches; "" for none.
+    """The kind of the first rule that a module of a model type matches; "" for none.
 
     >>> rule_of("attention.query_key_value", "gpt_neox")
     'query and key, per head'

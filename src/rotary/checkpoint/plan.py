@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """Which tensors stay that may hold queries or keys under a name of no rule; "" for none."""
+        """Which unchanged tensors may hold queries or keys under an unknown name; "" for none."""
         names = [left.tensor for left in self.left if left.reason == UNKNOWN]
         if not names:
             return ""
@@ -132,13 +132,13 @@ class Plan(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Everything about a conversion before it begins: all that writes and verifies takes this.
+    """Everything about a conversion before it begins; the functions that write and verify take it.
 
     source      the folder or file that is converted; checkpoint  what is in it
     target      the folder to write
     config      the config of the source; written  the bytes of config.json in the target
     verify      "sample" or "full"
-    warning     what will load the result and compute wrong results, and what to do; "" for nothing
+    warning     which program will load the result and compute wrong results, and what to do; or ""
     """
 
     source: Path
@@ -166,8 +166,8 @@ def plan(
     config        of the model, as in `from_hf_config`
     source        the layout the weights have: that of the config, unless the names are of a code
                   base whose files have another one (Meta's own Llama files are interleaved)
-    trust_source  take `source` as given: for weights that were moved before
-    leave         names of tensors to leave as they are, with * for any text
+    trust_source  believe `source`: for weights that were converted before
+    leave         names of tensors to copy unchanged, with * for any text
     Raises ValueError for a layout the weights do not have, for a tensor that no rule knows, for
     shapes that the config's heads do not divide, and for formats that cannot be moved.
 

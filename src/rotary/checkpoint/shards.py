@@ -43,12 +43,12 @@ Advance = Callable[[int], None]
 
 
 class Job(NamedTuple):
-    """One shard to write and to prove: everything that a worker in another process needs.
+    """One shard to write and to verify: everything that a worker in another process needs.
 
-    hashes  sha256 of its tensors where they were written before; empty if they were not
-    ticket  of the call that asks; see `writing.locked`
-    scored  names of the tensors whose layers are scored
-    whole   whether tensors that stay are read again as well
+    hashes  sha256 of its tensors if an earlier call wrote them; else empty
+    ticket  of the call that this job is for; see `writing.locked`
+    scored  names of the tensors whose scores are compared
+    whole   whether unchanged tensors are read again as well
     """
 
     shard: Shard
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A shard that is written and right.
+    """A shard that is written and verified.
 
     hashes   sha256 of every tensor
     outputs  of the tensors that are scored
@@ -100,8 +100,9 @@ def write_shards(
     """Write shards side by side, and note each in the journal once it is right; by file.
 
     before  file -> tensor -> sha256, of those that an earlier call wrote
-    A failure stops what has not begun, and nobody writes any more when it is raised: a worker of
-    a cluster, which cannot be stopped, finds its ticket void before its shard takes its name.
+    After a failure no other job begins, and nothing is written any more once the error is raised: a
+    worker of a cluster, which cannot be stopped, sees that its ticket is no longer valid before it
+    gives its file the final name.
     """
     moves, folder = work.plan.moves, work.target.absolute()
     scored = frozenset(name for names in _scored(work).values() for name in names)
@@ -147,9 +148,9 @@ def write_shards(
 def write_shard(job: Job, advance: Advance | None = None) -> Written:
     """Write a shard with its tensors moved, unless it is there already, byte for byte; prove it.
 
-    The header keeps its bytes, so there and back gives the same file.
-    Raises ValueError if the source is no longer the file that was planned for, and for a result
-    that is not right; OSError where the folder is not that of a call that is going on.
+    The header keeps its bytes, so a conversion there and back gives the same file.
+    Raises ValueError if the source has changed since it was planned, and for a result that is not
+    right; OSError if no call is working in the folder.
     """
     tick = advance or (lambda count: None)
     shard = job.shard
@@ -194,7 +195,7 @@ def copy_file(work: Conversion, name: Path, state: State, ticket: Ticket) -> Wri
 
 
 def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
-    """What a written file is, and the outputs of its tensors that are scored.
+    """The state of a written file, and the outputs of its tensors that are scored.
 
     Raises ValueError unless it has the header of the source, the bytes that were written, and the
     bytes of the source once every move is undone.
@@ -229,7 +230,7 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
 def read_piece(file: BinaryIO, begin: int, end: int, room: Bytes | None = None) -> Bytes:
     """Bytes of a file, in `room` where it is given. Raises ValueError if it has become shorter.
 
-    The first touch of new pages costs half as much as all else, so a shard is read into one place.
+    The first write to new memory pages costs half as much as all else, so `room` is used again.
     """
     file.seek(begin)
     raw = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
@@ -272,7 +273,7 @@ def pieces(
 
 
 def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of channels that stay among themselves, of about `most` channels each."""
+    """Ranges of channels that `order` maps to themselves, of about `most` channels each."""
     ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(len(order))) + 1
     first = 0
     while first < len(order):
@@ -323,7 +324,7 @@ def prove(work: Conversion, written: Mapping[str, Written]) -> Proof:
 
 
 def _scored(work: Conversion) -> dict[tuple[int, int], list[str]]:
-    """(layer, rotary_dim) -> tensors that must score together: numbers, no packed words."""
+    """(layer, rotary_dim) -> tensors whose scores are compared; packed words have none."""
     groups: dict[tuple[int, int], list[str]] = {}
     for name, move in work.plan.moves.items():
         if not move.place.bits:
@@ -369,7 +370,7 @@ def _scores(slices: list[Vector], layout: str) -> Vector:
 
 
 def _outputs(file: BinaryIO, tensor: Tensor, move: Move) -> Vector:
-    """What the channels along the axis of a move give for one random input, (size,) float64."""
+    """The output of each channel along the axis of a move for a random input, (size,) float64."""
     before = math.prod(tensor.shape[: move.axis])
     width = (tensor.end - tensor.begin) // (before * move.size)
     after = width // np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize
@@ -382,7 +383,7 @@ def _outputs(file: BinaryIO, tensor: Tensor, move: Move) -> Vector:
 def rows_of(file: BinaryIO, tensor: Tensor, columns: int) -> Iterator[Vector]:
     """The values of a tensor in rows of `columns`, some rows at once, as float64.
 
-    What is no number counts as 0, for it would spoil its row.
+    NaN and infinity count as 0, for they would spoil the sum of their row.
     """
     kind = np.dtype(NUMPY.get(tensor.dtype, "u1"))
     width = max(columns * kind.itemsize, 1)

@@ -1,9 +1,9 @@
 """Writes the folder of a conversion: only complete files, by one process, with a journal.
 
 A file is written under a temporary name in its folder, synced, and then renamed in one step. So a
-kill, a full disk or a power cut leaves the old file or the new one. The journal, while the folder
-is unfinished, has one line for what is converted and one for each shard that is whole; the manifest
-takes its place when all is.
+kill, a full disk or a power cut leaves the old file or the new one. While the folder is unfinished
+it has a journal: one line about the conversion, and one for each shard that is complete. When all
+shards are, the manifest takes its place.
 """
 
 import contextlib
@@ -77,10 +77,10 @@ def write_sparse(file: BinaryIO, piece: npt.NDArray[np.uint8]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Ticket]:
-    """Be the one process that writes in a folder; the lock goes with the process, however it ends.
+    """Hold the lock of a folder, in which one process writes; it ends with the process.
 
-    Gives the ticket of this process, which is in the lock: whoever works for it elsewhere shows it
-    to `replacing`. Files that a killed process left unfinished are deleted, before and after.
+    Yields the ticket of this process, which it writes into the lock file: a worker elsewhere shows
+    it to `replacing`. Files that a killed process left unfinished are deleted, before and after.
     Raises BlockingIOError where another process is at work.
     """
     path = folder / LOCK
@@ -156,7 +156,7 @@ def _open_locked(path: Path) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what cannot end: OSError unless a disk has `needed` bytes and some more.
+    """OSError unless the disk has `needed` bytes free, and some more.
 
     The folder need not be there yet.
     """
@@ -229,7 +229,7 @@ def _line(text: bytes) -> dict[str, JSON]:
 
 
 def _conversion_line(work: Conversion) -> dict[str, JSON]:
-    """What is converted and how: another conversion must not go on with its files."""
+    """The first line of a journal: a conversion with another one must not continue its files."""
     return {
         "from": work.plan.source,
         "to": work.plan.target,
@@ -270,8 +270,8 @@ def finish(
     """Write the manifest, the last file of all, and end the journal.
 
     hashes  shard -> tensor -> sha256;  beside  file that is no shard -> the sha256 of its bytes
-    It holds what was converted, how, from what, what every tensor and every file is now, and the
-    text of the source's config.json, which the way back writes again.
+    It holds the plan, the checksums of every tensor and of every other file, and the text of the
+    source's config.json, which a conversion back writes again.
     """
     from .. import __version__
 

@@ -18,11 +18,11 @@ from .values import whole_number
 class Rule(NamedTuple):
     """How one class of diffusers rotates.
 
-    widths   key of the channels of each axis and their default; or what makes them of the head
+    widths   key of the channels of each axis and their default; or a function of head_dim
     head     key of head_dim and its default; None where it is the sum of the widths
-    base     the base, or the key of it and its default
+    base     the base, or its key and default
     layout   the pair layout
-    scale    key of the factors by which each axis is stretched, as NTK changes the base
+    scale    key of a factor for each axis, which makes its base larger as NTK does
     """
 
     widths: tuple[str, tuple[int, ...]] | Callable[[int], tuple[int, ...]]
@@ -87,6 +87,7 @@ RULES: Mapping[str, Rule] = {
     "CosmosTransformer3DModel": Rule(
         _thirds, layout="half", scale=("rope_scale", (2.0, 1.0, 1.0))),
 }  # fmt: skip
+# classes that no single `Rotary` describes, and why
 _ALL_HEADS = "its frequencies run over all heads, so that each head has others"
 NOT_ONE = {
     "LTXVideoTransformer3DModel": _ALL_HEADS,
@@ -103,8 +104,9 @@ def from_diffusers_config(config: object) -> Rotary | None:
     Its position axes are those of the model, most often (frame, row, column); Flux has an image
     index first, which is 0. `rotary.positions.grid` builds them. Returns None for a CogVideoX
     model without rotation.
-    Raises ValueError for a class that is not known, or is not one rotation, with the reason, and
-    for widths that are not those of its head; FileNotFoundError for a path that is not there.
+    Raises ValueError for a class that is not known, for one that is not a single rotation (the
+    error says why), and for widths that do not add up to head_dim; FileNotFoundError for a path
+    that is not there.
     Source: diffusers 0.42.1, whose classes were run: tests/peers/diffusers.py.
 
     >>> from_diffusers_config({"_class_name": "WanTransformer3DModel"}).params["widths"]
@@ -154,7 +156,7 @@ def _stretched(
     scale: tuple[str, tuple[float, ...]],
     data: Mapping[str, JSON],
 ) -> tuple[float, ...]:
-    """Frequencies of axes whose base each factor changes, as NTK does."""
+    """Frequencies of the axes, each with its base made larger by its factor, as NTK does."""
     factors = _get(data, scale)
     if (
         not isinstance(factors, list | tuple)

@@ -21,33 +21,35 @@ from .record import Config
 # Written by tools/make_models.py; keys:
 #   hidden_size, num_attention_heads, head_dim, max_position_embeddings, rope_theta,
 #   rotary_dim, rope              what transformers takes where the config is silent
-#   partial_rotary_factor         the same; where it is missing the code ignores the key
+#   partial_rotary_factor         the same; the code of a model without it ignores the key
 #   names                         our name -> the name the key has in this config
 #   layers, layer_names           the same for each layer type, where rope_parameters is nested
 #   scaled_layers                 the layer types that a flat rope_scaling is meant for
 #   flat                          a flat rope_parameters is read like that rope_scaling
-#   nested                        layer types are read, and the class names none
-#   lists                         the keys that say by layer which base or scaling it has
+#   nested                        the code reads entries by layer type, without defaults
+#   lists                         keys with a list of the base or scaling of each layer
 #   fixed_base                    the code has its own base and reads none
-#   plain_head_dim                what a key head_dim is, where another says it: `record.py`
+#   plain_head_dim                what the code does with head_dim, where it is under another key:
+#                                 see `record.py`
 #   unread, unread_alone          keys that the code does not read: never, or where the file has no
 #                                 rope parameters
-#   needed                        rope parameters whose default holds only where the file has none
+#   needed                        rope parameters whose default is used only where the file has no
+#                                 rope parameters
 #   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
-#   axes, num_axes, ladder        vision towers: order of the axes, and whose frequencies they have
+#   axes, num_axes, ladder        vision towers: order and frequencies of the axes
 #   head_dim_of                   a size and what it is divided by
 #   switch                        key that turns RoPE off where it is false
-#   other                         keys of this config that look like RoPE and have no bearing
+#   other                         keys of this config that look like RoPE and do not change it
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base
-#   scaled_defaults               what such a rope_scaling has beside its own keys, if it is yarn
+#   scaled_defaults               parameters that the code adds to such a rope_scaling of type yarn
 #   scaled_unread                 keys of such a rope_scaling that the code replaces
 #   only                          the rope types that the code reads, where not all are right
 #   not_one                       why it is not one rotation
 #   parts                         key and model_type of each part of a model of several
-#   beside_parts                  keys that are read beside the parts where a file has no text
-#   own_text                      the class, where a file has no text, makes another than its part's
+#   beside_parts                  keys outside of the parts, read where there is no text part
+#   own_text                      the class of a file without a text part has other defaults
 #   weights                       of its tensors, for `rotary.checkpoint`: see tools/make_models.py
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
 # where the text of a model of several parts is, if no part is asked for
@@ -58,13 +60,13 @@ _OF_PARTS = {"parts", "beside_parts", "own_text"}
 _TEXT_KEYS = re.compile(
     "rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_types"
 )
-HARMLESS = {  # keys that published files carry and that say nothing at this value
+HARMLESS = {  # keys of published files that change nothing at this value
     "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
     "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
 }  # fmt: skip
-# names in the layer_types of a config whose layers do not differ in their RoPE; transformers 5.23,
-# configuration_utils.py, with the names of older files
+# names in layer_types where all layers that rotate have one RoPE: those of transformers 5.23,
+# configuration_utils.py, and of older files
 LAYERS_WITH_ROPE = frozenset({
     "full_attention", "sliding_attention", "chunked_attention", "window_attention", "attention",
     "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", "hybrid",
@@ -163,7 +165,7 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
 
 
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
-    """The sub-config that is meant, and what is known of its model."""
+    """The sub-config of the part, and the entry of its model in `MODELS`."""
     name = data.get("model_type")
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:

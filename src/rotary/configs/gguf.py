@@ -5,13 +5,14 @@
   sections    how `rope.dimension_sections` deal out the pairs: "blocks", or "interleaved"
   sliding     the RoPE of sliding-window layers: "same" as of the others, but for a base of their
               own; "own" base (10 000 if the file is silent) and no scaling; "plain": no scaling
-  layers      its layer types, where those of DeepSeek-V4: only "compress" has YaRN
+  layers      its layer types, if they are those of DeepSeek-V4; only "compress" has YaRN
   slice       "trailing": the last channels of a head are rotated
-  latent      those of multi-head latent attention: the head's size is in key_length_mla
-  divisors    tensors that it divides frequencies by;  undivided  but for this layer type
+  latent      it has multi-head latent attention: the size of a head is in key_length_mla
+  divisors    tensors that it divides frequencies by
+  undivided   the layer type whose frequencies it does not divide
   reads       keys under `rope.scaling.` that only some architectures read
   log_multiplier  it reads yarn_log_multiplier, which holds mscale_all_dim times this number;
-                  equal_mscales: with mscale equal to it, otherwise 1
+                  equal_mscales: mscale is then the same, otherwise 1
   needs_sections  the loader stops without dimension_sections
   whole_head  it refuses to rotate a part of the head
 Sources: llama.cpp b11549, src/llama-model.cpp (load_hparams, llama_model_rope_type,

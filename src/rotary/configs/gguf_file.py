@@ -46,7 +46,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
         ) from error
 
     class Header(GGUFReader):
-        """Passes over the long lists of the tokenizer, which else take 8 s; a detour, no need."""
+        """Skips the long lists of the tokenizer, which take 8 s to read; nothing else differs."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[Any, ...]:
             if raw_type == GGUFValueType.ARRAY and sys.byteorder == "little":

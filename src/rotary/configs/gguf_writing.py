@@ -61,7 +61,7 @@ def to_gguf(
 def _scaling(
     spec: Rotary, architecture: str, model: Mapping[str, JSON]
 ) -> tuple[dict[str, JSON], dict[str, list[float]]]:
-    """What stands under rope.scaling, and the tensors, for the frequencies of `spec`."""
+    """The keys under rope.scaling, and the tensors, for the frequencies of `spec`."""
     params = spec.params
     if spec.schedule == "default":
         return {}, {}
@@ -91,7 +91,7 @@ def _scaling(
 
 
 def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
-    """What stands under rope.scaling for YaRN; refuses what llama.cpp does not read there."""
+    """The keys under rope.scaling for YaRN; ValueError if llama.cpp does not read one of them."""
     if model.get("latent") or "layers" in model:
         raise ValueError(
             f"to_gguf writes no YaRN for {architecture!r}, where llama.cpp makes its amplitude "

@@ -19,7 +19,7 @@ from .record import Config
 from .values import whole_number
 
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
-# names that other readers have for them: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
+# what other programs call these types: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
 ALIASES = {
     "su": "longrope", "mrope": "default", "mllama4": "llama3", "deepseek_yarn": "yarn",
     "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
@@ -252,7 +252,7 @@ def _rope_type(config: Config) -> tuple[str, str]:
 def _parameters(
     rope_type: str, schedule: str, config: Config, complain: Complain
 ) -> dict[str, JSON]:
-    """The schedule's parameters that the file has; a null is none, but for truncate."""
+    """The schedule's parameters in the file; null counts as missing, except for truncate."""
     _check_trained(config, schedule, complain)
     rope = _known_keys(config.rope, schedule, rope_type, config.model, complain)
     if schedule == "axial":
@@ -265,7 +265,7 @@ def _parameters(
         width = config.rotary_dim if config.reads_width else None
         params["partial_rotary_factor"] = width / config.head_dim if width else config.share
     if "truncate" in params and params["truncate"] is None:
-        params["truncate"] = False  # null counts as false where transformers asks
+        params["truncate"] = False  # transformers takes null for false
     params = {key: value for key, value in params.items() if value is not None}
     return _filled(schedule, params, config)
 
@@ -273,7 +273,7 @@ def _parameters(
 def _known_keys(
     rope: Mapping[str, JSON], schedule: str, rope_type: str, model: Model, complain: Complain
 ) -> Rope:
-    """The rope parameters without those that are not known, each of which is complained about."""
+    """The rope parameters that are known; each of the others is complained about."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
     known = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
@@ -378,7 +378,7 @@ def _axes(config: Config, pairs: int) -> tuple[int, ...]:
 
 
 def _filled(schedule: str, params: dict[str, JSON], config: Config) -> dict[str, JSON]:
-    """What transformers takes from beside the dict: trained length, and factor if it is missing."""
+    """The parameters with the trained length, and a missing factor, from outside of their dict."""
     name = "original_max_position_embeddings"
     context, trained = config.context, config.trained
     if schedule == "dynamic":

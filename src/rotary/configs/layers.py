@@ -66,7 +66,10 @@ def rope_parameters(data: Mapping[str, JSON]) -> Rope:
 
 
 def _check_filled(written: Rope, data: Mapping[str, JSON], model: Model) -> None:
-    """Refuse rope parameters without what the model's class fills in only where there are none."""
+    """Refuse rope parameters that lack a value which transformers would not fill in.
+
+    The model's class has a default for it, but uses that only for a config without rope parameters.
+    """
     name = f"model_type {data.get('model_type')!r}"
     needed = model.get("needed", ())
     if data.get("rope_scaling") and "rope_scaling" in model.get("unread", ()):
@@ -96,7 +99,7 @@ def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
 
 
 def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | None:
-    """The entries where a list says which layers have which; None if there is no such list."""
+    """The entries of a config that lists the base or scaling of each layer; None without a list."""
     kind = data.get("model_type")
     for name in _LISTS:
         if kind and data.get(name) is not None and name not in model.get("lists", ()):
@@ -138,7 +141,7 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
             f"model_type {name!r} have one RoPE, and transformers ignores such entries; write "
             "one object that is not nested"
         )
-    # of models made before nesting: the class fills in what is missing, and reads a rope_scaling
+    # models older than nested entries: the class fills in what is missing, and reads rope_scaling
     if "scaled_layers" in model and not model.get("flat"):
         if not data.get("rope_parameters"):
             raise ValueError(
@@ -163,7 +166,7 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
 
 
 def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
-    """The entries where the config has none of its own: the model's, and one flat rope_scaling."""
+    """The model's own entries, for a config with one flat rope_scaling or with none."""
     meant, name = model.get("scaled_layers", ()), data.get("model_type")
     if written and not model.get("flat"):
         if data.get("rope_parameters") or not meant:

@@ -6,9 +6,8 @@ from typing import Any
 
 from ..positions import sections
 from ..schedules import yarn_amplitude
-from ..spec import Rotary, nearest
+from ..spec import Rotary, is_whole, nearest
 from ..strict_json import JSON
-from .values import is_whole
 
 # what a missing argument of YaRN is
 _YARN = {
@@ -47,7 +46,7 @@ _READ = {
     ),
     "mrope_section": _COUNTS,
 }  # fmt: skip
-# which layers rotate, and with which kernel
+# names that look like RoPE and do not change it: which layers rotate, and with which kernel
 _NO_BEARING = {
     "no_rope_freq", "apply_rope_fusion", "fused_single_qkv_rope", "dsa_indexer_rope_interleaved",
 }  # fmt: skip

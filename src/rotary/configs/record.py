@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..spec import is_whole
 from ..strict_json import JSON
 from .layers import Model, Rope, rope_parameters
-from .values import is_whole, length, whole_number
+from .values import length, whole_number
 
 
 class Config(NamedTuple):
@@ -63,7 +64,7 @@ class Config(NamedTuple):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
         self._check_plain_head_dim(name)
-        is_null = name in self.data and self.data[name] is None  # not silent: the code divides
+        is_null = name in self.data and self.data[name] is None  # unlike a missing key: it divides
         head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
             return whole_number("head_dim", head_dim)
@@ -87,10 +88,11 @@ class Config(NamedTuple):
         return (hidden, heads) if is_whole(hidden) and is_whole(heads) and heads > 0 else None
 
     def _check_plain_head_dim(self, name: str) -> None:
-        """Refuse a key head_dim beside the key `name` that is meant, if it could change its value.
+        """Refuse a key head_dim that disagrees with `name`, the key that has the size of a head.
 
-        The rule of the model: head_dim "wins", as its class writes `name` there; the code has
-        "divided" hidden_size by the heads; or it rotates a share of head_dim, "with the rest".
+        What the model does with head_dim is its `plain_head_dim`. "wins": the class keeps `name`
+        under head_dim, which replaces it. "divided": the code divides hidden_size by the heads.
+        "with the rest": head_dim also counts the channels that are not rotated.
         """
         data, rule = self.data, self.model.get("plain_head_dim")
         plain, sizes = data.get("head_dim"), self._width_and_heads
@@ -127,7 +129,7 @@ class Config(NamedTuple):
         name = "partial_rotary_factor"
         is_null = name in self._names(name) and self.data.get(name, name) is None  # a whole head
         share = self.get(name, 1.0) if not is_null or name in self.rope else 1.0
-        if self.model.get("partial_rotary_factor", share) is None:  # there, and without a bearing
+        if self.model.get("partial_rotary_factor", share) is None:  # the class has it, unused
             return 1.0
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"partial_rotary_factor must be in (0, 1], got {share!r}")
@@ -170,7 +172,7 @@ class Config(NamedTuple):
 
     @property
     def context(self) -> int | None:
-        """max_position_embeddings; that among the rope parameters only if there is no other."""
+        """max_position_embeddings; from the rope parameters only if it is nowhere else."""
         name = "max_position_embeddings"
         beside = (self.data.get(each) for each in self._names(name))
         values = (*beside, self.model.get(name), self.rope.get(name))
@@ -190,7 +192,7 @@ class Config(NamedTuple):
         """The value under our name, whatever this config calls it; `default` if all are silent."""
         layer = self.model.get("layers", {}).get(self.layer_type) or {}
         if name not in ("rope_theta", "head_dim"):
-            layer = {}  # the rest of a default is taken whole, by `ropes`, or not at all
+            layer = {}  # `ropes` takes the other values of a default entry: all of them or none
         sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
         if name == "rope_theta" and self.model.get("fixed_base"):
             sources = ()

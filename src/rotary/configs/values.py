@@ -2,17 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from ..spec import MAX_HEAD_DIM
+from ..spec import MAX_HEAD_DIM, is_whole
 from ..strict_json import JSON
-
-
-def is_whole(value: object) -> bool:
-    """True for a whole number; a boolean is none.
-
-    >>> is_whole(64), is_whole(True)
-    (True, False)
-    """
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole_number(name: str, value: JSON, least: int | None = None) -> int:
@@ -38,7 +29,7 @@ def length(name: str, value: JSON) -> int | None:
     return None if value is None else int(value)
 
 
-# what the keys that are more than one number or name must hold
+# key -> what its list must hold
 _SHAPES: dict[str, tuple[str, Callable[[JSON], bool]]] = {
     "layer_types": ("a list of names", lambda value: isinstance(value, str)),
     "layer_rope_theta": (

@@ -1,7 +1,7 @@
 """The modules of diffusers, timm and DINOv3 that make the tables of an image or a video.
 
-They take ids of patches, an image, or its size instead of positions, as those of `tables` do. For
-each known kind of module this file says how to call it, and which positions a call means.
+The modules of `tables` take positions; these take ids of patches, an image, or its size. For each
+known kind this file says how to call it, and which positions a call means.
 """
 
 import copy
@@ -19,18 +19,17 @@ from ..configs import from_hf_config
 from ..configs.diffusers import from_diffusers_config
 from ..positions import grid
 from ..spec import Rotary
-from .styles import full_width, style_of
+from .styles import REFUSALS, full_width, style_of
 
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 _NAME = re.compile("rope|rotary|pos_?embed|positionembedding", re.IGNORECASE)  # of their classes
 _SIZES = (2, 3, 4)  # patches along each axis of what a module is tried with
 _CLOSE = 2e-5  # float32 angles of a few turns; 16-bit tables round by more
 
 
 class Maker(NamedTuple):
-    """A way of making tables: the method, its first parameter, what is tried, what it means.
+    """A kind of module that makes tables: its method, and the name of the first parameter.
 
-    examples   arguments that the module may take, the first that it does take counts
+    examples   arguments to try; the first that the module takes is used
     positions  (tokens, axes) of the patches of such an argument
     augments   whether training moves the positions at random
     """
@@ -116,12 +115,12 @@ def _tried(module: nn.Module, maker: Maker) -> Iterator[tuple[object, tuple[Tens
             try:
                 with torch.no_grad():
                     made = getattr(trial, maker.method)(example)
-            except _REFUSALS:
+            except REFUSALS:
                 continue
             tables = made if isinstance(made, tuple) else (made,)
             if _are_of_angles(tables):
                 yield example, tables
-    except _REFUSALS:
+    except REFUSALS:
         return
 
 

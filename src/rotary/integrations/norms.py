@@ -4,14 +4,14 @@
     ...
     query, key = apply_rotary_pos_emb(query, key, cos, sin)
 
-becomes, in a copy of the method, which both lines then agree in what to do:
+becomes in a copy of the method:
 
     query = _rotary_norm(self.q_norm, self.q_proj(x).view(shape)).transpose(1, 2)
     ...
     query, key = apply_rotary_pos_emb(query, key, cos, sin, rotary_norms=(self.q_norm, self.k_norm))
 
-`_rotary_norm` gives its input back where `waits` says so, and the rotation then does both by
-`rotary.fused`; everywhere else the norm is called where it was.
+Where `waits` is true, `_rotary_norm` returns its input, and the rotation computes norm and rotation
+by `rotary.fused`. Everywhere else the norm is called where it was.
 """
 
 import ast
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..kernels.torch_private import has_global_hook
 from ..kernels.torch_state import is_watched
+from .styles import REFUSALS
 
 CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model
 ENOUGH = 32_768  # numbers in q or k, 16 tokens of 16 heads, from which one pass saves time
@@ -79,7 +80,7 @@ def _tried(module: nn.Module) -> RMSNorm | None:
     try:
         with torch.no_grad():
             theirs: object = type(module).forward(trial, x)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+    except REFUSALS:
         return None
     if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
         return None
@@ -120,10 +121,11 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
 
 
 def waits(norm: object, x: Tensor) -> bool:
-    """Whether a norm is left to the rotation: asked before the norm, and by the rotation again.
+    """Whether a norm is left to the rotation.
 
-    So the answer depends on the size, dtype and device of x and not on its shape. A few tokens are
-    normalised as soon by the model's own operators; what `torch.compile` sees is fused by it.
+    It is asked twice, in place of the norm and by the rotation, of the same numbers in two shapes:
+    so the answer depends on the size, dtype and device of x alone. For a few tokens the model's own
+    operators are as fast, and under `torch.compile` the compiler fuses them.
     """
     return (
         not torch.compiler.is_compiling()
@@ -144,12 +146,12 @@ def _is_quicker(x: Tensor) -> bool:
 
 
 def norm_or_wait(norm: nn.Module, x: Tensor) -> object:
-    """What the norm gives, or x where the rotation normalises it."""
+    """The norm of x; or x itself, if the rotation that follows normalises it."""
     return x if isinstance(x, Tensor) and waits(norm, x) else norm(x)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of an array that waited and is split into heads by now: (batch, heads, seq, dim)."""
+    """The norm that `norm_or_wait` left out; x is (batch, heads, seq, head_dim) by now."""
     found = weight_and_eps(norm)
     if found is None or len(found[0]) == x.shape[-1]:
         whole: Tensor = norm(x)
@@ -233,9 +235,9 @@ def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
 
 
 def _steps(code: CodeType) -> list[tuple[str, object]]:
-    """What a code object does, but for how far it jumps and how it looks up what is called.
+    """The instructions of a code object, without lengths of jumps and ways to look up a function.
 
-    That depends on what is imported around it, which is not compiled again here.
+    These depend on the imports around it, which are not compiled again here.
     """
     jumps = {*dis.hasjrel, *dis.hasjabs}
     return [
@@ -311,7 +313,7 @@ def _is_of_self(function: ast.expr) -> bool:
 
 
 def _keeps_heads(moves: list[ast.Call], name: str) -> bool:
-    """Whether the last axis, or the heads split out of it and moved to axis 1, is what was normed.
+    """Whether the normalised axis is still the last one, or was split into heads on axis 1.
 
     `moves` are the calls after the norm, the last one first.
     """

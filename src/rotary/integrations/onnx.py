@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..kernels import torch as kernel
 from ..kernels.geometry import Geometry, Options, geometry_of
+from ..kernels.torch_checks import check_operands, check_rows
 
 OPERATOR_OPSET = 23  # the first with RotaryEmbedding
 FIRST_OPSET = 18  # the lowest that torch's exporter writes
@@ -119,12 +120,12 @@ def _rotate(
     """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
     if threading.get_ident() not in threads:  # a model that runs during the export of another
         return kernel.rotate(xs, cos, sin, positions, options, out)
-    kernel.check_operands(xs, cos, sin, out)
+    check_operands(xs, cos, sin, out)
     if out is not None:
         raise ValueError(
             "out= cannot be exported, because ONNX cannot write in place: leave it out"
         )
-    rows = None if positions is None else kernel.check_rows(positions, xs[0])
+    rows = None if positions is None else check_rows(positions, xs[0])
     shapes = tuple([tuple(x.shape) for x in xs])
     along = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(shapes, tuple(cos.shape), along, options)

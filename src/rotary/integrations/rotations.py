@@ -18,17 +18,10 @@ from ..fused import Norm, fused
 from ..rotate import rotate
 from ..spec import Rotary
 from .norms import normed, waits, weight_and_eps
-from .styles import full_width, held, prepared
+from .styles import REFUSALS, full_width, held, prepared
 
 TOLERANCE = 4e-6  # float32: some roundings of values below 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-)  # what a wrong shape raises
 _LAYOUTS = ("half", "interleaved")
 _COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
 # parameters of diffusers and timm that choose one of several rotations, and all their values
@@ -52,7 +45,7 @@ class Convention(NamedTuple):
     holder      "each" holds one of the two, or a complex number; "tuple": one holds (cos, sin);
                 "joined": one tensor holds sin and then cos along its last axis
     defaults    of the parameters that must not be given another value
-    chosen      the values that parameters listed in `_CHOICES` must have
+    chosen      (parameter, value) of those in `_CHOICES`, for which the convention holds
     new_axis    axis of size one that the tables get; "unsqueeze_dim" if a parameter says it
     style       how a table holds its pairs, one of those in `styles`
     start       where a narrower table turns the head: "leading", "trailing", or None: nowhere
@@ -207,7 +200,7 @@ def replacement_of(
 
 
 def _norm_of(waiting: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
-    """The norms of q and k, those that wait, as `rotary.fused` takes them; None if it cannot."""
+    """The norms that were left to the rotation, for `rotary.fused`; None if it cannot take them."""
     facts = [weight_and_eps(waiting[name]) if name in waiting else None for name in operands]
     known = [fact for fact in facts if fact is not None]
     if len(known) != len(waiting) or len({(eps, add_one) for _, eps, add_one in known}) != 1:
@@ -283,7 +276,7 @@ def _slice(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: 
 
 
 class _Trial(NamedTuple):
-    """Shapes of one try: of q and k without their last axis, and of a table; and one argument."""
+    """Shapes of one trial: of q and k without the last axis, and of a table; and one argument."""
 
     new_axis: int | str | None
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -317,7 +310,7 @@ def _agrees(
         ours = _rotated(convention, arguments)
         try:
             theirs = None if ours is None else function(**arguments)
-        except _REFUSALS:
+        except REFUSALS:
             return False
     if convention.operands == 1:
         theirs, ours = (theirs,), (ours,)

@@ -42,7 +42,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Rope(Protocol):
-    """What is read of a rotary embedding of SGLang."""
+    """The attributes of a rotary embedding of SGLang that are read here."""
 
     head_size: int
     rotary_dim: int
@@ -183,7 +183,7 @@ def register() -> None:
 
 
 def hook_of(method: Method) -> Callable[..., Pair]:
-    """What SGLang calls with the original method and its arguments, q and k first made heads of.
+    """A hook: SGLang calls it with the original method and its arguments; q and k become heads.
 
     >>> from types import SimpleNamespace
     >>> table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # row 1 is a quarter turn

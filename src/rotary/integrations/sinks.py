@@ -11,7 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..configs import from_hf_config
 from ..rerotate import rerotate
-from ..spec import Rotary
+from ..spec import Rotary, check_whole
 
 
 class SinkCache(Cache):  # type: ignore[misc]
@@ -55,9 +55,8 @@ class SinkCache(Cache):  # type: ignore[misc]
             raise TypeError(f"config must be the config of a model, model.config, got {kind}")
         text = config.get_text_config(decoder=True)
         spec = _spec_of(text)
-        for name, size, least in (("sinks", sinks, 0), ("window", window, 1)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < least:
-                raise ValueError(f"{name} must be a whole number >= {least}, got {size!r}")
+        check_whole("sinks", sinks, 0)
+        check_whole("window", window)
         layers = [SinkLayer(spec, sinks, window) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers)
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ..kernels.torch_private import version_of
 
+# what code of others raises for arguments of a shape or type that it does not take
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 _KEPT = "_rotary_prepared"  # on a table: what `prepared` made of it
 
 
@@ -108,7 +110,7 @@ def prepared(
 def _after_prefix(
     tables: Sequence[Tensor], style: str, axis: int | None, ndim: int, prefix: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`half_width`, with so many rows of angle 0 in front."""
+    """`half_width`, with `prefix` rows of angle 0 in front."""
     halves = half_width(style, tables, axis, ndim)
     if halves is None or prefix <= 0:
         return halves

@@ -19,9 +19,8 @@ from ..angles import cos_sin, inv_freq
 from ..configs import from_hf_config
 from ..spec import Rotary
 from .grids import exact_tables, maker_of, tables_of
-from .styles import full_width, half_width, style_of
+from .styles import REFUSALS, full_width, half_width, style_of
 
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 _SEQ = 3
 
 
@@ -112,7 +111,7 @@ def _tried(
         trial = copy.deepcopy(module).to("cpu")
         with torch.no_grad():
             result = trial(torch.zeros(1, dtype=torch.float32), positions, **extra)
-    except _REFUSALS:
+    except REFUSALS:
         return None
     tables = result if isinstance(result, tuple) else (result,)
     is_known = len(tables) == 2 or (len(tables) == 1 and tables[0].is_complex())
@@ -149,7 +148,7 @@ def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
 
 
 def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
-    """The spec behind the tables of a module, from what they are at position 1 of each axis."""
+    """The spec that gives the tables of a module, from their values at position 1 of each axis."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(buffer, Tensor) or buffer.ndim != 1:

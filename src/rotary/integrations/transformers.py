@@ -200,7 +200,7 @@ class _Caller(NamedTuple):
 
 
 def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
-    """What can be patched, and (path, reason) of what cannot."""
+    """The modules that can be patched, and (path, reason) of those that cannot."""
     callers: list[_Caller] = []
     skipped: list[tuple[str, str]] = []
     styles = {name: tables.styles_of(module) for name, module in tables.embeddings(model).items()}

@@ -87,7 +87,7 @@ def _sections(rope: Rope) -> list[int]:
 
 
 def _in_turn(count: int, rope: Rope) -> list[int]:
-    """h and w in turn for so many pairs, then t."""
+    """h and w in turn for `count` pairs, then t."""
     return [1 + i % 2 if i < count else 0 for i in range(rope.rotary_dim // 2)]
 
 
@@ -299,7 +299,7 @@ def _rotated(
 
 
 def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:
-    """Take the tables of a new embedding, compare it with vLLM's formula, say what is used."""
+    """Take the tables of a new embedding, compare it with vLLM's formula, and log what is used."""
     rope.rotary_tables = None
     if "_buffers" not in vars(rope):
         _say(f"vLLM's {base.__name__} stays: torch {torch.__version__} keeps buffers elsewhere")

@@ -16,7 +16,7 @@ TABLE = "rotary_table"  # ours: the same in float32, where vLLM's is not
 
 
 class Rope(Protocol):
-    """What is read of a rotary embedding of vLLM, and what is kept with it."""
+    """The attributes of a rotary embedding of vLLM that are read here, and those we add."""
 
     head_size: int
     rotary_dim: int
@@ -101,10 +101,10 @@ def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: object) -> Tables
 
 
 def exact_table(compute: Callable[[], object], table: Tensor) -> Tensor | None:
-    """What `compute` gives in float64, rounded once to float32.
+    """The result of `compute` in float64, rounded once to float32.
 
-    table  what it gives by itself: None is returned where the two differ by more than the angles
-           of float32 can be off
+    table  its result in float32: if the two differ by more than float32 angles can be off, None is
+           returned
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from ..configs import Config, choose
 from ..configs.entries import MODELS, TEXT_PARTS
 from ..configs.hf import check_top, refuse
-from ..configs.values import is_whole, whole_number
+from ..configs.values import whole_number
 from ..schedules import SCHEDULES, parameters
-from ..spec import Rotary, nearest
+from ..spec import Rotary, check_whole, nearest
 from ..strict_json import JSON
 from .case import Array, Case, NotComparedError, Program, RefusedError
 from .keras_hub import KERAS_HUB
@@ -215,8 +215,8 @@ def _case(config: Config, seq_len: int | None) -> Case:
     if not config.rotates:
         where = f"layer type {config.layer_type!r}" if config.layer_type else "this config"
         raise ValueError(f"{where} has no rotation; there is nothing to compare")
-    if seq_len is not None and (not is_whole(seq_len) or seq_len < 1):
-        raise ValueError(f"seq_len must be a whole number >= 1, got {seq_len!r}")
+    if seq_len is not None:
+        check_whole("seq_len", seq_len)
     Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # or an error
     for name in config.rope:
         if name not in KEYS:
