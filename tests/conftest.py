@@ -2,13 +2,37 @@
 
 import fcntl
 import os
+import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from chromium import browser, page_server, show  # noqa: F401  # fixtures
 
 collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tenth", action="store_true",
+        help="of each parametrized test a tenth of the cases, 8 at least, and always the same ones",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)  # of what -m leaves
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("tenth"):
+        return
+    groups = defaultdict(list)
+    for item in items:
+        groups[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        item
+        for name, cases in groups.items()
+        for item in random.Random(name).sample(cases, min(len(cases), max(8, len(cases) // 10)))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")

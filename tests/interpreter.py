@@ -22,11 +22,17 @@ kernel = _interpreted()
 
 
 def mended(monkeypatch):
-    """Loop bounds are arrays of one number, which NumPy 2.4 no longer takes for a number."""
+    """Loop bounds are arrays of one number, which NumPy warns of, and 2.4 takes for no number."""
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def number(self):
+        return self.handle.data.item()
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        if scope:
+            scope[0].set_attr(tensor, "__index__", number)
+        else:  # Triton 3.4, of the oldest torch, never takes back what it sets
+            tensor.__index__ = number
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

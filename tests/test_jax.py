@@ -673,6 +673,7 @@ def test_tables_of_a_traced_call_need_no_64_bit_type():
 
 
 def test_numpy_and_torch_calls_do_not_load_the_jax_kernel():
+    pytest.importorskip("torch")
     script = (
         "import sys, numpy, torch, rotary; spec = rotary.Rotary(head_dim=4)\n"
         "rotary.apply(spec, numpy.ones((2, 4), 'f4')); rotary.apply(spec, torch.ones(2, 4))\n"

@@ -10,12 +10,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh, PartitionSpec
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -26,6 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rotary
 import rotary.kernels.torch
 from rotary.kernels import torch_gpu, torch_launch, torch_ready, torch_state, torch_tables
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"
 SPEC = rotary.Rotary(head_dim=8, base=100.0)

@@ -229,6 +229,7 @@ def same(one, other):
 
 @pytest.fixture(scope="module")
 def wanted():
+    pytest.importorskip("torch")
     return results()
 
 
@@ -244,6 +245,7 @@ def test_bits_without_a_private_name_of_torch(names, wanted, without):
 
 
 def test_a_forward_is_watched_without_dispatch_modes(monkeypatch):
+    pytest.importorskip("torch")
     from rotary.blackbox import forward
     from rotary.kernels import torch_private
 

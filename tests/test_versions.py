@@ -5,7 +5,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import conftest
 import pytest
 from tools import versions
 
@@ -71,3 +74,25 @@ def test_the_table_adds_up_what_ran(tmp_path, monkeypatch, capsys):
         "| oldest |  | 3.10.1 |  |  |  | 0.4 |  | 13 | 3 | 2 |"
     )
     assert sys.version.startswith(versions.platform.python_version())
+
+
+class Case(NamedTuple):
+    nodeid: str
+
+
+def test_a_tenth_has_every_test_and_the_same_cases_again():
+    names = {"large": 300, "small": 20, "alone": 1}
+    cases = [Case(f"{name}[{n}]") for name, count in names.items() for n in range(count)]
+    kept, dropped = cases.copy(), []
+    hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    config = SimpleNamespace(getoption=lambda name: name == "tenth", hook=hook)
+    conftest.pytest_collection_modifyitems(config, kept)
+    counts = {name: sum(case.nodeid.startswith(name) for case in kept) for name in names}
+    assert counts == {"large": 30, "small": 8, "alone": 1}
+    assert kept == [case for case in cases if case not in dropped]  # in their order
+    again = cases.copy()
+    conftest.pytest_collection_modifyitems(config, again)
+    assert again == kept
+    config.getoption = lambda name: False
+    conftest.pytest_collection_modifyitems(config, again)
+    assert again == kept
