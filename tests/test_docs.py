@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import html
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -243,22 +244,25 @@ def test_an_option_that_is_gone_is_found():
 # --- the built pages ---
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
+@pytest.fixture(scope="session")
+def built(once):
     """The folder of the pages, built as on a machine without a network, and what was said."""
-    out = tmp_path_factory.mktemp("html")
+    folder = once("pages", build)
+    return folder / "html", json.loads((folder / "said.json").read_text())
+
+
+def build(folder):
     command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", "-b", "html"]
-    cache = tmp_path_factory.mktemp("doctrees")
     run = subprocess.run(
-        [*command, "-d", cache, DOCS, out], capture_output=True, text=True, timeout=300
-    )
-    return out, run
+        [*command, "-d", folder / "doctrees", DOCS, folder / "html"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    (folder / "said.json").write_text(json.dumps([run.returncode, run.stderr]))
 
 
 @pytest.mark.slow
 def test_the_pages_build_without_a_warning(built):
-    _, run = built
-    assert (run.returncode, run.stderr) == (0, "")
+    assert built[1] == [0, ""]
 
 
 @pytest.mark.slow
