@@ -59,8 +59,8 @@ def classes() -> dict[str, type]:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     found: dict[str, type] = {}
     for module, name in make_models.rotary_classes():
-        kind = getattr(module, name)
-        config = make_models.config_for(module, kind)
+        kind = make_models.rotary_class(module, name)
+        config = make_models.config_for(kind)
         if config is not None:
             found.setdefault(config.model_type, kind)
     for name, same in make_models.SAME.items():

@@ -1,6 +1,7 @@
 """What tests share, and counts of the comparison with transformers at the end of a run."""
 
 import fcntl
+import gc
 import os
 import random
 import sys
@@ -17,6 +18,16 @@ def pytest_addoption(parser):
         "--tenth", action="store_true",
         help="of each parametrized test a tenth of the cases, 8 at least, and always the same ones",
     )  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay to the end, so the garbage collector need not look at them again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(trylast=True)  # of what -m leaves

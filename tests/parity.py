@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,10 +33,14 @@ VISION = ("apply_rotary_pos_emb_vision", "apply_rotary_pos_emb_2d",
 class Case(NamedTuple):
     """A class of transformers, a config for it, and the layer type that is compared."""
 
-    module: Any
     rotary: type
     config: Any
     layer_type: str | None
+
+    @property
+    def module(self) -> Any:
+        """The modelling module of the class."""
+        return sys.modules[self.rotary.__module__]
 
 
 class Tables(NamedTuple):
@@ -46,14 +51,14 @@ class Tables(NamedTuple):
     ids: torch.Tensor | None = None
 
 
-def cases(module: Any, name: str, config: Any) -> Iterator[Case]:
+def cases(rotary: type, config: Any) -> Iterator[Case]:
     """The class with one config, once for each layer type that rotates."""
     kinds = layer_types(config) or (None,)
     labels = [getattr(config, key, None) or () for key in ("_rope_type_labels", "layer_types")]
     for kind in kinds:  # the class makes no table for a kind that no layer of this config has
         is_there = kind is None or kind in (labels[0] or labels[1]) or "rope_theta" in kind
         if is_there and from_hf_config(config, kind) is not None:
-            yield Case(module, getattr(module, name), config, kind)
+            yield Case(rotary, config, kind)
 
 
 def compare(case: Case, firsts: tuple[int, ...] = (0, 5000)) -> None:

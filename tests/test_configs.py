@@ -6,7 +6,7 @@ from pathlib import Path
 
 import parity
 import pytest
-from test_parity import CLASSES, DIFFERENT, config_of
+from test_parity import CLASSES, DIFFERENT, made_of
 
 import rotary
 from rotary.configs import layer_types
@@ -43,9 +43,9 @@ def rotary_classes():
     """model_type -> the class that makes its tables."""
     found = {}
     for module, name in CLASSES:
-        config = None if name in DIFFERENT else config_of(module, name)
-        if config is not None:
-            found.setdefault(config.model_type, (module, name))
+        kind, config = made_of(module, name)
+        if config is not None and name not in DIFFERENT:
+            found.setdefault(config.model_type, kind)
     return found
 
 
@@ -86,7 +86,7 @@ def test_a_published_config_is_read(name):
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_published_config_computes_what_transformers_does(name):
     config, path = text_config(name), FOLDER / f"{name}.json"
-    cases = list(parity.cases(*rotary_classes()[config.model_type], config))
+    cases = list(parity.cases(rotary_classes()[config.model_type], config))
     kinds = [kind for kind in layer_types(path) or (None,) if rotary.from_hf_config(path, kind)]
     assert kinds
     assert [case.layer_type for case in cases] == kinds

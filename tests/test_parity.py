@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import inspect
 from pathlib import Path
 
 import numpy as np
@@ -46,30 +45,28 @@ OURS = {("EfficientLoFTRRotaryEmbedding", "linear"): "reads only rope_type defau
 CLASSES = make_models.rotary_classes()
 PLAIN = [
     (module, name)
-    for module, name in CLASSES
-    if "ROPE_INIT_FUNCTIONS" in inspect.getsource(getattr(module, name)) and name not in DIFFERENT
+    for (module, name), source in CLASSES.items()
+    if "ROPE_INIT_FUNCTIONS" in source and name not in DIFFERENT
 ]
 
 
-def label(value):
-    return value if isinstance(value, str) else ""
-
-
-def config_of(module, name):
+def made_of(module, name):
+    """The class, which is imported here, and a config that it can be built from."""
     transformers.logging.set_verbosity_error()
-    return make_models.config_for(module, getattr(module, name))
+    kind = make_models.rotary_class(module, name)
+    return kind, make_models.config_for(kind)
 
 
-@pytest.mark.parametrize(("module", "name"), CLASSES, ids=label)
+@pytest.mark.parametrize(("module", "name"), CLASSES)
 def test_a_class_equals_ours(module, name, record_property):
+    kind, config = made_of(module, name)
     if name in DIFFERENT:
         record_property("parity", "different 1")
-        config = config_of(module, name)
         if config is not None:
             with pytest.raises(ValueError, match=DIFFERENT[name]):
                 from_hf_config(config)
         return
-    cases = list(parity.cases(module, name, config_of(module, name)))
+    cases = list(parity.cases(kind, config))
     assert cases
     for case in cases:
         parity.compare(case)
@@ -137,9 +134,9 @@ def variant(case, rope_type, spec):
 
 
 @pytest.mark.parametrize("rope_type", TYPES)
-@pytest.mark.parametrize(("module", "name"), PLAIN, ids=label)
+@pytest.mark.parametrize(("module", "name"), PLAIN)
 def test_a_class_with_another_rope_type(module, name, rope_type, record_property):
-    cases = list(parity.cases(module, name, config_of(module, name)))
+    cases = list(parity.cases(*made_of(module, name)))
     specs = [from_hf_config(case.config, case.layer_type) for case in cases]
     made = [variant(case, rope_type, spec) for case, spec in zip(cases, specs, strict=True)]
     assert made
@@ -219,7 +216,7 @@ def test_hunyuan_vl_changes_norms_and_scores_where_its_axes_differ():
 
 def test_gemma4_vision_is_two_rotations_one_behind_the_other():
     module = modeling("gemma4")
-    config = config_of(module, "Gemma4VisionRotaryEmbedding")
+    _, config = made_of(module.__name__, "Gemma4VisionRotaryEmbedding")
     ids = torch.randint(0, 60, (1, 19, 2), generator=torch.Generator().manual_seed(1))
     x = random(1, 19, 4, config.head_dim).float()
     tables = module.Gemma4VisionRotaryEmbedding(config)(x, ids)
@@ -266,7 +263,7 @@ def test_esmfold2_is_a_custom_schedule_of_four_axes():
 
 def test_musicflamingo_turns_by_seconds_times_a_number():
     module = modeling("musicflamingo")
-    config = config_of(module, "MusicFlamingoRotaryEmbedding")
+    _, config = made_of(module.__name__, "MusicFlamingoRotaryEmbedding")
     made = module.MusicFlamingoRotaryEmbedding(config)
     frames = torch.arange(50, dtype=torch.float64)
     seconds = 30 + 0.04 * frames  # the window of 2 s with number 15

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from rotary.configs.entries import TEXT_PARTS
 TABLE = Path(__file__).parents[1] / "src" / "rotary" / "configs" / "models.json"
 MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
+CLASS = re.compile(
+    r"^(class (\w+)\(.*\n(?:[ \t].*\n|\n)*)", re.MULTILINE
+)  # its source, and its name
 SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 SHARE, THETA = "partial_rotary_factor", "rope_theta"
 LISTS = ("layer_rope_theta", "rope_scaling_layers")
@@ -239,9 +243,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     table: dict[str, dict[str, Any]] = {}
     for module, name in rotary_classes():
-        config = config_for(module, getattr(module, name))
+        rotary = rotary_class(module, name)
+        config = config_for(rotary)
         if config is not None and config.model_type:
-            table.setdefault(config.model_type, entry(type(config)(), getattr(module, name)))
+            table.setdefault(config.model_type, entry(type(config)(), rotary))
     for name in (
         "gptj",
         "codegen",
@@ -325,20 +330,28 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {**one, **other, **both}
 
 
-def rotary_classes() -> list[tuple[Any, str]]:
-    """(modelling module, class name) of every class of transformers that makes rotary tables."""
-    found = []
+def rotary_classes() -> dict[tuple[str, str], str]:
+    """(module, class name) of every class of transformers that makes rotary tables -> its source.
+
+    The files are read as text, because to import all these modules takes ten seconds.
+    """
+    found = {}
     for path in sorted(MODELING.glob("*/modeling_*.py")):
-        names = re.findall(r"^class (\w+)\(", path.read_text(), flags=re.MULTILINE)
-        wanted = [name for name in names if ROTARY.search(name)]
-        if wanted:
-            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            found += [(module, name) for name in wanted]
+        module = f"transformers.models.{path.parent.name}.{path.stem}"
+        for source, name in CLASS.findall(path.read_text()):
+            if ROTARY.search(name):
+                found[module, name] = source
     return found
 
 
-def config_for(module: Any, rotary: type) -> Any:
+def rotary_class(module: str, name: str) -> type:
+    """The class itself."""
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def config_for(rotary: type) -> Any:
     """The default config, or the first of its parts, that the class can be built from."""
+    module = sys.modules[rotary.__module__]
     if rotary.__name__ in CONFIGS:
         name, values = CONFIGS[rotary.__name__]
         return _config_class(module, name)(**values)
