@@ -1,5 +1,9 @@
 """`apply(positions=)` of a few tokens makes no tables, with the same bits and the same errors."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -112,3 +116,20 @@ def test_many_tokens_take_tables(without_tables):
     q = np.ones((1, 32, 256, 128), np.float32)
     apply(Rotary(head_dim=128), q, positions=np.arange(256))
     assert without_tables == [None]
+
+
+def test_what_a_call_makes_of_positions_lives_until_it_is_done():
+    """Freed memory of this size goes back to the system: who reads it is ended by a signal."""
+    script = """
+import numpy as np
+from rotary import Rotary, apply, cos_sin, rotate
+spec, at = Rotary(head_dim=128), np.arange(1900)[None]
+x = np.random.default_rng(0).standard_normal((1, 1900, 1, 128), np.float32)
+got = apply(spec, x, positions=at, seq_dim=1)
+np.testing.assert_array_equal(got, rotate(x, *cos_sin(spec, at), spec, seq_dim=1))
+"""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"

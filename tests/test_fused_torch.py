@@ -1,6 +1,9 @@
 """The torch side of `rotary.fused`: compiled loops, formula, gradients, against the reference."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -263,6 +266,22 @@ def test_gradients_of_the_loops_are_those_of_the_formula(name, form, dtype, monk
     for got, want in zip(*found, strict=True):
         assert got.dtype == want.dtype
         assert (got - want).abs().max() <= limit * want.abs().max()
+
+
+def test_rows_of_a_gradient_live_until_it_is_done():
+    """Freed memory of this size goes back to the system: who reads it is ended by a signal."""
+    script = """
+import torch
+from rotary import Norm, Rotary, fused
+q, k, weight = torch.randn(1, 100, 2, 4096), torch.randn(1, 100, 2, 4096), torch.ones(4096)
+y, *_ = fused(q.requires_grad_(), k, None, Rotary(4096, rotary_dim=64), norm=Norm(weight, None, 0))
+y.sum().backward()
+"""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"
 
 
 def test_only_one_of_both_has_a_weight_or_a_gradient():

@@ -1,5 +1,6 @@
 """Threads, forks, caches and missing packages: the same bits wherever and however it runs."""
 
+import ast
 import hashlib
 import os
 import shutil
@@ -78,6 +79,45 @@ def test_the_helper_notices_failure():
         python("raise SystemExit(3)")
     with pytest.raises(AssertionError, match="exit status -6"):
         python("import os; os.abort()")
+
+
+# --- memory ---
+
+
+def early_addresses(source):
+    """Lines that take the address of an array which Numba may free before the address is used.
+
+    It frees an array behind the last line that names it. One that the caller passed lives until the
+    call returns, and one that each turn of a loop names lives until the loop ends.
+    """
+    lines = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        passed = {each.arg for each in function.args.args}
+        loops = [each for each in ast.walk(function) if isinstance(each, ast.For)]
+        for node in ast.walk(function):
+            if not (isinstance(node, ast.Attribute) and ast.unparse(node).endswith(".ctypes.data")):
+                continue
+            (name, *_) = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+            around = [each for each in loops if node in ast.walk(each)]
+            if name not in passed and (not around or name in assigned(around[0])):
+                lines.append(ast.unparse(node))
+    return lines
+
+
+def assigned(node):
+    names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+    return {each.id for each in names if isinstance(each.ctx, ast.Store)}
+
+
+def test_no_loop_takes_an_address_of_what_may_be_freed_before_it_is_used():
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        assert early_addresses(path.read_text()) == [], path.name
+    once = "def turn(n):\n    both = empty((2, n))\n    use(both[0].ctypes.data)\n"
+    assert early_addresses(once) == ["both[0].ctypes.data"]
+    inner = "def turn(n):\n    for i in range(n):\n        x = empty(n)\n        x.ctypes.data\n"
+    assert early_addresses(inner) == ["x.ctypes.data"]
 
 
 # --- threads ---

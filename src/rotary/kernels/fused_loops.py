@@ -169,10 +169,11 @@ def _back_tiles(tag, job, address, part):
     turned = empty(piece.tile * piece.width, np.float64)
     own = empty((2, piece.tile), np.float64)
     roots, dots = own[0], own[1]
-    to_roots, to_dots, to_turned = roots.ctypes.data, dots.ctypes.data, turned.ctypes.data
     read = place.mode - STREAMING if place.mode >= STREAMING else place.mode
     for at in range(first, last):
         i, j, k, count = _tile(piece, at)
+        # here, and not before the loop: Numba frees an array behind the last line that names it
+        to_roots, to_dots, to_turned = roots.ctypes.data, dots.ctypes.data, turned.ctypes.data
         x = place.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
         out = place.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
         grad = place.grad + i * piece.grad_0 + j * piece.grad_1 + k * piece.grad_2

@@ -251,13 +251,22 @@ def _turn_once(tag: np.generic) -> Callable[[int, int, int], int]:
                 return new_bool(0)
         if not _is_safe(job):
             return new_bool(0)
-        both = empty((2, tokens * angles.pairs), np.float32)
-        cos, sin = both[0].ctypes.data, both[1].ctypes.data
-        _table_rows(angles, job.cos, cos, sin, 0, tokens)
-        _rotate_alone(tag, job, cos, sin, 0)
+        _turn_alone(tag, job, angles, empty((2, tokens * angles.pairs), np.float32))
         return new_bool(1)
 
     return turn_once
+
+
+@compiled()
+def _turn_alone(tag, job, angles, tables):
+    """The same as `_rotate_alone`, from positions; the caller has room for cos and sin.
+
+    Numba frees an array behind the last line that names it, though its address be used after that.
+    What a caller passes lives until the call returns.
+    """
+    cos, sin = tables[0].ctypes.data, tables[1].ctypes.data
+    _table_rows(angles, job.cos, cos, sin, 0, angles.batch * angles.seq)
+    _rotate_alone(tag, job, cos, sin, 0)
 
 
 @compiled()
