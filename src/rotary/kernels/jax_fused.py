@@ -22,7 +22,17 @@ from .fused_steps import Cache, Library, finished, normed, places, stored, write
 from .geometry import Options
 from .jax import check_operands, check_rows, check_types, turned
 from .numpy_fused import dtype_of
-from .stages import Fit, KVCache, LatentCache, Norm, Stages, check_slots, dtype_name, fit
+from .stages import (
+    Fit,
+    KVCache,
+    LatentCache,
+    Norm,
+    Stages,
+    changes_v,
+    check_slots,
+    dtype_name,
+    fit,
+)
 
 Array = jax.Array
 Result = Array | tuple[Array, Array] | None  # with its scales where they are computed
@@ -87,7 +97,7 @@ def fused(
         None if cache is None else type(cache),
         stages.dtype,
         tuple(scale if isinstance(scale, str) else None for scale in scales),
-        stages.changes_v or cache is not None,
+        changes_v(stages) or cache is not None,
     )
     numbers = tuple(None if isinstance(scale, str) else scale for scale in scales)
     memory = () if cache is None else _memory(cache)

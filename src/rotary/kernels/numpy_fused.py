@@ -15,7 +15,7 @@ from . import Numbers as Array
 from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Geometry, Options
 from .numpy import check_like, check_operands, check_rows, name_of, rotate
-from .stages import Fit, Norm, Stages, fit
+from .stages import Fit, Norm, Stages, changes_v, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales where they were computed
 
@@ -45,7 +45,7 @@ def fused(
         for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
         if x is not None
     ]
-    is_changed = stages.changes_v or stages.cache is not None
+    is_changed = changes_v(stages) or stages.cache is not None
     of_v = v if is_changed else None
     results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
     if out is not None:

@@ -102,12 +102,12 @@ class Stages(NamedTuple):
     dtype: str | None = None
     scales: tuple[Operand, Operand, Operand] = (1.0, 1.0, 1.0)
 
-    @property
-    def changes_v(self) -> bool:
-        """Whether v is normalised, or cast, before it is returned."""
-        has_norm = self.norm is not None and self.norm.v is not None
-        scale = self.scales[2]
-        return has_norm or self.dtype is not None or not (isinstance(scale, float) and scale == 1)
+
+def changes_v(stages: Stages) -> bool:
+    """Whether v is normalised, or cast, before it is returned."""
+    has_norm = stages.norm is not None and stages.norm.v is not None
+    scale = stages.scales[2]
+    return has_norm or stages.dtype is not None or not (isinstance(scale, float) and scale == 1)
 
 
 class Fit(NamedTuple):

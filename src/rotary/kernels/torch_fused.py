@@ -14,7 +14,7 @@ from torch import Tensor
 from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Options
 from .numpy import check_like
-from .stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, fit
+from .stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, changes_v, fit
 from .torch_checks import check_no_inference, check_operands, check_rows, check_writable
 from .torch_launch import empty_like, formula, is_for_gpu, mark_written
 from .torch_state import (
@@ -80,7 +80,7 @@ def fused(
         if done is not None:
             return done
     turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
-    is_changed = stages.changes_v or cache is not None
+    is_changed = changes_v(stages) or cache is not None
     of_v = v if is_changed else None
     results = finished(LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages, store)
     if out is not None:
@@ -92,7 +92,7 @@ def is_for_loops(
     operands: Sequence[Tensor], stages: Stages, q: Tensor, out: Sequence[Tensor] | None
 ) -> bool:
     """Whether the compiled loops may be asked: plain tensors on the host, and no cast."""
-    if loops is None or is_watched() or (stages.changes_v and stages.cache is None):
+    if loops is None or is_watched() or (changes_v(stages) and stages.cache is None):
         return False
     tensors = [*operands, *(out or ())]
     scales: list[object] = [stages.scales[0]]
@@ -159,7 +159,7 @@ def by_kernel(
     from . import torch_fused_gpu
 
     cache = stages.cache
-    is_changed = stages.changes_v or cache is not None
+    is_changed = changes_v(stages) or cache is not None
     xs = (q, k, v if is_changed else None)
     memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v] if cache else []
     memory = [each for each in memory if each is not None]
