@@ -51,7 +51,7 @@ def test_softmax_attention_is_that_of_torch_and_transformers(dtype, rtol, causal
 
     q, k, v = qkv(2, 3, 21, 32, dtype=dtype)
     config = LlamaConfig(hidden_size=96, num_attention_heads=3, head_dim=32)
-    module = llama.LlamaRotaryEmbedding(config)
+    module = llama.LlamaRotaryEmbedding(config=config)
     cos, sin = module(torch.from_numpy(q), torch.arange(21)[None])
     rotated = llama.apply_rotary_pos_emb(torch.from_numpy(q), torch.from_numpy(k), cos, sin)
     wanted = torch.nn.functional.scaled_dot_product_attention(

@@ -60,6 +60,8 @@ def start(folder, world, names):
 
 @pytest.mark.parametrize(("launch", "name"), LAWS)
 def test_on_every_rank(once, launch, name):
+    if name == "second_gradients_are_those_of_the_whole" and torch.__version__.startswith("2.8."):
+        pytest.skip("DTensor.to_local of torch 2.8 has no second derivative")
     said = [report[name] for report in reports(launched(once, launch))]
     assert not any(said), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
 
@@ -99,4 +101,5 @@ dist.destroy_process_group()
         timeout=120,
         cwd=RANKS.parent,
     )
-    assert done.stdout.split() == ["seen", "seen"], done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert said == ["seen", "seen"], done.stderr

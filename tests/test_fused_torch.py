@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from libraries import of_transformers
 from torch import Tensor
 
 import rotary
@@ -377,6 +378,7 @@ def test_nothing_is_rotated_to_nothing(shapes):
 
 def tiny(name):
     """A model of transformers, and the module with its apply_rotary_pos_emb."""
+    of_transformers("transformers")
     from transformers import Gemma3TextConfig, Olmo2Config, Qwen3Config
     from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.olmo2 import modeling_olmo2

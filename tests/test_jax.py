@@ -611,6 +611,8 @@ def test_adjacent_pairs_are_turned_by_the_fastest_loop_of_their_type(dtype):
     def gradient(x, cos, sin):
         return jax.vjp(lambda y: rotate(y, cos, sin), x)[1](x)[0]
 
+    if dtype == "bfloat16" and not hasattr(jax.lax, "split"):
+        pytest.skip(f"JAX {jax.__version__} slices instead of splitting, so the transpose pads")
     way = {"reverse"} if dtype == "float32" else {"concatenate", "slice"}
     for function in (rotate, gradient):
         steps, operations = operations_of(program(function, x, table, table))

@@ -501,7 +501,9 @@ def test_halves_are_rounded_to_nearest_even(kernel, dtype):
         low = np.floor(exact / np.float32(step)) * np.float32(step)  # both neighbours are exact
         rest, odd = exact - low, np.round(low / step) % 2 == 1
         up = (rest > step / 2) | ((rest == step / 2) & odd)
-        assert_bits(y[:, :1].astype(np.float32), low + np.where(up, np.float32(step), 0))
+        assert_bits(
+            y[:, :1].astype(np.float32), low + np.where(up, np.float32(step), np.float32(0))
+        )
 
 
 # --- one call or many ---

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from libraries import enable_x64
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -479,7 +480,7 @@ JAX_MODES = {
     "`eval_shape`": (SHAPES, shapes, False),
 }
 JAX = {
-    name + suffix: Mode(f"{gives} error error", run, transposes, partial(jax.enable_x64, is_wide))
+    name + suffix: Mode(f"{gives} error error", run, transposes, partial(enable_x64, is_wide))
     for suffix, is_wide in (("", False), (", x64", True))
     for name, (gives, run, transposes) in JAX_MODES.items()
 }

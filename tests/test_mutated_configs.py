@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from libraries import of_transformers
 
 import rotary
 from rotary import cli, from_hf_config
@@ -23,6 +24,8 @@ from rotary.programs import diff
 against = pytest.importorskip("against_transformers", reason="needs transformers")
 mutations, make_models = against.mutations, against.make_models
 
+# transformers 4 reads other keys, and lacks models: the comparison is with the pinned release
+compared = pytest.mark.usefixtures("pinned_transformers")
 LAYERED = ("full_attention", "sliding_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
@@ -30,6 +33,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA = {"model_type": "llama", "head_dim": 64}
 
 
+@pytest.fixture
+def pinned_transformers():
+    of_transformers("transformers")
+
+
+@compared
 @pytest.mark.parametrize("seed", range(4))
 def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed):
     counts, faults = against.run(seed, 1000)
@@ -39,6 +48,7 @@ def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed)
 
 
 @pytest.mark.slow
+@compared
 @pytest.mark.parametrize("seed", [4, 5])
 def test_more_broken_configs_give_the_numbers_of_transformers_or_one_sentence(seed):
     counts, faults = against.run(seed, 1000)
@@ -67,6 +77,7 @@ def read_as_transformers(data, kind=None):
 FILLED = ("gemma3_text", "gemma3n_text", "olmo3", "t5gemma2_text")
 
 
+@compared
 @pytest.mark.parametrize("name", FILLED)
 def test_a_flat_rope_parameters_is_ignored_by_transformers_and_refused_here(name):
     """Where layer types differ: it was read as the older rope_scaling, for some of the layers."""
@@ -83,6 +94,7 @@ def test_a_flat_rope_parameters_is_ignored_by_transformers_and_refused_here(name
     assert read_as_transformers(scaled, "sliding_attention").schedule == "default"
 
 
+@compared
 def test_a_rope_scaling_that_layered_models_of_transformers_do_not_read():
     old = {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(ValueError, match="needs rope_type; transformers does not read its type"):
@@ -157,6 +169,7 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
     assert "\n" not in str(caught.value)
 
 
+@compared
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
@@ -210,6 +223,7 @@ COMPOSITES = [
 ]
 
 
+@compared
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_a_key_beside_the_parts_is_read_as_transformers_does_or_refused(name):
     for key, value in make_models.BESIDE.items():
@@ -217,6 +231,7 @@ def test_a_key_beside_the_parts_is_read_as_transformers_does_or_refused(name):
         assert both.kind in against.EQUAL | against.TOLD, both
 
 
+@compared
 def test_a_proportional_ladder_takes_the_rotary_dim_that_the_model_reads():
     minimax = {"model_type": "minimax_m2", "head_dim": 128, "rotary_dim": 64,
                "rope_parameters": {"rope_type": "proportional", "rope_theta": 5e6}}  # fmt: skip
@@ -245,6 +260,7 @@ def test_fuyu_files_that_transformers_reads_in_part():
             from_hf_config({**flat, key: value})
 
 
+@compared
 def test_the_models_that_have_a_text_of_their_own():
     own = set()
     for name in COMPOSITES:

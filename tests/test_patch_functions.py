@@ -1,4 +1,5 @@
 """What `patch` concludes about a rotation function, and how it reaches the code that calls it."""
+# ruff: noqa: E402
 
 import functools
 import inspect
@@ -7,7 +8,10 @@ from types import MethodType, ModuleType
 
 import pytest
 import torch
+from libraries import of_transformers
 from torch import nn
+
+of_transformers("transformers")  # its functions, of many models
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as cohere
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave as deepseek,

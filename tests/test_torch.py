@@ -405,13 +405,19 @@ def test_compile_asks_for_the_length_where_it_matters(name):
         return rotary.apply(SPECS[name], q, positions=positions)
 
     fast, _ = compiled(call)
-    # Dynamo wraps the ValueError in an error of its own, which of torch 2.8 does not quote it
-    with pytest.raises(RuntimeError) as raised:
-        fast(randn(1, 1, 5, 8), torch.arange(5))
+    xs, said = (randn(1, 1, 5, 8), torch.arange(5)), "needs seq_len as a whole number"
+    if torch.__version__.startswith(
+        "2.8."
+    ):  # where no break is allowed it hides what an error says
+        with pytest.raises(ValueError, match=said):
+            torch.compile(call, backend="eager")(*xs)
+        return
+    with pytest.raises(RuntimeError) as raised:  # Dynamo wraps it in an error of its own
+        fast(*xs)
     causes = [raised.value]
     while (below := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(below)
-    assert any("needs seq_len as a whole number" in str(cause) for cause in causes)
+    assert any(said in str(cause) for cause in causes)
 
 
 # --- modes and global state ---
@@ -596,4 +602,5 @@ else:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"
-    assert done.stdout.startswith(("refused", "done"))
+    said = done.stdout.splitlines()  # after a line of Gloo in torch 2.8
+    assert any(line.startswith(("refused", "done")) for line in said)

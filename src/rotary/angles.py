@@ -201,7 +201,7 @@ def moved_cos_sin(
     old, kind, lengths = _rows(spec, kernel, old, seq_len, allow_negative)
     new, new_kind, new_lengths = _rows(new_spec, kernel, new, new_seq_len, allow_negative)
     is_whole = kind == new_kind == "int"
-    is_shift = lengths == new_lengths and new_spec == spec
+    is_shift = lengths == new_lengths and (new_spec is spec or new_spec == spec)  # is: torch 2.8
     if is_whole and is_local:
         old, new = old.astype(np.int64), new.astype(np.int64)
     if is_whole and is_local and not is_shift:

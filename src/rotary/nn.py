@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .angles import Precision
+from .kernels import kernel_of
 from .rotate import apply
 from .spec import Rotary
 
@@ -32,6 +33,7 @@ class RotaryEmbedding(torch.nn.Module):
         self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int | None = None
     ) -> None:
         super().__init__()
+        kernel_of(torch.empty(0))  # torch.export replaces `max`, and then Numba 0.60 cannot load
         self.spec = spec
         self.precision: Precision = precision
         self.seq_dim = seq_dim
