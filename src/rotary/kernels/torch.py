@@ -32,6 +32,7 @@ from .torch_launch import (
     mark_written,
 )
 from .torch_operators import flat
+from .torch_private import is_exporting
 from .torch_state import (
     INTEGERS,
     are_plain,
@@ -118,7 +119,7 @@ def _recorded_at(
 ) -> tuple[Tensor, ...] | None:
     """The operator that torch.compile records on a GPU; None where tables are needed."""
     x = xs[0]
-    if not is_on_gpu(x) or torch.compiler.is_exporting() or is_tracing_a_transform():
+    if not is_on_gpu(x) or is_exporting() or is_tracing_a_transform():
         return None
     if not has_kernel(x.device, x.dtype):
         return None
@@ -236,7 +237,7 @@ def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
     and "memory" are left.
     """
     if is_tracing():
-        if torch.compiler.is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
+        if is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
             return "formula"
         x = xs[0]
         is_taken = (

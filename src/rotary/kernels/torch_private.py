@@ -75,6 +75,11 @@ level_of_transforms: Callable[[], int | None] = private(
 count_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack", _one)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export records; Dynamo of torch 2.8 says so in every compiled call."""
+    return torch.compiler.is_exporting() and private(torch.compiler, "_is_exporting_flag", True)
+
+
 def is_in_make_fx() -> bool:
     """Whether make_fx records the operators."""
     if _mode_of is None or _PROXY is None:

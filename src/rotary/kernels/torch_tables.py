@@ -19,7 +19,7 @@ from ..schedules import Arithmetic
 from ..spec import Rotary
 from . import NEEDS_LENGTH, Numbers
 from . import numpy as reference
-from .torch_private import is_mapped, outside_modes
+from .torch_private import is_exporting, is_mapped, outside_modes
 from .torch_state import (
     FLOATS,
     INTEGERS,
@@ -69,7 +69,7 @@ def tables_float32(
 def radians_of(angles: Tensor) -> Tensor:
     """64-bit fractions of one turn, int64, as float64 angles in [-pi, pi)."""
     radian: float | Tensor = _RADIAN
-    if torch.compiler.is_exporting():  # ONNX would round a plain number to float32
+    if is_exporting():  # ONNX would round a plain number to float32
         radian = torch.tensor(_RADIAN, dtype=torch.float64, device=angles.device)
     return angles.double() * radian
 
@@ -244,7 +244,7 @@ def host_constant(
     from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to load
 
     if spec.depends_on_length and not all(map(has_static_value, lengths)):
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
         return torch.ops.rotary.of_lengths(_named(function, spec.to_json(), *arguments), lengths)
     kind, *rows = _traced(function, spec.to_json(), lengths, *arguments).split(";")
