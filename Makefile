@@ -35,9 +35,12 @@ linkcheck: .venv/dev.stamp
 # Which lines and branches the tests run, children too; two to three times as long as `make test`
 coverage: .venv/dev.stamp debian
 	$(PIP) "coverage>=7.10"
-	$(BIN)/coverage run -m pytest
+	# the tracer slows tests that have a time limit: what fails is shown, and the lines are too
+	-$(BIN)/coverage run -m pytest -n 2
 	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report
+	mkdir -p build
+	$(BIN)/coverage report --show-missing --include="$(CURDIR)/src/*" > build/coverage.txt
+	tail -n 5 build/coverage.txt
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.run

@@ -52,8 +52,9 @@ def run_tests(session: nox.Session, *files: str) -> None:
     session.run(
         *["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"],
         *["-W", "ignore::DeprecationWarning:typer"],  # of the oldest typer, with the newest click
-        # of mpmath 1.4, where Inductor of torch 2.8 writes the numbers of a program
+        # of mpmath 1.4, which sympy of torch 2.8 uses for the numbers of a compiled program
         *["-W", "ignore:the rational private module:DeprecationWarning"],
+        *["-W", "ignore:the math2 module:DeprecationWarning"],
         *["-o", "junit_family=xunit1"],  # a test records how long it took
         # what a version breaks, it breaks in more than one of a hundred cases
         *([] if "all" in session.posargs else ["--tenth"]),
