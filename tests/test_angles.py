@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
@@ -275,6 +276,20 @@ def test_a_spec_warns_when_it_is_made_and_not_again():
     with pytest.warns(UserWarning, match="factor 0.5 < 1"):
         spec = Rotary(8, base=12_345, schedule="linear", params={"factor": 0.5})
     rotary.inv_freq(spec)  # a warning would be an error
+
+
+def test_frequencies_leave_the_filters_of_warnings_alone(monkeypatch):
+    """`catch_warnings` changes them for all threads, and its lock hangs a child of Python 3.14."""
+
+    def enter(catch):
+        pytest.fail("filters were changed")
+
+    q = np.ones((1, 1, 3, 8), np.float32)
+    rotary.apply(Rotary(8), q)  # loads the loops
+    spec = Rotary(8, base=54_321, schedule="linear", params={"factor": 2.0})
+    with monkeypatch.context() as patched:
+        patched.setattr(warnings.catch_warnings, "__enter__", enter)
+        rotary.apply(spec, q)
 
 
 # --- the cache ---

@@ -291,11 +291,9 @@ def _scale_rows(spec: Rotary, lengths: tuple[int | None, ...], power: int = 1) -
 def _frequencies(spec: Rotary, length: int | None, arithmetic: Arithmetic) -> tuple[Numbers, float]:
     def build() -> tuple[Numbers, float]:
         extra = {"seq_len": length} if spec.depends_on_length else {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said when the spec was made
-            frequencies, factor = SCHEDULES[spec.schedule](
-                spec.rotary_dim, spec.base, arithmetic, **spec.params, **extra
-            )
+        frequencies, factor = SCHEDULES[spec.schedule](
+            spec.rotary_dim, spec.base, arithmetic, **spec.params, **extra
+        )
         frequencies.setflags(write=False)
         return frequencies, factor
 

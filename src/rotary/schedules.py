@@ -14,7 +14,6 @@ bit; that is why a formula here is never rearranged.
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -78,7 +77,7 @@ def linear(
     >>> linear(4, 1e4, factor=4)[0]
     array([0.25  , 0.0025])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     return default(rotary_dim, base, arithmetic)[0] / factor, 1.0
 
 
@@ -94,7 +93,7 @@ def ntk(
     >>> ntk(4, 1e4, factor=4)[0]
     array([1.    , 0.0025])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     return default(rotary_dim, grown_base(rotary_dim, base, factor, arithmetic), arithmetic)
 
 
@@ -119,7 +118,7 @@ def dynamic(
     >>> dynamic(4, 1e4, factor=4, original_max_position_embeddings=2048, seq_len=4096)[0]
     array([1.   , 0.002])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     if factor > 2**53:
         raise ValueError(f"factor must be <= 2^53: {factor} - 1 is rounded to another number")
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
@@ -152,7 +151,7 @@ def dynamic_linear(
     >>> dynamic_linear(4, 1e4, factor=2, original_max_position_embeddings=2048, seq_len=8192)[0]
     array([0.25  , 0.0025])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
     number = arithmetic.dtype
     growth = max(number(factor), number(seq_len or 0) / number(trained))
@@ -186,7 +185,7 @@ def yarn(
     >>> yarn(8, 1e4, factor=4, original_max_position_embeddings=2048)[0]
     array([1.00e+00, 1.00e-01, 6.25e-03, 2.50e-04])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
     _positive("beta_fast", beta_fast)
     _positive("beta_slow", beta_slow)
@@ -258,7 +257,7 @@ def longrope(
     inv_freq = 1.0 / (divisors * _ladder(rotary_dim, base, arithmetic))
 
     if factor is not None:
-        _check_factor(factor)
+        _positive("factor", factor)
     if (short_mscale is None) != (long_mscale is None):
         raise ValueError("short_mscale and long_mscale must be given together")
     if short_mscale is not None and long_mscale is not None:
@@ -300,7 +299,7 @@ def llama3(
     ...        original_max_position_embeddings=8192)[0]
     array([1.  , 0.01])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
     _positive("low_freq_factor", low_freq_factor)
     _positive("high_freq_factor", high_freq_factor)
@@ -342,7 +341,7 @@ def proportional(
     >>> proportional(8, 1e4, partial_rotary_factor=0.5)[0]
     array([1. , 0.1, 0. , 0. ])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     _positive("partial_rotary_factor", partial_rotary_factor)
     if partial_rotary_factor > 1:
         raise ValueError(f"partial_rotary_factor must be in (0, 1], got {partial_rotary_factor}")
@@ -368,7 +367,7 @@ def ntk_mixed(
     >>> ntk_mixed(4, 1e4, factor=4)[0]
     array([0.40701686, 0.0025    ])
     """
-    _check_factor(factor)
+    _positive("factor", factor)
     if not _is_number(b) or not 0 <= b <= 1:
         raise ValueError(f"b must be in [0, 1], got {b!r}")
     pairs = rotary_dim // 2
@@ -568,13 +567,6 @@ def _positive(name: str, value: object) -> float:
     if not FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1]:
         raise ValueError(f"{name} must be in the range of float32, 1.2e-38 to 3.4e38, got {value}")
     return float(value)
-
-
-def _check_factor(factor: object) -> None:
-    if _positive("factor", factor) < 1:
-        warnings.warn(
-            f"factor {factor} < 1 shortens the context; a factor is usually >= 1", stacklevel=3
-        )
 
 
 def _length(name: str, value: object) -> int:

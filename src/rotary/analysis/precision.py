@@ -10,7 +10,6 @@ One number says how far an arithmetic is off near a position, on every page and 
 """
 
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator
 from fractions import Fraction
@@ -236,8 +235,7 @@ def _rates(spec: Rotary, seq_len: int | None, kind: str) -> tuple[Array, Array]:
             off.append(float((apart - round(apart)) * _TWO_PI))  # whole turns do not matter
         return true, np.array(off) * np.sign(signed)
     extra = {"seq_len": seq_len and int(seq_len)} if spec.depends_on_length else {}
-    with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore")  # the spec has warned already
+    with np.errstate(over="ignore", invalid="ignore"):
         schedule = SCHEDULES[spec.schedule]
         single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
         rate = round_to(np.abs(single), kind)

@@ -7,7 +7,6 @@ rounded to float16 or bfloat16. The first match wins; without one, the schedule 
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -75,9 +74,7 @@ def fit(measured: Measured) -> Fit:
 def _computed(name: str, base: float, params: dict[str, JSON], rotary_dim: int) -> Fit | None:
     """The schedule of a candidate; None if it makes no sense."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a factor below 1 is odd, and may be what it is
-            inv_freq, factor = SCHEDULES[name](rotary_dim, base, **params)
+        inv_freq, factor = SCHEDULES[name](rotary_dim, base, **params)
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
     return Fit(name, base, params, np.asarray(inv_freq, np.float64), factor)

@@ -3,7 +3,6 @@
 Frequencies come from `rotary.schedules`; only what deviates from there is written in this folder.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 
 from ..schedules import SCHEDULES, grown_base, longrope_amplitude, yarn_amplitude
@@ -19,9 +18,7 @@ def computed(
     if case.base <= 0:
         raise NotComparedError(f"its base would be {case.base:g}")
     length = {} if seq_len is None else {"seq_len": seq_len}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
-        inv_freq = SCHEDULES[schedule](case.dim, case.base, **params, **length)[0]
+    inv_freq = SCHEDULES[schedule](case.dim, case.base, **params, **length)[0]
     words = in_words(schedule, case.base, params, case.seq_len if seq_len is None else seq_len)
     return Result(words, inv_freq, amplitude, switch, advice=advice)
 
