@@ -173,10 +173,10 @@ def kernel(
         sin = -sin
 
     for group in range(begin, end):
-        if PREFETCH:
+        if PREFETCH:  # a bool a row: Triton 3.9 interprets bools & one bool as whole numbers
             next_x, next_is_row = _rows(
-                q, k, group + 1, head, token, batch, is_token & (group + 1 < end), q_heads, k_heads,
-                q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+                q, k, group + 1, head, token, batch, is_token & (0 * head + group + 1 < end),
+                q_heads, k_heads, q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
             )  # fmt: skip
             next_a, next_b = _loaded(next_x + START, next_is_row, PAIRS, WIDTH, READ_HALF)
         else:

@@ -216,7 +216,8 @@ def kernel(
     token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
     is_token = token < tokens
     pair = tl.arange(0, WIDTH)[None, :]
-    readable = is_token[:, None] & (pair < PAIRS) & (part < q_parts + k_parts)
+    # a bool a pair: Triton 3.9 interprets bools & one bool as whole numbers
+    readable = is_token[:, None] & (pair < PAIRS) & (0 * pair + part < q_parts + k_parts)
     at = batch * row_batch + token * row_token
     if HAS_ROWS:
         row = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
