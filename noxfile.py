@@ -55,6 +55,9 @@ def run_tests(session: nox.Session, *files: str) -> None:
         # of mpmath 1.4, which sympy of torch 2.8 uses for the numbers of a compiled program
         *["-W", "ignore:the rational private module:DeprecationWarning"],
         *["-W", "ignore:the math2 module:DeprecationWarning"],
+        # of torch on Python 3.13.0, and of hypothesis on 3.14
+        *["-W", "ignore:Guards may run slower:RuntimeWarning"],
+        *["-W", "ignore:It looks like `register_random`"],
         *["-o", "junit_family=xunit1"],  # a test records how long it took
         # what a version breaks, it breaks in more than one of a hundred cases
         *([] if "all" in session.posargs else ["--tenth"]),
