@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from libraries import if_installed
 
 from rotary import Rotary, apply, cos_sin, rotate
-from rotary.kernels import cpu, jobs
 
+cpu = pytest.importorskip("rotary.kernels.cpu", reason="needs numba")
+jobs = pytest.importorskip("rotary.kernels.jobs", reason="needs numba")
 torch = if_installed("torch")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -64,6 +64,7 @@ def by_formula(monkeypatch):
 
 def run(**options):
     """A call, and whether the loops did it."""
+    pytest.importorskip("numba")
     done = []
     kept, quick = torch_fused.by_loops, torch_fused.ready.quick
 
@@ -505,6 +506,7 @@ def test_a_call_like_one_before_refuses_what_the_first_would():
     fused(q, k, None, positions=rows, out=outs, **options)
     buffer = torch.zeros(2 * q.numel(), dtype=q.dtype)
     x, y = buffer[: q.numel()].view_as(q), buffer[64 : q.numel() + 64].view_as(q)
+    pytest.importorskip("numba", reason="the formula reads all before it writes")
     with pytest.raises(ValueError, match="out overlaps"):
         fused(x, k, None, positions=rows, out=(y, outs[1]), **options)
     options["norm"] = Norm(norm.q.clone().requires_grad_(), norm.k, EPS)

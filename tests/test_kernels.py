@@ -25,14 +25,16 @@ from kernel_cases import (
 from libraries import enable_x64, if_installed
 
 import rotary
-from rotary.kernels import cpu, jobs
 from rotary.kernels import numpy as reference
-from rotary.kernels import threads as pool
 from rotary.kernels.geometry import Geometry, Options, geometry_of
 from rotary.kernels.memory import Block
 
 jax = if_installed("jax")
 ml_dtypes = if_installed("ml_dtypes")
+cpu, jobs, pool = (
+    pytest.importorskip(f"rotary.kernels.{name}", reason="needs numba")
+    for name in ("cpu", "jobs", "threads")
+)
 pytest.importorskip("numba.np.arrayobj")  # Numba learns of np.empty before it is poisoned
 torch = if_installed("torch")
 jax_kernel = if_installed("rotary.kernels.jax")

@@ -336,7 +336,7 @@ def test_every_code_is_read_and_every_number_rounded_as_ml_dtypes_does(dtype):
     sin = np.zeros_like(cos)
     with np.errstate(invalid="ignore"):
         wanted = reference.move(ones, cos, sin, blocks, None, options, None)
-    ours = rotary.kernels.host().move(ones, cos, sin, blocks, None, options, None)
+        ours = rotary.kernels.host().move(ones, cos, sin, blocks, None, options, None)
     np.testing.assert_array_equal(*(x[:, 0].astype(np.float64) for x in (ours, wanted)))
 
 

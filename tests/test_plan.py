@@ -9,6 +9,7 @@ from rotary import Rotary, from_hf_config
 from rotary.analysis.bounds import first_failure
 from rotary.plan import plan, plan_model
 
+pytest.importorskip("numba", reason="a plan searches a base")
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA_2 = Rotary(head_dim=128)
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotary import Rotary, analysis
-from rotary.analysis import loops
 from rotary.analysis.bounds import first_failure
 from rotary.analysis.search import MinBase, comb, min_base, safe_base
+
+loops = pytest.importorskip("rotary.analysis.loops", reason="needs numba")
 
 
 def plain(base, context, head_dim, rotary_dim=None):
