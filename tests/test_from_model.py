@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention  # noq
 
 import rotary  # noqa: E402
 from rotary import positions  # noqa: E402
+from rotary.blackbox.forward import watch  # noqa: E402
 from rotary.model import rotations  # noqa: E402
 
 DIM, HEADS, WIDTH = 64, 4, 16
@@ -146,6 +147,43 @@ def test_a_class_that_nobody_knows(name):
     (found,) = rotations(Bundle(kind(), kind()))
     assert (found.spec, found.source, found.note) == (spec, "forward", "")
     assert found.modules == ("towers.0", "towers.1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_that_was_not_written_yet_is_not_looked_at(dtype):
+    """It may hold what an earlier forward wrote, so that angles of two forwards are compared."""
+
+    class Fills(nn.Module):
+        def forward(self, x):
+            out = x.new_empty(x.shape)
+            old = torch.empty_like(x[..., :8])
+            self.found = out.isnan().all() and old.isnan().all()
+            out[..., :8] = x[..., :8]
+            out[..., 8:] = turn(x[..., 8:])
+            return out
+
+    def turn(x):
+        angles = torch.arange(6)[:, None, None] * ladder(1e4, 8)
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * angles.cos() - right * angles.sin(),
+                          right * angles.cos() + left * angles.sin()], -1)  # fmt: skip
+
+    model, x = Fills(), torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(0))
+    seen, error = watch(model, (x.to(dtype),), {}, 6)
+    assert (error, bool(model.found)) == (None, True)
+    assert (16, 8, 8, "half", "half") in {each.turned[:5] for each in seen}
+
+
+def test_a_rotation_in_place_of_double_numbers():
+    class Writes(nn.Module):
+        def forward(self, x):
+            angles = torch.arange(6.0)[:, None, None] * ladder(1e4)
+            return torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(torch.exp(1j * angles))
+
+    x = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(0)).double()
+    (seen,), error = watch(Writes(), (x.clone(),), {}, 6)
+    assert (error, seen.turned[:5]) == (None, (16, 16, 0, "interleaved", "interleaved"))
+    np.testing.assert_array_equal(seen.x, x)
 
 
 def test_matrices_with_an_amplitude_are_measured():
