@@ -1,11 +1,15 @@
-"""LLVM instructions that Numba has in its internals alone: on the stack, of records, of memory."""
+"""LLVM instructions: what Numba has in its internals alone, and vectors."""
 
 # mypy: ignore-errors
 # written with llvmlite, which has no types
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 
 POINTER = ir.IntType(8).as_pointer()
+I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 def on_stack(b: ir.IRBuilder, kind: ir.Type) -> ir.Value:
@@ -37,3 +41,28 @@ def copy_bytes(b: ir.IRBuilder, target: ir.Value, source: ir.Value, count: ir.Va
     """Copy memory that does not overlap."""
     copy = b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, count.type])
     b.call(copy, [target, source, count, ir.Constant(ir.IntType(1), 0)])
+
+
+# --- vectors ---
+
+
+def vector(element: ir.Type, lanes: int) -> ir.Type:
+    return ir.VectorType(element, lanes) if lanes > 1 else element
+
+
+def lanes_of(value: ir.Value) -> int:
+    return value.type.count if isinstance(value.type, ir.VectorType) else 1
+
+
+def constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
+    return ir.Constant(vector(element, lanes), [value] * lanes if lanes > 1 else value)
+
+
+def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    return b.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), list(lanes)))
+
+
+def at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
+    """The lesser of the two; a NaN stays one."""
+    largest = constant(F32, lanes_of(value), most)
+    return b.select(b.fcmp_ordered(">", value, largest), largest, value)

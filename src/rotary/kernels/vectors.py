@@ -14,10 +14,25 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .instructions import POINTER, function_of, on_stack
+from . import float8
+from .instructions import (
+    F16,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    POINTER,
+    at_most,
+    constant,
+    function_of,
+    lanes_of,
+    on_stack,
+    pick,
+    vector,
+)  # fmt: skip
 
-I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
-F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}
 
 
@@ -45,18 +60,6 @@ ELEMENTS = {
 }
 
 
-def vector(element: ir.Type, lanes: int) -> ir.Type:
-    return ir.VectorType(element, lanes) if lanes > 1 else element
-
-
-def lanes_of(value: ir.Value) -> int:
-    return value.type.count if isinstance(value.type, ir.VectorType) else 1
-
-
-def constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
-    return ir.Constant(vector(element, lanes), [value] * lanes if lanes > 1 else value)
-
-
 NONE = constant(I64, 1, 0)
 
 
@@ -66,10 +69,6 @@ def splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     blank = ir.Constant(vector(value.type, lanes), ir.Undefined)
     first = b.insert_element(blank, value, constant(I32, 1, 0))
     return b.shuffle_vector(first, blank, constant(I32, lanes, 0))
-
-
-def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    return b.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
 
 def at(b: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
@@ -117,14 +116,8 @@ def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir
         return b.bitcast(value, wide)
     if tag is types.int8:
         return b.sitofp(value, wide)
-    if tag in FLOAT8:  # float8_e5m2 is the upper half of a float16
-        bits = b.shl(b.zext(value, vector(I16, lanes)), constant(I16, lanes, 8))
-        if FLOAT8[tag] == 3:  # its exponent by one bit longer, so 2^8 below; all ones is NaN
-            bits = b.and_(b.ashr(bits, constant(I16, lanes, 1)), constant(I16, lanes, 0xBFFF))
-            above = b.add(bits, constant(I16, lanes, 0x80))
-            bits = b.or_(bits, b.and_(above, constant(I16, lanes, 0x4000)))
-        number = b.fpext(b.bitcast(bits, vector(F16, lanes)), wide)
-        return number if FLOAT8[tag] == 2 else b.fmul(number, constant(F32, lanes, 2.0**8))
+    if tag in FLOAT8:
+        return float8.decoded(b, value, FLOAT8[tag])
     return b.fpext(value, wide) if tag is types.int16 else value
 
 
@@ -134,47 +127,14 @@ def narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
     if tag is types.int16:
         return b.fptrunc(value, vector(F16, lanes))
     if tag is types.int8:
-        value = _at_most(b, value, 127.0)
+        value = at_most(b, value, 127.0)
         lowest = constant(F32, lanes, -128.0)
         value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
         counted = b.fadd(value, constant(F32, lanes, 1.5 * 2**23))  # then a unit is the last bit
         return b.trunc(b.bitcast(counted, vector(I32, lanes)), vector(I8, lanes))
     if tag in FLOAT8:
-        return _float8(b, value, FLOAT8[tag])
+        return float8.encoded(b, value, FLOAT8[tag])
     return bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
-
-
-def _at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
-    largest = constant(F32, lanes_of(value), most)
-    return b.select(b.fcmp_ordered(">", value, largest), largest, value)
-
-
-def _float8(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
-    """Codes of a sign, an exponent and `mantissa` bits of a mantissa.
-
-    A number is added whose last bit is the last of the code, so the sum is rounded there, also
-    below the first exponent; what it has counted, and the exponent, are the code.
-    """
-    lanes, whole = lanes_of(value), 23 - mantissa
-    wide, narrow = vector(I32, lanes), vector(I8, lanes)
-    first = 121 if mantissa == 3 else 113  # of the smallest number that has all bits
-
-    def bits(number: int) -> ir.Constant:
-        return constant(I32, lanes, number)
-
-    given = b.bitcast(value, wide)
-    size = b.bitcast(b.and_(given, bits(0x7FFFFFFF)), value.type)
-    size = _at_most(b, size, 448.0 if mantissa == 3 else 57344.0)
-    exponent = b.and_(b.bitcast(size, wide), bits(0x7F800000))
-    lowest = bits(first << 23)
-    exponent = b.select(b.icmp_unsigned(">", exponent, lowest), exponent, lowest)
-    counter = b.bitcast(b.add(exponent, bits(whole << 23)), value.type)
-    counted = b.bitcast(b.fadd(size, counter), wide)
-    code = b.trunc(b.add(counted, b.lshr(exponent, bits(whole))), narrow)
-    code = b.sub(code, constant(I8, lanes, (first << mantissa) & 0xFF))
-    code = b.select(b.fcmp_unordered("uno", value, value), constant(I8, lanes, 0x7F), code)
-    sign = b.trunc(b.lshr(given, bits(24)), narrow)
-    return b.or_(code, b.and_(sign, constant(I8, lanes, 0x80)))
 
 
 def bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
