@@ -31,7 +31,7 @@ TOOLS = ["pytest", "hypothesis", "mpmath", "ml_dtypes", "safetensors"]
 TESTS = [
     *["schedules", "spec", "layouts", "angles", "positions", "cache", "vectors", "kernels"],
     *["rotate_spec", "built_in", "few_tokens", "prepare", "fused", "rerotate", "moved_blocks"],
-    *["strict_json", "private_names", "float8"],
+    *["strict_json", "private_names", "short_floats"],
     *["jax", "fused_jax", "jax_sharding", "attention_jax", "attention_linear"],
     *["attention_softmax", "attention_encodings", "attention_distances"],
     *["bounds", "decay", "extension", "simulate", "spectrum", "search", "reach", "plan"],

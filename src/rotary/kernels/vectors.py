@@ -7,16 +7,15 @@ float16, int8, uint8 for float8_e4m3fn, bool for float8_e5m2. The arithmetic is 
 # mypy: ignore-errors
 # written with llvmlite, which has no types
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
 
-from . import float8
+from . import short_floats
 from .instructions import (
-    F16,
     F32,
     F64,
     I8,
@@ -33,7 +32,7 @@ from .instructions import (
     vector,
 )  # fmt: skip
 
-_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}
+_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, F64: 8}
 
 
 class Element(NamedTuple):
@@ -49,14 +48,15 @@ class Element(NamedTuple):
 
 
 _LANES = 64, 32, 16
-FLOAT8 = {types.uint8: 3, types.boolean: 2}  # bits of the mantissa
+_SHORT = {types.int16: 10, types.uint8: 3, types.boolean: 2}  # bits of the mantissa
 ELEMENTS = {
     types.float32: Element(F32, 4, F32, _LANES),
     types.float64: Element(F64, 8, F64, (16, 8)),
     types.uint16: Element(I16, 2, F32, _LANES),
-    types.int16: Element(F16, 2, F32, _LANES),
+    types.int16: Element(I16, 2, F32, _LANES),
     types.int8: Element(I8, 1, F32, _LANES),
-    **dict.fromkeys(FLOAT8, Element(I8, 1, F32, _LANES)),
+    types.uint8: Element(I8, 1, F32, _LANES),
+    types.boolean: Element(I8, 1, F32, _LANES),
 }
 
 
@@ -116,58 +116,21 @@ def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir
         return b.bitcast(value, wide)
     if tag is types.int8:
         return b.sitofp(value, wide)
-    if tag in FLOAT8:
-        return float8.decoded(b, value, FLOAT8[tag])
-    return b.fpext(value, wide) if tag is types.int16 else value
+    return short_floats.decoded(b, value, _SHORT[tag]) if tag in _SHORT else value
 
 
 def narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
     """Results as elements, to nearest even; a NaN stays a NaN, and 8 bits saturate."""
     lanes = lanes_of(value)
-    if tag is types.int16:
-        return b.fptrunc(value, vector(F16, lanes))
     if tag is types.int8:
         value = at_most(b, value, 127.0)
         lowest = constant(F32, lanes, -128.0)
         value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
         counted = b.fadd(value, constant(F32, lanes, 1.5 * 2**23))  # then a unit is the last bit
         return b.trunc(b.bitcast(counted, vector(I32, lanes)), vector(I8, lanes))
-    if tag in FLOAT8:
-        return float8.encoded(b, value, FLOAT8[tag])
-    return bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
-
-
-def bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
-    """Two vectors of float32, of which `order` picks the lanes, rounded to nearest even.
-
-    The halves of the words are parted by one shuffle each and rounded 16 bits wide. Results of
-    arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one too.
-    """
-    lanes = len(order)
-    if lanes == 1:
-        bits = b.bitcast(one, I32)
-        low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
-    else:
-        halves = [b.bitcast(value, vector(I16, 2 * value.type.count)) for value in (one, other)]
-        low, high = (pick(b, *halves, [2 * lane + side for lane in order]) for side in (0, 1))
-
-    def number(value: int) -> ir.Constant:
-        return constant(I16, lanes, value)
-
-    middle = b.sub(number(0x8000), b.and_(high, number(1)))
-    below_last = b.select(b.icmp_unsigned("<", high, number(0xFFFE)), high, number(0xFFFE))
-    above = _saturating_add(b, below_last, number(1))
-    return b.select(b.icmp_unsigned(">", low, middle), above, high)
-
-
-def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """The sum of signed numbers, or the largest one."""
-    kind = one.type
-    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-    function = function_of(
-        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
-    )
-    return b.call(function, [one, other])
+    if tag in _SHORT:
+        return short_floats.encoded(b, value, _SHORT[tag])
+    return short_floats.bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
 
 
 # --- memory ---
@@ -263,7 +226,7 @@ def store_pairs(
         return
     order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
     if tag is types.uint16:
-        packed = bfloat16(b, one, other, order)
+        packed = short_floats.bfloat16(b, one, other, order)
     else:
         packed = pick(b, *(narrowed(b, tag, value) for value in (one, other)), order)
     store(b, packed, both, streaming)

@@ -1,14 +1,15 @@
-"""float8_e4m3fn and float8_e5m2 as LLVM vector instructions, from float32 and back.
+"""Floats of 16 and 8 bits as LLVM vector instructions, from float32 and back.
 
-A type is told by the bits of its mantissa, 3 or 2. Where the processor looks up bytes in a table
-within a register (VBMI of x86), codes are looked up, and so is what rounds them; the bits are the
-same.
+float16, float8_e4m3fn and float8_e5m2 are told by the bits of their mantissas: 10, 3, 2. Where the
+processor has no instruction for float16, whole numbers do it. Where it looks up bytes in a table
+within a register (VBMI of x86), codes of 8 bits are looked up, and so is what rounds them. The
+results are the same.
 """
 
 # mypy: ignore-errors
 # written with llvmlite, which has no types
 
-import functools
+from collections.abc import Sequence
 
 import numba
 from llvmlite import binding, ir
@@ -27,24 +28,34 @@ from .instructions import (
     vector,
 )  # fmt: skip
 
-_LARGEST = {3: 448.0, 2: 57344.0}
-_AS_NAN = {3: 0x43F00000, 2: 0x47E00000}  # 480 and 114688: what 0x7F would be as a number
-_FIRST = {3: 121, 2: 113}  # the exponent, in float32, of the smallest number that has all bits
+_ABOVE = {10: 2.0**16, 3: 448.0, 2: 57344.0}  # infinity of float16, the largest of float8
+_AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # in float32, what would have its code
+_FIRST = {10: 113, 3: 121, 2: 113}  # the exponent, in float32, of the smallest with all bits
 _LAST = {3: 135, 2: 143}  # and that of 0x7F
 _BYTES, _WORDS = 64, 16  # in a register of VBMI
 
 
-@functools.cache
+def _compiles_for(feature: str, elsewhere: bool) -> bool:
+    """Whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
+    told = numba.config.CPU_FEATURES
+    if told is not None:
+        return f"+{feature}" in told.split(",")
+    return bool(numba.config.ENABLE_AVX and binding.get_host_cpu_features().get(feature, elsewhere))
+
+
 def _has_lookup() -> bool:
-    """Whether Numba compiles for VBMI: this processor has it, and Numba was told no other."""
-    config = numba.config
-    is_own = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX
-    return bool(is_own and binding.get_host_cpu_features().get("avx512vbmi"))
+    return _compiles_for("avx512vbmi", False)
+
+
+def _has_float16() -> bool:
+    return _compiles_for("f16c", True)
 
 
 def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
-    """Codes as float32, exactly."""
+    """As float32, exactly."""
     lanes = lanes_of(codes)
+    if mantissa == 10:
+        return _float16(b, codes)
     if lanes >= _WORDS and _has_lookup():
         return _looked_up(b, codes, mantissa)
     # float8_e5m2 is the upper half of a float16
@@ -53,29 +64,53 @@ def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
         bits = b.and_(b.ashr(bits, constant(I16, lanes, 1)), constant(I16, lanes, 0xBFFF))
         above = b.add(bits, constant(I16, lanes, 0x80))
         bits = b.or_(bits, b.and_(above, constant(I16, lanes, 0x4000)))
-    number = b.fpext(b.bitcast(bits, vector(F16, lanes)), vector(F32, lanes))
+    number = _float16(b, bits)
     return number if mantissa == 2 else b.fmul(number, constant(F32, lanes, 2.0**8))
 
 
+def _float16(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Numbers of 16 bits as float32."""
+    lanes = lanes_of(bits)
+    if _has_float16():
+        return b.fpext(b.bitcast(bits, vector(F16, lanes)), vector(F32, lanes))
+
+    def number(value: int) -> ir.Constant:
+        return constant(I32, lanes, value)
+
+    longer = b.zext(bits, vector(I32, lanes))
+    size = b.shl(b.and_(longer, number(0x7FFF)), number(13))
+    exponents = number((127 - 15) << 23)  # how much further the exponents of float32 begin
+    above = b.icmp_unsigned(">=", size, number(0x7C00 << 13))  # infinity and NaN
+    large = b.add(size, b.select(above, number(2 * (127 - 15) << 23), exponents))
+    counted = b.bitcast(b.add(size, number(_FIRST[10] << 23)), vector(F32, lanes))
+    small = b.bitcast(b.fsub(counted, constant(F32, lanes, 2.0**-14)), large.type)
+    size = b.select(b.icmp_unsigned("<", size, number(1 << 23)), small, large)
+    sign = b.shl(b.and_(longer, number(0x8000)), number(16))
+    return b.bitcast(b.or_(size, sign), vector(F32, lanes))
+
+
 def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
-    """Rounded to the nearest, ties to even; the largest numbers saturate, and NaN is 0x7F.
+    """Rounded to the nearest, ties to even; NaN is all ones, or 0x7E00. float8 saturates.
 
     To the size a number is added, the counter: its last bit is as much as that of the code, so the
-    sum is rounded there, also below the first exponent. The last byte of the sum is the code, as
-    the counter begins at that of the smallest number of its exponent.
+    sum is rounded there, also below the first exponent. The sum ends with the code, as the counter
+    begins at that of the smallest number of its exponent.
     """
     lanes, whole = lanes_of(value), 23 - mantissa
+    if mantissa == 10 and _has_float16():
+        return b.bitcast(b.fptrunc(value, vector(F16, lanes)), vector(I16, lanes))
 
     def bits(number: int) -> ir.Constant:
         return constant(I32, lanes, number)
 
     given = b.bitcast(value, vector(I32, lanes))
     size = b.bitcast(b.and_(given, bits(0x7FFFFFFF)), value.type)
-    size = b.bitcast(at_most(b, size, _LARGEST[mantissa]), given.type)
+    size = b.bitcast(at_most(b, size, _ABOVE[mantissa]), given.type)
     as_nan = bits(_AS_NAN[mantissa])
     size = b.select(b.icmp_unsigned("<", size, as_nan), size, as_nan)
     lowest = bits(_FIRST[mantissa] << 23)
-    if lanes >= _WORDS and _has_lookup():
+    code_type, top = (I16, 0x8000) if mantissa == 10 else (I8, 0x80)
+    if code_type is I8 and lanes >= _WORDS and _has_lookup():
         floor = b.select(b.icmp_unsigned(">", size, lowest), size, lowest)
         counter = _counters(b, b.lshr(floor, bits(23)), mantissa)
         counted = b.bitcast(b.fadd(b.bitcast(size, value.type), counter), given.type)
@@ -86,9 +121,44 @@ def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
         counter = b.add(exponent, bits((whole << 23) - (_FIRST[mantissa] << mantissa)))
         counter = b.add(counter, b.lshr(exponent, bits(whole)))
         counted = b.fadd(b.bitcast(size, value.type), b.bitcast(counter, value.type))
-        code = b.trunc(b.bitcast(counted, given.type), vector(I8, lanes))
-        sign = b.trunc(b.lshr(given, bits(24)), vector(I8, lanes))
-    return b.or_(b.and_(code, constant(I8, lanes, 0x7F)), b.and_(sign, constant(I8, lanes, 0x80)))
+        code = b.trunc(b.bitcast(counted, given.type), vector(code_type, lanes))
+        upper = b.lshr(given, bits(32 - code_type.width))
+        sign = b.trunc(upper, vector(code_type, lanes))
+    code = b.and_(code, constant(code_type, lanes, top - 1))
+    return b.or_(code, b.and_(sign, constant(code_type, lanes, top)))
+
+
+def bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
+    """Two vectors of float32, of which `order` picks the lanes, rounded to nearest even.
+
+    The halves of the words are parted by one shuffle each and rounded 16 bits wide. Results of
+    arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one too.
+    """
+    lanes = len(order)
+    if lanes == 1:
+        bits = b.bitcast(one, I32)
+        low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
+    else:
+        halves = [b.bitcast(value, vector(I16, 2 * value.type.count)) for value in (one, other)]
+        low, high = (pick(b, *halves, [2 * lane + side for lane in order]) for side in (0, 1))
+
+    def number(value: int) -> ir.Constant:
+        return constant(I16, lanes, value)
+
+    middle = b.sub(number(0x8000), b.and_(high, number(1)))
+    below_last = b.select(b.icmp_unsigned("<", high, number(0xFFFE)), high, number(0xFFFE))
+    above = _saturating_add(b, below_last, number(1))
+    return b.select(b.icmp_unsigned(">", low, middle), above, high)
+
+
+def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The sum of signed numbers, or the largest one."""
+    kind = one.type
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+    function = function_of(
+        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
+    )
+    return b.call(function, [one, other])
 
 
 # --- with tables in registers ---

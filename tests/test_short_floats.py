@@ -1,0 +1,144 @@
+"""float16 and float8 in the compiled loops: every code, and every way to round to one, beside
+ml_dtypes; also as for processors without the instructions."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+import ml_dtypes
+import numba
+from numba import njit, types
+from numba.extending import intrinsic
+
+from rotary.kernels import short_floats
+from rotary.kernels import vectors as vec
+
+KINDS = {
+    "float16": (np.int16(0), np.uint16, np.float16),
+    "float8_e4m3fn": (np.uint8(0), np.uint8, ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": (np.bool_(False), np.uint8, ml_dtypes.float8_e5m2),
+}
+WAYS = {"whole numbers": [], "float16": ["f16c"], "lookups": ["f16c", "avx512vbmi"]}
+HERE = [feature for feature in WAYS["lookups"] if short_floats._compiles_for(feature, False)]
+RESTS = [0, 1, 15, 16, 17, 31, 33, 63]  # behind vectors of 64: every number of lanes
+
+
+@pytest.fixture(params=[name for name, need in WAYS.items() if set(need) <= set(HERE)])
+def loops(request, monkeypatch):
+    """Codes to float32, and float32 to codes; of a tag, two addresses and a count."""
+    has = WAYS[request.param]
+    monkeypatch.setattr(short_floats, "_compiles_for", lambda feature, _: feature in has)
+
+    def walk(body_of):
+        @intrinsic
+        def each(context, tag, source, target, count):
+            def generate(context, b, signature, arguments):
+                _, source, target, count = arguments
+                element = vec.ELEMENTS[tag]
+                vec.each(b, count, element.lanes, body_of(b, tag, element.size, source, target))
+                return context.get_dummy_value()
+
+            return types.void(tag, types.int64, types.int64, types.int64), generate
+
+        return njit(lambda tag, source, target, count: each(tag, source, target, count))
+
+    def decode(b, tag, size, source, target):
+        def body(index, lanes):
+            value = vec.load_wide(b, tag, vec.at(b, source, index, size), lanes)
+            vec.store(b, value, vec.at(b, target, index, 4))
+
+        return body
+
+    def encode(b, tag, size, source, target):
+        def body(index, lanes):
+            value = vec.load(b, vec.F32, vec.at(b, source, index, 4), lanes)
+            vec.store_wide(b, tag, vec.at(b, target, index, size), value)
+
+        return body
+
+    return walk(decode), walk(encode)
+
+
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_code_is_its_number(loops, name, rest):
+    tag, code, dtype = KINDS[name]
+    count = 1 << 8 * code().itemsize
+    codes = (np.arange(count + rest) % count).astype(code)
+    found = np.zeros(len(codes), np.float32)
+    loops[0](tag, codes.ctypes.data, found.ctypes.data, len(codes))
+    wanted = codes.view(dtype).astype(np.float32)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_number_is_rounded_once_to_the_nearest(loops, name):
+    """All upper halves of a float32 with the lower halves at and beside a tie, and random ones."""
+    tag, code, dtype = KINDS[name]
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16
+    lows = 0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0xFFFF
+    random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)
+    words = np.concatenate([*(halves + low for low in lows), random])
+    most = np.inf if name == "float16" else float(ml_dtypes.finfo(dtype).max)
+    for count in (len(words), *(64 + rest for rest in RESTS)):
+        x = words[:: len(words) // count].view(np.float32)[:count].copy()
+        found = np.zeros(count, code)
+        loops[1](tag, x.ctypes.data, found.ctypes.data, count)
+        with np.errstate(over="ignore"):
+            wanted = np.where(np.isnan(x), 0, np.clip(x, -most, most)).astype(dtype).view(code)
+        is_number = ~np.isnan(x)
+        np.testing.assert_array_equal(found[is_number], wanted[is_number])
+        assert np.isnan(found[~is_number].view(dtype).astype(np.float32)).all()
+        np.testing.assert_array_equal(np.signbit(found.view(dtype)), np.signbit(x))
+
+
+SETTINGS = [
+    ({}, None),
+    ({"CPU_FEATURES": ""}, False),
+    ({"CPU_FEATURES": "+avx2,+f16c,+avx512vbmi"}, True),
+    ({"CPU_FEATURES": "-avx512vbmi,-f16c"}, False),
+    ({"ENABLE_AVX": 0}, False),
+]
+
+
+@pytest.mark.parametrize("feature", ["f16c", "avx512vbmi"])
+@pytest.mark.parametrize(("settings", "wanted"), SETTINGS)
+def test_only_what_numba_compiles_for_is_used(monkeypatch, feature, settings, wanted):
+    if wanted is None:
+        wanted = feature in HERE
+    for name, value in settings.items():
+        monkeypatch.setattr(numba.config, name, value)
+    assert short_floats._compiles_for(feature, False) is wanted
+
+
+ROTATION = """
+import ml_dtypes, numpy as np, rotary
+spec, positions = rotary.Rotary(64), np.arange(9)
+x = np.random.default_rng(0).standard_normal((4, 9, 64))
+for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+    y = rotary.apply(spec, x.astype(dtype), positions=positions, seq_dim=-2)
+    print(y.astype(np.float64).sum().hex())
+cache = x.astype(ml_dtypes.float8_e4m3fn)
+y = rotary.rerotate(cache, spec, shift=3, seq_dim=-2)
+print(y.astype(np.float64).sum().hex())
+"""
+
+
+def test_processors_without_the_instructions_give_the_same_numbers():
+    """`NUMBA_CPU_NAME=generic` is how machines of several kinds share what Numba compiled."""
+    results = [
+        subprocess.run(
+            [sys.executable, "-c", ROTATION], env=os.environ | settings, capture_output=True,
+            text=True, timeout=600,
+        )
+        for settings in ({}, {"NUMBA_CPU_NAME": "generic"})
+    ]  # fmt: skip
+    here, generic = results
+    assert generic.returncode == 0, generic.stderr[-300:]
+    assert len(here.stdout.split()) == 5
+    assert generic.stdout == here.stdout
