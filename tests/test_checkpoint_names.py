@@ -127,8 +127,9 @@ def test_every_model_type_that_can_be_built_is_planned_or_refused_with_a_reason(
             found[fitting[0]].append(model_type)
     assert len(found["planned"]) >= 195
     assert set(found["no heads"]) <= {"bamba", "granitemoehybrid"}  # default: no attention layer
-    assert set(found["still"]) == {"zamba2"}
-    assert {*found["refused"]} >= {"deepseek_v4", "wav2vec2-conformer", "zaya"}
+    assert {*found["still"]} >= {"granitemoehybrid", "wav2vec2-conformer", "zamba2"}
+    assert {*found["still"]} <= {name for name in MODELS if "switch" in MODELS[name]}
+    assert {*found["refused"]} >= {"deepseek_v4", "zaya"}
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,9 @@ def test_a_model_that_reads_the_default_alone_has_other_types_refused():
     for name in alone:
         for rope_type in TYPES:
             rope = scaled(rope_type, 64, 1e4)
+            config = {"model_type": name, "rope_parameters": rope, **MODELS[name].get("switch", {})}
             with pytest.raises(ValueError, match="this model reads only rope_type default"):
-                from_hf_config({"model_type": name, "rope_parameters": rope})
+                from_hf_config(config)
 
 
 # --- the classes that differ: what golden/DIFFERENCES.md says of them ---

@@ -73,7 +73,7 @@ def test_what_the_keys_of_a_model_cannot_say():
     llama = {"model_type": "llama", "head_dim": 64}
     with pytest.raises(ValueError, match="cannot express this RoPE: it would be read as Rotary"):
         replace_rope(llama, Rotary(head_dim=128), 4096)
-    esm = {"model_type": "esm", "head_dim": 64}
+    esm = {"model_type": "esm", "head_dim": 64, "position_embedding_type": "rotary"}
     spec = dataclasses.replace(from_hf_config(esm), **CHANGES["yarn"])
     with pytest.raises(ValueError, match="this model reads only rope_type default"):
         replace_rope(esm, spec, 4096)

@@ -29,7 +29,17 @@ SIZES = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 SHARE, THETA = "partial_rotary_factor", "rope_theta"
 LISTS = ("layer_rope_theta", "rope_scaling_layers")
 READ = {"rope_parameters", "rope_scaling", THETA, SHARE, "layer_rope_theta", "rope_scaling_layers"}
-SWITCHES = ("use_mem_rope", "use_rotary_embedding")  # False: this model does without RoPE
+# what a key must be for the model to rotate at all
+SWITCHES = {
+    "clvp_encoder": {"use_rotary_embedding": True},
+    "esm": {"position_embedding_type": "rotary"},
+    "falcon": {"alibi": False},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "seamless_m4t": {"position_embeddings_type": "rotary"},
+    "wav2vec2-bert": {"position_embeddings_type": "rotary"},
+    "wav2vec2-conformer": {"position_embeddings_type": "rotary"},
+    "zamba2": {"use_mem_rope": True},
+}
 
 INTERLEAVED = {"layout": "interleaved"}
 MIXED = {"layout": "interleaved", "out_layout": "half"}
@@ -307,7 +317,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3OmniMoeThinkerTextRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
     "Qwen3OmniMoeRotaryEmbedding": ("qwen3_omni_moe_talker_code_predictor", {}),
     "Qwen3OmniMoeTalkerRotaryEmbedding": ("qwen3_omni_moe_text", {"head_dim": 128}),
-    "Zamba2RotaryEmbedding": ("zamba2", {"use_mem_rope": True}),
     "Qwen4ExpTextRotaryEmbedding": ("qwen4_exp_text", {"partial_rotary_factor": 0.25}),
 }  # fmt: skip
 
@@ -318,7 +327,7 @@ def read_keys(says: dict[str, Any]) -> set[str]:
     return {
         *READ,
         says.get("layout_key"),
-        says.get("switch"),
+        *says.get("switch", {}),
         *(key for each in names for key in each.values()),
     }
 
@@ -350,11 +359,14 @@ def rotary_class(module: str, name: str) -> type:
 
 
 def config_for(rotary: type) -> Any:
-    """The default config, or the first of its parts, that the class can be built from."""
+    """The default config, or the first of its parts, that the class can be built from.
+
+    A key that it needs to rotate is set.
+    """
     module = sys.modules[rotary.__module__]
     if rotary.__name__ in CONFIGS:
         name, values = CONFIGS[rotary.__name__]
-        return _config_class(module, name)(**values)
+        return _config_class(module, name)(**SWITCHES.get(name, {}), **values)
     given = inspect.signature(rotary.__init__).parameters.get("config")
     kind = None if given is None else given.annotation
     kind = getattr(module, kind, None) if isinstance(kind, str) else kind
@@ -368,7 +380,8 @@ def config_for(rotary: type) -> Any:
             rotary(config)
         except (AttributeError, KeyError, TypeError):
             continue
-        return type(config)()  # as it is by itself: the whole may fill it in
+        # as it is by itself: the whole may fill it in
+        return type(config)(**SWITCHES.get(config.model_type, {}))
     return None
 
 
@@ -452,8 +465,8 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
     own = config.to_dict()
     if lists := [key for key in LISTS if key in own]:
         says["lists"] = lists
-    for key in set(SWITCHES) & own.keys():
-        says["switch"], says[key] = key, own[key]
+    for key, value in SWITCHES.get(config.model_type, {}).items():
+        says["switch"], says[key] = {key: value}, own[key]
     says["other"] = sorted(key for key in own if re.search("rope|rotary", key))
     if (trained := _get(config, "original_max_position_embeddings")) is not None:
         says["original_max_position_embeddings"] = trained

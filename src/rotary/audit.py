@@ -103,6 +103,10 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
         if layers and not all(layers):
             count = len(layers) - sum(map(bool, layers))
             yield Remark(where, f"{count} of {len(layers)} layers take no rotation: no_rope_layers")
+        types, still = config.data.get("layer_types") or (), config.type_without_rotation
+        if still in types:
+            count = types.count(still)
+            yield Remark(where, f"{count} of {len(types)} layers take no rotation: type {still}")
 
 
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:

@@ -334,8 +334,8 @@ def _why_not(
             is_still |= layer < len(flags) and not flags[layer]
         else:
             is_still |= (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
-    elif rule == "full_attention" and data.get("sliding_window") is not None:
-        is_still |= layer < len(types) and types[layer] == "full_attention"
+    elif still := first.type_without_rotation:
+        is_still |= layer < len(types) and types[layer] == still
     if is_still:
         return "of a layer that does not rotate"
     if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):

@@ -39,7 +39,7 @@ from .record import Config
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
 #   axes, num_axes, ladder        vision towers: order and frequencies of the axes
 #   head_dim_of                   a size and what it is divided by
-#   switch                        key that turns RoPE off where it is false
+#   switch                        a key, and what it must be for the model to rotate at all
 #   other                         keys of this config that look like RoPE and do not change it
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base

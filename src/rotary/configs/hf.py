@@ -215,7 +215,7 @@ def check_top(config: Config, complain: Complain) -> None:
             )
     layer_names = [name for each in model.get("layer_names", {}).values() for name in each.values()]
     read = {*_TOP_KEYS, *names.values(), *layer_names, *model.get("other", ())}
-    read |= {model.get("layout_key", ""), model.get("switch", "")}
+    read |= {model.get("layout_key", ""), *model.get("switch", {})}
     read |= set() if config.model_type else {"rope_dim"}  # vLLM's name of the width
     harmless = {**HARMLESS, "rope_interleave": model.get("layout") == "interleaved"}
     for key, value in data.items():

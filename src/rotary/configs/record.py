@@ -36,7 +36,22 @@ class Config(NamedTuple):
     @property
     def rotates(self) -> bool:
         """False for a layer type without rotation, and where a key of the model turns it off."""
-        return self.is_layer_rotated and self.get(self.model.get("switch", ""), True) is not False
+        for key, value in self.model.get("switch", {}).items():
+            found = self.get(key)
+            if value != (bool(found) if isinstance(value, bool) else found):
+                return False
+        still = self.type_without_rotation
+        return self.is_layer_rotated and (still is None or self.layer_type != still)
+
+    @property
+    def type_without_rotation(self) -> str | None:
+        """The type of layers that the code does not rotate, where layers of another have windows.
+
+        All others have one RoPE, so the types have no entries of their own.
+        """
+        rule = self.model.get("weights", {}).get("without_rotation")
+        has_windows = rule == "full_attention" and self.data.get("sliding_window") is not None
+        return "full_attention" if has_windows else None
 
     @property
     def rope_type(self) -> str:

@@ -1,0 +1,87 @@
+"""Models, and layers of models, that do not rotate: how often transformers does is counted."""
+
+import importlib
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+import torch
+import transformers
+from families import MOE, tiny_model
+
+from rotary import from_hf_config
+from rotary.audit import audit
+
+LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+          "num_hidden_layers": 3, "head_dim": 16}  # fmt: skip
+HYBRID = {"layer_types": ["attention", "attention"], "num_local_experts": 0,
+          "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32}  # fmt: skip
+# model_type, keys of the config -> how many layers rotate
+WHOLE = [
+    ("falcon", {}, 2),
+    ("falcon", {"alibi": True}, 0),
+    ("falcon", {"alibi": None}, 2),
+    ("esm", {"mask_token_id": 3}, 0),
+    ("esm", {"mask_token_id": 3, "position_embedding_type": "rotary"}, 2),
+    ("granitemoehybrid", HYBRID, 0),
+    ("granitemoehybrid", {**HYBRID, "position_embedding_type": "nope"}, 0),
+    ("granitemoehybrid", {**HYBRID, "position_embedding_type": "rope"}, 2),
+]
+BY_TYPE = [
+    ("cohere2", {"sliding_window": 4}, 2),
+    ("exaone4", {"sliding_window": 4}, 2),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, 3),
+    ("exaone_moe", {**MOE, "sliding_window": 4}, 2),
+    ("afmoe", {**MOE, "sliding_window": 4}, 2),
+    ("flint", {**MOE, "sliding_window": 4}, 2),
+    ("kolibri1", {**MOE, "sliding_window": 4}, 2),
+]
+
+
+def layers_that_rotate(model, monkeypatch):
+    """How often a forward rotates q and k."""
+    calls, module = [], importlib.import_module(type(model).__module__)
+    plain = module.apply_rotary_pos_emb
+
+    def counted(*arguments, **names):
+        calls.append(1)
+        return plain(*arguments, **names)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", counted)
+    with torch.no_grad():
+        model(torch.arange(4, 9)[None])
+    return len(calls)
+
+
+@pytest.mark.parametrize(("family", "keys", "count"), WHOLE)
+def test_a_config_without_rotation_is_none(monkeypatch, family, keys, count):
+    model = tiny_model(transformers.AutoModel, family, **keys)
+    assert layers_that_rotate(model, monkeypatch) == count
+    data = {**model.config.to_dict(), **keys}
+    assert (from_hf_config(data) is None) == (count == 0)
+    silent = {key: data[key] for key in ("hidden_size", "num_attention_heads")}
+    spec = from_hf_config({"model_type": family, **silent, **keys})
+    assert (spec is None) == (count == 0)
+
+
+@pytest.mark.parametrize(("family", "keys", "count"), BY_TYPE)
+def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, count):
+    model = tiny_model(transformers.AutoModel, family, **{**LAYERS, **keys})
+    assert layers_that_rotate(model, monkeypatch) == count
+    data = model.config.to_dict()
+    specs = [from_hf_config(data, kind) for kind in data["layer_types"]]
+    assert [spec for spec in specs if spec is not None] == [from_hf_config(data)] * count
+    found = " ".join(remark.found for remark in audit(data))
+    assert ("1 of 3 layers take no rotation: type full_attention" in found) == (count == 2)
+
+
+@pytest.mark.parametrize("family", ["wav2vec2-conformer", "wav2vec2-bert"])
+def test_an_encoder_of_audio_rotates_only_where_its_config_says_so(family):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    for keys in ({}, {"position_embeddings_type": "rotary"}):
+        config = transformers.AutoConfig.for_model(family, **sizes, **keys)
+        model = transformers.AutoModel.from_config(config)
+        names = [type(each).__name__ for each in model.modules()]
+        assert any("RotaryPositional" in name for name in names) == bool(keys)
+        assert (from_hf_config({"model_type": family, **sizes, **keys}) is None) == (not keys)
