@@ -162,6 +162,24 @@ def test_metadata_that_makes_no_sense(keys, layer_type, message):
         from_gguf({**BASE, **keys}, layer_type)
 
 
+@pytest.mark.parametrize("name", ["granite", "granitemoe", "granitehybrid"])
+def test_a_granite_that_does_not_rotate_is_refused(name):
+    """As Granite 4 hybrid; src/models/granite.cpp: the key switches RoPE, true by default."""
+    keys = {"general.architecture": name, f"{name}.attention.key_length": 64}
+    silent = from_gguf(keys)
+    key = f"{name}.rope.scaling.finetuned"
+    assert from_gguf({**keys, key: True}) == silent
+    with pytest.raises(ValueError, match=f"does not rotate in this file: {key} is false"):
+        from_gguf({**keys, key: False})
+    with pytest.raises(ValueError, match="does not rotate in this file"):
+        gguf_layer_types({**keys, key: False})
+
+
+def test_the_key_that_turns_granite_off_means_nothing_elsewhere():
+    keys = {"general.architecture": "minicpm", "minicpm.attention.key_length": 64}
+    assert from_gguf({**keys, "minicpm.rope.scaling.finetuned": False}) == from_gguf(keys)
+
+
 def test_layers_of_deepseek_v4_without_their_base_are_one_sentence():
     keys = {"general.architecture": "deepseek4", "deepseek4.attention.key_length": 64}
     assert from_gguf(keys, "main").base == 10_000.0

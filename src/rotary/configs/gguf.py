@@ -10,7 +10,8 @@
   latent      it has multi-head latent attention: the size of a head is in key_length_mla
   divisors    tensors that it divides frequencies by
   undivided   the layer type whose frequencies it does not divide
-  reads       keys under `rope.scaling.` that only some architectures read
+  reads       keys under `rope.scaling.` that only some architectures read; with "finetuned", false
+              turns RoPE off
   log_multiplier  it reads yarn_log_multiplier, which holds mscale_all_dim times this number;
                   equal_mscales: mscale is then the same, otherwise 1
   needs_sections  the loader stops without dimension_sections
@@ -78,8 +79,9 @@ def from_gguf(
     Amplitude and frequencies are llama.cpp's: keys that it does not read have no effect.
     M-RoPE has llama.cpp's four axes; for text tokens the positions are (p, p, p, 0).
 
-    Raises ValueError for a key under rope that is not known, an architecture without RoPE, sizes
-    that are missing, and a damaged file; ImportError without the package `gguf`.
+    Raises ValueError for a key under rope that is not known, an architecture without RoPE, a file
+    that turns it off (Granite), sizes that are missing, and a damaged file; ImportError without the
+    package `gguf`.
     Source: llama.cpp b11549; see the top of this file.
 
     >>> from_gguf({"general.architecture": "qwen2", "qwen2.rope.freq_base": 1e6,
@@ -162,6 +164,10 @@ def _opened(
         if key.startswith("rope.") and key.removeprefix("rope.") not in _KEYS:
             known = nearest(key, [f"rope.{each}" for each in _KEYS])
             raise ValueError(f"GGUF key {prefix + key!r} is not known{known}")
+    if "finetuned" in model.get("reads", ()) and not keys.get("rope.scaling.finetuned", True):
+        raise ValueError(
+            f"llama.cpp does not rotate in this file: {name}.rope.scaling.finetuned is false"
+        )
     tensors = {}
     for tensor in TENSORS:
         if source.get(tensor) is None:
