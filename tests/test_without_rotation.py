@@ -76,6 +76,25 @@ def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, c
     assert ("1 of 3 layers take no rotation: type full_attention" in found) == (count == 2)
 
 
+@pytest.mark.parametrize(
+    ("keys", "rotates"),
+    [
+        ({}, True),
+        ({"rope_theta": 5e5}, True),
+        ({"rope_theta": None}, False),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, False),
+    ],
+)
+def test_an_olmo_hybrid_without_a_base_does_not_rotate(keys, rotates):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = transformers.AutoConfig.for_model("olmo_hybrid", **sizes, **keys, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    assert (model.rotary_emb is not None) == rotates
+    for data in ({"model_type": "olmo_hybrid", **sizes, **keys}, config.to_dict()):
+        assert (from_hf_config(data) is not None) == rotates
+
+
 @pytest.mark.parametrize("family", ["wav2vec2-conformer", "wav2vec2-bert"])
 def test_an_encoder_of_audio_rotates_only_where_its_config_says_so(family):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}

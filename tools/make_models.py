@@ -64,6 +64,7 @@ SAME = {
 }
 # what the code of a model says and its config does not
 CODE: dict[str, dict[str, Any]] = {
+    "olmo_hybrid": {"null_base": "off"},
     **dict.fromkeys(
         ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
          "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",

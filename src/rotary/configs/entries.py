@@ -40,6 +40,7 @@ from .record import Config
 #   axes, num_axes, ladder        vision towers: order and frequencies of the axes
 #   head_dim_of                   a size and what it is divided by
 #   switch                        a key, and what it must be for the model to rotate at all
+#   null_base                     "off": a rope_theta of null turns RoPE off
 #   other                         keys of this config that look like RoPE and do not change it
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base

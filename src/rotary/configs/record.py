@@ -40,6 +40,8 @@ class Config(NamedTuple):
             found = self.get(key)
             if value != (bool(found) if isinstance(value, bool) else found):
                 return False
+        if "null_base" in self.model and {**self.data, **self.rope}.get("rope_theta", 1) is None:
+            return False
         still = self.type_without_rotation
         return self.is_layer_rotated and (still is None or self.layer_type != still)
 
