@@ -59,7 +59,7 @@ CALLS = {
         ValueError, "verify must be 'sample' or 'full', got 'all'",
     ),
     "a plan for no rotation": (
-        lambda: plan.plan_model(STILL, 4096), ValueError, NONE,
+        lambda: plan.plan_model(STILL, 4096), ValueError, f"this config {NONE}",
     ),
     "programs on no rotation": (
         lambda: programs.diff(STILL), ValueError, "this config has no rotation",

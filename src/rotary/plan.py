@@ -214,7 +214,8 @@ def plan_model(
     entry = choose(config, layer_type, part)
     spec = rotary_of(entry)
     if spec is None:
-        raise ValueError(f"layer type {layer_type!r} has no rotation")
+        where = "this config" if layer_type is None else f"layer type {layer_type!r}"
+        raise ValueError(f"{where} has no rotation")
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")

@@ -43,5 +43,6 @@ def _check(
         config = folder / spec if isinstance(spec, str | Path) else spec
         found = from_hf_config(config, layer_type, part=part)
     if found is None:
-        raise ValueError(f"layer type {layer_type!r} of the config has no rotation to check")
+        where = "the config" if layer_type is None else f"layer type {layer_type!r} of the config"
+        raise ValueError(f"{where} has no rotation to check")
     check(fn, found, **options)
