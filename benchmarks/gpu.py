@@ -204,7 +204,7 @@ def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Cas
     """Ours and the peers that are there, by the names of the table."""
     tables = tables_of(line.work, device)
     if line.kind == "ablation":
-        kernel = importlib.import_module("rotary.kernels.triton")
+        kernel = importlib.import_module("rotary.kernels.triton.kernel")
         return gpu_peers.ablations(line.work, tables, kernel)
     if line.peers in ("plain", "tuned"):
         has_backward, is_tuned = "backward" in line.ways, line.peers == "tuned"

@@ -182,7 +182,7 @@ def gradient(forward: Callable[[Tensor, Tensor], Pair]) -> Case:
 
 
 def ablations(work: Work, tables: Tables, kernel: Any) -> dict[str, Case]:
-    """The kernel itself (a module such as `rotary.kernels.triton`) in every variant of the launch.
+    """The kernel, a module such as `rotary.kernels.triton.kernel`, in every variant of the launch.
 
     From tables and with exact angles; these from the row number alone where tokens start at 0, and
     as planned from positions in memory.

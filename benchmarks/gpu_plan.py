@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rotary.kernels.launch import Plan
-from rotary.kernels.variants import VARIANTS
+from rotary.kernels.triton.plan import Plan
+from rotary.kernels.triton.variants import VARIANTS
 
 KINDS = ("prefill", "decode", "host", "ablation")
 # Seconds after which no line of a part is begun: ours together, and the peers, within 9 minutes
@@ -178,7 +178,7 @@ def replanned(
 ) -> Plan:
     """The same launch cut otherwise: tokens and heads of a tile, groups of heads a program walks.
 
-    What is not given stays as planned; `warps` and `prefetch` as in `kernels/variants.py`.
+    What is not given stays as planned; `warps` and `prefetch` as in `kernels/triton/variants.py`.
     """
     count, q_heads, k_heads, per_program = plan.numbers[-6:-2]
     old_tokens, old_heads = plan.constants["TOKENS"], plan.constants["HEADS"]

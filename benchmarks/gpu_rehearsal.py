@@ -89,7 +89,7 @@ def main() -> None:
 
 def rehearsed(line: Line, there: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What a run on a device would write of a line, in one pass, of a few tokens."""
-    from rotary.kernels import triton as kernel
+    from rotary.kernels.triton import kernel
 
     found: dict[str, dict[str, Any]] = {}
     with fitting(line), mock.patch.object(kernel, "_run", wraps=kernel._run) as run:
@@ -172,8 +172,8 @@ def played() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.driver import driver
 
-    import rotary.kernels.torch  # noqa: F401  # whose parts are replaced below
-    from rotary.kernels import triton as kernel
+    import rotary.kernels.torch.route  # noqa: F401  # whose parts are replaced below
+    from rotary.kernels.triton import kernel
 
     stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     device = SimpleNamespace(

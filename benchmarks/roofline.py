@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rotary.kernels import caches
+from rotary.kernels.cpu import caches
 
 READ, INVERT, COPY, STREAM = "read", "invert in place", "copy", "copy past the caches"
 LEVELS = ("L1", "L2", "L3", "memory")

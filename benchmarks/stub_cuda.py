@@ -21,16 +21,14 @@ import triton.backends.nvidia.driver as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from rotary.kernels import torch as torch_kernel
-from rotary.kernels import (
-    torch_gpu,
-    torch_launch,
-    torch_ready,
-    torch_state,
-    torch_tables,
-    triton_launch,
-)
-from rotary.kernels import triton as gpu_kernel
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import gpu as torch_gpu
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import ready as torch_ready
+from rotary.kernels.torch import route as torch_kernel
+from rotary.kernels.torch import state as torch_state
+from rotary.kernels.triton import kernel as gpu_kernel
+from rotary.kernels.triton import launch as triton_launch
 
 _KEPT = 256  # launches
 _SOURCE = """

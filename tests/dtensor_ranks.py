@@ -24,7 +24,7 @@ import rotary
 import rotary.nn
 from rotary import kernels
 from rotary.kernels import host
-from rotary.kernels import torch as torch_kernel
+from rotary.kernels.torch import route as torch_kernel
 
 SPEC = rotary.Rotary(head_dim=8, base=500.0)
 SPECS = {

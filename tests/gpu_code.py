@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotary.kernels import triton as compiled
+from rotary.kernels.triton import kernel as compiled
 
 _KINDS = {torch.int64: "*i64", torch.float32: "*fp32", torch.int32: "*i32"}
 _KINDS |= {torch.float16: "*fp16", torch.bfloat16: "*bf16"}

@@ -34,8 +34,11 @@ from guarded_memory import FILL, Guarded
 from kernel_cases import DTYPES, to_torch
 
 import rotary
-from rotary.kernels import cpu, fused_jobs, jobs, move, threads, torch_fused_cpu, torch_launch
-from rotary.kernels import torch_ready as ready
+from rotary.kernels.cpu import fused_jobs, jobs, move, threads
+from rotary.kernels.cpu import kernel as cpu
+from rotary.kernels.torch import fused_cpu as torch_fused_cpu
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import ready
 
 SIZE = 1 << 26  # bytes for one operand, of which only what is used exists
 MOST = 257 * 257 * 2  # elements of x

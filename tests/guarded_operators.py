@@ -19,7 +19,7 @@ import guarded_memory
 import numpy as np
 import torch
 
-import rotary.kernels.torch  # noqa: F401  registers the operators
+import rotary.kernels.torch.route  # noqa: F401  registers the operators
 
 SIZE = 4 * guarded_memory.PAGE  # of the memory of one operand
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -5,12 +5,12 @@ import importlib.util
 import triton
 from triton.runtime import interpreter
 
-from rotary.kernels import triton as compiled
+from rotary.kernels.triton import kernel as compiled
 
 
 def _interpreted():
     """The module of the kernel once more, with a kernel that Triton interprets."""
-    spec = importlib.util.spec_from_file_location("rotary.kernels.run", compiled.__file__)
+    spec = importlib.util.spec_from_file_location("rotary.kernels.triton.run", compiled.__file__)
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True

@@ -25,7 +25,7 @@ from rotary.kernels import numpy as reference
 
 ml_dtypes = if_installed("ml_dtypes")
 torch = if_installed("torch")
-torch_tables = if_installed("rotary.kernels.torch_tables")
+torch_tables = if_installed("rotary.kernels.torch.angles")
 
 PROMISED = 1.5e-7
 STEP = math.tau * 2.0**-65  # turns are rounded once, per token

@@ -11,8 +11,8 @@ import torch
 
 from rotary import Rotary, bench, cos_sin, doctor
 from rotary.bench import Shape, measure, numpy_cases, table_cases, torch_cases
-from rotary.kernels import cpu
 from rotary.kernels import numpy as reference
+from rotary.kernels.cpu import kernel as cpu
 from rotary.kernels.geometry import Options
 
 SHAPE = Shape(7, batch=2, q_heads=3, k_heads=1)
@@ -211,7 +211,7 @@ def test_the_doctor_sees_that_numba_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("layer", ["omp", "tbb", "workqueue"])
 def test_the_doctor_advises_on_threads(monkeypatch, layer):
-    from rotary.kernels import threads
+    from rotary.kernels.cpu import threads
 
     monkeypatch.setattr(threads, "pool", lambda: layer)
     finding = found()["threads"]

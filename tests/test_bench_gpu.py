@@ -10,9 +10,9 @@ from benchmarks.gpu_gate import LIMITS, error_of, poisoned
 from benchmarks.gpu_peers import buffers_of, ours, tables_of
 from benchmarks.gpu_plan import KINDS, ONE_TOKEN, PARTS, SECONDS, Work
 
-from rotary.kernels import launch
 from rotary.kernels.geometry import Geometry
-from rotary.kernels.variants import Variant
+from rotary.kernels.triton import plan as launch
+from rotary.kernels.triton.variants import Variant
 
 ROOT = Path(__file__).parents[1]
 LINES = [line for part in KINDS for line in gpu_plan.lines(part)]

@@ -14,8 +14,8 @@ from rotary import Rotary, apply, cos_sin, rotate
 from rotary.rotate import angle_options, options_of
 
 pytest.importorskip("numba")
-jobs = if_installed("rotary.kernels.jobs")
-address = if_installed("rotary.kernels.built_in").address
+jobs = if_installed("rotary.kernels.cpu.jobs")
+address = if_installed("rotary.kernels.cpu.built_in").address
 
 SPEC = Rotary(head_dim=128)
 

@@ -12,8 +12,8 @@ from libraries import if_installed
 
 from rotary import Rotary, apply, cos_sin, rotate
 
-cpu = pytest.importorskip("rotary.kernels.cpu", reason="needs numba")
-jobs = pytest.importorskip("rotary.kernels.jobs", reason="needs numba")
+cpu = pytest.importorskip("rotary.kernels.cpu.kernel", reason="needs numba")
+jobs = pytest.importorskip("rotary.kernels.cpu.jobs", reason="needs numba")
 torch = if_installed("torch")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

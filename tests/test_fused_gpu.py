@@ -18,8 +18,11 @@ from triton.compiler import ASTSource
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary
-from rotary.kernels import torch_fused, torch_fused_gpu, torch_fused_ready, triton_fused
 from rotary.kernels.stages import LARGEST, Stages, fit
+from rotary.kernels.torch import fused as torch_fused
+from rotary.kernels.torch import fused_gpu as torch_fused_gpu
+from rotary.kernels.torch import fused_ready as torch_fused_ready
+from rotary.kernels.triton import fused as triton_fused
 from rotary.rotate import options_of
 
 SPECS = {
@@ -36,7 +39,9 @@ SLOTS = torch.tensor([3, 4, -1, 7, 8, 0, 11, 12, 13, -1, 15, 14])
 
 def _interpreted():
     """The kernel once more, for Triton's interpreter."""
-    spec = importlib.util.spec_from_file_location("rotary.kernels.run", triton_fused.__file__)
+    spec = importlib.util.spec_from_file_location(
+        "rotary.kernels.triton.run", triton_fused.__file__
+    )
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True

@@ -15,7 +15,7 @@ jnp = if_installed("jax.numpy")
 ml_dtypes = if_installed("ml_dtypes")
 torch = if_installed("torch")
 check_grads = if_installed("jax.test_util").check_grads
-jax_fused = if_installed("rotary.kernels.jax_fused")
+jax_fused = if_installed("rotary.kernels.jax.fused")
 
 EPS = 1e-5
 HEADS, SEQ = (4, 2), 6

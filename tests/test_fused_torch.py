@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary, fused
-from rotary.kernels import torch_fused
+from rotary.kernels.torch import fused as torch_fused
 
 EPS = 1e-5
 SPECS = {

@@ -14,9 +14,9 @@ import torch
 import rotary
 from rotary import Rotary, positions
 from rotary.kernels import numpy as reference
-from rotary.kernels import torch as kernel
-from rotary.kernels import torch_launch
 from rotary.kernels.geometry import Options, geometry_of
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import route as kernel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from gpu_code import GPUTarget, code_of, compile_for
 
-from rotary.kernels import triton as compiled
-from rotary.kernels import variants
 from rotary.kernels.geometry import Options, geometry_of
-from rotary.kernels.variants import VARIANTS
+from rotary.kernels.triton import kernel as compiled
+from rotary.kernels.triton import variants
+from rotary.kernels.triton.variants import VARIANTS
 
 
 @pytest.fixture(autouse=True)

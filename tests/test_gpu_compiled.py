@@ -26,15 +26,13 @@ from triton.runtime.driver import driver
 
 import rotary
 from rotary import Rotary
-from rotary.kernels import torch as kernel
-from rotary.kernels import (
-    torch_gpu,
-    torch_launch,
-    torch_operators,
-    torch_ready,
-    torch_state,
-    torch_tables,
-)
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import gpu as torch_gpu
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import operators as torch_operators
+from rotary.kernels.torch import ready as torch_ready
+from rotary.kernels.torch import route as kernel
+from rotary.kernels.torch import state as torch_state
 
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
@@ -63,7 +61,7 @@ def formula_kernel(dtypes=(torch.float32, torch.float16, torch.bfloat16)):
             target.copy_(result)
         return results if out is None else tuple(out)
 
-    from rotary.kernels import triton as real
+    from rotary.kernels.triton import kernel as real
 
     return SimpleNamespace(
         DTYPES=dtypes, rotate=rotate, rotate_exact=rotate_exact, prepared=lambda *_: None,

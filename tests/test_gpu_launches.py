@@ -18,8 +18,10 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.stub_cuda import stub_of_cuda
 
-from rotary.kernels import torch_gpu, torch_ready, torch_tables
-from rotary.kernels import triton as kernel
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import gpu as torch_gpu
+from rotary.kernels.torch import ready as torch_ready
+from rotary.kernels.triton import kernel
 
 SPEC = Rotary(head_dim=16)
 AXES = Rotary(head_dim=16, axes=(0, 1, 2, 0, 1, 2, 0, 0), layout="interleaved")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rotary
 from rotary import Rotary, from_hf_config, to_hf_config
 from rotary.configs.files import MAX_CONFIG_BYTES
-from rotary.kernels.torch_tables import FLOAT32
+from rotary.kernels.torch.angles import FLOAT32
 from rotary.schedules import SCHEDULES
 
 transformers = pytest.importorskip("transformers")

@@ -29,18 +29,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary import layouts
 from rotary.integrations import collect, hub_kernel, hub_layers
-from rotary.kernels import (
-    geometry,
-    launch,
-    private,
-    sources,
-    torch_launch,
-    torch_private,
-    torch_state,
-    triton_launch,
-    variants,
-)
-from rotary.kernels import triton as compiled
+from rotary.kernels import geometry, private
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import private as torch_private
+from rotary.kernels.torch import state as torch_state
+from rotary.kernels.triton import kernel as compiled
+from rotary.kernels.triton import launch as triton_launch
+from rotary.kernels.triton import plan as launch
+from rotary.kernels.triton import sources, variants
 
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CUT_OFF = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # Triton's interpreter cuts
@@ -181,7 +177,7 @@ def test_no_name_is_missing_and_no_import_unused(folder):
 
 
 def test_two_definitions_of_one_name_are_refused():
-    both = {("spec.py", "Rotary"), ("rotate.py", "rotate"), ("kernels/torch.py", "rotate")}
+    both = {("spec.py", "Rotary"), ("rotate.py", "rotate"), ("kernels/torch/route.py", "rotate")}
     with pytest.raises(ValueError, match=r"rotate: defined in more than one of \["):
         collect.collected(both, {})
 

@@ -37,8 +37,8 @@ cpu, jobs, pool = (
 )
 pytest.importorskip("numba.np.arrayobj")  # Numba learns of np.empty before it is poisoned
 torch = if_installed("torch")
-jax_kernel = if_installed("rotary.kernels.jax")
-torch_kernel = if_installed("rotary.kernels.torch")
+jax_kernel = if_installed("rotary.kernels.jax.kernel")
+torch_kernel = if_installed("rotary.kernels.torch.route")
 
 WAYS = [(*pair, conjugate) for pair in LAYOUTS for conjugate in (False, True)]
 

@@ -22,8 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotary
-import rotary.kernels.torch
-from rotary.kernels import torch_gpu, torch_launch, torch_ready, torch_state, torch_tables
+import rotary.kernels.torch.route
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import gpu as torch_gpu
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import ready as torch_ready
+from rotary.kernels.torch import state as torch_state
 
 pytest.importorskip("jax")
 
@@ -339,9 +343,15 @@ def captured(function, given, recorded):
     kernel, launches, run = interpreter.kernel, [], interpreter.kernel._run
     with pytest.MonkeyPatch.context() as patch:
         interpreter.mended(patch)
-        for module in (torch_state, torch_tables, torch_launch, torch_ready, rotary.kernels.torch):
+        for module in (
+            torch_state,
+            torch_tables,
+            torch_launch,
+            torch_ready,
+            rotary.kernels.torch.route,
+        ):
             patch.setattr(module, "is_on_gpu", lambda x: True)
-        for module in (torch_launch, torch_gpu, rotary.kernels.torch):
+        for module in (torch_launch, torch_gpu, rotary.kernels.torch.route):
             patch.setattr(module, "gpu_kernel", lambda device: kernel)
         patch.setattr(torch_ready, "recent", {})
         patch.setattr(kernel, "_run", lambda *arguments: launches.append(arguments))

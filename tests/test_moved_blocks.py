@@ -16,8 +16,8 @@ jax = if_installed("jax")
 jnp = if_installed("jax.numpy")
 ml_dtypes = if_installed("ml_dtypes")
 torch = if_installed("torch")
-torch_move = if_installed("rotary.kernels.torch_move")
-torch_kernel = if_installed("rotary.kernels.torch")
+torch_move = if_installed("rotary.kernels.torch.move")
+torch_kernel = if_installed("rotary.kernels.torch.route")
 
 ONE = 3.25 * 2.0**-24  # of the length of a pair: what one rotation in float32 rounds
 SPEC = Rotary(32, base=100.0)

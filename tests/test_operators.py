@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 import rotary
-import rotary.kernels.torch
+import rotary.kernels.torch.route
 from rotary import Rotary
 
 # torch.library.opcheck of torch 2.15 itself reads the gradient of what is no leaf

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rotary
-from rotary.kernels import pages
+from rotary.kernels.torch import pages
 
 SPEC = rotary.Rotary(head_dim=64)
 SEQ = 4096  # q of 8 heads then takes 8 MiB

@@ -11,7 +11,7 @@ from rotary import Rotary, apply, cos_sin, prepare, rotate
 
 jnp = if_installed("jax.numpy")
 torch = if_installed("torch")
-torch_ready = if_installed("rotary.kernels.torch_ready")
+torch_ready = if_installed("rotary.kernels.torch.ready")
 forward_ad = if_installed("torch.autograd").forward_ad
 
 SPEC = Rotary(head_dim=8, rotary_dim=6, start=2, layout="interleaved", out_layout="half")

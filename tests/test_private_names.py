@@ -77,7 +77,7 @@ def test_every_private_name_is_listed_and_has_one_place():
                 places.add(where)
                 assert name.removesuffix(".__get__") in PAGE
     assert not unlisted
-    assert places == {"kernels/torch_private.py", "kernels/compiled.py"}
+    assert places == {"kernels/torch/private.py", "kernels/cpu/compiled.py"}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,12 @@ def loaded(name, path):
 @pytest.fixture
 def without(monkeypatch):
     """`without(name, ...)`: values of `torch_private` as in a torch that lacks what is private."""
-    from rotary.kernels import torch_private, torch_ready
+    from rotary.kernels.torch import private as torch_private
+    from rotary.kernels.torch import ready as torch_ready
 
     with monkeypatch.context() as patch:
         patch.setattr(private, "private", lambda library, path, otherwise: otherwise)
-        forced = loaded("rotary.kernels.torch_without", torch_private.__file__)
+        forced = loaded("rotary.kernels.torch.without", torch_private.__file__)
     monkeypatch.setattr(torch_ready, "recent", {})
 
     def take(*names):
@@ -247,7 +248,7 @@ def test_bits_without_a_private_name_of_torch(names, wanted, without):
 def test_a_forward_is_watched_without_dispatch_modes(monkeypatch):
     pytest.importorskip("torch")
     from rotary.blackbox import forward
-    from rotary.kernels import torch_private
+    from rotary.kernels.torch import private as torch_private
 
     cos, sin = (table[:, :8] for table in rotary.cos_sin(SPEC, torch.arange(6)))
 
@@ -277,7 +278,7 @@ private.private = lambda library, path, otherwise: (
     otherwise if path in {taken} else asked(library, path, otherwise)
 )
 import numpy as np, rotary
-from rotary.kernels import compiled, cpu, loops
+from rotary.kernels.cpu import kernel, loops
 q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
 sys.stdout.buffer.write(rotary.apply(rotary.Rotary(head_dim=8), q).tobytes())
 print(type(loops.on_numba_threads._cache).__name__, file=sys.stderr)
@@ -308,7 +309,7 @@ def test_bits_without_a_private_name_of_numba(taken):
 
 
 def test_files_of_another_numba_are_not_written(monkeypatch):
-    compiled = pytest.importorskip("rotary.kernels.compiled")
+    compiled = pytest.importorskip("rotary.kernels.cpu.compiled")
     result = compiled.compiled()(lambda x: x)  # of this file, which has a folder for the cache
     assert type(result._cache).__name__ == "_Cache"
     monkeypatch.setattr(compiled, "_OF_FILES", (*compiled._OF_FILES, "_no_such"))

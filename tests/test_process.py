@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rotary
-from rotary.kernels.compiled import compiled
+from rotary.kernels.cpu.compiled import compiled
 
 PACKAGE = Path(rotary.__file__).parent
 LIBRARIES = ["numpy", "torch"]
@@ -523,7 +523,9 @@ def test_a_file_beside_a_loop_that_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     hits = []
     for digest in ("one", "one", "other"):
-        monkeypatch.setattr("rotary.kernels.compiled._digest_of_folder", lambda _, as_=digest: as_)
+        monkeypatch.setattr(
+            "rotary.kernels.cpu.compiled._digest_of_folder", lambda _, as_=digest: as_
+        )
         function = compiled()(plus_one)
         function(41)
         hits.append(sum(function.stats.cache_hits.values()))
@@ -565,7 +567,7 @@ def test_without_compiled_loops_the_plain_formula_rotates(why, library):
         "    import torch; x = torch.from_numpy(x)\n"
         "    norm = rotary.Norm(torch.ones(2), None, 0.0)\n"
         "    rotary.fused(x, None, None, rotary.Rotary(head_dim=2), norm=norm)\n"
-        "assert 'rotary.kernels.jobs' not in sys.modules\n"
+        "assert 'rotary.kernels.cpu.jobs' not in sys.modules\n"
         "print(host().name, rotary.apply(rotary.Rotary(head_dim=2), x)[0].tolist())"
     )
     jit = {"NUMBA_DISABLE_JIT": "1"} if why == "NUMBA_DISABLE_JIT" else {}

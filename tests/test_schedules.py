@@ -16,7 +16,7 @@ from rotary.kernels import numpy as reference
 from rotary.schedules import FLOAT64, SCHEDULES, depends_on_length, parameters
 
 torch = if_installed("torch")
-FLOAT32 = if_installed("rotary.kernels.torch_tables").FLOAT32
+FLOAT32 = if_installed("rotary.kernels.torch.angles").FLOAT32
 
 D = 64
 TRAINED = 2048

@@ -78,12 +78,12 @@ def test_nothing_is_evaluated_and_no_program_is_started():
 
 def test_nothing_is_unpickled_but_what_numba_kept():
     loads = r"(pickle|dill|cloudpickle|joblib|marshal|shelve)\.\w*loads?|pickle\.Unpickler"
-    assert set(users_of(loads)) <= {"kernels/compiled.py"}
+    assert set(users_of(loads)) <= {"kernels/cpu/compiled.py"}
     assert users_of(r"torch\.load|.*\.from_pretrained|(np|numpy)\.load|torch\.hub\..*") == []
 
 
 def test_what_numba_kept_is_loaded_by_pickle():
-    assert users_of(r"pickle\.loads") == ["kernels/compiled.py"]
+    assert users_of(r"pickle\.loads") == ["kernels/cpu/compiled.py"]
 
 
 def test_ranks_exchange_python_objects():

@@ -14,8 +14,8 @@ import numba
 from numba import njit, types
 from numba.extending import intrinsic
 
-from rotary.kernels import short_floats
-from rotary.kernels import vectors as vec
+from rotary.kernels.cpu import short_floats
+from rotary.kernels.cpu import vectors as vec
 
 KINDS = {
     "float16": (np.int16(0), np.uint16, np.float16),

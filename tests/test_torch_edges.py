@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rotary
-import rotary.kernels.torch
+import rotary.kernels.torch.route
 from rotary import Rotary
 
 SPEC = Rotary(head_dim=8)

@@ -6,7 +6,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotary import rotate
-from rotary.kernels import torch_private, torch_ready
+from rotary.kernels.torch import private as torch_private
+from rotary.kernels.torch import ready as torch_ready
 
 pytest.importorskip("numba", reason="calls of the loops are kept, and no others")
 WANTED = {"atol": 1e-6, "rtol": 1e-6}

@@ -11,17 +11,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import rotary
-from rotary import Rotary, kernels
+from rotary import Rotary
 from rotary.kernels import numpy as reference
-from rotary.kernels import torch as kernel
-from rotary.kernels import (
-    torch_gpu,
-    torch_launch,
-    torch_ready,
-    torch_state,
-    torch_tables,
-)
 from rotary.kernels.geometry import Options, geometry_of
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import gpu as torch_gpu
+from rotary.kernels.torch import launch as torch_launch
+from rotary.kernels.torch import ready as torch_ready
+from rotary.kernels.torch import route as kernel
+from rotary.kernels.torch import state as torch_state
 
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
@@ -304,8 +302,8 @@ def fresh_look():
 @pytest.mark.usefixtures("fresh_look")
 def test_without_triton_the_formula_rotates_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "rotary.kernels.triton", raising=False)
-    monkeypatch.delattr(kernels, "triton", raising=False)
+    monkeypatch.delitem(sys.modules, "rotary.kernels.triton.kernel", raising=False)
+    monkeypatch.delattr("rotary.kernels.triton.kernel", raising=False)
     for module in (torch_state, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
     x, (cos, sin) = randn(2, 5, 8, grad=True), tables(5, 4)

@@ -23,9 +23,11 @@ from interpreter import kernel, mended
 from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotary.kernels import launch, torch_checks, torch_tables
-from rotary.kernels import triton as compiled
-from rotary.kernels.variants import VARIANTS
+from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import checks as torch_checks
+from rotary.kernels.triton import kernel as compiled
+from rotary.kernels.triton import plan as launch
+from rotary.kernels.triton.variants import VARIANTS
 
 
 @pytest.fixture(autouse=True)

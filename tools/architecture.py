@@ -12,11 +12,16 @@ import rotary
 ROOT = Path(rotary.__file__).parent
 
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
-# and from its own folder, where no two files need each other.
+# and from its own folder, where no two files need each other. "kernels" is its __init__.py.
 FLOORS = (
     {"schedules", "layouts", "cache", "fanout", "strict_json"},
     {"spec"},
+    {"kernels/geometry", "kernels/memory", "kernels/private"},
     {"kernels"},
+    {"kernels/numpy", "kernels/stages", "kernels/phases", "kernels/place"},
+    {"kernels/fused_steps"},
+    {"kernels/numpy_fused", "kernels/cpu", "kernels/triton", "kernels/mlx"},
+    {"kernels/torch", "kernels/jax"},
     {"angles", "positions"},
     {"rotate"},
     {"fused", "prepare", "rerotate", "attention", "configs", "nn"},
@@ -48,20 +53,30 @@ LIBRARIES = {
         "transformers",
         "vllm",
     },
-    "kernels": {"jax", "llvmlite", "ml_dtypes", "mlx", "numba", "torch", "triton"},
+    "kernels/geometry": {"torch"},
+    "kernels/numpy_fused": {"ml_dtypes"},
+    "kernels/cpu": {"llvmlite", "numba"},
+    "kernels/jax": {"jax"},
+    "kernels/mlx": {"mlx"},
+    "kernels/torch": {"torch"},
+    "kernels/triton": {"torch", "triton"},
     "model": {"torch"},
     "nn": {"torch"},
     "plots": {"matplotlib"},
     "pytest_plugin": {"pytest"},
     "ranks": {"torch"},
 }
-# Imports against the order: `kernels` loads the kernel of a library on first use, `rotary` loads
+# Imports against the order: `kernels` loads the code for a library on first use, `rotary` loads
 # its modules and the names that need torch when they are asked for ("?": by a name that is not
 # written out); a conversion, an exported kernel and the command write down the version.
+LOADED = (
+    *("numpy", "cpu/kernel", "torch/route", "torch/dtensor", "jax/kernel", "mlx"),
+    *("numpy_fused", "torch/fused", "jax/fused"),
+)
 UPWARD = {
-    ("kernels", "kernels/cpu"), ("", "?"), ("checkpoint/writing", ""),
-    ("integrations/hub_kernel", ""), ("cli/app", ""),
-}  # fmt: skip
+    *(("kernels", f"kernels/{name}") for name in LOADED),
+    *(("", "?"), ("checkpoint/writing", ""), ("integrations/hub_kernel", ""), ("cli/app", "")),
+}
 FILES = {
     path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -123,9 +138,20 @@ def _file(parts: list[str]) -> str:
     return ""
 
 
+def unit_of(name: str) -> str:
+    """The file or folder of `FLOORS` that a file is, or is in; "" for the roof.
+
+    >>> unit_of("kernels/cpu/jobs"), unit_of("configs/hf"), unit_of("__main__")
+    ('kernels/cpu', 'configs', '')
+    """
+    parts = name.split("/")
+    places = ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return next((place for place in places if any(place in units for units in FLOORS)), "")
+
+
 def floor(name: str) -> int:
     """How high the file or folder stands; __init__.py and __main__.py are the roof."""
-    unit = name.split("/")[0]
+    unit = unit_of(name)
     return next((n for n, units in enumerate(FLOORS) if unit in units), len(FLOORS))
 
 
@@ -133,9 +159,9 @@ def units_below() -> dict[str, set[str]]:
     """Each file or folder of the package, and those that it imports when it is loaded or used."""
     below: dict[str, set[str]] = {}
     for name, path in FILES.items():
-        unit = name.split("/")[0]
+        unit = unit_of(name)
         for target, _ in imports(ast.parse(path.read_text()), name, path.name == "__init__.py"):
-            other = target.split("/")[0]
+            other = unit_of(target)
             if target in FILES and floor(other) < floor(unit) < len(FLOORS):
                 below.setdefault(unit, set()).add(other)
     return below
@@ -153,7 +179,7 @@ def drawn_below() -> dict[str, set[str]]:
     return {unit: others - reached(unit) for unit, others in below.items()}
 
 
-BOX, GAP, ROW, LEFT = (104, 34), 18, 66, 40  # pixels: of a box, between boxes and rows
+BOX, GAP, ROW, LEFT = (140, 34), 14, 66, 40  # pixels: of a box, between boxes and rows
 
 
 def svg() -> str:

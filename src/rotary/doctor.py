@@ -50,7 +50,8 @@ def _kernel() -> list[Finding]:
     try:
         import numba
 
-        from .kernels import cpu, loops, threads
+        from .kernels.cpu import kernel as cpu
+        from .kernels.cpu import loops, threads
     except ImportError as error:
         advice = (
             "plain NumPy code rotates, which is right but slow: pip install 'numba>=0.60', unset "

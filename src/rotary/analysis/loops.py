@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from ..kernels.compiled import compiled
+from ..kernels.cpu.compiled import compiled
 
 GAP = 5e-10  # of ln b: steps shorter than this are counted as undecided
 _BLOCK = 128  # distances of one product

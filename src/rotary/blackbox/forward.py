@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import Numbers as Array
-from ..kernels.torch_private import OperatorMode
+from ..kernels.torch.private import OperatorMode
 from .probe import one_line
 from .turned import Turned, turned
 

@@ -20,7 +20,7 @@ LAYERS = (
 # File of the package -> our file that it is made of, and what is asked of it.
 FILES = {
     "layers.py": ("integrations/hub_layers.py", ("apply_rotary", *LAYERS)),
-    "triton.py": ("kernels/triton.py", ("DTYPES", "rotate")),
+    "triton.py": ("kernels/triton/kernel.py", ("DTYPES", "rotate")),
 }
 HEADER = """\
 # Written by `rotary export-kernel`, rotary {version}, word for word from src/rotary of that

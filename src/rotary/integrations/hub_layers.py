@@ -14,8 +14,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..kernels.geometry import Geometry
-from ..kernels.torch_launch import Differentiable, by_operators, gpu_kernel, is_for_gpu
-from ..kernels.torch_state import is_tracing, wants_grad
+from ..kernels.torch.launch import Differentiable, by_operators, gpu_kernel, is_for_gpu
+from ..kernels.torch.state import is_tracing, wants_grad
 from ..layouts import Layout, check
 
 Rotated = tuple[Tensor, Tensor | None]  # q, and k unless it was None

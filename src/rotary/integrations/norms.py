@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.torch_private import has_global_hook
-from ..kernels.torch_state import is_watched
+from ..kernels.torch.private import has_global_hook
+from ..kernels.torch.state import is_watched
 from .styles import REFUSALS
 
 CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model

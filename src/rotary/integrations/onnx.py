@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..kernels import torch as kernel
 from ..kernels.geometry import Geometry, Options, geometry_of
-from ..kernels.torch_checks import check_operands, check_rows
+from ..kernels.torch import route as kernel
+from ..kernels.torch.checks import check_operands, check_rows
 
 OPERATOR_OPSET = 23  # the first with RotaryEmbedding
 FIRST_OPSET = 18  # the lowest that torch's exporter writes

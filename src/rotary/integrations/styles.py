@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..kernels.torch_private import version_of
+from ..kernels.torch.private import version_of
 
 # what code of others raises for arguments of a shape or type that it does not take
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.torch_private import version_of
+from ..kernels.torch.private import version_of
 
 EXACT = "ROTARY_EXACT"
 CACHES = ("cos_sin_cache", "long_short_cos_sin_cache")  # vLLM's buffers, of which one exists

@@ -123,26 +123,26 @@ def _is_a(array: object, name: str) -> bool:
 
 def _numpy() -> SomeKernel:
     try:
-        from .cpu import KERNEL
+        from .cpu.kernel import KERNEL
     except ImportError:  # without Numba the reference gives the same numbers, slowly
         from .numpy import KERNEL
     return KERNEL
 
 
 def _dtensor() -> SomeKernel:
-    from .dtensor import KERNEL
+    from .torch.dtensor import KERNEL
 
     return KERNEL
 
 
 def _torch() -> SomeKernel:
-    from .torch import KERNEL
+    from .torch.route import KERNEL
 
     return KERNEL
 
 
 def _jax() -> SomeKernel:
-    from .jax import KERNEL
+    from .jax.kernel import KERNEL
 
     return KERNEL
 
@@ -190,13 +190,13 @@ def _numpy_fused() -> Fused:
 
 
 def _torch_fused() -> Fused:
-    from .torch_fused import fused
+    from .torch.fused import fused
 
     return fused
 
 
 def _jax_fused() -> Fused:
-    from .jax_fused import fused
+    from .jax.fused import fused
 
     return fused
 

@@ -1,0 +1,133 @@
+"""Compiling a loop with Numba, and keeping the machine code on disk in files that are checked.
+
+Numba's own cache does not check its files: a flipped bit in one of them crashes the process, or
+gives wrong results. Here every file has a checksum; a file with a wrong one is compiled again and
+overwritten. If the cache cannot be read or written, or Numba makes it in another way, calls only
+take longer. The checksum finds damage, not attacks: whoever can write to the folder can run code.
+
+What Numba keeps for itself is used here alone: docs/private_names.md.
+"""
+
+# mypy: disable-error-code="misc"
+# the classes of Numba have no types
+
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Protocol
+
+import numba
+
+from ..private import private
+
+_FunctionCache: type = private(numba, "core.caching.FunctionCache", object)
+_CacheFiles: type = private(numba, "core.caching.IndexDataCacheFile", object)
+_CFunc: Callable[..., Any] | None = private(numba, "core.ccallback.CFunc", None)
+_OF_FILES = ("_version", "_source_stamp", "_index_path", "_data_path", "_dump", "_open_for_write")
+_DIGEST = hashlib.sha256().digest_size  # bytes
+
+
+class Signature(Protocol):
+    """Of a function of C, as a call of Numba's types makes it."""
+
+    args: tuple[object, ...]
+    return_type: object
+
+
+def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
+    """Decorate a loop: compiled when it is first called, without the lock of Python."""
+
+    def decorate(function: FunctionType) -> Callable[..., Any]:
+        result = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        if not numba.config.DISABLE_JIT:
+            _keep(result, function)
+        return result
+
+    return decorate
+
+
+def c_function(function: FunctionType, signature: Signature) -> Any:
+    """The loop as a function of C, compiled now; its `address` holds while the result lives."""
+    if _CFunc is None:
+        return numba.cfunc(signature)(function)
+    types = signature.args, signature.return_type
+    result: Any = _CFunc(function, types, locals={}, options={})
+    _keep(result, function)
+    result.compile()
+    return result
+
+
+def _keep(result: Any, function: FunctionType) -> None:
+    """Have the machine code kept on disk; not where there is no folder for it, or no such cache."""
+    with suppress(RuntimeError, OSError, AttributeError, TypeError):
+        result._cache = _Cache(function)
+
+
+class _Cache(_FunctionCache):
+    """Numba's cache of a function; a result that cannot be written is not kept."""
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        stamp = locator.get_source_stamp(), _digest_of_folder(Path(function.__code__.co_filename))
+        self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
+
+    def save_overload(self, signature: object, data: object) -> None:
+        with suppress(OSError):
+            super().save_overload(signature, data)
+
+
+class _Files(_CacheFiles):
+    """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        for name in _OF_FILES:
+            getattr(self, name)  # AttributeError in a Numba that has it no more
+
+    def _load_index(self) -> dict[object, str]:
+        content = _checked(Path(self._index_path))
+        if content is None:
+            return {}
+        *stamps, names = pickle.loads(content)
+        if stamps != [self._version, self._source_stamp]:  # another Numba may not know the types
+            return {}
+        return dict(pickle.loads(names))
+
+    def _save_index(self, overloads: dict[object, str]) -> None:
+        stamped = [self._version, self._source_stamp, self._dump(overloads)]
+        self._write(self._index_path, stamped)
+
+    def _load_data(self, name: str) -> object:
+        content = _checked(Path(self._data_path(name)))
+        return None if content is None else pickle.loads(content)
+
+    def _save_data(self, name: str, data: object) -> None:
+        self._write(self._data_path(name), data)
+
+    def _write(self, path: str, data: object) -> None:
+        content = self._dump(data)
+        with self._open_for_write(path) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+
+
+def _checked(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = content[:_DIGEST], content[_DIGEST:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+@functools.cache
+def _digest_of_folder(path: Path) -> str:
+    """Of all sources of the folder: a loop calls code of other files, which Numba does not see."""
+    digest = hashlib.sha256()
+    for source in sorted(path.parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,163 @@
+"""The gradients of rows that were normalised and rotated, as LLVM vector instructions.
+
+The gradient of what was made of a row, turned back, is `n`, with its channels in the order of the
+weights. With r = 1 / sqrt(mean + eps) and d the sum of weight * n * x over the row, that of x is
+r * (weight * n - x * r * (r * d / mean)), and a row adds n * x * r to that of the weights.
+"""
+
+# compiled by Numba, from types that mypy does not know
+
+import functools
+
+from numba import types
+from numba.extending import intrinsic
+
+from . import vectors as vec
+from .fused_rows import rests, width_of
+from .instructions import on_stack
+from .rows import MODES, STREAMING, Tables, by_mode, reader, turned_back
+from .vectors import ELEMENTS, F64, I64, NONE
+
+_LANES = 32  # of the widest vectors: more are not in registers
+
+
+@intrinsic
+def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, dots, count):
+    """Of each of `count` rows n to `turned`, the sum of the squares of x, and d, as float64."""
+
+    def generate(context, b, signature, arguments):
+        _, mode, record, x, grad, tables, gain, turned, squares, dots, count = arguments
+        field = reader(b, (piece, record))
+        tables = Tables(b, tag, field, tables)
+        _, size, real, widths = ELEMENTS[tag]
+        width, narrow = width_of(real), tuple(lanes for lanes in widths if lanes <= _LANES)
+        names = "pairs", "start", "width", "x_2", "grad_2"
+        pairs, start, channels, x_step, grad_step = map(field, names)
+        square, dot = vec.Sum(b, real, narrow), vec.Sum(b, real, narrow)
+
+        def row(layout, out_layout):
+            with vec.loop(b, NONE, count, 1) as at:
+                square.reset()
+                dot.reset()
+                source, given = (
+                    vec.opaque(b, vec.stepped(b, start_, at, step))
+                    for start_, step in ((x, x_step), (grad, grad_step))
+                )
+                line = vec.opaque(b, vec.at(b, turned, b.mul(at, channels), width))
+
+                def add(x_, n, index, lanes):
+                    vec.store(b, n, vec.at(b, line, index, width))
+                    weight = vec.load(b, real, vec.at(b, gain, index, width), lanes)
+                    square.add(b.fmul(x_, x_))
+                    dot.add(b.fmul(b.fmul(weight, n), x_))
+
+                def turn(index, lanes):
+                    c, s = tables.cos_sin(at, index, lanes)
+                    u, v = vec.load_pairs(b, tag, of(source), index, pairs, lanes, layout)
+                    both = vec.load_pairs(b, tag, of(given), index, pairs, lanes, out_layout)
+                    du, dv = turned_back(b, *both, c, s)
+                    add(u, du, index, lanes)
+                    add(v, dv, b.add(pairs, index), lanes)
+
+                def of(address):
+                    return vec.at(b, address, start, size)
+
+                def rest(first, channel, index, lanes):
+                    x_, n = (
+                        vec.load_wide(b, tag, vec.at(b, each, b.add(channel, index), size), lanes)
+                        for each in (source, given)
+                    )
+                    add(x_, n, b.add(first, index), lanes)
+
+                vec.each(b, pairs, narrow, turn)
+                for first, channel, length in rests(b, pairs, start, field("tail")):
+                    vec.each(b, length, widths[-1:], functools.partial(rest, first, channel))
+                for sum_, target in ((square, squares), (dot, dots)):
+                    vec.store(b, vec.as_double(b, sum_.total()), vec.at(b, target, at, 8))
+
+        for number, (layout, out_layout, _) in enumerate(MODES[:STREAMING]):
+            with b.if_then(b.icmp_signed("==", mode, vec.constant(I64, 1, number))):
+                row(layout, out_layout)
+        return context.get_dummy_value()
+
+    number = types.int64
+    tables_ = types.UniTuple(number, 4)
+    return types.void(tag, number, piece, number, number, tables_, *[number] * 5), generate
+
+
+@intrinsic
+def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, gains, count):
+    """The gradient of x of each of `count` rows, and that of the weights is added to `gains`.
+
+    `turned` is n, `roots` are r and `factors` r * d / mean, both float64.
+    """
+
+    def generate(context, b, signature, arguments):
+        _, mode, record, x, out, gain, turned, roots, factors, gains, count = arguments
+        field = reader(b, (piece, record))
+        _, size, real, widths = ELEMENTS[tag]
+        width, narrow = width_of(real), tuple(lanes for lanes in widths if lanes <= _LANES)
+        names = "pairs", "start", "width", "x_2", "out_2"
+        pairs, start, channels, x_step, out_step = map(field, names)
+
+        def rows_from(indices, lanes, body):
+            """`body(source, target, change)` for every row; its weights are those from indices on.
+
+            `change(number, x)` is the gradient of x, of which the weights are those of a number.
+            """
+            places = [b.mul(index, vec.constant(I64, 1, width)) for index in indices]
+            weights = [vec.load(b, real, b.add(gain, place), lanes) for place in places]
+            totals = [on_stack(b, vec.vector(real, lanes)) for _ in places]
+            for total in totals:
+                b.store(vec.constant(real, lanes, 0.0), total)
+            with vec.loop(b, NONE, count, 1) as at:
+                line = vec.opaque(b, vec.at(b, turned, b.mul(at, channels), width))
+                root, factor = (
+                    vec.as_real(b, tag, vec.load(b, F64, vec.at(b, each, at, 8)))
+                    for each in (roots, factors)
+                )
+                root, factor = (vec.splat(b, each, lanes) for each in (root, factor))
+
+                def change(number, x_):
+                    n = vec.load(b, real, b.add(line, places[number]), lanes)
+                    normal = b.fmul(x_, root)
+                    total = totals[number]
+                    b.store(b.fadd(b.load(total), b.fmul(n, normal)), total)
+                    left = b.fsub(b.fmul(weights[number], n), b.fmul(normal, factor))
+                    return b.fmul(left, root)
+
+                source, target = (
+                    vec.opaque(b, vec.stepped(b, each, at, step))
+                    for each, step in ((x, x_step), (out, out_step))
+                )
+                body(source, target, change)
+            for place, total in zip(places, totals, strict=True):
+                to = b.add(gains, place)
+                vec.store(b, b.fadd(vec.load(b, real, to, lanes), b.load(total)), to)
+
+        def turn(layout, _, streaming, index, lanes):
+            def row(source, target, change):
+                source, target = (vec.at(b, each, start, size) for each in (source, target))
+                both = vec.load_pairs(b, tag, source, index, pairs, lanes, layout)
+                both = [change(number, x_) for number, x_ in enumerate(both)]
+                vec.store_pairs(b, tag, target, index, pairs, *both, layout, streaming)
+
+            rows_from((index, b.add(pairs, index)), lanes, row)
+
+        def rest(first, channel, index, lanes):
+            def row(source, target, change):
+                source, target = (
+                    vec.at(b, each, b.add(channel, index), size) for each in (source, target)
+                )
+                value = change(0, vec.load_wide(b, tag, source, lanes))
+                vec.store_wide(b, tag, target, value)
+
+            rows_from((b.add(first, index),), lanes, row)
+
+        by_mode(b, mode, MODES, pairs, narrow, turn)
+        for first, channel, length in rests(b, pairs, start, field("tail")):
+            vec.each(b, length, widths[-1:], functools.partial(rest, first, channel))
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.void(tag, number, piece, *[number] * 8), generate

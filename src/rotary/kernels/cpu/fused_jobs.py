@@ -1,0 +1,317 @@
+"""Arguments of the compiled loops for a fused call on NumPy arrays and CPU tensors."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ...layouts import pair_slices
+from .. import Numbers as Array
+from ..geometry import Geometry
+from ..memory import SIZES, Block, extent, is_contiguous_last, is_injective
+from ..numpy import address
+from . import fused_loops, loops, threads
+from .jobs import LINE, STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
+from .rows import MODES, STREAMING
+
+
+class Weight(NamedTuple):
+    """The weights of a norm: their type, rows (1, or one for each head), whether 1 is added.
+
+    Where `is_full` the mean is over all heads of a token.
+    """
+
+    dtype: str
+    rows: int
+    is_full: bool
+    add_one: bool
+
+
+class Slots(NamedTuple):
+    """The first strides of a cache, in bytes, and slots of a block, None where they are flat."""
+
+    strides: tuple[int, ...]
+    block: int | None
+
+
+class Piece(NamedTuple):
+    """The form of one tensor of a fused call.
+
+    x, out     what is read and written; with `slots`, `out` is a cache
+    geometry   None for a tensor that is not rotated
+    head_axis  of x, None where it has no heads
+    """
+
+    x: Block
+    out: Block
+    geometry: Geometry | None
+    head_axis: int | None
+    weight: Weight | None
+    slots: Slots | None
+    is_in_place: bool
+
+
+class Form(NamedTuple):
+    """The record of a piece, its address, how pairs are read and written, and whether past caches.
+
+    `mode` is that of stores into the caches.
+    """
+
+    record: Array
+    at: int
+    mode: int
+    can_stream: bool
+    order: Array | None
+
+
+class Memory(NamedTuple):
+    """The addresses of a piece; of its weights and slots, 0 where it has none."""
+
+    x: int
+    out: int
+    weight: int = 0
+    slots: int = 0
+
+
+class Call(NamedTuple):
+    """All that is known of a fused call before the addresses are."""
+
+    pieces: tuple[Piece, ...]
+    forms: tuple[Form, ...]
+    eps: float
+    size: int  # bytes of all x
+    limits: tuple[int, int, int, int]  # of row numbers and slots, after how many there are
+    reach: Array  # as `fused_loops.is_safe` takes it
+
+
+@lru_cache(maxsize=1024)
+def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: float) -> Call | None:
+    """The loops for these; None where they cannot take them."""
+    name = pieces[0].x.dtype
+    if name not in loops.TAGS or not all([math.prod(piece.x.shape) for piece in pieces]):
+        return None
+    forms = [_form(piece, table, rows, eps) for piece in pieces if _is_ready(piece)]
+    known = [form for form in forms if form is not None]
+    if len(known) < len(pieces):
+        return None
+    size = sum([math.prod(piece.x.shape) * SIZES[name] for piece in pieces])
+    row_count = 0 if rows is None else math.prod(rows.shape)
+    slots, reached = (0, 0), [(0, 0)] * 10
+    reached[3:5] = [extent(table)] * 2
+    reached[5] = (0, 0) if rows is None else extent(rows)
+    for index, piece in enumerate(pieces):
+        reached[index], reached[7 + index] = extent(piece.x), extent(piece.out)
+        if piece.slots is not None:
+            count = math.prod(piece.x.shape[:-1]) // _heads(piece)
+            slots = count, piece.out.shape[0] * (piece.slots.block or 1)
+            reached[6] = 0, 8 * count
+    limits = row_count, table.shape[0], *slots
+    return Call(pieces, tuple(known), eps, size, limits, np.array(reached, np.int64))
+
+
+def run(
+    call: Call, memories: Sequence[Sequence[int]], places: tuple[int, int, int], is_checked: bool
+) -> bool:
+    """Do it; False, and nothing written, where a row number or a slot is outside.
+
+    `places` are the addresses of cos, sin and row numbers, or 0. With `is_checked` also where
+    outputs reach into each other, or into what is read.
+    """
+    alive, jobs = [], []
+    name = call.pieces[0].x.dtype
+    for piece, memory, form in zip(call.pieces, memories, call.forms, strict=True):
+        roots = None
+        if piece.weight is not None and piece.weight.is_full:
+            roots = _roots(piece, memory[0], call.eps, call.size)
+            alive.append(roots)
+        jobs += [
+            form.at, _mode(form, memory[1], call.size), *memory,
+            0 if roots is None else address(roots), 0, 0, 0, 0, 0,
+        ]  # fmt: skip
+    reach = address(call.reach) if is_checked else 0
+    head = 1, 1, 0, *places, len(memories), *call.limits, reach
+    record = array("q", (*head, *jobs, *_ABSENT[len(memories)], 0))
+    is_looked_at = is_checked or call.limits[0] or call.limits[2]
+    if is_looked_at and not fused_loops.is_safe()(record.buffer_info()[0]):
+        return False
+    threads.run(fused_loops.loop("fused", name), call.size, record)
+    return True
+
+
+_FIELDS = fused_loops.PLACE.names or ()
+_ABSENT = [(0,) * len(_FIELDS) * (3 - count) for count in range(4)]  # pieces that there are not
+
+
+def _do(
+    kind: str, name: str, size: int, tables: tuple[int, int, int], place: dict[str, int]
+) -> None:
+    """A loop over one record of PLACE, of which what is not given is 0."""
+    numbers = [1, 1, 0, *tables, 1, 0, 0, 0, 0, 0, *[place.get(field, 0) for field in _FIELDS]]
+    threads.run(fused_loops.loop(kind, name), size, array("q", (*numbers, *_ABSENT[1], 0)))
+
+
+@lru_cache(maxsize=1024)
+def _is_ready(piece: Piece) -> bool:
+    geometry = piece.geometry
+    is_mixed = geometry is not None and geometry.layout != geometry.out_layout
+    return (
+        piece.x.dtype == piece.out.dtype
+        and is_contiguous_last(piece.x)
+        and is_contiguous_last(piece.out)
+        and is_injective(piece.out)
+        and not (piece.is_in_place and (is_mixed or piece.x.strides != piece.out.strides))
+    )
+
+
+def _mode(form: Form, out: int, size: int) -> int:
+    return form.mode + STREAMING * (form.can_stream and size >= STREAM_BYTES and out % LINE == 0)
+
+
+@lru_cache(maxsize=1024)
+def _form(
+    piece: Piece, table: Block | None, rows: Block | None, eps: float, grad: Block | None = None
+) -> Form | None:
+    """None where tables or gradient have gaps, or the rows lie along more than three axes."""
+    if not all([is_contiguous_last(block) for block in (table, grad) if block is not None]):
+        return None
+    x, out, geometry, head_axis, weight, slots, _ = piece
+    is_full, is_many = (False, False) if weight is None else (weight.is_full, weight.rows > 1)
+    width, size = x.shape[-1], SIZES[x.dtype]
+    real = 8 if x.dtype == "float64" else 4
+    along = table if rows is None else rows
+    token_steps, dot_steps = (_row_steps(x, head_axis, heads) for heads in (False, True))
+    axes = []
+    for axis, count in enumerate(x.shape[:-1]):
+        is_head = axis == head_axis
+        dim = None if geometry is None else geometry.dims[axis]
+        step = 0 if dim is None or along is None or along.shape[dim] == 1 else along.strides[dim]
+        to = out.strides[axis] if slots is None else out.strides[-2] * is_head
+        token = token_steps[axis]
+        axes.append((
+            count, x.strides[axis], to, step, token * (slots is not None),
+            width * real * (is_head and is_many), token * is_full,
+            0 if grad is None else grad.strides[axis], dot_steps[axis] * (grad is not None),
+        ))  # fmt: skip
+    merged = merged_axes(axes)
+    if len(merged) > 3:
+        return None
+    if len(merged) > 1 and merged[-1][5]:  # a run of rows has the same weights
+        merged[-2:] = merged[:-3:-1]
+    pairs, start = (0, 0) if geometry is None else (geometry.pairs, geometry.start)
+    if geometry is None and weight is None:
+        while merged and merged[-1] == (merged[-1][0], *(width * size,) * 2, *(0,) * 6):
+            width *= merged.pop()[0]
+    inner = [(1, *(0,) * 8)] * (3 - len(merged)) + merged
+    form = np.zeros((), fused_loops.PIECE)
+    for axis, steps in enumerate(inner):
+        for name, number in zip(fused_loops.AXES, steps, strict=True):
+            form[f"{name}_{axis}"] = number
+    form["row_size"] = 0 if rows is None or table is None else table.strides[0]
+    form["width"], form["pairs"] = width, pairs
+    form["start"] = start if pairs else width
+    form["tail"] = width - start - 2 * pairs if pairs else 0
+    tile = max(1, TILE_BYTES // (2 * max(pairs, 32) * SIZES["float32"]))
+    form["tile"] = 1 if inner[-1][5] else tile if inner[-1][3] else 4 * tile
+    form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
+    form["mean"], form["eps"] = width * _heads(piece) ** is_full, eps
+    form["is_plain"], form["real"] = weight is None, real
+    placed = None
+    if weight is not None:
+        form["computes_roots"], form["add_one"] = not is_full, weight.add_one
+        form["weights"], form["weight_size"] = weight.rows, width * SIZES[weight.dtype]
+        form["kind"] = list(loops.TAGS).index(weight.dtype)
+        if geometry is not None and (geometry.layout != "half" or start):
+            placed = order(width, start, pairs, geometry.layout)
+            form["order"] = address(placed)
+    if slots is not None:
+        form["block"], form["slot_step"] = slots.block or 0, slots.strides[slots.block is not None]
+        form["block_step"] = slots.strides[0]
+    whole = Geometry(0, piece.x.shape[-1], "half", "half", ()) if geometry is None else geometry
+    read, written = whole.layout, whole.out_layout
+    can_stream = read == written and not piece.is_in_place and is_aligned(out, whole)
+    return Form(form, address(form), MODES.index((read, written, False)), can_stream, placed)
+
+
+def _heads(piece: Piece) -> int:
+    return 1 if piece.head_axis is None else piece.x.shape[piece.head_axis]
+
+
+def _row_steps(x: Block, head_axis: int | None, has_heads: bool) -> tuple[int, ...]:
+    """Strides of 8-byte numbers without gaps, one for each token, or for each head of a token.
+
+    >>> _row_steps(Block((2, 3, 5, 64), (), "float32"), 1, True)
+    (120, 8, 24)
+    """
+    order = [axis for axis in range(len(x.shape) - 1) if axis != head_axis]
+    if has_heads and head_axis is not None:
+        order.append(head_axis)
+    steps, step = [0] * (len(x.shape) - 1), 8
+    for axis in reversed(order):
+        steps[axis] = step
+        step *= x.shape[axis]
+    return tuple(steps)
+
+
+def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
+    """1 / sqrt(mean + eps) of the tokens, over all heads of each, (tokens,) float64."""
+    kind = np.float64 if piece.x.dtype == "float64" else np.float32
+    sums = np.empty((math.prod(piece.x.shape[:-1]) // _heads(piece), _heads(piece)))
+    out = Block(piece.x.shape, (*_row_steps(piece.x, piece.head_axis, True), 8), "float64")
+    assert piece.weight is not None
+    alone = piece.weight._replace(rows=1, is_full=False)
+    plain = piece._replace(out=out, geometry=None, weight=alone, slots=None)
+    form = _form(plain, None, None, eps)
+    assert form is not None
+    place = {"form": form.at, "x": x, "out": address(sums)}
+    _do("squares", piece.x.dtype, size, (0, 0, 0), place)
+    mean = sums.sum(-1).astype(kind) / kind(_heads(piece) * piece.x.shape[-1])
+    return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
+
+
+def run_back(
+    piece: Piece, memory: Memory, grad: tuple[Block, int], eps: float, table: Block,
+    rows: Block | None, places: tuple[int, int, int],
+) -> Array | None:  # fmt: skip
+    """The gradient of x to memory.out; returns that of the weights, (rows, channels).
+
+    `grad` is that of the output. None, and nothing written, where the loops cannot take it.
+    The order of the sums over tokens depends on the number of threads.
+    """
+    x, name, weight = piece.x, piece.x.dtype, piece.weight
+    if weight is None or name not in loops.TAGS or not math.prod(x.shape):
+        return None
+    form = _form(piece, table, rows, eps, grad[0]) if _is_ready(piece) else None
+    if form is None:
+        return None
+    size, width = math.prod(x.shape) * SIZES[name], x.shape[-1]
+    real = np.float64 if name == "float64" else np.float32
+    gains = np.zeros((threads.count() * threads.PARTS, weight.rows, width), real)
+    place = {
+        "form": form.at, "x": memory.x, "out": memory.out, "weight": memory.weight,
+        "mode": _mode(form, memory.out, size), "grad": grad[1], "gains": address(gains),
+        "gains_size": gains.strides[0],
+    }  # fmt: skip
+    if weight.is_full:
+        roots = _roots(piece, memory.x, eps, size)
+        dots = np.zeros((math.prod(x.shape[:-1]) // _heads(piece), _heads(piece)))
+        place |= {"roots": address(roots), "dots": address(dots), "phase": fused_loops.DOTS}
+        _do("back", name, size, places, place)
+        dots[:] = dots.sum(-1, keepdims=True)
+        place["phase"] = fused_loops.BACK
+    _do("back", name, size, places, place)
+    total = gains.sum(0)
+    if form.order is not None:
+        total[:, form.order] = total.copy()
+    return total
+
+
+@lru_cache(maxsize=64)
+def order(width: int, start: int, pairs: int, layout: str) -> Array:
+    """Channels in the order of the weights: first of each pair, second, before, after."""
+    channels = np.arange(width)
+    first, second = pair_slices(2 * pairs, layout, start)
+    rest = channels[:start], channels[start + 2 * pairs :]
+    return np.concatenate([channels[first], channels[second], *rest])

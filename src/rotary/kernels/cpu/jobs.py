@@ -1,0 +1,322 @@
+"""Arguments of the compiled loops, from the shapes, strides and types of arrays.
+
+What depends on shapes, strides and types is computed once; each call then only adds addresses. So
+NumPy arrays and torch tensors use the same code, and nothing is wrapped or copied.
+"""
+
+import math
+import sysconfig
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
+    raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # the same: no test has run them there
+    raise ImportError("the compiled loops need a Python with a global lock")
+
+from .. import Numbers as Array
+from ..geometry import AngleOptions, Angles, Geometry, Options, geometry_of
+from ..memory import (
+    SIZES,
+    Block,
+    contiguous,
+    extent,
+    is_contiguous,
+    is_contiguous_last,
+    is_injective,
+)
+from ..numpy import address
+from . import caches, loops, threads
+from .rows import MODES, STREAMING
+
+STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read and what is written
+LINE = 64
+TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
+CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
+_LONG_BYTES = 1 << 16  # a job of less is done before the lock of Python could be handed over
+
+# (q, q_out, k, k_out, cos, sin, rows, checks): addresses, of which a single x is given as q and as
+# k, and 0 for other arrays that are missing. Returns False, and writes nothing, if a check fails
+Job = Callable[[int, int, int, int, int, int, int, int], bool]
+Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
+
+
+class Call(NamedTuple):
+    """A rotation without its addresses; the memory at these must live until a job is done."""
+
+    job: Job  # does all, or the first block where they are done one after the other
+    size: int  # bytes of all blocks
+    # where one job cannot do all: of each block its own, and the offsets of x, out and table for
+    # every index of the axes beyond three
+    blocks: tuple[tuple[Job, tuple[tuple[int, int, int], ...]], ...] = ()
+
+
+def ready_call(
+    xs: Sequence[Block],
+    tables: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: Options,
+) -> Call | None:
+    """The call for blocks that need no copy; None if there are others.
+
+    `tables` are cos, sin and perhaps row numbers. Where `is_in_place` is None the outputs will be
+    new and contiguous, and `outs` is empty.
+    """
+    cos, sin, *index = tables
+    if not all(block.shape for block in tables) or not _are_ready(xs, outs, is_in_place):
+        return None
+    if cos != sin or cos.dtype != "float32" or not is_contiguous_last(cos):
+        return None
+    if not all(rows.dtype == "int64" and is_contiguous(rows) for rows in index):
+        return None
+    rows = index[0] if index else None
+    shape = None if rows is None else rows.shape
+    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    return _one_job(xs, outs, is_in_place, cos, rows, geometry)
+
+
+def ready_turn(
+    xs: Sequence[Block],
+    tables: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    options: AngleOptions,
+) -> Call | None:
+    """The same at positions, for few tokens; None where a call needs tables in memory.
+
+    `tables` are positions alone; the check fails for one below the lowest.
+    """
+    (positions,), angles = tables, options.angles_of(options.form)
+    tokens = positions.shape[: len(positions.shape) - bool(angles.axes)]
+    if len(tokens) not in (1, 2) or (len(tokens) == 2 and len(xs[0].shape) < 4):
+        return None
+    if angles.axes and positions.shape[-1] != max(angles.axes) + 1:
+        return None
+    if positions.dtype != "int64" or not is_contiguous(positions):
+        return None
+    size = sum(math.prod(x.shape) * SIZES.get(x.dtype, 0) for x in xs)
+    if size >= threads.SERIAL_BYTES or not _are_ready(xs, outs, is_in_place):
+        return None
+    table = contiguous(Block((*tokens, len(angles.turns)), (), "float32"))
+    shapes = tuple(x.shape for x in xs)
+    fitted = geometry_of(shapes, table.shape[-2:], tokens, options.options)
+    return _one_job(xs, outs, is_in_place, table, positions, fitted, angles)
+
+
+def _are_ready(
+    xs: Sequence[Block], outs: Sequence[Block], is_in_place: tuple[bool, ...] | None
+) -> bool:
+    """Whether the loops take these as they are."""
+    blocks = *xs, *outs
+    if len(xs) > 2 or len({block.dtype for block in blocks}) > 1 or xs[0].dtype not in loops.TAGS:
+        return False
+    if not all(block.shape and is_contiguous_last(block) for block in blocks):
+        return False
+    return is_in_place is None or all(
+        is_injective(y) and x.shape == y.shape and (not same or x.strides == y.strides)
+        for x, y, same in zip(xs, outs, is_in_place, strict=True)
+    )
+
+
+def _one_job(
+    xs: Sequence[Block],
+    outs: Sequence[Block],
+    is_in_place: tuple[bool, ...] | None,
+    table: Block,
+    index: Block | None,
+    geometry: Geometry,
+    angles: Angles | None = None,
+) -> Call | None:
+    if is_in_place is None:
+        is_in_place, outs = (False,) * len(xs), [contiguous(x) for x in xs]
+    if geometry.layout != geometry.out_layout and any(is_in_place):
+        return None
+    call = call_of(tuple(xs), tuple(outs), is_in_place, table, index, geometry, angles)
+    return None if call.blocks else call
+
+
+@lru_cache(maxsize=1024)
+def call_of(
+    xs: tuple[Block, ...],
+    outs: tuple[Block, ...],
+    is_in_place: tuple[bool, ...],
+    table: Block,
+    index: Block | None,
+    geometry: Geometry,
+    angles: Angles | None = None,
+) -> Call:
+    """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
+
+    `index` are row numbers, one for each token of x, of rows of `table`. With `angles` they are the
+    positions of a small call, and `table` is the form of the tables that the loop makes of them.
+    """
+    rows = None if angles else index
+    along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
+    size = sum(math.prod(x.shape) * SIZES[x.dtype] for x in xs)
+    walks = [
+        walk(x, out, same, along, row_size, geometry)
+        for x, out, same in zip(xs, outs, is_in_place, strict=True)
+    ]
+    can_stream = (
+        geometry.layout == geometry.out_layout
+        and not any(is_in_place)
+        and all(is_aligned(out, geometry) for out in outs)
+        and size >= STREAM_BYTES
+    )
+
+    def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
+        form = np.zeros((), loops.FORM)
+        form["k"]["tile"] = 1
+        for name, each in zip(("q", "k"), steps, strict=False):
+            form[name] = each
+        form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
+        form["row_count"] = 0 if rows is None else math.prod(rows.shape)
+        form["row_limit"], form["reach"] = table.shape[0], reach
+        mode = MODES.index((geometry.layout, geometry.out_layout, False))
+        if angles is not None:
+            assert index is not None
+            tokens = index.shape[: len(index.shape) - bool(angles.axes)]
+            shape = *((1, *tokens)[-2:]), *index.shape[len(tokens) :]
+            alive = angles_record(
+                shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
+                angles.lowest,
+            )  # fmt: skip
+            return _small_job(loops.turn_once(xs[0].dtype), size, form, mode, alive)
+        if size < threads.SERIAL_BYTES:
+            return _small_job(loops.rotate_once(xs[0].dtype), size, form, mode)
+        return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
+
+    if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
+        return Call(
+            job_of([steps for _, steps in walks], size, _reach(xs, outs, table, rows)), size
+        )
+    blocks = [(job_of([steps], size // len(offsets), 0), offsets) for offsets, steps in walks]
+    return Call(blocks[0][0], size, tuple(blocks))
+
+
+def _small_job(
+    once: Callable[[object], Job], size: int, form: Array, mode: int, angles: Alive = ()
+) -> Job:
+    """One call of C."""
+    if angles:
+        form["angles"] = address(angles[0])
+    form["is_long"] = size >= _LONG_BYTES
+    return once((address(form), mode, form, angles))  # the last two live as long as the job
+
+
+def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:
+    """On all threads, and past the caches where every store is aligned."""
+    at, streaming = address(form), mode + STREAMING * can_stream
+
+    def job(
+        q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
+    ) -> bool:
+        how = streaming if q_out % LINE == k_out % LINE == 0 else mode
+        record = array("q", (1, 1, 0, at, how, q, q_out, k, k_out, cos, sin, rows, checks, 0))
+        if checks and not loops.is_safe()(record.buffer_info()[0]):
+            return False
+        threads.run(loop, size, record)
+        return True
+
+    job.alive = form  # type: ignore[attr-defined]  # what there is an address of
+    return job
+
+
+def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:
+    """Of q, k, cos, sin, rows, q_out, k_out, as `loops.is_safe` takes it."""
+    absent = [(0, 0)]
+    q_and_k, written = ([*map(extent, each[:2]), *absent][:2] for each in (xs, outs))
+    index = absent if rows is None else [extent(rows)]
+    return np.array([*q_and_k, extent(table), extent(table), *index, *written], np.int64)
+
+
+def is_aligned(out: Block, geometry: Geometry) -> bool:
+    """Whether every vector that is stored starts on a cache line, if the block does."""
+    offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
+    steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
+    *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
+    return all(number % LINE == 0 for number in (*offsets, *rows))
+
+
+def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:
+    """Do any call, without checks; `places` are the addresses of x and out."""
+    if not call.blocks:
+        call.job(*places[0], *places[-1], cos, sin, rows, 0)
+        return
+    for (x, out), (job, offsets) in zip(places, call.blocks, strict=True):
+        for source, target, row in offsets:
+            table = (cos, sin, rows + row) if rows else (cos + row, sin + row, 0)
+            job(x + source, out + target, 0, 0, *table, 0)
+
+
+def walk(
+    x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
+) -> tuple[tuple[tuple[int, int, int], ...], Array]:
+    """Offsets of the axes beyond three, and the steps of the loops over the others."""
+    head_dim, itemsize = x.shape[-1], SIZES[x.dtype]
+    table = [
+        0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
+    ]
+    steps_ = x.strides[:-1], out.strides[:-1], table
+    axes = merged_axes(list(zip(x.shape[:-1], *steps_, strict=True)))
+    inner = [(1, 0, 0, 0)] * (3 - len(axes)) + axes[-3:]
+    offsets: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
+    for size, *step in axes[:-3]:
+        offsets = tuple(
+            (o[0] + i * step[0], o[1] + i * step[1], o[2] + i * step[2])
+            for o in offsets
+            for i in range(size)
+        )
+    steps = np.zeros((), loops.STEPS)
+    for axis, (size, *strides) in enumerate(inner):
+        steps[f"size_{axis}"] = size
+        for name, stride in zip(("x", "out", "table"), strides, strict=True):
+            steps[f"{name}_{axis}"] = stride
+    stop = geometry.start + 2 * geometry.pairs
+    steps["row_size"], steps["start"] = row_size, geometry.start * itemsize
+    if not (is_in_place and x.strides == out.strides):
+        steps["head"] = geometry.start * itemsize
+        steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
+    *_, table_step = inner[-1]
+    tile = max(1, TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
+    steps["tile"] = tile if table_step else 4 * tile  # rows of one row of the table need no tile
+    return offsets, steps
+
+
+def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The axes in the order of memory, those of size 1 dropped, those that continue one another
+    joined: rows are then walked in long runs, and a table row serves all heads while it is hot."""
+    if any(size == 0 for size, *_ in axes):
+        return [(0,) * len(axes[0])]
+    ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
+    merged: list[tuple[int, ...]] = []
+    for axis in ordered:
+        size, *steps = axis
+        if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):
+            axis = (merged.pop()[0] * size, *axis[1:])
+        merged.append(axis)
+    return merged
+
+
+def angles_record(
+    shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
+    lowest: int = -(2**63),
+) -> Alive:  # fmt: skip
+    """loops.ANGLES for positions of this shape, and what it has the addresses of."""
+    turns = np.ascontiguousarray(turns, np.uint64)
+    scales = np.ascontiguousarray(scales, np.float64)
+    per_pair = np.array(axes, np.int64)
+    batch, seq, *num_axes = shape
+    form = np.array((
+        batch, seq, *(num_axes or [1]), address(per_pair) if axes else 0,
+        address(turns), turns.strides[0] if len(turns) > 1 else 0,
+        address(scales), scales.strides[0] if len(scales) > 1 else 0,
+        backwards, turns.shape[-1], lowest,
+    ), loops.ANGLES)  # fmt: skip
+    return form, turns, scales, per_pair

@@ -1,0 +1,205 @@
+"""The CPU kernel: NumPy arrays through the compiled loops, serially or on all threads."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from .. import Numbers as Array
+from .. import numpy as reference
+from ..geometry import AngleOptions, Options, geometry_of
+from ..memory import Block, is_contiguous_last
+from . import loops, threads
+from . import move as move_loops
+from .built_in import address
+from .jobs import (
+    CHECK_OVERLAP,
+    CHECK_ROWS,
+    Call,
+    angles_record,
+    call_of,
+    ready_call,
+    ready_turn,
+    run,
+)
+
+# what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
+Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
+
+
+def rotate(
+    xs: Sequence[Array],
+    cos: Array,
+    sin: Array,
+    positions: object,
+    options: Options,
+    out: Sequence[Array] | None,
+) -> tuple[Array, ...]:
+    """Rotate NumPy arrays, as `kernels/numpy.py` does."""
+    rows = positions if isinstance(positions, np.ndarray) else None
+    if positions is None or rows is not None:
+        tables = (cos, sin) if rows is None else (cos, sin, rows)
+        call = _ready_call(*_forms(xs, tables, out), options)
+        results = None if call is None else _results(call, xs, tables, out)
+        if results is not None:
+            return results
+    reference.check_operands(xs, cos, sin, out)
+    rows = None if positions is None else reference.check_rows(positions, cos)
+    if out is not None and rows is not None:
+        reference.check_out((*xs, cos, sin, rows), out)
+    if cos.dtype != np.float32:
+        return reference.rotate(xs, cos, sin, positions, options, out)
+    shapes = tuple(x.shape for x in xs)
+    geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    if cos.strides != sin.strides or not _is_ready(cos):
+        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
+    results = tuple(np.empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)
+    is_mixed = geometry.layout != geometry.out_layout
+    sources = [x if _is_ready(x) else np.ascontiguousarray(x) for x in xs]
+    targets = [
+        y
+        if _is_ready(y) and not (is_mixed and address(x) == address(y))
+        else np.empty(y.shape, y.dtype)
+        for x, y in zip(xs, results, strict=True)
+    ]
+    call = call_of(
+        tuple(map(reference.block, sources)),
+        tuple(map(reference.block, targets)),
+        _in_place(sources, targets),
+        reference.block(cos),
+        None if rows is None else reference.block(rows),
+        geometry,
+    )
+    places = [(address(x), address(y)) for x, y in zip(sources, targets, strict=True)]
+    run(call, places, address(cos), address(sin), 0 if rows is None else address(rows))
+    for result, target in zip(results, targets, strict=True):
+        if target is not result:
+            result[...] = target
+    return results
+
+
+def rotate_at(
+    xs: Sequence[Array], positions: object, options: AngleOptions, out: Sequence[Array] | None
+) -> tuple[Array, ...] | None:
+    """Rotate a few tokens without tables in memory; None where tables are needed."""
+    if not isinstance(positions, np.ndarray):
+        return None
+    call = _ready_call(*_forms(xs, (positions,), out), options)
+    return None if call is None else _results(call, xs, (positions,), out)
+
+
+def _forms(
+    xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
+) -> tuple[tuple[Signature, ...], int, int, tuple[bool, ...] | None]:
+    """Signatures of all, how many x and tables there are, and which outputs are their x."""
+    signatures = tuple([
+        (type(array), array.shape, array.strides, array.dtype, array.flags.aligned)
+        for array in (*xs, *tables, *(out or ()))
+    ])  # fmt: skip
+    return signatures, len(xs), len(tables), None if out is None else _in_place(xs, out)
+
+
+def _results(
+    call: Call, xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
+) -> tuple[Array, ...] | None:
+    """The call on these arrays; None, and nothing written, where a check fails.
+
+    `tables` are cos, sin and perhaps row numbers, or positions alone.
+    """
+    if not all([y.flags.writeable for y in out or ()]):
+        return None
+    outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
+    q, k, q_out, k_out = map(address, (xs[0], xs[-1], outs[0], outs[-1]))
+    cos, sin, rows = *map(address, tables), *(0,) * (3 - len(tables))
+    checks = CHECK_ROWS * (rows != 0) + CHECK_OVERLAP * (out is not None)
+    return tuple(outs) if call.job(q, q_out, k, k_out, cos, sin, rows, checks) else None
+
+
+def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:
+    return tuple([address(x) == address(y) for x, y in zip(xs, outs, strict=True)])
+
+
+@lru_cache(maxsize=1024)
+def _ready_call(
+    signatures: tuple[Signature, ...],
+    count: int,
+    tables: int,
+    is_in_place: tuple[bool, ...] | None,
+    options: Options | AngleOptions,
+) -> Call | None:
+    """The call for operands the loops can take as they are; None if one has to be copied first."""
+    if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signatures):
+        return None
+    blocks = [
+        Block(shape, strides, reference.name_of(dtype))
+        for _, shape, strides, dtype, _ in signatures
+    ]
+    stop = count + tables
+    groups = blocks[:count], blocks[count:stop], blocks[stop:], is_in_place
+    if isinstance(options, AngleOptions):
+        return ready_turn(*groups, options)
+    return ready_call(*groups, options)
+
+
+def tables(
+    positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin from turns, as `kernels/numpy.py` has them, in one pass and float64 inside."""
+    positions = np.ascontiguousarray(positions, np.int64)
+    batch, seq = positions.shape[:2]
+    cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
+    form, *alive = angles_record(positions.shape, turns, scales, axes, backwards)
+    job = array("q", (1, 1, 0, *map(address, (form, positions, cos, sin)), 0))
+    threads.run(loops.loop("table"), both.nbytes, job)
+    del alive
+    return cos, sin
+
+
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | None,
+    options: Options,
+    out: Array | None,
+) -> Array:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does."""
+    y = reference.copied(x, cos, sin, out)
+    if scale is not None or not (y.flags.aligned and cos.strides == sin.strides):
+        return reference.move(y, cos, sin, blocks, scale, options, y)
+    operands = reference.block(y), address(y), reference.block(cos), address(cos), address(sin)
+    if not move_loops.run(*operands, blocks, options):
+        return reference.move(y, cos, sin, blocks, scale, options, y)
+    return y
+
+
+def move_by(
+    xs: Sequence[Array], blocks: object, shift: object, turns: Callable[[], Array], backwards: bool,
+    options: Options,
+) -> bool:  # fmt: skip
+    """Turn blocks of caches in place by whole numbers of tokens; False where `move` has to."""
+    form, *others = map(reference.block, xs)
+    if not all(x.flags.aligned and x.flags.writeable for x in xs) or any(x != form for x in others):
+        return False
+    numbers = np.asarray(blocks), np.asarray(shift)
+    places = [address(x) for x in xs]
+    return move_loops.run_shifted(form, places, *numbers, turns, backwards, options)
+
+
+def _is_ready(array: Array) -> bool:
+    return array.flags.aligned and is_contiguous_last(reference.block(array))
+
+
+# positions are NumPy's, and what is rare is left to the reference
+KERNEL = replace(
+    reference.KERNEL,
+    name="compiled loops",
+    rotate=rotate,
+    tables=tables,
+    rotate_at=rotate_at,
+    move=move,
+    move_by=move_by,
+)

@@ -1,0 +1,256 @@
+"""The compiled loops of moved keys: over some blocks of a cache, in place.
+
+One call is one job over the rows of all blocks, as in `loops.py`. 8-bit keys are rotated in float32
+and rounded once.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, check-untyped-defs=False
+# mypy: disable-error-code="arg-type"
+# compiled by Numba, from types mypy does not know
+
+import functools
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import Numbers as Array
+from ..geometry import Geometry, Options, geometry_of
+from ..memory import SIZES, Block, is_injective
+from ..numpy import address
+from . import threads
+from .compiled import compiled
+from .jobs import angles_record, walk
+from .llvm import load_int, record, take
+from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
+from .rows import MODES, rotate_rows
+
+# the tags of 8-bit keys, as `vectors.py` says
+_CODES = {"int8": np.int8(0), "float8_e4m3fn": np.uint8(0), "float8_e5m2": np.bool_(False)}
+# `step` is the distance of two blocks, `table_step` that of their tables; `blocks` are `count`
+# numbers in rising order, as memory is read fastest, and `rows` say which table is that of each
+_MOVE = np.dtype([
+    (name, np.int64)
+    for name in ("threads", "parts", "number", "form", "mode", "x", "step", "cos", "sin",
+                 "table_step", "blocks", "rows", "count", "taken")
+])  # fmt: skip
+_job, _form, _steps = map(record, (_MOVE, FORM, STEPS))
+_TAKEN = _MOVE.itemsize - 8
+
+
+@compiled()
+def _run(job, steps, at):
+    """Where a run of rows begins, its row of the table, and how many rows there are."""
+    places = steps.size_0 * steps.size_1
+    runs = places * ((steps.size_2 + steps.tile - 1) // steps.tile)
+    block = at if runs == 1 else at // runs
+    source = job.x + load_int(job.blocks + 8 * block) * job.step
+    row = load_int(job.rows + 8 * block) * job.table_step
+    if runs == 1:
+        return source, row, steps.size_2
+    run = at - block * runs
+    i, j, k = run % places // steps.size_1, run % steps.size_1, run // places * steps.tile
+    source += i * steps.x_0 + j * steps.x_1 + k * steps.x_2
+    row += i * steps.table_0 + j * steps.table_1 + k * steps.table_2
+    return source, row, min(steps.tile, steps.size_2 - k)
+
+
+@compiled()
+def _share(job, steps, part):
+    """The first run of a part, and the one after its last."""
+    tiles = (steps.size_2 + steps.tile - 1) // steps.tile
+    total, parts = job.count * steps.size_0 * steps.size_1 * tiles, job.threads * job.parts
+    return total * part // parts, total * (part + 1) // parts
+
+
+def _move(tag: np.generic) -> Callable[[int], None]:
+    def move(address):
+        job = _job(address)
+        form, steps = _form(job.form), _steps(job.form)
+        part = take(address + _TAKEN)
+        while part < job.threads * job.parts:
+            first, last = _share(job, steps, part)
+            following = _run(job, steps, first) if first < last else (0, 0, 0)
+            for at in range(first, last):
+                x, row, count = following
+                following = _run(job, steps, min(at + 1, last - 1))
+                tables, ahead = (job.cos, job.sin, 0, row), following[0] - x
+                rotate_rows(tag, job.mode, form, steps, x, x, tables, count, ahead)
+            part = take(address + _TAKEN)
+
+    return move
+
+
+@functools.cache
+def _loop(dtype: str) -> Loop:
+    return as_loop(_move((TAGS | _CODES)[dtype]))
+
+
+class _BlockForm(NamedTuple):
+    """How the rows of blocks of one form lie; `form` is a record of FORM."""
+
+    form: Array
+    mode: int
+    offsets: tuple[tuple[int, int, int], ...]  # of x and of the table, in the first and last place
+    size: int  # bytes of a block
+
+
+def run(
+    x: Block, place: int, table: Block, cos: int, sin: int, blocks: Array | None, options: Options
+) -> bool:
+    """Turn blocks of a cache in place, as `numpy.move` does; False where it has to.
+
+    `x` and `table` are the forms of the cache and of both tables, which lie at these addresses.
+    """
+    if not (_is_moved(x) and _is_dense(table) and table.dtype == "float32"):
+        return False
+    if blocks is None:  # all of x is one block
+        geometry = geometry_of((x.shape,), table.shape, None, options)
+        one, along, chosen, order = x, table, np.zeros(1, np.int64), np.zeros(1, np.int64)
+    else:
+        geometry = geometry_of(((len(blocks), *x.shape[1:]),), table.shape, None, options)
+        geometry = geometry._replace(dims=tuple(range(len(x.shape) - 2)))
+        one, along = _one_block(x), _one_block(table)
+        is_rising = (blocks[1:] > blocks[:-1]).all()
+        order = np.arange(len(blocks)) if is_rising else np.argsort(blocks)
+        chosen = blocks[order]
+    block_form = _form_of(one, along, geometry)
+    _turn(block_form, x, place, cos, sin, table.strides[0], chosen, order)
+    return True
+
+
+def run_shifted(
+    x: Block, places: Sequence[int], blocks: Array, shift: Array, turns: Callable[[], Array],
+    backwards: bool, options: Options,
+) -> bool:  # fmt: skip
+    """The same for caches of one form, at these addresses, whose blocks move by whole numbers.
+
+    Blocks that move by the same number share a row of the tables. False as well where `blocks` or
+    `shift` are not such numbers, and where a block is not in the caches or given twice.
+    """
+    count = len(blocks) if blocks.ndim == 1 else 0
+    if not (count and _is_moved(x) and is_injective(x) and shift.shape in ((), (count,))):
+        return False
+    if blocks.dtype.kind != "i" or shift.dtype.kind != "i":
+        return False
+    shifts = _writable(shift if shift.shape else np.full(count, shift))
+    chosen, rows, distinct = np.empty((3, count), np.int64)
+    number = _order(_writable(blocks), shifts, x.shape[0], chosen, rows, distinct)
+    if number < 0:
+        return False
+    frequencies = turns()
+    cos, sin = tables = np.empty((2, number, len(frequencies)), np.float32)
+    angles, *alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
+    job = array("q", (1, 1, 0, *map(address, (angles, distinct, cos, sin)), 0))
+    threads.run(loop("table"), tables.nbytes, job)
+    del alive
+    block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), len(frequencies), options)
+    for place in places:
+        _turn(block_form, x, place, address(cos), address(sin), cos.strides[0], chosen, rows)
+    return True
+
+
+def _writable(numbers: Array) -> Array:
+    """What `_order` is compiled for: read-only arrays, or strided ones, would be other types."""
+    numbers = np.ascontiguousarray(numbers, np.int64)
+    return numbers if numbers.flags.writeable else numbers.copy()
+
+
+@compiled()
+def _order(blocks, shifts, size, chosen, rows, distinct):
+    """The blocks in rising order; of each the number of its shift; and all shifts that differ.
+
+    Returns how many these are, or -1 where a block is not one of `size`, or given twice.
+    """
+    last, is_rising = -1, True
+    for block in blocks:
+        if block < 0 or block >= size:
+            return -1
+        is_rising &= block > last
+        last = block
+    if is_rising:
+        chosen[:], rows[:] = blocks, shifts
+    else:
+        place = np.full(size, -1, np.int32)
+        for at in range(len(blocks)):
+            if place[blocks[at]] >= 0:
+                return -1
+            place[blocks[at]] = at
+        count = 0
+        for block in range(size):
+            if place[block] >= 0:
+                chosen[count], rows[count] = block, shifts[place[block]]
+                count += 1
+    return _number_shifts(rows, distinct)
+
+
+@compiled()
+def _number_shifts(rows, distinct):
+    """Shifts replaced by their numbers among those that differ; how many these are."""
+    low, high = rows.min(), rows.max()
+    if high - low < 0 or high - low >= 4 * len(rows):  # below 0 where it is too large
+        distinct[:], rows[:] = rows, np.arange(len(rows))
+        return len(rows)
+    number = np.full(high - low + 1, -1, np.int32)
+    count = 0
+    for at in range(len(rows)):
+        shift = rows[at]
+        if number[shift - low] < 0:
+            number[shift - low], distinct[count] = count, shift
+            count += 1
+        rows[at] = number[shift - low]
+    return count
+
+
+def _is_dense(block: Block) -> bool:
+    return block.shape[-1] == 1 or block.strides[-1] == SIZES.get(block.dtype)
+
+
+def _is_moved(x: Block) -> bool:
+    return _is_dense(x) and (x.dtype in TAGS or x.dtype in _CODES)
+
+
+@functools.lru_cache(maxsize=64)
+def _form_of_one_row(x: Block, pairs: int, options: Options) -> _BlockForm:
+    """Of caches in which a block, as x has one, is turned by one row of the tables."""
+    lead = len(x.shape) - 1
+    table = Block((*[1] * lead, pairs), (*[0] * lead, SIZES["float32"]), "float32")
+    geometry = geometry_of((x.shape,), table.shape, None, options)
+    return _form_of(
+        _one_block(x), _one_block(table), geometry._replace(dims=tuple(range(lead - 1)))
+    )
+
+
+def _one_block(blocks: Block) -> Block:
+    """The form of each of these blocks."""
+    return Block(blocks.shape[1:], blocks.strides[1:], blocks.dtype)
+
+
+def _form_of(one: Block, along: Block, geometry: Geometry) -> _BlockForm:
+    offsets, steps = walk(one, one, True, along, 0, geometry)
+    form = np.zeros((), FORM)
+    form["q"], form["pairs"], form["sign"] = steps, geometry.pairs, 1
+    mode = MODES.index((geometry.layout, geometry.out_layout, False))
+    return _BlockForm(form, mode, offsets, math.prod(one.shape) * SIZES[one.dtype])
+
+
+def _turn(
+    block_form: _BlockForm,
+    x: Block,
+    place: int,
+    cos: int,
+    sin: int,
+    table_step: int,
+    chosen: Array,
+    rows: Array,
+) -> None:
+    form, size = address(block_form.form), len(chosen) * block_form.size // len(block_form.offsets)
+    for source, _, row in block_form.offsets:
+        job = array("q", (
+            1, 1, 0, form, block_form.mode, place + source, x.strides[0],
+            cos + row, sin + row, table_step, address(chosen), address(rows), len(chosen), 0,
+        ))  # fmt: skip
+        threads.run(_loop(x.dtype), size, job)

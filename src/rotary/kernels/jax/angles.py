@@ -1,0 +1,196 @@
+"""cos and sin as JAX arrays, exact with and without 64-bit types, and the positions of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import NEEDS_LENGTH, Numbers, is_traced
+from .. import numpy as reference
+from ..phases import LIMIT, cos_sin
+
+Array = jax.Array
+Tangent = tuple[tuple[Array, Array], tuple[Array, Array]]
+
+
+def tables(
+    positions: Array, turns: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
+    phase = _phase(_per_pair(positions, axes), turns[:, None, :])
+    return _scaled(*cos_sin(phase, jnp), scales, backwards)
+
+
+def tables_float64(
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin of fractional positions, as exact as those of a product in float64.
+
+    The whole part of a position and its fraction are turned in fixed point, so no float64 is
+    needed; the derivative is that of cos and sin.
+    """
+    inv_freq = inv_freq[:, None, :]
+
+    @jax.custom_jvp
+    def turned(positions: Array) -> tuple[Array, Array]:
+        is_known = jnp.abs(positions) <= LIMIT
+        cos, sin = cos_sin(_fractional_phase(positions, inv_freq), jnp)
+        return jnp.where(is_known, cos, jnp.nan), jnp.where(is_known, sin, jnp.nan)
+
+    @turned.defjvp
+    def _(primals: tuple[Array], tangents: tuple[Array]) -> Tangent:
+        cos, sin = turned(*primals)
+        rate = tangents[0].astype(jnp.float32) * inv_freq.astype(np.float32)
+        return (cos, sin), (-sin * rate, cos * rate)
+
+    return _scaled(*turned(_per_pair(positions, axes)), scales, backwards)
+
+
+def tables_float32(
+    positions: Array, inv_freq: Numbers, scales: Numbers, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """cos and sin with every step in float32, as transformers computes them."""
+    positions = _per_pair(positions.astype(jnp.float32), axes)
+    angles = positions * inv_freq.astype(np.float32)[:, None, :]
+    return _scaled(jnp.cos(angles), jnp.sin(angles), scales, backwards)
+
+
+def _phase(positions: Array, turns: Numbers) -> Array:
+    """Upper 32 of the 64 bits of positions * turns modulo 2^64, as uint32."""
+    high, low = (turns >> np.uint64(32)).astype(np.uint32), turns.astype(np.uint32)
+    lower = positions.astype(jnp.uint32)
+    phase = lower * high + _upper_product(lower, low)
+    if positions.dtype.itemsize == 8:
+        return phase + (positions >> 32).astype(jnp.uint32) * low
+    if jnp.issubdtype(positions.dtype, jnp.unsignedinteger):
+        return phase
+    return phase - jnp.where(positions < 0, low, np.uint32(0))  # the sign fills the upper half
+
+
+def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
+    """The same of fractional positions, whose whole part fits in 31 bits."""
+    fraction_of_turn, whole_turns = np.modf(np.abs(inv_freq) / (2 * np.pi))
+    turns = (fraction_of_turn * 2.0**64).astype(np.uint64)
+    size = jnp.abs(positions)
+    whole = jnp.floor(size)
+    scaled = (size - whole) * 2.0**32  # both steps are exact
+    upper = jnp.floor(scaled)
+    fraction, rest = upper.astype(jnp.uint32), (scaled - upper).astype(jnp.float32)
+    phase = _phase(whole.astype(jnp.int32), turns)
+    phase += _upper_product(fraction, (turns >> np.uint64(32)).astype(np.uint32))
+    phase += fraction * (whole_turns % 2.0**32).astype(np.uint32)
+    phase += (rest * (whole_turns + fraction_of_turn).astype(np.float32)).astype(jnp.uint32)
+    return jnp.where((positions < 0) ^ (inv_freq < 0), -phase, phase)
+
+
+def _upper_product(a: Array, b: Array | Numbers) -> Array:
+    """Upper 32 bits of the product of two uint32, from halves of 16 bits."""
+    a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    middle = a1 * b0 + (a0 * b0 >> 16)
+    other = a0 * b1 + (middle & 0xFFFF)
+    return a1 * b1 + (middle >> 16) + (other >> 16)
+
+
+def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> tuple[Array, Array]:
+    """cos and sin times the attention factors, as quotients, which XLA computes once.
+
+    XLA computes tables without a division again for every head, in the loop that reads them. So it
+    does if the divisor has no other use, for then it multiplies by the reciprocal: `one` has one.
+    """
+    one = lax.optimization_barrier(jnp.float32(1))  # type: ignore[no-untyped-call]
+    factors = (one + 1) * (scales / 2).astype(np.float32)[:, None, None]
+    return cos * factors / one, sin * (-factors if backwards else factors) / one
+
+
+def _per_pair(positions: Array, axes: Sequence[int]) -> Array:
+    if not axes:
+        return positions[..., None]
+    return jnp.stack([positions[..., axis] for axis in axes], axis=-1)
+
+
+# --- what `angles` and `rotate` ask of every library ---
+
+
+def takes(array: object) -> bool:
+    """Whether this kernel takes an array: as everywhere in JAX, NumPy's are constants."""
+    return isinstance(array, (Array, np.ndarray))
+
+
+def as_positions(positions: Any, like: Array) -> Any:
+    """Positions as they are; lists, and tensors of others, as NumPy arrays, which lose nothing."""
+    return positions if takes(positions) else np.asarray(positions)
+
+
+def repeat_rows(positions: Array, rows: int) -> Array:
+    """The same positions for each of the rows: (rows, seq)."""
+    return jnp.broadcast_to(positions, (rows, len(positions)))
+
+
+def to_numpy(positions: Array) -> Numbers | None:
+    """The positions as a NumPy array, if they are in the memory of one CPU device."""
+    is_here = is_at_hand(positions) and _device(positions) is not None
+    return np.asarray(positions) if is_here else None
+
+
+def from_numpy(array: Numbers) -> Array:
+    """An array with these numbers, on the default device."""
+    return jnp.asarray(array)
+
+
+def inspect(positions: Array) -> tuple[str, float | None, float | None]:
+    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    if is_at_hand(positions):
+        return reference.inspect(np.asarray(positions))
+    return reference.inspect(np.empty(0, positions.dtype))
+
+
+def row_lengths(positions: Array) -> list[int]:
+    """Largest position of each row, plus one."""
+    if is_traced(positions):
+        raise ValueError(f"under jax.jit {NEEDS_LENGTH}")
+    return reference.row_lengths(np.asarray(positions))
+
+
+def arange(like: Array, count: int) -> Array:
+    """Positions 0 .. count - 1, on the device of `like`."""
+    with jax.default_device(None if is_traced(like) else _device(like)):
+        return jnp.arange(count, dtype=jnp.int32)
+
+
+def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
+    """`function(*arguments)`: computed on the host; a traced call takes it as a constant."""
+    return function(*arguments)
+
+
+def is_cacheable(like: Array) -> bool:
+    """Whether tables for this array can be kept: not while anything is traced, nor under a mesh.
+
+    An array made under `jax.set_mesh` lies on that mesh, and no other one takes it.
+    """
+    made = jnp.zeros(())
+    if is_traced(like) or is_traced(made):
+        return False
+    return isinstance(made.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def device_key(like: Array) -> str:
+    """The device, as part of the key of the cache."""
+    return f"jax:{_device(like)}"
+
+
+def _device(array: Array) -> Any:
+    """The device of an array; None, which is JAX's default, if it is spread over several."""
+    devices = array.sharding.device_set
+    return next(iter(devices)) if len(devices) == 1 else None
+
+
+def is_at_hand(array: Any) -> bool:
+    """Whether numbers can be read without waiting for another device."""
+    if isinstance(array, np.ndarray):
+        return True
+    if is_traced(array) or not array.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in array.sharding.device_set)

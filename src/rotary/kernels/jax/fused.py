@@ -1,0 +1,174 @@
+"""`rotary.fused` for JAX: the formula of `kernels/numpy_fused.py`, in one compiled call.
+
+XLA on a CPU makes two steps of norm and rotation: the mean of the squares, and one loop that
+normalises, rotates and rounds. Nothing of the size of x is in memory between them, but for 16-bit
+arrays, which are converted for the mean.
+
+Arrays are immutable, so a new cache is returned in the place of what went into it. Where the call
+is part of a compiled function whose cache is donated, XLA writes into the memory of the old one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import Operand
+from ..fused_steps import Cache, Library, finished, normed, places, stored, writes
+from ..geometry import Options
+from ..numpy_fused import dtype_of
+from ..stages import (
+    Fit,
+    KVCache,
+    LatentCache,
+    Norm,
+    Stages,
+    changes_v,
+    check_slots,
+    dtype_name,
+    fit,
+)
+from . import angles
+from .kernel import check_operands, check_rows, check_types, turned
+
+Array = jax.Array
+Result = Array | tuple[Array, Array] | None  # with its scales where they are computed
+Operands = tuple[Operand, ...]
+
+
+def _barrier() -> Callable[[Array], Array]:
+    """Keeps XLA from fusing two loops; the identity if JAX has no derivative of it, as 0.4.34."""
+    try:
+        jax.eval_shape(jax.vmap(jax.grad(lax.optimization_barrier)), np.ones(1, np.float32))
+    except NotImplementedError:
+        return lambda x: x
+    return lax.optimization_barrier  # type: ignore[no-any-return, unused-ignore]
+
+
+barrier = _barrier()
+LIBRARY = Library(
+    jnp,
+    convert=lambda x, kind: x.astype(dtype_of(kind)),
+    beside=lambda numbers, y: jnp.asarray(numbers, y.dtype),
+    # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
+    over_root=lambda x, y: x * barrier(lax.rsqrt(y)),
+)
+
+
+class Form(NamedTuple):
+    """All of a call that is not an array: what it is compiled for."""
+
+    options: Options
+    eps: float | None  # None: no norm
+    add_one: bool
+    cache: type[KVCache] | type[LatentCache] | None
+    dtype: str | None
+    words: tuple[str | None, ...]  # for each scale, the word that it is
+    changes_v: bool
+
+
+def fused(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    cos: Array,
+    sin: Array,
+    positions: object,
+    options: Options,
+    stages: Stages,
+    out: object,
+) -> tuple[Result, Result, Result]:
+    """q, k and v through all stages; a new cache in the place of what was written to it.
+
+    Arguments and errors are those of `rotary.fused`.
+    """
+    check_types([x for x in (q, k, v) if x is not None], cos, sin, out)
+    rows = None if positions is None else check_rows(positions, cos)
+    norm, cache, scales = stages.norm, stages.cache, stages.scales
+    weights: Operands = () if norm is None else (norm.q, norm.k, norm.v)
+    _check_arrays("norm weights", weights)
+    form = Form(
+        options,
+        None if norm is None else float(norm.eps),
+        norm is not None and norm.add_one,
+        None if cache is None else type(cache),
+        stages.dtype,
+        tuple(scale if isinstance(scale, str) else None for scale in scales),
+        changes_v(stages) or cache is not None,
+    )
+    numbers = tuple(None if isinstance(scale, str) else scale for scale in scales)
+    memory = () if cache is None else _memory(cache)
+    results = _fused((q, k, v), cos, sin, rows, weights, memory, numbers, form)
+    return results[0], results[1], results[2] if form.changes_v else v
+
+
+def _memory(cache: KVCache | LatentCache) -> Operands:
+    """The fields of a cache; slots that are at hand are checked."""
+    arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
+    _check_arrays("caches", arrays)
+    slots = cache.slots if angles.takes(cache.slots) else np.asarray(cache.slots)
+    if slots.dtype.kind not in "iu":
+        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    if angles.is_at_hand(slots) and slots.size:
+        low, high = int(np.min(slots)), int(np.max(slots))
+        for shape in (array.shape for array in arrays if array is not None):
+            has_blocks = len(shape) == (3 if isinstance(cache, LatentCache) else 4)
+            check_slots(low, high, shape, shape[1] if has_blocks else None)
+    numbers = slots if slots.dtype.itemsize == 8 else slots.astype(np.int32)
+    return tuple({**vars(cache), "slots": numbers}.values())
+
+
+def _check_arrays(name: str, arrays: Sequence[object]) -> None:
+    for array in arrays:
+        if not (array is None or angles.takes(array)):
+            kind = type(array)
+            raise TypeError(
+                f"{name} must be JAX arrays like q, got a {kind.__module__}.{kind.__qualname__}"
+            )
+
+
+@partial(jax.jit, static_argnames="form")
+def _fused(
+    xs: Operands, cos: Array, sin: Array, rows: Array | None, weights: Operands,
+    memory: Operands, scales: Operands, form: Form,
+) -> tuple[Result, Result, Result]:  # fmt: skip
+    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
+    check_operands([x for x in xs if x is not None], cos, sin, None)
+    norm = cache = None
+    if form.eps is not None:
+        norm = Norm(weights[0], weights[1], form.eps, weights[2], form.add_one)
+    if form.cache is not None:
+        cache = form.cache(*memory)
+    words = zip(form.words, scales, strict=True)
+    asked = [number if word is None else word for word, number in words]
+    stages = Stages(norm, cache, form.dtype, (asked[0], asked[1], asked[2]))
+    shapes = [None if x is None else x.shape for x in xs]
+    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, form.options, stages)
+    ys: list[Array] = []
+    for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False):
+        wide = normed(LIBRARY, x, name, norm, fitted.head_axis)
+        ys += turned((wide,), cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
+    of_v = xs[2] if form.changes_v else None
+    done = finished(LIBRARY, of_v, ys, dtype_name(xs[0].dtype), fitted, stages, written)
+    return done[0], done[1], done[2]
+
+
+def written(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> Sequence[Result]:
+    """The caches with each token's k and v in its slot; (cache, scales) where it has both."""
+    results: list[Result] = []
+    slots = cache.slots.reshape(-1)
+    for write in writes(LIBRARY, k, v, cache.slots, cache, fitted):
+        first, *inside = places(write, slots, None)
+        # JAX counts a negative index from the end, and drops one beyond it
+        where = (jnp.where(slots < 0, write.cache.shape[0], first), *inside)
+        values, scales = stored(LIBRARY, write)
+        new = jnp.asarray(write.cache).at[where].set(values, mode="drop")
+        if scales is None:
+            results.append(new)
+        else:
+            results.append((new, jnp.asarray(write.scale).at[where].set(scales, mode="drop")))
+    return results

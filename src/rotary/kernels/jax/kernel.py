@@ -1,0 +1,245 @@
+"""The JAX kernel: plain `jax.numpy`, which XLA makes one loop of for each array.
+
+Everything is differentiable in both directions and can be traced, mapped and sharded. Angles are
+exact with and without 64-bit types: a position times a frequency in turns is a product modulo 2^64,
+made of 32-bit halves, and its upper half is the angle to 2^-32 turn. Values that are traced cannot
+be checked: a row number outside a table, or a fractional position that is too large, gives NaN.
+
+Sharded by batch, heads or sequence, every device turns its own part and nothing is sent. Automatic
+sharding knows the whole sequence. Under `jax.shard_map` a call sees the tokens of one device alone,
+and nothing tells which those are: where the sequence is sharded, give `positions`, or each device
+counts from 0; dynamic and longrope need `seq_len`. Under explicit sharding give positions the
+sharding of the sequence, or each device makes the tables of all of it. A sharded head_dim is right
+and free for interleaved pairs; the half layout exchanges all of x under automatic sharding, and is
+refused under explicit sharding.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...schedules import FLOAT32 as FLOAT32
+from .. import Kernel
+from .. import numpy as reference
+from ..geometry import Geometry, Options, geometry_of
+from . import angles
+
+Array = jax.Array
+_FLOAT64 = np.dtype(np.float64)
+_dtype = attrgetter("dtype")
+check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
+
+
+def rotate(
+    xs: Sequence[Array],
+    cos: Array,
+    sin: Array,
+    positions: object,
+    options: Options,
+    out: object,
+) -> tuple[Array, ...]:
+    """Rotate JAX arrays; the formula of `kernels/numpy.py`, in one compiled call.
+
+    Arguments and errors are those of `rotary.rotate`, but for `out`: JAX arrays are immutable.
+    """
+    check_types(xs, cos, sin, out)
+    rows = None if positions is None else check_rows(positions, cos)
+    return _rotate(tuple(xs), cos, sin, rows, options)
+
+
+def check_types(xs: Sequence[Array], cos: Array, sin: Array, out: object) -> None:
+    """Refuse what the compiled call could not see: `out`, and 64 bits where JAX has 32."""
+    if out is not None:
+        raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
+    if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # of NumPy too, which jit rounds
+        check_operands(xs, cos, sin, None)
+        if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
+
+
+def move(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    blocks: Array | None,
+    scale: Array | None,
+    options: Options,
+    out: object,
+) -> Array:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does.
+
+    A block outside the cache that is traced is left out.
+    """
+    keys, scales = x if blocks is None else x[blocks], None
+    name = reference.name_of(x.dtype)
+    if name in reference.CODES:
+        keys = keys.astype(np.float32)
+        if scale is not None:
+            scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)
+            scales = scales if blocks is None else scales[blocks]
+            keys = keys * scales
+    (moved,) = rotate((keys,), cos, sin, None, options, out)
+    if name in reference.CODES:
+        moved = jnp.clip(moved if scales is None else moved / scales, *reference.CODES[name])
+        moved = jnp.rint(moved) if name == "int8" else moved
+    moved = moved.astype(x.dtype)
+    return moved if blocks is None else x.at[blocks].set(moved)
+
+
+@partial(jax.jit, static_argnames="options")
+def _rotate(
+    xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
+) -> tuple[Array, ...]:
+    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
+    check_operands(xs, cos, sin, None)
+    shapes = tuple(tuple(x.shape) for x in xs)
+    geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
+    return turned(xs, cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
+
+
+def turned(
+    xs: Sequence[Array], cos: Array, sin: Array, rows: Array | None, geometry: Geometry,
+    is_short: bool,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The formula, inside of a compiled call; `is_short` says that 16-bit numbers are loaded."""
+    for x in xs:
+        _check_whole_pairs(x, geometry)
+    if rows is not None:
+        cos, sin = _picked(cos, rows), _picked(sin, rows)
+    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    sin = -sin if geometry.conjugate else sin
+    return tuple(_turned(x, cos, sin, geometry, is_short) for x in xs)
+
+
+def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool) -> Array:
+    start, pairs = geometry.start, geometry.pairs
+    rest = x.shape[-1] - start - 2 * pairs
+    work = np.float64 if np.float64 in (x.dtype, cos.dtype) else np.float32
+    cos, sin = cos.astype(work), sin.astype(work)
+    if geometry.layout == "half":
+        head, u, v, tail = _parted(x, (start, pairs, pairs, rest))
+        u, v = u.astype(work), v.astype(work)
+    else:
+        head, both, tail = _parted(x, (start, 2 * pairs, rest))
+        both = both.astype(work).reshape(*x.shape[:-1], pairs, 2)
+        if geometry.out_layout == "interleaved" and not is_short:
+            return _joined((head, _side_by_side(both, cos, sin).astype(x.dtype), tail))
+        u, v = (part.squeeze(-1) for part in jnp.split(both, 2, axis=-1))
+    one, other = u * cos - v * sin, v * cos + u * sin
+    if geometry.out_layout == "half":
+        return _joined((head, one.astype(x.dtype), other.astype(x.dtype), tail))
+    both = jnp.stack((one, other), axis=-1).reshape(*x.shape[:-1], 2 * pairs)
+    return _joined((head, both.astype(x.dtype), tail))
+
+
+def _side_by_side(both: Array, cos: Array, sin: Array) -> Array:
+    """Pairs (..., pairs, 2) turned where they are, (..., 2 pairs): u cos - v sin, v cos + u sin.
+
+    With the partner by a reversal, the loop of XLA on a CPU has no branch and is vectorised; so is
+    its transpose. 16-bit loads are not: there the branch of `stack` is twice as fast.
+    """
+    signed = jnp.where(np.array([True, False]), -sin[..., None], sin[..., None])
+    turned = both * cos[..., None] + lax.rev(both, (both.ndim - 1,)) * signed
+    return turned.reshape(*both.shape[:-2], 2 * both.shape[-2])
+
+
+def _parted(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """Parts of the last axis; split, and not sliced, so that the transpose is a join."""
+    block = math.gcd(*sizes)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    ends = [end // block for end in itertools.accumulate(sizes[:-1])]
+    parts = jnp.split(blocks, ends, axis=-2)
+    return [  # nothing cannot be reshaped under explicit sharding
+        part.reshape(*x.shape[:-1], size) if size else x[..., :0]
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """The parts one after the other along the last axis.
+
+    Joined along an axis before the last, in blocks that divide every part: XLA fuses that.
+    """
+    sizes = [part.shape[-1] for part in parts]
+    block = math.gcd(*sizes)
+    blocks = [
+        part.reshape(*part.shape[:-1], size // block, block)
+        for part, size in zip(parts, sizes, strict=True)
+        if size
+    ]
+    return jnp.concatenate(blocks, axis=-2).reshape(*parts[0].shape[:-1], sum(sizes))
+
+
+def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
+    order = [dim for dim in dims if dim is not None]
+    missing = [axis for axis, dim in enumerate(dims) if dim is None]
+    return jnp.expand_dims(table.transpose(*order, table.ndim - 1), missing)
+
+
+def _picked(table: Array, rows: Array) -> Array:
+    # JAX counts negative numbers from the end, and cuts 64-bit ones to 32 bits
+    inside = jnp.where((rows < 0) | (rows >= len(table)), len(table), rows)
+    picked = table.at[inside]
+    if any(_mesh_axes(rows)):
+        where = rows.aval.sharding.update(spec=(*_mesh_axes(rows), None))
+        return picked.get(mode="fill", fill_value=jnp.nan, out_sharding=where)
+    return picked.get(mode="fill", fill_value=jnp.nan)
+
+
+def _check_whole_pairs(x: Array, geometry: Geometry) -> None:
+    axes = _mesh_axes(x)[-1]
+    is_whole = geometry.layout == geometry.out_layout == "interleaved"
+    if axes and not (is_whole and 2 * geometry.pairs == x.shape[-1]):
+        raise ValueError(
+            f"head_dim is sharded over mesh axis {axes!r}, which separates the channels of a pair; "
+            "call jax.reshard(x, P(...)) with None for head_dim first"
+        )
+
+
+def _mesh_axes(x: Array) -> tuple[object, ...]:
+    """The mesh axes that each axis of a traced x is sharded over by its type; None elsewhere."""
+    sharding = getattr(x.aval, "sharding", None)  # types have no sharding before JAX 0.5
+    return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
+
+
+def check_rows(positions: Any, table: Array) -> Array:
+    """Row numbers as 32-bit or 64-bit ones; IndexError beyond the table, where they are known."""
+    if not angles.takes(positions):
+        positions = np.asarray(positions)
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions must be whole numbers to pick rows, got {positions.dtype}")
+    if angles.is_at_hand(positions):
+        reference.check_rows(positions, table)
+    rows = jnp.asarray(positions)
+    return rows if rows.dtype.itemsize == 8 else rows.astype(jnp.int32)
+
+
+KERNEL = Kernel(
+    name="jax",
+    namespace="jax.numpy",
+    rotate=rotate,
+    tables=angles.tables,
+    tables_float64=angles.tables_float64,
+    tables_float32=angles.tables_float32,
+    arithmetic=reference.FLOAT32,
+    takes=angles.takes,
+    inspect=angles.inspect,
+    row_lengths=angles.row_lengths,
+    arange=angles.arange,
+    as_positions=angles.as_positions,
+    repeat_rows=angles.repeat_rows,
+    to_numpy=angles.to_numpy,
+    from_numpy=angles.from_numpy,
+    host_constant=angles.host_constant,
+    is_cacheable=angles.is_cacheable,
+    device_key=angles.device_key,
+    move=move,
+)

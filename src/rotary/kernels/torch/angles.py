@@ -1,0 +1,288 @@
+"""cos and sin as torch tensors, and what they are made from: positions, frequencies, constants.
+
+On the host whole positions take the loops of `kernels/cpu/kernel.py`; here are the same tables in
+torch operators, for other devices, fractional positions, tracing, and the float32 steps of
+transformers.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schedules import Arithmetic
+from ...spec import Rotary
+from .. import NEEDS_LENGTH, Numbers
+from .. import numpy as reference
+from .private import is_exporting, is_mapped, outside_modes
+from .state import (
+    FLOATS,
+    INTEGERS,
+    TENSORS,
+    host_array,
+    host_values,
+    is_on_gpu,
+    is_on_host,
+    is_recording,
+    is_tracing,
+    is_transforming,
+)
+
+Constant = Numbers | Tensor  # a tensor where a program is recorded
+
+_POSITIONS = (*INTEGERS, torch.float64, torch.float32)
+_RADIAN = 2 * math.pi / 2**64  # of the smallest part of a turn
+_KEPT = 1 << 16  # a captured graph reads them again: they should never be the oldest
+
+
+def tables(
+    positions: Tensor, turns: Constant, scales: Constant, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """Exact cos and sin from 64-bit turns; see `kernels/numpy.py`."""
+    turns, scales = _on_device(positions, turns, scales)
+    angles = _per_pair(positions.long(), axes) * turns[:, None, :]  # wraps modulo one turn
+    return _cos_sin(radians_of(angles), scales, backwards)
+
+
+def tables_float64(
+    positions: Tensor, inv_freq: Constant, scales: Constant, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of fractional positions: the product in float64, rounded once at the end."""
+    inv_freq, scales = _on_device(positions, inv_freq, scales)
+    return _cos_sin(_per_pair(positions.double(), axes) * inv_freq[:, None, :], scales, backwards)
+
+
+def tables_float32(
+    positions: Tensor, inv_freq: Constant, scales: Constant, axes: Sequence[int], backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin by the float32 operators transformers uses: the same bits."""
+    inv_freq, scales = _on_device(positions, inv_freq, scales)
+    angles = _per_pair(positions.float(), axes) * inv_freq.float()[:, None, :]
+    return _cos_sin(angles, scales.float(), backwards)
+
+
+def radians_of(angles: Tensor) -> Tensor:
+    """64-bit fractions of one turn, int64, as float64 angles in [-pi, pi)."""
+    radian: float | Tensor = _RADIAN
+    if is_exporting():  # ONNX would round a plain number to float32
+        radian = torch.tensor(_RADIAN, dtype=torch.float64, device=angles.device)
+    return angles.double() * radian
+
+
+def _cos_sin(angles: Tensor, scales: Tensor, backwards: bool) -> tuple[Tensor, Tensor]:
+    factors = scales.view(-1, 1, 1)
+    cos, sin = angles.cos() * factors, angles.sin() * factors
+    return cos.float(), (-sin if backwards else sin).float()
+
+
+def _per_pair(positions: Tensor, axes: Sequence[int]) -> Tensor:
+    if not axes:
+        return positions[..., None]
+    if is_tracing() or not is_on_gpu(positions):
+        return positions[..., list(axes)]
+    index = moved(np.array([axes]), positions).flatten()  # a list would wait for the device
+    return positions.index_select(-1, index)
+
+
+def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
+    return [
+        moved(array, positions) if isinstance(array, np.ndarray) else array.to(positions.device)
+        for array in arrays
+    ]
+
+
+def moved(array: Numbers, like: Tensor) -> Tensor:
+    """An array on the device of `like`. A single row is kept there: a copy waits for the device."""
+    is_kept = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
+    if not is_kept:
+        return from_numpy(array).to(like.device)
+    is_inference = torch.is_inference_mode_enabled()
+    return _kept(array.tobytes(), array.dtype.str, like.device, is_inference)[None]
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(content: bytes, dtype: str, device: torch.device, is_inference: bool) -> Tensor:
+    _check_no_capture()
+    return from_numpy(np.frombuffer(content, dtype)).to(device)
+
+
+def _check_no_capture() -> None:
+    """Refuse a copy to the device while a CUDA graph is captured: it would end the capture."""
+    is_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_started and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first call for a spec copies its frequencies to the GPU, which a CUDA graph "
+            "cannot capture: call rotary.warm_up(spec, q, k, ...) before the capture"
+        )
+
+
+@lru_cache(maxsize=_KEPT)
+def axis_turns(
+    content: bytes, axes: tuple[int, ...], device: torch.device, is_inference: bool
+) -> Tensor:
+    """Turns on a device, from the bytes of (pairs,) uint64: int64, for several axes (axes, pairs).
+
+    An axis that does not turn a pair has 0 there. What is made in inference mode is kept apart.
+
+    >>> axis_turns(np.uint64([5, 6, 7]).tobytes(), (0, 1, 0), torch.device("cpu"), False)
+    tensor([[5, 0, 7],
+            [0, 6, 0]])
+    """
+    _check_no_capture()
+    turns = np.frombuffer(content, np.int64)
+    if max(axes, default=0):
+        turns = np.where(np.arange(max(axes) + 1)[:, None] == np.array(axes), turns, 0)
+    return from_numpy(turns.copy()).to(device)
+
+
+def takes(tensor: object) -> TypeGuard[Tensor]:
+    """Whether this kernel is the one for an array."""
+    return isinstance(tensor, Tensor)
+
+
+def as_positions(positions: object, like: Tensor) -> Tensor:
+    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
+
+    A list goes through NumPy, whose fractions are float64; torch would take them as float32.
+    """
+    if takes(positions):
+        return positions
+    return torch.as_tensor(np.asarray(positions), device=like.device)
+
+
+def repeat_rows(positions: Tensor, rows: int) -> Tensor:
+    """The same positions for each of the rows: (rows, seq)."""
+    return positions.expand(rows, -1)
+
+
+def to_numpy(positions: Tensor) -> Numbers | None:
+    """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
+    if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
+        return None
+    return host_array(positions)
+
+
+def from_numpy(array: Numbers) -> Tensor:
+    """A tensor that shares the memory of an array; a copy of one that must not be written."""
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
+
+
+def _powers(base: float, exponents: Numbers) -> Numbers:
+    # now, on the host, and not in the graph that is recorded
+    return outside_modes(lambda: torch.pow(base, torch.from_numpy(exponents)).numpy())
+
+
+def _power(x: float, exponent: float) -> float:
+    return outside_modes(
+        lambda: float(torch.tensor(x, dtype=torch.float32, device="cpu") ** exponent)
+    )
+
+
+FLOAT32 = Arithmetic(np.float32, _powers, _power)
+
+
+def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
+    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    if positions.dtype in INTEGERS:
+        kind = "int"
+    elif positions.dtype in (torch.float32, torch.float64):
+        kind = FLOATS[positions.dtype]
+    else:
+        raise TypeError(
+            f"positions must be whole numbers, or float64 if fractional, got {positions.dtype}"
+        )
+    values = host_values(positions)
+    return (
+        (kind, None, None) if values is None else (kind, *reference.inspect(host_array(values))[1:])
+    )
+
+
+def row_lengths(positions: Tensor) -> list[int]:
+    """Largest position of each row, plus one."""
+    if is_recording() or is_mapped(positions):
+        raise ValueError(
+            f"under torch.compile, torch.jit.trace, and vmap over positions {NEEDS_LENGTH}"
+        )
+    values = host_values(positions)
+    values = positions.detach().cpu() if values is None else values
+    return reference.row_lengths(host_array(values))
+
+
+def arange(like: Tensor, count: int) -> Tensor:
+    """Positions 0 .. count - 1 on the device of `like`."""
+    return torch.arange(count, dtype=torch.int64, device=like.device)
+
+
+def is_cacheable(like: Tensor) -> bool:
+    """Whether tables for this tensor can be kept: not while tracing, nor for fake tensors."""
+    if is_tracing():
+        return False
+    return type(like) in TENSORS and not is_transforming()
+
+
+def device_key(like: Tensor) -> str:
+    """The device, as part of the key of the cache; inference tensors are kept apart."""
+    return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
+
+
+def host_constant(
+    function: Callable[..., Numbers], spec: Rotary, lengths: Sequence[int], *arguments: object
+) -> Constant:
+    """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
+
+    Where a compiled call takes any length, it is computed when the call runs.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return function(spec, lengths, *arguments)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to load
+
+    if spec.depends_on_length and not all(map(has_static_value, lengths)):
+        if is_exporting():
+            raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
+        return torch.ops.rotary.of_lengths(_named(function, spec.to_json(), *arguments), lengths)
+    kind, *rows = _traced(function, spec.to_json(), lengths, *arguments).split(";")
+    if kind == "float64":
+        numbers = [[float(value) for value in row.split()] for row in rows]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    bits = [[int(value) for value in row.split()] for row in rows]
+    return torch.tensor(bits, dtype=torch.int64, device="cpu")
+
+
+@torch.compiler.assume_constant_result
+def _traced(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+    # as text: Dynamo takes two tensors that come from here for the same one (2.13), and no
+    # dataclass as an argument (2.8, 2.9)
+    array = np.atleast_2d(function(Rotary.from_json(spec), *arguments))
+    array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
+    rows = [" ".join(map(repr, row)) for row in array.tolist()]
+    return ";".join([array.dtype.name, *rows])
+
+
+_of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _named(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+    name = f"{function.__name__} {spec} {arguments}"
+    _of_lengths[name] = lambda lengths: function(Rotary.from_json(spec), tuple(lengths), *arguments)
+    return name
+
+
+def operator_of_lengths(name: str, lengths: Sequence[int]) -> Tensor:
+    """Frequencies or scales for lengths that a compiled program knows when it runs."""
+    return from_numpy(_of_lengths[name](lengths))
+
+
+def fake_of_lengths(name: str, lengths: Sequence[object]) -> Tensor:
+    """A tensor of the same form, while the program is compiled."""
+    array = _of_lengths[name]([1] * len(lengths))
+    kind = torch.int64 if array.dtype == np.uint64 else torch.float64
+    return torch.empty(array.shape, dtype=kind, device="cpu")

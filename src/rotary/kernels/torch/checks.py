@@ -1,0 +1,133 @@
+"""Checks of torch tensors, before any of their memory is read or written."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import NESTED, is_distributed
+from .. import numpy as reference
+from ..memory import check_overlap
+from .launch import form
+from .private import is_in_forward_mode, unmapped
+from .state import FLOATS, INTEGERS, has_memory, is_on_gpu, wants_grad
+
+
+def check_operands(
+    xs: Sequence[Tensor], cos: Tensor, sin: Tensor, out: Sequence[Tensor] | None
+) -> None:
+    """Refuse what cannot be rotated: dtypes, mixed libraries or devices, unusable `out`."""
+    check_strided((cos, sin))
+    for table in (cos, sin):
+        check_device(table, xs[0])
+    check_xs(xs, out)
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"cos and sin must have one shape and dtype, got {cos.dtype} {tuple(cos.shape)} and "
+            f"{sin.dtype} {tuple(sin.shape)}"
+        )
+    if cos.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"tables must be float32, got {cos.dtype}: they are already rounded")
+
+
+def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
+    """The same where angles come from no table."""
+    x = xs[0]
+    check_strided((*xs, *(out or ())))
+    for tensor in (*xs[1:], *(out or ())):
+        check_device(tensor, x)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be one of {', '.join(FLOATS.values())}, got {x.dtype}")
+    for other in xs[1:]:
+        if other.dtype != x.dtype:
+            raise TypeError(f"q and k must have one dtype, got {x.dtype} and {other.dtype}")
+    if out is None:
+        return
+    if len(out) != len(xs):
+        raise ValueError(f"out must hold one tensor for each of the {len(xs)} inputs")
+    for x, y in zip(xs, out, strict=True):
+        reference.check_like("input", x, y)
+
+
+def check_strided(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors whose numbers do not lie in strides: nested and sparse ones."""
+    for x in tensors:
+        if x.is_nested:
+            raise TypeError(NESTED)
+        if x.layout is not torch.strided:
+            raise TypeError(f"tensors must be dense, got {x.layout}: pass x.to_dense()")
+
+
+def check_device(tensor: Tensor, x: Tensor) -> None:
+    """Refuse a tensor on another device than x, or distributed where x is not."""
+    if type(tensor) is not type(x) and is_distributed(tensor):
+        raise TypeError(
+            "x is a plain tensor and another operand a DTensor: pass its to_local(), or wrap x by "
+            "DTensor.from_local(x, mesh, placements)"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"all tensors must be on one device: {x.device} and {tensor.device}")
+
+
+def check_rows(positions: object, like: Tensor) -> Tensor:
+    """Row numbers as int64, on a GPU also as int32, which its kernel reads as they are.
+
+    Whether they are inside the table is seen when they are read.
+    """
+    if isinstance(positions, Tensor):
+        check_strided((positions,))
+    rows = torch.as_tensor(positions, device=like.device)
+    check_device(rows, like)
+    if rows.dtype not in INTEGERS:
+        raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
+    is_read_as_it_is = rows.dtype == torch.int32 and is_on_gpu(rows)
+    return rows if is_read_as_it_is else rows.long()
+
+
+def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse `out` where autograd would have to know of it."""
+    inputs, out = [[unmapped(x) for x in each] for each in (inputs, out)]
+    if wants_grad(*inputs, *out):
+        raise RuntimeError(
+            "out= does not take part in autograd: call it under torch.no_grad(), or without out="
+        )
+    if is_in_forward_mode() and any(map(_has_tangent, (*inputs, *out))):
+        raise RuntimeError("out= does not take part in forward-mode autograd: call it without out=")
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse outputs that must not be written, or that share memory with what is still read."""
+    if all(map(has_memory, (*inputs, *out))):
+        check_memory(inputs, out)
+    else:
+        check_no_inference(out)
+
+
+def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """The same for tensors that all have memory."""
+    check_no_inference(out)
+    check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
+
+
+def check_no_inference(out: Sequence[Tensor]) -> None:
+    """Refuse to write inference tensors where autograd could have seen them."""
+    for y in out:
+        if y.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("out is an inference tensor: write to it under inference_mode only")
+
+
+def check_storage(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that reach beyond their memory, as after `untyped_storage().resize_(0)`."""
+    for x in filter(has_memory, tensors):
+        last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        end = (x.storage_offset() + last + 1) * x.itemsize
+        if x.numel() and end > x.untyped_storage().nbytes():
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} ends at byte {end} of a storage that has "
+                f"{x.untyped_storage().nbytes()}: it was released or made smaller"
+            )

@@ -1,0 +1,255 @@
+"""`rotary.fused` for torch: the formula of `kernels/numpy_fused.py` in torch's own operators.
+
+It has gradients, and runs on every device and under torch.compile. Plain tensors on the host that
+are not cast take the compiled loops, `fused_cpu.py`, with gradients of their own; plain tensors
+on a GPU take one launch, `fused_gpu.py`, without.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..fused_steps import Cache, Library, finished, normed, places, stored, writes
+from ..geometry import Options
+from ..numpy import check_like
+from ..stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, changes_v, fit
+from .checks import check_no_inference, check_operands, check_rows, check_writable
+from .launch import empty_like, formula, is_for_gpu, mark_written
+from .state import FLOATS, INTEGERS, are_plain, host_values, is_on_gpu, is_watched, wants_grad
+
+loops: ModuleType | None
+try:
+    from . import fused_cpu as loops
+    from . import fused_ready as ready
+except ImportError:  # without Numba the formula does all of it
+    loops = None
+
+Result = Tensor | tuple[Tensor, Tensor] | None
+_DTYPES = {name: getattr(torch, name) for name in LARGEST}
+
+
+def fused(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    options: Options,
+    stages: Stages,
+    out: Sequence[Tensor] | None,
+) -> tuple[Result, Result, Result]:
+    """q, k and v after all stages; None for one that was not passed, or went into the cache.
+
+    Arguments and errors are those of `rotary.fused`.
+    """
+    if loops is not None:
+        known = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
+        if known is not None:
+            return known
+    norm, cache = stages.norm, stages.cache
+    xs = [x for x in (q, k, v) if x is not None]
+    weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
+    check_operands(xs, cos, sin, None)
+    rows = None if positions is None else check_rows(positions, q)
+    shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
+    row_shape = None if rows is None else tuple(rows.shape)
+    fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
+    operands = [*xs, *weights, cos, sin, *([] if rows is None else [rows])]
+    if (out is not None or cache is not None) and wants_grad(*operands, *(out or ())):
+        raise RuntimeError(
+            "out= and cache= do not take part in autograd: call it under torch.no_grad(), or "
+            "without them"
+        )
+    if is_for_loops(operands, stages, q, out):
+        done = by_loops(q, k, v, cos, sin, rows, fitted, stages, out)
+        if done is not None:
+            return done
+    if is_for_gpu(operands) and not wants_grad(*operands):
+        done = by_kernel(q, k, v, cos, sin, rows, fitted, stages, out)
+        if done is not None:
+            return done
+    turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
+    is_changed = changes_v(stages) or cache is not None
+    of_v = v if is_changed else None
+    results = finished(LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages, store)
+    if out is not None:
+        results = _written(results, out)
+    return results[0], results[1], results[2] if is_changed else v
+
+
+def is_for_loops(
+    operands: Sequence[Tensor], stages: Stages, q: Tensor, out: Sequence[Tensor] | None
+) -> bool:
+    """Whether the compiled loops may be asked: plain tensors on the host, and no cast."""
+    if loops is None or is_watched() or (changes_v(stages) and stages.cache is None):
+        return False
+    tensors = [*operands, *(out or ())]
+    scales: list[object] = [stages.scales[0]]
+    match stages.cache:
+        case KVCache(k, v, _, k_scale, v_scale):
+            tensors += [cache for cache in (k, v) if cache is not None]
+            scales += [k_scale, v_scale]
+        case LatentCache(memory, _, scale):
+            tensors.append(memory)
+            scales.append(scale)
+        case None:
+            scales += stages.scales[1:]
+    return (
+        all([type(scale) in (int, float) and scale == 1 for scale in scales])
+        and stages.dtype in (None, FLOATS[q.dtype])
+        and all([isinstance(tensor, Tensor) for tensor in tensors])
+        and are_plain(tensors)
+        and not is_on_gpu(q)
+    )
+
+
+def by_loops(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
+) -> tuple[Result, Result, Result] | None:  # fmt: skip
+    """The same in one pass over memory; None, and nothing written, where that cannot be."""
+    assert loops is not None  # as `is_for_loops` has seen
+    norm, cache = stages.norm, stages.cache
+    if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
+        return None
+    call = loops.Call(cos, sin, loops.checked_rows(rows, cos), fitted, norm)
+    xs = [q] if k is None or cache is not None else [q, k]
+    weights = [None if norm is None else getattr(norm, name) for name in "qk"[: len(xs)]]
+    if norm is not None and wants_grad(*xs, *[w for w in weights if w is not None]):
+        ys = loops.Differentiable.apply(call, formula_of_both, *xs, *weights)
+        return ys[0], None if k is None else ys[1], v
+    if wants_grad(*xs):
+        return None
+    read = [x for x in (q, k, v, cos, sin) if x is not None]
+    if out is not None:
+        check_outputs(xs, read, out)
+    outs = [empty_like(x) for x in xs] if out is None else list(out)
+    if cache is None:
+        if not loops.rotated(call, xs, outs):
+            return None
+        mark_written(out or ())
+        return outs[0], None if k is None else outs[1], v
+    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
+    memory = [each for each in memory if each is not None]
+    _check_memory(read, [*(out or ()), *memory])
+    if v is not None and isinstance(cache, KVCache) and cache.v is None:
+        return None
+    if k is None or not loops.stored(call, q, k, v, outs[0], cache):
+        return None
+    mark_written([*memory, *(out or ())])
+    return outs[0], None, None
+
+
+def by_kernel(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
+) -> tuple[Result, Result, Result] | None:  # fmt: skip
+    """The same in one launch on a GPU; None, and nothing written, where that cannot be."""
+    from . import fused_gpu
+
+    cache = stages.cache
+    is_changed = changes_v(stages) or cache is not None
+    xs = (q, k, v if is_changed else None)
+    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v] if cache else []
+    memory = [each for each in memory if each is not None]
+    read = [x for x in (q, k, v, cos, sin) if x is not None]
+    if out is not None:
+        if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
+            raise ValueError("out= takes no scales that are computed: call without out=")
+        kind = q.dtype if stages.dtype is None else _DTYPES[stages.dtype]
+        returned = [x for x in (xs if cache is None else (q,)) if x is not None]
+        check_outputs([x.to("meta", kind) for x in returned], read, out)
+    check_writable(read, memory)
+    results = fused_gpu.fused(xs, cos, sin, rows, fitted, stages, out)
+    if results is None:
+        return None
+    mark_written([*memory, *(out or ())])
+    if out is not None:
+        made = [result for result in results if isinstance(result, Tensor)]
+        for y, result in zip(out, made, strict=True):
+            if y is not result:
+                y.copy_(result)
+        done = iter(out)
+        results = [None if result is None else next(done) for result in results]
+    return results[0], results[1], results[2] if is_changed else v
+
+
+def check_outputs(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], out: Sequence[Tensor]
+) -> None:
+    """Refuse outputs that are not like the results, or share memory with what is read."""
+    if len(out) != len(results):
+        raise ValueError(f"out must hold {len(results)} arrays, one for each that is returned")
+    for result, y in zip(results, out, strict=True):
+        check_like("result", result, y)
+    _check_memory(inputs, out)
+
+
+def _check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """`check_writable`, but for the usual tensors, that have each a storage of their own."""
+    read = [x.untyped_storage().data_ptr() for x in inputs]
+    written = [y.untyped_storage().data_ptr() for y in out]
+    is_own = [place not in read or (x is y and read.count(place) == 1)
+              for x, y, place in zip([*inputs, *out], out, written, strict=False)]  # fmt: skip
+    if not all(is_own) or len(set(written)) < len(written):
+        check_writable(inputs, out)
+    else:
+        check_no_inference(out)
+
+
+def formula_of_both(
+    xs: Sequence[Tensor], norm: Norm | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
+    fitted: Fit,
+) -> list[Tensor]:  # fmt: skip
+    """q and k normalised and rotated, not yet rounded."""
+    return [
+        formula((normed(LIBRARY, x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
+        for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False)
+    ]
+
+
+LIBRARY = Library(
+    torch,
+    convert=lambda x, kind: x.to(_DTYPES[kind]),
+    beside=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
+    over_root=lambda x, y: x * torch.rsqrt(y),
+)
+
+
+def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
+    """Write each token's k and v to its slot; a negative one is skipped."""
+    slots = torch.as_tensor(cache.slots, device=k.device)
+    if slots.dtype not in INTEGERS:
+        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    made = writes(LIBRARY, k, v, slots, cache, fitted)
+    slots = slots.reshape(-1).long()
+    numbers = host_values(slots)
+    bounds = None
+    if numbers is not None and len(numbers):
+        bounds = int(numbers.min()), int(numbers.max())
+    kept = slots >= 0
+    for write in made:
+        where = places(write, slots[kept], bounds)
+        values, scales = stored(LIBRARY, write._replace(values=write.values[kept]))
+        if scales is not None:
+            write.scale[where] = scales.to(write.scale.dtype)
+        if write.cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
+            write.cache.view(torch.uint8)[where] = values.view(torch.uint8)
+        else:
+            write.cache[where] = values
+
+
+def _written(results: Sequence[Result], out: Sequence[Tensor]) -> list[Result]:
+    """The results in the tensors of `out`, which are those of the results that are not None."""
+    made = [result for result in results if isinstance(result, Tensor)]
+    if any([isinstance(result, tuple) for result in results]):
+        raise ValueError("out= takes no scales that are computed: call without out=")
+    check_outputs(made, (), out)
+    for y, result in zip(out, made, strict=True):
+        y.copy_(result)
+    mark_written(out)
+    done = iter(out)
+    return [None if result is None else next(done) for result in results]

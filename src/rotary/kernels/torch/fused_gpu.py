@@ -1,0 +1,293 @@
+"""`rotary.fused` for torch on a GPU: from tensors of any strides to one launch of the kernel."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry import Geometry
+from ..stages import (
+    LARGEST,
+    TOKEN,
+    Fit,
+    KVCache,
+    LatentCache,
+    Norm,
+    Stages,
+    check_cache,
+    dtype_name,
+    scale_form,
+    slot_shape,
+    weight_form,
+)
+from ..triton.fused import kernel
+from ..triton.kernel import _processors
+from ..triton.sources import along
+from .state import INTEGERS
+
+_WARPS = 4
+_ELEMENTS = 4096  # of a tile: 32 for each thread
+Result = Tensor | tuple[Tensor, Tensor] | None
+
+
+class Way(NamedTuple):
+    """How one array is read and written.
+
+    x, y     (batch, tokens, heads, channels); in a cache y is (blocks, block_size, heads, channels)
+    kind     the name of the type that is stored;  start  of the rotated channels
+    scale    a number; (heads,) numbers; or, if `has_scales`, memory for a scale for each token and
+             head, (batch, tokens, heads), or in a cache (blocks, block_size, heads)
+    weight   (heads or 1, channels), or None;  is_full  whether the mean is over all heads
+    """
+
+    x: Tensor
+    y: Tensor
+    kind: str
+    scale: Tensor | float
+    has_scales: bool
+    start: int
+    weight: Tensor | None
+    is_full: bool
+
+
+def fused(
+    xs: tuple[Tensor, Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    fitted: Fit,
+    stages: Stages,
+    out: Sequence[Tensor] | None,
+) -> list[Result] | None:
+    """What `rotary.fused` returns for q, k and v; None where angles differ from head to head.
+
+    The arguments are checked ones of `kernels/torch/fused.py`, `out` with a tensor for each that is
+    returned: it is the result if the kernel can write into it. Slots are not looked at, because
+    that would wait for the device: one beyond the cache is skipped.
+    """
+    steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
+    if fitted.head_axis is not None and steps.pop(fitted.head_axis):
+        return None
+    steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # behind the axes of the batch
+    sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
+    cos, sin = cos.float(), sin.float()
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if rows is None:
+        width = cos.shape[-1]
+        cos, sin = (
+            table.as_strided((*sizes, width), (*strides, 1)).reshape(-1, sizes[-1], width)
+            for table in (cos, sin)
+        )
+    else:
+        rows = rows.as_strided(sizes, strides).reshape(-1, sizes[-1])
+    ways: list[Way | None] = []
+    results: list[Result] = []
+    given = iter(out or ())
+    is_mixed = fitted.geometries[0].layout != fitted.geometries[0].out_layout
+    for name, x, scale in zip("qkv", xs, stages.scales, strict=True):
+        if x is None:
+            ways.append(None)
+            results.append(None)
+            continue
+        is_latent = isinstance(stages.cache, LatentCache) and name == "v"
+        head_axis = None if is_latent else fitted.head_axis
+        source = laid(x if x.stride(-1) == 1 else x.contiguous(), head_axis)
+        start = fitted.geometries[name == "k"].start if name != "v" else 0
+        weight = _weight(stages.norm, name, source)
+        if stages.cache is not None and name != "q":
+            place = _in_cache(name, stages.cache, source)
+            results.append(None)
+        else:
+            kind = stages.dtype or str(xs[0].dtype).removeprefix("torch.")
+            y, result = _output(x, head_axis, kind, next(given, None), is_mixed)
+            place = _scaled(name, y, kind, scale)
+            if place[3]:
+                scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+                place = *place[:2], laid(scales[..., None], head_axis)[..., 0], True
+                results.append((result, scales))
+            else:
+                results.append(result)
+        ways.append(Way(source, *place, start, *weight))
+    slots, block, count = _slots(stages.cache, fitted)
+    _launch(ways, cos, sin, rows, slots, block, count, fitted.geometries[0], stages.norm)
+    return results
+
+
+def laid(x: Tensor, head_axis: int | None) -> Tensor:
+    """x as (batch, tokens, heads, channels), where it can be without a copy."""
+    x = x.unsqueeze(-2) if head_axis is None else x.movedim(head_axis, -2)
+    return x.reshape(-1, *x.shape[-3:]) if x.numel() else x.reshape(0, 1, *x.shape[-2:])
+
+
+def _weight(norm: Norm | None, name: str, x: Tensor) -> tuple[Tensor | None, bool]:
+    weight = None if norm is None else getattr(norm, name)
+    if weight is None:
+        return None, False
+    form, is_full = weight_form(name, tuple(weight.shape), x.shape[-2], x.shape[-1])
+    return weight.reshape(form).contiguous(), is_full and x.shape[-2] > 1
+
+
+def _output(
+    x: Tensor, head_axis: int | None, kind: str, out: Tensor | None, is_mixed: bool
+) -> tuple[Tensor, Tensor]:
+    """Where a result is written, as `laid`, and the result: `out` if it can be written into."""
+    dtype = getattr(torch, kind)
+    if out is not None and out.dtype == dtype and out.shape == x.shape and out.stride(-1) == 1:
+        y = laid(out, head_axis)
+        if y.data_ptr() == out.data_ptr() and not (is_mixed and out.data_ptr() == x.data_ptr()):
+            return y, out
+    result = torch.empty_like(x, dtype=dtype)
+    y = laid(result, head_axis)
+    if y.data_ptr() != result.data_ptr() or y.stride(-1) != 1:
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
+        y = laid(result, head_axis)
+    return y, result
+
+
+def _scaled(
+    name: str, y: Tensor, kind: str, scale: object
+) -> tuple[Tensor, str, Tensor | float, bool]:
+    """`y`, `kind`, `scale` and `has_scales` of a `Way`, for the scale of a result."""
+    if isinstance(scale, str):
+        if scale != TOKEN or LARGEST[kind] is None:
+            raise ValueError(
+                f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
+            )
+        return y, kind, 1.0, True
+    if isinstance(scale, (int, float)):
+        return y, kind, scale, False
+    numbers = torch.as_tensor(scale, dtype=torch.float32, device=y.device)
+    scale_form(name, tuple(numbers.shape), y.shape[-2])
+    return y, kind, numbers.expand(y.shape[-2]).contiguous(), False
+
+
+def _in_cache(
+    name: str, cache: KVCache | LatentCache, x: Tensor
+) -> tuple[Tensor, str, Tensor | float, bool]:
+    """The same of what goes into a cache."""
+    if isinstance(cache, LatentCache):
+        row = (cache.rows.shape[-1],)
+        block = check_cache("the rows", tuple(cache.rows.shape), row)
+        part = slice(-x.shape[-1], None) if name == "k" else slice(x.shape[-1])
+        memory, scale = cache.rows[..., None, part], cache.scale
+    else:
+        memory, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
+        if memory is None:
+            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
+        block = check_cache(name, tuple(memory.shape), tuple(x.shape[-2:]))
+    kind = dtype_name(memory.dtype)
+    y = memory.unsqueeze(1) if block is None else memory
+    if y.stride(-1) != 1:
+        raise ValueError(f"the cache of {name} must have its channels side by side on a GPU")
+    if isinstance(scale, Tensor) and scale.shape == memory.shape[:-1] and memory.ndim > 2:
+        _scaled(name, y, kind, TOKEN)
+        return y, kind, scale.unsqueeze(1) if block is None else scale, True
+    return _scaled(name, y, kind, scale)
+
+
+def _slots(cache: KVCache | LatentCache | None, fitted: Fit) -> tuple[Tensor | None, int, int]:
+    """The slots as (batch, tokens), the size of a block, and how many slots the cache has."""
+    if cache is None:
+        return None, 1, 0
+    memory = cache.rows if isinstance(cache, LatentCache) else cache.k
+    slots = torch.as_tensor(cache.slots, device=memory.device)
+    if slots.dtype not in INTEGERS:
+        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    slot_shape(tuple(slots.shape), fitted.tokens)
+    is_flat = memory.ndim == (2 if isinstance(cache, LatentCache) else 3)
+    block = 1 if is_flat else memory.shape[1]
+    return slots.reshape(-1, fitted.tokens[-1]), block, memory.shape[0] * block
+
+
+def _launch(
+    ways: Sequence[Way | None],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    slots: Tensor | None,
+    block: int,
+    slot_count: int,
+    geometry: Geometry,
+    norm: Norm | None,
+) -> None:
+    """Run the kernel: cos and sin (batch, tokens, pairs), or with `rows` (rows, pairs)."""
+    given = [way for way in ways if way is not None and way.x.numel()]
+    if not given:
+        return
+    batches, tokens = given[0].x.shape[:2]
+    widest = max(max(_power(way.x.shape[-1]) for way in given), 2 * _power(geometry.pairs))
+    fitting = max(1, _ELEMENTS // widest)
+    heads, counts = 1, [way.x.shape[2] for way in given]
+    if not any(way.is_full for way in given):
+        while 2 * heads <= min(8, fitting) and not any(count % (2 * heads) for count in counts):
+            heads *= 2
+    together = min(fitting // heads, _power(tokens))
+    blocks = -(-tokens // together)
+    processors = _processors(cos.device)
+    numbers: list[object] = []
+    constants: dict[str, object] = {}
+    programs = 0
+    for name, way in zip("QKV", ways, strict=True):
+        is_there = way is not None and way.x.numel() > 0
+        some = way if way is not None and is_there else given[0]  # nothing of it is read
+        parts = 0
+        if is_there:
+            groups = -(-some.x.shape[2] // heads)
+            parts = 1 if some.is_full else min(groups, -(-4 * processors // (batches * blocks)))
+        some_numbers, some_constants = _arguments(name, some, geometry)
+        numbers += [*some_numbers, some.x.shape[2] if is_there else 0, parts]
+        constants |= some_constants
+        programs += parts
+    steps = (cos if rows is None else rows).stride()[:2]
+    batch_step = 0 if (cos if rows is None else rows).shape[0] == 1 else steps[0]
+    row_step, count = (0, 0) if rows is None else (cos.stride(0), cos.shape[0])
+    device = cos.device
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if is_elsewhere else nullcontext():
+        kernel[(batches * blocks * programs,)](
+            cos, sin, cos if rows is None else rows, cos if slots is None else slots,
+            batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
+            slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
+            PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=together, HEADS=heads,
+            READ_HALF=geometry.layout == "half", WRITE_HALF=geometry.out_layout == "half",
+            HAS_ROWS=rows is not None, ADD_ONE=int(norm is not None and norm.add_one),
+            SLOTS=slots is not None, **constants, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _arguments(name: str, way: Way, geometry: Geometry) -> tuple[list[object], dict[str, object]]:
+    """The numbers of one array from its memory to its scale, and its constants."""
+    width, weight, scale = way.x.shape[-1], way.weight, way.scale
+    rest = width if name == "V" else width - 2 * geometry.pairs
+    kind = "token" if way.has_scales else "heads" if isinstance(scale, Tensor) else "number"
+    largest = LARGEST[way.kind]
+    constants: dict[str, object] = {
+        "DIM": width,
+        "REST": _power(rest) if rest else 0,
+        "NORM": "" if weight is None else "all heads" if way.is_full else "head",
+        "SCALE": "" if kind == "number" and scale == 1 else kind,
+        "FORM": "" if largest is None else way.kind,
+        "LARGEST": 0.0 if largest is None else largest,
+        **({} if name == "V" else {"START": way.start}),
+    }
+    is_byte = way.kind.startswith("float8")
+    numbers = [
+        way.x, way.y.view(torch.uint8) if is_byte else way.y, way.x if weight is None else weight,
+        scale if isinstance(scale, Tensor) else way.x, *way.x.stride()[:3], *way.y.stride()[:3],
+        *(scale.stride() if way.has_scales and isinstance(scale, Tensor) else (0, 0, 0)),
+        weight.stride(0) if weight is not None and len(weight) > 1 else 0,
+        1.0 if isinstance(scale, Tensor) else float(scale),
+    ]  # fmt: skip
+    return numbers, {f"{name}_{key}": value for key, value in constants.items()}
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not less.
+
+    >>> _power(80), _power(1)
+    (128, 1)
+    """
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,135 @@
+"""Moved keys as torch tensors: the compiled loops on the host, torch's own operators elsewhere."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import Numbers, Rotate
+from ..geometry import Options
+from ..numpy import CODES as LIMITS
+from ..numpy import check_like
+from .checks import check_device, check_no_grad, check_no_inference, check_strided, check_writable
+from .launch import form, mark_written
+from .state import CODES, INTEGERS, are_plain, host_array, is_on_host, is_recording, wants_grad
+
+loops: ModuleType | None
+try:
+    from ..cpu import move as loops
+except ImportError:  # without Numba torch's operators move keys
+    loops = None
+
+
+def move(
+    rotate: Rotate[Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks: Tensor | None,
+    scale: Tensor | None,
+    options: Options,
+    out: Tensor | None,
+) -> Tensor:
+    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does; `rotate` is torch's.
+
+    On a GPU the blocks are gathered, rotated and written back: no more than their own memory.
+    """
+    operands = [y for y in (cos, sin, blocks, scale, out) if y is not None]
+    for other in operands:
+        check_device(other, x)
+    check_strided((x, *operands))
+    if out is not None:
+        check_like("input", x, out)
+        check_no_grad((x, cos, sin), (out,))
+        if not is_recording():
+            check_writable((x, cos, sin), (out,))
+    is_for_loops = not is_recording() and not wants_grad(x, cos, sin) and scale is None
+    if is_for_loops and is_on_host(x) and are_plain((x, *operands)) and loops is not None:
+        y = _copied(x, out)
+        rows = None if blocks is None else host_array(blocks.contiguous())
+        tables = form(cos), cos.data_ptr(), sin.data_ptr()
+        is_alike = cos.stride() == sin.stride()
+        if is_alike and loops.run(form(y), y.data_ptr(), *tables, rows, options):
+            if out is not None:
+                mark_written((out,))
+            return y
+    return _formula(rotate, x, cos, sin, blocks, scale, options, out)
+
+
+def move_by(
+    xs: Sequence[Tensor], blocks: object, shift: object, turns: Callable[[], Numbers],
+    backwards: bool, options: Options,
+) -> bool:  # fmt: skip
+    """Turn blocks of these caches in place, by whole numbers of tokens, in the compiled loops.
+
+    False, and nothing done, for what `move` takes alone, and for what it refuses.
+    """
+    if loops is None or is_recording() or not are_plain(xs) or wants_grad(*xs):
+        return False
+    blocks, shift = (_host_numbers(each) for each in (blocks, shift))
+    first, *others = map(form, xs)
+    if xs[0].is_cuda or blocks is None or shift is None or any(x != first for x in others):
+        return False
+    check_no_inference(xs)
+    places = [x.data_ptr() for x in xs]
+    if not loops.run_shifted(first, places, blocks, shift, turns, backwards, options):
+        return False
+    mark_written(xs)
+    return True
+
+
+def check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Refuse outputs that must not be written, or that share memory."""
+    if not is_recording():
+        check_writable(xs, out)
+
+
+def _host_numbers(numbers: object) -> Numbers | None:
+    if not isinstance(numbers, Tensor):
+        return np.asarray(numbers)
+    return host_array(numbers) if numbers.dtype in INTEGERS and is_on_host(numbers) else None
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return x.detach().clone()
+    return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+
+
+def _formula(
+    rotate: Rotate[Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks: Tensor | None,
+    scale: Tensor | None,
+    options: Options,
+    out: Tensor | None,
+) -> Tensor:
+    is_codes = x.dtype in CODES
+    cache = x.view(torch.uint8) if is_codes else x  # torch cannot index float8
+    keys = cache if blocks is None else cache.index_select(0, blocks)
+    if is_codes:
+        keys = keys.view(x.dtype).float()
+        if scale is not None:
+            scales = scale.float().expand(x.shape)
+            scale = scales if blocks is None else scales.index_select(0, blocks)
+            keys = keys * scale
+    (moved,) = rotate((keys,), cos, sin, None, options, None)
+    if is_codes:
+        moved = (moved if scale is None else moved / scale).clamp(*LIMITS[CODES[x.dtype]])
+        moved = moved.round() if x.dtype == torch.int8 else moved
+        moved = moved.to(x.dtype).view(torch.uint8)
+    if out is None:
+        result = moved if blocks is None else cache.index_copy(0, blocks, moved)
+        return result.view(x.dtype) if is_codes else result
+    target = out.view(torch.uint8) if is_codes else out
+    if blocks is None:
+        target.copy_(moved)
+        return out
+    if out is not x:
+        target.copy_(cache)
+    target.index_copy_(0, blocks, moved)
+    return out

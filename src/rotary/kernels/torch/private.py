@@ -1,0 +1,223 @@
+"""Every private name of torch that is used, and what is done where it is gone.
+
+Without them a call takes longer, or is refused where torch changes it, and gives the same bits:
+docs/private_names.md.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from ..private import private
+
+Result = TypeVar("Result")
+
+# --- what is active around a call ---
+
+
+class _NotInTransforms(torch.autograd.Function):
+    """torch.func refuses it, since it has no `setup_context`; outside it does nothing."""
+
+    @staticmethod
+    def forward(context: object) -> None:
+        """Return nothing."""
+
+
+def _level_by_refusal() -> int | None:
+    try:
+        _NotInTransforms.apply()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return 1
+    return None
+
+
+def _one() -> int:
+    return 1  # as if a mode were always active: torch's own operators then rotate
+
+
+class _Levels:
+    """Stands for `torch.autograd.forward_ad` where that does not tell its level."""
+
+    @property
+    def _current_level(self) -> int:
+        number = torch.ones(())
+        try:
+            forward_ad.make_dual(number, number)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # no level exists
+            return -1
+        return 0
+
+
+def _has_proxy_mode() -> bool:
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is there
+    return module is not None and module.get_proxy_mode() is not None
+
+
+_mode_of: Callable[[object], object] | None = private(torch, "_C._get_dispatch_mode", None)
+_PROXY: object = private(torch, "_C._TorchDispatchModeKey.PROXY", None)
+_levels = forward_ad if private(forward_ad, "_current_level", None) is not None else _Levels()
+
+is_tracing_by_jit: Callable[[], bool] = private(
+    torch,
+    "_C._is_tracing",
+    torch.jit.is_tracing,  # type: ignore[attr-defined]
+)
+# of torch.func; None outside its transforms
+level_of_transforms: Callable[[], int | None] = private(
+    torch, "_C._functorch.maybe_current_level", _level_by_refusal
+)
+count_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack", _one)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export records; Dynamo of torch 2.8 says so in every compiled call."""
+    return torch.compiler.is_exporting() and private(torch.compiler, "_is_exporting_flag", True)
+
+
+def is_in_make_fx() -> bool:
+    """Whether make_fx records the operators."""
+    if _mode_of is None or _PROXY is None:
+        return _has_proxy_mode()
+    return _mode_of(_PROXY) is not None
+
+
+def is_in_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is entered."""
+    return _levels._current_level >= 0
+
+
+def is_past_guards() -> bool:
+    """Whether forward mode, make_fx or a dispatch mode is active: the guards of `ready.py` see
+    the other transforms."""
+    return _levels._current_level >= 0 or count_of_modes() > 0
+
+
+_disabled_modes: Callable[[], Any] | None = private(
+    torch, "utils._python_dispatch._disable_current_modes", None
+)
+
+
+def outside_modes(function: Callable[..., Result], *arguments: object) -> Result:
+    """`function(*arguments)` by plain operators, in no graph that is recorded.
+
+    >>> outside_modes(torch.ones, 1)
+    tensor([1.])
+    """
+    if _disabled_modes is not None:
+        with _disabled_modes():
+            return function(*arguments)
+    with ThreadPoolExecutor(1) as thread:  # modes belong to a thread
+        return thread.submit(function, *arguments).result()
+
+
+# what `__torch_dispatch__` of a class is called by; without it, what `__torch_function__` is
+OperatorMode: type = private(torch, "utils._python_dispatch.TorchDispatchMode", TorchFunctionMode)
+has_global_hook: Callable[[], bool] = private(
+    torch, "nn.modules.module._has_any_global_hook", lambda: True
+)
+
+# the mode in which torch.compile takes operators apart, and its tensors
+FunctionalMode: type | None = private(
+    torch, "_subclasses.functional_tensor.FunctionalTensorMode", None
+)
+FunctionalTensor: type = private(torch, "_subclasses.functional_tensor.FunctionalTensor", Tensor)
+
+
+def stays_in_place(x: Tensor) -> None:
+    """Tell torch.compile that a tensor keeps its address, so that a CUDA graph need not copy it."""
+    tell: Callable[[Tensor], None] = private(torch, "_dynamo.mark_static_address", lambda x: None)
+    tell(x)
+
+
+# --- what a tensor is ---
+
+
+def _has_no_storage(x: Tensor) -> bool:
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_without_memory(x: Tensor) -> bool:
+    return not _has_no_storage(x) and x.numel() > 0 and x.data_ptr() == 0
+
+
+def _new_version(x: Tensor) -> object:
+    return object()  # equal to no other: what was kept for a tensor is worked out again
+
+
+is_zerotensor: Callable[[Tensor], bool] = private(Tensor, "_is_zerotensor", _is_without_memory)
+is_wrapped: Callable[[Tensor], bool] = private(
+    torch, "_C._functorch.is_functorch_wrapped_tensor", _has_no_storage
+)
+is_in_old_vmap: Callable[[Tensor], bool] = private(
+    torch, "_C._functorch.is_legacy_batchedtensor", _has_no_storage
+)
+_is_batched: Callable[[Tensor], bool] | None = private(
+    torch, "_C._functorch.is_batchedtensor", None
+)
+_unwrapped: Callable[[Tensor], Tensor] | None = private(torch, "_C._functorch.get_unwrapped", None)
+version_of: Callable[[Tensor], object] = private(Tensor, "_version.__get__", _new_version)
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether vmap takes a tensor apart."""
+    return _has_no_storage(x) if _is_batched is None else _is_batched(x)
+
+
+def unmapped(x: Tensor) -> Tensor:
+    """The tensor that vmap takes apart, of which grad and jvp around it know; x outside vmap.
+
+    RuntimeError where torch does not tell.
+    """
+    while is_mapped(x):
+        if _is_batched is None or _unwrapped is None:
+            raise RuntimeError(
+                f"out= inside vmap, grad and jvp is not known in torch {torch.__version__}: call "
+                "it without out="
+            )
+        x = _unwrapped(x)
+    return x
+
+
+def unwrapped(x: Tensor) -> Tensor | None:
+    """The tensor inside vmap and grad, x outside them; None where torch does not tell."""
+    while is_wrapped(x):
+        if _unwrapped is None:
+            return None
+        x = _unwrapped(x)
+    return x
+
+
+# --- what makes a call short ---
+
+
+def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _empty_on_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# None in a torch that has no such check: every call is then worked out
+TensorGuards: Any = private(torch, "_C._dynamo.guards.TensorGuards", None)
+# without the cost of looking whether it was given one tensor or many
+increment_version: Callable[[Iterable[Tensor]], None] = private(
+    torch, "_C._increment_version", torch.autograd.graph.increment_version
+)
+# Inductor's own, which does not pass the dispatcher: half of the time, and of the code
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
+    torch, "_C._dynamo.guards._empty_strided_cpu", _empty_on_cpu
+)
+empty_strided_on_cuda: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
+    torch, "_C._dynamo.guards._empty_strided_cuda", _empty_on_cuda
+)  # on the current device

@@ -1,0 +1,399 @@
+"""The torch kernel: compiled loops and the GPU kernel under autograd, the dispatcher, the compiler.
+
+An eager call on plain CPU tensors goes straight to the compiled loops, one on plain CUDA tensors to
+one launch of the kernel in Triton; through an autograd function if a gradient is wanted. Under
+`torch.compile` a call on the CPU is the operator `torch.ops.rotary.rotate`, which Inductor does not
+look into: as fast as what Inductor makes of the formula in float32, several times faster in
+bfloat16. So it is on a GPU, where Inductor would put the sines and cosines of `apply`, which are
+float64, into the loops over all channels of q and k: `apply` is recorded as
+`torch.ops.rotary.rotate_at`, one launch that works out its angles without tables. There Inductor
+sees the launch itself where all sizes are known, and the operators with open lengths or on ROCm.
+Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
+is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import NESTED, Kernel, Numbers, Said
+from ..geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
+from . import angles, gpu, move, ready
+from .checks import check_no_grad, check_operands, check_rows, check_writable, check_xs
+from .launch import (
+    Differentiable,
+    differentiable,
+    formula,
+    gpu_kernel,
+    has_kernel,
+    is_for_gpu,
+    launch,
+    mark_written,
+)
+from .operators import flat
+from .private import is_exporting
+from .state import (
+    INTEGERS,
+    are_plain,
+    is_on_gpu,
+    is_recorded_by_dynamo,
+    is_tracing,
+    is_tracing_a_transform,
+    is_watched,
+    wants_grad,
+)
+
+
+def rotate(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    options: Options,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Rotate torch tensors; the formula of `kernels/numpy.py`, with gradients.
+
+    Arguments and errors are those of `rotary.rotate`.
+    """
+    results = quick((options,), ready.itself, xs, cos, sin, positions, out)
+    return rotate_anew(xs, cos, sin, positions, options, out) if results is None else results
+
+
+def quick(
+    said: Said,
+    options_of: Callable[..., Options],
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...] | None:
+    """The same at once, for a call like an earlier one; None where more has to be worked out."""
+    if is_recorded_by_dynamo():
+        return None
+    if positions is None:
+        tables: ready.Tables = cos, sin
+    elif isinstance(positions, Tensor):
+        tables = cos, sin, positions
+    else:
+        return None
+    return ready.run(said, xs, tables, out, _code, options_of)
+
+
+def rotate_anew(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: object,
+    options: Options,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """The same for a call that is not quick."""
+    check_operands(xs, cos, sin, out)
+    rows = None if positions is None else check_rows(positions, xs[0])
+    geometry = _geometry(xs, cos, rows, options)
+    if out is not None:
+        return _rotate_into(xs, cos, sin, rows, geometry, out)
+    return _rotate(xs, (cos, sin, rows), geometry)
+
+
+def rotate_at(
+    xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
+) -> tuple[Tensor, ...] | None:
+    """Rotate a few tokens without tables in memory; None where tables are needed."""
+    if is_recorded_by_dynamo():
+        return _recorded_at(xs, positions, options, out)
+    if isinstance(positions, Tensor):
+        tables: ready.Tables = (positions,)
+    elif positions is None and is_on_gpu(xs[0]):
+        tables = ()
+    else:
+        return None
+    return ready.run((options,), xs, tables, out, _code, ready.itself)
+
+
+def _recorded_at(
+    xs: Sequence[Tensor], positions: object, kind: AngleOptions, out: Sequence[Tensor] | None
+) -> tuple[Tensor, ...] | None:
+    """The operator that torch.compile records on a GPU; None where tables are needed."""
+    x = xs[0]
+    if not is_on_gpu(x) or is_exporting() or is_tracing_a_transform():
+        return None
+    if not has_kernel(x.device, x.dtype):
+        return None
+    name, factor = gpu.keep_turns(kind.angles_of, x.device, *kind.form)
+    turns = getattr(gpu.constants, name)
+    tokens = None
+    if isinstance(positions, Tensor):
+        has_axes = turns.ndim > 1
+        tokens = tuple(positions.shape[:-1] if has_axes else positions.shape)
+        is_fit = len(tokens) == 1 or (len(tokens) == 2 and x.ndim >= 4)
+        if positions.dtype not in INTEGERS or not is_fit:
+            return None
+        if has_axes and positions.shape[-1] != len(turns):
+            return None
+    check_xs(xs, out)
+    shapes = tuple([tuple(each.shape) for each in xs])
+    seq = x.shape[seq_axis(shapes[0], kind.options.seq_dim)]
+    geometry = geometry_of(shapes, (seq, turns.shape[-1]), tokens, kind.options)
+    given = (list(xs), positions, turns, factor, *flat(geometry))
+    if out is None:
+        return tuple(torch.ops.rotary.rotate_at(*given))
+    check_no_grad(xs, out)
+    torch.ops.rotary.rotate_at_out(*given, list(out))
+    return tuple(out)
+
+
+def prepare(
+    options: Options | AngleOptions,
+    xs: Sequence[Tensor],
+    tables: ready.Tables,
+    out: Sequence[Tensor] | None,
+    otherwise: ready.Prepared,
+) -> ready.Prepared | None:
+    """The code for tensors of this form, and `otherwise` for others; None where there is none."""
+    if is_watched() or not (tables or is_on_gpu(xs[0])):
+        return None
+    code = _code(options, xs, tables, out)
+    return None if code is None else ready.prepared(code, xs, tables, out, otherwise)
+
+
+def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:
+    shapes = tuple([tuple(x.shape) for x in xs])
+    tokens = None if rows is None else tuple(rows.shape)
+    return geometry_of(shapes, tuple(cos.shape), tokens, options)
+
+
+def _code(
+    kind: Options | AngleOptions | gpu.Turn,
+    xs: Sequence[Tensor],
+    tables: ready.Tables,
+    out: Sequence[Tensor] | None,
+) -> ready.Run | None:
+    """The function that rotates tensors like these without new checks; None if there is none."""
+    if isinstance(kind, gpu.Turn):
+        turn = kind if is_for_gpu((*xs, *tables)) else None  # old vmap, of is_grads_batched
+    elif is_on_gpu(xs[0]):
+        turn = gpu.turn_of(kind, xs, tables, out)
+    else:
+        return ready.on_cpu(kind, xs, tables, out)
+    if turn is None or wants_grad(*tables, *(out or ())):
+        return None
+    if not wants_grad(*xs):
+        return gpu.code_of(turn, xs, tables, out)
+    return _code_with_gradient(turn, xs, tables) if out is None else None
+
+
+def _code_with_gradient(
+    turn: gpu.Turn, xs: Sequence[Tensor], tables: ready.Tables
+) -> ready.Run | None:
+    launch = gpu.code_of(turn, xs, tables, None)
+    if launch is None:
+        return None
+
+    def code(
+        xs: Sequence[Tensor], tables: ready.Tables, out: Sequence[Tensor] | None
+    ) -> tuple[Tensor, ...]:
+        def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            results = launch(xs, tables, None)
+            return gpu.rotate(turn, xs, tables, None) if results is None else results
+
+        return differentiable(run, back, tables, *xs)
+
+    back = partial(_turned, gpu.Turn(turn.geometry.reversed(), turn.at))
+    return code
+
+
+def _turned(turn: gpu.Turn, xs: Sequence[Tensor], tables: ready.Tables) -> tuple[Tensor, ...]:
+    """Rotate gradients of what was on a GPU, with gradients of their own."""
+    results = ready.run((turn,), xs, tables, None, _code, ready.itself)
+    if results is not None:
+        return results
+    if turn.at is None:
+        cos, sin, *rows = tables
+        return _rotate(xs, (cos, sin, rows[0] if rows else None), turn.geometry)
+    steps, factor = gpu.turns_of(turn.at, xs[0])
+    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), turn.geometry)
+
+
+def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
+    """Which code rotates: the first line of the table that fits.
+
+    | the call | the code |
+    |---|---|
+    | torch.compile records it for loops or Triton, the tables want no gradient | "operator" |
+    | it is recorded otherwise: torch.export, another device, torch.func | "formula" |
+    | the tables want a gradient; a subclass, another device, vmap, a mode | "formula" |
+    | x requires a gradient | "autograd", around the same as below |
+    | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
+
+    A call like an earlier one is done before this is asked: `ready.py` says what its guard
+    checks. The operator is opaque to Inductor. The formula is torch's own operators, which torch
+    records, differentiates and fuses by itself. With out= there is no gradient, and only "operator"
+    and "memory" are left.
+    """
+    if is_tracing():
+        if is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
+            return "formula"
+        x = xs[0]
+        is_taken = (
+            cos.dtype == torch.float32 and has_kernel(x.device, x.dtype)
+            if is_on_gpu(x)
+            else x.device.type == "cpu"
+        )
+        return "operator" if is_taken else "formula"
+    if wants_grad(cos, sin) or not are_plain((*xs, cos, sin)):
+        return "formula"
+    return "autograd" if wants_grad(*xs) else "memory"
+
+
+def _rotate(
+    xs: Sequence[Tensor], tables: tuple[Tensor, Tensor, Tensor | None], geometry: Geometry
+) -> tuple[Tensor, ...]:
+    cos, sin, rows = tables
+    way = route(xs, cos, sin)
+    if way == "operator":
+        return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry)))
+    if way == "formula":
+        return formula(xs, cos, sin, rows, geometry)
+
+    def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return launch(xs, cos, sin, rows, geometry, None)
+
+    if way == "autograd":
+        back = partial(_rotate, geometry=geometry.reversed())
+        return Differentiable.apply(run, back, tables, *xs)
+    return run(xs)
+
+
+def _rotate_into(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    out: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    if is_tracing_a_transform():
+        raise RuntimeError(
+            "out= cannot be used where torch.compile records vmap, grad or jvp: call without out="
+        )
+    check_no_grad((*xs, cos, sin), out)
+    if is_tracing():
+        torch.ops.rotary.rotate_out(list(xs), cos, sin, rows, *flat(geometry), list(out))
+        return tuple(out)
+    check_writable((*xs, cos, sin, *(() if rows is None else (rows,))), out)
+    launch(xs, cos, sin, rows, geometry, out)
+    mark_written(out)
+    return tuple(out)
+
+
+# --- exact angles, without tables ---
+
+
+def makes_angles(
+    xs: Sequence[Tensor], positions: Tensor | None, out: Sequence[Tensor] | None, num_axes: int
+) -> bool:
+    """Whether `rotate_exact` takes these: plain tensors on a GPU, at whole positions there."""
+    if is_tracing() or not is_on_gpu(xs[0]):
+        return False
+    if positions is None:
+        return is_for_gpu((*xs, *(out or ())))
+    has_axes = num_axes == 1 or positions.shape[-1] == num_axes
+    return positions.dtype in INTEGERS and has_axes and is_for_gpu((*xs, positions, *(out or ())))
+
+
+def rotate_exact(
+    xs: Sequence[Tensor],
+    turns: Numbers,
+    factor: float,
+    axes: tuple[int, ...],
+    positions: Tensor | None,
+    options: Options,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Rotate tensors on a GPU by angles that the kernel computes itself, without tables.
+
+    turns      (pairs,) uint64, as from `rotary.turns`;  axes  of its pairs, as in `Rotary`
+    factor     multiplies cos and sin: the attention factor
+    positions  (seq) or (batch, seq), with several axes followed by them; None for 0 .. seq - 1.
+               Every 64-bit position is right, also a negative one: none is looked at or refused.
+    The other arguments, and errors, are those of `rotary.rotate`.
+    """
+    check_xs(xs, out)
+    seq = xs[0].shape[seq_axis(tuple(xs[0].shape), options.seq_dim)]
+    tokens = None
+    if positions is not None:
+        tokens = tuple(positions.shape[:-1] if max(axes, default=0) else positions.shape)
+    shapes = tuple([tuple(x.shape) for x in xs])
+    geometry = geometry_of(shapes, (seq, len(turns)), tokens, options)
+    place = xs[0].device, torch.is_inference_mode_enabled()
+    steps = angles.axis_turns(turns.tobytes(), axes, *place)
+    if out is None:
+        return _rotate_exact(factor, xs, (steps, positions), geometry)
+    check_no_grad(xs, out)
+    check_writable(xs, out)
+    gpu_kernel(xs[0].device).rotate_exact(xs, steps, factor, positions, geometry, out)
+    mark_written(out)
+    return tuple(out)
+
+
+def _rotate_exact(
+    factor: float,
+    xs: Sequence[Tensor],
+    angles: tuple[Tensor, Tensor | None],
+    geometry: Geometry,
+) -> tuple[Tensor, ...]:
+    turns, positions = angles
+    given = () if positions is None else (positions,)
+    if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
+        return gpu.formula_at(xs, turns, factor, positions, geometry)
+
+    def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        kernel = gpu_kernel(xs[0].device)
+        return kernel.rotate_exact(xs, turns, factor, positions, geometry, None)
+
+    if wants_grad(*xs):
+        back = partial(_rotate_exact, factor, geometry=geometry.reversed())
+        return Differentiable.apply(run, back, angles, *xs)
+    return run(xs)
+
+
+def _check(x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(NESTED)
+
+
+KERNEL = Kernel(
+    name="torch",
+    namespace="torch",
+    rotate=rotate_anew,
+    quick=quick,
+    rotate_at=rotate_at,
+    prepare=prepare,
+    tables=angles.tables,
+    tables_float64=angles.tables_float64,
+    tables_float32=angles.tables_float32,
+    arithmetic=angles.FLOAT32,
+    takes=angles.takes,
+    inspect=angles.inspect,
+    row_lengths=angles.row_lengths,
+    arange=angles.arange,
+    as_positions=angles.as_positions,
+    repeat_rows=angles.repeat_rows,
+    to_numpy=angles.to_numpy,
+    from_numpy=angles.from_numpy,
+    host_constant=angles.host_constant,
+    is_cacheable=angles.is_cacheable,
+    device_key=angles.device_key,
+    check=_check,
+    is_on_gpu=lambda x: is_on_gpu(x),
+    makes_angles=makes_angles,
+    rotate_exact=rotate_exact,
+    move=partial(move.move, rotate),
+    move_by=move.move_by,
+    check_out=move.check_out,
+)

@@ -1,0 +1,166 @@
+"""The part of a DTensor, and of its tables, that this rank holds; errors for other placements."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .state import is_tracing, wants_grad
+
+Spans = Sequence[tuple[int, int]]  # of every axis: the first index on this rank, and how many
+
+
+def spans_of(x: DTensor) -> Spans:
+    """The indices along every axis that this rank holds, cut as torch.chunk cuts."""
+    spans = [(0, size) for size in x.shape]
+    coordinate: Any = x.device_mesh.get_coordinate()  # None outside, where nobody asks
+    for index, placement in enumerate(x.placements):
+        if type(placement) is Shard:
+            first, size = spans[placement.dim]
+            step = -(-size // x.device_mesh.size(index))
+            skipped = min(step * coordinate[index], size)
+            spans[placement.dim] = first + skipped, min(step, size - skipped)
+    return spans
+
+
+def shard_of(x: DTensor, spans: Spans) -> Tensor:
+    """The local tensor; ValueError if it is not what the placements say."""
+    shard = x.to_local()
+    size = tuple([count for _, count in spans])
+    if tuple(shard.shape) != size:
+        raise ValueError(
+            f"this rank holds {tuple(shard.shape)} of a DTensor {tuple(x.shape)}, its placements "
+            f"say {size}: pass shape= and stride= to DTensor.from_local"
+        )
+    return shard
+
+
+def wrapped(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None) -> DTensor:
+    """A shard as a DTensor that lies as `like` does; `shape` of the whole, if it differs."""
+    whole = like.shape if shape is None else torch.Size(shape)
+    order: Sequence[int] = range(len(whole))
+    if shape is None and not is_tracing() and not like.is_contiguous():
+        steps = list(zip(shard.stride(), like.stride(), strict=True))
+        order = sorted(order, key=lambda axis: steps[axis], reverse=True)
+    stride = _dense(whole, order)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole, stride=stride)
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without holes; `order` has the axes from the slowest to the fastest."""
+    strides, step = [1] * len(shape), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step = step * max(shape[axis], 1)
+    return tuple(strides)
+
+
+def share_of(
+    name: str, table: Tensor, x: DTensor, spans: Spans, dims: Sequence[int | None]
+) -> Tensor:
+    """The part of a table, or of positions, that belongs to the shard of x; `dims` of `Geometry`.
+
+    A plain tensor is the whole, the same on every rank; a DTensor must be cut as x is, or not.
+    """
+    held: Spans = [(0, size) for size in table.shape]
+    if isinstance(table, DTensor):
+        _check_alongside(name, table, x, dims)
+        held = spans_of(table)
+        share = _local_table(table, x)
+    else:
+        if wants_grad(table):
+            raise ValueError(
+                f"{name} requires a gradient, which is a sum over ranks: pass it as "
+                "DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim)"
+            )
+        share = table
+    for (first, count), size, dim in zip(spans, x.shape, dims, strict=False):
+        if dim is not None and table.shape[dim] == size and held[dim] != (first, count):
+            share = share.narrow(dim, first - held[dim][0], count)
+    return share
+
+
+def _local_table(table: DTensor, x: DTensor) -> Tensor:
+    if not wants_grad(table):
+        return table.to_local()
+    grads: list[Placement] = [
+        own if type(own) is Shard else Partial() if type(other) is Shard else Replicate()
+        for own, other in zip(table.placements, x.placements, strict=True)
+    ]
+    return table.to_local(grad_placements=grads)
+
+
+# --- what is refused ---
+
+
+def check_alike(name: str, x: DTensor, other: DTensor) -> None:
+    """Refuse operands on two meshes."""
+    if other.device_mesh != x.device_mesh:
+        raise ValueError(
+            f"x and {name} must be on one mesh: {x.device_mesh} and {other.device_mesh}"
+        )
+
+
+def check_placements(name: str, x: DTensor, stop: int) -> None:
+    """Refuse anything but replicas and shards along the first `stop` axes."""
+    wanted: list[Placement] = [
+        each if _is_known(each, stop) else Replicate() for each in x.placements
+    ]
+    for placement in x.placements:
+        if _is_known(placement, stop):
+            continue
+        if isinstance(placement, Partial):
+            reason = "is a sum over ranks that is not done yet"
+        elif type(placement) is Shard:
+            reason = "is cut along its last axis, so that no rank holds all of a row"
+        else:
+            reason = "is cut in a way that is not known here"
+        raise ValueError(
+            f"{name} {reason}, {placement!r}: call {name}.redistribute(placements={shown(wanted)})"
+        )
+
+
+def is_cut(x: DTensor, dim: int) -> bool:
+    """Whether a tensor is sharded along an axis."""
+    return bool(_cuts(x, dim))
+
+
+def shown(placements: Sequence[Placement]) -> str:
+    """Placements as they are written."""
+    return f"[{', '.join(map(repr, placements))}]"
+
+
+def _is_known(placement: Placement, stop: int) -> bool:
+    return type(placement) is Replicate or (type(placement) is Shard and placement.dim < stop)
+
+
+def _cuts(x: DTensor, dim: int) -> list[int]:
+    """The axes of the mesh over which an axis is sharded."""
+    return [i for i, own in enumerate(x.placements) if type(own) is Shard and own.dim == dim]
+
+
+def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int | None]) -> None:
+    """Refuse a table of which a rank would lack the rows for its shard of x."""
+    check_alike(name, x, table)
+    check_placements(name, table, table.ndim)
+    for dim in range(table.ndim):
+        along = [axis for axis, other in enumerate(dims) if other == dim]
+        is_along = bool(along) and table.shape[dim] == x.shape[along[0]]
+        cuts, of_x = _cuts(table, dim), _cuts(x, along[0]) if is_along else []
+        if cuts != of_x[: len(cuts)]:
+            wanted = [_alongside(own, table, x, dims) for own in x.placements]
+            raise ValueError(
+                f"{name} is {shown(table.placements)} and x {shown(x.placements)}, so a rank would "
+                f"miss rows: call {name}.redistribute(placements={shown(wanted)})"
+            )
+
+
+def _alongside(
+    placement: Placement, table: DTensor, x: DTensor, dims: Sequence[int | None]
+) -> Placement:
+    dim = dims[placement.dim] if type(placement) is Shard else None
+    is_along = dim is not None and table.shape[dim] == x.shape[placement.dim]  # type: ignore[attr-defined]
+    return Shard(dim) if is_along else Replicate()  # type: ignore[arg-type]

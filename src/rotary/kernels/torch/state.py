@@ -1,0 +1,150 @@
+"""Whether a torch tensor is plain memory to read and write, or something that torch tracks."""
+
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import Numbers
+from .private import (
+    count_of_modes,
+    is_in_forward_mode,
+    is_in_make_fx,
+    is_in_old_vmap,
+    is_tracing_by_jit,
+    is_wrapped,
+    is_zerotensor,
+    level_of_transforms,
+    unwrapped,
+)
+
+FLOATS = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+CODES = {  # of cached keys alone
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TENSORS = (Tensor, torch.nn.Parameter)
+is_recorded_by_dynamo = torch.compiler.is_dynamo_compiling
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile or torch.export is recording this call."""
+    return torch.compiler.is_compiling()
+
+
+def is_recording() -> bool:
+    """Whether this call is recorded, by torch.jit.trace or make_fx too: later values may differ."""
+    return is_tracing() or is_tracing_by_jit() or is_in_make_fx()
+
+
+def is_tracing_a_transform() -> bool:
+    """Whether torch.compile records a call inside vmap, grad, or jvp."""
+    return is_tracing() and _is_in_a_transform()
+
+
+@torch.compiler.assume_constant_result
+def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
+    return level_of_transforms() is not None or is_in_forward_mode()
+
+
+def is_transforming() -> bool:
+    """Whether a functorch transform, forward mode, a dispatch mode or torch.jit.trace is active."""
+    return (
+        is_tracing_by_jit()
+        or level_of_transforms() is not None
+        or is_in_forward_mode()
+        or count_of_modes() > 0
+    )
+
+
+def is_watched() -> bool:
+    """Whether torch.compile or torch.export records this call, or `is_transforming`."""
+    return is_tracing() or is_transforming()
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether autograd will ask for the gradient of what is computed from these."""
+    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether a tensor lies on a device of the GPU kernel: CUDA, and ROCm by the same name."""
+    return x.is_cuda
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether the values of x are not its bytes: a view yet to be negated, zeros without memory."""
+    return x.is_neg() or is_zerotensor(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether the values of a tensor are bytes at its address, on the host or on a GPU."""
+    return (
+        type(x) in TENSORS
+        and (x.is_cpu or is_on_gpu(x))
+        and not is_lazy(x)
+        and x.layout is torch.strided
+        and not is_wrapped(x)
+        and not is_in_old_vmap(x)
+    )
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without waiting for a device."""
+    return has_memory(x) and not is_on_gpu(x)
+
+
+def are_at_hand(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel can reach the memory of all of these: that of one device."""
+    device = tensors[0].device
+    return all(map(has_memory, tensors)) and all([t.device == device for t in tensors])
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """The same, and nothing watches the operators."""
+    return not is_transforming() and are_at_hand(tensors)
+
+
+def host_values(x: Tensor) -> Tensor | None:
+    """A plain tensor on the host with the values of x, seen through vmap and grad; None if not so.
+
+    Nothing can be known while a program is recorded: what it is called with later is not here.
+    """
+    if is_recording():
+        return None
+    value = unwrapped(x)
+    return value if value is not None and is_on_host(value) else None
+
+
+class _Memory:
+    """Gives NumPy the memory of a plain tensor without its methods, which transforms would see."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.owner = x
+        kind = np.dtype(str(x.dtype).removeprefix("torch."))
+        self.__array_interface__ = {
+            "data": (x.data_ptr(), True),
+            "shape": tuple(x.shape),
+            "strides": tuple([kind.itemsize * step for step in x.stride()]),
+            "typestr": kind.str,
+            "version": 3,
+        }
+
+
+def host_array(x: Tensor) -> Numbers:
+    """The memory of a plain tensor on the host as a NumPy array, not to be written.
+
+    >>> host_array(torch.arange(3))
+    array([0, 1, 2])
+    """
+    return np.asarray(_Memory(x)) if is_transforming() else x.detach().numpy()

@@ -1,0 +1,400 @@
+"""The GPU kernel: q and k in one launch of one Triton kernel, at any strides, without a copy.
+
+A program rotates a tile of rows; a row is one head of one token. The cosines and sines of the rows
+are found once, read from tables or worked out from 64-bit turns, and serve all heads that the
+program walks over. What is not rotated is copied by the same launch, unless it is in place already.
+Which tile is taken follows from shapes and strides alone: nothing is tuned, and no call waits for
+the device, so it can be captured in a CUDA graph. Written for CUDA, it compiles for ROCm's gfx942;
+XPU and other devices rotate by torch operators.
+"""
+
+# ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ..geometry import Geometry
+from .launch import Launch, by_addresses, index_of, on_device
+from .plan import Angles, Plan, plan
+from .sources import Source, are_walked_alike, from_tables, from_turns
+from .variants import Variant, variant_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NUMBERS = (  # no value of them is compiled in: a new length must not wait for the compiler
+    *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
+    *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
+    *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "per_program"),
+    *("step", "advance", "count"),
+)
+
+
+@triton.jit
+def cos_sin(turns, factor):
+    """cos and sin of 64-bit fractions of one turn, each within 1.1e-7."""
+    phase = (turns >> 32).to(tl.int32)  # right to 2^-32 turn, 1.5e-9 rad
+    quadrant = (phase + 0x20000000) >> 30  # of the nearest quarter turn
+    u = (phase << 2).to(tl.float32) * 4.656612873077393e-10  # [-1, 1): in eighths of a turn
+    z = u * u
+    # minimax polynomials of sin(pi u / 4) and cos(pi u / 4), both right to 3e-9
+    s = -3.5954290725e-05 * z + 2.4900068015e-03
+    s = u * ((s * z - 8.0745434708e-02) * z + 0.78539816098)
+    c = 3.5419527381e-06 * z - 3.2596138035e-04
+    c = ((c * z + 1.5854338147e-02) * z - 3.0842513734e-01) * z + 1.0
+    is_odd = (quadrant & 1) != 0
+    cos, sin = tl.where(is_odd, s, c), tl.where(is_odd, c, s)
+    cos = cos * tl.where(((quadrant + 1) & 2) != 0, -factor, factor)
+    return cos, sin * tl.where((quadrant & 2) != 0, -factor, factor)
+
+
+@triton.jit
+def _rows(
+    q, k, group, head, token, batch, is_token, q_heads, k_heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of a group of heads start, and which of them there are."""
+    q_groups = (q_heads + HEADS - 1) // HEADS
+    is_q = group < q_groups
+    number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
+    at = tl.where(is_q, q_batch, k_batch).to(tl.int64) * batch
+    at = at + token * tl.where(is_q, q_token, k_token)
+    at = at + number.to(tl.int64) * tl.where(is_q, q_head, k_head)
+    is_row = (is_token & (number < tl.where(is_q, q_heads, k_heads)))[:, None]
+    return tl.where(is_q, q, k) + (at * ALIGN)[:, None], is_row
+
+
+@triton.jit
+def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.constexpr):
+    """The first and the second members of the pairs; interleaved, all of them, twice."""
+    if READ_HALF:
+        pair = tl.arange(0, WIDTH)[None, :]
+        is_one = is_row & (pair < PAIRS)
+        return tl.load(x + pair, mask=is_one), tl.load(x + PAIRS + pair, mask=is_one)
+    else:  # noqa: RET505  # Triton would compile both returns
+        both = tl.arange(0, 2 * WIDTH)[None, :]
+        members = tl.load(x + both, mask=is_row & (both < 2 * PAIRS))
+        return members, members
+
+
+@triton.jit
+def _product(a, b, ROUNDED: tl.constexpr):
+    """a b; with ROUNDED no compiler adds it to anything before it is rounded."""
+    if ROUNDED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505  # Triton would compile both returns
+        return a * b
+
+
+@triton.jit
+def _copy(x, y, mask, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
+    for start in tl.static_range(FIRST, LAST, WIDTH):
+        column = (start + tl.arange(0, WIDTH))[None, :]
+        inside = mask & (column < LAST)
+        tl.store(y + column, tl.load(x + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def kernel(
+    q, k, yq, yk, cos_or_turns, sin_table, rows,
+    q_batch, q_token, q_head, k_batch, k_token, k_head,
+    yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head,
+    row_batch, row_token, tokens, q_heads, k_heads, per_program,
+    step, advance, count, factor,
+    HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr, PREFETCH: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Rotate one tile of tokens of up to `per_program` groups of heads.
+
+    Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
+    at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
+    position is the number in `rows`, or without them `advance t`; `step` lies between its axes, and
+    PAIRS between the turns of each axis. BEFORE and AFTER say how many channels before and after
+    the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads is loaded before
+    the one ahead of it is rotated, and the first one before the angles are known.
+    """
+    groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
+    parts = (groups + per_program - 1) // per_program
+    blocks = (tokens + TOKENS - 1) // TOKENS
+    program = tl.program_id(0)
+    part = program % parts
+    batch = (program // parts // blocks).to(tl.int64)
+    tile = tl.arange(0, TOKENS * HEADS)
+    token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tile // HEADS
+    head = tile % HEADS
+    is_token = token < tokens
+    pair = tl.arange(0, WIDTH)
+    is_pair = pair < PAIRS
+    mask = is_token[:, None] & is_pair[None, :]
+
+    begin, end = part * per_program, tl.minimum((part + 1) * per_program, groups)
+    if PREFETCH:
+        x, is_row = _rows(
+            q, k, begin, head, token, batch, is_token, q_heads, k_heads,
+            q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+        )  # fmt: skip
+        a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
+
+    at = batch * row_batch + token * row_token
+    if EXACT:
+        position = token * advance
+        if HAS_ROWS:
+            position = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+        turns = tl.load(cos_or_turns + pair, mask=is_pair, other=0)
+        angle = position[:, None] * turns[None, :]
+        for axis in tl.static_range(1, AXES):
+            position = tl.load(rows + at + axis * step, mask=is_token, other=0).to(tl.int64)
+            turns = tl.load(cos_or_turns + axis * PAIRS + pair, mask=is_pair, other=0)
+            angle += position[:, None] * turns[None, :]
+        cos, sin = cos_sin(angle, factor)
+    else:
+        readable = mask
+        if HAS_ROWS:
+            row = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
+            readable = mask & ((row >= 0) & (row < count))[:, None]
+            at = row * (step * TABLE_ALIGN)
+        else:
+            at = at * TABLE_ALIGN
+        column = at[:, None] + pair[None, :]
+        cos = tl.load(cos_or_turns + column, mask=readable, other=float("nan"))
+        sin = tl.load(sin_table + column, mask=readable, other=float("nan"))
+    if NEGATE:
+        sin = -sin
+
+    for group in range(begin, end):
+        if PREFETCH:  # a bool a row: Triton 3.9 interprets bools & one bool as whole numbers
+            next_x, next_is_row = _rows(
+                q, k, group + 1, head, token, batch, is_token & (0 * head + group + 1 < end),
+                q_heads, k_heads, q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+            )  # fmt: skip
+            next_a, next_b = _loaded(next_x + START, next_is_row, PAIRS, WIDTH, READ_HALF)
+        else:
+            x, is_row = _rows(
+                q, k, group, head, token, batch, is_token, q_heads, k_heads,
+                q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+            )  # fmt: skip
+            a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
+        y, _ = _rows(
+            yq, yk, group, head, token, batch, is_token, q_heads, k_heads,
+            yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head, HEADS, ALIGN,
+        )  # fmt: skip
+        if BEFORE:  # copied first: a load behind the stores below would wait for what they need
+            _copy(x, y, is_row, 0, START, BEFORE)
+        if AFTER:
+            _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, AFTER)
+
+        if READ_HALF:
+            u, v = a.to(tl.float32), b.to(tl.float32)
+        else:
+            u, v = tl.split(tl.reshape(a.to(tl.float32), (TOKENS * HEADS, WIDTH, 2)))
+        one = _product(u, cos, ROUNDED) - _product(v, sin, ROUNDED)
+        other = _product(v, cos, ROUNDED) + _product(u, sin, ROUNDED)
+        one, other = one.to(q.dtype.element_ty), other.to(q.dtype.element_ty)
+        if WRITE_HALF:
+            is_one = is_row & is_pair[None, :]
+            tl.store(y + START + pair[None, :], one, mask=is_one)
+            tl.store(y + START + PAIRS + pair[None, :], other, mask=is_one)
+        else:
+            both = tl.arange(0, 2 * WIDTH)[None, :]
+            turned = tl.reshape(tl.join(one, other), (TOKENS * HEADS, 2 * WIDTH))
+            tl.store(y + START + both, turned, mask=is_row & (both < 2 * PAIRS))
+        if PREFETCH:
+            x, is_row, a, b = next_x, next_is_row, next_a, next_b
+
+
+# --- the calls ---
+
+
+def rotate(
+    xs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    geometry: Geometry,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
+
+    The arguments are checked before: float32 tables, `rows` whole numbers or None. A row number
+    outside the tables gives NaN, because to look at it first would wait for the device.
+    """
+    if not are_walked_alike(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return _rotate(xs, out, from_tables(cos, sin, rows, geometry), geometry)
+
+
+def rotate_exact(
+    xs: Sequence[Tensor],
+    turns: Tensor,
+    factor: float,
+    positions: Tensor | None,
+    geometry: Geometry,
+    out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    """Every tensor of `xs` rotated at whole positions, without tables; cos and sin right to 2e-7.
+
+    turns      (pairs,) int64, the bits of `rotary.turns`; with several axes (axes, pairs), 0 where
+               another axis turns the pair
+    factor     multiplies cos and sin: the attention factor
+    positions  whole numbers, lined up with x by `geometry`; with several axes, these come last.
+               None for 0, 1, ... along the axis of the tokens
+    """
+    return _rotate(xs, out, from_turns(turns, factor, positions, geometry), geometry)
+
+
+def _rotate(
+    xs: Sequence[Tensor], out: Sequence[Tensor] | None, source: Source, geometry: Geometry
+) -> tuple[Tensor, ...]:
+    results = tuple([torch.empty_like(x) for x in xs]) if out is None else tuple(out)
+    sources = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
+    targets = [
+        y
+        if _can_be_written(x, y, geometry)
+        else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        for x, y in zip(sources, results, strict=True)
+    ]
+    for index in range(0, len(xs), 2):
+        inputs, outputs = sources[index : index + 2], targets[index : index + 2]
+        is_same = _are_same_memory(inputs, outputs)
+        launch = _planned(inputs, outputs, source.angles, geometry, is_same)
+        operands = (inputs[0], inputs[-1], outputs[0], outputs[-1], *source.memory)
+        for corner in launch.corners if launch.programs else ():
+            moved = _moved(operands, corner, source.angles)
+            _run(launch, moved, source.limit, source.factor)
+    for result, target in zip(results, targets, strict=True):
+        if target is not result:
+            result.copy_(target)
+    return results
+
+
+def _can_be_written(x: Tensor, y: Tensor, geometry: Geometry) -> bool:
+    """Whether y takes the result of x; where a layout is changed in place, a pair would overwrite
+    another one that has still to be read."""
+    is_mixed = geometry.layout != geometry.out_layout
+    return y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
+
+
+def _are_same_memory(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    return all([x.data_ptr() == y.data_ptr() for x, y in zip(xs, ys, strict=True)])
+
+
+def _planned(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    angles: Angles,
+    geometry: Geometry,
+    is_in_place: bool,
+) -> Plan:
+    return plan(
+        tuple([tuple(x.shape) for x in inputs]),
+        tuple([x.stride() for x in (*inputs, *outputs)]),
+        angles,
+        geometry,
+        is_in_place,
+        inputs[0].itemsize,
+        _processors(inputs[0].device),
+        _variant(inputs[0].device, geometry.layout, angles.is_exact),
+    )
+
+
+def _moved(
+    operands: tuple[Tensor, ...], corner: tuple[int, ...], angles: Angles
+) -> tuple[Tensor, ...]:
+    """The operands from a corner on: q, k, their outputs, and what angles come from."""
+    if not any(corner):
+        return operands
+    *blocks, at = corner
+    starts = (*blocks, 0, 0, at) if angles.has_rows else (*blocks, at, at, 0)
+    return tuple(
+        x if start == 0 else x.as_strided((1,), (1,), x.storage_offset() + start)
+        for x, start in zip(operands, starts, strict=True)
+    )
+
+
+def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) -> None:
+    with on_device(index_of(operands[0])):
+        kernel[(launch.programs,)](*operands, *launch.numbers, count, factor, **_options(launch))
+
+
+def _options(launch: Plan) -> dict[str, int | bool]:
+    """The constants of a launch. Only with exact angles are products fused with sums: a rotation by
+    tables has the bits of the reference."""
+    is_exact = bool(launch.constants["EXACT"])
+    return {**launch.constants, "num_warps": launch.warps, "enable_fp_fusion": is_exact}
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 128  # a device that does not say how many it has
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
+    if device.type != "cuda":
+        return Variant()
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return variant_of(found.gcnArchName.split(":")[0], layout, is_exact)
+    return variant_of(f"sm_{found.major}{found.minor}", layout, is_exact)
+
+
+def prepared(
+    xs: Sequence[Tensor], outs: Sequence[Tensor], source: Source, geometry: Geometry
+) -> Launch | None:
+    """The launch for tensors of these forms, compiled and loaded, by addresses alone.
+
+    The addresses are those of q, k, their outputs, and `source.memory`. `outs` are read for their
+    form alone, and x itself where the rotation is in place. None where a call takes several
+    launches or a copy, where nothing is compiled, and on ROCm, whose code depends on the size of
+    each storage.
+    """
+    if (
+        len(xs) > 2
+        or any([x.stride(-1) != 1 for x in xs])
+        or not all([_can_be_written(x, y, geometry) for x, y in zip(xs, outs, strict=True)])
+        or not isinstance(kernel, triton.JITFunction)
+        or torch.version.hip
+    ):
+        return None
+    launch = _planned(xs, outs, source.angles, geometry, _are_same_memory(xs, outs))
+    if launch.programs == 0 or len(launch.corners) > 1 or any(launch.corners[0]):
+        return None
+    operands = (xs[0], xs[-1], outs[0], outs[-1], *source.memory)
+    numbers = (*launch.numbers, source.limit, source.factor)
+    return by_addresses(kernel, launch.programs, operands, numbers, _options(launch))
+
+
+def record(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    source: Source,
+    geometry: Geometry,
+    is_in_place: bool,
+) -> bool:
+    """Put the launch into a program of torch.compile; False where a call takes several launches.
+
+    Inductor cannot be told not to fuse products with sums, so the kernel rounds them by itself.
+    """
+    launch = _planned(xs, outs, source.angles, geometry, is_in_place)
+    if len(launch.corners) > 1 or any(launch.corners[0]):
+        return False
+    if launch.programs:
+        constants = {**launch.constants, "ROUNDED": not launch.constants["EXACT"]}
+        torch.library.wrap_triton(kernel)[(launch.programs,)](
+            *(xs[0], xs[-1], outs[0], outs[-1], *source.memory, *launch.numbers),
+            *(source.limit, source.factor), **constants, num_warps=launch.warps,
+        )  # fmt: skip
+    return True

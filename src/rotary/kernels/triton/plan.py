@@ -1,0 +1,207 @@
+"""Computes the arguments of a launch of the GPU kernel from shapes and strides.
+
+The kernel walks over (batch, token, head). Every array is cut into these: heads are an axis along
+which one row of angles serves all, tokens the axis along which angles vary, and what is left is
+merged into one batch axis, or takes a launch for each of its entries.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..geometry import Geometry
+from .variants import Variant
+
+_WARP = 32  # threads
+_THREADS = 4 * _WARP
+_VECTOR = 16  # bytes of the widest load
+_PLAIN = Variant()
+_ONE_WARP = Variant(warps=1, prefetch=True)  # q and k are on their way while angles are found
+
+
+class Angles(NamedTuple):
+    """The form of the array that angles come from: tables, row numbers or positions, if any.
+
+    strides  of that array along every axis of x but the last; 0 where one number serves the axis
+    step     between the rows of a table that is indexed, or between the axes of a position
+    seq      the axis of x along which positions grow by one, or None
+    """
+
+    is_exact: bool
+    has_rows: bool
+    strides: tuple[int, ...]
+    step: int = 0
+    seq: int | None = None
+    axes: int = 1
+
+
+class Plan(NamedTuple):
+    """A launch, but for the memory."""
+
+    programs: int
+    numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `advance`
+    constants: dict[str, int]
+    warps: int
+    corners: tuple[tuple[int, ...], ...]  # where q, k, outputs and angles start, for each launch
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    angles: Angles,
+    geometry: Geometry,
+    is_in_place: bool,
+    itemsize: int,
+    processors: int,
+    variant: Variant = _PLAIN,
+) -> Plan:
+    """The launch for q, or q and k, of these shapes.
+
+    `strides` are those of q, k, and their outputs, in elements, and 1 along the last axis;
+    `processors` how many the device has, `variant` how it rotates a tile if it has enough of them.
+
+    >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
+    >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
+    >>> plan(((1, 2, 8192, 128),), (steps,) * 2, angles, geometry, True, 2, 132).programs
+    512
+    """
+    q, k = shapes[0], shapes[-1]
+    count = len(shapes)
+    walked = (
+        *(_steps(q, strides[0]), _steps(k, strides[count - 1])),
+        *(_steps(q, strides[count]), _steps(k, strides[-1]), angles.strides),
+    )
+    every = list(zip(*walked, strict=True))
+    sizes = [max(pair) for pair in zip(q[:-1], k[:-1], strict=True)]
+    head = _head_axis(q, k, angles)
+    rest = [axis for axis, size in enumerate(sizes) if axis != head and size > 1]
+    token = _token_axis(rest, angles)
+    merged = _merged([(sizes[axis], every[axis]) for axis in rest if axis != token])
+    batches, batch = merged.pop() if merged else (1, (0,) * 5)
+    token_count, token_steps = (1, (0,) * 5) if token is None else (sizes[token], every[token])
+    q_heads, k_heads, head_steps = (1, 1, (0,) * 5)
+    if head is not None:
+        q_heads, k_heads, head_steps = q[head], k[head], every[head]
+    q_heads = 0 if 0 in q else q_heads  # of an array without elements nothing is read
+    k_heads = 0 if 0 in k or count == 1 else k_heads
+
+    steps = [batch, token_steps, head_steps, *(step for _, step in merged)]
+    vector = _VECTOR // itemsize
+    align = math.gcd(vector, *(number for step in steps for number in step[:4]))
+    is_indexed = angles.has_rows and not angles.is_exact
+    table_steps = [angles.step] if is_indexed else [step[4] for step in steps]
+    table_align = 1 if angles.is_exact else math.gcd(_VECTOR // 4, *table_steps)
+    row_align = 1 if angles.has_rows else table_align
+
+    width = 1 << (geometry.pairs - 1).bit_length()
+    # Pairs of a tile: two vectors for each thread of 4 warps, or one of 8 or of a single one where
+    # there would be too few programs; never less, so that no two threads load the same number, of
+    # which one may be rotated already.
+    tile = 2 * _THREADS * vector
+    if batches * token_count * (q_heads + k_heads) * width < 2 * processors * tile:
+        tile, variant = _WARP * vector, _ONE_WARP
+    is_by_token = head_steps[0] < token_steps[0]
+    tokens, heads = _tile(token_count, (q_heads, k_heads), max(1, tile // width), is_by_token)
+    groups = -(-q_heads // heads) - (-k_heads // heads)
+    blocks = batches * -(-token_count // tokens)
+    most = max(1, min(groups, blocks * groups // (8 * processors)))
+    parts = max(1, -(-groups // most))
+    per_program = max(1, -(-groups // parts))  # 14, 14, 12 groups, not 19, 19, 2
+    order = (batch, token_steps, head_steps)
+    last = geometry.start + 2 * geometry.pairs
+    return Plan(
+        blocks * -(-groups // per_program),
+        (
+            *(step[array] // align for array in range(4) for step in order),
+            *(batch[4] // row_align, token_steps[4] // row_align),
+            *(token_count, q_heads, k_heads, per_program),
+            angles.step // table_align if is_indexed else angles.step,
+            int(token is not None and token == angles.seq),
+        ),
+        {
+            "HEAD_DIM": q[-1],
+            "START": geometry.start,
+            "PAIRS": geometry.pairs,
+            "WIDTH": width,
+            "TOKENS": tokens,
+            "HEADS": heads,
+            "ALIGN": align,
+            "TABLE_ALIGN": table_align,
+            "READ_HALF": geometry.layout == "half",
+            "WRITE_HALF": geometry.out_layout == "half",
+            "NEGATE": geometry.conjugate,
+            "BEFORE": 0 if is_in_place else _copied_at_once(geometry.start, width),
+            "AFTER": 0 if is_in_place else _copied_at_once(q[-1] - last, width),
+            "HAS_ROWS": angles.has_rows,
+            "EXACT": angles.is_exact,
+            "AXES": angles.axes,
+            "PREFETCH": variant.prefetch,
+            "ROUNDED": False,
+        },
+        variant.warps,
+        _corners(merged),
+    )
+
+
+def _copied_at_once(channels: int, width: int) -> int:
+    """How many channels that are not rotated are copied at once: at most 16 vectors a thread."""
+    return min(1 << (channels - 1).bit_length(), 8 * width) if channels else 0
+
+
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides but the last; of an axis of size 1 any will do, and 0 is divided by everything."""
+    steps = zip(shape[:-1], strides, strict=False)
+    return tuple([0 if size == 1 else step for size, step in steps])
+
+
+def _head_axis(q: tuple[int, ...], k: tuple[int, ...], angles: Angles) -> int | None:
+    """The axis that one row of angles serves: where q and k differ, or the last one there is."""
+    shared = [
+        axis
+        for axis, step in enumerate(angles.strides)
+        if step == 0 and axis != angles.seq and max(q[axis], k[axis]) > 1
+    ]
+    different = [axis for axis in shared if q[axis] != k[axis]]
+    found = different or shared
+    return found[-1] if found else None
+
+
+def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
+    """The axis along which positions grow; else the last along which angles vary, or the last."""
+    if angles.seq in rest:
+        return angles.seq
+    varying = [axis for axis in rest if angles.strides[axis]]
+    found = varying or rest
+    return found[-1] if found else None
+
+
+def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """The same axes, each two that can be walked as one put together."""
+    result: list[tuple[int, tuple[int, ...]]] = []
+    for size, steps in axes:
+        if result and all(a == size * b for a, b in zip(result[-1][1], steps, strict=True)):
+            result[-1] = result[-1][0] * size, steps
+        else:
+            result.append((size, steps))
+    return result
+
+
+def _corners(axes: list[tuple[int, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
+    corners: list[tuple[int, ...]] = [(0,) * 5]
+    for size, steps in axes:
+        corners = [
+            tuple(at + index * step for at, step in zip(corner, steps, strict=True))
+            for corner in corners
+            for index in range(size)
+        ]
+    return tuple(corners)
+
+
+def _tile(tokens: int, heads: tuple[int, int], rows: int, is_by_token: bool) -> tuple[int, int]:
+    """How many tokens and heads the rows of a tile are, powers of two."""
+    common = math.gcd(*heads) or 1
+    together = min(8, common & -common, rows) if is_by_token else 1
+    block = min(rows // together, 1 << (tokens - 1).bit_length() if tokens else 1)
+    return block, rows // block
