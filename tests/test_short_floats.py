@@ -1,4 +1,4 @@
-"""float16 and float8 in the compiled loops: every code, and every way to round to one, beside
+"""Floats of 16 and 8 bits in the compiled loops: every code, and every way to round to one, beside
 ml_dtypes; also as for processors without the instructions."""
 
 import os
@@ -18,20 +18,25 @@ from rotary.kernels.cpu import short_floats
 from rotary.kernels.cpu import vectors as vec
 
 KINDS = {
+    "bfloat16": (np.uint16(0), np.uint16, ml_dtypes.bfloat16),
     "float16": (np.int16(0), np.uint16, np.float16),
     "float8_e4m3fn": (np.uint8(0), np.uint8, ml_dtypes.float8_e4m3fn),
     "float8_e5m2": (np.bool_(False), np.uint8, ml_dtypes.float8_e5m2),
 }
-WAYS = {"whole numbers": [], "float16": ["f16c"], "lookups": ["f16c", "avx512vbmi"]}
-HERE = [feature for feature in WAYS["lookups"] if short_floats._compiles_for(feature, False)]
+WAYS = {
+    "whole numbers": [], "float16": ["f16c"], "packing": ["f16c", "avx2"],
+    "lookups": ["f16c", "avx2", "avx512bw", "avx512vbmi"],
+}  # fmt: skip
+HERE = [feature for feature in WAYS["lookups"] if short_floats.compiles_for(feature, False)]
 RESTS = [0, 1, 15, 16, 17, 31, 33, 63]  # behind vectors of 64: every number of lanes
 
 
 @pytest.fixture(params=[name for name, need in WAYS.items() if set(need) <= set(HERE)])
 def loops(request, monkeypatch):
-    """Codes to float32, and float32 to codes; of a tag, two addresses and a count."""
+    """Codes to float32, float32 to codes, and to those of x and -x in turn; of a tag, two
+    addresses and a count."""
     has = WAYS[request.param]
-    monkeypatch.setattr(short_floats, "_compiles_for", lambda feature, _: feature in has)
+    monkeypatch.setattr(short_floats, "compiles_for", lambda feature, _: feature in has)
 
     def walk(body_of):
         @intrinsic
@@ -60,7 +65,15 @@ def loops(request, monkeypatch):
 
         return body
 
-    return walk(decode), walk(encode)
+    def encode_both(b, tag, size, source, target):
+        def body(index, lanes):
+            value = vec.load(b, vec.F32, vec.at(b, source, index, 4), lanes)
+            both = value, b.fsub(vec.constant(vec.F32, lanes, -0.0), value)
+            vec.store_pairs(b, tag, target, index, vec.NONE, *both, "interleaved", False)
+
+        return body
+
+    return walk(decode), walk(encode), walk(encode_both)
 
 
 @pytest.mark.parametrize("rest", RESTS)
@@ -84,11 +97,15 @@ def test_every_number_is_rounded_once_to_the_nearest(loops, name):
     lows = 0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0xFFFF
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)
     words = np.concatenate([*(halves + low for low in lows), random])
-    most = np.inf if name == "float16" else float(ml_dtypes.finfo(dtype).max)
+    most = np.inf if name.endswith("16") else float(ml_dtypes.finfo(dtype).max)
     for count in (len(words), *(64 + rest for rest in RESTS)):
         x = words[:: len(words) // count].view(np.float32)[:count].copy()
-        found = np.zeros(count, code)
+        x.view(np.uint32)[np.isnan(x)] |= 1 << 22  # quiet, as results of arithmetic are
+        found, both = np.zeros(count, code), np.zeros((count, 2), code)
         loops[1](tag, x.ctypes.data, found.ctypes.data, count)
+        loops[2](tag, x.ctypes.data, both.ctypes.data, count)
+        np.testing.assert_array_equal(both[:, 0], found)
+        np.testing.assert_array_equal(both[:, 1] ^ both[:, 0], 1 << 8 * code().itemsize - 1)
         with np.errstate(over="ignore"):
             wanted = np.where(np.isnan(x), 0, np.clip(x, -most, most)).astype(dtype).view(code)
         is_number = ~np.isnan(x)
@@ -113,7 +130,7 @@ def test_only_what_numba_compiles_for_is_used(monkeypatch, feature, settings, wa
         wanted = feature in HERE
     for name, value in settings.items():
         monkeypatch.setattr(numba.config, name, value)
-    assert short_floats._compiles_for(feature, False) is wanted
+    assert short_floats.compiles_for(feature, False) is wanted
 
 
 ROTATION = """
@@ -126,18 +143,39 @@ cache = x.astype(ml_dtypes.float8_e4m3fn)
 y = rotary.rerotate(cache, spec, shift=3, seq_dim=-2)
 print(y.astype(np.float64).sum().hex())
 """
+NORM = """
+import sys
+from rotary.kernels.cpu import compiled, vectors
+if sys.argv[1:]:  # as on a processor with other registers; nothing of it is kept on disk
+    compiled._keep = lambda *arguments: None
+    vectors._HELD = int(sys.argv[1])
+import torch, rotary
+torch.manual_seed(0)
+x, w = torch.randn(1, 4, 9, 256), torch.randn(256)
+spec = rotary.Rotary(head_dim=256, rotary_dim=224)
+y, _, _ = rotary.fused(x, x, None, spec, torch.arange(9), norm=rotary.Norm(w, w, 1e-6), seq_dim=-2)
+print(y.double().sum().item().hex(), y.double().abs().sum().item().hex())
+"""
+
+
+def printed(code, *words, **settings):
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=os.environ | settings, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-300:]
+    return done.stdout.split()
 
 
 def test_processors_without_the_instructions_give_the_same_numbers():
     """`NUMBA_CPU_NAME=generic` is how machines of several kinds share what Numba compiled."""
-    results = [
-        subprocess.run(
-            [sys.executable, "-c", ROTATION], env=os.environ | settings, capture_output=True,
-            text=True, timeout=600,
-        )
-        for settings in ({}, {"NUMBA_CPU_NAME": "generic"})
-    ]  # fmt: skip
-    here, generic = results
-    assert generic.returncode == 0, generic.stderr[-300:]
-    assert len(here.stdout.split()) == 2
-    assert generic.stdout == here.stdout
+    here = printed(ROTATION)
+    assert len(here) == 2
+    assert printed(ROTATION, NUMBA_CPU_NAME="generic") == here
+
+
+def test_processors_with_other_registers_give_the_same_numbers():
+    pytest.importorskip("torch", reason="its fused calls are compiled loops")
+    here = printed(NORM)
+    assert len(here) == 2
+    assert printed(NORM, "64" if vec._HELD == 256 else "256") == here

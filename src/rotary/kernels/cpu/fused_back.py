@@ -45,19 +45,22 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                 )
                 line = vec.opaque(b, vec.at(b, turned, b.mul(at, channels), width))
 
-                def add(x_, n, index, lanes):
+                table = tables.row_at(at)
+
+                def add(x_, n, index, before=0):
                     vec.store(b, n, vec.at(b, line, index, width))
-                    weight = vec.load(b, real, vec.at(b, gain, index, width), lanes)
-                    square.add(b.fmul(x_, x_))
-                    dot.add(b.fmul(b.fmul(weight, n), x_))
+                    weight = vec.load(b, real, vec.at(b, gain, index, width), vec.lanes_of(x_))
+                    square.add(b.fmul(x_, x_), before)
+                    dot.add(b.fmul(b.fmul(weight, n), x_), before)
 
                 def turn(index, lanes):
-                    c, s = tables.cos_sin(at, index, lanes)
-                    u, v = vec.load_pairs(b, tag, of(source), index, pairs, lanes, layout)
-                    both = vec.load_pairs(b, tag, of(given), index, pairs, lanes, out_layout)
-                    du, dv = turned_back(b, *both, c, s)
-                    add(u, du, index, lanes)
-                    add(v, dv, b.add(pairs, index), lanes)
+                    for first, lanes_, before in vec.pieces(b, tag, index, lanes):
+                        c, s = tables.cos_sin(table, first, lanes_)
+                        u, v = vec.load_pairs(b, tag, of(source), first, pairs, lanes_, layout)
+                        both = vec.load_pairs(b, tag, of(given), first, pairs, lanes_, out_layout)
+                        du, dv = turned_back(b, *both, c, s)
+                        add(u, du, first, before)
+                        add(v, dv, b.add(pairs, first), before)
 
                 def of(address):
                     return vec.at(b, address, start, size)
@@ -67,7 +70,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                         vec.load_wide(b, tag, vec.at(b, each, b.add(channel, index), size), lanes)
                         for each in (source, given)
                     )
-                    add(x_, n, b.add(first, index), lanes)
+                    add(x_, n, b.add(first, index))
 
                 vec.each(b, pairs, narrow, turn)
                 for first, channel, length in rests(b, pairs, start, field("tail")):
@@ -96,7 +99,8 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
         _, mode, record, x, out, gain, turned, roots, factors, gains, count = arguments
         field = reader(b, (piece, record))
         _, size, real, widths = ELEMENTS[tag]
-        width, narrow = width_of(real), tuple(lanes for lanes in widths if lanes <= _LANES)
+        width, most = width_of(real), min(_LANES, vec.held(tag))
+        narrow = tuple(lanes for lanes in widths if lanes <= most)
         names = "pairs", "start", "width", "x_2", "out_2"
         pairs, start, channels, x_step, out_step = map(field, names)
 

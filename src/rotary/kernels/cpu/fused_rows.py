@@ -81,8 +81,9 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
             row = vec.opaque(b, vec.stepped(b, x, at, step))
 
             def body(index, lanes):
-                value = vec.load_wide(b, tag, vec.at(b, row, index, size), lanes)
-                total.add(b.fmul(value, value))
+                for first, count_, before in vec.pieces(b, tag, index, lanes):
+                    value = vec.load_wide(b, tag, vec.at(b, row, first, size), count_)
+                    total.add(b.fmul(value, value), before)
 
             vec.each(b, width, widths, body)
             vec.store(b, vec.as_double(b, total.total()), vec.stepped(b, target, at, target_step))
@@ -158,22 +159,29 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                     source = vec.opaque(b, vec.stepped(b, b.add(x, offset), at, x_step))
                     body(at, source, vec.opaque(b, b.add(b.add(out, offset), to)))
 
-        def weighted(value, weights, at, lanes):
-            root = vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, roots_step)))
-            return b.fmul(b.fmul(value, vec.splat(b, root, lanes)), weights)
+        def root_at(at):
+            return vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, roots_step)))
+
+        def weighted(value, weights, root):
+            return b.fmul(b.fmul(value, vec.splat(b, root, vec.lanes_of(value))), weights)
 
         def rotate(layout, out_layout, streaming, index, lanes):
-            place = vec.at(b, gain, index, width)
-            first, second = (
-                vec.load(b, real, each, lanes) for each in (place, vec.at(b, place, pairs, width))
-            )
+            parts = []
+            for first, count_, _ in vec.pieces(b, tag, index, lanes):
+                place = vec.at(b, gain, first, width)
+                places = place, vec.at(b, place, pairs, width)
+                parts.append((first, [vec.load(b, real, each, count_) for each in places]))
 
             def row(at, source, target):
-                c, s = tables.cos_sin(at, index, lanes)
-                u, v = vec.load_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
-                u, v = weighted(u, first, at, lanes), weighted(v, second, at, lanes)
-                both = turned(b, u, v, c, s)
-                vec.store_pairs(b, tag, target, index, pairs, *both, out_layout, streaming)
+                table, root = tables.row_at(at), root_at(at)
+                vec.prefetch_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
+                for first, weights in parts:
+                    count_ = vec.lanes_of(weights[0])
+                    c, s = tables.cos_sin(table, first, count_)
+                    both = vec.load_pairs(b, tag, source, first, pairs, count_, layout)
+                    u, v = (weighted(x_, w, root) for x_, w in zip(both, weights, strict=True))
+                    both = turned(b, u, v, c, s)
+                    vec.store_pairs(b, tag, target, first, pairs, *both, out_layout, streaming)
 
             rows_from(start, NONE, row)
 
@@ -182,7 +190,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
             weights = vec.load(b, real, weights, lanes)
 
             def row(at, source, target):
-                value = weighted(vec.load_wide(b, tag, source, lanes), weights, at, lanes)
+                value = weighted(vec.load_wide(b, tag, source, lanes), weights, root_at(at))
                 vec.store_wide(b, tag, target, value)
 
             rows_from(channel, index, row)

@@ -5,11 +5,20 @@
 
 from collections.abc import Sequence
 
-from llvmlite import ir
+import numba
+from llvmlite import binding, ir
 
 POINTER = ir.IntType(8).as_pointer()
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+
+def compiles_for(feature: str, elsewhere: bool) -> bool:
+    """Whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
+    told = numba.config.CPU_FEATURES
+    if told is not None:
+        return f"+{feature}" in told.split(",")
+    return bool(numba.config.ENABLE_AVX and binding.get_host_cpu_features().get(feature, elsewhere))
 
 
 def on_stack(b: ir.IRBuilder, kind: ir.Type) -> ir.Value:
@@ -59,6 +68,9 @@ def constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
 
 
 def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    """Lanes of two vectors, counted through both; a single one is a number."""
+    if len(lanes) == 1:
+        return b.extract_element(one, constant(I32, 1, lanes[0]))
     return b.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
 

@@ -59,8 +59,8 @@ class Tables:
         self.sign = b.sitofp(field("sign"), ELEMENTS[tag].real)
         self.apart = b.sub(sin, self.cos)
 
-    def cos_sin(self, at: ir.Value, index: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
-        """Of `lanes` pairs from `index` on, for row `at`; sin with the sign of the rotation."""
+    def row_at(self, at: ir.Value) -> ir.Value:
+        """The address of the cosines of row `at`."""
         b = self.b
         offset = vec.stepped(b, self.row, at, self.step)
         before = b.block
@@ -70,7 +70,11 @@ class Tables:
         place = b.phi(I64)
         place.add_incoming(offset, before)
         place.add_incoming(picked, after)
-        cos = vec.opaque(b, b.add(vec.at(b, self.cos, index, 4), place))
+        return vec.opaque(b, b.add(self.cos, place))
+
+    def cos_sin(self, row: ir.Value, index: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+        """Of `lanes` pairs from `index` on; sin with the sign of the rotation."""
+        b, cos = self.b, vec.at(self.b, row, index, 4)
         c, s = (vec.load(b, F32, each, lanes) for each in (cos, b.add(cos, self.apart)))
         if ELEMENTS[self.tag].real is vec.F64:
             c, s = (vec.as_double(b, value) for value in (c, s))
@@ -118,10 +122,13 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
             with vec.loop(b, NONE, count, 1) as at:
                 source = vec.opaque(b, vec.stepped(b, b.add(x, start), at, x_step))
                 target = vec.opaque(b, vec.stepped(b, b.add(out, start), at, out_step))
-                c, s = tables.cos_sin(at, index, lanes)
-                u, v = vec.load_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
-                both = turned(b, u, v, c, s)
-                vec.store_pairs(b, tag, target, index, pairs, *both, out_layout, streaming)
+                table = tables.row_at(at)
+                vec.prefetch_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
+                for first, count_, _ in vec.pieces(b, tag, index, lanes):
+                    c, s = tables.cos_sin(table, first, count_)
+                    u, v = vec.load_pairs(b, tag, source, first, pairs, count_, layout)
+                    both = turned(b, u, v, c, s)
+                    vec.store_pairs(b, tag, target, first, pairs, *both, out_layout, streaming)
 
         by_mode(b, mode, MODES, pairs, ELEMENTS[tag].lanes, rotate)
         with (

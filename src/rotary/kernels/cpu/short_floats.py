@@ -9,10 +9,7 @@ results are the same.
 # mypy: ignore-errors
 # written with llvmlite, which has no types
 
-from collections.abc import Sequence
-
-import numba
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from .instructions import (
     F16,
@@ -21,6 +18,7 @@ from .instructions import (
     I16,
     I32,
     at_most,
+    compiles_for,
     constant,
     function_of,
     lanes_of,
@@ -33,22 +31,20 @@ _AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # in float32, what wou
 _FIRST = {10: 113, 3: 121, 2: 113}  # the exponent, in float32, of the smallest with all bits
 _LAST = {3: 135, 2: 143}  # and that of 0x7F
 _BYTES, _WORDS = 64, 16  # in a register of VBMI
-
-
-def _compiles_for(feature: str, elsewhere: bool) -> bool:
-    """Whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
-    told = numba.config.CPU_FEATURES
-    if told is not None:
-        return f"+{feature}" in told.split(",")
-    return bool(numba.config.ENABLE_AVX and binding.get_host_cpu_features().get(feature, elsewhere))
+_PACKED = 16  # numbers that AVX2 packs into one register, and the lanes in which they are then
+_IN_ORDER = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))
 
 
 def _has_lookup() -> bool:
-    return _compiles_for("avx512vbmi", False)
+    return compiles_for("avx512vbmi", False)
 
 
 def _has_float16() -> bool:
-    return _compiles_for("f16c", True)
+    return compiles_for("f16c", True)
+
+
+def _has_packing() -> bool:
+    return compiles_for("avx2", False) and not compiles_for("avx512bw", False)
 
 
 def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
@@ -128,19 +124,56 @@ def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
     return b.or_(code, b.and_(sign, constant(code_type, lanes, top)))
 
 
-def bfloat16(b: ir.IRBuilder, one: ir.Value, other: ir.Value, order: Sequence[int]) -> ir.Value:
-    """Two vectors of float32, of which `order` picks the lanes, rounded to nearest even.
-
-    The halves of the words are parted by one shuffle each and rounded 16 bits wide. Results of
-    arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one too.
-    """
-    lanes = len(order)
+def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """float32 rounded to nearest even."""
+    lanes = lanes_of(value)
     if lanes == 1:
-        bits = b.bitcast(one, I32)
+        bits = b.bitcast(value, I32)
         low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
+    elif _has_packing() and lanes % _PACKED == 0:
+        parts = [_packed(b, part) for part in _parts(b, value, _PACKED)]
+        return _joined(b, [pick(b, part, part, _IN_ORDER) for part in parts])
     else:
-        halves = [b.bitcast(value, vector(I16, 2 * value.type.count)) for value in (one, other)]
-        low, high = (pick(b, *halves, [2 * lane + side for lane in order]) for side in (0, 1))
+        halves = b.bitcast(value, vector(I16, 2 * lanes))
+        low, high = (pick(b, halves, halves, range(side, 2 * lanes, 2)) for side in (0, 1))
+    return _rounded(b, low, high)
+
+
+def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The same of two vectors, whose lanes take turns."""
+    lanes = lanes_of(one)
+    if _has_packing():
+        lower, upper = (constant(I32, lanes, bits) for bits in (0xFFFF, 0xFFFF0000))
+        half = constant(I32, lanes, 16)
+        first, second = (b.bitcast(each, vector(I32, lanes)) for each in (one, other))
+        low = b.or_(b.and_(first, lower), b.shl(second, half))
+        high = b.or_(b.lshr(first, half), b.and_(second, upper))
+        low, high = (b.bitcast(each, vector(I16, 2 * lanes)) for each in (low, high))
+    else:
+        halves = [b.bitcast(value, vector(I16, 2 * lanes)) for value in (one, other)]
+        order = [2 * (lane + side) for lane in range(lanes) for side in (0, lanes)]
+        low, high = (pick(b, *halves, [lane + side for lane in order]) for side in (0, 1))
+    return _rounded(b, low, high)
+
+
+def _packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """16 numbers rounded, by instructions that take turns between the halves of two registers."""
+    bits = b.bitcast(value, vector(I32, _PACKED))
+    low = b.and_(bits, constant(I32, _PACKED, 0xFFFF))
+    high = b.lshr(bits, constant(I32, _PACKED, 16))
+    whole = vector(I16, _PACKED)
+    kind = ir.FunctionType(whole, [vector(I32, _PACKED // 2)] * 2)
+    function = function_of(b.module, kind, "llvm.x86.avx2.packusdw")
+    return _rounded(b, *(b.call(function, _parts(b, each, _PACKED // 2)) for each in (low, high)))
+
+
+def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """The upper halves of words, rounded by the lower ones.
+
+    Results of arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one
+    too.
+    """
+    lanes = lanes_of(low)
 
     def number(value: int) -> ir.Constant:
         return constant(I16, lanes, value)

@@ -24,6 +24,7 @@ from .instructions import (
     I64,
     POINTER,
     at_most,
+    compiles_for,
     constant,
     function_of,
     lanes_of,
@@ -61,6 +62,8 @@ ELEMENTS = {
 
 
 NONE = constant(I64, 1, 0)
+# bytes of a vector of which the registers hold four: 32 registers of 64 bytes, or 16 of 32 bytes
+_HELD = 256 if compiles_for("avx512f", False) else 64
 
 
 def splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
@@ -108,11 +111,11 @@ def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir
     """Elements in the type of the arithmetic."""
     wide = vector(F32, lanes)
     if tag is types.uint16:  # bfloat16 is the upper half of a float32
-        if lanes > 1:
+        if lanes > 1 and _HELD > 64:  # one shuffle for 32 lanes
             order = [number for lane in range(lanes) for number in (lanes, lane)]
             value = pick(b, value, constant(I16, lanes, 0), order)
         else:
-            value = b.shl(b.zext(value, I32), constant(I32, 1, 16))
+            value = b.shl(b.zext(value, vector(I32, lanes)), constant(I32, lanes, 16))
         return b.bitcast(value, wide)
     if tag is types.int8:
         return b.sitofp(value, wide)
@@ -130,7 +133,7 @@ def narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
         return b.trunc(b.bitcast(counted, vector(I32, lanes)), vector(I8, lanes))
     if tag in _SHORT:
         return short_floats.encoded(b, value, _SHORT[tag])
-    return short_floats.bfloat16(b, value, value, range(lanes)) if tag is types.uint16 else value
+    return short_floats.bfloat16_of(b, value) if tag is types.uint16 else value
 
 
 # --- memory ---
@@ -178,21 +181,33 @@ def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> 
         b.call(function, [b.inttoptr(pointer, POINTER), for_reading, keep, data])
 
 
+def prefetch_pairs(
+    b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
+    layout: str, ahead: ir.Value,
+) -> None:  # fmt: skip
+    """Ask for `lanes` pairs of the row that is so many bytes `ahead`; nothing for a single pair."""
+    size = ELEMENTS[tag].size
+    if lanes == 1:
+        return
+    if layout == "half":
+        first = at(b, row, index, size)
+        for end in (first, at(b, first, pairs, size)):
+            prefetch(b, end, ahead, lanes * size)
+    else:
+        prefetch(b, at(b, row, index, 2 * size), ahead, 2 * lanes * size)
+
+
 def load_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
-    layout: str, ahead: ir.Value | None = None,
+    layout: str,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """First and second members of `lanes` pairs from `index` on; asks for what is `ahead`."""
+    """First and second members of `lanes` pairs from `index` on."""
     size = ELEMENTS[tag].size
     if layout == "half":
         first = at(b, row, index, size)
         ends = first, at(b, first, pairs, size)
-        for end in ends if lanes > 1 and ahead is not None else ():
-            prefetch(b, end, ahead, lanes * size)
         return load_wide(b, tag, ends[0], lanes), load_wide(b, tag, ends[1], lanes)
     both = at(b, row, index, 2 * size)
-    if lanes > 1 and ahead is not None:
-        prefetch(b, both, ahead, 2 * lanes * size)
     if tag is types.uint16:  # a pair is a word of 32 bits
         pointer = b.inttoptr(both, vector(I32, lanes).as_pointer())
         words = b.load(pointer, align=size)
@@ -224,10 +239,10 @@ def store_pairs(
         store_wide(b, tag, both, one)
         store_wide(b, tag, at(b, both, constant(I64, 1, 1), size), other)
         return
-    order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
     if tag is types.uint16:
-        packed = short_floats.bfloat16(b, one, other, order)
+        packed = short_floats.bfloat16_pairs(b, one, other)
     else:
+        order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
         packed = pick(b, *(narrowed(b, tag, value) for value in (one, other)), order)
     store(b, packed, both, streaming)
 
@@ -264,35 +279,59 @@ def each(
         done = whole
 
 
+def held(tag: types.Type) -> int:
+    """Lanes of the widest vector, in the type of the arithmetic, of which registers hold four."""
+    return _HELD // _BYTES[ELEMENTS[tag].real]
+
+
+def pieces(
+    b: ir.IRBuilder, tag: types.Type, index: ir.Value, lanes: int
+) -> Iterator[tuple[ir.Value, int, int]]:
+    """(index, lanes, lanes before) of what is worked on at once: as much as registers can hold."""
+    size = min(lanes, held(tag))
+    for before in range(0, lanes, size):
+        yield b.add(index, constant(I64, 1, before)), size, before
+
+
 class Sum:
-    """A running sum of vectors of several numbers of lanes, 0 at first."""
+    """A running sum of vectors, of at most so many lanes, 0 at first.
+
+    Each lane has a sum of its own, and single numbers have one.
+    """
 
     def __init__(self, b: ir.IRBuilder, real: ir.Type, widths: tuple[int, ...]) -> None:
-        self.b, self.real = b, real
-        self.parts = {lanes: on_stack(b, vector(real, lanes)) for lanes in (*widths, 1)}
+        self.b, self.real, self.lanes = b, real, widths[-1]
+        self.parts = [on_stack(b, vector(real, self.lanes)) for _ in range(widths[0] // self.lanes)]
+        self.single = on_stack(b, real)
 
     def reset(self) -> None:
-        for lanes, part in self.parts.items():
-            self.b.store(constant(self.real, lanes, 0.0), part)
+        self.b.store(constant(self.real, 1, 0.0), self.single)
+        for part in self.parts:
+            self.b.store(constant(self.real, self.lanes, 0.0), part)
 
-    def add(self, value: ir.Value) -> None:
-        part = self.parts[lanes_of(value)]
-        self.b.store(self.b.fadd(self.b.load(part), value), part)
+    def add(self, value: ir.Value, before: int = 0) -> None:
+        """Add to the sums of the lanes from `before` on."""
+        if lanes_of(value) == 1:
+            self._add(self.single, value)
+            return
+        for start in range(0, lanes_of(value), self.lanes):
+            part = pick(self.b, value, value, range(start, start + self.lanes))
+            self._add(self.parts[(before + start) // self.lanes], part)
+
+    def _add(self, sum_: ir.Value, value: ir.Value) -> None:
+        self.b.store(self.b.fadd(self.b.load(sum_), value), sum_)
 
     def total(self) -> ir.Value:
-        """Halves on halves, each number of lanes when it is reached."""
+        """The upper half on the lower half, until one is left; then the single numbers."""
         b = self.b
-        lanes, *_ = self.parts
-        value = b.load(self.parts[lanes])
+        values = [b.load(part) for part in self.parts]
+        while len(values) > 1:
+            half = len(values) // 2
+            values = [b.fadd(*both) for both in zip(values[:half], values[half:], strict=True)]
+        value, lanes = values[0], self.lanes
         while lanes > 1:
             lanes //= 2
-            if lanes == 1:
-                low, high = (b.extract_element(value, constant(I32, 1, lane)) for lane in (0, 1))
-            else:
-                low, high = (
-                    pick(b, value, value, range(start, start + lanes)) for start in (0, lanes)
-                )
-            value = b.fadd(low, high)
-            if lanes in self.parts:
-                value = b.fadd(value, b.load(self.parts[lanes]))
-        return value
+            value = b.fadd(
+                *(pick(b, value, value, range(start, start + lanes)) for start in (0, lanes))
+            )
+        return b.fadd(value, b.load(self.single))
