@@ -44,17 +44,17 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                     for start_, step in ((x, x_step), (grad, grad_step))
                 )
                 line = vec.opaque(b, vec.at(b, turned, b.mul(at, channels), width))
+                table = tables.row_at(at, NONE)
 
-                table = tables.row_at(at)
-
-                def add(x_, n, index, before=0):
+                def add(x_, n, index, before=NONE):
                     vec.store(b, n, vec.at(b, line, index, width))
                     weight = vec.load(b, real, vec.at(b, gain, index, width), vec.lanes_of(x_))
                     square.add(b.fmul(x_, x_), before)
                     dot.add(b.fmul(b.fmul(weight, n), x_), before)
 
                 def turn(index, lanes):
-                    for first, lanes_, before in vec.pieces(b, tag, index, lanes):
+                    for before, lanes_ in vec.pieces(tag, lanes):
+                        first = b.add(index, before)
                         c, s = tables.cos_sin(table, first, lanes_)
                         u, v = vec.load_pairs(b, tag, of(source), first, pairs, lanes_, layout)
                         both = vec.load_pairs(b, tag, of(given), first, pairs, lanes_, out_layout)

@@ -81,12 +81,15 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
             row = vec.opaque(b, vec.stepped(b, x, at, step))
 
             def body(index, lanes):
-                for first, count_, before in vec.pieces(b, tag, index, lanes):
-                    value = vec.load_wide(b, tag, vec.at(b, row, first, size), count_)
+                for before, count_ in vec.pieces(tag, lanes):
+                    place = vec.at(b, row, b.add(index, before), size)
+                    order = vec.is_reordered(tag, count_)
+                    value = vec.load_wide(b, tag, place, count_, order)
                     total.add(b.fmul(value, value), before)
 
             vec.each(b, width, widths, body)
-            vec.store(b, vec.as_double(b, total.total()), vec.stepped(b, target, at, target_step))
+            sum_ = vec.as_double(b, total.total(vec.is_reordered(tag, total.lanes)))
+            vec.store(b, sum_, vec.stepped(b, target, at, target_step))
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 6), generate
@@ -142,9 +145,10 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
         )
         is_scattered = b.icmp_signed("!=", slots, NONE)
 
-        def rows_from(channel, index, body):
-            """`body(row, source, target)` for every row that is kept, from a channel on."""
-            offset = vec.at(b, b.mul(channel, vec.constant(I64, 1, size)), index, size)
+        def rows_from(channels, body):
+            """`body(row, source, target)` for every row that is kept, from a channel of x and one
+            of out on."""
+            starts = [vec.at(b, *each, size) for each in zip((x, out), channels, strict=True)]
             with vec.loop(b, NONE, count, 1) as at:
                 plain = b.mul(at, out_step)
                 before = b.block
@@ -156,8 +160,8 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                 to.add_incoming(plain, before)
                 to.add_incoming(slot, after)
                 with b.if_then(b.icmp_signed(">=", to, NONE), likely=True):
-                    source = vec.opaque(b, vec.stepped(b, b.add(x, offset), at, x_step))
-                    body(at, source, vec.opaque(b, b.add(b.add(out, offset), to)))
+                    source = vec.opaque(b, vec.stepped(b, starts[0], at, x_step))
+                    body(at, source, vec.opaque(b, b.add(starts[1], to)))
 
         def root_at(at):
             return vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, roots_step)))
@@ -167,23 +171,28 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
         def rotate(layout, out_layout, streaming, index, lanes):
             parts = []
-            for first, count_, _ in vec.pieces(b, tag, index, lanes):
-                place = vec.at(b, gain, first, width)
+            for first, count_ in vec.pieces(tag, lanes):
+                place = vec.at(b, gain, b.add(index, first), width)
                 places = place, vec.at(b, place, pairs, width)
-                parts.append((first, [vec.load(b, real, each, count_) for each in places]))
+                order = vec.is_reordered(tag, count_, layout, out_layout)
+                weights = [vec.load_reals(b, real, each, count_, order) for each in places]
+                parts.append((first, weights, order))
 
             def row(at, source, target):
-                table, root = tables.row_at(at), root_at(at)
-                vec.prefetch_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
-                for first, weights in parts:
+                table, root = tables.row_at(at, index), root_at(at)
+                vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
+                for first, weights, order in parts:
                     count_ = vec.lanes_of(weights[0])
-                    c, s = tables.cos_sin(table, first, count_)
-                    both = vec.load_pairs(b, tag, source, first, pairs, count_, layout)
+                    c, s = tables.cos_sin(table, first, count_, order)
+                    both = vec.load_pairs(b, tag, source, first, pairs, count_, layout, order)
                     u, v = (weighted(x_, w, root) for x_, w in zip(both, weights, strict=True))
                     both = turned(b, u, v, c, s)
-                    vec.store_pairs(b, tag, target, first, pairs, *both, out_layout, streaming)
+                    vec.store_pairs(
+                        b, tag, target, first, pairs, *both, out_layout, streaming, order
+                    )
 
-            rows_from(start, NONE, row)
+            firsts = (vec.channel_of(b, index, each) for each in (layout, out_layout))
+            rows_from([b.add(start, first) for first in firsts], row)
 
         def scale(first, channel, index, lanes):
             weights = vec.at(b, vec.at(b, gain, first, width), index, width)
@@ -193,7 +202,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                 value = weighted(vec.load_wide(b, tag, source, lanes), weights, root_at(at))
                 vec.store_wide(b, tag, target, value)
 
-            rows_from(channel, index, row)
+            rows_from([b.add(channel, index)] * 2, row)
 
         def copy(channel, length):
             bytes_ = b.mul(length, vec.constant(I64, 1, size))
@@ -207,7 +216,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                         ends = (b.inttoptr(each, POINTER) for each in (target, source))
                         copy_bytes(b, *ends, bytes_)
 
-            rows_from(channel, NONE, row)
+            rows_from([channel] * 2, row)
 
         by_mode(b, mode, MODES, pairs, widths, rotate)
         is_plain = b.icmp_signed("!=", field("is_plain"), NONE)

@@ -59,8 +59,8 @@ class Tables:
         self.sign = b.sitofp(field("sign"), ELEMENTS[tag].real)
         self.apart = b.sub(sin, self.cos)
 
-    def row_at(self, at: ir.Value) -> ir.Value:
-        """The address of the cosines of row `at`."""
+    def row_at(self, at: ir.Value, index: ir.Value) -> ir.Value:
+        """The address of the cosines of row `at`, from pair `index` on."""
         b = self.b
         offset = vec.stepped(b, self.row, at, self.step)
         before = b.block
@@ -70,12 +70,15 @@ class Tables:
         place = b.phi(I64)
         place.add_incoming(offset, before)
         place.add_incoming(picked, after)
-        return vec.opaque(b, b.add(self.cos, place))
+        return vec.opaque(b, b.add(vec.at(b, self.cos, index, 4), place))
 
-    def cos_sin(self, row: ir.Value, index: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+    def cos_sin(
+        self, row: ir.Value, index: ir.Value, lanes: int, reordered: bool = False
+    ) -> tuple[ir.Value, ir.Value]:
         """Of `lanes` pairs from `index` on; sin with the sign of the rotation."""
         b, cos = self.b, vec.at(self.b, row, index, 4)
-        c, s = (vec.load(b, F32, each, lanes) for each in (cos, b.add(cos, self.apart)))
+        both = cos, b.add(cos, self.apart)
+        c, s = (vec.load_reals(b, F32, each, lanes, reordered) for each in both)
         if ELEMENTS[self.tag].real is vec.F64:
             c, s = (vec.as_double(b, value) for value in (c, s))
         return c, b.fmul(s, vec.splat(b, self.sign, lanes))
@@ -119,16 +122,24 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
         start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
 
         def rotate(layout, out_layout, streaming, index, lanes):
+            ends = (x, layout, x_step), (out, out_layout, out_step)
             with vec.loop(b, NONE, count, 1) as at:
-                source = vec.opaque(b, vec.stepped(b, b.add(x, start), at, x_step))
-                target = vec.opaque(b, vec.stepped(b, b.add(out, start), at, out_step))
-                table = tables.row_at(at)
-                vec.prefetch_pairs(b, tag, source, index, pairs, lanes, layout, ahead)
-                for first, count_, _ in vec.pieces(b, tag, index, lanes):
-                    c, s = tables.cos_sin(table, first, count_)
-                    u, v = vec.load_pairs(b, tag, source, first, pairs, count_, layout)
+                source, target = (
+                    vec.opaque(b, vec.stepped(b, vec.at(
+                        b, b.add(end, start), vec.channel_of(b, index, order), ELEMENTS[tag].size
+                    ), at, step))
+                    for end, order, step in ends
+                )  # fmt: skip
+                table = tables.row_at(at, index)
+                vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
+                for first, count_ in vec.pieces(tag, lanes):
+                    order = vec.is_reordered(tag, count_, layout, out_layout)
+                    c, s = tables.cos_sin(table, first, count_, order)
+                    u, v = vec.load_pairs(b, tag, source, first, pairs, count_, layout, order)
                     both = turned(b, u, v, c, s)
-                    vec.store_pairs(b, tag, target, first, pairs, *both, out_layout, streaming)
+                    vec.store_pairs(
+                        b, tag, target, first, pairs, *both, out_layout, streaming, order
+                    )
 
         by_mode(b, mode, MODES, pairs, ELEMENTS[tag].lanes, rotate)
         with (

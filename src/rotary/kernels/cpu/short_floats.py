@@ -31,8 +31,8 @@ _AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # in float32, what wou
 _FIRST = {10: 113, 3: 121, 2: 113}  # the exponent, in float32, of the smallest with all bits
 _LAST = {3: 135, 2: 143}  # and that of 0x7F
 _BYTES, _WORDS = 64, 16  # in a register of VBMI
-_PACKED = 16  # numbers that AVX2 packs into one register, and the lanes in which they are then
-_IN_ORDER = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))
+PACKED = 16  # numbers that AVX2 packs into one register, and the order in which they are then
+ORDER = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))
 
 
 def _has_lookup() -> bool:
@@ -43,7 +43,8 @@ def _has_float16() -> bool:
     return compiles_for("f16c", True)
 
 
-def _has_packing() -> bool:
+def has_packing() -> bool:
+    """Whether numbers are packed and unpacked within the halves of a register: AVX2 alone."""
     return compiles_for("avx2", False) and not compiles_for("avx512bw", False)
 
 
@@ -130,9 +131,9 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     if lanes == 1:
         bits = b.bitcast(value, I32)
         low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
-    elif _has_packing() and lanes % _PACKED == 0:
-        parts = [_packed(b, part) for part in _parts(b, value, _PACKED)]
-        return _joined(b, [pick(b, part, part, _IN_ORDER) for part in parts])
+    elif has_packing() and lanes % PACKED == 0:
+        parts = [packed(b, part) for part in _parts(b, value, PACKED)]
+        return _joined(b, [pick(b, part, part, ORDER) for part in parts])
     else:
         halves = b.bitcast(value, vector(I16, 2 * lanes))
         low, high = (pick(b, halves, halves, range(side, 2 * lanes, 2)) for side in (0, 1))
@@ -142,7 +143,7 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     """The same of two vectors, whose lanes take turns."""
     lanes = lanes_of(one)
-    if _has_packing():
+    if has_packing():
         lower, upper = (constant(I32, lanes, bits) for bits in (0xFFFF, 0xFFFF0000))
         half = constant(I32, lanes, 16)
         first, second = (b.bitcast(each, vector(I32, lanes)) for each in (one, other))
@@ -156,15 +157,21 @@ def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     return _rounded(b, low, high)
 
 
-def _packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """16 numbers rounded, by instructions that take turns between the halves of two registers."""
-    bits = b.bitcast(value, vector(I32, _PACKED))
-    low = b.and_(bits, constant(I32, _PACKED, 0xFFFF))
-    high = b.lshr(bits, constant(I32, _PACKED, 16))
-    whole = vector(I16, _PACKED)
-    kind = ir.FunctionType(whole, [vector(I32, _PACKED // 2)] * 2)
+def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """16 numbers rounded, in the order of `ORDER`: that of AVX2, which packs within halves."""
+    bits = b.bitcast(value, vector(I32, PACKED))
+    low = b.and_(bits, constant(I32, PACKED, 0xFFFF))
+    high = b.lshr(bits, constant(I32, PACKED, 16))
+    whole = vector(I16, PACKED)
+    kind = ir.FunctionType(whole, [vector(I32, PACKED // 2)] * 2)
     function = function_of(b.module, kind, "llvm.x86.avx2.packusdw")
-    return _rounded(b, *(b.call(function, _parts(b, each, _PACKED // 2)) for each in (low, high)))
+    return _rounded(b, *(b.call(function, _parts(b, each, PACKED // 2)) for each in (low, high)))
+
+
+def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """16 numbers of bfloat16 as float32, such that `packed` gives them in order again."""
+    order = [number for lane in ORDER for number in (PACKED, lane)]  # below each of them a 0
+    return b.bitcast(pick(b, bits, constant(I16, PACKED, 0), order), vector(F32, PACKED))
 
 
 def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:

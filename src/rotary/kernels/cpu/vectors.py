@@ -144,9 +144,12 @@ def load(b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int = 1) -
     return b.load(pointer, align=8 if element is I64 else _BYTES[element])
 
 
-def load_wide(b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int) -> ir.Value:
+def load_wide(
+    b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int, reordered: bool = False
+) -> ir.Value:
     """`lanes` elements in the type of the arithmetic."""
-    return widened(b, tag, load(b, ELEMENTS[tag].memory, address, lanes), lanes)
+    value = load(b, ELEMENTS[tag].memory, address, lanes)
+    return short_floats.unpacked(b, value) if reordered else widened(b, tag, value, lanes)
 
 
 def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, streaming: bool = False) -> None:
@@ -197,16 +200,37 @@ def prefetch_pairs(
         prefetch(b, at(b, row, index, 2 * size), ahead, 2 * lanes * size)
 
 
+def is_reordered(tag: types.Type, lanes: int, *layouts: str) -> bool:
+    """Whether elements are quicker in the order of `short_floats.ORDER`: bfloat16 with AVX2."""
+    is_packed = tag is types.uint16 and lanes == short_floats.PACKED and short_floats.has_packing()
+    return is_packed and set(layouts) <= {"half"}
+
+
+def load_reals(
+    b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int, reordered: bool
+) -> ir.Value:
+    """Numbers of the arithmetic, in a row, or in the order of pairs that are reordered."""
+    if not reordered:
+        return load(b, element, address, lanes)
+    quarters = [
+        load(b, element, b.add(address, constant(I64, 1, first * _BYTES[element])), 4)
+        for first in short_floats.ORDER[::4]
+    ]
+    halves = [pick(b, *both, range(8)) for both in (quarters[:2], quarters[2:])]
+    return pick(b, *halves, range(16))
+
+
 def load_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
-    layout: str,
+    layout: str, reordered: bool = False,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     """First and second members of `lanes` pairs from `index` on."""
     size = ELEMENTS[tag].size
     if layout == "half":
         first = at(b, row, index, size)
         ends = first, at(b, first, pairs, size)
-        return load_wide(b, tag, ends[0], lanes), load_wide(b, tag, ends[1], lanes)
+        one, other = (load_wide(b, tag, end, lanes, reordered) for end in ends)
+        return one, other
     both = at(b, row, index, 2 * size)
     if tag is types.uint16:  # a pair is a word of 32 bits
         pointer = b.inttoptr(both, vector(I32, lanes).as_pointer())
@@ -226,11 +250,15 @@ def load_pairs(
 
 def store_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value,
-    one: ir.Value, other: ir.Value, layout: str, streaming: bool,
+    one: ir.Value, other: ir.Value, layout: str, streaming: bool, reordered: bool = False,
 ) -> None:  # fmt: skip
     size, lanes = ELEMENTS[tag].size, lanes_of(one)
     if layout == "half":
         first = at(b, row, index, size)
+        if reordered:
+            store(b, short_floats.packed(b, one), first, streaming)
+            store(b, short_floats.packed(b, other), at(b, first, pairs, size), streaming)
+            return
         store_wide(b, tag, first, one, streaming)
         store_wide(b, tag, at(b, first, pairs, size), other, streaming)
         return
@@ -284,13 +312,16 @@ def held(tag: types.Type) -> int:
     return _HELD // _BYTES[ELEMENTS[tag].real]
 
 
-def pieces(
-    b: ir.IRBuilder, tag: types.Type, index: ir.Value, lanes: int
-) -> Iterator[tuple[ir.Value, int, int]]:
-    """(index, lanes, lanes before) of what is worked on at once: as much as registers can hold."""
+def pieces(tag: types.Type, lanes: int) -> Iterator[tuple[ir.Value, int]]:
+    """(lanes before, lanes) of what is worked on at once: as much as registers can hold."""
     size = min(lanes, held(tag))
     for before in range(0, lanes, size):
-        yield b.add(index, constant(I64, 1, before)), size, before
+        yield constant(I64, 1, before), size
+
+
+def channel_of(b: ir.IRBuilder, index: ir.Value, layout: str) -> ir.Value:
+    """The channel of the first member of pair `index`."""
+    return index if layout == "half" else b.add(index, index)
 
 
 class Sum:
@@ -309,19 +340,19 @@ class Sum:
         for part in self.parts:
             self.b.store(constant(self.real, self.lanes, 0.0), part)
 
-    def add(self, value: ir.Value, before: int = 0) -> None:
+    def add(self, value: ir.Value, before: ir.Constant = NONE) -> None:
         """Add to the sums of the lanes from `before` on."""
         if lanes_of(value) == 1:
             self._add(self.single, value)
             return
         for start in range(0, lanes_of(value), self.lanes):
             part = pick(self.b, value, value, range(start, start + self.lanes))
-            self._add(self.parts[(before + start) // self.lanes], part)
+            self._add(self.parts[(before.constant + start) // self.lanes], part)
 
     def _add(self, sum_: ir.Value, value: ir.Value) -> None:
         self.b.store(self.b.fadd(self.b.load(sum_), value), sum_)
 
-    def total(self) -> ir.Value:
+    def total(self, reordered: bool = False) -> ir.Value:
         """The upper half on the lower half, until one is left; then the single numbers."""
         b = self.b
         values = [b.load(part) for part in self.parts]
@@ -329,6 +360,7 @@ class Sum:
             half = len(values) // 2
             values = [b.fadd(*both) for both in zip(values[:half], values[half:], strict=True)]
         value, lanes = values[0], self.lanes
+        value = pick(b, value, value, short_floats.ORDER) if reordered else value
         while lanes > 1:
             lanes //= 2
             value = b.fadd(
