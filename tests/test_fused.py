@@ -296,6 +296,7 @@ REFUSED = {
     "a row": (lambda f: f(v=KEY[0], cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "add up"),
     "out": (lambda f: f(out=(Q,)), ValueError, "out must hold 2"),
     "shape of out": (lambda f: f(out=(Q, Q)), ValueError, "like the result"),
+    "None in out": (lambda f: f(out=(Q, KEY, None)), TypeError, "leave out what is not returned"),
     "spec": (lambda f: fused(Q, KEY, None, "llama"), TypeError, "spec must be a Rotary"),
     "libraries": (lambda f: f(k=torch.ones(2, SEQ, DIM)), TypeError, "one library"),
     "integers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),

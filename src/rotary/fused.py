@@ -138,4 +138,8 @@ def fused(
         raise ValueError(f"a tuple of scales has those of q, k and v, got {len(scales)}")
     stages = Stages(norm, cache, None if dtype is None else dtype_name(dtype), scales)
     outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if outs is not None and any(each is None for each in outs):
+        raise TypeError(
+            "out holds None: leave out what is not returned, as in out=(q, k) for v=None"
+        )
     return run(q, k, v, cos, sin, rows, options, stages, outs)
