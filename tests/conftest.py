@@ -77,6 +77,14 @@ def one_thread():
 
 
 @pytest.fixture
+def numpy_by_formula(monkeypatch):
+    """Fused calls on NumPy arrays by the reference implementation, and not by compiled loops."""
+    from rotary import kernels
+
+    monkeypatch.setitem(kernels.FUSED, "compiled loops", kernels.FUSED["reference"])
+
+
+@pytest.fixture
 def kernel_calls(monkeypatch):
     """What a patched model gives our kernel to rotate: (q, k) of each call, without the trials."""
     from rotary.integrations import rotations

@@ -80,10 +80,20 @@ def weights(form, heads=HEADS):
     ]
 
 
+@pytest.fixture(autouse=True, params=["formula", "loops"])
+def way(request):
+    """What takes NumPy arrays: the reference implementation, or the compiled loops."""
+    if request.param == "formula":
+        request.getfixturevalue("numpy_by_formula")
+    else:
+        pytest.importorskip("numba")
+    return request.param
+
+
 @pytest.mark.parametrize("add_one", [False, True])
 @pytest.mark.parametrize("form", ["none", "head", "heads", "full"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_reference_is_the_formula(name, form, add_one):
+def test_both_ways_compute_the_formula(name, form, add_one):
     spec, (q, k), (wq, wk) = SPECS[name], arrays((2,)), weights(form)
     norm = Norm(wq, wk, EPS, add_one=add_one)
     got = fused(q, k, None, spec, norm=norm)
@@ -237,8 +247,9 @@ def test_a_cache_of_few_bits(kind):
     del keys
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.0])  # the loops take no scale
 @pytest.mark.parametrize("form", ["flat", "blocks"])
-def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form):
+def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form, scale):
     spec = Rotary(12, 4, 8, base=100.0, layout="interleaved", out_layout="half")
     q = RNG.standard_normal((2, 3, SEQ, 12))
     k, latent = RNG.standard_normal((2, 1, SEQ, 4)), RNG.standard_normal((2, SEQ, 7))
@@ -246,7 +257,7 @@ def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form):
     rows = cache_of((4, 4, 11) if form == "blocks" else (16, 11))
     slots = np.arange(12)[::-1].copy()
     slots[3] = -1
-    cache = LatentCache(rows, slots, 0.5)
+    cache = LatentCache(rows, slots, scale)
     y, nothing, neither = fused(q, k, latent, spec, cache=cache, norm=Norm(None, None, EPS, weight))
     assert nothing is neither is None
     np.testing.assert_array_equal(y, rotary.apply(spec, q))
@@ -256,9 +267,91 @@ def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form):
     latent = (latent / np.sqrt(mean + EPS) * weight).reshape(12, 7)
     for token, slot in enumerate(slots):
         if slot >= 0:
-            want = np.concatenate([latent[token], keys[token]]) / 0.5
+            want = np.concatenate([latent[token], keys[token]]) / scale
             np.testing.assert_allclose(rows.reshape(16, 11)[slot], want, rtol=1e-12)
     assert (rows.reshape(16, 11)[[8, 12, 13, 14, 15]] == 77).all()
+
+
+# --- the loops, and when they are not taken ---
+
+
+BY_FORMULA = pytest.mark.parametrize("way", ["formula"], indirect=True)
+
+
+def counted(*args, **options):
+    """Results, and whether the loops computed them."""
+    loops = pytest.importorskip("rotary.kernels.cpu.fused", reason="needs numba")
+    left, formula = [], loops.formula.fused
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops.formula, "fused", lambda *a: left.append(a) or formula(*a))
+        patch.setitem(rotary.kernels.FUSED, "compiled loops", lambda: loops.fused)
+        return fused(*args, **options), not left
+
+
+@BY_FORMULA
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_loops_round_as_the_formula(dtype, is_cached):
+    q, k = arrays(dtype=dtype)
+    options = {"norm": Norm(*[w.astype(np.float32) for w in weights("head")], EPS)}
+    caches = [], []
+    made = []
+    for call, memory in zip((counted, fused), caches, strict=True):
+        if is_cached:
+            memory += [np.full((8, 2, DIM), 7, dtype) for _ in "kv"]
+            options["cache"] = KVCache(*memory, np.array([4, 3, -1, 1, 0, 5], np.int32))
+        made.append(call(q, k, k, SPECS["half"], **options))
+    (results, is_taken), wanted = made
+    assert is_taken
+    close = {2: 2.0**-7 if dtype != np.float16 else 2.0**-10, 4: 1e-6, 8: 3e-7}[q.itemsize]
+    for y, z in zip((*results, *caches[0]), (*wanted, *caches[1]), strict=True):
+        assert (y is None) == (z is None)
+        if y is not None:
+            assert y.dtype == dtype
+            np.testing.assert_allclose(y.astype(float), z.astype(float), rtol=close, atol=close)
+
+
+NOT_TAKEN = {
+    "a cast": {"dtype": "float16"},
+    "a scale": {"scale": 0.5},
+    "tables of float64": {"tables": [np.ones((SEQ, DIM // 2))] * 2},
+    "a norm of v": {"norm": Norm(None, None, EPS, np.ones(DIM))},
+    "a scale of a cache": {"cache": KVCache(*np.zeros((2, 8, 2, DIM)), np.arange(6), 0.5, 0.5)},
+}
+
+
+@BY_FORMULA
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_the_formula_does_what_the_loops_cannot(name):
+    q, k = arrays()
+    results, is_taken = counted(q, k, k, SPECS["half"], **NOT_TAKEN[name])
+    assert not is_taken
+    for y, z in zip(results, fused(q, k, k, SPECS["half"], **NOT_TAKEN[name]), strict=True):
+        np.testing.assert_array_equal(y, z)
+
+
+@BY_FORMULA
+def test_keys_that_are_their_own_cache_are_right():
+    q, k = (x.swapaxes(-2, -3).copy() for x in arrays())  # (seq, heads, head_dim)
+    slots, v = np.roll(np.arange(SEQ), 1), np.zeros_like(k)
+    want = k.copy(), v.copy()
+    fused(q, k, v, SPECS["half"], cache=KVCache(*want, slots), seq_dim=-3)
+    cache = KVCache(k, v.copy(), slots)
+    _, is_taken = counted(q, k, v, SPECS["half"], cache=cache, seq_dim=-3)
+    assert not is_taken
+    np.testing.assert_array_equal(k, want[0])
+
+
+@BY_FORMULA
+def test_an_output_that_overlaps_an_input_is_right():
+    q, _ = arrays()
+    norm = Norm(*weights("head"), EPS)
+    line = np.zeros(q.size + 1, q.dtype)
+    x, y = line[:-1].reshape(q.shape), line[1:].reshape(q.shape)  # one element further
+    x[...] = q
+    _, is_taken = counted(x, None, None, SPECS["half"], norm=norm, out=(y,))
+    assert not is_taken
+    np.testing.assert_array_equal(y, fused(q, None, None, SPECS["half"], norm=norm)[0])
 
 
 # --- out, and refusals ---

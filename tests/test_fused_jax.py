@@ -17,6 +17,7 @@ torch = if_installed("torch")
 check_grads = if_installed("jax.test_util").check_grads
 jax_fused = if_installed("rotary.kernels.jax.fused")
 
+pytestmark = pytest.mark.usefixtures("numpy_by_formula")
 EPS = 1e-5
 HEADS, SEQ = (4, 2), 6
 SPECS = {

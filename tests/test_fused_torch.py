@@ -15,6 +15,7 @@ import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary, fused
 from rotary.kernels.torch import fused as torch_fused
 
+pytestmark = pytest.mark.usefixtures("numpy_by_formula")
 EPS = 1e-5
 SPECS = {
     "half": Rotary(64, base=100.0),
@@ -512,6 +513,24 @@ def test_a_call_like_one_before_refuses_what_the_first_would():
     options["norm"] = Norm(norm.q.clone().requires_grad_(), norm.k, EPS)
     with pytest.raises(RuntimeError, match="do not take part in autograd"):
         fused(q, k, None, positions=rows, out=outs, **options)
+
+
+@pytest.mark.parametrize("is_into", [False, True])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_or_values_that_are_their_own_cache_are_refused(name, is_into):
+    """A token goes to another row, which is perhaps still to be read."""
+    pytest.importorskip("numba", reason="the formula reads all before it writes")
+    q, k, v = (torch.randn(9, heads, 64) for heads in (4, 2, 2))
+    slots = torch.arange(9).roll(1)
+    options = {"spec": SPECS["half"], "seq_dim": -3, "out": (q.clone(),) if is_into else None}
+    fused(q, k, v, cache=KVCache(k.clone(), v.clone(), slots), **options)
+    memory = {"k": k.clone(), "v": v.clone()} | {name: {"k": k[:], "v": v[:]}[name]}
+    cache = KVCache(memory["k"], memory["v"], slots)
+    before = k.clone(), v.clone()
+    with pytest.raises(ValueError, match="out overlaps"):
+        fused(q, k, v, cache=cache, **options)
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
 
 
 def test_slices_of_one_buffer_are_rotated_in_place_again():

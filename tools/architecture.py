@@ -20,7 +20,8 @@ FLOORS = (
     {"kernels"},
     {"kernels/numpy", "kernels/stages", "kernels/phases", "kernels/place"},
     {"kernels/fused_steps"},
-    {"kernels/numpy_fused", "kernels/cpu", "kernels/triton", "kernels/mlx"},
+    {"kernels/numpy_fused", "kernels/triton", "kernels/mlx"},
+    {"kernels/cpu"},
     {"kernels/torch", "kernels/jax"},
     {"angles", "positions"},
     {"rotate"},
@@ -71,7 +72,7 @@ LIBRARIES = {
 # written out); a conversion, an exported kernel and the command write down the version.
 LOADED = (
     *("numpy", "cpu/kernel", "torch/route", "torch/dtensor", "jax/kernel", "mlx"),
-    *("numpy_fused", "torch/fused", "jax/fused"),
+    *("numpy_fused", "cpu/fused", "torch/fused", "jax/fused"),
 )
 UPWARD = {
     *(("kernels", f"kernels/{name}") for name in LOADED),

@@ -189,6 +189,12 @@ def _numpy_fused() -> Fused:
     return fused
 
 
+def _cpu_fused() -> Fused:
+    from .cpu.fused import fused
+
+    return fused
+
+
 def _torch_fused() -> Fused:
     from .torch.fused import fused
 
@@ -204,7 +210,7 @@ def _jax_fused() -> Fused:
 # name of a kernel -> what loads its fused call
 FUSED: dict[str, Callable[[], Fused]] = {
     "reference": _numpy_fused,
-    "compiled loops": _numpy_fused,
+    "compiled loops": _cpu_fused,
     "torch": _torch_fused,
     "jax": _jax_fused,
 }

@@ -163,6 +163,7 @@ def _is_ready(piece: Piece) -> bool:
         and is_contiguous_last(piece.out)
         and is_injective(piece.out)
         and not (piece.is_in_place and (is_mixed or piece.x.strides != piece.out.strides))
+        and not (piece.is_in_place and piece.slots is not None)  # a token goes to another row
     )
 
 

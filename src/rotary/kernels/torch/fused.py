@@ -6,6 +6,7 @@ on a GPU take one launch, `fused_gpu.py`, without.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -21,6 +22,7 @@ from .state import FLOATS, INTEGERS, are_plain, host_values, is_on_gpu, is_watch
 
 loops: ModuleType | None
 try:
+    from ..cpu import fused_calls as calls
     from . import fused_cpu as loops
     from . import fused_ready as ready
 except ImportError:  # without Numba the formula does all of it
@@ -86,20 +88,9 @@ def is_for_loops(
     """Whether the compiled loops may be asked: plain tensors on the host, and no cast."""
     if loops is None or is_watched() or (changes_v(stages) and stages.cache is None):
         return False
-    tensors = [*operands, *(out or ())]
-    scales: list[object] = [stages.scales[0]]
-    match stages.cache:
-        case KVCache(k, v, _, k_scale, v_scale):
-            tensors += [cache for cache in (k, v) if cache is not None]
-            scales += [k_scale, v_scale]
-        case LatentCache(memory, _, scale):
-            tensors.append(memory)
-            scales.append(scale)
-        case None:
-            scales += stages.scales[1:]
+    tensors = [*operands, *(out or ()), *calls.caches_of(stages.cache)]
     return (
-        all([type(scale) in (int, float) and scale == 1 for scale in scales])
-        and stages.dtype in (None, FLOATS[q.dtype])
+        calls.casts_nothing(stages, FLOATS[q.dtype])
         and all([isinstance(tensor, Tensor) for tensor in tensors])
         and are_plain(tensors)
         and not is_on_gpu(q)
@@ -115,7 +106,7 @@ def by_loops(
     norm, cache = stages.norm, stages.cache
     if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
         return None
-    call = loops.Call(cos, sin, loops.checked_rows(rows, cos), fitted, norm)
+    call = calls.Call(loops.ACCESS, cos, sin, loops.checked_rows(rows, cos), fitted, norm)
     xs = [q] if k is None or cache is not None else [q, k]
     weights = [None if norm is None else getattr(norm, name) for name in "qk"[: len(xs)]]
     if norm is not None and wants_grad(*xs, *[w for w in weights if w is not None]):
@@ -128,16 +119,18 @@ def by_loops(
         check_outputs(xs, read, out)
     outs = [empty_like(x) for x in xs] if out is None else list(out)
     if cache is None:
-        if not loops.rotated(call, xs, outs):
+        if not calls.rotated(call, xs, outs):
             return None
         mark_written(out or ())
         return outs[0], None if k is None else outs[1], v
-    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
-    memory = [each for each in memory if each is not None]
-    _check_memory(read, [*(out or ()), *memory])
+    memory = calls.caches_of(cache)
+    _check_memory([cos, sin, *read, *(out or ())], memory)  # a cache is nobody's output
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
-    if k is None or not loops.stored(call, q, k, v, outs[0], cache):
+    if k is None:
+        return None
+    slots = torch.as_tensor(cache.slots).long().contiguous()
+    if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
     mark_written([*memory, *(out or ())])
     return outs[0], None, None
@@ -162,7 +155,7 @@ def by_kernel(
         kind = q.dtype if stages.dtype is None else _DTYPES[stages.dtype]
         returned = [x for x in (xs if cache is None else (q,)) if x is not None]
         check_outputs([x.to("meta", kind) for x in returned], read, out)
-    check_writable(read, memory)
+    check_writable([cos, sin, *read, *(out or ())], memory)  # a cache is nobody's output
     results = fused_gpu.fused(xs, cos, sin, rows, fitted, stages, out)
     if results is None:
         return None

@@ -3,150 +3,24 @@
 # mypy: disable-error-code="misc, no-untyped-call, no-untyped-def"
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
-from ..memory import Block
-from ..stages import (
-    Fit,
-    KVCache,
-    LatentCache,
-    Norm,
-    check_cache,
-    check_slots,
-    slot_shape,
-    weight_form,
-)
+from ..cpu.fused_calls import Access, Call, piece_of, rotated
 from .checks import check_rows
 from .launch import check_row_range, empty_like, form, launch
 from .state import FLOATS, host_array
 
 
-class Call(NamedTuple):
-    """A fused call on q and perhaps k, without the tensors that get gradients."""
-
-    cos: Tensor
-    sin: Tensor
-    rows: Tensor | None
-    fitted: Fit
-    norm: Norm | None
-
-    def weight(self, index: int) -> Tensor | None:
-        """The weight of q or k."""
-        weight: Tensor | None = None if self.norm is None else getattr(self.norm, "qkv"[index])
-        return weight
-
-    def of(self, weights: Sequence[Tensor | None]) -> "Call":
-        """The same call with these weights of q and k."""
-        q, k = (*weights, None)[:2]
-        return self._replace(norm=None if self.norm is None else replace(self.norm, q=q, k=k))
-
-    def table(self) -> tuple[Block, Block | None, tuple[int, int, int]]:
-        """The forms of the tables and row numbers, and where they are."""
-        cos, sin, rows = self.cos, self.sin, self.rows
-        places = cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr()
-        return form(cos), None if rows is None else form(rows), places
+def _weight(weight: Tensor) -> Tensor:
+    weight = weight.detach()
+    return (weight if weight.dtype in FLOATS else weight.float()).contiguous()
 
 
-def rotated(call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
-    """q and k to `outs`; False, and nothing written, where the loops cannot take them."""
-    return _run(call, pieces_of(call, (*xs, None)[:2], outs, None))
-
-
-def stored(
-    call: Call, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, cache: KVCache | LatentCache
-) -> bool:
-    """q to `out`, k and v to their slots; False, and nothing written, where the loops cannot."""
-    slots = torch.as_tensor(cache.slots).long().contiguous()
-    return _run(call, pieces_of(call, (q, k, v), (out,), replace(cache, slots=slots)))
-
-
-Made = tuple[jobs.Piece, jobs.Memory, object]  # and what has to live until it is done
-
-
-def pieces_of(
-    call: Call, xs: Sequence[Tensor | None], outs: Sequence[Tensor],
-    cache: KVCache | LatentCache | None,
-) -> list[Made] | None:  # fmt: skip
-    """The work of the loops on q, k and perhaps v: all to `outs`, or k and v to a cache.
-
-    ValueError for a cache or slots, contiguous int64, that do not fit.
-    """
-    made = [
-        _piece(call, index, x, y)
-        for index, (x, y) in enumerate(zip(xs, outs, strict=False)) if x is not None
-    ]  # fmt: skip
-    if cache is None:
-        return made
-    _, k, v = xs
-    slots = cache.slots
-    slot_shape(tuple(slots.shape), call.fitted.tokens)
-    numbers = host_array(slots)
-    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
-    assert k is not None
-    for index, (name, x, target, row) in enumerate(_targets(call, k, v, cache)):
-        shape = tuple(target.shape)
-        block = check_cache(name, shape, row)
-        check_slots(low, high, shape, block)
-        if target.dtype != x.dtype:
-            return None
-        made.append(_piece(call, index + 1, x, target, (slots, block)))
-    return made
-
-
-def _targets(
-    call: Call, k: Tensor, v: Tensor | None, cache: KVCache | LatentCache
-) -> list[tuple[str, Tensor, Tensor, tuple[int, ...]]]:
-    """The writes to a cache, each as (name, values, target, shape of a token in the target)."""
-    if isinstance(cache, LatentCache):
-        assert v is not None
-        latent, width = v.shape[-1], v.shape[-1] + k.shape[-1]
-        values, keys = cache.rows.split([latent, width - latent], dim=-1)
-        return [("k", k, keys, (k.shape[-1],)), ("v", v, values, (latent,))]
-    axis = call.fitted.head_axis
-    heads = 1 if axis is None else k.shape[axis]
-    pairs = [("k", k, cache.k)] if v is None else [("k", k, cache.k), ("v", v, cache.v)]
-    return [(name, x, target, (heads, x.shape[-1])) for name, x, target in pairs]
-
-
-def _run(call: Call, made: list[Made] | None) -> bool:
-    if made is None:
-        return False
-    pieces, memories, alive = zip(*made, strict=True)
-    table, rows, places = call.table()
-    eps = 0.0 if call.norm is None else call.norm.eps
-    known = jobs.call_of(pieces, table, rows, eps)
-    is_done = known is not None and jobs.run(known, memories, places, False)
-    del alive
-    return is_done
-
-
-def _piece(
-    call: Call, index: int, x: Tensor, out: Tensor, to: tuple[Tensor, int | None] | None = None
-) -> Made:
-    fitted, weight, name = call.fitted, call.weight(index), "qkv"[index]
-    geometry = fitted.geometries[index] if index < 2 else None
-    is_latent = index == 2 and x.ndim == len(fitted.tokens) + 1
-    head_axis = None if is_latent else fitted.head_axis
-    known, slots, taken = None, None, None
-    if weight is not None and call.norm is not None:
-        heads = 1 if head_axis is None else x.shape[head_axis]
-        rows, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
-        weight = weight.detach()
-        weight = (weight if weight.dtype in FLOATS else weight.float()).contiguous()
-        is_full = is_full and heads > 1
-        known = jobs.Weight(FLOATS[weight.dtype], rows[0], is_full, call.norm.add_one)
-    if to is not None:
-        slots, block = to
-        taken = jobs.Slots(form(out).strides[:2], block)
-    is_in_place = x.data_ptr() == out.data_ptr()
-    piece = jobs.Piece(form(x), form(out), geometry, head_axis, known, taken, is_in_place)
-    places = [0 if each is None else each.data_ptr() for each in (x, out, weight, slots)]
-    return piece, jobs.Memory(*places), (weight, slots)
+ACCESS = Access(form, Tensor.data_ptr, host_array, _weight)
 
 
 class Differentiable(torch.autograd.Function):
@@ -198,7 +72,7 @@ def _back(
     assert call.norm is not None
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     result = empty_like(x)
-    piece, memory, alive = _piece(call, index, x, result)
+    piece, memory, alive = piece_of(call, index, x, result)
     given = form(grad), grad.data_ptr()
     gains = jobs.run_back(piece, memory, given, call.norm.eps, *call.table())
     del alive

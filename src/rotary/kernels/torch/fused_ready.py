@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
+from ..cpu.fused_calls import Call, pieces_of
 from ..geometry import Options
 from ..stages import KVCache, LatentCache, Norm, Stages, fit
 from . import ready
 from .checks import check_memory, check_no_inference, check_operands
-from .fused_cpu import Call, pieces_of
+from .fused_cpu import ACCESS
 from .private import increment_version
 from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, wants_grad
@@ -125,7 +126,7 @@ def _code(
         return None
     check_no_inference(written)
     is_tracked = bool(written) and not written[0].is_inference()
-    call = Call(cos, sin, rows[0] if rows else None, fitted, norm)
+    call = Call(ACCESS, cos, sin, rows[0] if rows else None, fitted, norm)
     pieces = pieces_of(call, (q, k, v), outs, cache)
     if pieces is None:
         return None
@@ -168,7 +169,9 @@ def _code(
             spacing = tuple([place - at[0] for place in (*at, cos, sin, rows)])
             if spacing not in apart:
                 caches = [xs[spot] for spot in spots[6:8] if spot is not None]
-                check_memory((*xs[:read_count], *tables[:2]), (*(out or ()), *caches))
+                read = *xs[:read_count], *tables[:2]
+                check_memory(read, out or ())
+                check_memory((*tables[:2], *read, *(out or ())), caches)
                 if len(apart) >= _SPACINGS:
                     apart.clear()
                 apart.add(spacing)

@@ -1,0 +1,95 @@
+"""`rotary.fused` for NumPy arrays: one pass of the compiled loops, or the formula."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .. import Numbers as Array
+from .. import numpy_fused as formula
+from ..geometry import Options
+from ..memory import check_overlap
+from ..numpy import FLOATS, block, check_operands, check_rows, name_of
+from ..numpy_fused import Result
+from ..stages import KVCache, Stages, changes_v, fit
+from .built_in import address
+from .fused_calls import Access, Call, caches_of, casts_nothing, rotated, stored
+
+
+def fused(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    cos: Array,
+    sin: Array,
+    positions: object,
+    options: Options,
+    stages: Stages,
+    out: Sequence[Array] | None,
+) -> tuple[Result, Result, Result]:
+    """q, k and v after all stages, as `kernels/numpy_fused.py` computes them.
+
+    Arguments and errors are those of `rotary.fused`. What the loops cannot take as it is, and
+    what is wrong in a way that they do not name, is left to the formula.
+    """
+    operands = q, k, v, cos, sin, positions, options, stages
+    done = _by_loops(*operands, out)
+    return formula.fused(*operands, out) if done is None else done
+
+
+def _by_loops(
+    q: Array, k: Array | None, v: Array | None, cos: Array, sin: Array, positions: object,
+    options: Options, stages: Stages, out: Sequence[Array] | None,
+) -> tuple[Result, Result, Result] | None:  # fmt: skip
+    """The same; None, and nothing written, where the loops cannot."""
+    norm, cache = stages.norm, stages.cache
+    check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
+    if not casts_nothing(stages, name_of(q.dtype)) or cos.dtype != np.float32:
+        return None
+    if changes_v(stages) if cache is None else k is None:
+        return None
+    if isinstance(cache, KVCache) and v is not None and cache.v is None:
+        return None
+    made = [q] if k is None or cache is not None else [q, k]
+    outs = [np.empty(x.shape, x.dtype) for x in made] if out is None else list(out)
+    weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
+    read = [*(x for x in (q, k, v) if x is not None), cos, sin, *weights]
+    written = [*outs, *(caches := caches_of(cache))]
+    if not all([type(array) is np.ndarray and array.flags.aligned for array in (*read, *written)]):
+        return None
+    if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in made]:
+        return None
+    if cos.strides != sin.strides or not all([y.flags.writeable for y in written]):
+        return None
+    if out is not None and not _are_apart(read, outs):
+        return None
+    if caches and not _are_apart([cos, sin, *read, *outs], caches):  # a cache is nobody's output
+        return None
+    rows = None if positions is None else np.ascontiguousarray(check_rows(positions, cos))
+    shapes = [None if x is None else x.shape for x in (q, k, v)]
+    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
+    call = Call(_ACCESS, cos, sin, rows, fitted, norm)
+    if cache is None:
+        return (outs[0], None if k is None else outs[1], v) if rotated(call, made, outs) else None
+    slots = np.asarray(cache.slots)
+    if slots.dtype.kind not in "iu":
+        return None
+    cache = replace(cache, slots=np.ascontiguousarray(slots, np.int64))
+    return (outs[0], None, None) if stored(call, q, k, v, outs[0], cache) else None
+
+
+def _are_apart(read: Sequence[Array], written: Sequence[Array]) -> bool:
+    """Whether no array that is written shares memory with others, but for the one in its place."""
+    try:
+        check_overlap(*[[(address(x), block(x)) for x in group] for group in (read, written)])
+    except ValueError:
+        return False
+    return True
+
+
+def _weight(weight: Array) -> Array:
+    kind = weight.dtype if name_of(weight.dtype) in FLOATS else np.float32
+    return np.ascontiguousarray(weight, kind)
+
+
+_ACCESS = Access(block, address, np.asarray, _weight)
