@@ -65,5 +65,7 @@ def if_installed(name):
     """
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except ImportError as error:
+        if (error.name or "").startswith("rotary."):
+            raise  # a module of ours that there is not
         return Absent(name)

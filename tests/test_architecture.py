@@ -3,7 +3,9 @@
 import ast
 import importlib
 import inspect
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from tools.architecture import (
@@ -61,6 +63,19 @@ def test_every_file_has_a_floor():
 def test_imports_point_down(name):
     path = FILES[name]
     assert violations(path.read_text(), name, path.name == "__init__.py") == []
+
+
+def test_modules_that_tests_skip_without_are_there():
+    """A test that skips where a library is absent would skip as well where ours has moved."""
+    asked = re.compile(r'(?:importorskip|if_installed)\(\s*f?"(rotary\.[^"]*)"')
+    named = {
+        (path.name, name)
+        for path in Path(__file__).parent.glob("*.py")
+        for name in asked.findall(path.read_text())
+    }
+    assert len(named) > 10
+    for file, name in sorted(named):
+        assert name.removeprefix("rotary.").replace(".", "/") in FILES, f"{file}: {name}"
 
 
 def test_no_two_files_need_each_other():

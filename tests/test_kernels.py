@@ -31,10 +31,9 @@ from rotary.kernels.memory import Block
 
 jax = if_installed("jax")
 ml_dtypes = if_installed("ml_dtypes")
-cpu, jobs, pool = (
-    pytest.importorskip(f"rotary.kernels.{name}", reason="needs numba")
-    for name in ("cpu", "jobs", "threads")
-)
+cpu = pytest.importorskip("rotary.kernels.cpu.kernel", reason="needs numba")
+jobs = pytest.importorskip("rotary.kernels.cpu.jobs", reason="needs numba")
+pool = pytest.importorskip("rotary.kernels.cpu.threads", reason="needs numba")
 pytest.importorskip("numba.np.arrayobj")  # Numba learns of np.empty before it is poisoned
 torch = if_installed("torch")
 jax_kernel = if_installed("rotary.kernels.jax.kernel")

@@ -112,7 +112,7 @@ def assigned(node):
 
 
 def test_no_loop_takes_an_address_of_what_may_be_freed_before_it_is_used():
-    for path in (PACKAGE / "kernels").glob("*.py"):
+    for path in (PACKAGE / "kernels" / "cpu").glob("*.py"):
         assert early_addresses(path.read_text()) == [], path.name
     once = "def turn(n):\n    both = empty((2, n))\n    use(both[0].ctypes.data)\n"
     assert early_addresses(once) == ["both[0].ctypes.data"]
@@ -442,10 +442,10 @@ def test_a_cache_folder_that_cannot_be_written(place, installed):
 
 def test_no_folder_for_a_cache_at_all(installed):
     """As in an image that is mounted read-only: compiled anew, but working."""
-    (installed / "kernels" / "__pycache__").touch()  # a file: no folder can be made there
+    (installed / "kernels" / "cpu" / "__pycache__").touch()  # a file: no folder can be made there
     nowhere = {"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "NUMBA_CACHE_DIR": NOWHERE}
     assert in_copy(installed, RUN, PYTHONDONTWRITEBYTECODE=1, **nowhere) == work("numpy")
-    assert (installed / "kernels" / "__pycache__").is_file()
+    assert (installed / "kernels" / "cpu" / "__pycache__").is_file()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file size are a matter of Unix")
