@@ -141,6 +141,8 @@ WRITTEN = {
                                   {"rope_type": "yarn", "rope_theta": BASE, "factor": 4.0}},
     "v5 factor null": {"model_type": "llama", "rope_parameters":
                        {"rope_type": "yarn", "factor": None, **TRAINED_ONLY}},
+    "v5 truncate null": {"model_type": "llama", "rope_parameters":
+                         {"rope_type": "yarn", "factor": 4.0, "truncate": None, **TRAINED_ONLY}},
     "phi3 outer length": {"model_type": "phi3", **TRAINED_ONLY, "rope_theta": 1e4,
                           "rope_scaling": {"type": "longrope", **LISTS}},
     "phi3 outer length wins": {"model_type": "phi3", **TRAINED_ONLY, "rope_scaling":
