@@ -102,6 +102,18 @@ def along(placement, dims):
     return Replicate() if dim is None else Shard(dim)
 
 
+def the_comparison_of_a_shard_can_fail(world):
+    """One token moved, one bit changed: `same` must see both."""
+    mesh, x = next(meshes(world)), torch.randn(2 * world, 4)
+    same(cut(x, mesh, [Shard(0)]), x)
+    for wrong in (x.roll(1, 0), torch.nextafter(x, x + 1)):
+        try:
+            same(cut(wrong, mesh, [Shard(0)]), x)
+        except AssertionError:
+            continue
+        raise RuntimeError("a wrong shard was taken")
+
+
 def every_shard_has_the_bits_of_the_whole(world):
     rows = torch.stack([torch.arange(SEQ) + 5 * row for row in range(BATCH)])
     positions = {
@@ -697,6 +709,7 @@ def a_tensor_parallel_plan_cuts_heads(world):
 
 
 EAGER = (
+    the_comparison_of_a_shard_can_fail,
     every_shard_has_the_bits_of_the_whole,
     gradients_have_the_bits_of_the_whole,
     second_gradients_are_those_of_the_whole,
@@ -755,5 +768,8 @@ def work(rank, world, folder, names):
 if __name__ == "__main__":
     WORLD, FOLDER, *NAMES = sys.argv[1:]
     arguments = int(WORLD), FOLDER, NAMES or list(CHECKS)
-    # forked: torch is imported once for all ranks
+    # forked: torch is imported and the loops are loaded once for all ranks
+    torch.set_num_threads(1)
+    for kind in (torch.float32, torch.bfloat16):
+        rotary.apply(SPEC, *q_and_k(kind))
     torch.multiprocessing.start_processes(work, arguments, int(WORLD), start_method="fork")

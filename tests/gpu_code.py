@@ -1,10 +1,11 @@
 """What Triton makes of the GPU kernel for a device that is not here, read from PTX and SASS."""
 
+import functools
 import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ _KINDS |= {torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _VECTORS = {"64": 2, "128": 4}  # registers of one access
 
 
-class Code(NamedTuple):
+@dataclass
+class Code:
+    cubin: bytes = field(compare=False, repr=False)
     loads: dict[int, int]  # how many of so many bits
     stores: dict[int, int]
     barriers: int
@@ -31,8 +34,22 @@ class Code(NamedTuple):
     registers: int
     local: int  # bytes of the stack
     fused: int  # products that are added without being rounded
-    in_flight: int  # bytes of q and k that a thread asked for when it first needs one of them
-    waits: int  # loads in series before the first store: each follows a wait for the one before
+
+    @functools.cached_property
+    def listing(self):
+        """Instructions and jumps back; made when asked for, as it takes as long as the compiler."""
+        path = triton.knobs.nvidia.nvdisasm.path
+        return _instructions(_read(self.cubin, path, "-c", "-ndf"))
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of q and k that a thread asked for when it first needs one of them."""
+        return loaded_before_a_wait(_walk_over_heads(*self.listing))
+
+    @property
+    def waits(self) -> int:
+        """Loads in series before the first store: each follows a wait for the one before."""
+        return waits_in_series(self.listing[0])
 
     def on_one_processor(self, warps: int) -> float:
         """KB in flight for one multiprocessor, as many warps as its registers and threads hold."""
@@ -63,13 +80,9 @@ def code_of(plan, operands, arch, is_fused=None):
     result = compile_for(plan, operands, GPUTarget("cuda", arch, 32), is_fused)
     cubin, ptx = result.asm["cubin"], result.asm["ptx"]
     registers, local = used_by(cubin)
-    instructions, jumps = _instructions(_read(cubin, triton.knobs.nvidia.nvdisasm.path, "-c"))
     return Code(
-        widths("ld", ptx), widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
-        result.metadata.shared, registers, local,
-        len(re.findall(r"\bfma\.", ptx)),
-        loaded_before_a_wait(_walk_over_heads(instructions, jumps)),
-        waits_in_series(instructions),
+        cubin, widths("ld", ptx), widths("st", ptx), len(re.findall(r"\bbar\.sync", ptx)),
+        result.metadata.shared, registers, local, len(re.findall(r"\bfma\.", ptx)),
     )  # fmt: skip
 
 

@@ -369,7 +369,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         work(arguments)
-    else:  # forked: torch and transformers are imported once for all ranks
+    else:  # forked: torch and transformers are imported, and the loops loaded, once for all ranks
+        torch.set_num_threads(1)
+        rotary.apply(LAB.spec, torch.zeros(1, 2, 3, LAB.spec.head_dim))
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.start_processes(
                 lambda rank: work(arguments, f"file://{folder}/store", rank), (), RANKS,

@@ -179,7 +179,7 @@ def test_layouts_and_slices_are_one_rotation():
 
 @EACH
 def test_gradients_reach_q_k_and_v(name):
-    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 2, 9, 4)]
+    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 1, 9, 4)]
     distances, _ = MAPS[name]
     assert torch.autograd.gradcheck(
         lambda *x: distance_attention(*x, Rotary(head_dim=4), distances), arrays

@@ -154,31 +154,24 @@ print(seen, wrong)
 """
 
 
-def few_and_many(many):
-    return pytest.mark.parametrize(
-        ("count", "timeout"), [(60, 120), pytest.param(many, 900, marks=pytest.mark.slow)]
-    )
-
-
-def python(script, count, timeout):
+def python(script, count):
     """What a fresh interpreter prints; it is killed if it hangs."""
     answer = subprocess.run(
         [sys.executable, "-c", script, str(count)],
         check=True,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
     )
     return answer.stdout.strip()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@few_and_many(1000)  # without the hook 8 children in 100 hang
-def test_forks_in_two_threads_beside_threads_that_evict(count, timeout):
-    assert python(EVICTING, count, timeout) == f"{count} {{0}}"
+def test_forks_in_two_threads_beside_threads_that_evict():
+    """Without the hook 8 children in 100 hang: none of 250 does so once in 10^9 runs."""
+    assert python(EVICTING, 250) == "250 {0}"
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
-@few_and_many(10_000)
-def test_signals_whose_handler_rotates(count, timeout):
-    assert python(SIGNALLED, count, timeout) == f"{count} 0"
+def test_signals_whose_handler_rotates():
+    assert python(SIGNALLED, 3000) == "3000 0"

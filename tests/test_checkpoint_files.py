@@ -14,7 +14,7 @@ from safetensors.numpy import save, save_file
 
 from rotary.checkpoint.files import BITS, MAX_HEADER_BYTES, Tensor, read_checkpoint, read_shard
 
-CASES = 100_000
+CASES = 60_000
 
 
 def shard(path, *names, size=4):

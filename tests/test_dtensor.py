@@ -19,11 +19,8 @@ import dtensor_ranks  # noqa: E402
 RANKS = Path(dtensor_ranks.__file__)
 LAUNCHES = {
     "2 ranks": (2, (*dtensor_ranks.EAGER, *dtensor_ranks.MODELS, *dtensor_ranks.SAVED)),
-    # four processes take turns on two cores: in two parts, so that no test waits for all
-    "4 ranks": (4, dtensor_ranks.EAGER[::2]),
-    "4 ranks, the others": (4, dtensor_ranks.EAGER[1::2]),
-    "compiled": (2, dtensor_ranks.COMPILED[:1]),
-    "compiled, the others": (2, dtensor_ranks.COMPILED[1:]),
+    "4 ranks": (4, dtensor_ranks.EAGER),
+    "compiled": (2, dtensor_ranks.COMPILED),
 }
 LAWS = [
     pytest.param(launch, check.__name__, marks=() if launch == "2 ranks" else pytest.mark.slow)
@@ -74,32 +71,3 @@ def test_all_ranks_together_say_what_transformers_says(once):
     wanted = llama.apply_rotary_pos_emb(*whole, wide.cos(), wide.sin())
     for one, other in zip(together, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-
-
-def test_the_comparison_of_a_shard_can_fail():
-    """One token moved, one bit changed: `same` must see both."""
-    script = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from dtensor_ranks import cut, same
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh, x = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
-same(cut(x, mesh, [Shard(0)]), x)
-near = torch.nextafter(x, x + 1)
-for wrong in (x.roll(1, 0), near):
-    try:
-        same(cut(wrong, mesh, [Shard(0)]), x)
-    except AssertionError:
-        print("seen")
-dist.destroy_process_group()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=RANKS.parent,
-    )
-    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert said == ["seen", "seen"], done.stderr

@@ -61,7 +61,7 @@ def test_every_picture_of_every_model_can_be_drawn(name):
     length = published(name).context
     for view in VIEWS:
         is_slow = view in ("reach", "plan")
-        seen = look(Side(model=name), min(2 * length, 2**12) if is_slow else min(length, 2**15))
+        seen = look(Side(model=name), min(2 * length, 2**12) if is_slow else min(length, 2**13))
         if view == "plan" and seen.start.schedule in ("axial", "custom", "ntk"):
             continue  # refused in one line, as by `rotary plan`
         drawn = json.loads(json.dumps(picture(view, seen).data(), allow_nan=False))

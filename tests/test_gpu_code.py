@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu_code import GPUTarget, code_of, compile_for
+from grids import pairwise
 
 from rotary.kernels.geometry import Options, geometry_of
 from rotary.kernels.triton import kernel as compiled
@@ -56,9 +57,13 @@ def launch_exact(dim, options, order="bshd", axes=1, lead=(2, 512), dtype=torch.
     compiled.rotate_exact(xs, turns, 1.0, positions, geometry, None)
 
 
-@pytest.mark.parametrize("order", ["bshd", "bhsd"])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+LAYOUTS = "half", "interleaved"
+DIMS = 64, 80, 128, 256
+
+
+@pytest.mark.parametrize(
+    ("dim", "layout", "order"), list(pairwise(DIMS, LAYOUTS, ("bshd", "bhsd")))
+)
 def test_tables_and_heads_move_in_vectors_of_16_bytes(dim, layout, order, code):
     launch_tables(dim, Options(layout), order)
     for each in code:
@@ -70,7 +75,7 @@ def test_tables_and_heads_move_in_vectors_of_16_bytes(dim, layout, order, code):
     assert len(code) == 2
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_inductor_which_fuses_products_gets_a_kernel_that_rounds_them(layout, monkeypatch):
     found = []
 
@@ -90,9 +95,9 @@ def test_inductor_which_fuses_products_gets_a_kernel_that_rounds_them(layout, mo
     assert rounded.registers <= 88
 
 
-@pytest.mark.parametrize("lead", [None, (512,), (2, 512)])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("dim", "layout", "lead"), list(pairwise(DIMS, LAYOUTS, (None, (512,), (2, 512))))
+)
 def test_exact_angles_need_no_local_memory(dim, layout, lead, code):
     launch_exact(dim, Options(layout), lead=lead)
     for each in code:
@@ -105,7 +110,7 @@ def test_exact_angles_need_no_local_memory(dim, layout, lead, code):
         assert dim == 256 or (each.shared, each.barriers) == (0, 0)
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_axes_need_no_local_memory(layout, code):
     launch_exact(128, Options(layout), axes=3)
     for each in code:
@@ -130,7 +135,7 @@ def test_the_copy_of_a_slice_is_part_of_the_launch_unless_in_place(code):
 @pytest.mark.parametrize(
     ("dtype", "dim"), [(torch.float16, 128), (torch.float32, 128), (torch.float32, 80)]
 )
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_types_move_in_vectors_as_well(layout, dtype, dim, code):
     launch_tables(dim, Options(layout), dtype=dtype)
     for each in code:
@@ -193,7 +198,7 @@ def launches_of(seq=8192, batch=2, layout="half", is_exact=False, variant="plain
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bytes_in_flight_are_those_of_the_model(arch, layout, is_exact):
     """And no variant that the model takes spills, or stores less than 16 bytes at once."""
@@ -231,7 +236,7 @@ def test_of_a_part_everything_is_loaded_before_it_is_stored():
         assert len([part for part in order.split("L") if part]) < stores
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_compiles_for_gfx942(variant, is_exact, layout):

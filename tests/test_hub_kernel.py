@@ -521,6 +521,7 @@ def test_the_compiler_makes_the_same_code_of_it(folder, monkeypatch, tmp_path):
         module.rotate(xs, table, table, None, half, None)
     assert len(codes) == 2
     assert codes[0] == codes[1]
+    assert codes[0].listing == codes[1].listing
     assert set(codes[0].loads) == set(codes[0].stores) == {128}
     assert codes[0].local == 0
 

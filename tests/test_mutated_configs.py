@@ -39,21 +39,12 @@ def pinned_transformers():
 
 
 @compared
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_broken_config_gives_the_numbers_of_transformers_or_one_sentence(seed):
     counts, faults = against.run(seed, 1000)
     assert faults == []
     assert counts["both read, equal"] > 300
     assert counts["slower than 50 ms"] <= 2  # of a machine that does other things too
-
-
-@pytest.mark.slow
-@compared
-@pytest.mark.parametrize("seed", [4, 5])
-def test_more_broken_configs_give_the_numbers_of_transformers_or_one_sentence(seed):
-    counts, faults = against.run(seed, 1000)
-    assert faults == []
-    assert counts["slower than 50 ms"] <= 2
 
 
 def test_a_config_that_takes_too_long_leaves_gradients_on():

@@ -29,10 +29,7 @@ rotate, rotate_out = torch.ops.rotary.rotate, torch.ops.rotary.rotate_out
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [
-        (0, 2000),
-        *(pytest.param(n, n + 6000, marks=pytest.mark.slow) for n in range(2000, 20000, 6000)),
-    ],
+    [(0, 2000), pytest.param(2000, 6500, marks=pytest.mark.slow)],
 )
 def test_malformed_operands_are_rotated_right_or_refused(first, last, record_property):
     script = str(Path(__file__).with_name("guarded_operators.py"))
@@ -188,8 +185,7 @@ PAIRS = [("plain", name) for name in OPERANDS] + [
 
 @pytest.mark.parametrize(("x", "operands"), PAIRS)
 def test_opcheck(x, operands):
-    x = SAMPLES[x]
-    torch.library.opcheck(rotate.default, ([x], *OPERANDS[operands]))
+    x = SAMPLES[x]  # alone it is in the checks of `out`
     other = x[:, :1].detach().contiguous().requires_grad_(x.requires_grad)
     torch.library.opcheck(rotate.default, ([x, other], *OPERANDS[operands]))
 

@@ -34,7 +34,7 @@ def ranks(once):
 
 def launch(folder):
     command = [sys.executable, str(SCRIPT), "--out", str(folder / "report.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
 

@@ -285,8 +285,9 @@ def test_inductor_gives_the_same():
     model = new_model(use_cache=False, num_hidden_layers=1)
     before = logits(model)
     torch.compiler.reset()
-    with patch(model), torch.no_grad():
-        assert distance(torch.compile(model)(tokens(), use_cache=False).logits, before) < 1e-5
+    with patch(model):
+        model.model.layers[0].self_attn.compile()  # all that is ours to change
+        assert distance(logits(model), before) < 1e-5
 
 
 @pytest.mark.parametrize("exact", [False, True])

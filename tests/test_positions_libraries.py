@@ -50,12 +50,11 @@ def test_torch_in_torch_out_eager_and_compiled(name):
     wanted = build(*map(np.array, numbers))
     assert isinstance(wanted, np.ndarray)
     assert wanted.dtype == np.int64
-    for dtype in (torch.int64, torch.int32):
-        given_ = [torch.tensor(each, dtype=dtype) for each in numbers]
-        for call in (build, torch.compile(build, fullgraph=True, backend="eager")):
-            found = call(*given_)
-            assert (found.dtype, found.device.type) == (torch.int64, "cpu")
-            np.testing.assert_array_equal(found.numpy(), wanted)
+    compiled = torch.compile(build, fullgraph=True, backend="eager")
+    for call, dtype in ((build, torch.int64), (build, torch.int32), (compiled, torch.int32)):
+        found = call(*[torch.tensor(each, dtype=dtype) for each in numbers])
+        assert (found.dtype, found.device.type) == (torch.int64, "cpu")
+        np.testing.assert_array_equal(found.numpy(), wanted)
     torch._dynamo.reset()
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from importlib.resources import files
@@ -341,26 +342,46 @@ def planted():
     return at, *rotary.cos_sin(SPEC, held())
 """
 
+# two ranks of one process: torch is imported once, and not by torchrun as well
+FORKED = """
+import os, sys
+import torch
+from torch.multiprocessing import start_processes
+from rotary.cli import main
+
+def work(rank):
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    sys.argv = ["rotary", *sys.argv[1:]]
+    main()
+
+start_processes(work, nprocs=2, start_method="fork")
+"""
+
 
 @pytest.fixture
 def job(tmp_path):
-    """`rotary doctor --distributed` on two ranks that torchrun starts."""
+    """`rotary doctor --distributed` on two ranks, which torchrun starts if not `forked`."""
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "head_dim": 128, "rope_theta": 5e5}'
     )
     kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
 
-    def doctor(function, *arguments):
+    def doctor(function, *arguments, forked=False):
+        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "rotary", "doctor", "--distributed", f"job.py:{function}"),
+            *(sys.executable, *(("-c", FORKED) if forked else (*torchrun, "-m", "rotary"))),
+            *("doctor", "--distributed", f"job.py:{function}"),
             *("--config", "config.json", "--seq-len", "1024", *arguments),
         ]
         for _ in range(3):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            alone = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             done = subprocess.run(
                 command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                env={**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                env={**kept, **(alone if forked else {}), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
             )  # fmt: skip
             # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
             if "terminate called without an active exception" not in done.stderr:
@@ -371,7 +392,7 @@ def job(tmp_path):
 
 
 def test_ranks_that_agree_pass(job):
-    done = job("held")
+    done = job("held", forked=True)
     assert (done.returncode, done.stdout) == (0, "2 ranks agree\n"), done.stderr
 
 

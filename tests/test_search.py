@@ -94,7 +94,7 @@ def test_the_base_passes_and_a_little_less_does_not(context, head_dim, rotary_di
     assert found.next_failing is None or found.next_failing > context
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     context=st.integers(2, 300),
     pairs=st.integers(2, 70),
@@ -110,7 +110,7 @@ def test_no_base_of_a_fine_grid_below_passes(context, pairs, still):
     assert plain(found.base, context, head_dim, rotary_dim).min() > -1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     context=st.integers(1, 3000),
     pairs=st.integers(2, 40),

@@ -275,6 +275,8 @@ def work(rank, world):
     dist.destroy_process_group()
     Path(folder, f"{world} {rank}.json").write_text(json.dumps(seen))
 
+torch.set_num_threads(1)
+rotary.apply(plain, make()["q"])  # forked: the loops are loaded once for all ranks
 for world in map(int, sys.argv[2:]):
     start_processes(work, (world,), world, start_method="fork")
 """
@@ -282,7 +284,8 @@ for world in map(int, sys.argv[2:]):
 
 @pytest.mark.slow
 def test_head_tail_is_what_context_parallel_of_torch_does_to_its_buffers(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    single = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    environment = {**os.environ, **single, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, "-c", RANKS, str(tmp_path), "2", "4"],
         capture_output=True,

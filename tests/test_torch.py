@@ -99,8 +99,8 @@ def _nothing_compiled_before():
 @pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_every_order(layout, conjugate):
-    q = randn(2, 2, 3, 8, dtype=torch.float64, grad=True)
-    k = randn(2, 1, 3, 8, seed=1, dtype=torch.float64, grad=True)
+    q = randn(1, 2, 3, 6, dtype=torch.float64, grad=True)
+    k = randn(1, 1, 3, 6, seed=1, dtype=torch.float64, grad=True)
     cos, sin = tables(3, 2)
 
     def call(q, k):
@@ -321,13 +321,13 @@ def test_functional_call_and_deepcopy():
 CLOSE = {"rtol": 0, "atol": 2e-6}
 
 
-def compiled(function):
-    counter = CompileCounterWithBackend("inductor")
+def compiled(function, backend="inductor"):
+    counter = CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, backend=counter), counter
 
 
-def assert_compiled_equals_eager(function, arguments, close=CLOSE):
-    fast, counter = compiled(function)
+def assert_compiled_equals_eager(function, arguments, close=CLOSE, backend="inductor"):
+    fast, counter = compiled(function, backend)
     for xs in arguments:
         results = [call(*xs) for call in (fast, function)]
         torch.testing.assert_close(*results, **close)
@@ -345,8 +345,10 @@ def lengths(*sizes, grad=True):
     return [(randn(2, 4, n, 8, grad=grad), randn(2, 2, n, 8, seed=1, grad=grad)) for n in sizes]
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved to half"])
-def test_compile_rotate_is_the_same_operator(layout):
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("half", "inductor"), ("interleaved to half", "aot_eager")]
+)
+def test_compile_rotate_is_the_same_operator(layout, backend):
     cos, sin = tables(40, 3)
     rows = torch.arange(39, -1, -1)
 
@@ -356,8 +358,8 @@ def test_compile_rotate_is_the_same_operator(layout):
         turned = rotary.rotate((q, k), cos[:n], sin[:n], **way)
         return (*turned, rotary.rotate(q, cos, sin, positions=rows[:n], **way))
 
-    count = assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 40), {"rtol": 0, "atol": 0})
-    assert count <= 2
+    same = {"rtol": 0, "atol": 0}
+    assert assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 40), same, backend) <= 2
 
 
 @pytest.mark.parametrize(
@@ -365,12 +367,14 @@ def test_compile_rotate_is_the_same_operator(layout):
 )
 def test_compile_apply(name, precision):
     spec = SPECS[name]
+    # what Inductor makes of angles is alike for every spec: another spec is other constants
+    backend = "inductor" if name == "llama3" else "aot_eager"
     seq_len = 64 if spec.depends_on_length else None
 
     def call(q, k):
         return rotary.apply(spec, q, k, precision=precision, seq_len=seq_len)
 
-    assert assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 64)) <= 2
+    assert assert_compiled_equals_eager(call, lengths(5, 9, 16, 33, 64), backend=backend) <= 2
 
 
 def test_compile_apply_at_positions():
@@ -396,7 +400,9 @@ def test_compile_out_writes_in_place():
 
 def test_compile_with_tables_that_learn():
     x, (cos, sin) = randn(2, 3, 5, 8, grad=True), tables(5, 4, grad=True)
-    assert_compiled_equals_eager(lambda *a: (rotary.rotate(*a, layout="half"),), [(x, cos, sin)])
+    assert_compiled_equals_eager(
+        lambda *a: (rotary.rotate(*a, layout="half"),), [(x, cos, sin)], backend="aot_eager"
+    )
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -558,49 +564,47 @@ def test_calling_it_warns_of_nothing():
 # --- tensors whose memory is elsewhere ---
 
 
-IN_PLACE = {
-    "fake tensors outside their mode": """
-from torch._subclasses.fake_tensor import FakeTensorMode
-x, cos, sin = map(FakeTensorMode().from_tensor, (x, cos, sin))
-""",
-    "fake tensors in their mode": """
-from torch._subclasses.fake_tensor import FakeTensorMode
-mode = FakeTensorMode()
-x, cos, sin = map(mode.from_tensor, (x, cos, sin))
-mode.__enter__()
-""",
-    "DTensor": """
+IN_PLACE = """
+import torch, rotary
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
-x, cos, sin = (distribute_tensor(t, mesh, [Replicate()]) for t in (x, cos, sin))
-""",
-}
+inside = FakeTensorMode()
 
+def shard(x):
+    return distribute_tensor(x, mesh, [Replicate()])
 
-@pytest.mark.parametrize("kind", IN_PLACE)
-def test_out_of_a_tensor_without_memory_here(kind):
-    """The loops write to an address: without one there must be an error or another way."""
-    script = f"""
-import torch, rotary
-x, cos, sin = torch.randn(3, 4), torch.randn(3, 2), torch.randn(3, 2)
-want = rotary.rotate(x, cos, sin, layout="half")
-{IN_PLACE[kind]}
-try:
-    got = rotary.rotate(x, cos, sin, layout="half", out=x)
-except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-    print("refused", error)
-else:
-    assert got is x and got.shape == want.shape
-    if hasattr(got, "full_tensor"):
-        torch.testing.assert_close(got.full_tensor(), want)
-    print("done")
+for kind, place in (
+    ("fake tensors outside their mode", FakeTensorMode().from_tensor),
+    ("DTensor", shard),
+    ("fake tensors in their mode", inside.from_tensor),
+):
+    x, cos, sin = torch.randn(3, 4), torch.randn(3, 2), torch.randn(3, 2)
+    want = rotary.rotate(x, cos, sin, layout="half")
+    x, cos, sin = map(place, (x, cos, sin))
+    if kind.endswith("in their mode"):
+        inside.__enter__()
+    try:
+        got = rotary.rotate(x, cos, sin, layout="half", out=x)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        print("refused", kind, error, flush=True)
+    else:
+        assert got is x and got.shape == want.shape
+        if hasattr(got, "full_tensor"):
+            torch.testing.assert_close(got.full_tensor(), want)
+        print("done", kind, flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"
-    said = done.stdout.splitlines()  # after a line of Gloo in torch 2.8
-    assert any(line.startswith(("refused", "done")) for line in said)
+
+
+def test_out_of_a_tensor_without_memory_here():
+    """The loops write to an address: without one there must be an error or another way."""
+    command = [sys.executable, "-c", IN_PLACE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()  # after a line of Gloo in torch 2.8
+    said = [line for line in lines if line.startswith(("refused", "done"))]
+    assert done.returncode == 0, (said, done.stderr or f"ended by signal {-done.returncode}")
+    assert len(said) == 3
