@@ -175,9 +175,10 @@ def peer_cases(call: Call) -> dict[str, timing.Case]:
 def vllm_operator() -> Callable[..., None] | None:
     """vLLM's `rotary_embedding` for the CPU, or None."""
     try:
-        importlib.import_module("vllm._C")
+        platform = importlib.import_module("vllm.platforms").current_platform
     except ImportError:
         return None
+    platform.import_kernels()  # of its builds, the one for this processor's instructions
     operator: Callable[..., None] = torch.ops._C.rotary_embedding
     return operator
 

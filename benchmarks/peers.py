@@ -3,6 +3,15 @@
 from typing import Any
 
 import torch
+
+try:
+    import torchvision  # noqa: F401 -- transformers imports it wherever it is installed
+except ImportError:
+    pass
+except RuntimeError:  # in vLLM's environment: built for CUDA, it asks for operators it lacks
+    LIBRARY = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary import Rotary, cos_sin
