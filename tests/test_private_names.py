@@ -268,6 +268,30 @@ def test_a_forward_is_watched_without_dispatch_modes(monkeypatch):
     assert repr(got.turned) == repr(wanted.turned)
 
 
+# --- Dynamo, which takes a second to import ---
+
+WITHOUT_DYNAMO = """
+import sys, torch, rotary
+q, spec = torch.randn(1, 2, 3, 8), rotary.Rotary(head_dim=8)
+expected = rotary.apply(spec, q)
+assert "torch._dynamo" not in sys.modules
+compiled = torch.compile(lambda x: rotary.apply(spec, x), backend="aot_eager", fullgraph=True)
+assert torch.equal(compiled(q), expected)
+"""
+
+
+def test_a_call_imports_no_dynamo_and_compiles_afterwards():
+    subprocess.run([sys.executable, "-c", WITHOUT_DYNAMO], check=True)
+
+
+def test_a_constant_is_marked_as_torch_marks_it(monkeypatch):
+    from rotary.kernels.torch.private import constant
+
+    expected = torch.compiler.assume_constant_result(lambda: 0)
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert vars(constant(lambda: 0)) == vars(expected) != {}
+
+
 # --- Numba without them ---
 
 WITHOUT = """
@@ -278,23 +302,24 @@ private.private = lambda library, path, otherwise: (
     otherwise if path in {taken} else asked(library, path, otherwise)
 )
 import numpy as np, rotary
-from rotary.kernels.cpu import kernel, loops
+from rotary.kernels.cpu import compiled, loops
 q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
 sys.stdout.buffer.write(rotary.apply(rotary.Rotary(head_dim=8), q).tobytes())
-print(type(loops.on_numba_threads._cache).__name__, file=sys.stderr)
+print(type(loops.on_numba_threads._cache).__name__, compiled._CFunc is not None, file=sys.stderr)
 """
 
 
 def without_in_numba(*taken):
-    """The bytes of a rotation, and what keeps the compiled loops on disk."""
+    """The bytes of a rotation, what keeps loops on disk, and whether functions of C are kept."""
     code = WITHOUT.format(taken=taken)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    return done.stdout, done.stderr.decode().split()[-1]
+    return done.stdout, *done.stderr.decode().split()[-2:]
 
 
 @pytest.mark.parametrize(
     "taken",
     [
+        (),
         ("core.caching.FunctionCache",),
         ("core.caching.IndexDataCacheFile",),
         ("core.ccallback.CFunc",),
@@ -303,9 +328,10 @@ def without_in_numba(*taken):
 def test_bits_without_a_private_name_of_numba(taken):
     pytest.importorskip("numba")
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
-    found, kept_by = without_in_numba(*taken)
+    found, kept_by, keeps_c_functions = without_in_numba(*taken)
     assert found == rotary.apply(Rotary(head_dim=8), q).tobytes()
-    assert kept_by == ("_Cache" if "CFunc" in taken[0] else "NullCache")
+    assert kept_by == ("NullCache" if "core.caching" in str(taken) else "_Cache")
+    assert keeps_c_functions == str("core.ccallback.CFunc" not in taken)
 
 
 def test_files_of_another_numba_are_not_written(monkeypatch):

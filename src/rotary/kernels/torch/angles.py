@@ -5,8 +5,6 @@ torch operators, for other devices, fractional positions, tracing, and the float
 transformers.
 """
 
-# mypy: disallow-untyped-decorators=False
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,7 +18,7 @@ from ...schedules import Arithmetic
 from ...spec import Rotary
 from .. import NEEDS_LENGTH, Numbers
 from .. import numpy as reference
-from .private import is_exporting, is_mapped, outside_modes
+from .private import constant, is_exporting, is_mapped, outside_modes
 from .state import (
     FLOATS,
     INTEGERS,
@@ -256,7 +254,7 @@ def host_constant(
     return torch.tensor(bits, dtype=torch.int64, device="cpu")
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _traced(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
     # as text: Dynamo takes two tensors that come from here for the same one (2.13), and no
     # dataclass as an argument (2.8, 2.9)
@@ -269,7 +267,7 @@ def _traced(function: Callable[..., Numbers], spec: str, *arguments: object) -> 
 _of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _named(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
     name = f"{function.__name__} {spec} {arguments}"
     _of_lengths[name] = lambda lengths: function(Rotary.from_json(spec), tuple(lengths), *arguments)

@@ -7,8 +7,6 @@ Nothing waits for the device, and nothing but new outputs is allocated: such a c
 in a CUDA graph.
 """
 
-# mypy: disallow-untyped-decorators=False
-
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from ..triton.sources import are_walked_alike, from_tables, from_turns
 from .angles import arange, axis_turns, radians_of
 from .checks import check_memory, check_no_inference, check_operands, check_xs
 from .launch import form, formula, gpu_kernel, is_for_gpu
-from .private import increment_version, stays_in_place
+from .private import constant, increment_version, stays_in_place
 from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import INTEGERS
 
@@ -139,7 +137,7 @@ class Constants:
 constants = Constants()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def keep_turns(
     angles_of: Callable[..., Angles], device: torch.device, *form: Hashable
 ) -> tuple[str, float]:

@@ -5,7 +5,6 @@ The formula is torch's own operators. Kernels write memory, and know nothing of 
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-# mypy: disallow-untyped-decorators=False
 
 import logging
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from .. import numpy as reference
 from ..geometry import Geometry
 from ..memory import Block
 from .pages import ask_for_huge_pages
+from .private import constant
 from .state import (
     CODES,
     FLOATS,
@@ -93,7 +93,7 @@ def is_for_gpu(tensors: Sequence[Tensor]) -> bool:
     return is_on_gpu(x) and are_plain(tensors) and has_kernel(x.device, x.dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for a GPU, and it takes a dtype; also while a call is recorded."""
     kernel = gpu_kernel(device)

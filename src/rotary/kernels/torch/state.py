@@ -1,7 +1,5 @@
 """Whether a torch tensor is plain memory to read and write, or something that torch tracks."""
 
-# mypy: disallow-untyped-decorators=False
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from .. import Numbers
 from .private import (
+    constant,
     count_of_modes,
     is_in_forward_mode,
     is_in_make_fx,
@@ -52,7 +51,7 @@ def is_tracing_a_transform() -> bool:
     return is_tracing() and _is_in_a_transform()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
     return level_of_transforms() is not None or is_in_forward_mode()
 
