@@ -217,13 +217,15 @@ def _start(plan: Plan) -> dict[str, float]:
     """Milliseconds in fresh processes: imports, the first rotation with a cold and a warm cache."""
     clock = "import time; start = time.perf_counter();"
     done = "; print(time.perf_counter() - start)"
-    first = (
-        "import numpy as np, rotary; q = np.ones((1, 32, 4096, 128), np.float32);"
+    first, of_torch = (
+        f"import {library} as xp, rotary; q = xp.ones((1, 32, 4096, 128), dtype=xp.float32);"
         f"spec = rotary.Rotary(head_dim=128); {clock} rotary.apply(spec, q)"
+        for library in ("numpy", "torch")
     )
     starts = {"import numpy": f"{clock} import numpy", "import rotary": f"{clock} import rotary"}
     if plan.compiled:
         starts |= {"first call, cold cache": first, "first call, warm cache": first}
+        starts["first call of torch, warm cache"] = of_torch
     spent: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(plan.starts):
         with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ def test_the_table_of_one_token_is_that_of_the_newest_results(monkeypatch, capsy
 
 
 def test_the_readme_has_no_other_table_of_numbers(report):
-    token = json.loads(max(command.RESULTS.glob("*-decode.json")).read_text())
+    token = json.loads(max(command.RESULTS.glob("????-??-??-decode.json")).read_text())
     tables = run.readme_tables(report) + decode.readme_table(token)
     shown = [line for line in NUMBERS.splitlines() if line.startswith("|")]
     assert shown == [line for line in tables.splitlines() if line.startswith("|")]
@@ -55,6 +55,13 @@ def test_the_bars_of_the_page_are_those_of_its_medians(report):
     ]
     assert bars == report["bars"]
     assert len(bars) == 44
+
+
+def test_the_count_of_the_other_processor_is_that_of_its_results():
+    results = max(command.RESULTS.glob("????-??-??-avx2.json"))
+    met = sum([bar["met"] for bar in json.loads(results.read_text())["bars"]])
+    assert f"On one with AVX2 alone, {met} of the 44" in NUMBERS
+    assert f"benchmarks/results/{results.stem}.md" in NUMBERS
 
 
 def test_a_number_that_changes_changes_the_table(report):

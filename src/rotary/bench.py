@@ -20,6 +20,7 @@ from .rotate import apply, rotate
 from .spec import Rotary
 
 Case = Callable[[], object]
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # by the flags of /proc/cpuinfo
 
 
 class Shape(NamedTuple):
@@ -200,9 +201,13 @@ def versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
+    """How many processors of which name, and the widest vectors of one with x86 instructions."""
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+            fields = [tuple(part.strip() for part in line.split(":", 1)) for line in file]
     except OSError:
         return "unknown"
-    return f"{len(names)} x {names[0]}" if names else "unknown"
+    names = [field[1] for field in fields if field[0] == "model name"]
+    flags = {flag for field in fields if field[0] == "flags" for flag in field[1].split()}
+    vectors = [f" with {name}" for flag, name in _VECTORS.items() if flag in flags][:1]
+    return "".join([f"{len(names)} x {names[0]}", *vectors]) if names else "unknown"
