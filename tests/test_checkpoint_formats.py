@@ -182,12 +182,31 @@ def test_scales_of_rows_move_along(name, shape):
     assert left == {}
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "input_scale", "weight_scale_2", "weight_format"])
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2", "weight_format"])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_scale_for_a_tensor_stays(name, shape):
     arrays = {"weight": np.zeros((64, 64), np.int8), name: np.ones(shape, np.float32)}
     _, left = carried(arrays, config_of(4, 16))
     assert left == {name: "one for the whole tensor"}
+
+
+@pytest.mark.parametrize("name", ["pre_quant_scale", "input_scale", "input_global_scale",
+                                  "smooth_scales", "act_scales"])  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (64,)])
+def test_scales_of_the_inputs_stay(name, shape):
+    """As many as output channels, where the projection is square. NVIDIA's ModelOpt writes the
+    first beside its AWQ weights, and programs that load these multiply x by it."""
+    arrays = {"weight": np.zeros((64, 64), np.int8), name: np.ones(shape, np.float32)}
+    _, left = carried(arrays, config_of(4, 16))
+    assert left == {name: "of the input channels"}
+
+
+def test_scales_of_inputs_or_outputs_are_refused():
+    arrays = {"weight": np.zeros((64, 64), np.int8), "new_scale": np.ones(64, np.float32)}
+    with pytest.raises(ValueError, match="input or output channels, 64 of each; if input, name it"):
+        carried(arrays, config_of(4, 16))
+    arrays["weight"] = np.zeros((64, 32), np.int8)
+    assert carried(arrays, config_of(4, 16))[1] == {}
 
 
 @pytest.mark.parametrize(

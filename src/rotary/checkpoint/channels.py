@@ -26,6 +26,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 BLOCK = 128  # rows of a block of weight_scale_inv, where the config is silent
 FALCON = "query and key, falcon"
+_OF_ROWS = re.compile(r"(?:q?weight_)?scales?(?:_\w+)?|SCB|biases|\w*zero_point")
 _QUERIES = re.compile(r"(?:.*_)?(?:num_(?:attention_)?heads|n_heads?|attention_heads)(?:_.*)?")
 _KEYS = re.compile(
     r"(?:.*_)?(?:num_(?:\w+_)?key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads|n_head_kv"
@@ -112,6 +113,12 @@ def place_of(
             )
         return Place(axis)
     if shape[0] == size:
+        is_square = "weight" in tensors and tensors["weight"].shape[-1] == size
+        if len(shape) == 1 and is_square and not _OF_ROWS.fullmatch(parameter):
+            raise ValueError(
+                f"{where} may scale input or output channels, {size} of each; if input, name it in "
+                "leave (--leave)"
+            )
         return Place(0)
     blocks = math.ceil(size / block)
     if len(shape) == 2 and shape[0] == blocks:

@@ -19,7 +19,8 @@ from ..strict_json import JSON
 PARAMETERS = {
     "rows": r"weight|bias|weight_packed|lora_B(?:\.\w+)??(?:\.weight|\.bias)?"
              r"|lora_magnitude_vector(?:\.\w+)??(?:\.weight)?",
-    "inputs": r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx",
+    "inputs": r"lora_A(?:\.\w+)??(?:\.weight)?|(?:weight_)?g_idx"
+              r"|(?:pre_quant|smooth|act|activation|in|input)_(?:\w+_)?(?:scales?|zero_point)",
     "words": r"qweight|qzeros",
     "scales": r"\w*scales?(?:_\w+)?|SCB|biases|weight_shape|weight_format|\w*zero_point",
     "unknown": r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
