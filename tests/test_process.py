@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rotary
-from rotary.kernels.cpu.compiled import compiled
+from rotary.kernels.cpu.compiled import _Files, compiled
 
 PACKAGE = Path(rotary.__file__).parent
 LIBRARIES = ["numpy", "torch"]
@@ -504,6 +504,21 @@ def test_damage_anywhere_in_a_file_of_the_cache(damage, tmp_path, monkeypatch):
 
 def plus_one(x):
     return x + 1
+
+
+@pytest.mark.parametrize("stamp", ["old", "new"])
+def test_a_file_of_the_cache_with_other_code_is_not_loaded(stamp, tmp_path):
+    """As after a full disk, which the index still fitted on, and beside a process that also took
+    the number 1: all loops of a function have one signature in C, so other code would run."""
+    before = _Files(str(tmp_path), "loop", ("old",))
+    before.save("float32", "code of float32")
+    assert before.load("float32") == "code of float32"
+    files = _Files(str(tmp_path), "loop", (stamp,))
+    files._save_index({"float64": files._data_name(1)})
+    assert files.load("float64") is None
+    files.save("float64", "code of float64")
+    assert files.load("float64") == "code of float64"
+    assert before.load("float32") is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ import numba
 
 from ..private import private
 
+with suppress(ImportError):  # which nothing else imports before a function of C is made
+    import numba.core.ccallback
 _FunctionCache: type = private(numba, "core.caching.FunctionCache", object)
 _CacheFiles: type = private(numba, "core.caching.IndexDataCacheFile", object)
 _CFunc: Callable[..., Any] | None = private(numba, "core.ccallback.CFunc", None)
@@ -82,12 +84,31 @@ class _Cache(_FunctionCache):
 
 
 class _Files(_CacheFiles):
-    """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there."""
+    """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there.
+
+    Data files are numbered by the index. They say themselves whose code they hold, since an index
+    may name an older file: where the disk is full, or where two processes write at once.
+    """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         for name in _OF_FILES:
             getattr(self, name)  # AttributeError in a Numba that has it no more
+
+    def save(self, key: object, data: object) -> None:
+        """Write the code of `key`, a signature and a processor."""
+        super().save(key, [self._version, self._source_stamp, self._dump((key, data))])
+
+    def load(self, key: object) -> object:
+        """The code of `key`; None where there is none, or only that of another one."""
+        content = super().load(key)
+        if content is None:
+            return None
+        *stamps, code = content
+        if stamps != [self._version, self._source_stamp]:
+            return None
+        owner, data = pickle.loads(code)
+        return data if owner == key else None
 
     def _load_index(self) -> dict[object, str]:
         content = _checked(Path(self._index_path))
