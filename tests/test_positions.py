@@ -135,16 +135,23 @@ def test_grid_refuses(shape):
 # --- text, images and video in one sequence ---
 
 MERGE = 2
+PER_SECOND = 2
 
 
-def get_rope_index(segments) -> np.ndarray:
-    """Positions of Qwen2-VL by transformers, (seq, 3); sizes are in merged patches."""
-    model = of_transformers("transformers.models.qwen2_vl.modeling_qwen2_vl").Qwen2VLModel
-    vision = types.SimpleNamespace(spatial_merge_size=MERGE)
+def get_rope_index(segments, name="Qwen2VL") -> np.ndarray:
+    """Positions by transformers, (seq, 3); sizes are in merged patches, and time steps of videos
+    are those of Qwen2.5-VL."""
+    module = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}[name]
+    model = getattr(
+        of_transformers(f"transformers.models.{module}.modeling_{module}"), f"{name}Model"
+    )
+    vision = types.SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=PER_SECOND)
     stub = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision))
     stub.get_vision_position_ids = types.MethodType(model.get_vision_position_ids, stub)
-    kinds, grids = [], {"image": [], "video": []}
+    kinds, grids, steps = [], {"image": [], "video": []}, []
     for kind, *size in segments:
+        steps += size[3:]
+        size = size[:3]
         kinds += [("text", "image", "video").index(kind)] * int(np.prod(size))
         if kind != "text":
             grids[kind].append([size[0], size[1] * MERGE, size[2] * MERGE])
@@ -152,6 +159,8 @@ def get_rope_index(segments) -> np.ndarray:
     grids = {
         f"{kind}_grid_thw": torch.tensor(grid) if grid else None for kind, grid in grids.items()
     }
+    if steps:
+        grids["second_per_grid_ts"] = [step / PER_SECOND for step in steps]
     theirs, _ = model.get_rope_index(stub, torch.zeros_like(ids), ids, **grids)
     return theirs[:, 0].T.numpy()
 
@@ -171,6 +180,32 @@ def test_mrope_is_that_of_transformers(segments):
     assert ours.dtype == np.int64
     np.testing.assert_array_equal(ours, get_rope_index(segments))
     np.testing.assert_array_equal(positions.mrope(iter(segments), offset=9), ours + 9)
+
+
+def test_times_in_seconds_are_those_of_transformers():
+    """Of Qwen2.5-VL; the last segment is a video, since transformers goes on elsewhere after one.
+    In float64 36 frames at a step of 1.1 would have another time, so it tells in what to multiply.
+    """
+    random = np.random.default_rng(0)
+    steps = [1.0, 2.0, 0.5, 1.1, 0.1, 0.7, 4.0, *random.uniform(0.05, 60, 60).round(3).tolist()]
+    for step in steps:
+        for frames in (1, 2, 90):
+            segments = [("text", 3), ("image", 1, 2, 5), ("text", 2), ("video", frames, 5, 3, step)]
+            ours, theirs = positions.mrope(segments), get_rope_index(segments, "Qwen2_5_VL")
+            np.testing.assert_array_equal(ours, theirs, err_msg=f"{step} {frames}")
+
+
+def test_after_a_video_in_seconds_text_follows_the_largest_position():
+    ids = positions.mrope([("text", 1), ("video", 3, 4, 2, 2.5), ("video", 2, 1, 4, 0.5)], offset=7)
+    assert ids[1:25:8].tolist() == [[8, 8, 8], [10, 8, 8], [13, 8, 8]]
+    assert ids[25:].tolist() == [[14, 14, 14 + column] for column in (0, 1, 2, 3)] * 2
+    assert positions.mrope([("video", 0, 4, 2, 2.5), ("text", 1)]).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("step", [0, -1.0, float("nan"), float("inf")])
+def test_mrope_refuses_other_steps_of_time(step):
+    with pytest.raises(ValueError, match="time_step of a video must be a number > 0, got"):
+        positions.mrope([("video", 2, 1, 1, step)])
 
 
 def test_after_a_long_video_text_follows_the_last_frame():
@@ -194,9 +229,10 @@ def test_mrope_of_nothing():
     assert empty.tolist() == [[0] * 3, [1] * 3, [2] * 3]
 
 
-@pytest.mark.parametrize("segment", [("audio", 3), ("text", 1, 2), ("image", 2, 2), ("video",)])
+@pytest.mark.parametrize("segment", [("audio", 3), ("text", 1, 2), ("image", 2, 2), ("video",),
+                                     ("image", 1, 1, 1, 2.0)])  # fmt: skip
 def test_mrope_refuses_other_segments(segment):
-    with pytest.raises(ValueError, match=r"a segment is \('text', length\) or .*got \('"):
+    with pytest.raises(ValueError, match=r"a segment is \('text', length\), .*got \('"):
         positions.mrope([("text", 1), segment])
 
 

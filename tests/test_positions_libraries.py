@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import rotary
 from rotary import Rotary, positions
 
-SEGMENTS = [("text", 3), ("image", 1, 2, 3), ("text", 0), ("video", 2, 2, 2), ("text", 2)]
+SEGMENTS = [("text", 3), ("image", 1, 2, 3), ("text", 0), ("video", 2, 2, 2), ("text", 2),
+            ("video", 2, 1, 2, 1.5)]  # fmt: skip
 TIED = [("text", 3), ("image", 2, 3), ("text", 1), ("image", 1, 1)]
 PARENTS = [[-1, 0, 0, 1, 1, 4, -1], [-1, -1, -1, 2, 3, 4, 5]]
 MASK = [[0, 0, 1, 1], [1, 1, 1, 1]]

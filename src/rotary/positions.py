@@ -12,7 +12,7 @@ known. Invalid numbers are errors, except on a GPU and in a traced call, where t
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, get_args, overload
+from typing import Literal, cast, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,11 @@ from .kernels.place import Place, is_array
 
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
-Segment = tuple[Literal["text"], int] | tuple[Literal["image", "video"], int, int, int]
+Segment = (
+    tuple[Literal["text"], int]
+    | tuple[Literal["image", "video"], int, int, int]
+    | tuple[Literal["video"], int, int, int, float]
+)
 TieSegment = tuple[Literal["text"], int] | tuple[Literal["image"], int, int]
 TieSpacing = Literal["whole", "equal", "unit"]
 Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
@@ -69,8 +73,8 @@ def arange(
             f"{count} x {seq_len} positions take {8 * seq_len * count:,} bytes, over "
             f"max_bytes = {max_bytes:,}; build them in parts or raise max_bytes"
         )
-    known = place.in_memory(offsets)
-    if known is not None and known.size and place.is_too_large(int(known.max()) + seq_len):
+    numbers = place.in_memory(offsets)
+    if numbers is not None and numbers.size and place.is_too_large(int(numbers.max()) + seq_len):
         raise ValueError("offset: JAX without x64 has no positions beyond 2^31 - 1")
     return offsets[..., None] + place.arange(seq_len)
 
@@ -99,20 +103,20 @@ def packed(cu_seqlens: object, *, like: object = None, seq_len: int | None = Non
 
 def _total(place: Place, bounds: Numbers, seq_len: int | None) -> int:
     """The number of tokens, after a look at the boundaries where they are in memory."""
-    known = place.in_memory(bounds)
-    if known is None:
+    numbers = place.in_memory(bounds)
+    if numbers is None:
         if seq_len is None:
             raise ValueError(
                 "cu_seqlens that are traced or on a GPU need seq_len, their last number"
             )
         return seq_len
-    if known.ndim != 1 or known.size == 0 or known[0] != 0 or (np.diff(known) < 0).any():
+    if numbers.ndim != 1 or numbers.size == 0 or numbers[0] != 0 or (np.diff(numbers) < 0).any():
         raise ValueError(
-            f"cu_seqlens must be 1-D, start with 0 and never fall, got {known.tolist()}"
+            f"cu_seqlens must be 1-D, start with 0 and never fall, got {numbers.tolist()}"
         )
-    if seq_len is not None and known[-1] != seq_len:
-        raise ValueError(f"cu_seqlens ends with {known[-1]}, seq_len is {seq_len}")
-    return int(known[-1])
+    if seq_len is not None and numbers[-1] != seq_len:
+        raise ValueError(f"cu_seqlens ends with {numbers[-1]}, seq_len is {seq_len}")
+    return int(numbers[-1])
 
 
 @overload
@@ -130,11 +134,11 @@ def left_padded(attention_mask: object, *, like: object = None) -> object:
     """
     place = Place(attention_mask, like)
     mask = attention_mask if is_array(attention_mask) else place.beside(np.asarray(attention_mask))
-    given: Numbers = mask  # type: ignore[assignment]
-    known = place.in_memory(given)
-    if given.ndim == 0 or (known is not None and not np.isin(known, (0, 1)).all()):
+    array: Numbers = mask  # type: ignore[assignment]
+    numbers = place.in_memory(array)
+    if array.ndim == 0 or (numbers is not None and not np.isin(numbers, (0, 1)).all()):
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
-    is_token = (given != 0) * (place.arange(1) + 1)
+    is_token = (array != 0) * (place.arange(1) + 1)
     return (is_token.cumsum(-1) - 1) * is_token
 
 
@@ -156,13 +160,13 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     [10, 10, 11, 11, 12]
     """
     place = Place(parents, offset, like)
-    given, start = place.whole("parents", parents), place.whole("offset", offset)
-    nodes, known = given.shape[-1] if given.ndim else 0, place.in_memory(given)
-    if given.ndim == 0 or (
-        known is not None and ((known < -1) | (known >= np.arange(nodes))).any()
+    array, start = place.whole("parents", parents), place.whole("offset", offset)
+    nodes, numbers = array.shape[-1] if array.ndim else 0, place.in_memory(array)
+    if array.ndim == 0 or (
+        numbers is not None and ((numbers < -1) | (numbers >= np.arange(nodes))).any()
     ):
         raise ValueError("parents must be (..., nodes), each -1 or the number of a node before it")
-    ancestors = given.reshape(math.prod(given.shape[:-1]), nodes)
+    ancestors = array.reshape(math.prod(array.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
     depth = (ancestors >= 0) * 1
     for _ in range(max(nodes - 2, 0).bit_length()):  # ancestors twice as far up at every step
@@ -171,7 +175,7 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
         depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node
         farther = ancestors.reshape(-1)[where].reshape(depth.shape)
         ancestors = (farther + 1) * is_node - 1
-    return depth.reshape(given.shape) + start[..., None]
+    return depth.reshape(array.shape) + start[..., None]
 
 
 @overload
@@ -244,8 +248,8 @@ def shard(
     if cu_seqlens is not None:
         bounds = place.whole("cu_seqlens", cu_seqlens)
         _total(place, bounds, seq_len)
-        known = place.in_memory(bounds)
-        lengths = [] if known is None else np.diff(known).tolist()
+        numbers = place.in_memory(bounds)
+        lengths = [] if numbers is None else np.diff(numbers).tolist()
     for index, length in enumerate(lengths):
         if length % parts:
             where = "seq_len" if cu_seqlens is None else f"sequence {index} of cu_seqlens:"
@@ -387,27 +391,52 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     merged patches. Text counts all three axes together; a grid counts each axis from the same
     start; what follows starts one after the largest position used. The next position of a
     generated token is therefore `mrope(...).max() + 1`, on all axes.
-    Raises ValueError for an unknown kind or a wrong number of sizes.
+
+    Models that tell time in seconds need a fifth entry, ("video", frames, height, width,
+    time_step): frame t is then at int(t * time_step), multiplied in float32 as transformers does.
+    For Qwen2.5-VL it is `tokens_per_second` of the config times `second_per_grid_ts` of the
+    processor. Qwen3-VL writes the time as text between frames, each an ("image", 1, height, width).
+
+    Raises ValueError for an unknown kind, a wrong number of sizes, and a step that is not > 0.
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
-    after a video with more frames than rows and columns: it goes on from the larger of those two.
+    after a video whose largest time is more than its rows and columns: it goes on from the larger
+    of those two.
 
     >>> mrope([("text", 2), ("image", 1, 1, 2), ("text", 1)]).tolist()
     [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
+    >>> mrope([("video", 3, 1, 1, 2.5), ("text", 1)]).tolist()
+    [[0, 0, 0], [2, 0, 0], [5, 0, 0], [6, 6, 6]]
     """
     place = Place(offset, like)
     first, start = place.whole("offset", offset), 0
     parts = [grid(0, 0, 0, like=place.like)]
-    for kind, *sizes in segments:
+    for kind, *numbers in segments:
+        step = numbers.pop() if kind == "video" and len(numbers) == 4 else 1
+        sizes = cast("list[int]", numbers)
         if kind not in ("text", "image", "video") or len(sizes) != (1 if kind == "text" else 3):
             raise ValueError(
-                "a segment is ('text', length) or ('image' | 'video', frames, height, width), "
-                f"got {(kind, *sizes)!r}"
+                "a segment is ('text', length), ('image' | 'video', frames, height, width) or "
+                f"('video', frames, height, width, time_step), got {(kind, *sizes)!r}"
             )
+        if not 0 < step < math.inf:
+            raise ValueError(f"time_step of a video must be a number > 0, got {step!r}")
         part = grid(*sizes, like=place.like)  # of text one column, which all axes share
         part = part + place.arange(3) * 0 if kind == "text" else part
+        if step != 1:
+            times = [int(_float32(at * _float32(step))) for at in range(sizes[0])]
+            frame, is_time = grid(1, *sizes[1:], like=place.like), place.arange(3) < 1
+            frames = [frame + is_time * time for time in times]
+            part = place.xp.concatenate([part[:0], *frames])
+            sizes[0] = times[-1] + 1 if times else 0
         parts.append(part + start)
         start += max(sizes) if min(sizes) > 0 else 0
     return place.xp.concatenate(parts) + first[..., None, None]
+
+
+def _float32(number: float) -> float:
+    """The nearest float32, by steps that torch.compile can follow (Veltkamp's splitting)."""
+    scaled = number * (2.0**29 + 1)
+    return scaled - (scaled - number)
 
 
 @overload
