@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp reads them, and as it reads what we write: against recorded numbers."""
 
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -381,3 +382,33 @@ def test_lists_in_lists_in_lists_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="not a GGUF file, or cut short"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rope.dimension_sections", [2**31 - 1, 2**31 - 1, 0, 0], "whole numbers from 0 to 1,048,"),
+        ("rope.dimension_sections", [16, 24, -24, 0], "whole numbers from 0 to"),
+        ("rope.dimension_sections", [16, 24.5, 24, 0], "whole numbers from 0 to"),
+        ("rope.dimension_sections", 128, "a list of up to four numbers, got 128"),
+        ("rope.dimension_sections", "1234", "a list of up to four numbers"),
+        ("rope.dimension_sections", [16, 24, 24, 0, 0], "a list of up to four numbers"),
+        ("rope.dimension_count", "128", "a whole number from 0 to 1,048,576, got '128'"),
+        ("rope.dimension_count", 2**31, "a whole number from 0 to"),
+        ("rope.freq_base", [1e6], "a finite number"),
+        ("rope.freq_base", float("nan"), "a finite number, got nan"),
+        ("rope.scaling.factor", "4.0", "a finite number, got '4.0'"),
+        ("rope.scaling.original_context_length", "4096", "a whole number, got '4096'"),
+        ("attention.key_length", None, "a whole number from 0 to"),
+        ("attention.head_count", ["x"], "whole numbers from 0 to"),
+        ("embedding_length", 896.0, "a whole number, got 896.0"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_or_size_is_refused(key, value, words):
+    """Files from elsewhere: some of these ended in a TypeError, the first took all memory."""
+    metadata = {"general.architecture": "qwen2vl", "qwen2vl.embedding_length": 8192,
+                "qwen2vl.attention.head_count": 64,
+                "qwen2vl.rope.dimension_sections": [16, 24, 24, 0]}  # fmt: skip
+    assert from_gguf(metadata).axes
+    with pytest.raises(ValueError, match=rf"^qwen2vl\.{re.escape(key)} must be {words}"):
+        from_gguf({**metadata, f"qwen2vl.{key}": value})

@@ -21,11 +21,14 @@ get_rope_factors), src/llama-context.cpp (the constructor), src/models/*.cpp, gg
 (ggml_compute_forward_rope_flt). tests/test_gguf.py compares with what that program computed.
 """
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +50,7 @@ _KEYS = (
     "scaling.yarn_beta_slow",
 )  # fmt: skip
 _TYPES = ("none", "linear", "yarn", "longrope")
+_LARGEST = 1 << 20  # head_dim, and the pairs of an axis: no model comes near it
 BETAS = (32.0, 1.0)
 STANDS_STILL = 1e30  # the divisor that is written for a pair that is not rotated
 
@@ -143,8 +147,8 @@ def model_of(architecture: object) -> dict[str, JSON]:
     if not isinstance(architecture, str):
         raise ValueError('GGUF metadata must have "general.architecture"')
     if architecture not in ARCHITECTURES:
-        known = nearest(architecture, ARCHITECTURES)
-        raise ValueError(f"GGUF architecture {architecture!r} is not known{known}")
+        hint = nearest(architecture, ARCHITECTURES)
+        raise ValueError(f"GGUF architecture {architecture!r} is not known{hint}")
     if ARCHITECTURES[architecture]["layout"] is None:
         raise ValueError(f"llama.cpp has no RoPE in the architecture {architecture!r}")
     return ARCHITECTURES[architecture]
@@ -162,8 +166,9 @@ def _opened(
     keys = {k.removeprefix(prefix): v for k, v in source.items() if k.startswith(prefix)}
     for key in keys:
         if key.startswith("rope.") and key.removeprefix("rope.") not in _KEYS:
-            known = nearest(key, [f"rope.{each}" for each in _KEYS])
-            raise ValueError(f"GGUF key {prefix + key!r} is not known{known}")
+            hint = nearest(key, [f"rope.{each}" for each in _KEYS])
+            raise ValueError(f"GGUF key {prefix + key!r} is not known{hint}")
+        _check_value(prefix + key, key, keys[key])
     if "finetuned" in model.get("reads", ()) and not keys.get("rope.scaling.finetuned", True):
         raise ValueError(
             f"llama.cpp does not rotate in this file: {name}.rope.scaling.finetuned is false"
@@ -188,6 +193,32 @@ def _opened(
             raise ValueError(f"{tensor} must be a list of finite numbers > 0")
         tensors[tensor] = list(map(float, values))
     return name, keys, tensors
+
+
+def _check_value(name: str, key: str, value: JSON) -> None:
+    """Refuse a value of a key that is read if it is of another type, or larger than any model's."""
+    if key in ("rope.scaling.type", "rope.scaling.finetuned"):  # compared with what they may be
+        return
+    if key in ("rope.dimension_sections", "attention.head_count"):
+        some = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if key == "rope.dimension_sections" and (some is not value or len(some) > 4):
+            raise ValueError(f"{name} must be a list of up to four numbers, got {value!r:.80}")
+        expected, is_right = f"whole numbers from 0 to {_LARGEST:,}", all(map(_is_size, some))
+    elif key.startswith(("rope.dimension_count", "attention.key_length")):
+        expected, is_right = f"a whole number from 0 to {_LARGEST:,}", _is_size(value)
+    elif key in ("embedding_length", "context_length", "rope.scaling.original_context_length"):
+        expected, is_right = "a whole number", isinstance(value, Integral)
+    elif key.startswith("rope.") or key == "attention.compress_rope_freq_base":
+        expected = "a finite number"
+        is_right = isinstance(value, Real) and math.isfinite(value)
+    else:
+        return
+    if not is_right:
+        raise ValueError(f"{name} must be {expected}, got {value!r:.80}")
+
+
+def _is_size(value: JSON) -> bool:
+    return isinstance(value, Integral) and 0 <= int(value) <= _LARGEST
 
 
 def _layer_types(name: str, keys: Mapping[str, JSON]) -> tuple[str, ...]:
@@ -286,13 +317,15 @@ def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> t
     counts = [*sections, 0, 0, 0, 0][:4]
     if "sections" not in model or not (counts[0] > 0 and counts[1] > 0):
         return ()
-    if model["sections"] == "blocks":
-        order = [axis for axis, count in enumerate(counts) for _ in range(count)]
-    else:  # in turn; what is left over when an axis has all its pairs goes to the fourth
-        order = [
-            pair % 3 if pair < 3 * counts[pair % 3] else 3 for pair in range(sum(counts))
-        ]  # fmt: skip
-    return tuple(order[pair % len(order)] for pair in range(pairs))
+    ends = list(itertools.accumulate(counts))
+
+    def axis(place: int) -> int:
+        if model["sections"] == "blocks":
+            return bisect.bisect(ends, place)
+        # in turn; what is left over when an axis has all its pairs goes to the fourth
+        return place % 3 if place < 3 * counts[place % 3] else 3
+
+    return tuple(axis(pair % ends[-1]) for pair in range(pairs))
 
 
 def _scaled(
