@@ -10,7 +10,7 @@ import pytest
 from libraries import if_installed
 
 import rotary
-from rotary.checkpoint.files import read_checkpoint, read_json, read_shard
+from rotary.checkpoint.files import read_checkpoint, read_config, read_json, read_shard
 from rotary.strict_json import parsed
 
 explorer = if_installed("rotary.explorer.models")  # needs Starlette
@@ -31,6 +31,18 @@ HOSTILE = {
     "cut off": ('{"a": ', "is not JSON in UTF-8: Expecting value, line 1, column 7"),
     "a byte that is no UTF-8": (b'{"a": "\xff"}', "is not JSON in UTF-8"),
 }
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity"])
+def test_infinity_is_a_number_in_a_config_alone(value, tmp_path):
+    """transformers 4 wrote it for Falcon-H1, Bamba and Granite 4, whose RoPE has none of it."""
+    text = f'{{"hidden_size": 64, "num_attention_heads": 4, "time_step_limit": [0.0, {value}]}}'
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert rotary.from_hf_config(path) == rotary.Rotary(head_dim=16)
+    assert read_config(path).data["time_step_limit"] == [0.0, float(value)]
+    for call in (lambda: parsed(text, "a text"), lambda: read_json(path)):
+        one_sentence(call, f"{value} is not JSON")
 
 
 def one_sentence(call, words):

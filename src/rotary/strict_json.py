@@ -1,13 +1,14 @@
 """Parses JSON from files and users: config.json, an index, a header, a manifest, a pasted text.
 
 Python's own reader takes what JSON does not have (NaN), keeps the last of two equal keys, and
-spends minutes on a number of a million digits. Here each of these is refused with one sentence.
+spends minutes on a number of a million digits. Here each of these is refused with one sentence;
+infinity is taken in a config, where transformers 4 wrote it ("time_step_limit" of Falcon-H1).
 """
 
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 4 to 6
 MAX_NUMBER = 100  # characters of one number; a float64 written exactly enough has 24
@@ -15,10 +16,11 @@ MAX_NUMBER = 100  # characters of one number; a float64 written exactly enough h
 JSON = Any  # a value of a JSON text: what it is, is checked where it is read
 
 
-def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
+def parsed(text: str | bytes, where: str, infinity: bool = False) -> Mapping[str, JSON]:
     """The keys of a JSON object in a text; errors name `where` the text is from.
 
-    text   str, or bytes in UTF-8 with or without a byte order mark
+    text      str, or bytes in UTF-8 with or without a byte order mark
+    infinity  whether Infinity and -Infinity are numbers, as Python's json writes them
     Raises ValueError of one line for what is no JSON or no object, a number that JSON does not have
     or that is longer than 100 characters, a key twice, and more than 64 levels.
 
@@ -29,7 +31,9 @@ def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
     ValueError: a test: key 'head_dim' appears twice
     """
 
-    def refuse(constant: str) -> NoReturn:
+    def number(constant: str) -> float:
+        if infinity and constant != "NaN":
+            return float(constant)
         raise ValueError(f"{where}: {constant} is not JSON")
 
     def checked(digits: str) -> str:
@@ -47,7 +51,7 @@ def parsed(text: str | bytes, where: str) -> Mapping[str, JSON]:
     try:
         data = json.loads(
             text.decode("utf-8-sig") if isinstance(text, bytes) else text,
-            parse_constant=refuse,
+            parse_constant=number,
             parse_int=lambda digits: int(checked(digits)),
             parse_float=lambda digits: float(checked(digits)),
             object_pairs_hook=unique,

@@ -172,7 +172,7 @@ def read_config(config: object) -> ConfigFile:
     if not isinstance(config, str | os.PathLike):
         return ConfigFile(configs.load(config))
     text = configs.read_config(Path(config))
-    return ConfigFile(parsed(text, str(config)), text.decode())
+    return ConfigFile(parsed(text, str(config), infinity=True), text.decode())
 
 
 def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:

@@ -70,7 +70,7 @@ def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JS
     if config.text is not None and changed == config.data:
         return config.text.encode()
     if isinstance(original, str):
-        before = parsed(original.encode(), CONFIG)
+        before = parsed(original.encode(), CONFIG, infinity=True)
         is_right = layout_of(before) == layout_of(changed)
         if is_right and with_layout(before, layout_of(config.data)) == config.data:
             return original.encode()

@@ -20,7 +20,7 @@ def load(config: object) -> Mapping[str, JSON]:
     """
     if isinstance(config, str | Path):
         path = Path(config)
-        return parsed(read_config(path), str(path))
+        return parsed(read_config(path), str(path), infinity=True)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):

@@ -67,7 +67,7 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
     """
     if len(text.encode("utf-8", "replace")) > MAX_PASTED:
         raise ValueError(f"the config is over {MAX_PASTED:,} bytes; paste a config.json alone")
-    config = parsed(text, "the config")
+    config = parsed(text, "the config", infinity=True)
     name = config.get("_name_or_path") or config.get("model_type") or "no name"
     return read(config, layer_type)._replace(name=encodable(str(name)[:80]))
 
@@ -106,7 +106,9 @@ def shortened(text: str, layer_type: str | None = None) -> str:
         pasted(text, layer_type)
     except ValueError:
         return text
-    return json.dumps(cut(dict(parsed(text, "the config")), layer_type), separators=(",", ":"))
+    return json.dumps(
+        cut(dict(parsed(text, "the config", infinity=True)), layer_type), separators=(",", ":")
+    )
 
 
 def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
