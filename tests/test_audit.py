@@ -6,6 +6,7 @@ import torch
 from rotary import from_hf_config
 from rotary.analysis.precision import longest_safe_position
 from rotary.audit import audit
+from rotary.programs import readings
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,6 +80,29 @@ def test_keys_that_nothing_reads():
     assert "rope_thata" in advice({"model_type": "llama", "rope_thata": 1e4})
     rope = {**LLAMA3, "hihg_freq_factor": 4.0}
     assert "hihg_freq_factor" in advice({"model_type": "llama", "rope_parameters": rope})
+
+
+def test_the_advice_is_of_transformers_alone_where_another_program_obeys_the_key():
+    data = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+            "partial_rotary_factor": 0.5}  # fmt: skip
+    pairs = {each.framework: len(each.inv_freq) for each in readings(data)
+             if each.inv_freq is not None}  # fmt: skip
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.AutoConfig.for_model(**data)
+    )
+    assert len(module.inv_freq) == pairs["transformers"] == 64
+    assert pairs["vLLM"] == 32
+    assert audit(data)[0].advice == (
+        "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
+        "programs do"
+    )
+
+
+def test_a_trained_length_beside_the_rope_parameters_is_read():
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    data = {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": rope,
+            "original_max_position_embeddings": 2048}  # fmt: skip
+    assert advice(data) == ""
 
 
 def test_a_key_that_the_code_of_the_model_ignores():

@@ -327,6 +327,42 @@ def test_the_class_of_phi3_reads_su_and_yarn_as_longrope():
     assert found["mlx-lm"].attention_factor == pytest.approx(math.sqrt(1.2))  # ln 4 / ln 1024
 
 
+def test_types_that_transformers_refuses_for_one_model():
+    ernie = scaled("linear", model_type="ernie4_5_vl_moe_text", factor=2.0)
+    ernie_module = transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe
+    with pytest.raises(ValueError, match="requires the `default` rope type"):
+        ernie_module.Ernie4_5_VLMoeTextRotaryEmbedding(theirs(ernie))
+    cosmos = scaled("linear", model_type="cosmos3_edge_text", factor=2.0)
+    with pytest.raises(StrictDataclassClassValidationError, match="rope_type='default'"):
+        theirs(cosmos)
+    for config in (ernie, cosmos):
+        assert (
+            read(config)["transformers"].refuses == "ValueError: type must be default, got linear"
+        )
+    phimoe = scaled("longrope", model_type="phimoe", **ROPES["longrope"])
+    with pytest.raises(StrictDataclassClassValidationError, match="short_mscale"):
+        theirs(phimoe)
+    assert read(phimoe)["transformers"].refuses == "TypeError: short_mscale must be a number"
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "dynamic", "longrope", "linear", "llama3"])
+def test_transformers_fails_on_a_head_dim_that_its_class_leaves_null(rope_type):
+    module = transformers.models.mixtral.modeling_mixtral.MixtralRotaryEmbedding
+    config = scaled(rope_type, model_type="mixtral", **ROPES[rope_type])
+    found = read(config, seq_len=4096)
+    if rope_type in ("linear", "llama3"):
+        assert_transformers(config, 4096, module(theirs(config)))
+        return
+    with pytest.raises((TypeError, StrictDataclassClassValidationError), match="NoneType"):
+        module(theirs(config))
+    assert found["transformers"].refuses.startswith("TypeError: head_dim is null")
+    # the file is loaded for vLLM too, where only longrope is checked
+    assert bool(found["vLLM"].refuses) == (rope_type == "longrope")
+    assert_transformers(
+        {**config, "head_dim": 128}, 4096, module(theirs({**config, "head_dim": 128}))
+    )
+
+
 def test_transformers_keeps_the_short_list_of_phimoe():
     rope = {**ROPES["longrope"], "short_mscale": 1.25, "long_mscale": 1.5}
     config = scaled("longrope", model_type="phimoe", **rope)

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ LAYERED = ("full_attention", "sliding_attention")
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN_HERE = {**YARN, "rope_theta": 1e4}
+OUTER = {"original_max_position_embeddings": 64}
 LLAMA = {"model_type": "llama", "head_dim": 64}
 
 
@@ -101,6 +104,36 @@ def test_a_rope_scaling_that_layered_models_of_transformers_do_not_read():
     assert read_as_transformers({**v4, "rope_scaling": dict(LINEAR)}, "compress").base == 160_000
 
 
+LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+PHI3_YARN = {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LISTS}}
+
+
+@compared
+@pytest.mark.parametrize(
+    ("outer", "inner", "used"), [(64, None, 64), (64, 32, 64), (None, 32, 32), (None, None, 2048)]
+)
+def test_the_trained_length_beside_flat_rope_parameters_wins_in_transformers(outer, inner, used):
+    name = "original_max_position_embeddings"
+    rope = {**YARN, **({name: inner} if inner else {})}
+    data = {**LLAMA, **({name: outer} if outer else {}), "rope_scaling": rope}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are given and differ
+        spec = from_hf_config(data, strict=False)
+    assert spec.params[name] == used
+    theirs = against.numbers(data, None, None).inv_freq
+    np.testing.assert_allclose(against.ours(spec, None).inv_freq, theirs, rtol=against.CLOSE)
+
+
+@compared
+def test_the_trained_length_beside_nested_rope_parameters_is_ignored_by_transformers():
+    data = nested("gemma3_text", YARN_HERE, YARN_HERE)
+    plain, beside = (
+        against.numbers(copy.deepcopy(each), LAYERED[0], None).inv_freq
+        for each in (data, {**data, **OUTER})
+    )
+    np.testing.assert_array_equal(plain, beside)
+
+
 def nested(name, full, sliding, **beside):
     rope = {"full_attention": full, "sliding_attention": sliding, **beside}
     return {"model_type": name, "rope_parameters": rope}
@@ -147,8 +180,12 @@ def nested(name, full, sliding, **beside):
         ),
         ({"model_type": "deepseek_ocr2_text", "head_dim": 32}, "head_dim 32 is not read by"),
         (
-            {**LLAMA, "original_max_position_embeddings": 64, "rope_scaling": YARN},
-            "where alone it is read",
+            {**LLAMA, **OUTER, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}},
+            "embeddings 32 among the rope parameters is not read: transformers takes the 64",
+        ),
+        (
+            {**nested("gemma3_text", YARN_HERE, YARN_HERE), **OUTER},
+            "embeddings 64 beside rope parameters that differ by layer type is not read",
         ),
         ({**LLAMA, "rope_scaling": {**LINEAR, "factor": 1e-300}}, "in the range of float32"),
         ({**LLAMA, "rope_scaling": {**DYNAMIC, "factor": 2**63}}, "factor must be <= 2\\^53"),
@@ -181,6 +218,9 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
         ({"model_type": "dots3_note_text", "qk_rope_head_dim": 32}, "sliding_attention"),
         ({"model_type": "bamba", "partial_rotary_factor": 0.5}, None),
         ({**LLAMA, "rope_scaling": {**DYNAMIC, "max_position_embeddings": 99}}, None),
+        ({**LLAMA, **OUTER, "rope_scaling": YARN}, None),
+        ({**LLAMA, **OUTER, "rope_parameters": YARN_HERE}, None),
+        (PHI3_YARN, None),
     ],
 )
 def test_what_was_read_otherwise_is_now_read_as_transformers_does(data, kind):

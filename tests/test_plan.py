@@ -1,14 +1,18 @@
 """What is recommended so that a model reaches a context, and that it is what it says."""
 
+import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from libraries import of_transformers
 
-from rotary import Rotary, from_hf_config
+from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
 from rotary.plan import plan, plan_model
 
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("numba", reason="a plan searches a base")
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA_2 = Rotary(head_dim=128)
@@ -101,6 +105,41 @@ def test_sections_of_several_axes_are_kept_in_what_is_written():
     again = from_hf_config({**data, **found.rope_parameters})
     assert again == found.recommended
     assert again.axes == before
+
+
+@pytest.mark.parametrize("name", ["phi-3.5-mini", "phi-3.5-moe"])
+def test_transformers_loads_what_is_written_for_a_model_that_reads_longrope_alone(name):
+    of_transformers("transformers")
+    data = {**shorter(name), "original_max_position_embeddings": 64}
+    found = plan_model(data, 512)
+    assert found.recommended.schedule == "yarn"
+    assert "does not read yarn: the keys say the same frequencies as longrope" in found.reason
+    data.pop("rope_scaling")
+    new = {**data, **found.rope_parameters}
+    (steps, amplitude), (wanted, other) = inv_freq(from_hf_config(new)), inv_freq(found.recommended)
+    np.testing.assert_allclose(steps, wanted, rtol=1e-14)
+    assert amplitude == other
+    loaded = transformers.AutoConfig.for_model(**copy.deepcopy(new)).rope_parameters
+    assert loaded["rope_type"] == "longrope"
+    assert loaded["original_max_position_embeddings"] == 64
+    assert loaded.get("attention_factor", loaded.get("long_mscale")) == amplitude
+
+
+def test_transformers_builds_what_is_written_for_mixtral():
+    of_transformers("transformers")
+    mixtral = {"model_type": "mixtral", "max_position_embeddings": 256}
+    found = plan_model(mixtral, 512)
+    new = {**mixtral, **copy.deepcopy(found.rope_parameters)}
+    config = transformers.AutoConfig.for_model(**new)
+    module = transformers.models.mixtral.modeling_mixtral.MixtralRotaryEmbedding(config)
+    np.testing.assert_allclose(module.inv_freq.numpy(), inv_freq(found.recommended)[0], rtol=2e-6)
+
+
+def test_no_scaling_is_planned_for_a_model_that_reads_none():
+    ernie = {"model_type": "ernie4_5_vl_moe_text", "max_position_embeddings": 256}
+    with pytest.raises(ValueError, match="reads only rope_type default, got 'yarn'"):
+        plan_model(ernie, 512)
+    assert plan_model(ernie, 200).action == "keep"
 
 
 def test_a_layout_belongs_to_the_model_and_is_kept():

@@ -5,14 +5,20 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from libraries import of_transformers
 
-from rotary import Rotary, from_hf_config
+from rotary import Rotary, from_hf_config, inv_freq
 from rotary.configs import layer_types, replace_rope
+
+pytest.importorskip("transformers")
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
 KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rotary_emb_base", "global_rope_theta",
-        "max_position_embeddings", "n_positions", "max_seq_len", "model_max_length",
+        "max_position_embeddings", "head_dim", "n_positions", "max_seq_len", "model_max_length",
         "max_sequence_length", "max_trained_positions", "n_ctx", "seq_length"}  # fmt: skip
 CHANGES = {
     "base": {"schedule": "default", "params": {}, "base": 2e7},
@@ -29,6 +35,12 @@ def changed(old, new, path=()):
             yield from changed(before, after, (*path, key))
         elif before != after:
             yield key
+
+
+def assert_same_frequencies(got, wanted):
+    (ours, amplitude), (theirs, other) = inv_freq(got), inv_freq(wanted)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-14)
+    assert amplitude == other
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -51,7 +63,12 @@ def test_the_published_configs(change):
                 continue
             finally:
                 assert old == before
-            assert from_hf_config(new, kind) == wanted
+            got = from_hf_config(new, kind)
+            if old["model_type"] in ("phi3", "phi3_v", "phimoe") and change == "yarn":
+                assert got.schedule == "longrope"  # they read no other
+                assert_same_frequencies(got, wanted)
+            else:
+                assert got == wanted
             assert set(changed(old, new)) <= KEYS
             others = [each for each in specs if each != kind]
             assert all(from_hf_config(new, each) == specs[each] for each in others)
@@ -81,3 +98,91 @@ def test_what_the_keys_of_a_model_cannot_say():
     spec = dataclasses.replace(from_hf_config(bert, "full_attention"), **CHANGES["yarn"])
     with pytest.raises(ValueError, match="layers of 'sliding_attention' read the same keys"):
         replace_rope(bert, spec, 4096, "full_attention")
+
+
+def module_of(data):
+    """What transformers builds from a config: the module that makes its tables."""
+    against = pytest.importorskip("against_transformers", reason="needs transformers")
+    of_transformers("transformers")
+    data = copy.deepcopy(data)  # transformers writes into the dicts it is given
+    name = data.pop("model_type")
+    for key in ("auto_map", "transformers_version"):
+        data.pop(key, None)
+    return against.classes()[name](against.transformers.AutoConfig.for_model(name, **data))
+
+
+def assert_transformers_computes(data, spec):
+    """The tables of transformers have the frequencies and the amplitude of `spec`."""
+    module, (steps, amplitude) = module_of(data), inv_freq(spec)
+    np.testing.assert_allclose(module.inv_freq.numpy(), steps, rtol=2e-6)
+    for length in (1, 9000):  # up to the trained length and beyond it
+        cos, _ = module(torch.zeros(1), torch.arange(length)[None])
+        assert float(cos.reshape(length, -1)[0, 0]) == pytest.approx(amplitude, rel=1e-6)
+
+
+SCALED = {
+    "yarn": CHANGES["yarn"],
+    "linear": {"schedule": "linear", "params": {"factor": 4.0}},
+    "llama3": {"schedule": "llama3", "params": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SCALED)
+@pytest.mark.parametrize("name", ["phi-3-mini-128k", "phi-3.5-mini", "phi-4-mini", "phi-3.5-moe"])
+def test_phi3_gets_every_scaling_as_longrope_and_transformers_reads_it(name, change):
+    old = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    wanted = dataclasses.replace(from_hf_config(old), **SCALED[change])
+    new = replace_rope(old, wanted, 262144)
+    assert new["max_position_embeddings"] == 262144
+    assert_same_frequencies(from_hf_config(new), wanted)
+    assert_transformers_computes(new, wanted)
+
+
+def test_longrope_of_phimoe_gets_the_two_scales_that_its_class_demands():
+    phimoe = {"model_type": "phimoe", "head_dim": 128, "max_position_embeddings": 4096}
+    params = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "factor": 8.0,
+              "original_max_position_embeddings": 4096}  # fmt: skip
+    spec = Rotary(head_dim=128, schedule="longrope", params=params)
+    new = replace_rope(phimoe, spec, 32768)
+    amplitude = inv_freq(spec)[1]
+    assert new["rope_scaling"]["short_mscale"] == new["rope_scaling"]["long_mscale"] == amplitude
+    cos, _ = module_of(new)(torch.zeros(1), torch.arange(2)[None])
+    assert float(cos.reshape(2, -1)[0, 0]) == pytest.approx(amplitude)
+
+
+@pytest.mark.parametrize("change", SCALED)
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe_text", "cosmos3_edge_text"])
+def test_a_model_of_the_default_type_alone_gets_no_other(name, change):
+    old = {"model_type": name, "max_position_embeddings": 4096}
+    spec = dataclasses.replace(from_hf_config(old), **SCALED[change])
+    with pytest.raises(ValueError, match=f"reads only rope_type default, got '{change}'"):
+        replace_rope(old, spec, 32768)
+    rope = {"rope_type": change, "rope_theta": 1e4, **SCALED[change]["params"]}
+    with pytest.raises((ValueError, StrictDataclassClassValidationError), match="default"):
+        module_of({**old, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize("schedule", ["yarn", "dynamic", "longrope", "linear", "llama3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "ministral", "minimax", "hunyuan_v1_dense", "hunyuan_v1_moe"]
+)
+def test_head_dim_is_written_where_transformers_fails_without_it(name, schedule):
+    old = {"model_type": name, "max_position_embeddings": 8192}
+    dynamic = {"factor": 4.0, "original_max_position_embeddings": 8192}
+    longrope = {**dynamic, "short_factor": [1.0] * 64, "long_factor": [1.0] * 64}
+    change = SCALED.get(schedule) or {
+        "schedule": schedule, "params": dynamic if schedule == "dynamic" else longrope,
+    }  # fmt: skip
+    spec = dataclasses.replace(from_hf_config(old), **change)
+    new = replace_rope(old, spec, 8192)
+    np.testing.assert_allclose(module_of(new).inv_freq.numpy(), inv_freq(spec)[0], rtol=2e-6)
+    assert ("head_dim" in new) == (schedule in ("yarn", "dynamic", "longrope"))
+    if "head_dim" in new:
+        assert from_hf_config({**new, "head_dim": None}) == spec  # which the class then says
+        with pytest.raises((TypeError, StrictDataclassClassValidationError)):
+            module_of({**new, "head_dim": None})
+    wide = dataclasses.replace(spec, head_dim=256, rotary_dim=128)
+    with pytest.raises(ValueError, match="cannot express this RoPE"):
+        replace_rope(old, wide, 8192)

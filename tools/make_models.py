@@ -55,6 +55,7 @@ WIDER = {
     "layer_names": {"full_attention": {"head_dim": "global_head_dim"}},
     "layers": {"full_attention": {"head_dim": 512}},
 }
+PHI_TYPES = ["default", "longrope", "su"]  # su: an older name of longrope
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
     "exaone4_5_text": "exaone4",
@@ -150,7 +151,12 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "esm": {"only": ["default"], "fixed_base": True},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
-    "phimoe": {"mscales": True},
+    "phimoe": {"mscales": True, "only": PHI_TYPES},
+    **dict.fromkeys(
+        ("phi3", "phi4_multimodal"),
+        {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}},
+    ),
+    "cosmos3_edge_text": {"only": ["default"]},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
     "recurrent_gemma": {"only": ["default"]},
     "efficientloftr": {  # turns the whole width before it is cut into heads
@@ -172,7 +178,9 @@ CODE: dict[str, dict[str, Any]] = {
     "step3p5_vision": {**TWO_AXES, "axes": "blocks reversed"},
     "minimax_m3_vl_vision": {"axes": "blocks", "num_axes": 3},
     "pixtral": {**TWO_AXES, "ladder": "dealt"},
-    "ernie4_5_vl_moe_text": {**INTERLEAVED, "mrope": "alternating", "mrope_section": [22, 22, 20]},
+    "ernie4_5_vl_moe_text": {
+        **INTERLEAVED, "mrope": "alternating", "mrope_section": [22, 22, 20], "only": ["default"],
+    },
     "cohere_compass_text": {"mrope": "interleaved", "nested": True},
     "neomme": {
         "axes": "turns of one ladder", "num_axes": 2,
@@ -276,8 +284,9 @@ def main() -> None:
         if not says["other"]:
             del says["other"]
     for name, same in SAME.items():
-        # no class of transformers reads their key, and code beside the weights may not
-        says = {key: value for key, value in table[same].items() if key != "layout_key"}
+        # no class of transformers reads their keys and names, and code beside the weights may not
+        own = ("layout_key", "read_as")
+        says = {key: value for key, value in table[same].items() if key not in own}
         table.setdefault(name, says)
     for name, says in WEIGHTS.items():
         table[name] = {**table[name], "weights": says}
@@ -461,6 +470,8 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
         says["head_dim"] = head_dim
         if _follows(config, head_dim, "qk_rope_head_dim"):
             names["head_dim"] = "qk_rope_head_dim"
+    if vars(config).get("head_dim", 0) is None:
+        says["null_head_dim"] = True
     if names:
         says["names"] = names
     own = config.to_dict()

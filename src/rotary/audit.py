@@ -19,6 +19,10 @@ from .spec import Rotary
 
 # an angle that is off by this much is seen in float32 attention
 _TOLERANCE = 1e-2
+_UNREAD = (
+    "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
+    "programs do"
+)
 
 
 class Remark(NamedTuple):
@@ -41,9 +45,9 @@ class Remark(NamedTuple):
 def audit(subject: object) -> list[Remark]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
-    Configs: keys that no code reads or that this model's code ignores, a context longer than what
-    was trained times the factor, positions at which float32 angles are off by more than 1e-2 rad,
-    weights in a layout that transformers does not know of.
+    Configs: keys that transformers does not read or that this model's code ignores, a context
+    longer than what was trained times the factor, positions at which float32 angles are off by more
+    than 1e-2 rad, weights in a layout that transformers does not know of.
     Folders with safetensors: the same; a layout in the config that is not that of the conversion,
     or not that of the weights, where their norms show one.
     Models: the same of `model.config` and the weights; buffers of frequencies that are in half
@@ -85,7 +89,7 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             warnings.simplefilter("always")
             spec = rotary_of(config, complaints.append)
         for complaint in complaints:
-            yield Remark(where, complaint, "no program reads this key: correct or remove it")
+            yield Remark(where, complaint, _UNREAD)
         for each in caught:  # a factor below 1
             yield Remark(where, str(each.message), "it is read as it is written", is_hint=True)
         if spec is None:

@@ -12,7 +12,7 @@ from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import whole_number
 from .configs import choose
 from .configs.hf import rotary_of
-from .configs.hf_writing import AXES_KEYS, rope_keys
+from .configs.hf_writing import as_model_reads, model_keys, rope_keys
 from .reach import lengths
 from .spec import Rotary
 from .strict_json import JSON
@@ -31,7 +31,8 @@ class Plan(NamedTuple):
     first_failure  of `spec`: the first distance up to `context` with B_m < 0;  failures  how many
     min_base       the smallest base with B_m >= 0 up to `context`;  safe_base  all above pass
     options        every method of `analysis.extension`, compared
-    rope_parameters  the keys of config.json that give `recommended` in transformers
+    rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
+                     where the model does not read its schedule
     reason         why, in sentences
     """
 
@@ -176,7 +177,7 @@ def plan(
     ('scaling', 'yarn', 8.0)
     """
     _check(context, spec)
-    found = None if trained is None else recommend(context, spec, trained, advertised=advertised)
+    advice = None if trained is None else recommend(context, spec, trained, advertised=advertised)
     tell = progress or (lambda share: None)
     head, rotary_dim = spec.head_dim, spec.rotary_dim
     least = min_base(
@@ -187,9 +188,9 @@ def plan(
         context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
         progress=lambda share: tell(_FIRST + (1 - _FIRST) * share),
     )  # fmt: skip
-    if found is None:
-        found = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
-    result = Plan(**found._asdict(), min_base=least, safe_base=safe)
+    if advice is None:
+        advice = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
+    result = Plan(**advice._asdict(), min_base=least, safe_base=safe)
     return result._replace(reason=" ".join(_sentences(result)))
 
 
@@ -205,7 +206,8 @@ def plan_model(
     """The plan for a trained model, from its config; arguments as in `from_hf_config`.
 
     `rope_parameters` of the result keeps the keys of the config that assign axes to pairs, and
-    leaves out head_dim, which the config already has.
+    has head_dim only where transformers needs it and the config has none.
+    Raises ValueError also where the model does not read what would be recommended.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
@@ -219,13 +221,19 @@ def plan_model(
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")
+    advice = recommend(context, spec, trained, advertised=advertised)  # an error before the search
+    read = as_model_reads(entry, advice.recommended, context)
+    keys = model_keys(entry, read, context)
     result = plan(
         context, spec, trained, advertised=advertised, progress=progress, executor=executor
     )
-    written = {key: value for key, value in result.rope_parameters.items() if key != "head_dim"}
-    axes = {key: entry.rope[key] for key in AXES_KEYS if key in entry.rope}
-    rope = {**axes, **written["rope_parameters"]}
-    return result._replace(rope_parameters={**written, "rope_parameters": rope})
+    told = result.reason
+    if read.schedule != advice.recommended.schedule:
+        told += (
+            f" This model does not read {advice.recommended.schedule}: the keys say the same "
+            f"frequencies as {read.schedule}."
+        )
+    return result._replace(rope_parameters=keys, reason=told)
 
 
 def _check(context: int, spec: Rotary) -> None:
@@ -352,8 +360,8 @@ def _of_bases(result: Plan) -> str:
 def _of_scaling(result: Plan | Recommendation) -> Iterator[str]:
     name, factor = result.recommended.schedule, result.recommended.params["factor"]
     unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
-    known = result.spec.schedule
-    scaled = "" if known == "default" else f" and scaled by {known}"
+    schedule = result.spec.schedule
+    scaled = "" if schedule == "default" else f" and scaled by {schedule}"
     yield f"The weights were trained at {result.trained:,} tokens{scaled}."
     if "none" in unseen:
         scaled = f", with {name} {unseen[name]}" if name in unseen else ""

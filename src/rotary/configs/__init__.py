@@ -17,10 +17,10 @@ from .gguf import gguf_layer_types as gguf_layer_types
 from .gguf_file import read_gguf as read_gguf
 from .gguf_writing import to_gguf as to_gguf
 from .hf import from_hf_config as from_hf_config
-from .hf import to_hf_config as to_hf_config
 from .hf_writing import as_longrope as as_longrope
 from .hf_writing import replace_rope as replace_rope
 from .hf_writing import rope_keys as rope_keys
+from .hf_writing import to_hf_config as to_hf_config
 from .megatron import from_megatron as from_megatron
 from .record import Config as Config
 from .vllm import to_vllm as to_vllm

@@ -31,6 +31,7 @@ from .record import Config
 #   fixed_base                    the code has its own base and reads none
 #   plain_head_dim                what the code does with head_dim, where it is under another key:
 #                                 see `record.py`
+#   null_head_dim                 the class leaves head_dim null where the file has none
 #   unread, unread_alone          keys that the code does not read: never, or where the file has no
 #                                 rope parameters
 #   needed                        rope parameters whose default is used only where the file has no
@@ -47,6 +48,7 @@ from .record import Config
 #   scaled_defaults               parameters that the code adds to such a rope_scaling of type yarn
 #   scaled_unread                 keys of such a rope_scaling that the code replaces
 #   only                          the rope types that the code reads, where not all are right
+#   read_as                       rope types that the class takes for another one
 #   not_one                       why it is not one rotation
 #   parts                         key and model_type of each part of a model of several
 #   beside_parts                  keys outside of the parts, read where there is no text part
@@ -175,21 +177,21 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}; {_WAYS_ON}")
     model = MODELS[name]
-    known = model.get("parts", {})
-    if part is None and (not known or set(model) - _OF_PARTS):
+    of_parts = model.get("parts", {})
+    if part is None and (not of_parts or set(model) - _OF_PARTS):
         return data, model
-    if not known:
+    if not of_parts:
         raise ValueError(f"model_type {name!r} has no part {part!r}: it is one model")
     key = part_key(data, part)
-    if key is None or key not in known:
+    if key is None or key not in of_parts:
         raise ValueError(
-            f"model_type {name!r} has several parts; pass part, one of {', '.join(known)}; "
-            f"got {part!r}{nearest(part, known)}"
+            f"model_type {name!r} has several parts; pass part, one of {', '.join(of_parts)}; "
+            f"got {part!r}{nearest(part, of_parts)}"
         )
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
         beside = () if part else model.get("beside_parts", ())
-        silent = {**HARMLESS, **MODELS[known[key]]} if beside else {}
+        silent = {**HARMLESS, **MODELS[of_parts[key]]} if beside else {}
         unread = [
             each for each in data if part is None and _TEXT_KEYS.search(str(each))
             and each not in beside and data[each] not in (None, silent.get(each))
@@ -197,11 +199,11 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         if unread or (part is None and model.get("own_text")):
             outside = f" but {unread[0]} outside of it, where it is not read" if unread else ""
             raise ValueError(f"model_type {name!r} needs {key}: the config has none{outside}")
-        inner = {} if part else {each: data[each] for each in data if each not in known}
-        inner = {**inner, "model_type": known[key]}
+        inner = {} if part else {each: data[each] for each in data if each not in of_parts}
+        inner = {**inner, "model_type": of_parts[key]}
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} must be an object, got {inner!r}")
-    inner = {**inner, "model_type": inner.get("model_type") or known[key]}
+    inner = {**inner, "model_type": inner.get("model_type") or of_parts[key]}
     if inner["model_type"] == name:  # the part bears the name of the whole
-        inner["model_type"] = known[key]
+        inner["model_type"] = of_parts[key]
     return _part(inner, None)

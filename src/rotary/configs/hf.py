@@ -4,7 +4,6 @@
 that names it.
 """
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
 from ..strict_json import JSON
 from .entries import HARMLESS, choose
-from .layers import Model, Rope
+from .layers import Model, Rope, rope_parameters
 from .record import Config
 from .values import whole_number
 
@@ -25,6 +24,8 @@ ALIASES = {
     "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
     "openpangu": "default", "ntk": "ntk",
 }  # fmt: skip
+# rope types whose functions in transformers take a head_dim of null as it is, and fail
+_NEED_HEAD_DIM = ("dynamic", "longrope", "yarn")
 LAYOUT_MARK = "rope_traditional"  # of mlx-lm: true for interleaved; read here for every model
 # keys beside a schedule's own; the last two do not change cos and sin
 _COMMON_KEYS = (
@@ -124,67 +125,6 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
     )
 
 
-def to_hf_config(
-    spec: Rotary, *, max_position_embeddings: int | None = None, version: int = 5
-) -> dict[str, JSON]:
-    """The keys of a config.json that give `spec` back through `from_hf_config`.
-
-    version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
-    `max_position_embeddings` is written if given; `dynamic` needs its own and sets it.
-    Raises ValueError for what such a config cannot say: another layout, several axes, a slice that
-    does not start the head, a schedule transformers does not have.
-
-    >>> to_hf_config(Rotary(head_dim=64))
-    {'head_dim': 64, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
-    """
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
-    if max_position_embeddings is not None:
-        whole_number("max_position_embeddings", max_position_embeddings, 1)
-    if version not in (4, 5):
-        raise ValueError(f"version must be 4 or 5, got {version!r}")
-    if spec.schedule not in TYPES:
-        raise ValueError(
-            f"transformers has no rope_type {spec.schedule!r}; it has {', '.join(TYPES)}"
-        )
-    plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim)
-    for field in ("start", "layout", "out_layout", "axes", "sign"):
-        if getattr(spec, field) != getattr(plain, field):
-            raise ValueError(
-                f"a plain config cannot say {field}={getattr(spec, field)!r}: it belongs to a model"
-            )
-    if spec.schedule == "proportional" and spec.rotary_dim != spec.head_dim:
-        raise ValueError(
-            f"a config cannot have rotary_dim={spec.rotary_dim} and a partial_rotary_factor of "
-            "proportional: both are written as partial_rotary_factor"
-        )
-    params = spec.to_dict()["params"]
-    written: dict[str, JSON] = {"head_dim": spec.head_dim}
-    if spec.schedule == "dynamic":
-        trained = params.pop("original_max_position_embeddings")
-        if max_position_embeddings not in (None, trained):
-            raise ValueError(
-                f"dynamic scales from max_position_embeddings, which must be {trained}, "
-                f"got {max_position_embeddings}"
-            )
-        max_position_embeddings = trained
-    if max_position_embeddings is not None:
-        written["max_position_embeddings"] = max_position_embeddings
-    if spec.rotary_dim != spec.head_dim:
-        share = spec.rotary_dim / spec.head_dim
-        is_exact = int(spec.head_dim * share) == spec.rotary_dim  # a reader truncates
-        params["partial_rotary_factor"] = share if is_exact else math.nextafter(share, 1)
-    if version == 5:
-        rope = {"rope_type": spec.schedule, "rope_theta": spec.base, **params}
-        return {**written, "rope_parameters": rope}
-    if "partial_rotary_factor" in params:
-        written["partial_rotary_factor"] = params.pop("partial_rotary_factor")
-    written["rope_theta"] = spec.base
-    if spec.schedule != "default":
-        written["rope_scaling"] = {"rope_type": spec.schedule, **params}
-    return written
-
-
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
@@ -235,10 +175,8 @@ def _rope_type(config: Config) -> tuple[str, str]:
         raise ValueError(
             f"rope_type {name!r} is not known{nearest(name, names)}; known: {', '.join(TYPES)}"
         )
-    if name not in model.get("only", (name,)):
-        raise ValueError(
-            f"this model reads only rope_type {', '.join(model['only'])}, got {name!r}"
-        )
+    name = model.get("read_as", {}).get(name, name)
+    check_read(model, name)
     if "num_axes" in model and model["axes"] != "turns of one ladder" and name == "default":
         return "axial", "axial"
     schedule = ALIASES.get(name, name)
@@ -247,6 +185,29 @@ def _rope_type(config: Config) -> tuple[str, str]:
     elif schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
         schedule = "ntk"  # Hunyuan: a fixed base, whatever the length
     return name, schedule
+
+
+def check_read(model: Model, rope_type: str) -> None:
+    """Refuse a rope type that the code of the model does not read.
+
+    >>> check_read({"only": ["default"]}, "yarn")
+    Traceback (most recent call last):
+    ValueError: this model reads only rope_type default, got 'yarn'
+    """
+    if rope_type not in model.get("only", (rope_type,)):
+        raise ValueError(
+            f"this model reads only rope_type {', '.join(model['only'])}, got {rope_type!r}"
+        )
+
+
+def needs_head_dim(config: Config, rope_type: str) -> bool:
+    """True if transformers cannot build this type unless the file has head_dim, and it has none.
+
+    >>> needs_head_dim(choose({"model_type": "mixtral"}), "yarn")
+    True
+    """
+    is_null = "null_head_dim" in config.model and config.data.get("head_dim") is None
+    return is_null and rope_type in _NEED_HEAD_DIM
 
 
 def _parameters(
@@ -276,23 +237,23 @@ def _known_keys(
     """The rope parameters that are known; each of the others is complained about."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
-    known = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
-    known -= {"num_axes", "ladder", "widths"}
+    keys = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
+    keys -= {"num_axes", "ladder", "widths"}
     if not model.get("mscales"):  # a model whose code ignores them
-        known -= {"short_mscale", "long_mscale"}
+        keys -= {"short_mscale", "long_mscale"}
     if rope_type == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
-        known |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+        keys |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if rope.get("extrapolation_factor") == 1:
-        known.add("extrapolation_factor")
+        keys.add("extrapolation_factor")
     if rope.get("interleaved") == rope.get("mrope_interleaved"):  # Qwen3-Omni says it twice
-        known.add("interleaved")
+        keys.add("interleaved")
     for key in rope:
-        if key not in known:
+        if key not in keys:
             complain(
-                f"rope_type {rope_type!r} has no key {key!r}{nearest(key, known)}; "
-                f"known: {', '.join(sorted(known))}"
+                f"rope_type {rope_type!r} has no key {key!r}{nearest(key, keys)}; "
+                f"known: {', '.join(sorted(keys))}"
             )
-    return {key: value for key, value in rope.items() if key in known}
+    return {key: value for key, value in rope.items() if key in keys}
 
 
 # rope type -> keys it has beside those of its schedule
@@ -325,14 +286,25 @@ def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict
 
 
 def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
+    """Complain about a trained length that is not read, where two places say two of them.
+
+    transformers takes the one beside rope parameters that are not nested, and else the one inside.
+    """
     name = "original_max_position_embeddings"
     outside, inside = config.data.get(name), config.rope.get(name)
-    is_silent = inside is None and schedule in ("yarn", "longrope", "llama3") and config.model_type
-    used = config.context if is_silent else inside
-    if name not in config.model and None not in (outside, used) and outside != used:
-        complain(  # Phi-3's code reads the outer one
-            f"{name} is {outside} beside the rope parameters and {inside} among them, where alone "
-            "it is read; keep one, there"
+    if name in config.model or outside is None or schedule not in ("yarn", "longrope", "llama3"):
+        return  # Phi-3's class has a length, which is outside
+    entries = rope_parameters(config.data).values()
+    if "layers" in config.model or any(isinstance(each, Mapping) for each in entries):
+        if outside != (config.context if inside is None else inside):
+            complain(
+                f"{name} {outside} beside rope parameters that differ by layer type is not read; "
+                "write it into those of each layer type"
+            )
+    elif inside is not None and inside != outside:
+        complain(
+            f"{name} {inside} among the rope parameters is not read: transformers takes the "
+            f"{outside} beside them; keep one"
         )
 
 

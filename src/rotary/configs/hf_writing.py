@@ -1,7 +1,8 @@
-"""Writes another RoPE into a config.json: under the keys that the file has, the rest unchanged."""
+"""Writes a config.json of a RoPE, or another RoPE into one, whose other keys stay unchanged."""
 
 import copy
 import dataclasses
+import math
 
 from ..angles import inv_freq
 from ..schedules import depends_on_length
@@ -9,11 +10,73 @@ from ..spec import Rotary
 from ..strict_json import JSON
 from .entries import choose, layer_types, part_key
 from .files import load
-from .hf import from_hf_config, to_hf_config
+from .hf import TYPES, check_read, from_hf_config, needs_head_dim
+from .record import Config
 from .values import whole_number
 
 # keys of rope_parameters that deal out the axes of a model, which no schedule has
 AXES_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def to_hf_config(
+    spec: Rotary, *, max_position_embeddings: int | None = None, version: int = 5
+) -> dict[str, JSON]:
+    """The keys of a config.json that give `spec` back through `from_hf_config`.
+
+    version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
+    `max_position_embeddings` is written if given; `dynamic` needs its own and sets it.
+    Raises ValueError for what such a config cannot say: another layout, several axes, a slice that
+    does not start the head, a schedule transformers does not have.
+
+    >>> to_hf_config(Rotary(head_dim=64))
+    {'head_dim': 64, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
+    """
+    if not isinstance(spec, Rotary):
+        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    if max_position_embeddings is not None:
+        whole_number("max_position_embeddings", max_position_embeddings, 1)
+    if version not in (4, 5):
+        raise ValueError(f"version must be 4 or 5, got {version!r}")
+    if spec.schedule not in TYPES:
+        raise ValueError(
+            f"transformers has no rope_type {spec.schedule!r}; it has {', '.join(TYPES)}"
+        )
+    plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim)
+    for field in ("start", "layout", "out_layout", "axes", "sign"):
+        if getattr(spec, field) != getattr(plain, field):
+            raise ValueError(
+                f"a plain config cannot say {field}={getattr(spec, field)!r}: it belongs to a model"
+            )
+    if spec.schedule == "proportional" and spec.rotary_dim != spec.head_dim:
+        raise ValueError(
+            f"a config cannot have rotary_dim={spec.rotary_dim} and a partial_rotary_factor of "
+            "proportional: both are written as partial_rotary_factor"
+        )
+    params = spec.to_dict()["params"]
+    written: dict[str, JSON] = {"head_dim": spec.head_dim}
+    if spec.schedule == "dynamic":
+        trained = params.pop("original_max_position_embeddings")
+        if max_position_embeddings not in (None, trained):
+            raise ValueError(
+                f"dynamic scales from max_position_embeddings, which must be {trained}, "
+                f"got {max_position_embeddings}"
+            )
+        max_position_embeddings = trained
+    if max_position_embeddings is not None:
+        written["max_position_embeddings"] = max_position_embeddings
+    if spec.rotary_dim != spec.head_dim:
+        share = spec.rotary_dim / spec.head_dim
+        is_exact = int(spec.head_dim * share) == spec.rotary_dim  # a reader truncates
+        params["partial_rotary_factor"] = share if is_exact else math.nextafter(share, 1)
+    if version == 5:
+        rope = {"rope_type": spec.schedule, "rope_theta": spec.base, **params}
+        return {**written, "rope_parameters": rope}
+    if "partial_rotary_factor" in params:
+        written["partial_rotary_factor"] = params.pop("partial_rotary_factor")
+    written["rope_theta"] = spec.base
+    if spec.schedule != "default":
+        written["rope_scaling"] = {"rope_type": spec.schedule, **params}
+    return written
 
 
 def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
@@ -28,6 +91,47 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
     spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
     own = None if spec.schedule == "dynamic" else context
     return to_hf_config(spec, max_position_embeddings=own)
+
+
+def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
+    """`rope_keys` for the file of one model: with the keys of its axes, and what its class needs.
+
+    head_dim is there only where transformers fails without it.
+    Raises ValueError for a rope type that the model does not read; see `as_model_reads`.
+
+    >>> model_keys(choose({"model_type": "llama"}), Rotary(head_dim=128), 4096)
+    {'max_position_embeddings': 4096, 'rope_parameters': {'rope_type': 'default', \
+'rope_theta': 10000.0}}
+    """
+    check_read(config.model, spec.schedule)
+    keys = rope_keys(spec, context)
+    del keys["head_dim"]
+    axes = {key: config.rope[key] for key in AXES_KEYS if key in config.rope}
+    keys["rope_parameters"] = {**axes, **keys["rope_parameters"]}
+    if needs_head_dim(config, spec.schedule):
+        keys["head_dim"] = config.head_dim
+    return keys
+
+
+def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
+    """`spec`, or `as_longrope` of it for a model that reads longrope and not its schedule: Phi-3.
+
+    Phi-3.5-MoE has the attention factor in short_mscale and long_mscale.
+
+    >>> as_model_reads(choose({"model_type": "llama"}), Rotary(head_dim=64), 4096)
+    Rotary(head_dim=64)
+    """
+    only = config.model.get("only", (spec.schedule,))
+    if spec.schedule not in ("default", *only) and "longrope" in only:
+        spec = as_longrope(spec, config.trained or context)
+    is_phimoe = config.model.get("mscales") and config.model_type
+    if is_phimoe and spec.schedule == "longrope" and "long_mscale" not in spec.params:
+        amplitude = inv_freq(spec)[1]
+        params = {key: value for key, value in spec.params.items()
+                  if key not in ("factor", "attention_factor")}  # fmt: skip
+        params |= dict.fromkeys(("short_mscale", "long_mscale"), amplitude)
+        spec = dataclasses.replace(spec, params=params)
+    return spec
 
 
 def as_longrope(spec: Rotary, context: int) -> Rotary:
@@ -76,7 +180,8 @@ def replace_rope(
     """The keys of a config.json with another RoPE in them; every other key stays as it is.
 
     config   path of a config.json or its folder, a dict, or a PretrainedConfig; not changed
-    spec     what `from_hf_config` shall give for the result
+    spec     what `from_hf_config` shall give for the result; a model that reads longrope and not
+             this schedule, as Phi-3, gets the same frequencies as longrope
     context  its max_position_embeddings, in tokens
     layer_type, part  which RoPE of the config, as in `from_hf_config`
     The keys are `rope_parameters` where the config has them, else `rope_theta` and `rope_scaling`,
@@ -93,9 +198,11 @@ def replace_rope(
     inner = _part_of(document, part)
     names = {name: entry.model.get("names", {}).get(name, name)
              for name in ("max_position_embeddings", "rope_theta")}  # fmt: skip
-    keys = rope_keys(spec, context)
-    rope = {key: entry.rope[key] for key in AXES_KEYS if key in entry.rope}
-    rope |= keys["rope_parameters"]
+    spec = as_model_reads(entry, spec, context)
+    keys = model_keys(entry, spec, context)
+    rope = keys["rope_parameters"]
+    if "head_dim" in keys:
+        inner["head_dim"] = keys["head_dim"]
     if "max_position_embeddings" in keys:
         inner[names["max_position_embeddings"]] = keys["max_position_embeddings"]
     if not isinstance(inner.get("rope_parameters"), dict):

@@ -37,8 +37,8 @@ class Config(NamedTuple):
     def rotates(self) -> bool:
         """False for a layer type without rotation, and where a key of the model turns it off."""
         for key, value in self.model.get("switch", {}).items():
-            found = self.get(key)
-            if value != (bool(found) if isinstance(value, bool) else found):
+            own = self.get(key)
+            if value != (bool(own) if isinstance(value, bool) else own):
                 return False
         if "null_base" in self.model and {**self.data, **self.rope}.get("rope_theta", 1) is None:
             return False

@@ -4,7 +4,7 @@ from ..angles import inv_freq
 from ..schedules import grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
-from .hf import to_hf_config
+from .hf_writing import to_hf_config
 
 
 def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, JSON]:

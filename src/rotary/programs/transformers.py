@@ -10,7 +10,8 @@ import numpy as np
 
 from ..angles import inv_freq
 from ..configs import Config
-from ..configs.hf import rotary_of
+from ..configs.entries import MODELS
+from ..configs.hf import needs_head_dim, rotary_of
 from .case import Case, Program, RefusedError, Result
 from .rules import in_words, refuse
 
@@ -22,8 +23,11 @@ REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-PHI3 = ("phi3", "phi4_multimodal")  # their config classes read su and yarn as longrope
+# their config classes read su and yarn as longrope
+PHI3 = tuple(name for name, model in MODELS.items() if "yarn" in model.get("read_as", {}))
+ONLY = (*PHI3, "cosmos3_edge_text")  # these refuse every type that the model does not read
 OWN_CODE = ("phi3_v",)  # transformers runs the code in the model's folder, which has type su
+NO_HEAD_DIM = "TypeError: head_dim is null: write it into the config"
 QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text")  # theirs read mrope as default
 
 
@@ -32,8 +36,7 @@ def opens(case: Case) -> Case:
     config, rope_type = case.config, case.rope_type
     if config.model_type in OWN_CODE:
         return case._replace(rope_type="longrope" if rope_type == "su" else rope_type)
-    if config.model_type in PHI3 and rope_type in ("su", "yarn"):
-        rope_type = "longrope"
+    rope_type = config.model.get("read_as", {}).get(rope_type, rope_type)
     if config.model_type in QWEN_VL and rope_type == "mrope":
         rope_type = "default"
     required = REQUIRED.get(rope_type, ())
@@ -42,13 +45,23 @@ def opens(case: Case) -> Case:
     missing = [key for key in required if key not in case.rope]
     if missing:
         raise RefusedError(f"KeyError: missing required keys: {', '.join(missing)}")
-    if config.model_type in PHI3 and rope_type not in ("default", "longrope"):
-        raise RefusedError(f"ValueError: type must be longrope, got {rope_type}")
+    if config.model_type in ONLY and rope_type not in config.model["only"]:
+        raise RefusedError(_of_type(config, rope_type))
+    if config.model_type == "phimoe" and rope_type != "default":
+        for key in ("short_mscale", "long_mscale"):
+            if not isinstance(case.rope.get(key), int | float):
+                raise RefusedError(f"TypeError: {key} must be a number")
+    if rope_type == "longrope" and needs_head_dim(config, rope_type):
+        raise RefusedError(NO_HEAD_DIM)
     return case._replace(rope_type=rope_type)
 
 
 def computed(case: Case) -> Result:
     """The frequencies of the `Rotary` that `from_hf_config` makes of the config."""
+    if case.config.model_type == "ernie4_5_vl_moe_text" and case.rope_type != "default":
+        raise RefusedError(_of_type(case.config, case.rope_type))
+    if needs_head_dim(case.config, case.rope_type):
+        raise RefusedError(NO_HEAD_DIM)
     config = _as_its_code_reads(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
@@ -56,21 +69,29 @@ def computed(case: Case) -> Result:
     assert spec is not None  # a config without rotation is refused before
     steps, factor = inv_freq(spec, case.seq_len)
     words, advice = in_words(spec.schedule, spec.base, spec.params, case.seq_len), ""
+    trained: int = spec.params.get("original_max_position_embeddings", 0)
     switch = {
         "dynamic": "with the longest sequence of the batch, at every forward",
-        "longrope": "long list if the longest sequence of the batch exceeds L, at every forward",
+        "longrope": "long list if the longest sequence of the batch exceeds "
+        f"{trained}, at every forward",
     }.get(spec.schedule, "never")
     if spec.schedule == "longrope":
-        trained, at = spec.params["original_max_position_embeddings"], case.seq_len
+        at = case.seq_len
         if config.model_type == "phimoe":
             if at > trained:
-                advice = "transformers keeps the short list of phimoe beyond L, with long_mscale"
+                advice = ("transformers keeps the short list of phimoe beyond the trained length, "
+                          "with long_mscale")  # fmt: skip
             steps, words, at = inv_freq(spec)[0], "LongRoPE, short list", trained
-            switch = "never: the short list always, with long_mscale beyond L"
+            switch = f"never: the short list always, with long_mscale beyond {trained}"
         words += f" at {at} tokens"
     elif _is_nested(config) and case.rope.get("truncate") is False:
         advice = "transformers ignores truncate inside a nested rope_parameters"
     return Result(words, np.asarray(steps), factor, switch, advice=advice)
+
+
+def _of_type(config: Config, rope_type: str) -> str:
+    types = " or ".join(name for name in config.model["only"] if name != "su")
+    return f"ValueError: type must be {types}, got {rope_type}"
 
 
 def _as_its_code_reads(case: Case) -> Config:
