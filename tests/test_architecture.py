@@ -59,6 +59,15 @@ def test_every_file_has_a_floor():
     assert sum(map(len, FLOORS)) == len(units)
 
 
+def test_the_table_for_contributors_has_these_floors():
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().split("## Where to start")[1]
+    shown = [set() for _ in FLOORS]
+    for number, names in re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE):
+        shown[int(number)] |= {name.rstrip("/") for name in re.findall(r"`([^`]+)`", names)}
+    shown[3].remove("__init__")
+    assert shown == list(FLOORS)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_imports_point_down(name):
     path = FILES[name]

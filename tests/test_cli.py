@@ -59,7 +59,8 @@ def test_a_slip_of_the_finger_is_status_2_and_a_suggestion(main, arguments, sugg
 
 @pytest.mark.parametrize(
     "arguments",
-    [["inspect"], ["freqs", LLAMA, "--seq-len", "x"], ["bench", "--seq", "0"],
+    [["inspect"], ["freqs", LLAMA, "--seq-len", "x"], ["freqs", LLAMA, "--seq-len", "-1"],
+     ["bench", "--seq", "0"],
      ["bench", "--rounds", "-1"], ["freqs", LLAMA, "more"]],
     ids=" ".join,
 )  # fmt: skip
@@ -514,6 +515,21 @@ def test_doctor_looks_at_a_config(main, tmp_path):
     assert "rope_thata" in main("doctor", str(path)).out
     found = json.loads(main("doctor", str(path), "--json").out)
     assert found[0]["advice"]
+
+
+def test_doctor_says_that_a_function_needs_arguments(main, tmp_path):
+    path = tmp_path / "rope.py"
+    path.write_text("def apply_rope(x, positions):\n    return x\n")
+    message = "apply_rope: calling it without arguments failed: TypeError: apply_rope() missing 2"
+    done = main("doctor", f"{path}:apply_rope")
+    assert_refused(done, message)
+    assert "to examine a rotation use rotary identify" in done.err
+
+
+def test_diff_asks_for_a_layer_type_by_its_option(main, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3_text"}))
+    assert_refused(main("diff", str(path)), "layers differ; pass --layer-type, one of full_att")
 
 
 def test_identify_reads_a_function_from_a_file(main, tmp_path):

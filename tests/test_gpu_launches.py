@@ -432,7 +432,9 @@ def test_what_warm_up_refuses():
         rotary.warm_up(AXES, q, k)
     with pytest.raises(ValueError, match="does not fit x"):
         rotary.warm_up(SPEC, q, k, positions=ids(4), seq_dim=-2)
-    with pytest.raises(ValueError, match="the spec has head_dim 8, x has 16"):
+    with pytest.raises(
+        ValueError, match="the last axis of x must be head_dim=8 of the spec, got 16"
+    ):
         rotary.warm_up(Rotary(head_dim=8), q, k)
 
 

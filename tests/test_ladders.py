@@ -312,7 +312,7 @@ def test_the_command_reads_a_curve(main, tmp_path):
         ("--keep 50 --at-least 0.5", "say what is wanted in one way"),
         ("--keep 500", "until must be in 1 .. 100, got 500"),
         ("--keep 50 --power 1", "--power cannot be given without --at-least"),
-        ("--at-least 0.5", "give --until N"),
+        ("--at-least 0.5", "--at-least needs --until N"),
         ("--at-least 1.5 --until 9", "at_least is a share of B_0, in 0 .. 1; got 1.5"),
         ("--at-least 0.5 --until 9 --power 1 --scale 2", "one of power, scale and at_most"),
         ("--at-least 0.5 --until 9 --power -1", "power must be > 0, got -1"),

@@ -90,7 +90,7 @@ def test_what_cannot_be_patched_is_an_error_of_one_line():
             patch(model.model)
     with pytest.raises(ValueError, match="this model is not patched"):
         unpatch(model)
-    with pytest.raises(ValueError, match="Linear has no module that calls a rotation"):
+    with pytest.raises(ValueError, match="found no rotation to replace in Linear"):
         patch(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="model must be a torch module, got dict"):
         patch({})

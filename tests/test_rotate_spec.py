@@ -125,7 +125,9 @@ def test_tables_and_x_that_do_not_fit_the_spec(library):
     narrow = dataclasses.replace(GPTJ, rotary_dim=32)
     with pytest.raises(ValueError, match="rotary_dim is 32 in the spec, but cos has 32 columns"):
         rotary.rotate(q, cos, sin, narrow)
-    with pytest.raises(ValueError, match="the spec has head_dim 256, x has 64"):
+    with pytest.raises(
+        ValueError, match="the last axis of x must be head_dim=256 of the spec, got 64"
+    ):
         rotary.rotate(q[..., :64], cos, sin, GPTJ)
     # a partial rotation by hand: which channels these are is not known
     with pytest.raises(ValueError, match=r"rotate 64 of the 256 channels.*spec.*start="):

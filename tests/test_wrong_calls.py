@@ -108,7 +108,7 @@ CALLS = {
     ),
     "another head_dim": (
         lambda: apply(SPEC, Q[..., :32], K),
-        "the spec has head_dim 64, x has 32",
+        "the last axis of x must be head_dim=64 of the spec, got 32",
     ),
     "k of another length": (
         lambda: apply(SPEC, Q, K[:, :, :8]),

@@ -57,8 +57,9 @@ def page() -> str:
 
 Written by `python tools/make_commands.py` from the commands; `rotary COMMAND --help` says the same.
 
-An error is one line on stderr that says what, where and how to mend it. The exit status is 0 if the
-command did its work, 1 if it failed or `rotary doctor` found a fault, 2 if it was called wrongly.
+An error is one line on stderr that says what is wrong and how to fix it. The exit status is 0 on
+success, 1 after an error or if `doctor` or `identify --check` found a fault, 2 if an option or
+argument is missing or malformed.
 
 | task | command | what it does |
 |---|---|---|

@@ -1,4 +1,7 @@
-"""Rotary Position Embedding: exact at every position, for every model, as fast as a memory copy."""
+"""Rotary Position Embedding: exact at every position, for almost every model.
+
+In place or with out= it is as fast as copying q and k in memory.
+"""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -67,7 +67,7 @@ def warm_up(
     out: object = None,
     gradient: bool = False,
 ) -> None:
-    """Do beforehand what a first call has to do, for example before a CUDA graph is captured.
+    """Compile and load in advance what the first call needs, e.g. before a CUDA graph is captured.
 
     q, k       and the other arguments: those of `rotary.apply`, arrays like those of later calls
     gradient   also prepare the backward pass

@@ -33,7 +33,7 @@ class Reach(NamedTuple):
     first_failure       the first distance with B_m < 0, None if there is none up to `length`
     failures            how many of the distances 1 .. length have B_m < 0
     lowest_distance     where B_m is smallest
-    lowest              B_m / n there; 1 at distance 0
+    lowest              B_m / B_0 there
     critical_dimension  channels whose pairs turned more than once in `trained` tokens
     pairs, still_pairs  how many pairs are rotated, and how many are not
     never_turning       rotated pairs that made less than one turn in `trained` tokens
@@ -78,10 +78,10 @@ class Reach(NamedTuple):
             ("length", f"{self.length:,} tokens; trained at {self.trained:,}"),
             ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
             ("all B_m < 0", f"{self.failures:,} of {self.length:,} distances"),
-            ("lowest B_m / n", f"{self.lowest:.4f} at distance {self.lowest_distance:,}"),
+            ("lowest B_m / B_0", f"{self.lowest:.4f} at distance {self.lowest_distance:,}"),
             ("critical dimension", f"{self.critical_dimension} of {2 * self.pairs} channels"),
-            ("less than one turn", f"{self.never_turning} of {self.pairs} pairs, in training"),
-            ("angles not seen then", f"{self.unseen:.1%} up to {self.length:,} tokens"),
+            ("pairs with less than one turn in training", f"{self.never_turning} of {self.pairs}"),
+            ("angles not seen in training", f"{self.unseen:.1%} up to {self.length:,} tokens"),
             ("longest wavelength", f"{self.longest_wavelength:,.0f} tokens"),
             ("float32 angles", f"within 1e-2 rad up to position {self.float32_positions:,}"),
         ]

@@ -57,7 +57,7 @@ def rotate(
     conjugate: bool = False,
     out: object = None,
 ) -> Array | tuple[Array, ...]:
-    """`x`, or every array of a tuple such as (q, k), rotated by tables of cos and sin.
+    """Rotate `x`, or every array of a tuple such as (q, k), by tables of cos and sin.
 
     x          (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim); a tuple is
                rotated in one go and may differ in the number of heads
@@ -65,7 +65,7 @@ def rotate(
                float32 and half width: pairs = rotary_dim / 2. Sign and attention factor of a spec
                are in them already: `cos_sin` put them there.
     spec       which channels make a pair: its layout, out_layout, rotary_dim and start are taken
-    layout     the same by hand, "half" or "interleaved"; without a spec it must be given
+    layout     used instead of a spec: "half" or "interleaved"; needed if there is none
     out_layout layout that is written; default `layout`
     rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on, by
                default 0; the rest is copied
@@ -220,7 +220,7 @@ def apply(
     conjugate: bool = False,
     out: object = None,
 ) -> Array | tuple[Array, Other]:
-    """q and k rotated as `spec` says, at `positions`, or at 0 .. seq - 1.
+    """Rotate q and k by `spec`, at `positions` or at 0 .. seq - 1.
 
     q, k       (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim)
     positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)

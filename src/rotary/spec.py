@@ -21,7 +21,7 @@ _SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: anything 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """A rotary position embedding: frequencies, layout, slice, axes and direction. Nothing else.
+    """All that defines a rotary position embedding: frequencies, layout, slice, axes and direction.
 
     head_dim    channels of one attention head
     rotary_dim  how many of them are rotated; even; default head_dim
@@ -58,10 +58,10 @@ class Rotary:
     sign: int = 1
 
     def __new__(cls, *args: object, **fields: object) -> "Rotary":
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
-            if name not in known:
-                raise TypeError(f"Rotary has no field {name!r}{_field_hint(name, known)}")
+            if name not in names:
+                raise TypeError(f"Rotary has no field {name!r}{_field_hint(name, names)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -160,13 +160,13 @@ class Rotary:
         ValueError: unknown field 'theta'; known: head_dim, rotary_dim, start, base, layout, \
 out_layout, schedule, params, axes, sign
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        fields = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(data, Mapping):
             raise ValueError(f"a spec must be a JSON object, got {data!r}")
         for name in data:
-            if name not in known:
+            if name not in fields:
                 raise ValueError(
-                    f"unknown field {name!r}{nearest(name, known)}; known: {', '.join(known)}"
+                    f"unknown field {name!r}{nearest(name, fields)}; known: {', '.join(fields)}"
                 )
         if "head_dim" not in data:
             raise ValueError("field 'head_dim' is missing")
@@ -176,13 +176,13 @@ out_layout, schedule, params, axes, sign
 _OTHER_NAMES = {"dim": "head_dim", "theta": "base", "rope_theta": "base"}
 
 
-def _field_hint(name: str, known: Sequence[str]) -> str:
+def _field_hint(name: str, fields: Sequence[str]) -> str:
     """Where a field that Rotary does not have belongs: its name here, or the params."""
     if any(name in parameters(each) for each in SCHEDULES):
         return f"; it is a parameter of the schedule: Rotary(..., params={{{name!r}: ...}})"
     if name in _OTHER_NAMES:
         return f"; it is called {_OTHER_NAMES[name]!r} here"
-    return nearest(name, known) or f"; its fields: {', '.join(known)}"
+    return nearest(name, fields) or f"; its fields: {', '.join(fields)}"
 
 
 def _default(spec: Rotary, field: dataclasses.Field[object]) -> object:
@@ -274,41 +274,45 @@ def _check_factor(factor: object) -> None:
         )
 
 
-def _one_of(name: str, value: object, known: Iterable[str]) -> None:
-    if value not in list(known):
+def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    if value not in list(choices):
         raise ValueError(
-            f"{name} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
+            f"{name} must be one of {', '.join(choices)}; got {value!r}{nearest(value, choices)}"
         )
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
+def nearest(value: object, choices: Iterable[str]) -> str:
     """What to say after a name that is not known: the known one that is most like it, or nothing.
 
     >>> nearest("lama", ["llama", "gemma"])
     "; did you mean 'llama'?"
     """
-    close = difflib.get_close_matches(str(value), list(known))
+    close = difflib.get_close_matches(str(value), list(choices))
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _frozen_params(schedule: str, params: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a mapping of names to values, got {params!r}")
-    known = parameters(schedule)
+    allowed = parameters(schedule)
     for name in params:
-        if name not in known:
-            listed = ", ".join(known) or "none"
+        if name not in allowed:
+            listed = ", ".join(allowed) or "none"
             raise ValueError(
-                f"schedule {schedule!r} has no parameter {name!r}{nearest(name, known)}; "
+                f"schedule {schedule!r} has no parameter {name!r}{nearest(name, allowed)}; "
                 f"its parameters: {listed}"
             )
-    for name, parameter in known.items():
+    for name, parameter in allowed.items():
         if parameter.default is parameter.empty and name not in params:
             raise ValueError(f"schedule {schedule!r} needs parameter {name!r}")
     # a parameter at its default says nothing: dropping it makes equal specs compare equal
-    kept = {name: _frozen(name, params[name]) for name in known if name in params}
+    kept = {name: _frozen(name, params[name]) for name in allowed if name in params}
     return MappingProxyType(
-        {name: value for name, value in kept.items() if not _is_default(value, known[name].default)}
+        {
+            name: value
+            for name, value in kept.items()
+            if not _is_default(value, allowed[name].default)
+        }
     )
 
 

@@ -369,7 +369,7 @@ def _with_precision(
         kinds = ("float32 running product",)
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
-    until = f", off by more than 1e-3 rad from position {2 * right or 1:,} on" if len(wrong) else ""
+    until = f", off by more than 1e-3 rad at some positions above {right:,}" if len(wrong) else ""
     findings = [
         Finding(kind.replace(" ", "_"), f"computed with {kind}{until}")
         for kind in kinds

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,10 +26,12 @@ ConfigOrGguf = Annotated[
     typer.Argument(metavar="CONFIG", help="A config.json, the folder that holds it, or a .gguf."),
 ]
 LayerType = Annotated[
-    str | None, typer.Option(help="If layers have different RoPEs: the type, as full_attention.")
+    str | None,
+    typer.Option(help="The layer type, if layers have different RoPEs, e.g. full_attention."),
 ]
 Part = Annotated[
-    str | None, typer.Option(help="If the model has parts: the key of one, as vision_config.")
+    str | None,
+    typer.Option(help="The part of the model, e.g. vision_config, if it has several."),
 ]
 
 
@@ -87,11 +90,16 @@ def read_specs(
     return specs
 
 
+def layers_differ(config: str, kinds: Iterable[str | None]) -> ValueError:
+    """The error of a command that needs one layer type."""
+    listed = ", ".join(map(str, kinds))
+    return ValueError(f"{config}: layers differ; pass --layer-type, one of {listed}")
+
+
 def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":
     specs = read_specs(config, layer_type, part)
     if len(specs) > 1:
-        kinds = ", ".join(map(str, specs))
-        raise ValueError(f"{config}: layers differ; pass --layer-type, one of {kinds}")
+        raise layers_differ(config, specs)
     (spec,) = specs.values()
     if spec is None:
         raise ValueError(f"{config}: has no rotation")

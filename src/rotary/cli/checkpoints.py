@@ -51,7 +51,10 @@ def convert(
     ] = None,
     verify: Annotated[
         Literal["sample", "full"],
-        typer.Option(help="Compare the scores of 3 layers, or of all and every byte of the files."),
+        typer.Option(
+            help="sample: compare the scores of 3 layers. full: of all layers, and every byte "
+            "of the files."
+        ),
     ] = "sample",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
@@ -95,7 +98,7 @@ def convert(
         undone = f"{proof.tensors} tensors; moved back, they have the bytes of the source"
         rows = [
             ("tensors moved", str(len(todo.moves))),
-            ("copied unchanged", str(len(todo.left))),
+            ("like q or k, left as they are", str(len(todo.left))),
             ("shards written", f"{len(done.written)} of {len(shards)}"),
             ("read again", undone),
             ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
@@ -106,7 +109,7 @@ def convert(
         return
     print_table(title, rows, header)
     if dry_run and todo.left:
-        print_table("copied unchanged", todo.left, ("tensor", "why"))
+        print_table("tensors like q or k, left as they are", todo.left, ("tensor", "why"))
     if not_copied:
         print_table("not converted and not copied", [(name,) for name in not_copied], ("",))
     if work.warning:

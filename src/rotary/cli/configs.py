@@ -2,17 +2,31 @@
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..strict_json import JSON
-from .app import Config, ConfigOrGguf, Json, LayerType, Part, app, is_gguf, read_spec, read_specs
+from .app import (
+    Config,
+    ConfigOrGguf,
+    Json,
+    LayerType,
+    Part,
+    app,
+    is_gguf,
+    layers_differ,
+    read_spec,
+    read_specs,
+)
 from .terminal import print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
     from ..spec import Rotary
+
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Length of the sequence, in tokens.")]
 
 
 @app.command()
@@ -87,7 +101,7 @@ def freqs(
     config: ConfigOrGguf,
     layer_type: LayerType = None,
     part: Part = None,
-    seq_len: Annotated[int | None, typer.Option(help="Length of the sequence, in tokens.")] = None,
+    seq_len: SeqLen = None,
     as_json: Json = False,
 ) -> None:
     """List the frequency and wavelength of every pair."""
@@ -161,7 +175,10 @@ def doctor(
     seq_len: Annotated[
         int | None, typer.Option(min=1, help="With --distributed: tokens of the whole sequence.")
     ] = None,
-    layer_type: LayerType = None,
+    layer_type: Annotated[
+        str | None,
+        typer.Option(help="With --distributed: the layer type, if layers have different RoPEs."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine, a config, a folder or a model.
@@ -190,7 +207,7 @@ def doctor(
         if ":" in target and not os.path.exists(target):
             subject = load(target)
             if not hasattr(subject, "modules"):  # no model: a function that makes one
-                subject = subject()
+                subject = _made_by(subject, target)
         findings = [
             {"where": each.where, "found": each.found, "advice": each.advice,
              "is_fault": each.is_fault}
@@ -205,13 +222,28 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _made_by(function: Callable[[], object], target: str) -> object:
+    from ..blackbox.probe import one_line
+
+    try:
+        return function()
+    except Exception as error:  # whatever a stranger's function raises
+        raise ValueError(
+            f"{target}: calling it without arguments failed: {one_line(error)}; give a model, or a "
+            "function without arguments that returns one; to examine a rotation use rotary identify"
+        ) from error
+
+
 @app.command()
 def identify(
     target: Annotated[str, typer.Argument(help="module:function or path/to/file.py:function.")],
     head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")],
     num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit status 1 if it is no RoPE, or has a finding.")
+        bool,
+        typer.Option(
+            "--check", help="Exit with status 1 if the function is not a RoPE or has a finding."
+        ),
     ] = False,
     allow: Annotated[
         list[str] | None,
@@ -244,7 +276,7 @@ def identify(
 @app.command()
 def diff(
     config: Config,
-    seq_len: Annotated[int | None, typer.Option(help="Length of the sequence, in tokens.")] = None,
+    seq_len: SeqLen = None,
     layer_type: LayerType = None,
     part: Part = None,
     as_json: Json = False,
@@ -253,8 +285,11 @@ def diff(
 
     The programs are transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub.
     """
+    from ..configs import layer_types
     from ..programs import diff as compare
 
+    if layer_type is None and len(kinds := layer_types(config, part=part)) > 1:
+        raise layers_differ(config, kinds)
     result = compare(config, seq_len=seq_len, layer_type=layer_type, part=part)
     if as_json:
         print_json(result.to_dict())

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 LEFT_OUT = ("linear", "ntk_mixed", "llama3")  # of the plot, which is full without them
 KINDS = "--keep N, --at-least X with --until N, or --curve FILE"
+ROUNDING = 1e-12  # an error below is that of the arithmetic
 
 
 @app.command()
 def design(
-    length: Annotated[int, typer.Option(help="Distances 1 to N count, in tokens.", metavar="N")],
+    length: Annotated[
+        int, typer.Option(min=2, help="Distances 1 to N count, in tokens.", metavar="N")
+    ],
     config: Annotated[
-        str | None, typer.Option("--from", metavar="CONFIG", help="A config.json: its head, base.")
+        str | None,
+        typer.Option(
+            "--from", metavar="CONFIG", help="Take head_dim and base from this config.json."
+        ),
     ] = None,
     head_dim: Annotated[
         int | None, typer.Option(help="Without --from: channels of a head; default 128.")
@@ -32,19 +38,27 @@ def design(
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option(help="Want: what the base gives up to N tokens, then B_m >= 0.", metavar="N"),
+        typer.Option(
+            help="Want: keep the curve of the base up to N tokens; beyond, B_m >= 0.", metavar="N"
+        ),
     ] = None,
     at_least: Annotated[
         float | None, typer.Option(help="Want: B_m / B_0 of at least X up to --until.")
     ] = None,
     until: Annotated[
-        int | None, typer.Option(help="With --at-least: up to N tokens.", metavar="N")
+        int | None,
+        typer.Option(help="With --at-least: the distance up to which it holds.", metavar="N"),
     ] = None,
-    power: Annotated[float | None, typer.Option(help="Beyond --until: falling like m^-X.")] = None,
+    power: Annotated[
+        float | None, typer.Option(help="Beyond --until, let B_m fall like m^-X.")
+    ] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Beyond --until: falling like exp(-m / X), X in tokens.")
+        float | None,
+        typer.Option(help="Beyond --until, let B_m fall like exp(-m / X), X in tokens."),
     ] = None,
-    at_most: Annotated[float | None, typer.Option(help="Beyond --until: between 0 and X.")] = None,
+    at_most: Annotated[
+        float | None, typer.Option(help="Beyond --until, keep B_m / B_0 between 0 and X.")
+    ] = None,
     curve: Annotated[
         Path | None,
         typer.Option(help="Want: lines of a distance, a comma and B_m / B_0.", metavar="FILE"),
@@ -90,15 +104,15 @@ def design(
         spec = read_spec(config, layer_type, part)
     wanted = _wanted(spec, length, keep, at_least, until, power, scale, at_most, curve)
     with bar("searching frequencies") as progress:
-        found = ladders.design(
+        result = ladders.design(
             spec, wanted, longest_wavelength=longest_wavelength, starts=starts, seed=seed,
             progress=lambda share: progress(0.8 * share),
         )  # fmt: skip
         others = ladders.alternatives(
             spec, length, keep or until, progress=lambda share: progress(0.8 + 0.2 * share)
         )
-    specs = {"designed": found.spec, **others}
-    written = as_longrope(found.spec, length)
+    specs = {"designed": result.spec, **others}
+    written = as_longrope(result.spec, length)
     if plot is not None:
         from .. import plots
 
@@ -114,19 +128,19 @@ def design(
     if as_json:
         names = ("method", "error", "first_failure")
         print_json({
-            "length": length, "spec": found.spec.to_dict(), "error": found.error,
-            "lower_bound": found.lower_bound, "certificate": found.certificate._asdict(),
+            "length": length, "spec": result.spec.to_dict(), "error": result.error,
+            "lower_bound": result.lower_bound, "certificate": result.certificate._asdict(),
             "methods": [dict(zip(names, row, strict=True)) for row in rows],
             "config": rope_keys(written, length),
         })  # fmt: skip
         return
-    print_table(f"{config or 'a plain head'}, {length:,} tokens", _rows(found))
+    print_table(f"{config or 'a plain head'}, {length:,} tokens", _rows(result))
     typer.echo()
-    lines = [(name, f"{error:.3g}", "none" if first is None else f"{first:,}")
+    lines = [(name, _share(error), "none" if first is None else f"{first:,}")
              for name, error, first in rows]  # fmt: skip
-    print_table("Every method", lines, ("method", "misses by", "first B_m < 0"))
+    print_table("Every method", lines, ("method", "error", "first B_m < 0"))
     typer.echo()
-    print_text(_verdict(found))
+    print_text(_verdict(result))
 
 
 def _wanted(
@@ -139,36 +153,41 @@ def _wanted(
     if sum(each is not None for each in (keep, at_least, curve)) != 1:
         raise ValueError(f"say what is wanted in one way: {KINDS}")
     beyond = {"--until": until, "--power": power, "--scale": scale, "--at-most": at_most}
-    given = [name for name, value in beyond.items() if value is not None]
-    if at_least is None and given:
-        raise ValueError(f"{', '.join(given)} cannot be given without --at-least")
+    used = [name for name, value in beyond.items() if value is not None]
+    if at_least is None and used:
+        raise ValueError(f"{', '.join(used)} cannot be given without --at-least")
     if keep is not None:
         return ladders.wanted_reach(spec, keep, length)
     if curve is not None:
         values, distances = _read(curve)
         return ladders.wanted_curve(values, length, distances)
     if at_least is None or until is None:
-        raise ValueError("--at-least says how much, give --until N for up to where")
+        raise ValueError("--at-least needs --until N: the distance up to which it holds")
     return ladders.wanted_level(at_least, until, length, power=power, scale=scale, at_most=at_most)
 
 
-def _rows(found: "Design") -> list[tuple[str, str]]:
-    proof = found.certificate
+def _rows(result: "Design") -> list[tuple[str, str]]:
+    proof = result.certificate
     if proof.holds:
         holds = f"proved at every distance to {proof.length:,}"
     elif proof.first_failure is None:
         holds = f"not decided at {proof.undecided:,} distances"
     else:
         holds = f"fails, first at distance {proof.first_failure:,}"
-    frequencies = tuple(found.spec.params["inv_freq"])
+    frequencies = tuple(result.spec.params["inv_freq"])
     return [
-        ("misses by", f"{found.error:.3g} of B_0, root mean square over octaves"),
-        ("no frequencies miss by less than", f"{found.lower_bound:.3g}"),
+        ("error (RMS, share of B_0)", _share(result.error)),
+        ("smallest possible error", _share(result.lower_bound)),
         ("floor", holds),
-        ("lowest above the floor", f"{proof.lowest:.3g} of B_0, at distance {proof.lowest_at:,}"),
-        ("holds if frequencies are rounded by", f"{proof.tolerance:.1g} of each"),
+        ("smallest margin above the floor",
+         f"{proof.lowest:.3g} of B_0, at distance {proof.lowest_at:,}"),
+        ("allowed rounding of a frequency", f"{proof.tolerance:.1g} of it"),
         ("frequencies, rad per token", short(frequencies)),
-    ]
+    ]  # fmt: skip
+
+
+def _share(error: float) -> str:
+    return "0" if error < ROUNDING else f"{error:.3g}"
 
 
 def _numbers(spec: "Rotary", wanted: "Wanted") -> tuple[float, int | None]:
@@ -179,8 +198,8 @@ def _numbers(spec: "Rotary", wanted: "Wanted") -> tuple[float, int | None]:
     return ladders.misses(spec, wanted), first
 
 
-def _verdict(found: "Design") -> str:
-    proof = found.certificate
+def _verdict(result: "Design") -> str:
+    proof = result.certificate
     reached = (
         "The floor holds." if proof.holds else
         "The floor does not hold: want less, a shorter length, or a larger head."

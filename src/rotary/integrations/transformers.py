@@ -88,15 +88,15 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     on random tensors, and is replaced only if ours gives the same numbers within float32 rounding;
     the others are left as they are and listed in `.skipped` with the reason.
 
-    exact=False  the model's own tables, taken to float32: logits are equal up to rounding, and in
-                 bfloat16 better, for q and k are rounded once.
+    exact=False  the model's own tables, converted to float32. Logits are equal up to rounding; in
+                 bfloat16 q and k are rounded only once.
     exact=True   tables from exact angles, float32, where transformers has float32 angles in the
                  dtype of the model. The float64 frequencies are those of `rotary.from_hf_config`
                  where it knows the model and agrees with the buffer, else `inv_freq` as it is; the
                  attention factor is kept. Dynamic NTK and LongRoPE keep their own tables.
 
-                 Of models of images: Flux and others that are given ids, Wan and others that
-                 are given a video, and DINOv3, whose random positions in training stay its own.
+                 Image models: Flux and others that take ids, Wan and others that take a video,
+                 and DINOv3, which keeps its random positions in training.
 
     RMS norms of q and k right before the rotation, as in Qwen3, are computed by `rotary.fused` in
     the same pass where q or k has 32,768 numbers or more, not while torch compiles, and not if a
@@ -129,7 +129,8 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     callers, skipped = _callers(model)
     if not callers and not skipped:
         raise ValueError(
-            f"{type(model).__qualname__} has no module that calls a rotation with cos and sin"
+            f"found no rotation to replace in {type(model).__qualname__}: no module calls a "
+            "function that takes cos and sin"
         )
     forwards = _exact_forwards(model, callers, skipped) if exact else {}
     patched = [(caller.path, str(caller)) for caller in callers]
@@ -175,7 +176,7 @@ class _Caller(NamedTuple):
     moved: Moved | None
 
     def __str__(self) -> str:
-        layouts = {str(each) for found in self.conventions.values() for each in found}
+        layouts = {str(each) for conventions in self.conventions.values() for each in conventions}
         norms = f", with {' and '.join(self.moved.norms)}" if self.moved else ""
         return " and ".join(sorted(layouts)) + norms
 

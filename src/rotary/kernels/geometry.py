@@ -94,7 +94,9 @@ def geometry_of(
     axis = seq_axis(shape, seq_dim)
     others = [index for index in range(len(shape) - 1) if index != axis]
     if head_dim is not None and head_dim != shape[-1]:
-        raise ValueError(f"the spec has head_dim {head_dim}, x has {shape[-1]}")
+        raise ValueError(
+            f"the last axis of x must be head_dim={head_dim} of the spec, got {shape[-1]}"
+        )
     for other in shapes[1:]:
         fixed = [index for index in range(len(shape)) if index not in others[-1:]]
         if len(other) != len(shape) or any(other[index] != shape[index] for index in fixed):

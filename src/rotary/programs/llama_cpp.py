@@ -90,7 +90,7 @@ def llama3(case: Case) -> Result:
 
 longrope = rules.longrope(
     lambda case: case.limit,
-    "long list for every sequence if the allocated n_ctx > L, at start",
+    "long list for every sequence if the allocated n_ctx > {}, at start",
     reads_mscale=False,
 )
 _BASE = "conversion/base.py, set_gguf_parameters"

@@ -172,7 +172,10 @@ def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
 
 
 def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bool) -> Rule:
-    """LongRoPE: a `decisive` length over the trained one takes the long list, as `switch` says."""
+    """LongRoPE: a `decisive` length over the trained one takes the long list, as `switch` says.
+
+    {} in `switch` is the trained length.
+    """
 
     def rule(case: Case) -> Result:
         trained = required_length(case.trained)
@@ -183,14 +186,16 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         ignored = [key for key in ("factor", "attention_factor") if case.rope.get(key) is not None]
         advice = ""
         if is_long != (case.seq_len > trained):
-            advice = "Up to L tokens start vLLM with max_model_len <= L, llama.cpp with n_ctx <= L"
+            advice = (f"Up to {trained} tokens start vLLM with max_model_len <= {trained}, "
+                      f"llama.cpp with n_ctx <= {trained}")  # fmt: skip
         elif ignored:
-            advice = ("vLLM, SGLang and llama.cpp take max_position_embeddings / L as factor, and "
-                      f"ignore {' and '.join(ignored)}")  # fmt: skip
+            advice = (f"vLLM, SGLang and llama.cpp take max_position_embeddings / {trained} as "
+                      f"factor, and ignore {' and '.join(ignored)}")  # fmt: skip
         lists = {key: need(case, key) for key in ("short_factor", "long_factor")}
         params = {"original_max_position_embeddings": trained, "attention_factor": 1.0, **lists}
         length = trained + is_long
-        result = computed(case, "longrope", amplitude, switch, advice, seq_len=length, **params)
+        when = switch.format(trained)
+        result = computed(case, "longrope", amplitude, when, advice, seq_len=length, **params)
         return result._replace(schedule=f"{result.schedule} at {case.seq_len} tokens")
 
     return rule

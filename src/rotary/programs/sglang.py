@@ -64,8 +64,8 @@ def yarn_deepseek(case: Case) -> Result:
 
 
 longrope = rules.longrope(
-    lambda case: case.seq_len - 1,  # a position > L: one token later
-    "long list if any position of the running batch exceeds L",
+    lambda case: case.seq_len - 1,  # a position > the trained length: one token later
+    "long list if any position of the running batch exceeds {}",
     reads_mscale=True,
 )
 _DIR = "layers/rotary_embedding/"

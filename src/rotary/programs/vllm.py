@@ -72,7 +72,8 @@ def ntk(case: Case) -> Result:
 
 longrope = rules.longrope(
     lambda case: case.limit,
-    "long list for every sequence if max_model_len > L (default: a top-level L), at start",
+    "long list for every sequence if max_model_len > {} at start "
+    "(default: the trained length, if the config has it at the top level)",
     reads_mscale=True,
 )
 _DIR = "layers/rotary_embedding/"
