@@ -345,23 +345,23 @@ def _row_lengths(
         return (_known_length(spec, seq_len),)
     else:
         _check_known(seq_len)
-        given = np.asarray(seq_len.tolist() if hasattr(seq_len, "tolist") else seq_len)
-        if given.ndim and given.shape != lead:
+        array = np.asarray(seq_len.tolist() if hasattr(seq_len, "tolist") else seq_len)
+        if array.ndim and array.shape != lead:
             raise ValueError(
-                f"seq_len must be one number or one per row, of shape {lead}, got {given.shape}"
+                f"seq_len must be one number or one per row, of shape {lead}, got {array.shape}"
             )
-        lengths = given.reshape(-1).tolist()
-    known = tuple(_known_length(spec, length) for length in lengths)
-    return known[:1] if len(set(known)) == 1 else known or (None,)
+        lengths = array.reshape(-1).tolist()
+    exact = tuple(_known_length(spec, length) for length in lengths)
+    return exact[:1] if len(set(exact)) == 1 else exact or (None,)
 
 
 def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
     axes = spec.num_axes
     is_short = len(shape) < (2 if axes > 1 else 1)
     if is_short or (axes > 1 and shape[-1] != axes):
-        wanted = f"(..., seq, {axes}) for {axes} axes" if axes > 1 else "(..., seq)"
+        expected = f"(..., seq, {axes}) for {axes} axes" if axes > 1 else "(..., seq)"
         hint = "; move the axes last" if not is_short and shape[0] == axes else ""
-        raise ValueError(f"positions must be {wanted}, got shape {tuple(shape)}{hint}")
+        raise ValueError(f"positions must be {expected}, got shape {tuple(shape)}{hint}")
     if all(isinstance(size, int) for size in shape):
         rows = math.prod(shape[:-1] if axes > 1 else shape)
         size = 4 * spec.rotary_dim * rows

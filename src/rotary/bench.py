@@ -191,13 +191,13 @@ def medians_in_ms(times: Mapping[str, Mapping[str, Timing]]) -> dict[str, dict[s
 
 def versions() -> dict[str, str]:
     """Versions of what was measured, and the machine."""
-    found = {"python": sys.version.split()[0], "cpu": _cpu_name()}
+    result = {"python": sys.version.split()[0], "cpu": _cpu_name()}
     for name in ("numpy", "numba", "torch", "transformers", "rotary_embedding_torch"):
         module = sys.modules.get(name)
         if module is not None:
             own = getattr(module, "__version__", None)
-            found[name] = str(own or importlib.metadata.version(name))
-    return found
+            result[name] = str(own or importlib.metadata.version(name))
+    return result
 
 
 def _cpu_name() -> str:

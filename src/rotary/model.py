@@ -89,10 +89,10 @@ def from_model(
     >>> from_model(Turn(), example=torch.randn(2, 16, 3, 4), positions=range(16))
     Rotary(head_dim=4)
     """
-    found = rotations(model, example=example, positions=positions)
+    rotated = rotations(model, example=example, positions=positions)
     chosen = [
         each
-        for each in found
+        for each in rotated
         if layer_type in (None, each.layer_type)
         if part is None or part == each.part or part in each.modules
     ]
@@ -101,7 +101,7 @@ def from_model(
         return next(iter(specs))
     listed = "; ".join(
         f"{', '.join(_short(each.modules))}: part={each.part!r}, layer_type={each.layer_type!r}"
-        for each in found
+        for each in rotated
     )
     if not specs:
         raise ValueError(f"no rotation of part {part!r} and layer_type {layer_type!r}; {listed}")

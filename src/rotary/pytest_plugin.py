@@ -38,11 +38,11 @@ def _check(
     if isinstance(spec, Rotary):
         if (layer_type, part) != (None, None):
             raise ValueError("layer_type and part choose from a config; a Rotary has neither")
-        found: Rotary | None = spec
+        expected: Rotary | None = spec
     else:
         config = folder / spec if isinstance(spec, str | Path) else spec
-        found = from_hf_config(config, layer_type, part=part)
-    if found is None:
+        expected = from_hf_config(config, layer_type, part=part)
+    if expected is None:
         where = "the config" if layer_type is None else f"layer type {layer_type!r} of the config"
         raise ValueError(f"{where} has no rotation to check")
-    check(fn, found, **options)
+    check(fn, expected, **options)

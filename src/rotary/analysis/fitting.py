@@ -239,10 +239,10 @@ def polished(points: Points, theta: Array, slowest: float, fastest: float) -> Ar
             trial = x.copy()
             trial[free] -= np.linalg.solve(damped, slope[free]).clip(-_LEAP, _LEAP)
             trial = np.clip(trial, low, high)
-            found = missed(trial)
-            gained = value - float(found @ found)
+            remaining = missed(trial)
+            gained = value - float(remaining @ remaining)
             if gained > 0:
-                x, now = trial, found
+                x, now = trial, remaining
                 break
             damping *= 4
         damping = max(damping / 5, 1e-12)

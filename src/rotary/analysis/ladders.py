@@ -114,19 +114,19 @@ def wanted_level(
     until = whole_number("until", until, 1, length)
     least = _share("at_least", at_least)
     beyond = {"power": power, "scale": scale, "at_most": at_most}
-    given = {name: number(name, value) for name, value in beyond.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give one of power, scale and at_most, not {' and '.join(given)}")
+    limits = {name: number(name, value) for name, value in beyond.items() if value is not None}
+    if len(limits) > 1:
+        raise ValueError(f"give one of power, scale and at_most, not {' and '.join(limits)}")
     if at_most is not None:
         _share("at_most", at_most)
-    elif any(value <= 0 for value in given.values()):
-        ((name, value),) = given.items()
+    elif any(value <= 0 for value in limits.values()):
+        ((name, value),) = limits.items()
         raise ValueError(f"{name} must be > 0, got {value}")
     lower, upper = np.zeros(len(at)), np.ones(len(at))
     if power is not None:
-        lower[:] = upper[:] = least * (at / until) ** -given["power"]
+        lower[:] = upper[:] = least * (at / until) ** -limits["power"]
     elif scale is not None:
-        lower[:] = upper[:] = least * np.exp(-np.maximum(at - until, 0) / given["scale"])
+        lower[:] = upper[:] = least * np.exp(-np.maximum(at - until, 0) / limits["scale"])
     elif at_most is not None:
         upper[:] = at_most
     near = at <= until
@@ -198,17 +198,19 @@ def design(
     own = np.clip(frequencies(spec, length), slowest, fastest)
     ladders = _ladders(few, pairs, slowest, fastest)
     begun = [own, fitting.quantiles(theta, share, pairs), *ladders]
-    found = []
+    descents = []
     for index, start in enumerate(begun[:starts]):
         tell((index + 1) / (starts + 1))
-        found.append(_descended(points, few, floor, start, slowest, fastest))
-        if found[-1][0] == 0 and found[-1][1] <= bound + _ENOUGH:
+        descents.append(_descended(points, few, floor, start, slowest, fastest))
+        if descents[-1][0] == 0 and descents[-1][1] <= bound + _ENOUGH:
             break
-    _, error, best = min(found, key=lambda each: each[:2])
+    _, error, best = min(descents, key=lambda each: each[:2])
     params = {"inv_freq": best.tolist()}
-    made = dataclasses.replace(spec, schedule="custom", params=params)
+    designed = dataclasses.replace(spec, schedule="custom", params=params)
     tell(1.0)
-    return Design(made, turning * error, turning * bound, certify(made, length, wanted.floor))
+    return Design(
+        designed, turning * error, turning * bound, certify(designed, length, wanted.floor)
+    )
 
 
 def misses(spec: Rotary, wanted: Wanted, *, seq_len: int | None = None) -> float:
@@ -239,18 +241,18 @@ def alternatives(
     >>> list(alternatives(Rotary(head_dim=64), 512, 128))
     ['as it is', 'base 3,438.91', 'linear', 'ntk', 'ntk_mixed', 'yarn', 'llama3', 'longrope']
     """
-    found = {"as it is": spec}
+    specs = {"as it is": spec}
     if spec.schedule != "default" or spec.num_axes > 1 or spec.base == 1:
-        return found
+        return specs
     head, rotary_dim = spec.head_dim, spec.rotary_dim
     least = min_base(length, head, rotary_dim=rotary_dim, progress=progress).base
     base = rounded_up(least, length, head, rotary_dim=rotary_dim)
     if base > 1:
-        found[f"base {base:,f}"] = dataclasses.replace(spec, base=float(base))
+        specs[f"base {base:,f}"] = dataclasses.replace(spec, base=float(base))
     if trained is not None and 2 <= trained < length:
         stretched = methods(spec, trained, length)
-        found |= {name: each for name, each in stretched.items() if name != "none"}
-    return found
+        specs |= {name: each for name, each in stretched.items() if name != "none"}
+    return specs
 
 
 def _descended(
@@ -262,8 +264,8 @@ def _descended(
         theta = fitting.polished(few, theta, slowest, fastest)
         curve = fitting.mean_cosine(theta, len(floor))
         above = curve - floor
-        found = (max(0.0, _PROVABLE - float(above.min())), points.error(curve), theta)
-        best = found if best is None else min(best, found, key=lambda each: each[:2])
+        reached = (max(0.0, _PROVABLE - float(above.min())), points.error(curve), theta)
+        best = reached if best is None else min(best, reached, key=lambda each: each[:2])
         if above.min() > _PROVABLE:
             break
         ends = np.concatenate([[np.inf], above, [np.inf]])

@@ -132,9 +132,9 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
             for before in kept:
                 coarser = max(dtype, before.dtype, key=["float64", "float32", "float16",
                                                         "bfloat16"].index)  # fmt: skip
-                if found := turned(before.values, values, coarser):
+                if turns := turned(before.values, values, coarser):
                     path = self.path[-1] if self.path else ""
-                    rotation = Rotation(path, before.values, values, coarser, found)
+                    rotation = Rotation(path, before.values, values, coarser, turns)
                     self.seen.append((before.root, rotation))
                     root = before.root
                     break

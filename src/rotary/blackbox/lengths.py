@@ -105,11 +105,11 @@ def with_length(
     ]
     trained = lengths[0] / growth[0]
     if not by_token and explains(lambda length: ladder.inv_freq * trained / length):
-        known = nearest_length(trained)
-        params = {"factor": 1.0, "original_max_position_embeddings": known}
-        text = f"all frequencies are divided by length / {known:,}: dynamic linear scaling "
-        found = Finding("dynamic_linear", text + "(TransformerEngine)")
-        return ladder._replace(schedule="dynamic_linear", params=params), found
+        rounded = nearest_length(trained)
+        params = {"factor": 1.0, "original_max_position_embeddings": rounded}
+        text = f"all frequencies are divided by length / {rounded:,}: dynamic linear scaling "
+        finding = Finding("dynamic_linear", text + "(TransformerEngine)")
+        return ladder._replace(schedule="dynamic_linear", params=params), finding
     grown = dynamic(ladder.base, rotary_dim, *zip(lengths[:2], growth[:2], strict=True))
     if grown is None:
         return None

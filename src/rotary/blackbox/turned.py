@@ -117,7 +117,7 @@ def _guesses(
             yield layout, out_layout, start, span
 
 
-def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
+def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
     """The spec that turns by these angles at positions (tokens, axes).
 
     frequencies  all numbers that the model holds and that may be frequencies; where they agree with
@@ -128,18 +128,18 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
     >>> spec_of(Turned(2, 2, 0, "half", "half", wrapped(at * 0.5), 1e-6, 1.0), at, np.zeros(0))
     Rotary(head_dim=2, schedule='linear', params={'factor': 2.0})
     """
-    by_axis, farthest = _slopes(found, positions)
+    by_axis, farthest = _slopes(rotation, positions)
     reference = int(np.abs(positions).sum(axis=1).argmin())
     if len(by_axis) > 1:
-        visible = np.abs(by_axis) * farthest[:, None] > 8 * found.noise
+        visible = np.abs(by_axis) * farthest[:, None] > 8 * rotation.noise
         if (visible.sum(axis=0) > 1).any():
             raise ValueError("a pair uses more than one position axis")
         by_axis = np.where(visible, by_axis, 0)
     axes = np.abs(by_axis).argmax(axis=0)
     rates = by_axis.sum(axis=0)
-    phase = wrapped(found.angles[reference] - positions[reference] @ by_axis)
-    error = np.abs(wrapped(found.angles - positions @ by_axis - phase))
-    limit = 40 * found.noise + 3e-6 * np.abs(positions @ by_axis).max()
+    phase = wrapped(rotation.angles[reference] - positions[reference] @ by_axis)
+    error = np.abs(wrapped(rotation.angles - positions @ by_axis - phase))
+    limit = 40 * rotation.noise + 3e-6 * np.abs(positions @ by_axis).max()
     if error.max() > max(limit, 1e-3):
         raise ValueError(f"its angles do not grow evenly with the positions: {error.max():.2g} off")
     if np.abs(phase).max() > max(limit, 1e-3):
@@ -149,22 +149,22 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
         )
     sign = -1 if (rates < 0).any() and not (rates > 0).any() else 1
     # 1e-6: what float32 formulas are off
-    noise = 4 * found.noise / farthest[axes] + 1e-6 * np.abs(rates)
+    noise = 4 * rotation.noise / farthest[axes] + 1e-6 * np.abs(rates)
     inv_freq = _held(sign * rates, noise, frequencies)
     is_held = inv_freq is not None
     inv_freq = sign * rates if inv_freq is None else inv_freq
     measured = Measured(
-        inv_freq, 1e-9 * inv_freq if is_held else noise, found.rotary_dim, found.amplitude,
-        4 * found.noise, len(by_axis),
+        inv_freq, 1e-9 * inv_freq if is_held else noise, rotation.rotary_dim, rotation.amplitude,
+        4 * rotation.noise, len(by_axis),
     )  # fmt: skip
     explained = fit(measured)
     return Rotary(
-        head_dim=found.head_dim,
-        rotary_dim=found.rotary_dim,
-        start=found.start,
+        head_dim=rotation.head_dim,
+        rotary_dim=rotation.rotary_dim,
+        start=rotation.start,
         base=explained.base,
-        layout=found.layout,
-        out_layout=found.out_layout,
+        layout=rotation.layout,
+        out_layout=rotation.out_layout,
         schedule=explained.schedule,
         params=explained.params,
         axes=axes.tolist() if len(by_axis) > 1 and axes.any() else (),
@@ -172,7 +172,7 @@ def spec_of(found: Turned, positions: Array, frequencies: Array) -> Rotary:
     )
 
 
-def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
+def _slopes(rotation: Turned, positions: Array) -> tuple[Array, Array]:
     """rad per position of each axis and pair, (axes, pairs), and how far each axis was seen."""
     rows, farthest = [], []
     for axis in range(positions.shape[1]):
@@ -188,10 +188,10 @@ def _slopes(found: Turned, positions: Array) -> tuple[Array, Array]:
                 f"no two tokens of the example differ only in position axis {axis}, so its "
                 "frequencies cannot be measured: pass an example that has two such tokens"
             )
-        rate = np.zeros(found.angles.shape[1])
+        rate = np.zeros(rotation.angles.shape[1])
         for n, token in enumerate(tokens[np.argsort(np.abs(away[tokens, axis]))]):
             step = away[token, axis]
-            gone = wrapped(found.angles[token] - found.angles[reference] - rate * step)
+            gone = wrapped(rotation.angles[token] - rotation.angles[reference] - rate * step)
             if n and np.abs(gone).max() > LOST:
                 raise ValueError("its angles do not grow evenly with the positions")
             rate = rate + gone / step

@@ -21,18 +21,18 @@ ALIKE = 1e-9  # two frequencies that differ by less, relatively, are one
 
 def reach(look: Look) -> Picture:
     """Every length that bounds a RoPE, beside the context that is asked for: `rotary.reach`."""
-    found = measure(look.spec, look.context, look.trained)
-    first, context = found.first_failure, look.context
+    result = measure(look.spec, look.context, look.trained)
+    first, context = result.first_failure, look.context
     beyond = f"none up to {context:,}"
     bars = [
         ("context asked for", context, f"{context:,} tokens"),
-        ("trained length", found.trained, f"{found.trained:,} tokens"),
+        ("trained length", result.trained, f"{result.trained:,} tokens"),
         ("a similar key is first not preferred at (B_m < 0)",
          first or context, f"{first:,}" if first else beyond),
         (f"float32 angles are right to {TOLERANCE:g} rad up to",
-         found.float32_positions, f"{found.float32_positions:,}"),
-        ("the slowest pair turns once in", found.longest_wavelength,
-         f"{found.longest_wavelength:,.0f} tokens"),
+         result.float32_positions, f"{result.float32_positions:,}"),
+        ("the slowest pair turns once in", result.longest_wavelength,
+         f"{result.longest_wavelength:,.0f} tokens"),
     ]  # fmt: skip
     lengths = np.array([max(length, 1.0) for _, length, _ in bars])
     figure = Figure(
@@ -42,8 +42,8 @@ def reach(look: Look) -> Picture:
         bars=tuple(Bar(name, length, text, length < context) for name, length, text in bars),
     )
     columns: dict[str, Numbers] = {"bar": np.arange(len(bars)), "tokens": lengths}
-    table = Table(("what", "value"), tuple(found.rows()))
-    return Picture(columns, found.verdict, figure, (table,))
+    table = Table(("what", "value"), tuple(result.rows()))
+    return Picture(columns, result.verdict, figure, (table,))
 
 
 def plan(look: Look) -> Picture:
@@ -58,17 +58,17 @@ def plan(look: Look) -> Picture:
         )
     if look.context > look.advertised:
         check_scaling(look.start, look.trained)
-    found = recommend(look.context, look.start, look.trained, advertised=look.advertised)
+    advice = recommend(look.context, look.start, look.trained, advertised=look.advertised)
     distances = spaced(look.context)
     columns: dict[str, Numbers] = {"distance": distances}
     curves = [Curve("as_it_is", "as it is")]
     columns["as_it_is"] = bounds.similarity(look.start, distances, seq_len=look.context)
-    words = found.reason
-    if found.action != "keep":
-        name = f"recommended: {found.recommended.schedule}"
+    words = advice.reason
+    if advice.action != "keep":
+        name = f"recommended: {advice.recommended.schedule}"
         curves.append(Curve("recommended", name, "red", "dotted"))
         columns["recommended"] = bounds.similarity(
-            found.recommended, distances, seq_len=look.context
+            advice.recommended, distances, seq_len=look.context
         )
     if look.start.num_axes > 1:
         words += " Keep the keys of the config that deal out the axes, such as mrope_section."
@@ -78,9 +78,9 @@ def plan(look: Look) -> Picture:
         tuple(curves),
         (Line("y", 0, "", "ink"), *trained_line(look)),
     )
-    header, *rows = option_rows(found.options)
+    header, *rows = option_rows(advice.options)
     tables = (Table(header, tuple(rows)),) if rows else ()
-    keys = {key: value for key, value in found.rope_parameters.items() if key != "head_dim"}
+    keys = {key: value for key, value in advice.rope_parameters.items() if key != "head_dim"}
     return Picture(columns, words, figure, tables, json.dumps(keys, indent=2))
 
 

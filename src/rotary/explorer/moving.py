@@ -144,8 +144,8 @@ def _methods(look: Look) -> dict[str, Rotary]:
     if look.plain.schedule == "default":
         check_scaling(look.plain, look.trained)
         plain = dataclasses.replace(look.plain, axes=())
-        found = extension.methods(plain, look.trained, max(look.context, look.trained))
-        ways |= {name: found[name] for name in METHODS}
+        specs = extension.methods(plain, look.trained, max(look.context, look.trained))
+        ways |= {name: specs[name] for name in METHODS}
     if look.spec != look.plain and look.spec not in ways.values():
         ways[f"model: {look.spec.schedule}"] = look.spec
     return ways

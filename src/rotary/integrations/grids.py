@@ -60,10 +60,10 @@ def maker_of(module: nn.Module) -> Maker | None:
 def tables_of(module: nn.Module) -> tuple[Tensor, ...]:
     """Tables that a module makes of a small image; ValueError if it does not."""
     maker = maker_of(module)
-    found = None if maker is None else next(_tried(module, maker), None)
-    if found is None:
+    match = None if maker is None else next(_tried(module, maker), None)
+    if match is None:
         raise ValueError("could not be tried")
-    return found[1]
+    return match[1]
 
 
 def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
@@ -98,11 +98,15 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
     own = type(module).forward
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        given = (*args, *kwargs.values())
-        if len(given) != 1 or not isinstance(given[0], Tensor) or (augments and self.training):
+        operands = (*args, *kwargs.values())
+        if (
+            len(operands) != 1
+            or not isinstance(operands[0], Tensor)
+            or (augments and self.training)
+        ):
             return own(self, *args, **kwargs)
-        made = tables(positions_of(self, given[0]).to(given[0].device))
-        return made if len(made) == 2 else made[0]
+        exact = tables(positions_of(self, operands[0]).to(operands[0].device))
+        return exact if len(exact) == 2 else exact[0]
 
     return forward
 
@@ -114,10 +118,10 @@ def _tried(module: nn.Module, maker: Maker) -> Iterator[tuple[object, tuple[Tens
         for example in maker.examples(trial):
             try:
                 with torch.no_grad():
-                    made = getattr(trial, maker.method)(example)
+                    answer = getattr(trial, maker.method)(example)
             except REFUSALS:
                 continue
-            tables = made if isinstance(made, tuple) else (made,)
+            tables = answer if isinstance(answer, tuple) else (answer,)
             if _are_of_angles(tables):
                 yield example, tables
     except REFUSALS:

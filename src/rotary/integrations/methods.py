@@ -239,8 +239,8 @@ def _calling_class(kind: type, function: Callable[..., object]) -> type:
         other.__dict__.update(copy.deepcopy(vars(self), memo))
         return other
 
-    made = {"__call__": function, "__reduce_ex__": reduced, "__deepcopy__": copied}
-    return type(kind.__name__, (kind,), {**made, "__module__": kind.__module__, ORIGINAL: kind})
+    members = {"__call__": function, "__reduce_ex__": reduced, "__deepcopy__": copied}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, ORIGINAL: kind})
 
 
 def restore_methods(model: nn.Module) -> bool:
@@ -277,13 +277,13 @@ def owners(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 def _methods_set(model: nn.Module) -> list[tuple[object, str, Callable[..., object]]]:
     """(owner, attribute, original) of every method that `set_method` set."""
-    found: list[tuple[object, str, Callable[..., object]]] = []
+    methods: list[tuple[object, str, Callable[..., object]]] = []
     for _, owner in owners(model):
         if ORIGINAL in vars(type(owner)):
-            found.append((owner, "__class__", vars(type(owner))[ORIGINAL]))
-        found += [
+            methods.append((owner, "__class__", vars(type(owner))[ORIGINAL]))
+        methods += [
             (owner, attribute, getattr(value.__func__, ORIGINAL))
             for attribute, value in getattr(owner, "__dict__", {}).items()
             if isinstance(value, MethodType) and hasattr(value.__func__, ORIGINAL)
         ]
-    return found
+    return methods

@@ -98,11 +98,11 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
 
     None for one with hooks, another forward, or a weight that is no plain tensor.
     """
-    found = rms_norm_of(norm)
-    if found is None:
+    convention = rms_norm_of(norm)
+    if convention is None:
         return None
     own = vars(norm)
-    weight, eps = own.get("_parameters", {}).get("weight"), own.get(found.eps)
+    weight, eps = own.get("_parameters", {}).get("weight"), own.get(convention.eps)
     if (
         type(weight) not in (Tensor, nn.Parameter)
         or not isinstance(eps, float)
@@ -114,7 +114,7 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
     ):
         return None
     assert isinstance(weight, Tensor)
-    return weight, eps, found.add_one
+    return weight, eps, convention.add_one
 
 
 # --- when it waits ---
@@ -133,9 +133,9 @@ def waits(norm: object, x: Tensor) -> bool:
         and type(x) is Tensor
         and isinstance(norm, nn.Module)
         and _is_quicker(x)
-        and (found := weight_and_eps(norm)) is not None
-        and found[0].dtype == x.dtype
-        and found[0].device == x.device
+        and (parameters := weight_and_eps(norm)) is not None
+        and parameters[0].dtype == x.dtype
+        and parameters[0].device == x.device
     )
 
 
@@ -152,8 +152,8 @@ def norm_or_wait(norm: nn.Module, x: Tensor) -> object:
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm that `norm_or_wait` left out; x is (batch, heads, seq, head_dim) by now."""
-    found = weight_and_eps(norm)
-    if found is None or len(found[0]) == x.shape[-1]:
+    parameters = weight_and_eps(norm)
+    if parameters is None or len(parameters[0]) == x.shape[-1]:
         whole: Tensor = norm(x)
         return whole
     flat = x.transpose(1, 2).flatten(2)
@@ -207,13 +207,13 @@ def moved(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> Moved:
     if not norms:
         raise ValueError("has no norm right before its rotation")
     ast.fix_missing_locations(tree)
-    made = FunctionType(
+    result = FunctionType(
         _code(tree, method), method.__globals__, method.__name__, method.__defaults__
     )
-    made.__kwdefaults__ = method.__kwdefaults__
-    functools.update_wrapper(made, method)
-    del vars(made)["__wrapped__"]  # it is no decorator
-    return Moved(made, tuple(dict.fromkeys(norms)))
+    result.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(result, method)
+    del vars(result)["__wrapped__"]  # it is no decorator
+    return Moved(result, tuple(dict.fromkeys(norms)))
 
 
 def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
@@ -259,13 +259,13 @@ def _code(tree: ast.Module, method: FunctionType) -> CodeType:
 
 def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
     """Every list of statements that run one after the other."""
-    found = []
+    blocks = []
     for node in ast.walk(function):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
             if isinstance(block, list):
-                found.append(block)
-    return found
+                blocks.append(block)
+    return blocks
 
 
 def _site(before: Sequence[ast.stmt], name: str) -> ast.Call | None:

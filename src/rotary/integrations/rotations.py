@@ -94,15 +94,15 @@ def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
     names = [name for name in inspect.signature(function).parameters if name in _CHOICES]
     if not names:
         return (convention_of(function),)
-    found, error = [], ValueError("computes no rotation of q and k that rotary knows")
+    conventions, error = [], ValueError("computes no rotation of q and k that rotary knows")
     for values in itertools.product(*[_CHOICES[name] for name in names]):
         try:
-            found.append(convention_of(function, tuple(zip(names, values, strict=True))))
+            conventions.append(convention_of(function, tuple(zip(names, values, strict=True))))
         except ValueError as refused:
             error = refused
-    if not found:
+    if not conventions:
         raise error
-    return tuple(found)
+    return tuple(conventions)
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,11 +202,11 @@ def replacement_of(
 def _norm_of(waiting: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
     """The norms that were left to the rotation, for `rotary.fused`; None if it cannot take them."""
     facts = [weight_and_eps(waiting[name]) if name in waiting else None for name in operands]
-    known = [fact for fact in facts if fact is not None]
-    if len(known) != len(waiting) or len({(eps, add_one) for _, eps, add_one in known}) != 1:
+    norms = [fact for fact in facts if fact is not None]
+    if len(norms) != len(waiting) or len({(eps, add_one) for _, eps, add_one in norms}) != 1:
         return None
     weights = [None if fact is None else fact[0] for fact in (*facts, None)]
-    return Norm(weights[0], weights[1], known[0][1], add_one=known[0][2])
+    return Norm(weights[0], weights[1], norms[0][1], add_one=norms[0][2])
 
 
 def _rotated(convention: Convention, arguments: Mapping[str, Any], norm: Norm | None = None) -> Any:

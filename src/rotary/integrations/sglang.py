@@ -172,13 +172,13 @@ def register() -> None:
         file, owner, name = path.split(".")
         methods = vars(vars(files[file]).get(owner, object))
         original = methods.get(name)
-        found = tuple(inspect.signature(original).parameters) if original else None
-        if found == method.parameters:
+        names = tuple(inspect.signature(original).parameters) if original else None
+        if names == method.parameters:
             target = f"{_ROPE}.{path}"
             plugins["HookRegistry"].register(target, hook_of(method), plugins["HookType"].AROUND)
             hooked.append(f"{owner}.{name}")
         else:
-            _log.warning("rotary leaves %s alone: its parameters are %s", path, found)
+            _log.warning("rotary leaves %s alone: its parameters are %s", path, names)
     _log.info("rotary rotates q and k in %s", ", ".join(hooked) or "nothing")
 
 
@@ -204,9 +204,11 @@ def hook_of(method: Method) -> Callable[..., Pair]:
         **named: object,
     ) -> Pair:
         options = {**dict(zip(method.parameters[4:], others, strict=False)), **named}
-        found = _left(method, rope, options) or method.rows(rope, positions, options.get("offsets"))
-        if isinstance(found, str):
-            _say(f"{type(rope).__name__} is left to SGLang: {found}")
+        tables = _left(method, rope, options) or method.rows(
+            rope, positions, options.get("offsets")
+        )
+        if isinstance(tables, str):
+            _say(f"{type(rope).__name__} is left to SGLang: {tables}")
             return original(rope, positions, query, key, *others, **named)
         if type(rope) not in _rotated and not torch.compiler.is_compiling():
             _rotated.add(type(rope))
@@ -214,7 +216,7 @@ def hook_of(method: Method) -> Callable[..., Pair]:
         heads = [x.view(len(x), -1, rope.head_size) for x in (query, key)]
         layout = "half" if method.is_half or rope.is_neox_style else "interleaved"
         q, k = rotate(
-            (heads[0], heads[1]), found.cos, found.sin, positions=found.positions, layout=layout,
+            (heads[0], heads[1]), tables.cos, tables.sin, positions=tables.positions, layout=layout,
             rotary_dim=rope.rotary_dim, seq_dim=-3, out=heads if method.is_in_place else None,
         )  # fmt: skip
         if method.is_in_place:

@@ -128,15 +128,15 @@ def register() -> None:
     registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
     left = []
     for base in classes(package):
-        found, other = family_of(base), registry.get(base.__name__)
+        family, other = family_of(base), registry.get(base.__name__)
         if base in _replaced:
             continue
-        if isinstance(found, str):
-            left.append(f"{base.__name__}: {found}")
+        if isinstance(family, str):
+            left.append(f"{base.__name__}: {family}")
         elif other is not None:
             left.append(f"{base.__name__}: {other.__module__} has replaced it")
         else:
-            _replaced[base] = replacement(base, found)
+            _replaced[base] = replacement(base, family)
             if hasattr(base, "register_oot"):
                 registry[base.__name__] = _replaced[base]
             else:
@@ -191,12 +191,12 @@ def replacement(base: type, family: Family) -> type:
         table = own["_compute_cos_sin_cache"](self, *arguments)
         if not is_exact() or not isinstance(table, Tensor) or table.is_meta:
             return table
-        found = exact_table(lambda: own["_compute_cos_sin_cache"](self, *arguments), table)
-        if found is None:
+        exact_rows = exact_table(lambda: own["_compute_cos_sin_cache"](self, *arguments), table)
+        if exact_rows is None:
             _say(f"{EXACT}: {base.__name__} keeps vLLM's tables, float64 gives others")
             return table
-        exact.append(found)
-        return found
+        exact.append(exact_rows)
+        return exact_rows
 
     methods = {name: _forward(own[name], family) for name in family.forwards}
     kept = {"__module__": __name__, "__doc__": base.__doc__}

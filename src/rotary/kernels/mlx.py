@@ -212,13 +212,13 @@ def _check_operands(
 
 
 def _check_rows(positions: object, length: int) -> Array:
-    given = positions if takes(positions) else np.asarray(positions)
-    if not _is_whole(given):
-        raise TypeError(f"positions must be whole numbers to pick rows, got {_kind(given)}")
-    known = _values(given)
-    if known is not None:
-        reference.check_rows(known, range(length))
-    return _placed(given)
+    rows = positions if takes(positions) else np.asarray(positions)
+    if not _is_whole(rows):
+        raise TypeError(f"positions must be whole numbers to pick rows, got {_kind(rows)}")
+    numbers = _values(rows)
+    if numbers is not None:
+        reference.check_rows(numbers, range(length))
+    return _placed(rows)
 
 
 def _described(kind: str) -> str:
@@ -272,8 +272,8 @@ def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None
         raise TypeError(
             "positions must be whole numbers, or float64 if fractional, got " + _described(kind)
         )
-    known = _values(positions)
-    return reference.inspect(np.empty(0, kind) if known is None else known)
+    numbers = _values(positions)
+    return reference.inspect(np.empty(0, kind) if numbers is None else numbers)
 
 
 def row_lengths(positions: Array) -> list[int]:

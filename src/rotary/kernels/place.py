@@ -33,27 +33,27 @@ class Place:
         zero, is_torch = self.arange(1) * 0, self.kernel.namespace == "torch"
         if type(value) is int and (is_torch or self.xp is np):  # maybe a symbol of torch.compile
             return (zero + value)[0]
-        given: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
+        numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
         if is_torch and not is_array(value):
-            given = self.beside(given)
-        kind = str(given.dtype).rpartition(".")[2]
+            numbers = self.beside(numbers)
+        kind = str(numbers.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
         if is_torch:
-            return given.to(zero.dtype)  # type: ignore[attr-defined]  # a tensor
-        if isinstance(given, np.ndarray):
-            if given.size and self.is_too_large(int(np.abs(given).max())):
+            return numbers.to(zero.dtype)  # type: ignore[attr-defined]  # a tensor
+        if isinstance(numbers, np.ndarray):
+            if numbers.size and self.is_too_large(int(np.abs(numbers).max())):
                 raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
-            given = self.beside(given.astype(np.int64))
+            numbers = self.beside(numbers.astype(np.int64))
         if self.kernel.namespace == "mlx.core":  # a sum of int64 and uint64 would be float32
-            return given.astype(zero.dtype)
-        return (zero + given).reshape(given.shape)
+            return numbers.astype(zero.dtype)
+        return (zero + numbers).reshape(numbers.shape)
 
-    def beside(self, given: Numbers) -> Numbers:
+    def beside(self, numbers: Numbers) -> Numbers:
         """A NumPy array as one of this library, on the device of this place."""
         if self.xp is np:
-            return given
-        placed: Numbers = self.xp.asarray(self.kernel.as_positions(given, self.like))
+            return numbers
+        placed: Numbers = self.xp.asarray(self.kernel.as_positions(numbers, self.like))
         return placed
 
     def is_too_large(self, value: int) -> bool:

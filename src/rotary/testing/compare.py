@@ -270,32 +270,32 @@ def _measured(
         )  # fmt: skip
         asked = {"num_axes": spec.num_axes}
     try:
-        found = ask(**asked)
+        result = ask(**asked)
     except ValueError as error:
         return (Finding("refuses", str(error)),)
     usual = {*right.codes, *(code for case in rules.skip for code in CASES[case])}
     usual |= {"clockwise"} if spec.sign < 0 else set()
-    findings = [finding for finding in found.findings if finding.code not in usual]
-    return (*findings, *_other(found, right, rules.allowed))
+    findings = [finding for finding in result.findings if finding.code not in usual]
+    return (*findings, *_other(result, right, rules.allowed))
 
 
-def _other(found: Identification, right: Identification, allowed: float) -> Iterator[Finding]:
+def _other(other: Identification, right: Identification, allowed: float) -> Iterator[Finding]:
     """In which fields the RoPE that was found differs from the right one."""
-    if found.amplitude and right.amplitude and abs(found.amplitude / right.amplitude - 1) > allowed:
-        text = f"cos and sin are multiplied by {found.amplitude:.6g}, not by {right.amplitude:.6g}"
+    if other.amplitude and right.amplitude and abs(other.amplitude / right.amplitude - 1) > allowed:
+        text = f"cos and sin are multiplied by {other.amplitude:.6g}, not by {right.amplitude:.6g}"
         yield Finding("other_amplitude", text)
-    if found.spec is None or right.spec is None:
+    if other.spec is None or right.spec is None:
         return
-    is_, wanted = found.spec.to_dict(), right.spec.to_dict()
-    one, two = inv_freq(found.spec)[0], inv_freq(right.spec)[0]
+    is_, expected = other.spec.to_dict(), right.spec.to_dict()
+    one, two = inv_freq(other.spec)[0], inv_freq(right.spec)[0]
     is_alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-4, atol=1e-9)
     for name in is_:
-        if is_[name] == wanted[name] or (is_alike and name in ("base", "schedule", "params")):
+        if is_[name] == expected[name] or (is_alike and name in ("base", "schedule", "params")):
             continue
         if name != "params":
-            yield Finding(f"other_{name}", f"{name} is {is_[name]}, not {wanted[name]}")
-        elif found.spec.schedule == right.spec.schedule != "custom":
-            text = f"{found.spec.schedule} has {is_[name]}, not {wanted[name]}"
+            yield Finding(f"other_{name}", f"{name} is {is_[name]}, not {expected[name]}")
+        elif other.spec.schedule == right.spec.schedule != "custom":
+            text = f"{other.spec.schedule} has {is_[name]}, not {expected[name]}"
             yield Finding("other_params", text)
 
 

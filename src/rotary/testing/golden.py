@@ -36,11 +36,11 @@ def vectors(specs: Rotary | Mapping[str | None, Rotary | None]) -> dict[str, JSO
     >>> document["cases"][0]["cos"]["bits"][:35]
     '3f800000 3f800000 3f0a5140 3f7ffcb9'
     """
-    given = {None: specs} if isinstance(specs, Rotary) else specs
-    if not given:
+    by_type = {None: specs} if isinstance(specs, Rotary) else specs
+    if not by_type:
         raise ValueError("vectors needs at least one spec")
     cases: list[dict[str, JSON]] = []
-    for layer_type, spec in given.items():
+    for layer_type, spec in by_type.items():
         if spec is None:
             cases.append({"layer_type": layer_type, "spec": None})
             continue

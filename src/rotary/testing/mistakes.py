@@ -37,9 +37,9 @@ def mistakes(spec: Rotary) -> Iterator[Mistake]:
     >>> [each.code for each in mistakes(Rotary(head_dim=4, base=5e5))][:3]
     ['other_layout', 'other_layout', 'other_layout']
     """
-    found = (*_of_pairs(spec), *_of_slice(spec), *_of_axes(spec), *_of_base(spec),
+    listed = (*_of_pairs(spec), *_of_slice(spec), *_of_axes(spec), *_of_base(spec),
              *_of_scaling(spec), *_of_amplitude(spec))  # fmt: skip
-    for code, text, wrong in found:
+    for code, text, wrong in listed:
         if wrong is not None and wrong != spec:
             yield Mistake(code, text, wrong)
 
@@ -49,8 +49,8 @@ Row = tuple[str, str, Rotary | None]
 
 def _of_pairs(spec: Rotary) -> Iterator[Row]:
     for read, written in itertools.product(LAYOUTS, LAYOUTS):  # ik_llama.cpp#2290, vllm-metal#44
-        wanted = _layout_in_words(spec.layout, spec.out_layout)
-        text = f"pairs are {_layout_in_words(read, written)}, not {wanted}"
+        expected = _layout_in_words(spec.layout, spec.out_layout)
+        text = f"pairs are {_layout_in_words(read, written)}, not {expected}"
         yield "other_layout", text, _changed(spec, layout=read, out_layout=written)
     yield (
         "clockwise",
@@ -152,10 +152,10 @@ def _of_scaling(spec: Rotary) -> Iterator[Row]:
         yield "base_as_factor", text, _with(spec, factor=spec.base)  # sglang#38786
         llama3 = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         for other, length in itertools.product((factor, 8.0), {trained or 8192, 8192}):
-            given = {**llama3, "factor": other, "original_max_position_embeddings": length}
+            changed = {**llama3, "factor": other, "original_max_position_embeddings": length}
             text = f"llama3 by {other:g} from {length:,} tokens: constants of Llama 3.1 or another "
             text += "type, not what the config says"  # Megatron-LM#6305, Automodel#2825
-            yield "other_llama3", text, _changed(spec, schedule="llama3", params=given)
+            yield "other_llama3", text, _changed(spec, schedule="llama3", params=changed)
     if trained and not spec.depends_on_length:
         for times in {4, round(factor or 1)}:  # vLLM's M-RoPE with YaRN takes 4 times as many
             text = f"{name} from {trained * times:,} tokens, not from {trained:,}"

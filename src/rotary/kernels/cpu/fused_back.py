@@ -39,7 +39,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
             with vec.loop(b, NONE, count, 1) as at:
                 square.reset()
                 dot.reset()
-                source, given = (
+                source, gradient = (
                     vec.opaque(b, vec.stepped(b, start_, at, step))
                     for start_, step in ((x, x_step), (grad, grad_step))
                 )
@@ -57,7 +57,9 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                         first = b.add(index, before)
                         c, s = tables.cos_sin(table, first, lanes_)
                         u, v = vec.load_pairs(b, tag, of(source), first, pairs, lanes_, layout)
-                        both = vec.load_pairs(b, tag, of(given), first, pairs, lanes_, out_layout)
+                        both = vec.load_pairs(
+                            b, tag, of(gradient), first, pairs, lanes_, out_layout
+                        )
                         du, dv = turned_back(b, *both, c, s)
                         add(u, du, first, before)
                         add(v, dv, b.add(pairs, first), before)
@@ -68,7 +70,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                 def rest(first, channel, index, lanes):
                     x_, n = (
                         vec.load_wide(b, tag, vec.at(b, each, b.add(channel, index), size), lanes)
-                        for each in (source, given)
+                        for each in (source, gradient)
                     )
                     add(x_, n, b.add(first, index))
 

@@ -108,12 +108,12 @@ def pieces_of(
 
     ValueError for a cache or slots, contiguous int64, that do not fit.
     """
-    made = [
+    pieces = [
         piece_of(call, index, x, y)
         for index, (x, y) in enumerate(zip(xs, outs, strict=False)) if x is not None
     ]  # fmt: skip
     if cache is None:
-        return made
+        return pieces
     _, k, v = xs
     slots = cache.slots
     slot_shape(tuple(slots.shape), call.fitted.tokens)
@@ -126,8 +126,8 @@ def pieces_of(
         check_slots(low, high, shape, block)
         if target.dtype != x.dtype:
             return None
-        made.append(piece_of(call, index + 1, x, target, (slots, block)))
-    return made
+        pieces.append(piece_of(call, index + 1, x, target, (slots, block)))
+    return pieces
 
 
 def _targets(
@@ -151,8 +151,8 @@ def _run(call: Call, made: list[Made] | None) -> bool:
     pieces, memories, alive = zip(*made, strict=True)
     table, rows, places = call.table()
     eps = 0.0 if call.norm is None else call.norm.eps
-    known = jobs.call_of(pieces, table, rows, eps)
-    is_done = known is not None and jobs.run(known, memories, places, False)
+    plan = jobs.call_of(pieces, table, rows, eps)
+    is_done = plan is not None and jobs.run(plan, memories, places, False)
     del alive
     return is_done
 
@@ -165,17 +165,17 @@ def piece_of(
     geometry = fitted.geometries[index] if index < 2 else None
     is_latent = index == 2 and x.ndim == len(fitted.tokens) + 1
     head_axis = None if is_latent else fitted.head_axis
-    known, slots, taken = None, None, None
+    gains, slots, taken = None, None, None
     if weight is not None and call.norm is not None:
         heads = 1 if head_axis is None else x.shape[head_axis]
         rows, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
         weight = call.access.weight(weight)
         is_full = is_full and heads > 1
-        known = jobs.Weight(form(weight).dtype, rows[0], is_full, call.norm.add_one)
+        gains = jobs.Weight(form(weight).dtype, rows[0], is_full, call.norm.add_one)
     if to is not None:
         slots, block = to
         taken = jobs.Slots(form(out).strides[:2], block)
     is_in_place = address(x) == address(out)
-    piece = jobs.Piece(form(x), form(out), geometry, head_axis, known, taken, is_in_place)
+    piece = jobs.Piece(form(x), form(out), geometry, head_axis, gains, taken, is_in_place)
     places = [0 if each is None else address(each) for each in (x, out, weight, slots)]
     return piece, jobs.Memory(*places), (weight, slots)

@@ -94,8 +94,8 @@ def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: fl
     if name not in loops.TAGS or not all([math.prod(piece.x.shape) for piece in pieces]):
         return None
     forms = [_form(piece, table, rows, eps) for piece in pieces if _is_ready(piece)]
-    known = [form for form in forms if form is not None]
-    if len(known) < len(pieces):
+    ready = [form for form in forms if form is not None]
+    if len(ready) < len(pieces):
         return None
     size = sum([math.prod(piece.x.shape) * SIZES[name] for piece in pieces])
     row_count = 0 if rows is None else math.prod(rows.shape)
@@ -109,7 +109,7 @@ def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: fl
             slots = count, piece.out.shape[0] * (piece.slots.block or 1)
             reached[6] = 0, 8 * count
     limits = row_count, table.shape[0], *slots
-    return Call(pieces, tuple(known), eps, size, limits, np.array(reached, np.int64))
+    return Call(pieces, tuple(ready), eps, size, limits, np.array(reached, np.int64))
 
 
 def run(

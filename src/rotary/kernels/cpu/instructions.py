@@ -15,9 +15,9 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 def compiles_for(feature: str, elsewhere: bool) -> bool:
     """Whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
-    told = numba.config.CPU_FEATURES
-    if told is not None:
-        return f"+{feature}" in told.split(",")
+    features = numba.config.CPU_FEATURES
+    if features is not None:
+        return f"+{feature}" in features.split(",")
     return bool(numba.config.ENABLE_AVX and binding.get_host_cpu_features().get(feature, elsewhere))
 
 
@@ -31,8 +31,8 @@ def on_stack(b: ir.IRBuilder, kind: ir.Type) -> ir.Value:
 
 def function_of(module: ir.Module, kind: ir.FunctionType, name: str) -> ir.Function:
     """A function that a module declares, once."""
-    known = module.globals.get(name)
-    return ir.Function(module, kind, name) if known is None else known
+    existing = module.globals.get(name)
+    return ir.Function(module, kind, name) if existing is None else existing
 
 
 def members(b: ir.IRBuilder, value: ir.Value) -> list[ir.Value]:

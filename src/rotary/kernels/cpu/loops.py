@@ -93,8 +93,8 @@ def own_number(job, taken):
     again and finds them in its own caches."""
     if job.threads == 1:
         return 0
-    come = call_number(job.number) if job.number else take(taken + 8 * job.threads)
-    return come % job.threads
+    number = call_number(job.number) if job.number else take(taken + 8 * job.threads)
+    return number % job.threads
 
 
 @compiled()

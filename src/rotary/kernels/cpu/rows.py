@@ -148,8 +148,8 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
         ):
             ends = vec.stepped(b, out, at, out_step), vec.stepped(b, x, at, x_step)
             for skipped, size in ((NONE, head), (tail, tail_size)):
-                to, come = (b.inttoptr(b.add(end, skipped), POINTER) for end in ends)
-                copy_bytes(b, to, come, size)
+                to, origin = (b.inttoptr(b.add(end, skipped), POINTER) for end in ends)
+                copy_bytes(b, to, origin, size)
         return context.get_dummy_value()
 
     numbers = types.int64, types.int64, types.UniTuple(types.int64, 4), types.int64, types.int64

@@ -100,9 +100,9 @@ def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
     def bits(number: int) -> ir.Constant:
         return constant(I32, lanes, number)
 
-    given = b.bitcast(value, vector(I32, lanes))
-    size = b.bitcast(b.and_(given, bits(0x7FFFFFFF)), value.type)
-    size = b.bitcast(at_most(b, size, _ABOVE[mantissa]), given.type)
+    whole_bits = b.bitcast(value, vector(I32, lanes))
+    size = b.bitcast(b.and_(whole_bits, bits(0x7FFFFFFF)), value.type)
+    size = b.bitcast(at_most(b, size, _ABOVE[mantissa]), whole_bits.type)
     as_nan = bits(_AS_NAN[mantissa])
     size = b.select(b.icmp_unsigned("<", size, as_nan), size, as_nan)
     lowest = bits(_FIRST[mantissa] << 23)
@@ -110,16 +110,16 @@ def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
     if code_type is I8 and lanes >= _WORDS and _has_lookup():
         floor = b.select(b.icmp_unsigned(">", size, lowest), size, lowest)
         counter = _counters(b, b.lshr(floor, bits(23)), mantissa)
-        counted = b.bitcast(b.fadd(b.bitcast(size, value.type), counter), given.type)
-        code, sign = _byte(b, counted, 0), _byte(b, given, 3)
+        counted = b.bitcast(b.fadd(b.bitcast(size, value.type), counter), whole_bits.type)
+        code, sign = _byte(b, counted, 0), _byte(b, whole_bits, 3)
     else:
         exponent = b.and_(size, bits(0x7F800000))
         exponent = b.select(b.icmp_unsigned(">", exponent, lowest), exponent, lowest)
         counter = b.add(exponent, bits((whole << 23) - (_FIRST[mantissa] << mantissa)))
         counter = b.add(counter, b.lshr(exponent, bits(whole)))
         counted = b.fadd(b.bitcast(size, value.type), b.bitcast(counter, value.type))
-        code = b.trunc(b.bitcast(counted, given.type), vector(code_type, lanes))
-        upper = b.lshr(given, bits(32 - code_type.width))
+        code = b.trunc(b.bitcast(counted, whole_bits.type), vector(code_type, lanes))
+        upper = b.lshr(whole_bits, bits(32 - code_type.width))
         sign = b.trunc(upper, vector(code_type, lanes))
     code = b.and_(code, constant(code_type, lanes, top - 1))
     return b.or_(code, b.and_(sign, constant(code_type, lanes, top)))
@@ -247,8 +247,8 @@ def _counters(b: ir.IRBuilder, exponents: ir.Value, mantissa: int) -> ir.Value:
         code = (exponent - _FIRST[mantissa]) << mantissa
         counters[exponent % 32] = (exponent + 23 - mantissa) << 23 | code
     table = _halves(I32, counters)
-    found = [_lookup(b, part, *table) for part in _parts(b, exponents, _WORDS)]
-    return b.bitcast(_joined(b, found), vector(F32, lanes_of(exponents)))
+    parts = [_lookup(b, part, *table) for part in _parts(b, exponents, _WORDS)]
+    return b.bitcast(_joined(b, parts), vector(F32, lanes_of(exponents)))
 
 
 def _byte(b: ir.IRBuilder, words: ir.Value, number: int) -> ir.Value:

@@ -29,8 +29,8 @@ def count() -> int:
     True
     """
     torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
-    wanted = torch_threads() if torch_threads else numba.get_num_threads()
-    return min(int(wanted), int(numba.config.NUMBA_NUM_THREADS))
+    number = torch_threads() if torch_threads else numba.get_num_threads()
+    return min(int(number), int(numba.config.NUMBA_NUM_THREADS))
 
 
 def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
@@ -38,18 +38,18 @@ def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
 
     `job` is a record of `loops.py`, which says what its first three numbers and its last are.
     """
-    if size < SERIAL_BYTES or _in_forked_child or (wanted := count()) == 1:
+    if size < SERIAL_BYTES or _in_forked_child or (number := count()) == 1:
         loop.call(job.buffer_info()[0])
         return
-    job[0], job[1] = wanted, PARTS
-    job.extend((0,) * wanted)
+    job[0], job[1] = number, PARTS
+    job.extend((0,) * number)
     if (openmp := _openmp()) is not None:
         job[2] = openmp.thread_number
-        openmp.parallel(loop.address, job.buffer_info()[0], wanted, 0)
+        openmp.parallel(loop.address, job.buffer_info()[0], number, 0)
         return
     address = job.buffer_info()[0]
     with nullcontext() if _may_overlap() else _one_at_a_time:
-        loops.on_numba_threads(loop.address, address, wanted)
+        loops.on_numba_threads(loop.address, address, number)
 
 
 class _OpenMP(NamedTuple):

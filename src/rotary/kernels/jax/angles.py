@@ -170,10 +170,10 @@ def is_cacheable(like: Array) -> bool:
 
     An array made under `jax.set_mesh` lies on that mesh, and no other one takes it.
     """
-    made = jnp.zeros(())
-    if is_traced(like) or is_traced(made):
+    own = jnp.zeros(())
+    if is_traced(like) or is_traced(own):
         return False
-    return isinstance(made.sharding, jax.sharding.SingleDeviceSharding)
+    return isinstance(own.sharding, jax.sharding.SingleDeviceSharding)
 
 
 def device_key(like: Array) -> str:

@@ -73,8 +73,8 @@ def _back(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     result = empty_like(x)
     piece, memory, alive = piece_of(call, index, x, result)
-    given = form(grad), grad.data_ptr()
-    gains = jobs.run_back(piece, memory, given, call.norm.eps, *call.table())
+    gradient = form(grad), grad.data_ptr()
+    gains = jobs.run_back(piece, memory, gradient, call.norm.eps, *call.table())
     del alive
     if gains is None:
         return None
@@ -98,12 +98,12 @@ def _again(call: Call, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor 
         outs = _by_formula(call, ctx.formula, operands)
         chosen = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
         pairs = [(y, g) for y, g in zip(outs, grads, strict=True) if g is not None]
-        found = torch.autograd.grad(
+        computed = torch.autograd.grad(
             [y for y, _ in pairs], chosen, [g for _, g in pairs],
             create_graph=is_recorded, allow_unused=True,
         )  # fmt: skip
-    known = iter(found)
-    return [next(known) if is_needed else None for is_needed in needs]
+    gradients = iter(computed)
+    return [next(gradients) if is_needed else None for is_needed in needs]
 
 
 def checked_rows(rows: Tensor | None, cos: Tensor) -> Tensor | None:

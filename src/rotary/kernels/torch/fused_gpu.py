@@ -85,7 +85,7 @@ def fused(
         rows = rows.as_strided(sizes, strides).reshape(-1, sizes[-1])
     ways: list[Way | None] = []
     results: list[Result] = []
-    given = iter(out or ())
+    outs = iter(out or ())
     is_mixed = fitted.geometries[0].layout != fitted.geometries[0].out_layout
     for name, x, scale in zip("qkv", xs, stages.scales, strict=True):
         if x is None:
@@ -102,7 +102,7 @@ def fused(
             results.append(None)
         else:
             kind = stages.dtype or str(xs[0].dtype).removeprefix("torch.")
-            y, result = _output(x, head_axis, kind, next(given, None), is_mixed)
+            y, result = _output(x, head_axis, kind, next(outs, None), is_mixed)
             place = _scaled(name, y, kind, scale)
             if place[3]:
                 scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -214,14 +214,14 @@ def _launch(
     norm: Norm | None,
 ) -> None:
     """Run the kernel: cos and sin (batch, tokens, pairs), or with `rows` (rows, pairs)."""
-    given = [way for way in ways if way is not None and way.x.numel()]
-    if not given:
+    present = [way for way in ways if way is not None and way.x.numel()]
+    if not present:
         return
-    batches, tokens = given[0].x.shape[:2]
-    widest = max(max(_power(way.x.shape[-1]) for way in given), 2 * _power(geometry.pairs))
+    batches, tokens = present[0].x.shape[:2]
+    widest = max(max(_power(way.x.shape[-1]) for way in present), 2 * _power(geometry.pairs))
     fitting = max(1, _ELEMENTS // widest)
-    heads, counts = 1, [way.x.shape[2] for way in given]
-    if not any(way.is_full for way in given):
+    heads, counts = 1, [way.x.shape[2] for way in present]
+    if not any(way.is_full for way in present):
         while 2 * heads <= min(8, fitting) and not any(count % (2 * heads) for count in counts):
             heads *= 2
     together = min(fitting // heads, _power(tokens))
@@ -232,7 +232,7 @@ def _launch(
     programs = 0
     for name, way in zip("QKV", ways, strict=True):
         is_there = way is not None and way.x.numel() > 0
-        some = way if way is not None and is_there else given[0]  # nothing of it is read
+        some = way if way is not None and is_there else present[0]  # nothing of it is read
         parts = 0
         if is_there:
             groups = -(-some.x.shape[2] // heads)

@@ -117,10 +117,10 @@ def _code(
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
     row_shape = tuple(rows[0].shape) if rows else None
     fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, Stages(norm, cache))
-    made = (q,) if k is None or cache is not None else (q, k)
-    new = [maker_of_outputs(x, sum([y.nbytes for y in made])) for x in made]
+    rotated = (q,) if k is None or cache is not None else (q, k)
+    new = [maker_of_outputs(x, sum([y.nbytes for y in rotated])) for x in rotated]
     outs = tuple(out) if out is not None else tuple([maker() for maker in new])
-    alike = [(x.shape, x.dtype) for x in made]
+    alike = [(x.shape, x.dtype) for x in rotated]
     written = [*(out or ()), *[x for x in memory[:2] if x is not None]]
     if [(y.shape, y.dtype) for y in outs] != alike or len({y.is_inference() for y in written}) > 1:
         return None
@@ -131,12 +131,12 @@ def _code(
     if pieces is None:
         return None
     table, row_form, _ = call.table()
-    known = jobs.call_of(tuple([piece for piece, *_ in pieces]), table, row_form, kind.eps)
-    if known is None:
+    plan = jobs.call_of(tuple([piece for piece, *_ in pieces]), table, row_form, kind.eps)
+    if plan is None:
         return None
     # of each piece: where x, out, weight and slots are among xs, outs and 0; how far out begins
     first, last = len(xs), len(xs) + len(outs)
-    sources = spots[:3] if cache is not None else spots[: len(made)]
+    sources = spots[:3] if cache is not None else spots[: len(rotated)]
     targets: list[int | None] = list(range(first, last))
     targets += [spots[6], spots[6 if kind.cache is LatentCache else 7]] if cache is not None else []
     places = []
@@ -162,7 +162,7 @@ def _code(
         memories = [(at[x], at[y] + offset, at[w], at[s]) for (x, y, w, s), offset in places]
         if is_checked and [x == y for x, y, *_ in memories] != is_in_place:
             return None
-        if not jobs.run(known, memories, (cos, sin, rows), is_checked):
+        if not jobs.run(plan, memories, (cos, sin, rows), is_checked):
             if not is_checked:
                 return None
             # q, k and v may be slices of one buffer: their reach overlaps, their bytes do not
@@ -175,7 +175,7 @@ def _code(
                 if len(apart) >= _SPACINGS:
                     apart.clear()
                 apart.add(spacing)
-            if not jobs.run(known, memories, (cos, sin, rows), False):
+            if not jobs.run(plan, memories, (cos, sin, rows), False):
                 return None
         if is_tracked:
             caches = [xs[spot] for spot in spots[6:8] if spot is not None]

@@ -235,15 +235,15 @@ def _into(
         q_out, k_out = outs[0].data_ptr(), outs[-1].data_ptr()
         if is_other_memory != (q != q_out, k != k_out):
             return None
-        given = tuple(map(data_ptr, tables))
-        spacing = (k - q, q_out - q, k_out - q, *[place - q for place in given])
+        addresses = tuple(map(data_ptr, tables))
+        spacing = (k - q, q_out - q, k_out - q, *[place - q for place in addresses])
         if spacing not in compared:
-            if not are_apart((q, k, *given), (q_out, k_out)):
+            if not are_apart((q, k, *addresses), (q_out, k_out)):
                 check_memory((*xs, *tables), outs)
             if len(compared) >= _SPACINGS:
                 compared.clear()
             compared.add(spacing)
-        read = fixed + given
+        read = fixed + addresses
         if not launch((q, k, q_out, k_out, read[0], read[1], read[-1])):
             return None
         if is_tracked:

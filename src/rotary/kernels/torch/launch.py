@@ -163,9 +163,9 @@ def on_huge_pages(x: Tensor) -> Tensor:
 
 def mark_written(out: Sequence[Tensor]) -> None:
     """Tell autograd: a tensor it saved earlier and that was overwritten here must not be used."""
-    known = [y for y in out if not y.is_inference()]
-    if known:
-        torch.autograd.graph.increment_version(known)
+    tracked = [y for y in out if not y.is_inference()]
+    if tracked:
+        torch.autograd.graph.increment_version(tracked)
 
 
 # --- the formula ---
@@ -251,11 +251,11 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        known = [grad for grad in grads if grad is not None]
-        turned = ctx.back(known, ctx.saved_tensors) if known else ()
-        if len(known) < len(grads):
-            found = iter(turned)
-            turned = [None if grad is None else next(found) for grad in grads]
+        present = [grad for grad in grads if grad is not None]
+        turned = ctx.back(present, ctx.saved_tensors) if present else ()
+        if len(present) < len(grads):
+            rotated = iter(turned)
+            turned = [None if grad is None else next(rotated) for grad in grads]
         return None, None, None, *turned
 
 

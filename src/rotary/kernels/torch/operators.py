@@ -41,8 +41,8 @@ def flat(geometry: Geometry) -> tuple[int, int, str, str, list[int], bool]:
 
 
 def _geometry(start, pairs, layout, out_layout, dims, conjugate):
-    known = tuple(None if dim == -1 else dim for dim in dims)
-    return Geometry(start, pairs, layout, out_layout, known, conjugate)
+    axes = tuple(None if dim == -1 else dim for dim in dims)
+    return Geometry(start, pairs, layout, out_layout, axes, conjugate)
 
 
 def _checked(xs, cos, sin, rows, *form, out=None):
@@ -77,9 +77,9 @@ def _check_given(geometry, xs, others, out):
             "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
             "of a compiled program, compile the call of torch.func.jvp"
         )
-    given = (*xs, *others, *(out or ()))
-    check_strided(given)
-    check_storage(given)
+    operands = (*xs, *others, *(out or ()))
+    check_strided(operands)
+    check_storage(operands)
     layouts.check(geometry.layout)
     layouts.check(geometry.out_layout, "out_layout")
 
@@ -182,9 +182,9 @@ def _backward(operator):
     """The gradient of an operator: the operator itself, by minus the angles."""
 
     def backward(ctx, grads):
-        known = [grad for grad in grads if grad is not None]
+        present = [grad for grad in grads if grad is not None]
         arguments = (*ctx.saved_tensors, *ctx.rest, *flat(ctx.geometry.reversed()))
-        rotated = iter(operator(known, *arguments) if known else ())
+        rotated = iter(operator(present, *arguments) if present else ())
         return [None if grad is None else next(rotated) for grad in grads], *(None,) * 9
 
     return backward
@@ -240,11 +240,11 @@ def _launched(xs, source, geometry, out):
 
 def _decomposed(record, is_out):
     def rule(mode, operator, types, arguments, options):
-        given, out = (arguments[:-1], arguments[-1]) if is_out else (arguments, None)
+        operands, out = (arguments[:-1], arguments[-1]) if is_out else (arguments, None)
         outs = None
         if {*types} <= {Tensor, FunctionalTensor}:
             with mode:
-                outs = record(*given, out=out)
+                outs = record(*operands, out=out)
         if outs is None:
             return mode.__torch_dispatch__(operator, types, arguments, options)
         return None if is_out else outs

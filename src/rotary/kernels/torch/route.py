@@ -139,11 +139,11 @@ def _recorded_at(
     shapes = tuple([tuple(each.shape) for each in xs])
     seq = x.shape[seq_axis(shapes[0], kind.options.seq_dim)]
     geometry = geometry_of(shapes, (seq, turns.shape[-1]), tokens, kind.options)
-    given = (list(xs), positions, turns, factor, *flat(geometry))
+    operands = (list(xs), positions, turns, factor, *flat(geometry))
     if out is None:
-        return tuple(torch.ops.rotary.rotate_at(*given))
+        return tuple(torch.ops.rotary.rotate_at(*operands))
     check_no_grad(xs, out)
-    torch.ops.rotary.rotate_at_out(*given, list(out))
+    torch.ops.rotary.rotate_at_out(*operands, list(out))
     return tuple(out)
 
 
@@ -348,8 +348,8 @@ def _rotate_exact(
     geometry: Geometry,
 ) -> tuple[Tensor, ...]:
     turns, positions = angles
-    given = () if positions is None else (positions,)
-    if is_tracing() or not are_plain((*xs, turns, *given)):  # a gradient under a transform
+    rows = () if positions is None else (positions,)
+    if is_tracing() or not are_plain((*xs, turns, *rows)):  # a gradient under a transform
         return gpu.formula_at(xs, turns, factor, positions, geometry)
 
     def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

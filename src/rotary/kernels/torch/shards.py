@@ -106,7 +106,7 @@ def check_alike(name: str, x: DTensor, other: DTensor) -> None:
 
 def check_placements(name: str, x: DTensor, stop: int) -> None:
     """Refuse anything but replicas and shards along the first `stop` axes."""
-    wanted: list[Placement] = [
+    right: list[Placement] = [
         each if _is_known(each, stop) else Replicate() for each in x.placements
     ]
     for placement in x.placements:
@@ -119,7 +119,7 @@ def check_placements(name: str, x: DTensor, stop: int) -> None:
         else:
             reason = "is cut in a way that is not known here"
         raise ValueError(
-            f"{name} {reason}, {placement!r}: call {name}.redistribute(placements={shown(wanted)})"
+            f"{name} {reason}, {placement!r}: call {name}.redistribute(placements={shown(right)})"
         )
 
 
@@ -151,10 +151,10 @@ def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int |
         is_along = bool(along) and table.shape[dim] == x.shape[along[0]]
         cuts, of_x = _cuts(table, dim), _cuts(x, along[0]) if is_along else []
         if cuts != of_x[: len(cuts)]:
-            wanted = [_alongside(own, table, x, dims) for own in x.placements]
+            right = [_alongside(own, table, x, dims) for own in x.placements]
             raise ValueError(
                 f"{name} is {shown(table.placements)} and x {shown(x.placements)}, so a rank would "
-                f"miss rows: call {name}.redistribute(placements={shown(wanted)})"
+                f"miss rows: call {name}.redistribute(placements={shown(right)})"
             )
 
 

@@ -345,10 +345,10 @@ def _processors(device: torch.device) -> int:
 def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
     if device.type != "cuda":
         return Variant()
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return variant_of(found.gcnArchName.split(":")[0], layout, is_exact)
-    return variant_of(f"sm_{found.major}{found.minor}", layout, is_exact)
+        return variant_of(properties.gcnArchName.split(":")[0], layout, is_exact)
+    return variant_of(f"sm_{properties.major}{properties.minor}", layout, is_exact)
 
 
 def prepared(

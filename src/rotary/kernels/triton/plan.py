@@ -164,8 +164,8 @@ def _head_axis(q: tuple[int, ...], k: tuple[int, ...], angles: Angles) -> int | 
         if step == 0 and axis != angles.seq and max(q[axis], k[axis]) > 1
     ]
     different = [axis for axis in shared if q[axis] != k[axis]]
-    found = different or shared
-    return found[-1] if found else None
+    axes = different or shared
+    return axes[-1] if axes else None
 
 
 def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
@@ -173,8 +173,8 @@ def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
     if angles.seq in rest:
         return angles.seq
     varying = [axis for axis in rest if angles.strides[axis]]
-    found = varying or rest
-    return found[-1] if found else None
+    axes = varying or rest
+    return axes[-1] if axes else None
 
 
 def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:

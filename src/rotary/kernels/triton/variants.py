@@ -67,6 +67,6 @@ def modelled(architecture: str, layout: str, is_exact: bool) -> tuple[int, int, 
     (24, 20, 32)
     """
     family, _, number = architecture.partition("_")
-    known = [old for old, *form in IN_FLIGHT if form == [layout, is_exact]]
-    known = [old for old in known if family == "sm" and old <= int(number)]
-    return IN_FLIGHT[max(known), layout, is_exact] if known else (1, 0, 0)
+    older = [old for old, *form in IN_FLIGHT if form == [layout, is_exact]]
+    older = [old for old in older if family == "sm" and old <= int(number)]
+    return IN_FLIGHT[max(older), layout, is_exact] if older else (1, 0, 0)
