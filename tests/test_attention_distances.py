@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from attention_arrays import FAR, LIBRARIES, SHIFT, qkv
+from attention_arrays import FAR, LIBRARIES, SHIFT, draw, qkv
 from libraries import if_installed
 
 from rotary import Rotary, inv_freq
@@ -184,6 +184,21 @@ def test_gradients_reach_q_k_and_v(name):
     assert torch.autograd.gradcheck(
         lambda *x: distance_attention(*x, Rotary(head_dim=4), distances), arrays
     )
+
+
+@LIBRARIES
+def test_distances_of_positions_without_a_sign_are_those_of_others(library):
+    x, wide = library(draw(6, 8)), np.arange(6)
+    narrow = library(wide.astype(np.uint8))
+    distances = self_extend(2, 2)
+    np.testing.assert_array_equal(
+        distances(narrow[:, None], narrow), distances(wide[:, None], wide)
+    )
+    ours, wanted = (
+        distance_attention(x, x, x, Rotary(head_dim=8), distances, q_positions=p, k_positions=p)
+        for p in (narrow, library(wide))
+    )
+    np.testing.assert_array_equal(ours, wanted)
 
 
 def test_what_makes_no_sense_is_refused():

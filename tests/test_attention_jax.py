@@ -193,6 +193,28 @@ def test_gradients_flow_through_a_scan():
         assert_near(mine, other, 1e-5)
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("kind", ["u1", "u4"])
+def test_positions_without_a_sign_are_causal_also_where_traced(kind, is_wide):
+    arrays = qkv(4, 32)
+    with enable_x64(is_wide):
+        positions, arrays = jnp.arange(4, dtype=kind), [jnp.asarray(x) for x in arrays]
+
+        def attend(p):
+            return softmax_attention(*arrays, SPEC, q_positions=p, k_positions=p)
+
+        wanted = softmax_attention(*arrays, SPEC)
+        assert_near(attend(positions), wanted, NEAR)
+        assert_near(jax.jit(attend)(positions), wanted, NEAR)
+        assert_near(attend(np.arange(4, dtype=kind)), wanted, NEAR)
+
+
+def test_positions_beyond_the_integers_of_jax_are_refused():
+    far, x = jnp.asarray([0, 2**31], np.uint32), jnp.ones((2, 32))
+    with pytest.raises(ValueError, match=f"positions must fit in int32, got {2**31}$"):
+        softmax_attention(x, x, x, q_positions=far, k_positions=far)
+
+
 def test_a_state_crosses_a_compiled_call():
     arrays = qkv(2, 9, 32)
     first, rest = [x[:, :4] for x in arrays], [x[:, 4:] for x in arrays]

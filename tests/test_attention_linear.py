@@ -205,6 +205,14 @@ def test_a_state_goes_on_at_the_positions_of_each_row(library):
 
 
 @LIBRARIES
+def test_the_position_behind_the_largest_of_a_narrow_type(library):
+    arrays = list(map(library, qkv(4, 8)))
+    positions = library(np.arange(252, 256, dtype=np.uint8))
+    _, state = chunked_linear_attention(*arrays, Rotary(head_dim=8), positions=positions)
+    assert int(state.position) == 256  # of uint8, 0 == 256 on torch
+
+
+@LIBRARIES
 def test_an_empty_piece_changes_nothing(library):
     arrays = list(map(library, qkv(2, 5, 8)))
     _, state = chunked_linear_attention(*arrays, Rotary(head_dim=8))

@@ -84,6 +84,37 @@ def test_positions_of_each_row_of_a_batch():
     np.testing.assert_allclose(ours, np.stack(wanted), rtol=0, atol=100 * 2.0**-52)
 
 
+NARROW = pytest.mark.parametrize("kind", ["i1", "u1", "u2", "u4", "u8"])
+
+
+@NARROW
+def test_positions_of_a_narrow_type_hide_and_scale_as_others_do(kind):
+    """Their differences are below 0, and the length behind 255 is 256: neither fits in the type."""
+    arrays = qkv(2, 4, 8)
+    params = {"factor": 2.0, "original_max_position_embeddings": 8}
+    spec = Rotary(head_dim=8, schedule="dynamic", params=params)
+    wide = np.arange(124, 128) if kind == "i1" else np.arange(252, 256)
+    for attend in (
+        lambda p, x: softmax_attention(*x, q_positions=p, k_positions=p),
+        lambda p, x: softmax_attention(*x, spec, q_positions=p, k_positions=p, window=2),
+        lambda p, x: vo_rope_attention(*x, spec, q_positions=p, k_positions=p),
+    ):
+        wanted = attend(wide, arrays)
+        np.testing.assert_array_equal(attend(wide.astype(kind), arrays), wanted)
+        tensors = [torch.from_numpy(x) for x in arrays]
+        np.testing.assert_allclose(attend(wide.astype(kind), tensors), wanted, rtol=0, atol=1e-12)
+        if kind in ("i1", "u1"):
+            ours = attend(torch.from_numpy(wide.astype(kind)), tensors)
+            np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-12)
+
+
+@LIBRARIES
+def test_positions_beyond_int64_are_refused(library):
+    x, far = library(draw(2, 8)), np.array([0, 2**63], np.uint64)
+    with pytest.raises(ValueError, match=f"positions must fit in int64, got {2**63}$"):
+        softmax_attention(x, x, x, q_positions=library(far), k_positions=library(far))
+
+
 def test_softmax_attention_of_an_empty_sequence():
     q, k, v = qkv(2, 0, 8)
     assert softmax_attention(q, k, v, Rotary(head_dim=8)).shape == (2, 0, 8)

@@ -489,6 +489,48 @@ def test_wrong_blocks_are_refused_before_any_is_moved_in_place(library, blocks):
     assert np.array_equal(np.asarray(cache), start)
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_shift_without_a_sign_moves_or_is_refused(library, in_place):
+    start = numbers((9, 6, 3, 32))
+
+    def moved(shift):
+        cache = library(start.copy())
+        out = cache if in_place else None
+        return np.asarray(rerotate(cache, SPEC, blocks=[3, 1], shift=shift, out=out))
+
+    for kind in (np.uint8, np.uint32, np.uint64):
+        assert np.array_equal(moved(kind(200)), moved(200))
+        assert np.array_equal(moved(np.array([200, 7], kind)), moved([200, 7]))
+    assert np.array_equal(moved(np.uint64(2**40)), moved(2**40))
+    for shift in (np.uint64(2**64 - 1), 2**64 - 1, np.array([1, 2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match=f"must fit in int64, got {2**64 - 1}$"):
+            moved(shift)
+
+
+def test_a_jax_shift_beyond_31_bits_moves_forward():
+    """int32, the widest of JAX, would take it for a number below 0."""
+    cache = numbers((9, 6, 3, 32))
+    ours = rerotate(jnp.asarray(cache), SPEC, blocks=[1], shift=jnp.uint32(2**31 + 5))
+    wanted = rerotate(cache, SPEC, blocks=[1], shift=2**31 + 5)
+    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor, jnp.asarray])
+def test_an_empty_list_is_no_blocks(library):
+    start = numbers((9, 6, 3, 32))
+    for blocks in ([], (), np.empty(0, int)):
+        assert np.array_equal(rerotate(library(start), SPEC, blocks=blocks, shift=1), start)
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor, jnp.asarray])
+def test_truth_values_are_no_shift(library):
+    cache = library(numbers((9, 6, 3, 32)))
+    for shift in ([True, False], True, library(np.array([True, False]))):
+        with pytest.raises(TypeError, match=r"^shift must be whole numbers of tokens, got bool$"):
+            rerotate(cache, SPEC, blocks=[0, 1], shift=shift)
+
+
 def test_memory_that_must_not_be_written_is_refused():
     cache = numbers((9, 6, 3, 32))
     cache.flags.writeable = False

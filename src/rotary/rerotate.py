@@ -67,7 +67,7 @@ def rerotate(
     allow_negative: bool = False,
     out: object = None,
 ) -> Array | tuple[Array, ...]:
-    """Keys rotated by `spec` at `from_positions`, as `new_spec` rotates them at `to_positions`.
+    """Move keys that `spec` rotated at `from_positions` to `to_positions`, under `new_spec`.
 
     k               (..., seq, head_dim), or with seq_dim=-3 (..., seq, heads, head_dim), as they
                     are cached: rotated, and in `spec.out_layout`. A tuple is moved in one go: the
@@ -86,8 +86,9 @@ def rerotate(
                     block) for each token, along seq_dim, which must be given for a 4-D k.
     scale           of 8-bit keys: an array that broadcasts to k. It does not change, and is needed
                     only if it differs between channels of a head; otherwise it cancels.
-    seq_len, new_seq_len  lengths that `dynamic` and `longrope` were, and are now, scaled for; as in
-                    `cos_sin`. Growth alone: `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
+    seq_len, new_seq_len  for `dynamic` and `longrope`: the length that k was rotated for, and the
+                    new one; as in `cos_sin`. Without a move:
+                    `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
     seq_dim         axis of the tokens, default -2; give it if there can be as many tokens as heads
                     and all arrays of the tuple have the same number of heads
     Returns new arrays (or `out`, which may be `k`) of the dtype of k. Channels that are not rotated
@@ -95,8 +96,8 @@ def rerotate(
     attention factor is applied once: the one that k already has is divided out.
 
     A pair turns by to * turns_new - from * turns_old, in 64-bit integers modulo one turn, so only
-    the cos and sin of the result are rounded, wherever both positions are: by 2^-25 + 2^-28, plus
-    1.7e-19 for each token of either position. JAX tables of traced positions are right to 1.1e-7.
+    the cos and sin of the result are rounded, at any positions: by 2^-25 + 2^-28, plus 1.7e-19 for
+    each token of either position. JAX tables of traced positions are right to 1.1e-7.
     Two tables are multiplied in float32, right to 3e-7, where positions are fractional, or where
     the frequencies change at positions that are traced or on an accelerator. Keys that were rotated
     by float32 angles keep the error of those.
@@ -140,6 +141,7 @@ def rerotate(
         raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
     if out is not None and len(xs) > 1 and kernel.check_out is not None:
         kernel.check_out(xs, outputs(out, len(xs)))
+    shift = None if shift is None else _signed(kernel, shift, like)
     is_shift = shift is not None and from_positions is to_positions is new_spec is scale is None
     if is_shift and _are_moved_by(kernel, xs, spec, shift, blocks, out):
         return xs if isinstance(k, (tuple, list)) else like
@@ -267,39 +269,40 @@ def _check_block_positions(
 
 def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array:
     """Block numbers in the library of k, int64; looked at where they are on the host."""
-    numbers = kernel.as_positions(blocks, xs[0])
+    is_empty = isinstance(blocks, (list, tuple)) and not blocks  # NumPy would take it for floats
+    numbers = kernel.as_positions(np.empty(0, np.int64) if is_empty else blocks, xs[0])
     library = kernel_of(numbers)
     if len(numbers.shape) != 1 or library.inspect(numbers)[0] != "int":
         raise ValueError(
             f"blocks must be whole numbers of shape (n,), got {numbers.dtype} "
             f"{tuple(numbers.shape)}"
         )
-    known = library.to_numpy(numbers)
-    if known is None:
+    values = library.to_numpy(numbers)
+    if values is None:
         return numbers
     last = min(len(x) for x in xs) - 1
-    outside = known[(known < 0) | (known > last)]
+    outside = values[(values < 0) | (values > last)]
     if outside.size:
         raise ValueError(
             f"blocks must be 0 to {last}, the first axis of k, got {outside[0]}; leave out "
             "padding: is_used = blocks >= 0, then blocks[is_used] and shift[is_used]"
         )
     is_given = np.zeros(last + 1, bool)
-    is_given[known] = True
-    if np.count_nonzero(is_given) < known.size:
-        different, counts = np.unique(known, return_counts=True)
+    is_given[values] = True
+    if np.count_nonzero(is_given) < values.size:
+        different, counts = np.unique(values, return_counts=True)
         raise ValueError(
             f"block {different[counts > 1][0]} is given twice: move a shared block only once"
         )
-    return kernel.from_numpy(known.astype(np.int64))
+    return kernel.from_numpy(values.astype(np.int64))
 
 
 def _in_order(
     kernel: Kernel[Array], blocks: Array, old: Array, new: Array, size: int
 ) -> tuple[Array, Array, Array]:
     """Blocks in rising order, as memory is read fastest, and so their positions, if on the host."""
-    known = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
-    numbers, first, second = known
+    values = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
+    numbers, first, second = values
     if numbers is None or first is None or second is None:
         return blocks, old, new
     if (numbers[1:] > numbers[:-1]).all():
@@ -313,6 +316,20 @@ def _in_order(
         kernel_of(old).from_numpy(first[order]),
         kernel_of(new).from_numpy(second[order]),
     )
+
+
+def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
+    """The shift in the library of k; of an unsigned type on the host as int64; no truth values."""
+    numbers = kernel.as_positions(shift, like)
+    dtype = str(numbers.dtype).rpartition(".")[2]
+    if dtype == "bool":
+        raise TypeError("shift must be whole numbers of tokens, got bool")
+    values = kernel_of(numbers).to_numpy(numbers) if dtype.startswith("uint") else None
+    if values is None:
+        return numbers
+    if values.max(initial=0) >= 2**63:
+        raise ValueError(f"shift must fit in int64, got {values.max()}")
+    return kernel.as_positions(values.astype(np.int64), like)
 
 
 def _shifted(

@@ -23,9 +23,35 @@ def namespace(array: Array) -> Any:
 
 
 def positions_of(positions: object, x: Array) -> Array:
-    """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1."""
+    """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1.
+
+    Whole numbers come in the widest signed type, where a difference can be below 0: int64, on JAX
+    without 64-bit types int32. Raises ValueError for one beyond it, if on the host and not traced.
+
+    >>> positions_of(np.array([0, 255], np.uint8), np.zeros((2, 4))) + 1
+    array([  1, 256])
+    """
     kernel = kernel_of(x)
-    return kernel.arange(x, x.shape[-2]) if positions is None else kernel.as_positions(positions, x)
+    if positions is None:
+        return kernel.arange(x, x.shape[-2])
+    return _signed(kernel.as_positions(positions, x))
+
+
+def _signed(positions: Array) -> Array:
+    dtype = str(getattr(positions.dtype, "name", positions.dtype))  # of NumPy also ">u8"
+    if "int" not in dtype:
+        return positions
+    wide = cast(positions, _widest(namespace(positions)))
+    values = kernel_of(wide).to_numpy(wide) if "uint" in dtype else None
+    if values is not None and (values < 0).any():
+        too_large = values.view(f"u{values.itemsize}").max()
+        raise ValueError(f"positions must fit in {values.dtype}, got {too_large}")
+    return wide
+
+
+def _widest(xp: Any) -> Any:
+    """The widest type of whole numbers of a library that are signed."""
+    return xp.asarray(0).dtype if xp.__name__ == "jax.numpy" else xp.int64
 
 
 def positions_of_both(
@@ -42,7 +68,7 @@ def positions_of_both(
     xp = next((namespace(p) for p in pair if not isinstance(p, np.ndarray)), None)
     if xp is None or xp.__name__ != "jax.numpy":
         return pair
-    limit = xp.iinfo(xp.asarray(0).dtype).max
+    limit = xp.iinfo(_widest(xp)).max
     if any(isinstance(each, np.ndarray) and (abs(each) > limit).any() for each in pair):
         raise ValueError(
             "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "

@@ -90,15 +90,15 @@ def selective_steps(
     if tail is None:
         zeros = phi[..., :1, :] * 0 if phi.shape[-2] else phi.sum(axis=-2, keepdims=True)
         tail = xp.broadcast_to(zeros, (*phi.shape[:-2], width - 1, pairs))
-    wanted = (*phi.shape[:-2], width - 1, pairs)
+    expected = (*phi.shape[:-2], width - 1, pairs)
     if (
         kernel.shape[-1] != pairs
         or tuple(temperature.shape) != (pairs,)
-        or tuple(tail.shape) != wanted
+        or tuple(tail.shape) != expected
     ):
         raise ValueError(
             f"phi of {pairs} pairs and a kernel of {width} tokens need temperature ({pairs},) and "
-            f"tail {wanted}, got kernel {tuple(kernel.shape)}, temperature "
+            f"tail {expected}, got kernel {tuple(kernel.shape)}, temperature "
             f"{tuple(temperature.shape)} and tail {tuple(tail.shape)}"
         )
     row, seq = xp.concatenate((tail, phi), axis=-2), phi.shape[-2]

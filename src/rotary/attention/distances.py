@@ -51,8 +51,9 @@ class DistanceMap:
 
     def __call__(self, q_positions: Array, k_positions: Array) -> Array:
         """The mapped distance of every query position and key position, broadcast together."""
-        distance = q_positions - k_positions
-        blocks = q_positions // self.group - k_positions // self.group
+        like = q_positions - k_positions
+        m, n = positions_of_both(q_positions, like, k_positions, like)
+        distance, blocks = m - n, m // self.group - n // self.group
         far = self.slope * blocks + self.shift
         return namespace(distance).where(distance < self.window, distance, far)
 

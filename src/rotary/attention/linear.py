@@ -134,8 +134,7 @@ def chunked_linear_attention(
         positions = (first[:, None] if getattr(first, "ndim", 0) else first) + order
         position = first + q.shape[-2]
     else:
-        positions = positions_of(positions, q)
-        position = positions[..., -1] + 1 if q.shape[-2] else first
+        position = positions_of(positions, q)[..., -1] + 1 if q.shape[-2] else first
     features = _features(q, k, spec, positions, allow_negative, (q_features, k_features))
     output, s, z = _by_chunks(features, v, state, chunk_size)
     return output, LinearState(s, z, position)

@@ -147,11 +147,18 @@ def takes(tensor: object) -> TypeGuard[Tensor]:
 def as_positions(positions: object, like: Tensor) -> Tensor:
     """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
 
-    A list goes through NumPy, whose fractions are float64; torch would take them as float32.
+    A list goes through NumPy, whose fractions are float64; torch would take them as float32. Of
+    unsigned types torch computes with uint8 alone, so they become int64.
     """
     if takes(positions):
         return positions
-    return torch.as_tensor(np.asarray(positions), device=like.device)
+    array = np.asarray(positions)
+    if not is_tracing() and array.dtype.kind == "u":  # Dynamo does not know the types of NumPy
+        largest = array.max(initial=0)
+        if largest >= 2**63:
+            raise ValueError(f"positions must fit in int64, got {largest}")
+        array = array.astype(np.int64)
+    return torch.as_tensor(array, device=like.device)
 
 
 def repeat_rows(positions: Tensor, rows: int) -> Tensor:
