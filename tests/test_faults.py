@@ -417,7 +417,9 @@ def test_37_heads_may_differ_and_nothing_else(lib):
         same(rotate([q, k], *tables)[1], rotate(k, *tables))
     for shape in ((2, 4, 3, 6), (2, 4, 5, 8), (1, 4, 3, 8), (4, 3, 8)):
         refused(ValueError, "number of heads only", rotate, (q, lib.x(*shape)), *tables)
-    refused(ValueError, "spec has head_dim 8, x has 6", rotary.apply, SPEC, lib.x(2, 4, 3, 6))
+    refused(
+        ValueError, "must be head_dim=8 of the spec, got 6", rotary.apply, SPEC, lib.x(2, 4, 3, 6)
+    )
     refused(ValueError, "number of heads only", rotary.apply, SPEC, q, lib.x(2, 4, 3, 6))
 
 

@@ -440,7 +440,7 @@ WRONG = {
     "fractional blocks": ({"blocks": [0.0, 1.0]}, "blocks must be whole numbers of shape (n,)"),
     "too many shifts": ({"shift": [1, 2, 3]}, "shift must be (2), one for each block"),
     "a shift for each token": ({"shift": np.ones((2, 5), int)}, "shift must be (2)"),
-    "another head_dim": ({"spec": Rotary(16)}, "the spec has head_dim 16, k has 32"),
+    "another head_dim": ({"spec": Rotary(16)}, "axis of k must be head_dim=16 of the spec, got 32"),
     "tokens on no known axis": (
         {"shift": None, "from_positions": np.ones((2, 3)), "to_positions": np.ones((2, 3))},
         "for from_positions of each token pass seq_dim=-3 for k of (blocks, block, heads, ",

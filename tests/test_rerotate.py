@@ -525,7 +525,10 @@ WRONG = {
         {"new_spec": Rotary(8, layout="interleaved")},
         "new_spec must have the out_layout of spec, 'half', got 'interleaved'",
     ),
-    "head of another size": ({"spec": Rotary(16)}, "the spec has head_dim 16, k has 8"),
+    "head of another size": (
+        {"spec": Rotary(16)},
+        "axis of k must be head_dim=16 of the spec, got 8",
+    ),
     "too few": (
         {"from_positions": range(4)},
         "from_positions must be (5) or, for a 4-D k, (batch, 5); got shape (4,) for k (2, 3, 5, 8)",

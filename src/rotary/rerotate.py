@@ -138,7 +138,9 @@ def rerotate(
     shape = tuple(like.shape)
     axis = seq_axis(shape, seq_dim)
     if shape[-1] != spec.head_dim:
-        raise ValueError(f"the spec has head_dim {spec.head_dim}, k has {shape[-1]}")
+        raise ValueError(
+            f"the last axis of k must be head_dim={spec.head_dim} of the spec, got {shape[-1]}"
+        )
     if out is not None and len(xs) > 1 and kernel.check_out is not None:
         kernel.check_out(xs, outputs(out, len(xs)))
     shift = None if shift is None else _signed(kernel, shift, like)
