@@ -182,6 +182,17 @@ def test_scales_per_token_use_the_whole_range(kind):
     assert (z[:, 2].astype(np.float32) == 0).all()
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_row_too_small_for_a_scale_is_zero(kind):
+    q = np.zeros((3, 4), np.float32)
+    q[0, 0], q[1, 0], q[2, 0] = 1e-44, 1e-40, 1e-30
+    (y, scales), _, _ = fused(q, None, None, Rotary(4), dtype=kind, scale="token")
+    assert (y[:2].astype(np.float32) == 0).all()
+    assert scales[:2].tolist() == [1, 1]
+    largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[kind]
+    assert np.abs(y[2].astype(np.float32)).max() == largest
+
+
 def test_a_nan_is_zero_in_int8():
     q = np.full((2, 4), np.nan, np.float32)
     y, _, _ = fused(q, None, None, Rotary(4), dtype="int8")
@@ -367,14 +378,97 @@ def test_in_place():
     np.testing.assert_array_equal(k, want[1])
 
 
+def expanded(*shape):
+    """Zeros that can be written, all entries of the first axis in one memory."""
+    strides = np.zeros(shape).strides
+    return np.lib.stride_tricks.as_strided(np.zeros(shape[1:]), shape, (0, *strides[1:]))
+
+
+LINE, SLOTS = np.zeros((9, 2, DIM)), np.arange(SEQ)
+SHARED = {
+    "an output given twice": lambda: {"out": (y := np.zeros((2, SEQ, DIM)), y)},
+    "shifted outputs": lambda: {"out": (LINE.reshape(-1)[:96].reshape(2, SEQ, DIM),
+                                        LINE.reshape(-1)[8:104].reshape(2, SEQ, DIM))},
+    "an expanded output": lambda: {"out": (expanded(2, SEQ, DIM), np.zeros((2, SEQ, DIM)))},
+    "k and v in one cache": lambda: {"cache": KVCache(LINE, LINE, SLOTS)},
+    "caches that overlap": lambda: {"cache": KVCache(LINE[:8], LINE[1:], SLOTS)},
+    "an expanded cache": lambda: {"cache": KVCache(expanded(8, 2, DIM), LINE, SLOTS)},
+    "one array of scales": lambda: {
+        "cache": KVCache(*np.zeros((2, 8, 2, DIM), np.int8), SLOTS, s := np.zeros((8, 2)), s)
+    },
+    "a cache that is an output": lambda: {
+        "cache": KVCache(LINE, np.zeros((9, 2, DIM)), SLOTS),
+        "out": (LINE.reshape(-1)[:96].reshape(2, SEQ, DIM),),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_written_may_not_share_memory(name):
+    options = SHARED[name]()
+    LINE[:] = 0
+    with pytest.raises(ValueError, match=r"out overlaps|elements that share memory"):
+        fused(KEY, KEY, KEY if "cache" in options else None, SPECS["half"], **options)
+    assert (LINE == 0).all()
+
+
+def test_nothing_is_written_if_one_array_is_read_only():
+    memory = np.zeros((2, 8, 2, DIM))
+    k, v = memory
+    v.flags.writeable = False
+    with pytest.raises(ValueError, match="is read-only"):
+        fused(Q, KEY, KEY, SPECS["half"], cache=KVCache(k, v, SLOTS))
+    assert (k == 0).all()
+
+
 Q, KEY = np.ones((4, SEQ, DIM)), np.ones((2, SEQ, DIM))
 CACHE = np.zeros((16, 2, DIM))
-SLOTS = np.arange(SEQ)
 REFUSED = {
     "weight": (lambda f: f(norm=Norm(np.ones(3), None, EPS)), ValueError, "norm weight of q must"),
     "eps": (lambda f: Norm(None, None, -1.0), ValueError, "eps must be"),
     "dtype": (lambda f: f(dtype="int4"), TypeError, "dtype must be one of"),
     "scale": (lambda f: f(dtype="int8", scale=np.ones(3)), ValueError, "scale of q must be"),
+    "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None: leave it"),
+    "no k_scale": (
+        lambda f: f(cache=KVCache(CACHE, None, SLOTS, None)), TypeError, "k_scale is None"
+    ),
+    "no scale of rows": (
+        lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS, None)),
+        TypeError, "scale of the cache is None",
+    ),
+    "a scale of 0": (lambda f: f(scale=(1.0, 0, 1.0)), ValueError, "scale of k must be finite"),
+    "a scale of inf": (lambda f: f(scale=math.inf), ValueError, "finite and not 0, got inf"),
+    "a scale of NaN": (
+        lambda f: f(scale=np.array([1, 1, 1, np.nan])), ValueError, "finite and not 0, got nan"
+    ),
+    "a v_scale of 0": (
+        lambda f: f(v=KEY, cache=KVCache(CACHE, CACHE + 1, SLOTS, 1.0, np.zeros(2))),
+        ValueError, "v_scale must be finite and not 0, got 0.0",
+    ),
+    "a list of weights": (
+        lambda f: f(norm=Norm([1.0] * DIM, None, EPS)),
+        TypeError, "norm weights must be NumPy arrays like q, got a list",
+    ),
+    "weights of torch": (
+        lambda f: f(norm=Norm(None, torch.ones(DIM), EPS)),
+        TypeError, "norm weights must be NumPy arrays like q, got a torch.Tensor",
+    ),
+    "a cache of torch": (
+        lambda f: f(cache=KVCache(torch.ones(16, 2, DIM), None, SLOTS)),
+        TypeError, "caches must be NumPy arrays like q, got a torch.Tensor",
+    ),
+    "scales of torch": (
+        lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, torch.ones(16, 2))),
+        TypeError, "scales to be written must be NumPy arrays like q, got a torch.Tensor",
+    ),
+    "a complex cache": (
+        lambda f: f(cache=KVCache(CACHE.astype(np.complex64), None, SLOTS)),
+        TypeError, "dtype must be one of",
+    ),
+    "a list in out": (lambda f: f(out=([1.0], KEY)), TypeError, "out must be NumPy arrays"),
+    "an array of eps": (
+        lambda f: Norm(None, None, np.array(1e-6)), TypeError, "eps must be a number, as 1e-6, got"
+    ),
     "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "of q, k and v"),
     "token scales of floats": (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
     "another word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),

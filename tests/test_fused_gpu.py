@@ -360,3 +360,14 @@ def test_the_compiled_kernel_spills_nothing_and_stores_vectors(form, monkeypatch
         assert local == 0, "registers are spilled"
         assert registers <= 128
         assert set(stores) <= {128, 64}
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_a_row_too_small_for_a_scale_is_zero(kind):
+    q, k, v = heads_of(4, 2, 2)
+    q[0, 0, 0] = 0
+    q[0, 0, 0, 0] = 1e-44
+    q[0, 0, 1] *= 1e-37
+    want, got = both((q, k, v), SPECS["half"], Stages(dtype=kind, scales=("token",) * 3))
+    assert_equal(want, got)
+    assert (got[0][0][1][0, 0, :2] == 1).all()

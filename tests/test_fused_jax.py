@@ -148,6 +148,15 @@ def test_casts_are_those_of_the_reference(kind):
     np.testing.assert_allclose(got[2][1], want[2][1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_row_too_small_for_a_scale_is_zero(kind):
+    q = jnp.zeros((2, 8)).at[:, 0].set(jnp.array([1e-36, 1e-37]))
+    q = q if kind == "float8_e4m3fn" else q * 0.1
+    (y, scales), _, _ = fused(q, None, None, SPECS["half"], dtype=kind, scale="token")
+    assert (y.astype("float32") == 0).all()
+    assert (scales == 1).all()
+
+
 # --- caches ---
 
 SLOTS = np.array([[11, 3, -1, 0, 8, 2], [1, -7, 4, 5, 6, 7]])
@@ -333,6 +342,17 @@ REFUSED = {
     "torch weight": (lambda f: f(norm=Norm(torch.ones(8), None, EPS)), TypeError, "norm weights"),
     "torch cache": (
         lambda f: f(cache=KVCache(torch.zeros(16, 2, 8), None, PLACES)), TypeError, "caches must"
+    ),
+    "a list of weights": (
+        lambda f: f(norm=Norm([1.0] * 8, None, EPS)),
+        TypeError, "norm weights must be JAX arrays like q, got a list",
+    ),
+    "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None"),
+    "no k_scale": (
+        lambda f: f(cache=KVCache(CACHE, None, PLACES, None)), TypeError, "k_scale is None"
+    ),
+    "a scale of 0": (
+        lambda f: f(dtype="int8", scale=jnp.zeros(4)), ValueError, "finite and not 0, got 0.0"
     ),
     "torch k": (lambda f: f(k=torch.ones(2, SEQ, 8)), TypeError, "one library"),
     "a slot": (lambda f: f(cache=KVCache(CACHE, None, PLACES + 11)), ValueError, "run to 16"),

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -348,6 +349,89 @@ def test_casts_are_those_of_the_reference(kind):
         # where the library rounds the product the other way, the cast may be one step away
         assert (difference != 0).mean() < 0.01
     np.testing.assert_allclose(scales, want[2][1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_a_row_too_small_for_a_scale_is_zero(kind):
+    q = torch.zeros(2, 64)
+    q[0, 0], q[1, 0] = 1e-44, 1e-40
+    (y, scales), _, _ = fused(q, None, None, SPECS["half"], dtype=kind, scale="token")
+    assert (y.float() == 0).all()
+    assert (scales == 1).all()
+
+
+KEY = torch.ones(2, 5, 64)
+CACHE = torch.zeros(8, 2, 64)
+BITS = torch.zeros(8, 2, 64, dtype=torch.int8)
+FLAT = torch.zeros(4, 2, 5, 64)
+REFUSED = {
+    "fractions": (lambda f: f(cache=KVCache(CACHE, None, [0.5, 1, 2, 3, 4])),
+                  TypeError, "slots must be whole numbers, got torch.float32"),
+    "a tensor of fractions": (lambda f: f(cache=KVCache(CACHE, None, torch.arange(5.0))),
+                              TypeError, "slots must be whole numbers, got torch.float32"),
+    "a mask": (lambda f: f(cache=KVCache(CACHE, None, torch.ones(5) > 0)),
+               TypeError, "slots must be whole numbers, got torch.bool"),
+    "an expanded cache": (lambda f: f(cache=KVCache(CACHE[:1].expand(8, 2, 64), None, range(5))),
+                          ValueError, "elements that share memory"),
+    "one tensor of scales": (
+        lambda f: f(v=KEY, cache=KVCache(BITS, BITS.clone(), range(5), *[torch.zeros(8, 2)] * 2)),
+        ValueError, "out overlaps",
+    ),
+    "an output that is a cache": (
+        lambda f: f(cache=KVCache(FLAT.view(20, 2, 64), None, range(5)), out=(FLAT[0],),
+                    scale=(2.0, 1.0, 1.0)),
+        ValueError, "out overlaps",
+    ),
+    "v as the output of q": (
+        lambda f: f(v=FLAT[0], dtype="float32", out=tuple(FLAT[:3])), ValueError, "out overlaps"
+    ),
+    "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None"),
+    "no k_scale": (lambda f: f(cache=KVCache(BITS, None, range(5), None)),
+                   TypeError, "k_scale is None"),
+    "a scale of 0": (lambda f: f(dtype="int8", scale=torch.zeros(2).bfloat16()),
+                     ValueError, "scale of q must be finite and not 0, got 0.0"),
+    "weights of NumPy": (lambda f: f(norm=Norm(np.ones(64), None, EPS)),
+                         TypeError, "norm weights must be torch tensors like q, got a numpy.ndarr"),
+    "a list of weights": (lambda f: f(norm=Norm([1.0] * 64, None, EPS)),
+                          TypeError, "norm weights must be torch tensors like q, got a list"),
+    "a cache of NumPy": (lambda f: f(cache=KVCache(CACHE.numpy(), None, range(5))),
+                         TypeError, "caches must be torch tensors like q, got a numpy.ndarray"),
+    "a complex cache": (lambda f: f(cache=KVCache(CACHE.cfloat(), None, range(5))),
+                        TypeError, "dtype must be one of"),
+    "a tensor as eps": (lambda f: f(norm=Norm(torch.ones(64), None, torch.tensor(1e-6))),
+                        TypeError, "eps must be a number, as 1e-6, got a torch.Tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    call, error, text = REFUSED[name]
+    memory = CACHE, BITS, FLAT
+    for x in memory:
+        x.zero_()
+
+    def f(v=None, **options):
+        return fused(KEY, KEY, v, SPECS["half"], **options)
+
+    for _ in range(2):  # a call like one before is refused too
+        with pytest.raises(error, match=re.escape(text)) as caught:
+            call(f)
+        assert "\n" not in str(caught.value)
+    assert not any(x.any() for x in memory)  # nothing was written
+
+
+def test_scales_that_are_not_used_may_be_none():
+    y, *_ = fused(KEY, None, None, SPECS["half"], scale=(1.0, None, None))
+    assert torch.equal(y, rotary.apply(SPECS["half"], KEY))
+
+
+def test_slots_in_a_list_are_beside_q_whatever_the_default_device():
+    cache = KVCache(CACHE.clone(), None, [1, 2, 3, 4, 5])
+    tables = rotary.cos_sin(SPECS["half"], torch.arange(5))
+    with torch.device("meta"):
+        fused(KEY, KEY, None, SPECS["half"], tables=tables, cache=cache, seq_dim=-2)
+    assert cache.k[1:6].any()
+    assert not cache.k[[0, 6, 7]].any()
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -80,7 +80,7 @@ def fused(
 
     Raises TypeError and ValueError as `rotary.rotate` and `rotary.cos_sin`; ValueError for weights,
     scales, caches and slots of a shape that does not fit, and for a slot beyond the cache, which
-    is not looked at on a GPU or while a program is traced: JAX then skips the token.
+    is not checked on a GPU or in a traced program: JAX then skips the token.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
     Henry et al., Query-Key Normalization (arXiv 2010.04245).
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from . import Array, Operand
 from .stages import (
     LARGEST,
+    TINY,
     TOKEN,
     Fit,
     KVCache,
@@ -22,6 +23,7 @@ from .stages import (
     check_cache,
     check_slots,
     dtype_name,
+    is_written,
     scale_form,
     slot_shape,
     weight_form,
@@ -92,7 +94,7 @@ def cast(
 def coded(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Array, Array]:
     """y / scales rounded, and the scales (...): the largest channel over that of the type.
 
-    The scale is 1 where all channels are 0.
+    The scale is 1 where all channels are 0, or so small that it would lose bits: codes are 0.
     """
     largest = LARGEST[kind]
     if scale != TOKEN or largest is None:
@@ -101,7 +103,8 @@ def coded(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Ar
         )
     xp = library.xp
     most = xp.amax(xp.abs(y), axis=-1, keepdims=True)
-    scales = xp.where(most == 0, 1, most / largest)
+    scales = most / largest
+    scales = xp.where(scales < TINY, 1, scales)
     return rounded(library, y / scales, kind), scales[..., 0]
 
 
@@ -133,12 +136,12 @@ def writes(
         parts = (latent, library.convert(keys[:, 0], work))
         row = library.xp.concatenate(parts, axis=-1)
         return [Write("the rows", row, cache.rows, cache.scale)]
-    made = [Write("k", keys, cache.k, cache.k_scale)]
+    result = [Write("k", keys, cache.k, cache.k_scale)]
     if v is not None:
         if cache.v is None:
             raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
-        made.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
-    return made
+        result.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
+    return result
 
 
 def finished(
@@ -182,11 +185,11 @@ def stored(library: Library, write: Write) -> tuple[Operand, Operand]:
     """The values in the type of their cache, and their scales where the cache has them too."""
     name, values, cache, scale = write
     kind = dtype_name(cache.dtype)
-    if getattr(scale, "shape", ()) == cache.shape[:-1] and cache.ndim > 2:
+    if is_written(scale, cache):
         return coded(library, values, kind)
-    made = cast(library, values, kind, scale, name, 1 if values.ndim == 3 else None)
-    assert not isinstance(made, tuple)
-    return made, None
+    codes = cast(library, values, kind, scale, name, 1 if values.ndim == 3 else None)
+    assert not isinstance(codes, tuple)
+    return codes, None
 
 
 def places(write: Write, slots: Operand, bounds: tuple[int, int] | None) -> tuple[Operand, ...]:

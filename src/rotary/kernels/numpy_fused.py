@@ -8,14 +8,17 @@ Each stage that is not asked for is left out, and nothing is rounded between the
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from . import Numbers as Array
+from . import Operand
 from .fused_steps import Cache, Library, finished, normed, places, stored, writes
 from .geometry import Geometry, Options
-from .numpy import check_like, check_operands, check_rows, name_of, rotate
-from .stages import Fit, Norm, Stages, changes_v, fit
+from .memory import check_overlap
+from .numpy import address, block, check_like, check_operands, check_rows, name_of, rotate, takes
+from .stages import Fit, Norm, Stages, changes_v, check_arrays, check_scales, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales where they were computed
 
@@ -35,6 +38,8 @@ def fused(
 
     Arguments and errors are those of `rotary.fused`.
     """
+    check_arrays("NumPy arrays", takes, stages, out)
+    check_scales(stages, (q, k, v), np.asarray)
     xs = [x for x in (q, k, v) if x is not None]
     check_operands(xs, cos, sin, None)
     rows = None if positions is None else check_rows(positions, cos)
@@ -47,9 +52,17 @@ def fused(
     ]
     is_changed = changes_v(stages) or stages.cache is not None
     of_v = v if is_changed else None
+    updates: list[Update] = []
+
+    def store(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> None:
+        updates.extend(into_cache(k, v, cache, fitted))
+
     results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
     if out is not None:
-        results = written(results, out)
+        updates += into_outputs(results, out)
+        arrays = iter(out)
+        results = [None if result is None else next(arrays) for result in results]
+    write(updates)
     return results[0], results[1], results[2] if is_changed else v
 
 
@@ -87,33 +100,50 @@ LIBRARY = Library(
 )
 
 
-def store(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> None:
-    """Write each token's k and v to its slot; a negative one is skipped."""
+class Update(NamedTuple):
+    """New values for a part of an array."""
+
+    array: Array
+    where: Operand
+    values: Array
+
+
+def into_cache(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> list[Update]:
+    """Each token's k and v for its slot; a negative one is skipped."""
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     made = writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).astype(np.int64)
     kept, bounds = slots >= 0, (slots.min(initial=-1), slots.max(initial=-1))
-    for write in made:
-        where = places(write, slots[kept], bounds)
-        values, scales = stored(LIBRARY, write._replace(values=write.values[kept]))
-        write.cache[where] = values
+    updates = []
+    for each in made:
+        where = places(each, slots[kept], bounds)
+        values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
+        updates.append(Update(each.cache, where, values))
         if scales is not None:
-            write.scale[where] = scales
+            updates.append(Update(each.scale, where, scales))
+    return updates
 
 
-def written(results: Sequence[Result], out: Sequence[Array]) -> list[Result]:
-    """The results in the arrays of `out`, which are those of the results that are not None."""
-    returned = [index for index, result in enumerate(results) if result is not None]
+def into_outputs(results: Sequence[Result], out: Sequence[Array]) -> list[Update]:
+    """The results that are not None, each for its array of `out`."""
+    returned = [result for result in results if result is not None]
     if len(out) != len(returned):
         raise ValueError(f"out must hold {len(returned)} arrays, one for each that is returned")
-    done: list[Result] = list(results)
-    for index, y in zip(returned, out, strict=True):
-        result = results[index]
+    updates = []
+    for result, y in zip(returned, out, strict=True):
         if not isinstance(result, np.ndarray):
             raise ValueError("out= takes no scales that are computed: call without out=")
         check_like("result", result, y)
-        y[...] = result
-        done[index] = y
-    return done
+        updates.append(Update(y, ..., result))
+    return updates
+
+
+def write(updates: Sequence[Update]) -> None:
+    """Write all of them; ValueError, and nothing written, for arrays that share memory."""
+    check_overlap((), [(address(array), block(array)) for array, *_ in updates])
+    if not all([array.flags.writeable for array, *_ in updates]):
+        raise ValueError("out, or an array of the cache, is read-only")
+    for array, where, values in updates:
+        array[where] = values

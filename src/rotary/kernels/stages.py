@@ -1,8 +1,9 @@
 """Records for the steps around the rotation of a fused call, and checks of their shapes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 from . import Array, Operand
@@ -18,6 +19,7 @@ LARGEST: dict[str, float | None] = {
     "float8_e5m2": 57344.0,
     "int8": 127.0,
 }
+TINY = 2.0**-126  # the least number of float32 that has all its bits
 TOKEN = "token"  # a scale for each token and head, computed from its largest channel
 Shape = tuple[int, ...]
 
@@ -46,6 +48,8 @@ class Norm:
     add_one: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.eps, Real):
+            raise TypeError(f"eps must be a number, as 1e-6, got a {_kind_of(self.eps)}")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps must be a finite number >= 0, got {self.eps}")
 
@@ -57,9 +61,11 @@ class KVCache:
     k, v      (slots, heads, head_dim), or in blocks (blocks, block_size, heads, head_dim), of any
               strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
               dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
-              where only keys are written. Of JAX arrays `rotary.fused` returns new ones
+              where only keys are written. With JAX, `rotary.fused` returns
+              new caches
     slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
-              block s // block_size. A negative one skips the token. No slot may stand twice
+              block s // block_size. A negative one skips the token. No slot may be
+              given twice
     k_scale, v_scale   what is stored is k / k_scale: a number; (heads,) numbers; or, to be written
               as well, an array of the shape of the cache without its last axis, which gets a scale
               for every token and head: the largest channel over the largest number of the dtype
@@ -108,6 +114,92 @@ def changes_v(stages: Stages) -> bool:
     has_norm = stages.norm is not None and stages.norm.v is not None
     scale = stages.scales[2]
     return has_norm or stages.dtype is not None or not (isinstance(scale, float) and scale == 1)
+
+
+def is_written(scale: Operand, cache: Operand) -> bool:
+    """Whether the scale of a cache is an array with a scale for each token, to be written too."""
+    return getattr(scale, "shape", ()) == cache.shape[:-1] and cache.ndim > 2
+
+
+def written_to(cache: KVCache | LatentCache | None) -> list[Operand]:
+    """The arrays that a call writes to: a cache, then those of its scales that are computed."""
+    arrays = [(array, scale) for _, array, scale in _memory(cache) if array is not None]
+    scales = [scale for array, scale in arrays if is_written(scale, array)]
+    return [*[array for array, _ in arrays], *scales]
+
+
+def _memory(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
+    """Of each array of a cache: what its scale is called, the array, and the scale."""
+    if cache is None:
+        return []
+    if isinstance(cache, LatentCache):
+        return [("scale of the cache", cache.rows, cache.scale)]
+    return [("k_scale", cache.k, cache.k_scale), ("v_scale", cache.v, cache.v_scale)]
+
+
+def check_arrays(
+    library: str, takes: Callable[[object], bool], stages: Stages, out: Sequence[object] | None
+) -> None:
+    """Refuse weights, caches and outputs that are not arrays of the library of q.
+
+    >>> check_arrays("NumPy arrays", lambda x: False, Stages(), None)
+    """
+    norm, cache = stages.norm, stages.cache
+    weights = () if norm is None else (norm.q, norm.k, norm.v)
+    caches = [array for _, array, _ in _memory(cache)]
+    groups = {"norm weights": weights, "caches": caches, "out": out or ()}
+    for name, arrays in groups.items():
+        _check_library(name, arrays, library, takes)
+    written = written_to(cache)
+    _check_library("scales to be written", written, library, takes)
+    for array in written:
+        dtype_name(array.dtype)
+
+
+def _check_library(
+    name: str, arrays: Sequence[object], library: str, takes: Callable[[object], bool]
+) -> None:
+    for array in arrays:
+        if not (array is None or takes(array)):
+            raise TypeError(f"{name} must be {library} like q, got a {_kind_of(array)}")
+
+
+def _kind_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def check_scales(
+    stages: Stages, xs: Sequence[object], numbers: Callable[[object], Operand | None]
+) -> None:
+    """Refuse a scale of q, k, v, or of the cache, that is None, and 0, inf and NaN on the host.
+
+    numbers   the values of an array, as an array; None if they are on a device, or known later
+
+    >>> check_scales(Stages(scales=(0.5, None, None)), ("q", None, None), lambda array: None)
+    """
+    used = [
+        (f"scale of {name}", scale)
+        for name, x, scale in zip("qkv", xs, stages.scales, strict=True)
+        if x is not None and (name == "q" or stages.cache is None)
+    ]
+    used += [
+        (name, scale)
+        for name, array, scale in _memory(stages.cache)
+        if array is not None and not is_written(scale, array)
+    ]
+    for name, scale in used:
+        if scale is None:
+            raise TypeError(f"{name} is None: leave it out, or pass 1.0, where nothing is scaled")
+        if isinstance(scale, str):
+            continue
+        if isinstance(scale, (int, float)):
+            values = [scale]
+        else:
+            array = numbers(scale)
+            values = [] if array is None else array.reshape(-1).tolist()
+        for value in values:
+            if not 0 < abs(value) < math.inf:
+                raise ValueError(f"{name} must be finite and not 0, got {value}")
 
 
 class Fit(NamedTuple):
@@ -174,9 +266,9 @@ def _tokens(shape: Shape, axis: int) -> Shape:
     return tuple(size for index, size in enumerate(shape[:-1]) if index != head)
 
 
-def _check_tokens(name: str, found: Shape, wanted: Shape) -> None:
-    if found != wanted:
-        raise ValueError(f"{name} has tokens {found}, q has {wanted}")
+def _check_tokens(name: str, tokens: Shape, expected: Shape) -> None:
+    if tokens != expected:
+        raise ValueError(f"{name} has tokens {tokens}, q has {expected}")
 
 
 def _check_latent(k: Shape | None, v: Shape | None, cache: LatentCache, table: Shape) -> None:

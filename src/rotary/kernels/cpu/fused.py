@@ -50,14 +50,16 @@ def _by_loops(
         return None
     if isinstance(cache, KVCache) and v is not None and cache.v is None:
         return None
-    made = [q] if k is None or cache is not None else [q, k]
-    outs = [np.empty(x.shape, x.dtype) for x in made] if out is None else list(out)
+    rotating = [q] if k is None or cache is not None else [q, k]
+    outs = [np.empty(x.shape, x.dtype) for x in rotating] if out is None else list(out)
     weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
     read = [*(x for x in (q, k, v) if x is not None), cos, sin, *weights]
     written = [*outs, *(caches := caches_of(cache))]
     if not all([type(array) is np.ndarray and array.flags.aligned for array in (*read, *written)]):
         return None
-    if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in made]:
+    if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in rotating]:
+        return None
+    if any([y.dtype != q.dtype for y in caches]):
         return None
     if cos.strides != sin.strides or not all([y.flags.writeable for y in written]):
         return None
@@ -70,7 +72,9 @@ def _by_loops(
     fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
     call = Call(_ACCESS, cos, sin, rows, fitted, norm)
     if cache is None:
-        return (outs[0], None if k is None else outs[1], v) if rotated(call, made, outs) else None
+        return (
+            (outs[0], None if k is None else outs[1], v) if rotated(call, rotating, outs) else None
+        )
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         return None

@@ -28,6 +28,8 @@ from ..stages import (
     Norm,
     Stages,
     changes_v,
+    check_arrays,
+    check_scales,
     check_slots,
     dtype_name,
     fit,
@@ -87,10 +89,11 @@ def fused(
     Arguments and errors are those of `rotary.fused`.
     """
     check_types([x for x in (q, k, v) if x is not None], cos, sin, out)
+    check_arrays("JAX arrays", angles.takes, stages, None)
+    check_scales(stages, (q, k, v), _numbers)
     rows = None if positions is None else check_rows(positions, cos)
     norm, cache, scales = stages.norm, stages.cache, stages.scales
     weights: Operands = () if norm is None else (norm.q, norm.k, norm.v)
-    _check_arrays("norm weights", weights)
     form = Form(
         options,
         None if norm is None else float(norm.eps),
@@ -109,7 +112,6 @@ def fused(
 def _memory(cache: KVCache | LatentCache) -> Operands:
     """The fields of a cache; slots that are at hand are checked."""
     arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
-    _check_arrays("caches", arrays)
     slots = cache.slots if angles.takes(cache.slots) else np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
@@ -122,13 +124,10 @@ def _memory(cache: KVCache | LatentCache) -> Operands:
     return tuple({**vars(cache), "slots": numbers}.values())
 
 
-def _check_arrays(name: str, arrays: Sequence[object]) -> None:
-    for array in arrays:
-        if not (array is None or angles.takes(array)):
-            kind = type(array)
-            raise TypeError(
-                f"{name} must be JAX arrays like q, got a {kind.__module__}.{kind.__qualname__}"
-            )
+def _numbers(array: object) -> np.ndarray | None:
+    """The numbers of a scale, where they can be read without waiting for a device."""
+    is_here = not angles.takes(array) or angles.is_at_hand(array)
+    return np.asarray(array) if is_here else None
 
 
 @partial(jax.jit, static_argnames="form")

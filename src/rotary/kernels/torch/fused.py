@@ -8,17 +8,41 @@ on a GPU take one launch, `fused_gpu.py`, without.
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..fused_steps import Cache, Library, finished, normed, places, stored, writes
+from .. import Operand
+from ..fused_steps import Cache, Library, Write, finished, normed, places, stored, writes
 from ..geometry import Options
 from ..numpy import check_like
-from ..stages import LARGEST, Fit, KVCache, LatentCache, Norm, Stages, changes_v, fit
+from ..stages import (
+    LARGEST,
+    Fit,
+    KVCache,
+    Norm,
+    Stages,
+    changes_v,
+    check_arrays,
+    check_scales,
+    fit,
+    written_to,
+)
+from .angles import takes
 from .checks import check_no_inference, check_operands, check_rows, check_writable
 from .launch import empty_like, formula, is_for_gpu, mark_written
-from .state import FLOATS, INTEGERS, are_plain, host_values, is_on_gpu, is_watched, wants_grad
+from .state import (
+    FLOATS,
+    INTEGERS,
+    are_plain,
+    host_values,
+    is_on_gpu,
+    is_recording,
+    is_watched,
+    wants_grad,
+)
 
 loops: ModuleType | None
 try:
@@ -48,9 +72,11 @@ def fused(
     Arguments and errors are those of `rotary.fused`.
     """
     if loops is not None:
-        known = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
-        if known is not None:
-            return known
+        written = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
+        if written is not None:
+            return written
+    check_arrays("torch tensors", takes, stages, out)
+    check_scales(stages, (q, k, v), _numbers)
     norm, cache = stages.norm, stages.cache
     xs = [x for x in (q, k, v) if x is not None]
     weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
@@ -76,9 +102,13 @@ def fused(
     turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
     is_changed = changes_v(stages) or cache is not None
     of_v = v if is_changed else None
+    updates: list[Update] = []
+
+    def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
+        updates.extend(into_cache(k, v, cache, fitted))
+
     results = finished(LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages, store)
-    if out is not None:
-        results = _written(results, out)
+    results = _written(results, updates, cache, out)
     return results[0], results[1], results[2] if is_changed else v
 
 
@@ -129,7 +159,7 @@ def by_loops(
         return None
     if k is None:
         return None
-    slots = torch.as_tensor(cache.slots).long().contiguous()
+    slots = slots_of(cache, q).long().contiguous()
     if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
     mark_written([*memory, *(out or ())])
@@ -146,8 +176,7 @@ def by_kernel(
     cache = stages.cache
     is_changed = changes_v(stages) or cache is not None
     xs = (q, k, v if is_changed else None)
-    memory = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v] if cache else []
-    memory = [each for each in memory if each is not None]
+    memory = written_to(cache)
     read = [x for x in (q, k, v, cos, sin) if x is not None]
     if out is not None:
         if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
@@ -161,8 +190,8 @@ def by_kernel(
         return None
     mark_written([*memory, *(out or ())])
     if out is not None:
-        made = [result for result in results if isinstance(result, Tensor)]
-        for y, result in zip(out, made, strict=True):
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        for y, result in zip(out, tensors, strict=True):
             if y is not result:
                 y.copy_(result)
         done = iter(out)
@@ -212,11 +241,33 @@ LIBRARY = Library(
 )
 
 
-def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
-    """Write each token's k and v to its slot; a negative one is skipped."""
-    slots = torch.as_tensor(cache.slots, device=k.device)
+def slots_of(cache: Cache, like: Tensor) -> Tensor:
+    """The slots of a cache beside a tensor; TypeError for what are no whole numbers."""
+    slots = torch.as_tensor(cache.slots, device=like.device)
     if slots.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    return slots
+
+
+def _numbers(scale: object) -> Operand | None:
+    """The numbers of a scale, where they can be read without waiting for a device."""
+    if isinstance(scale, Tensor):
+        return host_values(scale)
+    return None if is_recording() else np.asarray(scale)
+
+
+class Update(NamedTuple):
+    """New values for the slots of a cache, and their scales if these are written too."""
+
+    to: Write
+    where: tuple[Tensor, ...]
+    values: Tensor
+    scales: Tensor | None
+
+
+def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[Update]:
+    """Each token's k and v for its slot; a negative one is skipped."""
+    slots = slots_of(cache, k)
     made = writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)
@@ -224,24 +275,36 @@ def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
     if numbers is not None and len(numbers):
         bounds = int(numbers.min()), int(numbers.max())
     kept = slots >= 0
-    for write in made:
-        where = places(write, slots[kept], bounds)
-        values, scales = stored(LIBRARY, write._replace(values=write.values[kept]))
+    updates = []
+    for each in made:
+        where = places(each, slots[kept], bounds)
+        values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
+        updates.append(Update(each, where, values, scales))
+    return updates
+
+
+def _written(
+    results: Sequence[Result], updates: Sequence[Update], cache: Cache | None,
+    out: Sequence[Tensor] | None,
+) -> list[Result]:  # fmt: skip
+    """The results, in the tensors of `out` if they are given; all is written, or nothing."""
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    if out is not None:
+        if any([isinstance(result, tuple) for result in results]):
+            raise ValueError("out= takes no scales that are computed: call without out=")
+        check_outputs(tensors, tensors, out)  # v may be its own result
+    if not is_watched():  # the other inputs have been read
+        check_writable((), [*written_to(cache), *(out or ())])
+    for to, where, values, scales in updates:
         if scales is not None:
-            write.scale[where] = scales.to(write.scale.dtype)
-        if write.cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
-            write.cache.view(torch.uint8)[where] = values.view(torch.uint8)
+            to.scale[where] = scales.to(to.scale.dtype)
+        if to.cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
+            to.cache.view(torch.uint8)[where] = values.view(torch.uint8)
         else:
-            write.cache[where] = values
-
-
-def _written(results: Sequence[Result], out: Sequence[Tensor]) -> list[Result]:
-    """The results in the tensors of `out`, which are those of the results that are not None."""
-    made = [result for result in results if isinstance(result, Tensor)]
-    if any([isinstance(result, tuple) for result in results]):
-        raise ValueError("out= takes no scales that are computed: call without out=")
-    check_outputs(made, (), out)
-    for y, result in zip(out, made, strict=True):
+            to.cache[where] = values
+    if out is None:
+        return list(results)
+    for y, result in zip(out, tensors, strict=True):
         y.copy_(result)
     mark_written(out)
     done = iter(out)

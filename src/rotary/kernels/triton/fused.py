@@ -153,7 +153,8 @@ def through(
                     most = tl.reduce(tl.maximum(tl.abs(u), tl.abs(v)), 1, larger)
                 if REST > 0:
                     most = tl.maximum(most, tl.reduce(tl.abs(rest), 1, larger))
-                divisor = tl.where(most == 0, 1.0, tl.div_rn(most, most * 0 + LARGEST))
+                divisor = tl.div_rn(most, most * 0 + LARGEST)
+                divisor = tl.where(divisor < 1.1754943508222875e-38, 1.0, divisor)  # TINY
                 place = scale + scale_at + head * s_head
                 tl.store(place, divisor.to(scale.dtype.element_ty), mask=is_token & (head < heads))
             elif SCALE == "heads":
