@@ -384,10 +384,6 @@ FILES = [
     (b'{"a": 1, "rope_theta": 1, "rope_theta": 2}', "key 'rope_theta' appears twice"),
     (b'{"rope_parameters": {"factor": 1, "factor": 1}}', "key 'factor' appears twice"),
     (b'{"rope_theta": NaN}', "NaN is not JSON"),
-    (
-        b'{"hidden_size": 64, "num_attention_heads": 4, "rope_theta": -Infinity}',
-        "base must be finite",
-    ),
     (b"[{}]", "must hold an object, got list"),
     (b"7", "must hold an object, got int"),
     (b"[" * 10_000 + b"]" * 10_000, "nested more than 64 deep"),

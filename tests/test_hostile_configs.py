@@ -48,7 +48,9 @@ def test_keys_that_transformers_reads_otherwise():
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     null = {"model_type": "gpt_oss", "head_dim": 64, "rope_scaling": {**yarn, "truncate": None}}
     assert rotary.from_hf_config(null).params["truncate"] is False
-    with pytest.raises(ValueError, match="4096 beside the rope parameters and 64 among them"):
+    with pytest.raises(
+        ValueError, match="64 among the rope parameters is not read: transformers takes the 4096"
+    ):
         rotary.from_hf_config(
             {**llama, "original_max_position_embeddings": 4096,
              "rope_scaling": {**yarn, "original_max_position_embeddings": 64}}

@@ -15,7 +15,7 @@ LEFT = {  # file -> (how many names of models it has at most, why they are there
     "programs/llama_cpp": (39, PROGRAM),
     "programs/mlx_lm": (5, PROGRAM),
     "programs/sglang": (12, PROGRAM),
-    "programs/transformers": (6, PROGRAM),
+    "programs/transformers": (7, PROGRAM),
     "programs/vllm": (11, PROGRAM),
 }
 
