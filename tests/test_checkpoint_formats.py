@@ -205,6 +205,9 @@ def test_scales_of_inputs_or_outputs_are_refused():
     arrays = {"weight": np.zeros((64, 64), np.int8), "new_scale": np.ones(64, np.float32)}
     with pytest.raises(ValueError, match="input or output channels, 64 of each; if input, name it"):
         carried(arrays, config_of(4, 16))
+    arrays["weight"] = np.zeros((64, 32), np.uint8)  # 64 inputs, if two are packed into a byte
+    with pytest.raises(ValueError, match="input or output channels"):
+        carried(arrays, config_of(4, 16))
     arrays["weight"] = np.zeros((64, 32), np.int8)
     assert carried(arrays, config_of(4, 16))[1] == {}
 

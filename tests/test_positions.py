@@ -195,6 +195,14 @@ def test_times_in_seconds_are_those_of_transformers():
             np.testing.assert_array_equal(ours, theirs, err_msg=f"{step} {frames}")
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
+def test_a_step_of_time_may_be_a_number_of_a_library(kind):
+    """`second_per_grid_ts` is a tensor, whose product with a number stays float32."""
+    times = positions.mrope([("video", 20, 1, 1, kind(2.6))])[:, 0]
+    assert times.tolist() == positions.mrope([("video", 20, 1, 1, 2.6)])[:, 0].tolist()
+    assert times[-1] == 49
+
+
 def test_after_a_video_in_seconds_text_follows_the_largest_position():
     ids = positions.mrope([("text", 1), ("video", 3, 4, 2, 2.5), ("video", 2, 1, 4, 0.5)], offset=7)
     assert ids[1:25:8].tolist() == [[8, 8, 8], [10, 8, 8], [13, 8, 8]]

@@ -411,7 +411,7 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     first, start = place.whole("offset", offset), 0
     parts = [grid(0, 0, 0, like=place.like)]
     for kind, *numbers in segments:
-        step = numbers.pop() if kind == "video" and len(numbers) == 4 else 1
+        step = float(numbers.pop()) if kind == "video" and len(numbers) == 4 else 1.0
         sizes = cast("list[int]", numbers)
         if kind not in ("text", "image", "video") or len(sizes) != (1 if kind == "text" else 3):
             raise ValueError(

@@ -18,7 +18,7 @@ from ..configs import Config
 from ..spec import Rotary
 from ..strict_json import JSON
 from .files import Tensor
-from .names import PARAMETERS, Name
+from .names import PARAMETERS, SCALES_OF_ROWS, Name
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # AWQ packs the columns 0 2 4 6 1 3 5 7 of each eight, lowest bits first
@@ -26,7 +26,6 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 BLOCK = 128  # rows of a block of weight_scale_inv, where the config is silent
 FALCON = "query and key, falcon"
-_OF_ROWS = re.compile(r"(?:q?weight_)?scales?(?:_\w+)?|SCB|biases|\w*zero_point")
 _QUERIES = re.compile(r"(?:.*_)?(?:num_(?:attention_)?heads|n_heads?|attention_heads)(?:_.*)?")
 _KEYS = re.compile(
     r"(?:.*_)?(?:num_(?:\w+_)?key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads|n_head_kv"
@@ -113,8 +112,9 @@ def place_of(
             )
         return Place(axis)
     if shape[0] == size:
-        is_square = "weight" in tensors and tensors["weight"].shape[-1] == size
-        if len(shape) == 1 and is_square and not _OF_ROWS.fullmatch(parameter):
+        weight = tensors.get("weight")  # of bytes it may be packed, several numbers in each
+        is_square = weight is None or weight.dtype == "U8" or weight.shape[-1] == size
+        if len(shape) == 1 and is_square and not re.fullmatch(SCALES_OF_ROWS, parameter):
             raise ValueError(
                 f"{where} may scale input or output channels, {size} of each; if input, name it in "
                 "leave (--leave)"

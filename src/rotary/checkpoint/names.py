@@ -26,6 +26,8 @@ PARAMETERS = {
     "unknown": r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
                 r"|lora_embedding_[AB].*",
 }  # fmt: skip
+# of the scales, those that have a number for each row, or block of rows, in every format
+SCALES_OF_ROWS = r"(?:q?weight_)?scales?(?:_\w+)?|SCB|biases|\w*zero_point"
 LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
 
 
