@@ -76,6 +76,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def xla_in_less_time():
+    """XLA without most of its optimizations: where a test is not about bits, nor the program."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # what other files compile is compiled as users have it
+
+
 @pytest.fixture
 def numpy_by_formula(monkeypatch):
     """Fused calls on NumPy arrays by the reference implementation, and not by compiled loops."""

@@ -39,13 +39,7 @@ DYNAMIC = Rotary(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_in_half_the_time():
-    """XLA without most of its optimizations: here numbers are compared, and never to the bit."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # what other files compile is compiled as users have it
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 
 
 def chunked(*arguments, **options):

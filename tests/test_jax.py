@@ -52,13 +52,7 @@ DTYPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_in_less_time():
-    """XLA without most of its optimizations, unless the test is about bits or about the program."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # what other files compile is compiled as users have it
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 
 
 @pytest.fixture
