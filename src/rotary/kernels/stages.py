@@ -61,11 +61,9 @@ class KVCache:
     k, v      (slots, heads, head_dim), or in blocks (blocks, block_size, heads, head_dim), of any
               strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
               dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
-              where only keys are written. With JAX, `rotary.fused` returns
-              new caches
+              where only keys are written. With JAX, `rotary.fused` returns new caches
     slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
-              block s // block_size. A negative one skips the token. No slot may be
-              given twice
+              block s // block_size. A negative one skips the token. No slot may be given twice
     k_scale, v_scale   what is stored is k / k_scale: a number; (heads,) numbers; or, to be written
               as well, an array of the shape of the cache without its last axis, which gets a scale
               for every token and head: the largest channel over the largest number of the dtype
@@ -193,13 +191,13 @@ def check_scales(
         if isinstance(scale, str):
             continue
         if isinstance(scale, (int, float)):
-            values = [scale]
+            wrong = [] if 0 < abs(scale) < math.inf else [scale]
         else:
             array = numbers(scale)
-            values = [] if array is None else array.reshape(-1).tolist()
-        for value in values:
-            if not 0 < abs(value) < math.inf:
-                raise ValueError(f"{name} must be finite and not 0, got {value}")
+            sizes = None if array is None else abs(array).reshape(-1)
+            wrong = [] if sizes is None else sizes[~((sizes > 0) & (sizes < math.inf))]
+        if len(wrong):
+            raise ValueError(f"{name} must be finite and not 0, got {float(wrong[0])}")
 
 
 class Fit(NamedTuple):

@@ -72,9 +72,9 @@ def _by_loops(
     fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
     call = Call(_ACCESS, cos, sin, rows, fitted, norm)
     if cache is None:
-        return (
-            (outs[0], None if k is None else outs[1], v) if rotated(call, rotating, outs) else None
-        )
+        if not rotated(call, rotating, outs):
+            return None
+        return outs[0], None if k is None else outs[1], v
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         return None
