@@ -441,6 +441,9 @@ REFUSED = {
     "a scale of NaN": (
         lambda f: f(scale=np.array([1, 1, 1, np.nan])), ValueError, "finite and not 0, got nan"
     ),
+    "a scale of inf for one head": (
+        lambda f: f(scale=np.array([1, 1, -np.inf, 1])), ValueError, "finite and not 0, got inf"
+    ),
     "a v_scale of 0": (
         lambda f: f(v=KEY, cache=KVCache(CACHE, CACHE + 1, SLOTS, 1.0, np.zeros(2))),
         ValueError, "v_scale must be finite and not 0, got 0.0",
