@@ -58,9 +58,9 @@ def test_a_config_that_takes_too_long_leaves_gradients_on():
     assert torch.is_grad_enabled()
 
 
-def read_as_transformers(data, kind=None):
+def read_as_transformers(data, kind=None, *, strict=True):
     """What both read, which must be the same; or our refusal."""
-    spec = rotary.from_hf_config(data, kind)
+    spec = rotary.from_hf_config(data, kind, strict=strict)
     for length in (None, 10_000) if spec.depends_on_length else (None,):
         got, wanted = against.ours(spec, length), against.numbers(data, kind, length)
         np.testing.assert_allclose(got.inv_freq, wanted.inv_freq, rtol=against.CLOSE)
@@ -128,7 +128,7 @@ def test_the_trained_length_beside_flat_rope_parameters_wins_in_transformers(out
 def test_the_trained_length_beside_nested_rope_parameters_is_ignored_by_transformers():
     data = nested("gemma3_text", YARN_HERE, YARN_HERE)
     plain, beside = (
-        against.numbers(copy.deepcopy(each), LAYERED[0], None).inv_freq
+        against.numbers(each, LAYERED[0], None).inv_freq
         for each in (data, {**data, **OUTER})
     )
     np.testing.assert_array_equal(plain, beside)
@@ -225,6 +225,17 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
 )
 def test_what_was_read_otherwise_is_now_read_as_transformers_does(data, kind):
     read_as_transformers(data, kind)
+
+
+@compared
+@pytest.mark.parametrize("kind", LAYERED)
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 32}])
+def test_without_strict_a_trained_length_beside_nested_parameters_is_ignored(kind, inside):
+    entry = {**YARN_HERE, **inside}
+    data = {**nested("gemma3_text", entry, entry), **OUTER, "max_position_embeddings": 4096}
+    with pytest.warns(UserWarning, match="embeddings 64 beside rope parameters"):
+        spec = read_as_transformers(data, kind, strict=False)
+    assert spec.params["original_max_position_embeddings"] == (32 if inside else 4096)
 
 
 def test_inspect_prints_a_broken_file_or_one_line_of_error(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
 from ..strict_json import JSON
 from .entries import HARMLESS, choose
-from .layers import Model, Rope, rope_parameters
+from .layers import Model, Rope
 from .record import Config
 from .values import whole_number
 
@@ -294,8 +294,7 @@ def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
     outside, inside = config.data.get(name), config.rope.get(name)
     if name in config.model or outside is None or schedule not in ("yarn", "longrope", "llama3"):
         return  # Phi-3's class has a length, which is outside
-    entries = rope_parameters(config.data).values()
-    if "layers" in config.model or any(isinstance(each, Mapping) for each in entries):
+    if config.is_by_layer_type:
         if outside != (config.context if inside is None else inside):
             complain(
                 f"{name} {outside} beside rope parameters that differ by layer type is not read; "

@@ -198,12 +198,23 @@ class Config(NamedTuple):
     @property
     def trained(self) -> int | None:
         """original_max_position_embeddings, or `context` where the config has none."""
+        value = self.written_trained
+        return self.context if value is None else value
+
+    @property
+    def written_trained(self) -> int | None:
+        """original_max_position_embeddings of the file or of the model's class, else None."""
         name = "original_max_position_embeddings"
-        # Phi-3 has it outside the rope parameters, and it wins
-        for source in (self.data, self.model, self.rope):
-            if source.get(name) is not None:
-                return length(name, source[name])
-        return self.context
+        # Phi-3 has it beside the rope parameters, and it wins where one object serves all layers
+        sources = (self.rope,) if self.is_by_layer_type else (self.data, self.model, self.rope)
+        values = (each[name] for each in sources if each.get(name) is not None)
+        return length(name, next(values, None))
+
+    @property
+    def is_by_layer_type(self) -> bool:
+        """True if each layer type has rope parameters of its own, in the file or in the class."""
+        entries = rope_parameters(self.data).values()
+        return "layers" in self.model or any(isinstance(each, Mapping) for each in entries)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value under our name, whatever this config calls it; `default` if all are silent."""
