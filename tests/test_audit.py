@@ -117,6 +117,22 @@ def test_a_context_longer_than_trained():
     assert "65,536 is more than 8,192" in advice({**data, "max_position_embeddings": 65536})
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+)
+def test_a_schedule_without_the_length_of_the_training(rope):
+    data = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 8192}
+    (remark,) = [each for each in audit(data) if "original" in each.found]
+    assert f"{rope['rope_type']} takes max_position_embeddings 8,192" in remark.found
+    assert remark.is_hint
+    rope["original_max_position_embeddings"] = 2048
+    assert not any("original" in each.found for each in audit(data))
+
+
 def test_angles_in_float32_beyond_their_length():
     data = {"model_type": "llama", "head_dim": 128}
     safe = longest_safe_position(from_hf_config(data), 1e-2)

@@ -19,6 +19,8 @@ from .spec import Rotary
 
 # an angle that is off by this much is seen in float32 attention
 _TOLERANCE = 1e-2
+# schedules that need the length of the training, and where it is missing take the whole context
+_STRETCHED = ("yarn", "longrope", "llama3")
 _UNREAD = (
     "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
     "programs do"
@@ -46,8 +48,8 @@ def audit(subject: object) -> list[Remark]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
     Configs: keys that transformers does not read or that this model's code ignores, a context
-    longer than what was trained times the factor, positions at which float32 angles are off by more
-    than 1e-2 rad, weights in a layout that transformers does not know of.
+    longer than what was trained times the factor, a schedule without the length of the training,
+    positions at which float32 angles are off by more than 1e-2 rad, weights in a layout that transformers does not know of.
     Folders with safetensors: the same; a layout in the config that is not that of the conversion,
     or not that of the weights, where their norms show one.
     Models: the same of `model.config` and the weights; buffers of frequencies that are in half
@@ -102,6 +104,14 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
             f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
         )
+        if spec.schedule in _STRETCHED and config.written_trained is None:
+            yield Remark(
+                where,
+                f"no original_max_position_embeddings: {spec.schedule} takes "
+                f"max_position_embeddings {config.context:,} for the trained length",
+                "write the length of the training; `rotary diff` shows programs that take another",
+                is_hint=True,
+            )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
         layers = config.data.get("no_rope_layers")  # Llama 4 and SmolLM 3: 0 for no rotation
         if layers and not all(layers):
