@@ -49,7 +49,8 @@ def audit(subject: object) -> list[Remark]:
 
     Configs: keys that transformers does not read or that this model's code ignores, a context
     longer than what was trained times the factor, a schedule without the length of the training,
-    positions at which float32 angles are off by more than 1e-2 rad, weights in a layout that transformers does not know of.
+    positions at which float32 angles are off by more than 1e-2 rad, weights in a layout that
+    transformers does not know of.
     Folders with safetensors: the same; a layout in the config that is not that of the conversion,
     or not that of the weights, where their norms show one.
     Models: the same of `model.config` and the weights; buffers of frequencies that are in half
