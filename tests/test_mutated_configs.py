@@ -128,8 +128,7 @@ def test_the_trained_length_beside_flat_rope_parameters_wins_in_transformers(out
 def test_the_trained_length_beside_nested_rope_parameters_is_ignored_by_transformers():
     data = nested("gemma3_text", YARN_HERE, YARN_HERE)
     plain, beside = (
-        against.numbers(each, LAYERED[0], None).inv_freq
-        for each in (data, {**data, **OUTER})
+        against.numbers(each, LAYERED[0], None).inv_freq for each in (data, {**data, **OUTER})
     )
     np.testing.assert_array_equal(plain, beside)
 

@@ -305,15 +305,19 @@ import numpy as np, rotary
 from rotary.kernels.cpu import compiled, loops
 q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
 sys.stdout.buffer.write(rotary.apply(rotary.Rotary(head_dim=8), q).tobytes())
-print(type(loops.on_numba_threads._cache).__name__, compiled._CFunc is not None, file=sys.stderr)
+cache = type(loops.on_numba_threads._cache).__name__
+has_compiler = "numba.np.linalg" in sys.modules
+print(cache, compiled._CFunc is not None, has_compiler, file=sys.stderr)
 """
 
 
 def without_in_numba(*taken):
-    """The bytes of a rotation, what keeps loops on disk, and whether functions of C are kept."""
+    """The bytes of a rotation, the class that keeps loops on disk, whether functions of C are kept,
+    and whether Numba has loaded what it compiles with.
+    """
     code = WITHOUT.format(taken=taken)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    return done.stdout, *done.stderr.decode().split()[-2:]
+    return done.stdout, *done.stderr.decode().split()[-3:]
 
 
 @pytest.mark.parametrize(
@@ -323,15 +327,26 @@ def without_in_numba(*taken):
         ("core.caching.FunctionCache",),
         ("core.caching.IndexDataCacheFile",),
         ("core.ccallback.CFunc",),
+        ("core.runtime.rtsys",),
+        ("_load_overload",),
     ],
 )
 def test_bits_without_a_private_name_of_numba(taken):
     pytest.importorskip("numba")
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
-    found, kept_by, keeps_c_functions = without_in_numba(*taken)
+    found, kept_by, keeps_c_functions, _ = without_in_numba(*taken)
     assert found == rotary.apply(Rotary(head_dim=8), q).tobytes()
     assert kept_by == ("NullCache" if "core.caching" in str(taken) else "_Cache")
     assert keeps_c_functions == str("core.ccallback.CFunc" not in taken)
+
+
+@pytest.mark.parametrize(
+    "taken", [(), ("core.ccallback.CFunc",), ("core.runtime.rtsys",), ("_load_overload",)]
+)
+def test_a_process_with_all_code_on_disk_loads_no_compiler(taken):
+    pytest.importorskip("numba")
+    without_in_numba(*taken)  # the first may compile
+    assert without_in_numba(*taken)[3] == str(bool(taken))
 
 
 def test_files_of_another_numba_are_not_written(monkeypatch):

@@ -29,6 +29,8 @@ with suppress(ImportError):  # which nothing else imports before a function of C
 _FunctionCache: type = private(numba, "core.caching.FunctionCache", object)
 _CacheFiles: type = private(numba, "core.caching.IndexDataCacheFile", object)
 _CFunc: Callable[..., Any] | None = private(numba, "core.ccallback.CFunc", None)
+_runtime: Any = private(numba, "core.runtime.rtsys", None)
+_load: Callable[..., object] | None = private(_FunctionCache, "_load_overload", None)
 _OF_FILES = ("_version", "_source_stamp", "_index_path", "_data_path", "_dump", "_open_for_write")
 _DIGEST = hashlib.sha256().digest_size  # bytes
 
@@ -77,6 +79,17 @@ class _Cache(_FunctionCache):
         locator = self._impl.locator
         stamp = locator.get_source_stamp(), _digest_of_folder(Path(function.__code__.co_filename))
         self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
+
+    def load_overload(self, signature: object, context: object) -> object:
+        """The code on disk, or None.
+
+        Numba's method first sets up the whole compiler, which takes longer than all else in the
+        first call of a process. Code on disk needs only the functions of Numba's runtime.
+        """
+        if _runtime is None or _load is None:
+            return super().load_overload(signature, context)
+        _runtime.initialize(context)
+        return _load(self, signature, context)
 
     def save_overload(self, signature: object, data: object) -> None:
         with suppress(OSError):
