@@ -34,14 +34,16 @@ def load(config: object) -> Mapping[str, JSON]:
 def read_config(path: Path) -> bytes:
     """The bytes of a config.json, of the file or in the folder that `path` is.
 
-    Raises FileNotFoundError for a path that is not there, ValueError for a GGUF file and for more
-    than 10 MiB.
+    Raises FileNotFoundError for a path that is not there, ValueError for a pipe, a GGUF file and
+    more than 10 MiB.
 
     >>> read_config(Path("nothing.json"))
     Traceback (most recent call last):
     FileNotFoundError: nothing.json: no such file; give a config.json or the folder it is in
     """
     path = path / "config.json" if path.is_dir() else path
+    if path.exists() and not path.is_file():  # /dev/stdin, <(command)
+        raise ValueError(f"{path}: not a regular file; save the config first, it is read twice")
     if not path.is_file():
         hint = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix != ".json":
