@@ -133,11 +133,11 @@ CALLS = {
     "a number": (lambda: rotary.inv_freq(64), "must be a Rotary, got int: make one with"),
     "no sin": (
         lambda: rotate(Q, COS, SPEC),
-        "cos and sin must be arrays, got a Rotary: give rotate(x, cos, sin, spec)",
+        "cos and sin must be arrays, got a Rotary: call rotate(x, cos, sin, spec)",
     ),
     "no spec and no layout": (
         lambda: rotate(Q, COS, SIN),
-        "rotate does not guess which channels make a pair: give rotate(x, cos, sin, spec), or by",
+        "rotate does not guess which channels make a pair: call rotate(x, cos, sin, spec), or wi",
     ),
     "dim": (lambda: Rotary(dim=64), "Rotary has no field 'dim'; it is called 'head_dim' here"),
     "rope_theta": (lambda: Rotary(head_dim=64, rope_theta=1e6), "it is called 'base' here"),
