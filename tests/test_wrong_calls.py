@@ -201,7 +201,7 @@ CALLS = {
     ),
     "a model of an unknown type": (
         lambda: from_hf_config({**LLAMA, "model_type": "nobody"}),
-        "model_type 'nobody' is not known; load the model and ask rotary.from_model(model)",
+        "model_type 'nobody' is not known; load the model and call rotary.from_model(model)",
     ),
     "an unknown scaling": (lambda: scaled(rope_type="magic"), "rope_type 'magic' is not known;"),
     "a scaling without a factor": (lambda: scaled(rope_type="linear"), "'linear' needs parameter"),

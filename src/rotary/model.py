@@ -199,7 +199,7 @@ def _examples(
 def _token_examples(
     model: nn.Module,
 ) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield random tokens: at distant positions if the model takes position_ids, then at the first."""
+    """Yield random tokens: at distant positions if the model takes position_ids; then from 0."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         raise ValueError(
