@@ -107,7 +107,7 @@ def test_every_byte_is_compared_with_the_source(tmp_path, monkeypatch):
         return piece ^ np.uint8(is_there and len(calls) == 1)
 
     monkeypatch.setattr(shards, "read_piece", wrong)
-    with pytest.raises(ValueError, match=r"'lm_head.weight' is not the source's"):
+    with pytest.raises(ValueError, match=r"'lm_head.weight' differs from the source"):
         converted(source, tmp_path / "b", verify="full")
 
 

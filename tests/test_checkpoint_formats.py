@@ -255,7 +255,7 @@ def test_rows_that_would_leave_their_block_are_refused():
                                   "codes", "lora_embedding_A.default"])  # fmt: skip
 def test_formats_with_blocks_across_rows_are_refused_by_name(name):
     arrays = {"weight": np.zeros((2048, 1), np.uint8), name: np.zeros(64, np.uint8)}
-    with pytest.raises(ValueError, match=f"tensor '{Q}{name}'.*before they are quantised"):
+    with pytest.raises(ValueError, match=f"tensor '{Q}{name}'.*before they are quantized"):
         carried(arrays, config_of(4, 16))
 
 

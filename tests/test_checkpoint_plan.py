@@ -313,7 +313,7 @@ def test_the_output_moves_only_where_keys_are_the_values():
     assert [name for name in made.moves if name in outputs] == outputs[1:]
     assert made.moves[outputs[1]].axis == 1
     scales = {outputs[1].replace("weight", "weight_scale_inv"): Tensor("F32", (2, 2), 0, 16)}
-    with pytest.raises(ValueError, match="quantised columns cannot be reordered"):
+    with pytest.raises(ValueError, match="quantized columns cannot be reordered"):
         plan({**tensors, **scales}, {**config, "attention_k_eq_v": True}, "half", "interleaved")
 
 

@@ -51,7 +51,7 @@ def test_a_model_without_rotation():
     ({}, "_class_name None is not known; give the config.json of the model in the folder"),
     (config("FluxTransformer2DMode"), "did you mean 'FluxTransformer2DModel'"),
     (config("MochiTransformer3DModel"), "is not one rotation: it learns frequencies"),
-    (config("LTXVideoTransformer3DModel"), "is not one rotation: .* each head has others"),
+    (config("LTXVideoTransformer3DModel"), "is not one rotation: .* each head has different ones"),
     (config("FluxTransformer2DModel", attention_head_dim=64),
      r"widths of its axes \(16, 56, 56\) sum to 128, its heads have 64 channels"),
     (config("FluxTransformer2DModel", axes_dims_rope=128), "must list the channels of each axis"),

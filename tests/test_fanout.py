@@ -95,17 +95,17 @@ def is_second(batch):
 
 @given(st.lists(st.integers(0, 2**26), max_size=300))
 def test_small_jobs_go_together_in_order_and_never_all_in_one(sizes):
-    found = list(fanout.together(sizes, lambda size: size))
+    found = list(fanout.in_batches(sizes, lambda size: size))
     assert [size for batch in found for size in batch] == sizes
-    most = min(fanout.BATCH, sum(sizes) // fanout.FEWEST)
+    most = min(fanout.BATCH_BYTES, sum(sizes) // fanout.MIN_BATCHES)
     assert all(len(batch) == 1 or sum(batch) <= most for batch in found)
     full = [sum(first) + second[0] for first, second in itertools.pairwise(found)]
     assert all(size > most for size in full), "what fits is put together"
 
 
 def test_a_thousand_small_jobs_make_no_thousand_messages_and_still_serve_many_workers():
-    assert 64 <= len(list(fanout.together([10**6] * 1000, lambda size: size))) <= 70
-    assert len(list(fanout.together([10**6] * 20, lambda size: size))) == 20
+    assert 64 <= len(list(fanout.in_batches([10**6] * 1000, lambda size: size))) <= 70
+    assert len(list(fanout.in_batches([10**6] * 20, lambda size: size))) == 20
 
 
 class Pickling(Executor):

@@ -112,7 +112,7 @@ def test_without_a_layout(library):
 )
 def test_a_spec_and_channels_by_hand(by_hand):
     (q, k), positions = arrays(GPTJ)
-    with pytest.raises(TypeError, match=f"the spec says layout.*{BOTH_FORMS}"):
+    with pytest.raises(TypeError, match=f"the spec has layout.*{BOTH_FORMS}"):
         rotary.rotate((q, k), *rotary.cos_sin(GPTJ, positions), GPTJ, **by_hand)
 
 

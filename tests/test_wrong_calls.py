@@ -133,11 +133,11 @@ CALLS = {
     "a number": (lambda: rotary.inv_freq(64), "must be a Rotary, got int: make one with"),
     "no sin": (
         lambda: rotate(Q, COS, SPEC),
-        "cos and sin must be arrays, got a Rotary: give rotate(x, cos, sin, spec)",
+        "cos and sin must be arrays, got a Rotary: call rotate(x, cos, sin, spec)",
     ),
     "no spec and no layout": (
         lambda: rotate(Q, COS, SIN),
-        "rotate does not guess which channels make a pair: give rotate(x, cos, sin, spec), or by",
+        "rotate does not guess which channels make a pair: call rotate(x, cos, sin, spec), or wi",
     ),
     "dim": (lambda: Rotary(dim=64), "Rotary has no field 'dim'; it is called 'head_dim' here"),
     "rope_theta": (lambda: Rotary(head_dim=64, rope_theta=1e6), "it is called 'base' here"),
@@ -201,7 +201,7 @@ CALLS = {
     ),
     "a model of an unknown type": (
         lambda: from_hf_config({**LLAMA, "model_type": "nobody"}),
-        "model_type 'nobody' is not known; load the model and ask rotary.from_model(model)",
+        "model_type 'nobody' is not known; load the model and call rotary.from_model(model)",
     ),
     "an unknown scaling": (lambda: scaled(rope_type="magic"), "rope_type 'magic' is not known;"),
     "a scaling without a factor": (lambda: scaled(rope_type="linear"), "'linear' needs parameter"),

@@ -1,6 +1,13 @@
 """Rotary Position Embedding: exact at every position, for almost every model.
 
 In place or with out= it is as fast as copying q and k in memory.
+
+>>> import numpy as np
+>>> spec = Rotary(head_dim=64, base=500_000.0)
+>>> q, k = np.ones((1, 32, 16, 64)), np.ones((1, 8, 16, 64))  # (batch, heads, seq, head_dim)
+>>> q_rotated, k_rotated = apply(spec, q, k)  # at positions 0 .. 15
+>>> q_rotated.shape, k_rotated.shape
+((1, 32, 16, 64), (1, 8, 16, 64))
 """
 
 import importlib
@@ -74,7 +81,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    """Modules and the functions that need torch, imported when they are first asked for."""
+    """Import a submodule, or a function that needs torch, when it is first used."""
     if name in _MODULES:
         return importlib.import_module(f"rotary.{name}")
     if name in _NEED_TORCH:

@@ -1,4 +1,4 @@
-"""`python -m rotary`, which torchrun needs: `torchrun --nproc-per-node=4 -m rotary doctor ...`."""
+"""The commands as a module, for torchrun: `torchrun --nproc-per-node=4 -m rotary doctor ...`."""
 
 from .cli import main
 

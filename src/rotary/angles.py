@@ -46,11 +46,11 @@ _INVERSE_TWO_PI = int(  # 2^384 / 2pi
 
 
 def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Numbers, float]:
-    """Inverse frequencies of a spec, and its attention factor.
+    """Return (inv_freq, attention_factor) of a spec.
 
-    Returns (inv_freq, attention_factor): (rotary_dim / 2,) float64 in rad per token, read-only, and
-    the number that multiplies cos and sin. `seq_len` is the length of the sequence; it matters only
-    for `dynamic` and `longrope`. None means a sequence no longer than the trained length.
+    (rotary_dim / 2,) float64 in rad per token, read-only, and the number that multiplies cos and
+    sin. `seq_len`, the length of the sequence, matters only for `dynamic`, `dynamic_linear` and
+    `longrope`; None: not beyond the trained length. Raises ValueError unless it is whole and >= 0.
 
     >>> inv_freq(Rotary(head_dim=4))
     (array([1.  , 0.01]), 1.0)
@@ -59,10 +59,10 @@ def inv_freq(spec: Rotary, seq_len: int | None = None) -> tuple[Numbers, float]:
 
 
 def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
-    """Frequencies in turns per token, as 64-bit fractions of one turn, read-only.
+    """Return the frequencies in turns per token, as 64-bit fractions of one turn.
 
-    (rotary_dim / 2,) uint64: round(inv_freq / 2pi * 2^64). The angle of position m is `m * turns`
-    in wrapping 64-bit arithmetic, in units of 2^-64 turn.
+    (rotary_dim / 2,) uint64, read-only: round(inv_freq / 2pi * 2^64). The angle of position m is
+    `m * turns` in wrapping 64-bit arithmetic, in units of 2^-64 turn. `seq_len` as in `inv_freq`.
 
     >>> turns(Rotary(head_dim=2)) / 2**64 * 2 * np.pi
     array([1.])
@@ -100,20 +100,21 @@ def cos_sin(
     allow_negative: bool = False,
     max_bytes: int = MAX_BYTES,
 ) -> tuple[Any, Any]:
-    """cos and sin of every position and pair, times the attention factor; once per forward.
+    """Return cos and sin of every position and pair, times the attention factor.
 
     positions  (..., seq) whole numbers, or (..., seq, axes) if `spec.num_axes` > 1. Floats are
                fractional positions, multiplied in float64; float16 and bfloat16 are an error.
     precision  "exact": right to 1.5e-7 (times the attention factor, if above 1) up to 2^39.
                "float32": the float32 arithmetic of transformers, bit for bit on torch tensors;
                its error grows with the position, 8e-3 near 131 072.
-    seq_len    length of the sequence, for `dynamic` and `longrope`: one number, or one per row of
-               positions. Default: the largest position plus one, for each row by itself.
-    Returns (cos, sin), each (..., seq, rotary_dim / 2) float32, in the library of `positions`.
+    seq_len    length of the sequence, for `dynamic`, `dynamic_linear` and `longrope`: one number,
+               or one per row of positions. Default: the largest position of each row, plus one.
+    Returns (cos, sin), each (..., seq, rotary_dim / 2) float32, in the library of `positions`; one
+    call per forward pass serves all layers.
 
     Raises ValueError for a negative position unless `allow_negative`, for a shape that does not fit
     the number of axes, and before allocating more than `max_bytes`; TypeError for positions that
-    are not numbers, or of an unknown library.
+    are not numbers, or of an unknown library. Warns of float32 positions beyond 2^24.
 
     >>> cos, sin = cos_sin(Rotary(head_dim=4), np.arange(2))
     >>> cos
@@ -146,10 +147,10 @@ def cos_sin(
 def sequence_cos_sin(
     spec: Rotary, like: Array, seq: int, precision: Precision = "exact", seq_len: object = None
 ) -> tuple[Array, Array]:
-    """cos and sin of the positions 0 .. seq - 1, (seq, rotary_dim / 2), in the library of `like`.
+    """Return cos and sin of the positions 0 .. seq - 1, in the library of `like`.
 
-    The tables are kept in a cache for later calls with an equal spec, so do not write to them.
-    With one `seq_len` per row they are (rows, seq, rotary_dim / 2), and are not kept.
+    The tables are (seq, rotary_dim / 2). They are cached for later calls with an equal spec, so do
+    not write to them. With one `seq_len` per row they are (rows, seq, rotary_dim / 2), not cached.
 
     >>> sequence_cos_sin(Rotary(head_dim=4), np.empty(0), 8)[0].shape
     (8, 2)
@@ -161,7 +162,7 @@ def sequence_cos_sin(
     length = _known_length(spec, seq if seq_len is None else seq_len)
     if not kernel.is_cacheable(like):
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
-    # a few sizes serve every length
+    # round up to a power of two: a few cached sizes serve every length
     rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
 
     def build() -> tuple[Array, Array]:
@@ -182,7 +183,7 @@ def moved_cos_sin(
     new_seq_len: object = None,
     allow_negative: bool = False,
 ) -> tuple[Array, Array]:
-    """cos and sin that rotate from `spec` at `from_positions` to `new_spec` at `to_positions`.
+    """Return tables that rotate from `spec` at `from_positions` to `new_spec` at `to_positions`.
 
     Positions are (seq,) or (batch, seq), with the axes last if there are several; amplitudes are
     the new attention factor over the old one. Lengths, errors and bounds as in `rotary.rerotate`.
@@ -201,7 +202,8 @@ def moved_cos_sin(
     old, kind, lengths = _rows(spec, kernel, old, seq_len, allow_negative)
     new, new_kind, new_lengths = _rows(new_spec, kernel, new, new_seq_len, allow_negative)
     is_whole = kind == new_kind == "int"
-    is_shift = lengths == new_lengths and (new_spec is spec or new_spec == spec)  # is: torch 2.8
+    # in torch 2.8 Dynamo says that a spec does not equal itself
+    is_shift = lengths == new_lengths and (new_spec is spec or new_spec == spec)
     if is_whole and is_local:
         old, new = old.astype(np.int64), new.astype(np.int64)
     if is_whole and is_local and not is_shift:
@@ -220,14 +222,14 @@ def moved_cos_sin(
 
 
 def _phases(spec: Rotary, positions: Numbers, lengths: tuple[int | None, ...]) -> Numbers:
-    """The angle of every pair in units of 2^-64 turn, modulo one turn: (rows, seq, pairs) int64."""
+    """Return every angle in units of 2^-64 turn, modulo one turn: (rows, seq, pairs) int64."""
     turns = spec.sign * _frequency_rows(spec, lengths, None).view(np.int64)
     per_pair = positions[..., list(spec.axes)] if spec.axes else positions[..., None]
     return per_pair * turns[:, None, :]
 
 
 def _is_subtractable(old: Array, new: Array, allow_negative: bool) -> bool:
-    """Whether the difference of whole numbers fits in their own type, or wraps modulo 2^64."""
+    """Whether the difference of two whole numbers fits in their type, or wraps modulo 2^64."""
     names = {str(where.dtype).rpartition(".")[2] for where in (old, new)}
     return names == {"int64"} or (names == {"int32"} and not allow_negative)
 
@@ -244,7 +246,7 @@ def _rows(
     allow_negative: bool,
     max_bytes: int = MAX_BYTES,
 ) -> tuple[Array, str, tuple[int | None, ...]]:
-    """Checked positions as (rows, seq) or (rows, seq, axes); their kind; the length of each row."""
+    """Check positions; return them as (rows, seq) or (rows, seq, axes), their kind, the lengths."""
     _check_shape(spec, positions.shape, max_bytes)
     kind, low, high = kernel.inspect(positions)
     _check_range(kind, low, high, allow_negative)
@@ -262,7 +264,7 @@ def _tables(
     lengths: tuple[int | None, ...],
     power: int = 1,
 ) -> tuple[Array, Array]:
-    """cos and sin, times that power of the attention factor."""
+    """Return cos and sin times `attention_factor ** power`."""
     if precision == "float32":
         make, arithmetic = kernel.tables_float32, kernel.arithmetic
     elif kind == "int":
@@ -336,7 +338,7 @@ def _check_known(seq_len: object) -> None:
 def _row_lengths(
     spec: Rotary, kernel: Kernel[Array], positions: Array, seq_len: object, lead: tuple[int, ...]
 ) -> tuple[int | None, ...]:
-    """The length that each row is scaled for; one entry if it is the same for all."""
+    """Return the length that each row is scaled for; one entry if it is the same for all."""
     if not spec.depends_on_length:
         return (None,)
     if seq_len is None:

@@ -1,4 +1,4 @@
-"""What may be wrong with the RoPE of a config or of a loaded model, for `rotary doctor`."""
+"""Looks for faults in the RoPE of a config or of a loaded model, for `rotary doctor`."""
 
 import math
 import warnings
@@ -17,9 +17,9 @@ from .configs.hf import LAYOUT_MARK, rotary_of
 from .layouts import LAYOUTS
 from .spec import Rotary
 
-# an angle that is off by this much is seen in float32 attention
+# radians: an angle that is off by more changes float32 attention visibly
 _TOLERANCE = 1e-2
-# schedules that need the length of the training, and where it is missing take the whole context
+# schedules that need the trained length; without one they take max_position_embeddings
 _STRETCHED = ("yarn", "longrope", "llama3")
 _UNREAD = (
     "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
@@ -28,9 +28,12 @@ _UNREAD = (
 
 
 class Remark(NamedTuple):
-    """`where` in the config or the model, what was `found`, and `advice` if it can be fixed.
+    """One line of the report.
 
-    is_hint  not a fault: the model was trained with these numbers, but they could be better
+    where    the part, the layer type or the buffer that the line is about
+    found    what was found there
+    advice   what to do about it; empty if there is nothing to do
+    is_hint  True if it is no fault: the model was trained with these numbers, but others are better
     """
 
     where: str
@@ -40,22 +43,22 @@ class Remark(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether something is wrong, and what is computed with it."""
+        """Whether results are wrong: there is advice, and it is not a hint."""
         return bool(self.advice) and not self.is_hint
 
 
 def audit(subject: object) -> list[Remark]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
-    Configs: keys that transformers does not read or that this model's code ignores, a context
-    longer than what was trained times the factor, a schedule without the length of the training,
-    positions at which float32 angles are off by more than 1e-2 rad, weights in a layout that
+    In a config it finds keys that transformers does not read or that the model's code ignores, a
+    context longer than the trained length times the factor, a schedule without the trained length,
+    positions at which float32 angles are off by more than 1e-2 rad, and weights in a layout that
     transformers does not know of.
-    Folders with safetensors: the same; a layout in the config that is not that of the conversion,
-    or not that of the weights, where their norms show one.
-    Models: the same of `model.config` and the weights; buffers of frequencies that are in half
-    precision, on the meta device, not finite, or not what the config says.
-    Raises ValueError for a config that cannot be read at all.
+    In a folder with safetensors it also compares the layout in the config with that of the weights:
+    the layout that a conversion recorded, or else the one that the norms of the weights show.
+    In a model it checks `model.config` and the weights in the same ways, and finds buffers of
+    frequencies that are in half precision, on the meta device, not finite, or not those of the
+    config. Raises ValueError for a config that cannot be read at all.
 
     >>> [each.where for each in audit({"model_type": "llama", "rope_thata": 1e4}) if each.advice]
     ['config']
@@ -69,7 +72,7 @@ or move them back by rotary convert'
             return buffers
         from .integrations.methods import is_patched  # needs torch, which a config does not
 
-        layout = _compared(config, seen_in_model(subject), is_patched(subject))
+        layout = _layout_remarks(config, seen_in_model(subject), is_patched(subject))
         return [*_configs(config), *buffers, *layout]
     return [*_configs(subject), *_layout_of_files(subject)]
 
@@ -110,7 +113,7 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
                 where,
                 f"no original_max_position_embeddings: {spec.schedule} takes "
                 f"max_position_embeddings {config.context:,} for the trained length",
-                "write the length of the training; `rotary diff` shows programs that take another",
+                "write the trained length; `rotary diff` shows programs that take another",
                 is_hint=True,
             )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
@@ -127,7 +130,8 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
     trained = spec.params.get("original_max_position_embeddings")
     factor = spec.params.get("factor", 1.0)
-    is_stretch = spec.schedule in ("linear", "yarn", "longrope")  # llama3 trained on more
+    # llama3 is not among them: its models were trained on more than this
+    is_stretch = spec.schedule in ("linear", "yarn", "longrope")
     if context and trained and is_stretch and context > 1.001 * trained * factor:
         yield Remark(
             where,
@@ -147,23 +151,23 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
 
 
 def _buffers(model: Any) -> Iterator[Remark]:
-    """The frequencies that the modules of a model hold, of which each is one remark."""
+    """Yield one remark for each buffer of frequencies in the modules of a model."""
     for where, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-                place = f"{where}.{name}" if where else name
-                yield Remark(place, *_state(buffer, name, getattr(module, "config", None)))
+                path = f"{where}.{name}" if where else name
+                yield Remark(path, *_buffer_state(buffer, name, getattr(module, "config", None)))
 
 
-def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
-    """What a buffer of frequencies holds against what its config says, and advice or ""."""
+def _buffer_state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
+    """Compare a buffer of frequencies with its config; return what was found, and advice or ""."""
     if buffer.device.type == "meta":
         return "on the meta device", "it has no values: load or build it again"
     values = buffer.detach().double().cpu().numpy()
     dtype = str(buffer.dtype).removeprefix("torch.")
     if not np.isfinite(values).all() or not (np.abs(values) <= 2 * math.pi).all():
-        advice = "uninitialised memory, as after to_empty(): build the module again"
-        return "values that are no frequencies", advice
+        advice = "uninitialized memory, as after to_empty(): build the module again"
+        return "values that are not frequencies", advice
     if dtype in ("bfloat16", "float16"):
         return (
             f"in {dtype}",
@@ -193,12 +197,12 @@ def _state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
 
 
 def _layout_of_files(subject: object) -> Iterator[Remark]:
-    """The layout of a config against that of the weights that are beside it."""
+    """Compare the layout that a config states with that of the weights in its folder."""
     folder = Path(subject) if isinstance(subject, str | Path) else None
     if folder is not None and not folder.is_dir():
         folder = folder.parent if folder.name == CONFIG else None
     if folder is None or not any(folder.glob("*.safetensors")):
-        yield from _compared(subject, None)
+        yield from _layout_remarks(subject, None)
         return
     try:
         manifest = read_manifest(folder) or {}
@@ -207,7 +211,7 @@ def _layout_of_files(subject: object) -> Iterator[Remark]:
         return
     written = manifest.get("to")
     if written in LAYOUTS:
-        yield from _compared(subject, Seen(written, f"{written} by {MANIFEST}"))
+        yield from _layout_remarks(subject, Seen(written, f"{written} by {MANIFEST}"))
         return
     seen = None
     try:
@@ -216,11 +220,13 @@ def _layout_of_files(subject: object) -> Iterator[Remark]:
             seen = seen_in_folder(folder, subject)
     except ValueError as error:
         yield Remark("weights", f"layout not measured: {error}")
-    yield from _compared(subject, seen)
+    yield from _layout_remarks(subject, seen)
 
 
-def _compared(config: object, seen: Seen | None, is_patched: bool = False) -> Iterator[Remark]:
-    """The layout that the config means against that of the weights and that of the code."""
+def _layout_remarks(
+    config: object, seen: Seen | None, is_patched: bool = False
+) -> Iterator[Remark]:
+    """Compare the layout that the config states with those of the weights and of the code."""
     if fault := disagreement(config, seen):
         yield Remark("weights", *fault)
         return
@@ -228,7 +234,7 @@ def _compared(config: object, seen: Seen | None, is_patched: bool = False) -> It
         yield Remark("weights", f"{seen.text}, as the config means")
     try:
         unread = unread_layout(config)
-    except ValueError:  # which `_configs` tells
+    except ValueError:  # `_configs` reports it
         return
     if unread is not None and not is_patched:
         yield Remark(

@@ -1,7 +1,7 @@
 """Times a rotation next to a copy of the same bytes.
 
-Every round runs every case once, in turn, so that a noisy neighbour or a change of the clock hits
-all of them; medians and their ratios are then comparable even where the times are not.
+Every round runs every case once, so that a noisy neighbor or a change of the clock rate affects all
+cases. Their medians, and ratios of medians, are comparable even if single times are not.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     k_heads: int = 8
 
     def of(self, heads: int, head_dim: int) -> tuple[int, int, int, int]:
-        """The shape of an array with so many heads.
+        """Return the shape of q or k with this number of heads.
 
         >>> Shape(16).of(8, 128)
         (1, 8, 16, 128)
@@ -54,10 +54,11 @@ def measure(
     between: Case | None = None,
     on_round: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time every case once a round, in turn; two rounds of warm-up are not counted.
+    """Time every case once per round, after two rounds of warm-up that are not counted.
 
-    `between` runs before each timed call, as the other operators of a model would. The result of a
-    call is freed outside the time.
+    between   runs before each timed call, as the other operators of a model would
+    on_round  called after each round
+    The result of a call is freed outside the timed interval.
 
     >>> sorted(measure({"a": lambda: 1, "b": lambda: 2}, rounds=3))
     ['a', 'b']
@@ -79,7 +80,7 @@ def measure(
 
 
 def numpy_cases(spec: Rotary, shape: Shape, dtype: npt.DTypeLike = np.float32) -> dict[str, Case]:
-    """NumPy cases: a copy, the formula people copy, and ours: new outputs, `out=`, in place."""
+    """Return the cases in NumPy: a copy, the usual formula, and rotary, also with `out=`."""
     rng = np.random.default_rng(0)
     q, k = (
         rng.standard_normal(shape.of(heads, spec.head_dim), np.float32).astype(dtype)
@@ -91,7 +92,7 @@ def numpy_cases(spec: Rotary, shape: Shape, dtype: npt.DTypeLike = np.float32) -
 def torch_cases(
     spec: Rotary, shape: Shape, dtype: Any, *, transposed: bool = False
 ) -> dict[str, Case]:
-    """The same cases in torch, on the CPU; `transposed` gives views of (batch, seq, heads, dim)."""
+    """Return the cases in torch, on a CPU; `transposed` gives views of (batch, seq, heads, dim)."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +107,7 @@ def torch_cases(
 def _cases(
     spec: Rotary, q: Any, k: Any, positions: Any, copy: Callable[[Any, Any], object]
 ) -> dict[str, Case]:
-    """The cases for arrays of one library, whose `copy(to, array)` is the one that is timed."""
+    """Return the cases for arrays of one library; `copy(to, array)` is the copy that is timed."""
     library = np if isinstance(q, np.ndarray) else sys.modules["torch"]
     q_out, k_out, q_own, k_own = (library.zeros_like(x) for x in (q, k, q, k))
     copy(q_own, q)
@@ -120,7 +121,7 @@ def _cases(
         return library.stack((table, table), axis=-1).reshape(*table.shape[:-1], -1)
 
     def swapped(x: Any) -> Any:
-        """x with the members of each pair swapped and one negated: what the sine multiplies."""
+        """Swap the members of each pair and negate one: the term that the sine multiplies."""
         if is_half:
             half = x.shape[-1] // 2
             return library.concatenate((-x[..., half:], x[..., :half]), axis=-1)
@@ -139,7 +140,7 @@ def _cases(
 
 
 def table_cases(spec: Rotary, count: int) -> dict[str, Case]:
-    """Building cos and sin of `count` positions: ours, and NumPy's float32 outer product."""
+    """Return cases that build tables of `count` positions: rotary, and a float32 outer product."""
     positions = np.arange(count)
     inverse = (spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)).astype("f4")
 
@@ -151,7 +152,7 @@ def table_cases(spec: Rotary, count: int) -> dict[str, Case]:
 
 
 def torch_matmul() -> Case:
-    """A small torch operator to run between timed calls; it wakes torch's threads."""
+    """Return a small torch operator to run between timed calls; it wakes torch's threads."""
     import torch
 
     a = torch.randn(512, 512)
@@ -161,9 +162,9 @@ def torch_matmul() -> Case:
 def measure_libraries(
     spec: Rotary, shape: Shape, dtypes: Sequence[str], rounds: int, tell: Callable[[str], None]
 ) -> dict[str, dict[str, Timing]]:
-    """The cases of NumPy, and of torch in each of `dtypes` where it is installed.
+    """Time the cases in NumPy, and in torch with each of `dtypes` if torch is installed.
 
-    tell  is given each step in words, before it is done
+    tell  called with a description of each step, before it starts
     """
     tell("timing NumPy float32")
     times = {"NumPy float32": measure(numpy_cases(spec, shape), rounds=rounds)}
@@ -178,7 +179,7 @@ def measure_libraries(
 
 
 def medians_in_ms(times: Mapping[str, Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
-    """Library -> case -> milliseconds.
+    """Return library -> case -> median in milliseconds.
 
     >>> medians_in_ms({"NumPy float32": {"copy": Timing(0.002, 0.001)}})
     {'NumPy float32': {'copy': 2.0}}
@@ -190,7 +191,7 @@ def medians_in_ms(times: Mapping[str, Mapping[str, Timing]]) -> dict[str, dict[s
 
 
 def versions() -> dict[str, str]:
-    """Versions of what was measured, and the machine."""
+    """Return the versions of Python and of the loaded libraries, and the name of the CPU."""
     result = {"python": sys.version.split()[0], "cpu": _cpu_name()}
     for name in ("numpy", "numba", "torch", "transformers", "rotary_embedding_torch"):
         module = sys.modules.get(name)
@@ -201,7 +202,7 @@ def versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """How many processors of which name, and the widest vectors of one with x86 instructions."""
+    """Return the number and name of the processors, and the widest x86 vectors, if any."""
     try:
         with open("/proc/cpuinfo") as file:
             fields = [tuple(part.strip() for part in line.split(":", 1)) for line in file]

@@ -1,4 +1,4 @@
-"""A cache of results with a limit in bytes; the least recently used are dropped first."""
+"""A cache of results with a limit in bytes; the least recently used result is dropped first."""
 
 import os
 import threading
@@ -10,10 +10,10 @@ Value = TypeVar("Value")
 
 
 class Cache:
-    """Arrays, or tuples of arrays, under a key. Threads and signals are safe.
+    """Arrays, or tuples of arrays, by key; safe to use from threads and signal handlers.
 
-    The thread that holds the lock may want it again: a signal handler, or the destructor of
-    whatever the garbage collector finds, may rotate. Such a call is answered without the cache.
+    The thread that holds the lock may call `get` again: from a signal handler, or from a destructor
+    that the garbage collector runs. Such a call builds its result without the cache.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Cache:
             )
 
     def get(self, key: Hashable, build: Callable[[], Value]) -> Value:
-        """The value kept under `key`, or what `build` makes, kept if it fits."""
+        """Return the value cached under `key`, or what `build` makes, cached if it fits."""
         with self.lock:
             if not self._in_use:
                 self._in_use = True
@@ -42,7 +42,7 @@ class Cache:
         value = build()
         parts = value if isinstance(value, tuple) else (value,)
         size = sum(getattr(part, "nbytes", 64) for part in parts)
-        evicted = []  # dies after the lock: its memory goes back under a lock of its own
+        evicted = []  # freed after the lock is released: freeing memory takes another lock
         with self.lock:
             if not self._in_use:
                 self._in_use = True

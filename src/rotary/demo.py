@@ -40,7 +40,7 @@ def config() -> dict[str, JSON]:
 
 
 def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
-    """The report of the demo: spec, checks and times. `progress` is called with each step."""
+    """Run the demo and return its report; `progress` is called with the name of each step."""
     data = config()
     spec = from_hf_config(data)
     assert spec is not None  # the shipped config has a rotation
@@ -55,8 +55,8 @@ def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
         "q": shape.of(heads[0], spec.head_dim),
         "k": shape.of(heads[1], spec.head_dim),
         "checks": [check._asdict() for check in checks],
-        "float32_error": relative_error(spec, "float32"),
-        "exact_error": relative_error(spec, "exact"),
+        "float32_error": score_change(spec, "float32"),
+        "exact_error": score_change(spec, "exact"),
         "times_ms": bench.medians_in_ms(times),
         "versions": bench.versions(),
     }
@@ -80,12 +80,12 @@ def check_rotation(spec: Rotary, heads: tuple[int, int]) -> list[Check]:
         Check("position 0 changes nothing", identity_error, 1e-6),
         Check("the norm stays the same (relative)", norm_error, 1e-6),
         Check(f"a score depends only on distance, to {FAR:,}",
-              relative_error(spec, "exact"), 1e-6),
+              score_change(spec, "exact"), 1e-6),
     ]  # fmt: skip
 
 
-def relative_error(spec: Rotary, precision: Precision) -> float:
-    """How much a score q . k / sqrt(head_dim) changes when both tokens move by a million."""
+def score_change(spec: Rotary, precision: Precision) -> float:
+    """Return the largest change of a score q . k / sqrt(head_dim) if both tokens move by FAR."""
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 256, spec.head_dim), np.float64)
 

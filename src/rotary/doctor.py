@@ -1,4 +1,4 @@
-"""The report of `rotary doctor` on this machine: what is installed, and what makes it slow."""
+"""Examines this machine for `rotary doctor`: what is installed, and what makes rotation slow."""
 
 import importlib
 import importlib.metadata

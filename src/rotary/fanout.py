@@ -1,4 +1,4 @@
-"""Runs jobs on an executor: small jobs in batches, results as they finish, all of them."""
+"""Runs jobs on an executor, small ones in batches, and reports results as they finish."""
 
 import dataclasses
 import queue
@@ -8,20 +8,20 @@ from typing import Generic, TypeVar
 
 J = TypeVar("J")
 R = TypeVar("R")
-BATCH = 2**26  # bytes of work that are worth a message to another machine, 3 ms of processor
-FEWEST = 64  # messages, where there are as many jobs
+BATCH_BYTES = 2**26  # of work, worth a message to another machine, which costs 3 ms of processor
+MIN_BATCHES = 64  # if there are as many jobs
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch(Generic[J, R]):
-    """Jobs that go together; no tuple, for Dask would search all of it for futures of its own."""
+    """Jobs that are submitted together. Not a tuple, which Dask would search for futures."""
 
     function: Callable[[J], R]
     jobs: tuple[J, ...]
 
 
 def run_batch(batch: Batch[J, R]) -> list[R]:
-    """The results of a batch: what an executor is asked for.
+    """Return the results of a batch: the function that is submitted to an executor.
 
     >>> run_batch(Batch(abs, (-1, 2)))
     [1, 2]
@@ -29,25 +29,27 @@ def run_batch(batch: Batch[J, R]) -> list[R]:
     return [batch.function(job) for job in batch.jobs]
 
 
-def together(jobs: Sequence[J], size_of: Callable[[J], int]) -> Iterator[tuple[J, ...]]:
-    """Jobs in order; small ones together, until they make BATCH bytes or a FEWEST-th of all.
+def in_batches(jobs: Sequence[J], size_of: Callable[[J], int]) -> Iterator[tuple[J, ...]]:
+    """Yield jobs in order, in batches of at most BATCH_BYTES and 1 / MIN_BATCHES of all bytes.
 
-    >>> [len(jobs) for jobs in together([2**20] * 1000 + [2**32], lambda size: size)][-3:]
+    A larger job is a batch of its own.
+
+    >>> [len(jobs) for jobs in in_batches([2**20] * 1000 + [2**32], lambda size: size)][-3:]
     [64, 40, 1]
-    >>> list(together([3, 1], lambda size: size))
+    >>> list(in_batches([3, 1], lambda size: size))
     [(3,), (1,)]
     """
-    most = min(BATCH, sum(map(size_of, jobs)) // FEWEST)
-    some: list[J] = []
+    most = min(BATCH_BYTES, sum(map(size_of, jobs)) // MIN_BATCHES)
+    batch: list[J] = []
     size = 0
     for job in jobs:
         size += size_of(job)
-        if some and size > most:
-            yield tuple(some)
-            some, size = [], size_of(job)
-        some.append(job)
-    if some:
-        yield tuple(some)
+        if batch and size > most:
+            yield tuple(batch)
+            batch, size = [], size_of(job)
+        batch.append(job)
+    if batch:
+        yield tuple(batch)
 
 
 def fan_out(
@@ -56,21 +58,23 @@ def fan_out(
     executor: Executor,
     finished: Callable[[list[tuple[J, R]]], None],
     *,
-    size_of: Callable[[J], int] = lambda job: BATCH,
+    size_of: Callable[[J], int] = lambda job: BATCH_BYTES,
     stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call `function` on every job, and `finished` here with those of each batch that is done.
+    """Call `function` on every job in the executor, and `finished` here after each batch.
 
-    size_of  bytes of work in a job; small ones go together, as `together` says
-    A failure cancels what has not begun, calls `stop`, waits for what runs, and is raised when
-    `finished` has been told of that as well.
+    finished  called with (job, result) of every job of the batch
+    size_of   bytes of work in a job, by which `in_batches` groups small jobs
+    stop      called if a job fails, before the others are cancelled
+    After a failure, jobs that have not begun are cancelled, and running ones are waited for. Their
+    results are passed to `finished` as well; then the error is raised.
     """
-    # results are dropped when they are told: Dask computes what is held again if its worker dies
+    # drop results once they are reported: Dask recomputes a held result if its worker dies
     left: dict[Future[list[R]], Batch[J, R]] = {}
     done: queue.SimpleQueue[Future[list[R]]] = queue.SimpleQueue()
     try:
-        for some in together(jobs, size_of):
-            batch = Batch(function, some)
+        for group in in_batches(jobs, size_of):
+            batch = Batch(function, group)
             future = executor.submit(run_batch, batch)
             left[future] = batch
             future.add_done_callback(done.put)

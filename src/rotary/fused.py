@@ -33,7 +33,7 @@ def fused(
     precision: Precision = "exact",
     out: object = None,
 ) -> tuple[Array, K, V]:
-    """Normalise, rotate, cast and store q, k and v between their projections and attention.
+    """Normalize, rotate, cast and store q, k and v between their projections and attention.
 
     The steps are: RMS norm -> rotation -> division by a scale and rounding -> a new array, `out`,
     or the slots of a cache. All but the rotation are optional. It computes in float32 (float64 for
@@ -52,35 +52,35 @@ def fused(
     dtype      of what is returned, by name or as a dtype: float32, float64, float16, bfloat16,
                float8_e4m3fn, float8_e5m2 or int8; default that of q. In the last three, values
                that are too large become the largest number
-    scale      what results are divided by before they are rounded: a number, one for each head, or
+    scale      divides the results before they are rounded: a number, one for each head, or
                "token", which computes one for each token and head (largest channel / largest
-               number of the dtype) and returns a tuple (values, scales). A tuple of scales has
-               those of q, k and v
+               number of the dtype) and returns a tuple (values, scales) for each array. A tuple of
+               three scales is for q, k and v
     seq_dim    axis of the tokens, as in `rotary.rotate`
     precision  as in `rotary.cos_sin`
-    out        where what is returned is written: an array for each, in the order q, k, v; `out=(q,
-               k)` works in place
-    Returns (q, k, v): None for what was None or was written to a cache, and v itself if nothing had
-    to be done with it. With torch, q, k, v and the weights get gradients, but not with out= or
-    cache=.
+    out        arrays for the results that are returned, in the order q, k, v; `out=(q, k)` works in
+               place
+    Returns (q, k, v), with None for an array that was None or was written to a cache; v is the same
+    array if no step changes it. With torch, q, k, v and the weights get gradients, but not with
+    out= or cache=.
 
     JAX arrays are immutable: they take no out=, and with cache= the result is (q, cache.k, cache.v)
-    or (q, cache.rows, None), new arrays, or a tuple (cache, scales) where the scales are written
-    too. Gradients flow through them. Compile your function with `jax.jit(step,
-    donate_argnums=...)` for the caches, and XLA writes them in place; otherwise each call copies
-    them.
+    or (q, cache.rows, None), as new arrays. If the scales of a cache are written too, a tuple
+    (cache, scales) replaces it. Gradients flow through new caches. XLA writes them in place if you
+    compile your function with `jax.jit(step, donate_argnums=...)` for the caches; otherwise each
+    call copies them.
 
     | the call | the steps |
     |---|---|
-    | `norm=Norm(wq, wk, eps)` | norm and rotation of Qwen3; with long weights those of OLMo 2 |
-    | `norm=Norm(wq, wk, eps, add_one=True)` | those of Gemma 3 |
+    | `norm=Norm(wq, wk, eps)` | norm, then rotate: Qwen3; OLMo 2 with weights over all heads |
+    | `norm=Norm(wq, wk, eps, add_one=True)` | the same with 1 + weight: Gemma 3 |
     | `cache=KVCache(k, v, slots)` | rotate, then write k and v to a paged cache |
     | `cache=LatentCache(rows, slots)` | rotate, then write the rows of MLA |
     | `cache=KVCache(k8, v8, slots, sk, sv)` | the same in float8 or int8, with scales |
 
     Raises TypeError and ValueError as `rotary.rotate` and `rotary.cos_sin`; ValueError for weights,
-    scales, caches and slots of a shape that does not fit, and for a slot beyond the cache, which
-    is not checked on a GPU or in a traced program: JAX then skips the token.
+    scales, caches and slots of a shape that does not fit, and for a slot beyond the cache. Slots
+    are not checked on a GPU or in a traced program; JAX then skips the token.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467), equation 4;
     Henry et al., Query-Key Normalization (arXiv 2010.04245).
 
@@ -135,7 +135,7 @@ def fused(
         options = options_of(spec, seq_dim=seq_dim)
     scales = scale if isinstance(scale, tuple) else (scale,) * 3
     if len(scales) != 3:
-        raise ValueError(f"a tuple of scales has those of q, k and v, got {len(scales)}")
+        raise ValueError(f"a tuple of scales must have three, for q, k and v; got {len(scales)}")
     stages = Stages(norm, cache, None if dtype is None else dtype_name(dtype), scales)
     outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if outs is not None and any(each is None for each in outs):

@@ -36,14 +36,14 @@ from .kernels import Numbers as Array
 from .spec import Rotary, check_whole
 from .strict_json import JSON
 
-FAR = 2**16  # for functions that are given tables: enough to see every pair of our tables rotate
+FAR = 2**16  # for functions that take tables: here every pair of the probing tables has turned
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Identification(Answer):
     """What `identify` found.
 
-    spec          the RoPE, or None if it is none; findings are differences from this RoPE
+    spec          the RoPE, or None if no `Rotary` describes it; findings are differences from it
     findings      what is unusual or wrong, (code, text) each; empty: a plain, exact RoPE
     is_rotation   every pair is rotated as a whole, and scores depend on the distance alone
     amplitude     the number that multiplies cos and sin (attention factor)
@@ -90,7 +90,7 @@ class Identification(Answer):
 
 
 def brief(spec: Rotary) -> str:
-    """The repr of a spec, with long lists cut.
+    """Return the repr of a spec, with long lists shortened.
 
     >>> brief(Rotary(head_dim=4))
     'Rotary(head_dim=4)'
@@ -116,27 +116,29 @@ def identify(
     rotary_dim: int | None = None,
     max_position: int = 2**20,
 ) -> Identification:
-    """Which RoPE a callable computes, and what is unusual or wrong with it.
+    """Find out which RoPE a callable computes, and what is unusual or wrong with it.
 
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
                   or two callables of the first form, for q and for k
+    head_dim      channels of a head
     form          "positions" or "tables"; default: read from the signature
-    seq_dim       -2: x is (1, heads, seq, head_dim); -3: (1, seq, heads, head_dim). Any number of
-                  heads is tried, head_dim of them at once; positions are int64, (seq,) or (1, seq),
-                  with several axes (seq, axes) or (1, seq, axes)
+    seq_dim       -2: x is (1, heads, seq, head_dim); -3: (1, seq, heads, head_dim). The number of
+                  heads differs between calls, and is often head_dim. Positions are int64, (seq,) or
+                  (1, seq), with several axes (seq, axes) or (1, seq, axes)
     library       "numpy" or "torch"; default: the first that the callable takes
     dtype         of x: "float32", "float64", "float16", "bfloat16"
+    num_axes      how many numbers a position has, for f(x, positions)
     rotary_dim    of f(q, k, cos, sin): channels that the tables are for; default head_dim
-    max_position  how far to probe; less for callables that build a table of every position
+    max_position  largest position to probe; lower it for callables that build a table up to it
 
-    The code of a finding is a stable name, such as "no_rotation" or "float32_angles":
-    docs/identify.md lists them all, with their meaning, and the faults that cannot be detected.
+    Returns an `Identification`. The code of a finding is a stable name, such as "no_rotation".
+    docs/identify.md lists all codes with their meaning, and the faults that cannot be detected.
 
     Frequencies are found modulo one turn per token. If several specs explain them, the simplest one
     is returned: an NTK base may be reported as a plain base, many trained lengths give the same
     YaRN, and low_freq_factor is reported as 1.
-    Raises ValueError for a callable that raises, or returns other shapes or numbers not finite,
-    when asked for positions 0 to 4; farther on that is a finding.
+    Raises ValueError for a callable that raises, or returns another shape or numbers that are not
+    finite, at positions 0 to 4; at larger positions that is a finding.
 
     >>> import rotary
     >>> found = identify(lambda x, positions: rotary.apply(rotary.Rotary(head_dim=8, base=500.0), x,
@@ -162,7 +164,7 @@ def identify(
         )
     ways = [boxes_with_positions(f, head_dim, seq_dim, library, dtype, num_axes) for f in fns]
     boxes = [first_that_works(way) for way in ways]
-    return _compared(boxes, [examine(box, max_position) for box in boxes])
+    return _with_differences(boxes, [examine(box, max_position) for box in boxes])
 
 
 def callables(
@@ -172,7 +174,7 @@ def callables(
     library: str | None,
     dtype: str,
 ) -> tuple[tuple[Callable[..., object], ...], str]:
-    """The callables to ask, one or two, and their form; ValueError for a bad way of calling.
+    """Return the callables, one or two, and their form; ValueError for an invalid argument.
 
     >>> callables(lambda x, positions: x, None, -2, None, "float32")[1]
     'positions'
@@ -193,22 +195,22 @@ def callables(
 
 
 def load(target: str) -> Callable[..., object]:
-    """The callable named "module:function" or "path/to/file.py:function"; its file is executed.
+    """Import the callable "module:function" or "path/to/file.py:function"; its file is executed.
 
-    Modules are looked for in the current folder too, and a file sees its neighbours.
-    Raises ValueError, of one line, for a target that cannot be read, run or called.
+    Modules are looked for in the current folder too, and a file can import its neighbors.
+    Raises ValueError, in one line, for a target that cannot be read, run or called.
 
     >>> load("math:sqrt")(4.0)
     2.0
     """
-    place, colon, name = target.rpartition(":")
-    if not (place and colon and name):
+    location, colon, name = target.rpartition(":")
+    if not (location and colon and name):
         raise ValueError(f"target must be module:function or file.py:function, got {target!r}")
-    is_file = place.endswith(".py")
-    folder = str(Path(place).resolve().parent if is_file else Path.cwd())
+    is_file = location.endswith(".py")
+    folder = str(Path(location).resolve().parent if is_file else Path.cwd())
     sys.path.insert(0, folder)
     try:
-        module = _from_file(Path(place)) if is_file else pkgutil.resolve_name(place)
+        module = _from_file(Path(location)) if is_file else pkgutil.resolve_name(location)
         function: Callable[..., Any] = operator.attrgetter(name)(module)
     except Exception as error:  # whatever a stranger's file raises
         raise ValueError(f"{target} cannot be loaded: {one_line(error)}") from error
@@ -233,8 +235,8 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification:
-    """The answer about q, with what is different about k."""
+def _with_differences(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification:
+    """Return the answer about q, with findings about what is different in k."""
     q, findings = answers[0], list(answers[0].findings)
     is_rotation = all(answer.is_rotation for answer in answers)
     for box, k in zip(boxes[1:], answers[1:], strict=True):
@@ -253,7 +255,7 @@ def _compared(boxes: Sequence[Box], answers: Sequence[Answer]) -> Identification
 
 
 def _difference(q: Rotary | None, k: Rotary | None) -> str:
-    """In which fields two specs differ, in words."""
+    """Describe the fields in which two specs differ; "" if either is None."""
     if q is None or k is None:
         return ""
     one, two = q.to_dict(), k.to_dict()
@@ -265,9 +267,9 @@ def _difference(q: Rotary | None, k: Rotary | None) -> str:
 def _with_tables(
     boxes_of: Callable[[Array, str], Iterator[tuple[str, Any]]], width: int
 ) -> Identification:
-    """The rotation of f(q, k, cos, sin), under the order of tables that suits it best.
+    """Identify f(q, k, cos, sin), with the order of table columns that fits it best.
 
-    boxes_of  the boxes to try, for tables of these frequencies in that order
+    boxes_of  (inv_freq, order) -> the boxes to try, with such tables
     """
     inv_freq = 1e4 ** (-np.arange(0, width, 2) / width)
     best, refusals = None, []
@@ -279,7 +281,7 @@ def _with_tables(
             refusals.append(str(error))
             continue
         result = dataclasses.replace(
-            _compared(boxes, answers), tables=order,
+            _with_differences(boxes, answers), tables=order,
             inv_freq=None, arithmetic=None, right_up_to=None, probed_up_to=None,
         )  # fmt: skip
         for answer in answers:

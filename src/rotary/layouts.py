@@ -28,7 +28,7 @@ def check(layout: str, name: str = "layout") -> None:
 
 
 def pair_slices(rotary_dim: int, layout: str, start: int = 0) -> tuple[slice, slice]:
-    """The channels of the first and of the second members of the pairs, as two slices.
+    """Return the channels of the first members of all pairs, and of the second, as two slices.
 
     >>> pair_slices(4, "half")
     (slice(0, 2, None), slice(2, 4, None))
@@ -44,7 +44,7 @@ def pair_slices(rotary_dim: int, layout: str, start: int = 0) -> tuple[slice, sl
 
 
 def pair_indices(rotary_dim: int, layout: str, start: int = 0) -> Indices:
-    """Channel numbers of every pair: (rotary_dim / 2, 2), first member then second.
+    """Return the channels of every pair, (rotary_dim / 2, 2) int64: first member, then second.
 
     >>> pair_indices(6, "half").tolist()
     [[0, 3], [1, 4], [2, 5]]
@@ -59,10 +59,10 @@ def pair_indices(rotary_dim: int, layout: str, start: int = 0) -> Indices:
 def channel_permutation(
     head_dim: int, source: str, target: str, *, rotary_dim: int | None = None, start: int = 0
 ) -> Indices:
-    """Order of channels such that `x[..., order]` is `x` moved from layout `source` to `target`.
+    """Return the `order` with which `x[..., order]` is `x` moved from layout `source` to `target`.
 
-    (head_dim,) int64. Channels outside [start, start + rotary_dim) stay where they are. Rotating in
-    `target` after the move equals moving after rotating in `source`, bit for bit.
+    `order` is (head_dim,) int64. Channels outside [start, start + rotary_dim) stay where they are.
+    Rotating in `target` after the move equals moving after rotating in `source`, bit for bit.
     Raises ValueError for an unknown layout, an odd rotary_dim, or a slice outside the head.
 
     >>> channel_permutation(6, "interleaved", "half").tolist()
@@ -94,10 +94,10 @@ def row_permutation(
     rotary_dim: int | None = None,
     start: int = 0,
 ) -> Indices:
-    """Order of the rows of a q or k projection that moves its heads from `source` to `target`.
+    """Return the `order` of rows that moves a q or k projection from layout `source` to `target`.
 
-    (num_heads * head_dim,) int64: `weight[order]` and `bias[order]`. `num_heads` is the count of
-    *this* projection: for k under GQA, the number of key heads.
+    `order` is (num_heads * head_dim,) int64, for `weight[order]` and `bias[order]`. `num_heads` is
+    the count of *this* projection: for k under GQA, the number of key heads.
     Raises ValueError as `channel_permutation`, or if num_heads < 1.
 
     >>> row_permutation(2, 4, "interleaved", "half").tolist()

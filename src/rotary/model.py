@@ -25,7 +25,7 @@ from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
 
-TOKENS = 37  # a prime, which is no other size of a model
+TOKENS = 37  # a prime, so that no other axis of a model has this size
 FARTHEST = 1024
 
 
@@ -36,8 +36,8 @@ class ModelRotation(NamedTuple):
     layer_type  of the config, where frequencies differ by layer type, or None
     spec        the RoPE; where it was measured, the simplest one that gives those angles
     modules     paths of the modules that rotate by it; empty where only the config was read
-    source      "config and forward": both agree; "forward": measured, there is no config that
-                says it; "config": the model could not run, `note` says why
+    source      "config and forward": both agree; "forward": measured, no config states it;
+                "config": the model could not run, `note` says why
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -59,11 +59,11 @@ def from_model(
     example: object = None,
     positions: object = None,
 ) -> Rotary:
-    """The RoPE of a loaded torch model, of any class: transformers, diffusers, timm, or your own.
+    """Return the RoPE of a loaded torch model: of transformers, diffusers, timm, or your own.
 
     model       runs once, on `example`, without gradients; on the meta device its config is read
-    layer_type  which one, where they differ by layer type ("full_attention", ...)
-    part        which one of several parts: a key of the config ("vision_config"), or the path of
+    layer_type  which RoPE, if they differ by layer type ("full_attention", ...)
+    part        which of several parts: a key of the config ("vision_config"), or the path of
                 a module, as `rotations` lists them
     example     the arguments of one forward: a tensor, a tuple, or a dict of keyword arguments;
                 default: 2 x 37 random tokens, for a model with an embedding of tokens
@@ -114,7 +114,9 @@ def from_model(
 def rotations(
     model: nn.Module, *, example: object = None, positions: object = None
 ) -> tuple[ModelRotation, ...]:
-    """Every RoPE of a loaded model, with the modules that use it; as `from_model`, which picks one.
+    """Return every RoPE of a loaded model, with the modules that use it.
+
+    Arguments and errors as in `from_model`, which chooses one of them.
 
     >>> rotations(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -131,7 +133,7 @@ and positions=, those of its tokens
     note = ""
     if any(parameter.is_meta for parameter in model.parameters()):
         note = "its parameters are on the meta device"
-        return _by_config(config, note)
+        return _from_config(config, note)
     seen: list[Rotation] = []
     for args, kwargs, at in _examples(model, example, positions):
         seen, error = watch(model, args, kwargs, len(at))
@@ -139,21 +141,21 @@ and positions=, those of its tokens
         if not error:
             break
     if note and not seen:
-        return _by_config(config, f"{note}; pass example=, the arguments of one forward")
+        return _from_config(config, f"{note}; pass example=, the arguments of one forward")
     by_module: dict[str, list[Rotation]] = {}
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
-    held = _frequencies(model)
+    candidates = _vector_values(model)
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in by_module.items():
         part, config = configs[path]
         kind = _layer_type(config, path)
-        spec, source = _spec(path, _of_whole_heads(own), at, config, kind, held)
+        spec, source = _spec(path, _of_widest_heads(own), at, config, kind, candidates)
         groups.setdefault((part, kind, spec, source), []).append(path)
     if not groups:
         raise ValueError(
             f"no rotation was found in {type(model).__qualname__} with {len(at)} tokens: its "
-            f"config says {_words(config)}; pass an example with two heads or rows, and one "
+            f"config says {_stated(config)}; pass an example with two heads or rows, and one "
             "position for each token as positions="
         )
     return tuple(
@@ -168,11 +170,11 @@ and positions=, those of its tokens
 def _examples(
     model: nn.Module, example: object, positions: object
 ) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Arguments of a forward and the positions (seq, axes) of its tokens; the next if it raises."""
+    """Yield (args, kwargs, positions (seq, axes)) of forwards, to be tried until one runs."""
     if example is None:
         if positions is not None:
             raise ValueError("positions= needs example=, whose tokens they belong to")
-        yield from _of_text(model)
+        yield from _token_examples(model)
         return
     args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
     if isinstance(example, Mapping):
@@ -194,10 +196,10 @@ def _examples(
     yield args, kwargs, at.reshape(len(at), -1)
 
 
-def _of_text(
+def _token_examples(
     model: nn.Module,
 ) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Random tokens at far positions, if the model takes any, and at the first ones."""
+    """Yield random tokens: at distant positions if the model takes position_ids; then from 0."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         raise ValueError(
@@ -225,15 +227,15 @@ def _of_text(
 
 
 def _numbers(config: object) -> Iterator[tuple[str, object]]:
-    """Names and values in a config and its parts."""
+    """Yield names in a config and its parts, with their values if they are whole numbers."""
     data = config.to_dict() if hasattr(config, "to_dict") else config
     for name, value in data.items() if isinstance(data, Mapping) else ():
         yield str(name), value if isinstance(value, int) else None
         yield from _numbers(value)
 
 
-def _frequencies(model: nn.Module) -> Array:
-    """All that the model holds in vectors, where its frequencies may be."""
+def _vector_values(model: nn.Module) -> Array:
+    """Return all values in 1-D tensors of the model, among which its frequencies may be."""
     tensors = [*model.buffers(), *(value for module in model.modules()
                                    for value in vars(module).values())]  # fmt: skip
     vectors = [
@@ -245,8 +247,8 @@ def _frequencies(model: nn.Module) -> Array:
     return np.unique(np.concatenate([np.zeros(0), *vectors]))
 
 
-def _of_whole_heads(seen: list[Rotation]) -> list[Rotation]:
-    """Of rotations of heads and of slices cut out of them: the widest that q and k both have."""
+def _of_widest_heads(seen: list[Rotation]) -> list[Rotation]:
+    """Drop rotations of slices of heads: keep the widest head_dim that both q and k have."""
     by_width: dict[int, list[Rotation]] = {}
     for each in seen:
         by_width.setdefault(each.turned.head_dim, []).append(each)
@@ -258,7 +260,7 @@ def _of_whole_heads(seen: list[Rotation]) -> list[Rotation]:
 
 
 def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
-    """Path of each module -> the part of the model it is in, and the nearest known config."""
+    """Return path of each module -> its part of the model, and the nearest known config."""
     configs: dict[str, tuple[str | None, object]] = {}
     whole = getattr(model, "config", None)
     for path, module in model.named_modules():
@@ -276,14 +278,14 @@ def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
 
 
 def _expected(config: object, kind: str | None = None) -> Rotary | None:
-    """By the config of transformers, or by that of a model of diffusers."""
+    """Return the RoPE that a config of transformers, or a model of diffusers, states."""
     if isinstance(config, nn.Module):
         return from_diffusers_config(config)
     return from_hf_config(config, kind)
 
 
 def _layer_type(config: object, path: str) -> str | None:
-    """The layer type of a module by the first number in its path, where they differ."""
+    """Return the layer type of a module, by the number in its path; None if all are alike."""
     try:
         kinds = layer_types(config) if config is not None else ()
     except ValueError:
@@ -295,8 +297,8 @@ def _layer_type(config: object, path: str) -> str | None:
     return str(listed[int(number[0])])
 
 
-def _by_config(config: object, note: str) -> tuple[ModelRotation, ...]:
-    """What the config says of its text; ValueError where it is not known or says nothing."""
+def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
+    """Return the RoPEs that a config states for text; ValueError if its model is not known."""
     if getattr(config, "model_type", None) not in MODELS:
         raise ValueError(f"{note}, and no config says which RoPE it has")
     specs = [(kind, from_hf_config(config, kind)) for kind in layer_types(config) or (None,)]
@@ -306,40 +308,40 @@ def _by_config(config: object, note: str) -> tuple[ModelRotation, ...]:
 
 
 def _spec(
-    path: str, seen: list[Rotation], at: Array, config: object, kind: str | None, held: Array
+    path: str, seen: list[Rotation], at: Array, config: object, kind: str | None, candidates: Array
 ) -> tuple[Rotary, str]:
-    """The spec of one module: that of its config, which must agree, or what was measured."""
+    """Return the spec of one module and its source: the config, which must agree, or measured."""
     try:
         expected = None if config is None else _expected(config, kind)
         is_known = config is not None
     except ValueError:
         expected, is_known = None, False
-    if expected and all(_gives(expected, rotation, at) for rotation in seen):
+    if expected and all(_reproduces(expected, rotation, at) for rotation in seen):
         return expected, "config and forward"
     try:
-        specs = dict.fromkeys(spec_of(rotation.turned, at, held) for rotation in seen)
+        specs = dict.fromkeys(spec_of(rotation.turned, at, candidates) for rotation in seen)
     except ValueError as error:
         raise ValueError(f"{path} rotates, but {error}") from error
     measured = " and ".join(map(str, specs))
     if is_known:
         raise ValueError(
             f"{path}: config and model disagree: the config says {expected}, but its forward "
-            f"rotates as {measured}{_rounded(expected, seen, at)}"
+            f"rotates as {measured}{_rounding_hint(expected, seen, at)}"
         )
-    for spec in specs:  # what is measured of q and of k differs by noise
-        if all(_gives(spec, rotation, at) for rotation in seen):
+    for spec in specs:  # those measured on q and on k differ by noise
+        if all(_reproduces(spec, rotation, at) for rotation in seen):
             return spec, "forward"
     raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
 
 
-def _gives(spec: Rotary, rotation: Rotation, at: Array) -> bool:
-    """Whether a spec gives the numbers that were seen."""
+def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
+    """Whether a spec reproduces an observed rotation at the positions `at`."""
     if spec.head_dim != rotation.x.shape[-1]:
         return False
     positions: Array = at[:, 0] if at.shape[1] == 1 else at
     if (positions == positions.round()).all():
         positions = positions.astype(np.int64)
-    if spec.num_axes > 1 and at.shape[1] == 1:  # text: all axes count alike
+    if spec.num_axes > 1 and at.shape[1] == 1:  # text: the same position on all axes
         positions = np.repeat(positions[:, None], spec.num_axes, axis=1)
     x, y = rotation.x.swapaxes(0, 1), rotation.y.swapaxes(0, 1)
     try:
@@ -350,20 +352,20 @@ def _gives(spec: Rotary, rotation: Rotation, at: Array) -> bool:
     return bool(np.abs(ours - y).max() <= allowed)
 
 
-def _rounded(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
-    """The commonest reason why a model differs from its config, if it is the reason."""
+def _rounding_hint(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
+    """Return a hint if 16-bit frequencies explain why a model differs from its config; else ""."""
     if spec is None or spec.depends_on_length:
         return ""
     exact, factor = inv_freq(spec)
     for dtype in ("bfloat16", "float16"):
         params = {"inv_freq": round_to(exact, dtype), "attention_factor": factor}
-        if all(_gives(dataclasses.replace(spec, schedule="custom", params=params), each, at)
+        if all(_reproduces(dataclasses.replace(spec, schedule="custom", params=params), each, at)
                for each in seen):  # fmt: skip
             return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
     return ""
 
 
-def _words(config: object) -> str:
+def _stated(config: object) -> str:
     try:
         return str(_expected(config)) if config is not None else "nothing"
     except ValueError as error:
@@ -371,5 +373,5 @@ def _words(config: object) -> str:
 
 
 def _short(paths: tuple[str, ...]) -> list[str]:
-    """Paths with layer numbers as *, each once."""
+    """Replace layer numbers in paths by *, and drop duplicates."""
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths))

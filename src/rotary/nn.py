@@ -12,13 +12,14 @@ from .spec import Rotary
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotates q and k, without parameters and buffers that could be cast, saved or left empty.
+    """Rotates q and k; has no parameters or buffers that could be cast, saved or left empty.
 
-    Takes the place of the modules people copy from model to model:
+    It replaces the modules that people copy from model to model:
 
         RotaryEmbedding(Rotary(head_dim=64, layout="interleaved"))   # the paper, GPT-J, lucidrains
         RotaryEmbedding(Rotary(head_dim=64))                         # Llama, transformers
 
+    spec       the RoPE
     precision  as in `rotary.cos_sin`
     seq_dim    axis of the tokens, default -2; give it if you pass positions and there can be as
                many tokens as heads, see `rotary.rotate`
@@ -33,7 +34,7 @@ class RotaryEmbedding(torch.nn.Module):
         self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int | None = None
     ) -> None:
         super().__init__()
-        kernel_of(torch.empty(0))  # torch.export replaces `max`, and then Numba 0.60 cannot load
+        kernel_of(torch.empty(0))  # loads Numba: 0.60 cannot once torch.export has replaced `max`
         self.spec = spec
         self.precision: Precision = precision
         self.seq_dim = seq_dim
@@ -54,7 +55,7 @@ class RotaryEmbedding(torch.nn.Module):
         positions: object = None,
         seq_len: object = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(q, k) rotated, or q alone; arguments as in `rotary.apply`."""
+        """Return rotated (q, k), or q if k is None; arguments and errors as in `rotary.apply`."""
         return apply(
             self.spec,
             q,
@@ -66,7 +67,7 @@ class RotaryEmbedding(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The spec, and what else is not the default."""
+        """Return the spec, and the other settings that are not defaults."""
         seq_dim = "" if self.seq_dim is None else f", seq_dim={self.seq_dim}"
         precision = "" if self.precision == "exact" else f", precision={self.precision!r}"
         return f"{self.spec!r}{precision}{seq_dim}"

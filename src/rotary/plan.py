@@ -17,23 +17,27 @@ from .reach import lengths
 from .spec import Rotary
 from .strict_json import JSON
 
-MAX_CONTEXT = 2**20  # the certified search beyond takes many minutes
-_FIRST = 0.2  # share of the time that the smallest base takes; the rest goes to the safe one
-UNSEEN = 0.01  # a larger share of angles outside of the training is worth a word
+MAX_CONTEXT = 2**20  # beyond it the certified search takes many minutes
+_MIN_BASE_SHARE = 0.2  # of the time; the search for the safe base takes the rest
+UNSEEN = 0.01  # share of angles not seen in training, above which another method is preferred
 
 
 class Plan(NamedTuple):
     """What `plan` recommends; lengths and distances are in tokens.
 
+    context        the length to be reached
+    trained        the length of the training, None before any training
+    spec           the present RoPE
     action         "keep", "base" (train with another base) or "scaling" (of trained weights)
-    spec           the RoPE as it is;  recommended  as it should be
-    trained        the length it was trained at, None before any training
-    first_failure  of `spec`: the first distance up to `context` with B_m < 0;  failures  how many
-    min_base       the smallest base with B_m >= 0 up to `context`;  safe_base  all above pass
+    recommended    the RoPE to use
+    first_failure  the first distance up to `context` with B_m < 0 under `spec`, or None
+    failures       how many distances up to `context` have B_m < 0 under `spec`
+    min_base       the smallest base with B_m >= 0 up to `context`
+    safe_base      the base above which all bases that were tested pass
     options        every method of `analysis.extension`, compared
     rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
-                     where the model does not read its schedule
-    reason         why, in sentences
+                     if the model does not read its schedule
+    reason         the reason, in sentences
     """
 
     context: int
@@ -50,7 +54,7 @@ class Plan(NamedTuple):
     reason: str
 
     def shown(self, base: float) -> str:
-        """A base that passes as text of 6 digits or more, rounded up so that it passes as text too.
+        """Return a base as text of 6 digits or more, rounded up so that the number shown passes.
 
         >>> found = plan(1024, Rotary(head_dim=64))
         >>> found.shown(found.min_base.base)
@@ -60,7 +64,7 @@ class Plan(NamedTuple):
         return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """What is recommended and both bases as text: the first table of `rotary plan`.
+        """Return the recommendation and both bases as text: the first table of `rotary plan`.
 
         >>> plan(1024, Rotary(head_dim=64)).rows()[1]
         ('first B_m < 0 now', 'distance 725')
@@ -79,7 +83,7 @@ class Plan(NamedTuple):
         ]  # fmt: skip
 
     def to_dict(self) -> dict[str, JSON]:
-        """All fields as JSON-ready data; the two bases as numbers with every digit.
+        """Return all fields as JSON-ready data, with the two bases as numbers of full precision.
 
         >>> found = plan(1024, Rotary(head_dim=64)).to_dict()
         >>> round(found["min_base"], 1), found["recommended"]["base"] >= found["safe_base"]
@@ -98,7 +102,7 @@ class Plan(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """What `recommend` says of trained weights; the fields are those of `Plan`, without bases."""
+    """What `recommend` returns for trained weights: the fields of `Plan` without the bases."""
 
     context: int
     trained: int | None
@@ -113,7 +117,7 @@ class Recommendation(NamedTuple):
 
 
 def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
-    """The options of a plan as text, headers first: the second table of `rotary plan`.
+    """Return the options of a plan as text, headers first: the second table of `rotary plan`.
 
     >>> option_rows(recommend(8192, Rotary(head_dim=128), 4096).options)[1][:3]
     ('none', '1,707', '2,478')
@@ -132,9 +136,9 @@ def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
 def recommend(
     context: int, spec: Rotary, trained: int, *, advertised: int | None = None
 ) -> Recommendation:
-    """What to do so that trained weights reach `context` tokens, in a moment: no base is searched.
+    """Recommend how trained weights reach `context` tokens, without the slow search for bases.
 
-    It is what `plan` recommends for weights; arguments and errors are those of `plan`.
+    The recommendation is that of `plan` for trained weights; so are the arguments and errors.
 
     >>> found = recommend(32768, Rotary(head_dim=128), 4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
@@ -168,9 +172,10 @@ def plan(
     executor    where the search runs, as in `min_base`; default threads
     Without weights it recommends a base: the smallest one of two digits above `safe_base`. For
     trained weights it recommends a scaling: the method they have, with a larger factor; or else the
-    first of yarn, llama3 and linear that keeps neighbours apart and has the fewest unseen angles.
+    first of yarn, llama3 and linear with at most 1% unseen angles, preferably one that keeps the
+    frequency of the fastest pair.
     The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
-    Raises ValueError for a context outside 2 .. 2^20, or a spec of an image (schedule axial).
+    Raises ValueError for a context outside 2 .. 2^20, and for a spec of schedule axial or custom.
 
     >>> found = plan(32768, Rotary(head_dim=128), trained=4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
@@ -182,11 +187,11 @@ def plan(
     head, rotary_dim = spec.head_dim, spec.rotary_dim
     least = min_base(
         context, head, rotary_dim=rotary_dim, executor=executor,
-        progress=lambda share: tell(_FIRST * share),
+        progress=lambda share: tell(_MIN_BASE_SHARE * share),
     )  # fmt: skip
     safe = safe_base(
         context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
-        progress=lambda share: tell(_FIRST + (1 - _FIRST) * share),
+        progress=lambda share: tell(_MIN_BASE_SHARE + (1 - _MIN_BASE_SHARE) * share),
     )  # fmt: skip
     if advice is None:
         advice = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
@@ -203,11 +208,11 @@ def plan_model(
     progress: Callable[[float], None] | None = None,
     executor: Executor | None = None,
 ) -> Plan:
-    """The plan for a trained model, from its config; arguments as in `from_hf_config`.
+    """Return the plan for a trained model, from its config; arguments as in `from_hf_config`.
 
     `rope_parameters` of the result keeps the keys of the config that assign axes to pairs, and
-    has head_dim only where transformers needs it and the config has none.
-    Raises ValueError also where the model does not read what would be recommended.
+    has head_dim only if transformers needs it and the config has none.
+    Raises ValueError as `plan`, and if the model cannot read what would be recommended.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
@@ -221,19 +226,19 @@ def plan_model(
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")
-    advice = recommend(context, spec, trained, advertised=advertised)  # an error before the search
+    advice = recommend(context, spec, trained, advertised=advertised)  # fails before the search
     read = as_model_reads(entry, advice.recommended, context)
     keys = model_keys(entry, read, context)
     result = plan(
         context, spec, trained, advertised=advertised, progress=progress, executor=executor
     )
-    told = result.reason
+    reason = result.reason
     if read.schedule != advice.recommended.schedule:
-        told += (
+        reason += (
             f" This model does not read {advice.recommended.schedule}: the keys say the same "
             f"frequencies as {read.schedule}."
         )
-    return result._replace(rope_parameters=keys, reason=told)
+    return result._replace(rope_parameters=keys, reason=reason)
 
 
 def _check(context: int, spec: Rotary) -> None:
@@ -252,7 +257,7 @@ def _recommendation(
     recommended: Rotary,
     options: tuple[Row, ...] = (),
 ) -> Recommendation:
-    """What is recommended, and how the present spec does."""
+    """Build a recommendation, with the failures of the present spec."""
     failing = failures(spec, context, seq_len=context)
     result = Recommendation(
         context=context,
@@ -270,7 +275,7 @@ def _recommendation(
 
 
 def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
-    """The spec itself if it passes with room, or with the first base of two digits that does."""
+    """Return the spec if its base is safe and passes, else with the next base that does."""
     if spec.schedule == "default" and spec.base >= safe and _passes(spec, context):
         return spec
     exponent = math.floor(math.log10(safe)) - 1
@@ -294,14 +299,14 @@ def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
 
 
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
-    """The method the weights know, stretched further; for plain weights the best of the options."""
+    """Return the weights' own method with a larger factor; for plain ones, the best option."""
     if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
         factor = spec.params["factor"] * growth
         return dataclasses.replace(spec, params={**spec.params, "factor": factor})
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
     by_method = {option.method: option for option in options}
-    best = min(  # by unseen angles, then by neighbours that are pressed together
+    best = min(  # unseen angles count first, then a fastest pair that is slowed down
         (by_method[name] for name in ("yarn", "llama3", "linear")),
         key=lambda option: (option.unseen > UNSEEN, option.fastest_ratio < 0.99),
     )
@@ -339,7 +344,7 @@ def _sentences(result: Plan | Recommendation) -> Iterator[str]:
 
 
 def _of_bases(result: Plan) -> str:
-    """The smallest base that passes: to train with, or instead of a scaling."""
+    """Describe the smallest base that passes: to train with, or instead of a scaling."""
     spec = result.spec
     least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
     if result.action == "scaling":

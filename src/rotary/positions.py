@@ -4,10 +4,10 @@ A position array is (..., seq) for one axis and (..., seq, axes) for several, in
 centred or stretched is float64. Offsets, packing, padding, images and video differ only in their
 positions; the code that rotates does not know about them.
 
-Results are arrays of the library, and on the device, of the torch, JAX or MLX array that is passed,
-or of `like`; otherwise NumPy arrays. JAX gives int32 unless it has x64; JAX and MLX give float32
-instead of float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be
-known. Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
+Results are in the library and on the device of the torch, JAX or MLX array that is passed, or of
+`like`; otherwise they are NumPy arrays. JAX without x64 gives int32 and float32, MLX gives float32
+for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known.
+Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
 """
 
 import math
@@ -31,9 +31,9 @@ TieSegment = tuple[Literal["text"], int] | tuple[Literal["image"], int, int]
 TieSpacing = Literal["whole", "equal", "unit"]
 Order = Literal["contiguous", "ring", "ulysses", "head_tail", "striped"]
 
-Known = int | Sequence[object] | Numbers  # on the host, so that the answer is of NumPy
+Known = int | Sequence[object] | Numbers  # on the host: the result is a NumPy array
 
-ORIGINS: Mapping[str, Callable[[int], float]] = {  # where the first of `size` coordinates is
+ORIGINS: Mapping[str, Callable[[int], float]] = {  # coordinate of the first of `size` points
     "first": lambda size: 0,
     "middle": lambda size: size // 2 - size,
     "center": lambda size: (1 - size) / 2,
@@ -89,7 +89,7 @@ def packed(cu_seqlens: object, *, like: object = None, seq_len: int | None = Non
     """Positions of sequences laid end to end: each starts again from 0. Shape (cu_seqlens[-1],).
 
     `cu_seqlens` holds the boundaries: 0, then the running total of the lengths. `seq_len` is the
-    last of them; give it if they are traced, or on a GPU, where reading them would wait.
+    last boundary; give it if cu_seqlens is traced, or on a GPU, where reading it would wait.
     Raises ValueError unless cu_seqlens starts with 0 and never falls.
 
     >>> packed([0, 3, 3, 5]).tolist()
@@ -102,7 +102,7 @@ def packed(cu_seqlens: object, *, like: object = None, seq_len: int | None = Non
 
 
 def _total(place: Place, bounds: Numbers, seq_len: int | None) -> int:
-    """The number of tokens, after a look at the boundaries where they are in memory."""
+    """Return the number of tokens; check the boundaries if they are in host memory."""
     numbers = place.in_memory(bounds)
     if numbers is None:
         if seq_len is None:
@@ -126,7 +126,7 @@ def left_padded(attention_mask: Array, *, like: Array | None = None) -> Array: .
 def left_padded(attention_mask: object, *, like: object = None) -> object:
     """Positions of a padded batch: the first real token of every row is 0. Shape (batch, seq).
 
-    `attention_mask` is 1 for a token and 0 for padding; padding gets position 0, it is masked out.
+    `attention_mask` is 1 for a token and 0 for padding; padding gets position 0, and is masked out.
     Raises ValueError for a mask with other values.
 
     >>> left_padded([[0, 0, 1, 1], [1, 1, 1, 1]]).tolist()
@@ -169,7 +169,9 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     ancestors = array.reshape(math.prod(array.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
     depth = (ancestors >= 0) * 1
-    for _ in range(max(nodes - 2, 0).bit_length()):  # ancestors twice as far up at every step
+    for _ in range(
+        max(nodes - 2, 0).bit_length()
+    ):  # every step doubles the distance to `ancestors`
         is_node = ancestors >= 0
         where = (ancestors * is_node + rows).reshape(-1)
         depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node
@@ -207,7 +209,7 @@ def shard(
     cu_seqlens: object = None,
     like: object = None,
 ) -> object:
-    """Which tokens of a sequence one rank of `world` holds, in its own order: (seq_len / world,).
+    """Return the tokens of a sequence that one rank of `world` holds, in order: (seq_len / world,).
 
     For a plain sequence these numbers are the positions. For other positions use them as indices
     along the sequence: `packed(cu_seqlens)[shard(...)]`, `mrope(segments)[shard(...)]`.
@@ -221,9 +223,9 @@ def shard(
                 zig-zag of Megatron-LM, Transformer Engine and torch's `context_parallel`
     striped     tokens rank, rank + world, ...: Striped Attention (Brandon et al., arXiv 2311.09431)
 
-    With `cu_seqlens` (see `packed`) every packed sequence is split by itself, as Transformer Engine
+    With `cu_seqlens` (see `packed`) each packed sequence is split separately, as Transformer Engine
     splits its "thd" batches. For Ulysses leave it out: the all-to-all joins the parts of all ranks
-    in order of rank, and that would not be the order of the whole sequence. Raises ValueError for
+    in order of rank, which would not be the order of the whole sequence. Raises ValueError for
     an unknown order, a rank outside 0 .. world - 1, numbers that are not whole, and a length that
     cannot be split into equal parts: pad it.
 
@@ -261,7 +263,7 @@ def shard(
     share: int | Numbers = seq_len // world
     start: int | Numbers = 0
     if cu_seqlens is not None:
-        own = bounds // world  # each rank has that share
+        own = bounds // world  # boundaries within the part of one rank
         which = place.segments(own, token)
         token, share, start = token - own[which], (own[1:] - own[:-1])[which], bounds[which]
     if order == "striped":
@@ -304,14 +306,14 @@ def grid(
 
     prefix   how many tokens before the grid do not belong to it, such as a class token and
              registers; their coordinates are 0, so they are not rotated
-    spacing  from one coordinate to the next, one number or one for each axis: patch_size for
-             pixels, 2 / n for a range of 2, the ratio of sizes where a grid is stretched
+    spacing  step from one coordinate to the next, one number or one for each axis: patch_size for
+             pixels, 2 / n for a range of 2, the ratio of sizes for a grid that is stretched
     origin   where 0 is: "first" of each axis; "center" of the grid, between its ends, so that
              coordinates are negative too; "edge" half a step before the first (the middle of a
              pixel is at 0.5); "middle" the coordinate of number n - n // 2, which is whole
              (diffusers' scale_rope)
-    Returns int64 without a spacing and from an origin that is a coordinate, else float64. Negative
-    positions are rotated with `allow_negative=True`, and float64 ones are computed in float64.
+    Returns int64 for origin "first" or "middle" without a spacing, else float64. Negative positions
+    are rotated with `allow_negative=True`, and float64 ones are computed in float64.
     Raises ValueError for a negative size or prefix and an unknown origin.
 
     >>> grid(2, 2).tolist()
@@ -399,7 +401,7 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
 
     Raises ValueError for an unknown kind, a wrong number of sizes, and a step that is not > 0.
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
-    after a video whose largest time is more than its rows and columns: it goes on from the larger
+    after a video whose largest time is more than its rows and columns: it continues from the larger
     of those two.
 
     >>> mrope([("text", 2), ("image", 1, 1, 2), ("text", 1)]).tolist()
@@ -466,9 +468,9 @@ def tie(
 
     `segments` holds ("text", length) and ("image", height, width), sizes in patches. Text counts
     both axes together, so that a spec whose pairs take the axes in turn (`interleaved_sections`) is
-    plain RoPE on text. With its last token at L, the patch in row i and column j (from 1) of an
-    image is at (L + a + i s, L + b + j t), and the next token at K, as far from the last patch as
-    the first patch is from L:
+    plain RoPE on text. After a last token of text at L, the patch in row i and column j (from 1) of
+    an image is at (L + a + i s, L + b + j t), and the next token at K, as far from the last patch
+    as the first patch is from L:
 
     whole  a = b = 0, s = width + 1, t = height + 1, K = L + s t: all whole numbers
     equal  a = b = 0, s = (n + 1) / (height + 1), t = (n + 1) / (width + 1), K = L + n + 1, where
@@ -476,9 +478,9 @@ def tie(
     unit   s = t = 1, a = (n - height) / 2, b = (n - width) / 2, K = L + n + 1: the same, but
            patches next to one another are 1 apart in every image (RoPE-Tie-v2, RoPE-TV)
 
-    Returns int64 for "whole", else float64. Two images need a token between them, as the marks that
-    models write around an image. Raises ValueError where there is none, for an unknown kind or
-    spacing, and for an image without patches.
+    Returns int64 for "whole", else float64. Raises ValueError for two images without a token
+    between them (models write marks around an image), for an unknown kind or spacing, and for an
+    image without patches.
     Source: Su, kexue.fm 10040; 10352 for "unit", whose text was not read: a and b follow from its
     conditions as a summary gives them.
 
@@ -522,7 +524,7 @@ def tie(
 def _tie_image(
     height: int, width: int, spacing: TieSpacing
 ) -> tuple[tuple[float, float], tuple[float, float], int]:
-    """(a, b), (s, t) and how many tokens the image counts as."""
+    """Return (a, b), (s, t), and as how many tokens the image counts."""
     patches = height * width
     if spacing == "whole":
         return (0, 0), (width + 1, height + 1), (width + 1) * (height + 1) - 1
@@ -532,7 +534,7 @@ def _tie_image(
 
 
 def sections(*counts: int) -> tuple[int, ...]:
-    """`Rotary.axes` for pairs in blocks: `counts[a]` pairs in a row use axis a.
+    """Return `Rotary.axes` for pairs in blocks: `counts[a]` consecutive pairs use axis a.
 
     Source: `mrope_section` of Qwen2-VL, [16, 24, 24].
 
@@ -544,7 +546,7 @@ def sections(*counts: int) -> tuple[int, ...]:
 
 
 def interleaved_sections(*counts: int) -> tuple[int, ...]:
-    """`Rotary.axes` for pairs in turn: axis a has the pairs a, a + n, ... below n counts[a].
+    """Return `Rotary.axes` for pairs in turn: axis a has the pairs a, a + n, ... below n counts[a].
 
     n is the number of axes; pairs that no other axis has use axis 0.
     Source: `mrope_interleaved` of Qwen3-VL, [24, 20, 20].

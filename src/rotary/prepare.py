@@ -27,8 +27,8 @@ def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
     It returns what the ordinary call would return.
 
     A step skips the checks whose result cannot have changed. For one token, it takes about half the
-    time of the ordinary call for torch tensors on a CPU without gradients, and about three quarters
-    of the CPU time of a call on a GPU. Elsewhere (NumPy, JAX, a gradient on a CPU, torch.compile)
+    time of the ordinary call with torch tensors on a CPU without gradients, and on a GPU about
+    three quarters of the CPU time. Elsewhere (NumPy, JAX, a gradient on a CPU, torch.compile)
     it checks shapes and dtypes and makes the ordinary call.
 
     Raises TypeError for another function. A step raises ValueError for arrays of another shape,
@@ -129,15 +129,15 @@ def _prepared_rotate(
 
     is_several = isinstance(x, (tuple, list))
     tables = (cos, sin) if positions is None else (cos, sin, positions)
-    if not (xs := _several(x)):
+    if not (xs := _as_tuple(x)):
         raise ValueError("x must hold at least one array")
-    run = _run(options_of(spec, **how), xs, tables, _several(out), whole, "rotate")
+    run = _run(options_of(spec, **how), xs, tables, _as_tuple(out), whole, "rotate")
 
     def step(
         x: Any, cos: object, sin: object, *, positions: object = None, out: Any = None
     ) -> object:
         tables = (cos, sin) if positions is None else (cos, sin, positions)
-        return run(x, tables, out) if is_several else run((x,), tables, _several(out))[0]
+        return run(x, tables, out) if is_several else run((x,), tables, _as_tuple(out))[0]
 
     return step
 
@@ -170,21 +170,21 @@ def _prepared_apply(
 
     xs = (q,) if k is None else (q, k)
     tables = () if positions is None else (positions,)
-    run = _run(options, xs, tables, _several(out), whole, "apply")
+    run = _run(options, xs, tables, _as_tuple(out), whole, "apply")
 
     def step(
         q: object, k: object = None, *, positions: object = None, out: Arrays | None = None
     ) -> object:
         tables = () if positions is None else (positions,)
         if k is None:
-            return run((q,), tables, _several(out))[0]
+            return run((q,), tables, _as_tuple(out))[0]
         return run((q, k), tables, out)
 
     return step
 
 
-def _several(arrays: object) -> Arrays | None:
-    """A tuple of one, where one array stands alone; None stays None."""
+def _as_tuple(arrays: object) -> Arrays | None:
+    """Wrap a single array in a tuple; leave a sequence and None as they are."""
     return arrays if arrays is None or isinstance(arrays, (tuple, list)) else (arrays,)
 
 
@@ -224,7 +224,7 @@ def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, str]:
 
 
 def _form(array: Any) -> str:
-    """Dtype, shape and strides; those of axes of size 1 do not matter, and JAX has none."""
+    """Describe dtype, shape and strides; strides of axes of size 1 are left out, JAX has none."""
     shape = tuple(map(int, np.shape(array)))
     strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())
     steps = [step for size, step in zip(shape, strides, strict=False) if size > 1]

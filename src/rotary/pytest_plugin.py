@@ -13,11 +13,12 @@ from .strict_json import JSON
 
 @pytest.fixture
 def rotary_check(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`rotary.testing.check(fn, spec)` that takes a config in place of the spec as well.
+    """Return `rotary.testing.check(fn, spec)`, which takes a config in place of the spec as well.
 
-    rotary_check(fn, spec, *, layer_type=None, part=None, **options): spec is a Rotary, the content
-    of a config.json, or the path of one, or of its folder, from the folder of the test; layer_type
-    and part as in `rotary.from_hf_config`, options as in `rotary.testing.check`.
+    The call is rotary_check(fn, spec, *, layer_type=None, part=None, **options). spec is a Rotary,
+    the content of a config.json, or the path of the file or its folder, relative to the folder of
+    the test. layer_type and part as in `rotary.from_hf_config`, options as in
+    `rotary.testing.check`.
     """
     return partial(_check, request.path.parent)
 

@@ -1,6 +1,6 @@
 """Checks that all ranks of a torch.distributed job use the same RoPE, and hold each token once.
 
-Every rank sends what it has to all ranks, and each of them compares.
+Every rank sends its data to all ranks, and every rank compares.
 """
 
 import dataclasses
@@ -19,15 +19,17 @@ from .kernels import Numbers as Array
 from .spec import Rotary
 
 TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
-_ROUNDED = 0.05  # another position is farther off than this in some pair
+_ROUNDED = 0.05  # tables of another position are off by more than this in some pair
 _PACKAGES = ("rotary", "torch", "numpy")
 _SAMPLES = (0, 1, 1023, 131_071, 16_777_215, 2**39)
 
 
 class Finding(NamedTuple):
-    """One fault, in words, and the ranks that have it.
+    """One fault.
 
-    what  "versions", "spec", "kernel", "positions" or "tables"
+    what   "versions", "spec", "kernel", "positions" or "tables"
+    ranks  the ranks that have it
+    text   a description
     """
 
     what: str
@@ -37,7 +39,7 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `compare` found, the same on every rank; nothing if `ok`.
+    """What `compare` found, the same on every rank; no findings if `ok`.
 
     >>> print(Report(4, ()))
     4 ranks agree
@@ -48,16 +50,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-ready data."""
+        """Return the report as JSON-ready data."""
         findings = [each._asdict() for each in self.findings]
         return {"world": self.world, "ok": self.ok, "findings": findings}
 
     def __str__(self) -> str:
-        """One line for each finding."""
+        """Return one line for each finding."""
         lines = [f"{each.what}: {each.text}" for each in self.findings]
         return "\n".join(lines) or f"{self.world} ranks agree"
 
@@ -76,18 +78,20 @@ def compare(
     """Compare versions, spec, positions and tables of all ranks of a group. Collective.
 
     spec       of the model, the same on every rank
-    positions  those of the tokens of this rank, (seq,) or (batch, seq), with several axes
-               (..., seq, axes). All positions must be held by as many ranks: with tensor
+    positions  of the tokens of this rank, (seq,) or (batch, seq), with several axes (..., seq,
+               axes). Every position must be held by the same number of ranks: with tensor
                parallelism over 2 by two.
     cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
     seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
     expected   the positions of the whole sequence, if they are others (packed, padded, images):
                (seq,) or (batch, seq), with several axes (..., seq, axes)
+    tolerance  largest error of cos and sin, relative to the attention factor
     group      the ranks that share the sequence; default: all
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
     wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
-    Raises ValueError for positions with neither seq_len nor expected.
+    Raises ValueError for positions with neither seq_len nor expected, and for tables without
+    positions.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     >>> dist.init_process_group("gloo", **alone)
@@ -130,7 +134,7 @@ def compare(
     for rank, (_, _, faults) in enumerate(ranks):
         findings += [Finding(what, (rank,), text) for what, text in faults]
     if whole is not None and not any(each.what == "positions" for each in findings):
-        for number, row in enumerate(whole):  # the first bad row is all that is named
+        for number, row in enumerate(whole):  # only the first bad row is reported
             blamed, texts = _misplaced([held[number] for _, held, _ in ranks], row)
             if texts:
                 where = "" if len(whole) == 1 else f"row {number}: "
@@ -139,10 +143,10 @@ def compare(
     return Report(len(ranks), tuple(findings))
 
 
-def gathered(mine: Any, group: Any = None) -> list[Any]:
-    """What every rank of the group gives, by rank. Collective."""
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return the value of every rank of the group, in order of rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, mine, group=group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -150,8 +154,8 @@ def gathered(mine: Any, group: Any = None) -> list[Any]:
 
 
 def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
-    """Digest of the turns, and the error of this machine's tables against float64."""
-    length = 1 if seq_len is None else seq_len  # else it would follow from the samples
+    """Return a digest of the turns, and the error of this machine's tables against float64."""
+    length = 1 if seq_len is None else seq_len  # with None, tables take it from the samples
     steps, factor = turns(spec, length), inv_freq(spec, length)[1]
     at = np.array(_SAMPLES)
     per_axis = np.stack([at] * spec.num_axes, axis=-1) if spec.num_axes > 1 else at
@@ -173,7 +177,7 @@ def _numpy(values: object) -> Array:
 
 
 def _rows_of(positions: object, axes: int) -> Array:
-    """Positions as (rows, seq, axes) int64; ValueError if they are not positions."""
+    """Return positions as (rows, seq, axes) int64; ValueError if they are not positions."""
     array = _numpy(positions)
     if array.dtype.kind not in "iu":
         dtype = str(getattr(positions, "dtype", array.dtype)).removeprefix("torch.")
@@ -186,7 +190,7 @@ def _rows_of(positions: object, axes: int) -> Array:
 
 
 def _whole(expected: object, seq_len: int | None, held: Array) -> Array:
-    """Positions of the whole sequence, for as many rows as there are: (rows, tokens, axes)."""
+    """Return positions of the whole sequence for every row of `held`: (rows, tokens, axes)."""
     rows, _, axes = held.shape
     if expected is None and axes > 1:
         raise ValueError(f"positions of {axes} axes need expected: those of the whole sequence")
@@ -199,7 +203,7 @@ def _whole(expected: object, seq_len: int | None, held: Array) -> Array:
 def _table_fault(
     spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, seq_len: int | None
 ) -> str:
-    """What is wrong with the tables of a rank, or ""; ValueError where they have another shape."""
+    """Return what is wrong with the tables of a rank, or ""; ValueError for another shape."""
     at = _numpy(positions)
     gaps = np.zeros(at.size // spec.num_axes)  # of every token, amplitude 1
     exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
@@ -228,9 +232,9 @@ def _table_fault(
 
 
 def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
-    """Every fact in which some ranks differ from most."""
+    """Yield a finding for every fact in which some ranks differ from most."""
     for what, name in dict.fromkeys(key for each in facts for key in each):
-        values = [each.get((what, name)) for each in facts]  # None where a rank gives a fault
+        values = [each.get((what, name)) for each in facts]  # None: the rank reported a fault
         counts = Counter(value for value in values if value is not None)
         usual = counts.most_common(1)[0][0]
         for value in counts:
@@ -241,10 +245,10 @@ def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Findi
 
 
 def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], list[str]]:
-    """The ranks to blame, and which positions too many hold, too few, or which are none.
+    """Return the ranks to blame, and the positions that too many or too few ranks hold, in words.
 
     held   positions of each rank, (seq, axes) int64
-    whole  those of the whole sequence, (seq, axes); each is to be held by as many ranks
+    whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks
     """
     points = np.concatenate([whole, *held])
     points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
@@ -271,21 +275,21 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
     copies = Counter(part.tobytes() for part in held)
     blamed: set[int] = set()
     texts = []
-    for ranks, some in by_owners((counts > right) & (right > 0)):
-        # too many: who holds it again, then who counts from zero, then who is like the fewest
+    for ranks, numbers in by_owners((counts > right) & (right > 0)):
+        # blame a rank that holds it twice, then one that counts from zero, then the least common
         order = [(ranks[:n].count(rank), rank in from_zero, -copies[held[rank].tobytes()], rank)
                  for n, rank in enumerate(ranks)]  # fmt: skip
-        extra = {rank for *_, rank in sorted(order)[right[some[0]] :]}
+        extra = {rank for *_, rank in sorted(order)[right[numbers[0]] :]}
         others = set(ranks) - extra
         also = f", which {_named(others)} {_verb(others)} as well" if others else " more than once"
-        texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[some])}{also}")
+        texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[numbers])}{also}")
         blamed |= extra
-    for ranks, some in by_owners(counts < right):
+    for ranks, numbers in by_owners(counts < right):
         whom = f"{_named(ranks)} alone" if ranks else "nobody"
-        texts.append(f"{_spans(names[some])} {_verb(some, 'is', 'are')} held by {whom}")
-    for ranks, some in by_owners(right == 0):
-        are = _verb(some, "is", "are")
-        texts.append(f"{_spans(names[some])} {are} outside of the sequence, on {_named(ranks)}")
+        texts.append(f"{_spans(names[numbers])} {_verb(numbers, 'is', 'are')} held by {whom}")
+    for ranks, numbers in by_owners(right == 0):
+        are = _verb(numbers, "is", "are")
+        texts.append(f"{_spans(names[numbers])} {are} outside of the sequence, on {_named(ranks)}")
         blamed |= set(ranks)
     if blamed & from_zero:
         texts.append("it looks like arange(local length)")
@@ -302,7 +306,7 @@ def _verb(things: Collection[object], one: str = "holds", many: str = "hold") ->
 
 
 def _spans(names: Array) -> str:
-    """Sorted positions as runs: '0..3, 8, 12..15'; of several axes as tuples; four at most."""
+    """Format sorted positions as runs, '0..3, 8, 12..15', or as tuples of axes; four at most."""
     if names.ndim > 1:
         runs = [str(tuple(name)) for name in names.tolist()]
     else:

@@ -22,12 +22,13 @@ from .configs.hf import rotary_of
 from .spec import Rotary
 from .strict_json import JSON
 
-TOLERANCE = 1e-2  # rad; an angle that is off by more is seen in a score of float32
+TOLERANCE = 1e-2  # rad; an angle that is off by more changes a float32 score visibly
 
 
 class Reach(NamedTuple):
     """What `reach` found; lengths, distances and positions are in tokens.
 
+    spec                the RoPE
     length              how far apart two tokens of this layer can be
     trained             the length that the frequencies were trained at, before any scaling
     first_failure       the first distance with B_m < 0, None if there is none up to `length`
@@ -88,7 +89,7 @@ class Reach(NamedTuple):
 
 
 def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
-    """How far a RoPE reaches within `length` tokens.
+    """Compute how far a RoPE reaches within `length` tokens.
 
     trained  the length of the training the frequencies come from; default `length`
     Source of B_m: Men et al. (arXiv 2405.14591); of the critical dimension: Liu et al. (arXiv
@@ -130,7 +131,7 @@ def reaches(
     part: str | None = None,
     length: int | None = None,
 ) -> dict[str | None, Reach | None]:
-    """Layer type -> its reach, None where a layer does not rotate; {None: ...} if all are alike.
+    """Return layer type -> reach, None for layers without rotation; {None: ...} if all are alike.
 
     `length` replaces the config's max_position_embeddings. A layer with a sliding window sees no
     farther than the window. Arguments and errors are those of `from_hf_config`.
@@ -178,14 +179,14 @@ def lengths(spec: Rotary, config: Config) -> tuple[int | None, int | None]:
 
 
 def _visible(length: int, config: Config) -> int:
-    """`length`, or the window of a layer that sees no farther."""
+    """Return `length`, or the window of the layer if that is shorter."""
     windows = (config.data.get("sliding_window"), config.data.get("local_attention"))
     window = next((each for each in windows if isinstance(each, int) and each > 0), length)
     return min(length, window) if "sliding" in (config.layer_type or "") else length
 
 
 def _sentences(result: Reach) -> Iterator[str]:
-    """The numbers in words, and what they do not mean."""
+    """Yield the numbers in sentences, with what they do not mean."""
     if result.first_failure is None:
         yield (
             "Attention prefers a similar key to a random one at every distance up to "

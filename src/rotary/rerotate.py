@@ -77,8 +77,8 @@ def rerotate(
     to_positions    the same, with the axes of `new_spec`
     new_spec        default `spec`; head_dim, rotary_dim, start and out_layout must be those of
                     `spec`. Base, schedule, params, axes and sign may differ.
-    shift           tokens to move by, in place of both positions: whole numbers, also negative, one
-                    for all or of their shape
+    shift           tokens to move by, in place of both positions: whole numbers, also negative; one
+                    number for all tokens, or an array of the shape of the positions
     blocks          (n,) indices of the first axis of k, each once: only these are moved. Then k is
                     a paged cache, (blocks, block, heads, head_dim) or (blocks, heads, block,
                     head_dim), a flat one, (slots, heads, head_dim), or rows of latents, (blocks,
@@ -86,8 +86,8 @@ def rerotate(
                     block) for each token, along seq_dim, which must be given for a 4-D k.
     scale           of 8-bit keys: an array that broadcasts to k. It does not change, and is needed
                     only if it differs between channels of a head; otherwise it cancels.
-    seq_len, new_seq_len  for `dynamic` and `longrope`: the length that k was rotated for, and the
-                    new one; as in `cos_sin`. Without a move:
+    seq_len, new_seq_len  for `dynamic`, `dynamic_linear` and `longrope`: the length that k was
+                    rotated for, and the new one; as in `cos_sin`. To change only the length:
                     `rerotate(k, spec, m, m, seq_len=4, new_seq_len=8)`.
     seq_dim         axis of the tokens, default -2; give it if there can be as many tokens as heads
                     and all arrays of the tuple have the same number of heads
@@ -95,25 +95,26 @@ def rerotate(
     are copied, and so are other blocks; with `out=k` only the given ones are read and written. The
     attention factor is applied once: the one that k already has is divided out.
 
-    A pair turns by to * turns_new - from * turns_old, in 64-bit integers modulo one turn, so only
+    A pair turns by to * turns_new - from * turns_old, in 64-bit integers modulo one turn. So only
     the cos and sin of the result are rounded, at any positions: by 2^-25 + 2^-28, plus 1.7e-19 for
     each token of either position. JAX tables of traced positions are right to 1.1e-7.
-    Two tables are multiplied in float32, right to 3e-7, where positions are fractional, or where
-    the frequencies change at positions that are traced or on an accelerator. Keys that were rotated
-    by float32 angles keep the error of those.
+    Two tables are multiplied in float32, right to 3e-7, if positions are fractional, or if the
+    frequencies change at positions that are traced or on an accelerator. Keys that were rotated by
+    float32 angles keep the error of those angles.
 
-    Many moves in float32, with one attention factor. Of a pair of length r a move rounds four
-    products, by sqrt(2) 2^-24 r together, two sums, by 2^-24 r, and uses a cos and a sin that are
-    off by 2^-25 + 2^-28, another 0.8 * 2^-24 r. That is 3.25 * 2^-24 = 1.94e-7 of r at most, and
-    n moves (1 + 1.94e-7)^n - 1: 2e-4 for 1000. The angles themselves add up without any rounding,
-    so moving the original keys each time stays at 1.94e-7. 16-bit types round every move besides.
+    Errors of many moves add up. In float32, with one attention factor, a move of a pair of length r
+    rounds four products, by sqrt(2) 2^-24 r together, and two sums, by 2^-24 r. Its cos and sin are
+    off by 2^-25 + 2^-28, which adds 0.8 * 2^-24 r. That is at most 3.25 * 2^-24 = 1.94e-7 of r, and
+    (1 + 1.94e-7)^n - 1 for n moves: 2e-4 for 1000. The angles add up without rounding, so moving
+    the original keys each time stays at 1.94e-7. 16-bit types also round the result of every move.
 
-    8-bit keys are rotated in float32 and rounded once to their codes, so each move costs as much as
-    quantising did. A pair keeps its length, but one of its channels can grow by up to sqrt(2), and
-    a value beyond the largest code is cut off; so leave this margin in the scales. If a move
-    changes a slow pair by less than half a code, rounding undoes it: add up shifts, and move once.
+    8-bit keys are rotated in float32 and rounded once to their codes, so each move adds as much
+    error as quantizing did. A pair keeps its length, but one of its channels can grow by up to
+    sqrt(2), and a value beyond the largest code is cut off; leave this margin in the scales. If a
+    move changes a slow pair by less than half a code, rounding undoes it: add up shifts, and move
+    once.
 
-    Raises ValueError for specs with another slice or layout, for positions that do not fit k or
+    Raises ValueError for specs that differ in slice or layout, for positions that do not fit k or
     each other, or are negative without `allow_negative`, and for a block that is not in k or given
     twice (not checked on a GPU, nor while a program is recorded or traced); all else as `rotate`.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 16: R_m^T R_n = R_{n - m}. Positions
@@ -145,7 +146,7 @@ def rerotate(
         kernel.check_out(xs, outputs(out, len(xs)))
     shift = None if shift is None else _signed(kernel, shift, like)
     is_shift = shift is not None and from_positions is to_positions is new_spec is scale is None
-    if is_shift and _are_moved_by(kernel, xs, spec, shift, blocks, out):
+    if is_shift and _moved_in_place(kernel, xs, spec, shift, blocks, out):
         return xs if isinstance(k, (tuple, list)) else like
     picked = None if blocks is None else _picked(kernel, blocks, xs)
     count = shape[axis] if picked is None else len(picked)
@@ -200,12 +201,14 @@ def rerotate(
     return moved if isinstance(k, (tuple, list)) else moved[0]
 
 
-def _are_moved_by(
+def _moved_in_place(
     kernel: Kernel[Array], xs: Sequence[Array], spec: Rotary, shift: object, blocks: object,
     out: object,
 ) -> bool:  # fmt: skip
-    """Whether blocks of caches were moved in place, by what needs no look at positions; if not,
-    nothing was done."""
+    """Move blocks of caches in place by code that does not read positions, if that is possible.
+
+    Returns whether it did; if not, nothing has changed.
+    """
     outs = out if isinstance(out, (tuple, list)) else (out,)
     is_in_place = len(outs) == len(xs) and all(map(is_, xs, outs))
     is_simple = is_in_place and not (spec.axes or spec.depends_on_length)
@@ -226,7 +229,7 @@ def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
 
 
 def _check_lengths(lengths: Iterable[tuple[str, Rotary, object]]) -> None:
-    """The length of a text is not that of the positions given, where these are shifts or blocks."""
+    """Refuse shifts or blocks without a length, which their positions do not tell."""
     for name, spec, seq_len in lengths:
         if spec.depends_on_length and seq_len is None:
             raise ValueError(
@@ -238,7 +241,7 @@ def _check_lengths(lengths: Iterable[tuple[str, Rotary, object]]) -> None:
 def _check_positions(
     name: str, where: Array, spec: Rotary, seq: int, shape: tuple[int, ...]
 ) -> None:
-    """Refuse what would broadcast, or run along the heads."""
+    """Refuse positions that would broadcast, or run along the heads."""
     tokens = tuple(where.shape[:-1] if spec.num_axes > 1 else where.shape)
     batches = ((), (1,), shape[:1]) if len(shape) > 3 else ((),)
     if tokens[:-1] not in batches or tokens[-1:] != (seq,):
@@ -252,7 +255,7 @@ def _check_positions(
 def _check_block_positions(
     name: str, where: Array, spec: Rotary, count: int, shape: tuple[int, ...], seq_dim: int | None
 ) -> None:
-    """The same where each of `count` blocks has one position, or one for each of its tokens."""
+    """Refuse positions other than one for each of `count` blocks, or one for each token of them."""
     tokens = tuple(where.shape[:-1] if spec.num_axes > 1 else where.shape)
     axis = seq_axis(shape, seq_dim)
     if tokens == (count, shape[axis]) and axis > 0:
@@ -270,7 +273,7 @@ def _check_block_positions(
 
 
 def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array:
-    """Block numbers in the library of k, int64; looked at where they are on the host."""
+    """Return block numbers in the library of k, int64; check them if they are on the host."""
     is_empty = isinstance(blocks, (list, tuple)) and not blocks  # NumPy would take it for floats
     numbers = kernel.as_positions(np.empty(0, np.int64) if is_empty else blocks, xs[0])
     library = kernel_of(numbers)
@@ -302,7 +305,7 @@ def _picked(kernel: Kernel[Array], blocks: object, xs: Sequence[Array]) -> Array
 def _in_order(
     kernel: Kernel[Array], blocks: Array, old: Array, new: Array, size: int
 ) -> tuple[Array, Array, Array]:
-    """Blocks in rising order, as memory is read fastest, and so their positions, if on the host."""
+    """Sort blocks on the host, and their positions: memory is read fastest in rising order."""
     values = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
     numbers, first, second = values
     if numbers is None or first is None or second is None:
@@ -321,7 +324,7 @@ def _in_order(
 
 
 def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
-    """The shift in the library of k; of an unsigned type on the host as int64; no truth values."""
+    """Return the shift in the library of k: unsigned types on the host as int64, bool refused."""
     numbers = kernel.as_positions(shift, like)
     dtype = str(numbers.dtype).rpartition(".")[2]
     if dtype == "bool":
@@ -337,7 +340,7 @@ def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
 def _shifted(
     kernel: Kernel[Array], shift: object, spec: Rotary, count: int, like: Array
 ) -> tuple[Array, Array]:
-    """Positions 0, and those after the shift, which may be one for all of `count`."""
+    """Return positions 0 and the shifted ones; a single shift holds for all of `count`."""
     to = kernel.as_positions(shift, like)
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
     if tuple(to.shape) == axes:
@@ -346,7 +349,7 @@ def _shifted(
 
 
 def _channel_scales(kernel: Kernel[Array], scale: object, like: Array, dtype: str) -> Array | None:
-    """Scales of 8-bit keys that differ between channels; None for others, which cancel."""
+    """Return scales of 8-bit keys that differ between channels; None for others, which cancel."""
     shape = tuple(like.shape)
     if dtype not in CODES:
         raise TypeError(f"scale= is for keys of {', '.join(CODES)}, got k of {dtype}")

@@ -64,30 +64,32 @@ def rotate(
     cos, sin   (seq, pairs) for all rows, (batch, seq, pairs) for a 4-D x, or as many axes as x;
                float32 and half width: pairs = rotary_dim / 2. Sign and attention factor of a spec
                are in them already: `cos_sin` put them there.
-    spec       which channels make a pair: its layout, out_layout, rotary_dim and start are taken
-    layout     used instead of a spec: "half" or "interleaved"; needed if there is none
+    spec       which channels make a pair: its layout, out_layout, rotary_dim and start are used
+    layout     "half" or "interleaved"; needed if there is no spec, not allowed beside one
     out_layout layout that is written; default `layout`
-    rotary_dim needed if only a part of the head is rotated: 2 pairs, from channel `start` on, by
-               default 0; the rest is copied
+    rotary_dim 2 * pairs; needed without a spec if only a part of the head is rotated, from channel
+               `start` on, by default 0; the rest is copied
     seq_dim    axis of the tokens, default -2. It must be given if the tables would also fit axis
-               -3, so that (batch, seq, heads, head_dim) is never rotated along its heads: if there
-               are as many tokens as heads, more than one, and q and k have the same number of
-               heads. So always give it if q and k have the same number of heads and the number of
-               tokens varies. Symbolic lengths of torch.compile or torch.export are not compared.
+               -3, so that (batch, seq, heads, head_dim) is never rotated along its heads. They fit
+               both if there are as many tokens as heads, more than one, and q and k have the same
+               number of heads. So always give it if q and k have the same number of heads and the
+               number of tokens varies. Symbolic lengths of torch.compile or torch.export are not
+               compared.
     positions  row numbers into tables of shape (rows, pairs): (seq,) or (batch, seq)
     conjugate  rotate by -angle and keep the attention factor: the transpose, which the gradient
                needs. With a spec it takes pairs in the spec's out_layout and returns them in its
                layout; without a spec, `layout` and `out_layout` are used as given. To undo a
                rotation, divide the result by the square of the attention factor.
     out        where to write: arrays of the shape of x; `out=x` rotates in place
-    Returns new arrays (or `out`) of the dtype of x: float32 inside, rounded once.
+    Returns new arrays (or `out`) of the dtype of x, computed in float32 (float64 for a float64 x)
+    and rounded once.
 
     Raises TypeError without a spec and without a layout, or with both; for a dtype that is not
-    floating point, or an array of a library that is not known. ValueError for shapes that do not
-    fit the spec or each other, or could mean two things, for a row number outside the tables, and
-    for memory that overlaps. On a GPU row numbers are not checked, because that would wait for the
-    device, and neither are they while a program is recorded or traced; a row outside the tables
-    gives NaN there. The page docs/modes.md lists every mode.
+    floating point, or an array of a library that is not known. Raises ValueError for shapes that do
+    not fit the spec or each other, or are ambiguous, for a row number outside the tables, and for
+    memory that overlaps. Row numbers are not checked on a GPU, where reading them would wait for
+    the device, nor while a program is recorded or traced; there a row outside the tables gives NaN.
+    The page docs/modes.md lists every mode.
     Source: Su et al., RoFormer (arXiv 2104.09864), equation 34.
 
     >>> import numpy as np
@@ -103,11 +105,11 @@ def rotate(
     if not xs:
         raise ValueError("x must hold at least one array")
     outs = None if out is None else outputs(out, len(xs))
-    said = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
+    call_options = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
     kind = type(xs[0])
     kernel = known.get(kind) or kernel_of(xs[0])
     if kernel.quick is not None:
-        results = kernel.quick(said, options_of, xs, cos, sin, positions, outs)
+        results = kernel.quick(call_options, options_of, xs, cos, sin, positions, outs)
         if results is not None:
             return results if is_several else results[0]
     if kernel.check is not None:
@@ -122,12 +124,12 @@ def rotate(
             )
     if positions is not None:
         check_positions(positions)
-    results = kernel.rotate(xs, cos, sin, positions, options_of(*said), outs)
+    results = kernel.rotate(xs, cos, sin, positions, options_of(*call_options), outs)
     return results if is_several else results[0]
 
 
 _BOTH_FORMS = (
-    "give rotate(x, cos, sin, spec), or by hand rotate(x, cos, sin, layout='half') or "
+    "call rotate(x, cos, sin, spec), or without a spec rotate(x, cos, sin, layout='half') or "
     "layout='interleaved'"
 )
 
@@ -142,9 +144,10 @@ def options_of(
     conjugate: bool = False,
     sign: int = 1,
 ) -> Options:
-    """What a kernel is told, of the arguments of `rotate`.
+    """Return the options of a kernel for these arguments of `rotate`.
 
-    `sign` is that of the spec, unless tables hold it already.
+    `sign` is that of the spec, or 1 if the tables include it already.
+    Raises TypeError without a spec and without a layout, and for both.
 
     >>> options_of(Rotary(head_dim=4)).layout
     'half'
@@ -156,7 +159,7 @@ def options_of(
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
     if not (layout is None and out_layout is None and rotary_dim is None and start is None):
-        raise TypeError(f"the spec says layout, out_layout, rotary_dim and start: {_BOTH_FORMS}")
+        raise TypeError(f"the spec has layout, out_layout, rotary_dim and start: {_BOTH_FORMS}")
     read, written = spec.layout, spec.out_layout
     if conjugate:
         read, written = written, read
@@ -165,7 +168,7 @@ def options_of(
 
 
 def outputs(out: object, count: int) -> tuple[Any, ...]:
-    """`out` as a tuple; ValueError if it does not hold so many arrays.
+    """Return `out` as a tuple; ValueError unless it holds `count` arrays.
 
     >>> outputs("y", 1)
     ('y',)
@@ -226,8 +229,8 @@ def apply(
     positions  (seq,) or (batch, seq); with several axes (seq, axes) or (batch, seq, axes)
     seq_dim    axis of the tokens, default -2. With positions it must be given if they would also
                fit axis -3, see `rotate`.
-    Other arguments as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is None.
-    On a GPU the kernel computes exact angles itself, without tables. Positions are not checked on a
+    Other arguments and errors as in `cos_sin` and `rotate`. Returns (q, k), or q alone if k is
+    None. On a GPU the kernel computes exact angles without tables. Positions are not checked on a
     GPU, nor while a program is recorded or traced: negative ones rotate backwards there.
 
     >>> import numpy as np
@@ -283,7 +286,7 @@ def apply(
 def angle_options(
     spec: Rotary, options: Options, seq_len: object, allow_negative: bool
 ) -> AngleOptions | None:
-    """The same for a rotation at positions; None where the angles depend on all of them.
+    """Return the options for a rotation at positions; None if a length must be read from them.
 
     >>> spec = Rotary(head_dim=4)
     >>> angle_options(spec, Options(), None, False).form == (spec, None, False)
@@ -303,7 +306,7 @@ def _angles_of(form: tuple[Rotary, int | None, bool]) -> Angles:
 
 
 def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
-    """Whether all rows are scaled alike, which is known without looking at positions."""
+    """Whether all rows are known to have the same frequencies, without reading positions."""
     if not spec.depends_on_length:
         return True
     return positions is None if seq_len is None else not is_per_row(seq_len)
@@ -324,7 +327,7 @@ def _check_positions(
             f"positions must be (seq{axes}) or, for a 4-D q, (batch, seq{axes}); "
             f"got shape {shape} for q {x_shape}{hint}"
         )
-    # sizes that torch.jit.trace records are no numbers, and a shard is a part of the sizes
+    # torch.jit.trace records sizes that are not ints; a shard has only a part of the sizes
     if tokens and not is_part and all(type(size) is int for size in (*tokens, *x_shape)):
         table = x_shape[seq_axis(x_shape, options.seq_dim)], spec.rotary_dim // 2
         geometry_of((x_shape,), table, tokens, options)

@@ -25,7 +25,7 @@ Frequencies = tuple[npt.NDArray[np.floating], float]
 
 
 class Arithmetic(NamedTuple):
-    """The number type a schedule computes in, and its powers: the one step libraries differ in.
+    """The number type that a schedule computes in, and its powers, in which libraries differ.
 
     `powers` raises a number to an array of exponents, `power` one number to another.
     """
@@ -48,7 +48,7 @@ def _power_float32(x: float, exponent: float) -> float:
     return float(np.float32(float(np.float32(x)) ** float(np.float32(exponent))))
 
 
-# of normal numbers: a factor that is 0 or inf there makes tables of NaN
+# of normal float32 numbers: a factor that becomes 0 or inf in float32 makes tables of NaN
 FLOAT32_RANGE = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))
 FLOAT64 = Arithmetic(np.float64, _powers, pow)
 FLOAT32 = Arithmetic(np.float32, _powers_float32, _power_float32)
@@ -309,7 +309,7 @@ def llama3(
             f"got {high_freq_factor} < {low_freq_factor}"
         )
     inv_freq = default(rotary_dim, base, arithmetic)[0]
-    wavelength = 2 * math.pi * (1.0 / inv_freq)  # torch divides a number by a tensor so
+    wavelength = 2 * math.pi * (1.0 / inv_freq)  # torch computes number / tensor in this way
     scaled = np.where(wavelength > trained / low_freq_factor, inv_freq / factor, inv_freq)
     if high_freq_factor == low_freq_factor:
         return scaled, 1.0
@@ -414,7 +414,7 @@ def axial(
     if rotary_dim % (2 * num_axes):
         raise ValueError(
             f"rotary_dim must be a multiple of 2 num_axes = {2 * num_axes}, got {rotary_dim}; "
-            "axes of unequal shares have widths="
+            "for axes of unequal shares pass widths="
         )
     if ladder == "dealt":
         whole = default(rotary_dim, base, arithmetic)[0]
@@ -490,7 +490,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 @cache
 def parameters(schedule: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a schedule, by name: its keyword-only arguments without `seq_len`.
+    """Return the parameters of a schedule by name: its keyword-only arguments without `seq_len`.
 
     >>> list(parameters("linear"))
     ['factor']
@@ -521,7 +521,7 @@ def _ladder(rotary_dim: int, base: float, arithmetic: Arithmetic) -> npt.NDArray
 def grown_base(
     rotary_dim: int, base: float, growth: float, arithmetic: Arithmetic = FLOAT64
 ) -> float:
-    """The base of NTK scaling: base * growth^(d / (d - 2)); `base` itself for one pair.
+    """Return the base of NTK scaling: base * growth^(d / (d - 2)); `base` if there is one pair.
 
     >>> grown_base(4, 1e4, 4.0)
     160000.0
@@ -533,9 +533,9 @@ def grown_base(
 
 
 def yarn_amplitude(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
-    """YaRN's attention factor, g(mscale) / g(mscale_all_dim) with g(m) = 0.1 m ln(factor) + 1.
+    """Return YaRN's attention factor, g(mscale) / g(mscale_all_dim), g(m) = 0.1 m ln(factor) + 1.
 
-    The defaults are the paper's; DeepSeek has the two scales. 1 for a factor <= 1.
+    The defaults are the paper's; DeepSeek sets both scales. The result is 1 for a factor <= 1.
 
     >>> round(yarn_amplitude(4.0), 4), yarn_amplitude(4.0, 0.7, 0.7)
     (1.1386, 1.0)
@@ -547,7 +547,9 @@ def yarn_amplitude(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0
 
 
 def longrope_amplitude(factor: float, trained: int) -> float:
-    """LongRoPE's attention factor, sqrt(1 + ln(factor) / ln(trained length)); 1 for factor <= 1.
+    """Return LongRoPE's attention factor: sqrt(1 + ln(factor) / ln(trained)), 1 for factor <= 1.
+
+    trained  the trained length, in tokens
 
     >>> longrope_amplitude(4.0, 4)
     1.4142135623730951

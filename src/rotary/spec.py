@@ -16,7 +16,7 @@ from .strict_json import JSON, parsed
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
 _LARGEST = sys.float_info.max
-_SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: anything less never turns
+_SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: a slower pair never turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rotary:
     sign        +1, or -1 if pairs rotate in the other direction (nanochat)
 
     Hashable, comparable, picklable; `to_dict` and `from_dict` round-trip through JSON.
-    Every invalid value is a ValueError here, not later.
+    Raises ValueError for every invalid value, here and not later; TypeError for an unknown field.
 
     >>> Rotary(head_dim=128, base=500_000.0).rotary_dim
     128
@@ -109,7 +109,7 @@ class Rotary:
 
     @property
     def num_axes(self) -> int:
-        """How many position axes there are; with more than one, positions end in (seq, axes).
+        """Return the number of position axes; with more than one, positions end in (seq, axes).
 
         >>> Rotary(head_dim=8, axes=(0, 1, 0, 1)).num_axes
         2
@@ -118,7 +118,7 @@ class Rotary:
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the frequencies depend on the length of the row (dynamic, longrope).
+        """True if the frequencies depend on the length: dynamic, dynamic_linear, longrope.
 
         >>> Rotary(head_dim=8).depends_on_length
         False
@@ -126,7 +126,7 @@ class Rotary:
         return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
 
     def to_dict(self) -> dict[str, JSON]:
-        """All fields as JSON-ready data.
+        """Return all fields as JSON-ready data.
 
         >>> Rotary(head_dim=4).to_dict()["base"]
         10000.0
@@ -135,7 +135,7 @@ class Rotary:
         return {field.name: _plain_value(getattr(self, field.name)) for field in fields}
 
     def to_json(self) -> str:
-        """The spec as one line of JSON.
+        """Return the spec as one line of JSON.
 
         >>> Rotary.from_json(Rotary(head_dim=4).to_json())
         Rotary(head_dim=4)
@@ -144,7 +144,7 @@ class Rotary:
 
     @classmethod
     def from_json(cls, text: str) -> "Rotary":
-        """The spec that `to_json` wrote.
+        """Return the spec that `to_json` wrote; errors as in `from_dict`.
 
         >>> Rotary.from_json('{"head_dim": 4}').rotary_dim
         4
@@ -153,7 +153,7 @@ class Rotary:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, JSON]) -> "Rotary":
-        """The spec that `to_dict` wrote; ValueError for a key it does not know.
+        """Return the spec that `to_dict` wrote; ValueError for an unknown field or a bad value.
 
         >>> Rotary.from_dict({"head_dim": 4, "theta": 1e4})
         Traceback (most recent call last):
@@ -177,7 +177,7 @@ _OTHER_NAMES = {"dim": "head_dim", "theta": "base", "rope_theta": "base"}
 
 
 def _field_hint(name: str, fields: Sequence[str]) -> str:
-    """Where a field that Rotary does not have belongs: its name here, or the params."""
+    """Return a hint for an unknown field: its name here, or that it belongs into params."""
     if any(name in parameters(each) for each in SCHEDULES):
         return f"; it is a parameter of the schedule: Rotary(..., params={{{name!r}: ...}})"
     if name in _OTHER_NAMES:
@@ -196,7 +196,7 @@ def _unwrapped(value: object) -> object:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """True for a whole number; a boolean is none.
+    """True for an int that is not a boolean.
 
     >>> is_whole(64), is_whole(True)
     (True, False)
@@ -205,7 +205,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
-    """ValueError unless `value` is a whole number and at least `least`.
+    """Raise ValueError unless `value` is a whole number and at least `least`.
 
     >>> check_whole("heads", 2.0)
     Traceback (most recent call last):
@@ -231,7 +231,7 @@ rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)
 
 
 def check_head_dim(head_dim: object) -> None:
-    """Refuse a head_dim that no head has, before anything of that size is made.
+    """Refuse a head_dim outside 1 .. MAX_HEAD_DIM, before anything of that size is made.
 
     >>> check_head_dim(128)
     """
@@ -282,7 +282,7 @@ def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def nearest(value: object, choices: Iterable[str]) -> str:
-    """What to say after a name that is not known: the known one that is most like it, or nothing.
+    """Return a hint for an unknown name: the choice that is most like it; "" if none is.
 
     >>> nearest("lama", ["llama", "gemma"])
     "; did you mean 'llama'?"
@@ -353,7 +353,7 @@ def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def _check_axes_of_schedule(spec: Rotary) -> None:
-    """Schedule axial gives frequencies by axis: the spec must say which pair reads which axis."""
+    """Refuse schedule axial without axes: it must be known which pair reads which axis."""
     widths = spec.params.get("widths")
     count = len(widths) if widths else spec.params.get("num_axes", spec.num_axes)
     if count == spec.num_axes:

@@ -13,16 +13,16 @@ from typing import Any
 MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 4 to 6
 MAX_NUMBER = 100  # characters of one number; a float64 written exactly enough has 24
 
-JSON = Any  # a value of a JSON text: what it is, is checked where it is read
+JSON = Any  # a value of a JSON text; its type is checked where it is used
 
 
 def parsed(text: str | bytes, where: str, infinity: bool = False) -> Mapping[str, JSON]:
-    """The keys of a JSON object in a text; errors name `where` the text is from.
+    """Return the keys and values of a JSON object in a text; errors name `where` it is from.
 
     text      str, or bytes in UTF-8 with or without a byte order mark
     infinity  whether Infinity and -Infinity are numbers, as Python's json writes them
-    Raises ValueError of one line for what is no JSON or no object, a number that JSON does not have
-    or that is longer than 100 characters, a key twice, and more than 64 levels.
+    Raises ValueError of one line for text that is not JSON or not an object, a number that JSON
+    does not have or that is longer than 100 characters, a duplicate key, and more than 64 levels.
 
     >>> parsed('{"head_dim": 64}', "a test")
     {'head_dim': 64}
@@ -59,7 +59,7 @@ def parsed(text: str | bytes, where: str, infinity: bool = False) -> Mapping[str
         level: list[JSON] = [[data]]
         for _ in range(MAX_DEPTH + 1):
             inner = (each.values() if isinstance(each, dict) else each for each in level)
-            level = [each for some in inner for each in some if isinstance(each, dict | list)]
+            level = [each for items in inner for each in items if isinstance(each, dict | list)]
         if level:
             raise RecursionError
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
 """Converts the weights of a checkpoint from one pair layout to the other.
 
-In the order of the work, which `convert` goes through with one record, a `plan.Conversion`:
+The modules in the order of the work, through which `convert` passes a `plan.Conversion`:
 
 read    `files` the headers of safetensors, their folder, the config and the files beside
 plan    `names` which tensors are queries and keys; `channels` where the rotated channels are in

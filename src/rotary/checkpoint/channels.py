@@ -1,12 +1,12 @@
 """Finds the rotated channels of a projection: the axis of each tensor, and the rows.
 
-A projection is stored as one tensor or as several: a bias, the halves of an adapter, quantised
-values with their scales. Each of them moves with the rows of the weight along one axis, as whole
-bytes or packed into 32-bit words, or is not changed; a format that needs more is an error.
+A projection is stored as one tensor or as several: a bias, the halves of an adapter, quantized
+values with their scales. Each tensor moves with the rows of the weight along one axis, as whole
+bytes or packed into 32-bit words, or does not change; a format that needs more is an error.
 
-Among these rows heads lie side by side, or queries, keys and values are packed into one tensor, in
-one of several orders, or a slice of each head comes from a latent. Counts are read from the config
-and must add up to the channels that are there.
+The rows hold heads side by side, or queries, keys and values packed into one tensor, in one of
+several orders, or heads of which a slice comes from a latent. Counts are read from the config and
+must add up to the number of rows.
 """
 
 import math
@@ -24,7 +24,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # AWQ packs the columns 0 2 4 6 1 3 5 7 of each eight, lowest bits first
 # (AutoAWQ 0.2.9, awq/modules/linear/gemm.py, `order_map`); GPTQ packs them as they come
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
-BLOCK = 128  # rows of a block of weight_scale_inv, where the config is silent
+BLOCK = 128  # rows of a block of weight_scale_inv, if the config states none
 FALCON = "query and key, falcon"
 _QUERIES = re.compile(r"(?:.*_)?(?:num_(?:attention_)?heads|n_heads?|attention_heads)(?:_.*)?")
 _KEYS = re.compile(
@@ -42,8 +42,8 @@ _WIDTHS = re.compile(
 class Place(NamedTuple):
     """Where the output channels are in one tensor.
 
-    axis   along which they lie; None: the tensor does not change, and `stays` says why
-    bits   of one value that is packed into 32-bit words; 0: values are whole bytes
+    axis   the axis of the channels; None: the tensor does not change, and `stays` says why
+    bits   bits of one value that is packed into 32-bit words; 0: values are whole bytes
     lanes  which column each value of a word is, lowest bits first
     block  rows of one block of scales, which must hold whole slices; 0 for none
     """
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 def treatment(parameter: str) -> str:
-    """How a parameter moves with the rows of its weight: a name of `PARAMETERS`.
+    """Return how a parameter moves with the rows of its weight: a name of `PARAMETERS`.
 
     >>> treatment("lora_A.default.weight"), treatment("weight_scale_inv"), treatment("weight")
     ('inputs', 'scales', 'rows')
@@ -67,16 +67,16 @@ def treatment(parameter: str) -> str:
 
 
 def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
-    """How many output channels a projection has, from its tensors by parameter name.
+    """Return the number of output channels of a projection, from its tensors by parameter name.
 
-    Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor tells.
+    Raises ValueError for 4-bit weights of bitsandbytes, and if no tensor shows the number.
     """
     for parameter in tensors:
         if treatment(parameter) == "unknown":
-            owner = "bitsandbytes" if parameter.startswith("weight.") else "this quantised format"
+            owner = "bitsandbytes" if parameter.startswith("weight.") else "this quantized format"
             raise ValueError(
                 f"tensor '{group}.{parameter}': {owner} holds blocks across rows, which cannot "
-                "move; convert the weights before they are quantised"
+                "move; convert the weights before they are quantized"
             )
     if "qweight" in tensors:
         if "scales" not in tensors:
@@ -91,7 +91,7 @@ def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
 def place_of(
     group: str, parameter: str, tensors: Mapping[str, Tensor], size: int, block: int = BLOCK
 ) -> Place:
-    """Where the `size` output channels of a projection are in one of its tensors.
+    """Return where the `size` output channels of a projection are in one of its tensors.
 
     block  rows of a block of scales, `weight_block_size[0]` of a quantization_config
     Raises ValueError for a shape that does not hold them, with both numbers.
@@ -112,7 +112,7 @@ def place_of(
             )
         return Place(axis)
     if shape[0] == size:
-        weight = tensors.get("weight")  # of bytes it may be packed, several numbers in each
+        weight = tensors.get("weight")  # U8 may hold several numbers in a byte
         is_square = weight is None or weight.dtype == "U8" or weight.shape[-1] == size
         if len(shape) == 1 and is_square and not re.fullmatch(SCALES_OF_ROWS, parameter):
             raise ValueError(
@@ -148,10 +148,10 @@ def _of_words(where: str, parameter: str, tensors: Mapping[str, Tensor], size: i
 
 
 def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Place:
-    """Where a projection that reads `size` channels of heads holds them: along its inputs.
+    """Return where a projection that reads `size` channels of heads has them: along its inputs.
 
-    name  of the tensor, whose end is the parameter
-    Raises ValueError for quantised columns, and for another number of them.
+    name  of the tensor, which ends in the parameter
+    Raises ValueError for quantized columns, and for another number of columns.
     """
     if parameter == "weight" or parameter.startswith("lora_A"):
         if len(tensor.shape) != 2 or tensor.shape[1] != size:
@@ -161,8 +161,8 @@ def place_of_inputs(name: str, parameter: str, tensor: Tensor, size: int) -> Pla
     if kind == "rows" or (kind == "scales" and math.prod(tensor.shape[1:]) == 1):
         return Place(None, stays="of the output channels")
     raise ValueError(
-        f"tensor {name!r}: this model uses its keys as values, and quantised columns cannot be "
-        "reordered; convert the weights before they are quantised"
+        f"tensor {name!r}: this model uses its keys as values, and quantized columns cannot be "
+        "reordered; convert the weights before they are quantized"
     )
 
 
@@ -180,12 +180,12 @@ class Run(NamedTuple):
 def runs_of(
     name: Name, rows: int, spec: Rotary, config: Config, shape: tuple[int, ...] = ()
 ) -> tuple[Run, ...]:
-    """Where the rotated slices of a tensor are among its `rows` output channels.
+    """Return where the rotated slices of a tensor are among its `rows` output channels.
 
-    shape  of the tensor, for the error and to see a transposed one
-    Raises ValueError where the heads of the config do not make up these rows, with what the config
-    says. The count of heads is the config's own; it is never guessed from the rows, unless the
-    config is silent about key heads.
+    shape  of the tensor, for the error and to recognize a transposed one
+    Raises ValueError, with what the config says, if its heads do not make up these rows. The number
+    of heads is that of the config. It is derived from the rows only if the config states no number
+    of key heads.
     """
     kind, width = name.kind, spec.head_dim
     heads = config.get("num_attention_heads")
@@ -193,7 +193,7 @@ def runs_of(
         heads = heads[name.layer]
 
     def refusal(reason: str) -> ValueError:
-        """What the tensor has, what is wrong with it, and which keys of the config say so."""
+        """Say what the tensor has, what is wrong with it, and which keys of the config say so."""
         keys = ("hidden_size", "num_attention_heads", "qk_nope_head_dim", "kv_lora_rank")
         values = {config.model.get("names", {}).get(key, key): config.get(key) for key in keys}
         values |= dict(_matching(config.data, _KEYS)) | {"head_dim": width}
@@ -248,7 +248,7 @@ def runs_of(
 def _packed(
     kind: str, heads: int, keys: int, width: int, config: Config
 ) -> tuple[int, tuple[tuple[int, int, bool], ...]]:
-    """How often a packed tensor repeats its parts; of each (slices, channels of one, rotated?)."""
+    """Return how often a tensor repeats its parts, and these: (slices, channels each, rotated)."""
 
     def size_of(key: str) -> int:
         value = config.get(key)
@@ -278,17 +278,17 @@ def _packed(
             return heads, ((1, nope, False), one, (1, gate, False))
         case "latent key":
             return 1, ((1, size_of("kv_lora_rank"), False), one)
-    raise KeyError(f"models.json names a kind {kind!r}, and it is none of these")
+    raise KeyError(f"models.json names a kind {kind!r}, which is not known here")
 
 
 def check_inputs(
     name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None = None
 ) -> None:
-    """Raise ValueError where a weight has another number of input channels than the config says.
+    """Raise ValueError if a weight has another number of input channels than the config says.
 
     wide  name and tensor of a weight of the same layer that widens the hidden state: if it is
           transposed, so is a square weight, whose own shape does not show it
-    A matrix of whole numbers may be packed, and is not checked.
+    A matrix of whole numbers is not checked, because it may be packed.
     """
     hidden, shape = config.get("hidden_size"), tensor.shape
     if name.parameter != "weight" or hidden is None:
@@ -313,16 +313,16 @@ def check_inputs(
 
 
 def _is_count(count: int, counts: set[int], heads: JSON) -> bool:
-    """Whether a layer may have `count` heads, where the config names `counts`.
+    """Whether a layer may have `count` heads, if the config names `counts`.
 
-    Where the config names none, it is the default of the model's class, which is not known here:
-    any number that divides `heads`, the count of the query heads, and any at all without that.
+    If the config names none, the number is the default of the model's class, which is not known
+    here. Then any divisor of `heads`, the number of query heads, is accepted; without it, any.
     """
     return count in counts if counts else count >= 1 and (heads is None or heads % count == 0)
 
 
 def _key_heads(name: Name, heads: JSON, config: Config) -> set[int]:
-    """The counts of key heads that the config names for a layer; empty if it is silent."""
+    """Return the counts of key heads that the config names for a layer; empty if it names none."""
     if name.kind == FALCON and not config.get("new_decoder_architecture"):
         return {1} if config.get("multi_query") is not False else {heads}
     rule = config.model.get("weights", {}).get("key_heads")
@@ -333,9 +333,9 @@ def _key_heads(name: Name, heads: JSON, config: Config) -> set[int]:
 
 
 def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
-    """The head counts that a config names; of a list with one for each layer, that of this layer.
+    """Return the head counts that a config names; of a list by layer, the count of this layer.
 
-    Keys of objects inside the config, except per_layer_config, are read only if it has none itself.
+    Objects in the config, except per_layer_config, are read only if it has no such key itself.
     """
     top = {key: value for key, value in config.data.items() if not isinstance(value, Mapping)}
     pairs = list(_matching(top, pattern))
@@ -355,7 +355,7 @@ def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
 
 
 def _matching(data: Mapping[str, JSON], pattern: re.Pattern[str]) -> Iterator[tuple[str, JSON]]:
-    """Keys that match and their values, at any depth, but for null."""
+    """Yield matching keys at any depth, with their values; null is left out."""
     for key, value in data.items():
         if pattern.fullmatch(str(key)) and value is not None:
             yield str(key), value

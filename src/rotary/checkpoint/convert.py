@@ -1,9 +1,9 @@
 """Converts a checkpoint to the other pair layout: shard by shard, resumable, verified.
 
 `prepare` reads, checks and plans; `carry_out` writes and verifies. The order of writing makes it
-safe: shards, each of which is read again, the config, then a check of the scores, other files, the
-index, and the manifest last of all. Without a manifest the folder is unfinished, and repeating the
-call continues.
+safe: the shards, each of which is read again; the config; after a check of the scores the other
+files and the index; and last the manifest. A folder without a manifest is unfinished, and the same
+call continues it.
 """
 
 import hashlib
@@ -53,19 +53,19 @@ def convert_checkpoint(
     from_layout   the layout of the weights: "half" or "interleaved"
     config        path or dict, where the folder has no config.json
     trust_source  believe `from_layout`, for weights that another program has converted before
-    leave         names of tensors to copy unchanged, with * for any text: for those that are
-                  refused because they look like a query or a key, and are neither
+    leave         names of tensors to copy unchanged, with * for any text: for tensors that are
+                  refused because they look like a query or a key, but are neither
     verify        "sample" compares the scores of three layers, "full" those of all, and reads every
                   byte of every file again
-    executor      runs the jobs that write shards and read them again: of concurrent.futures or like
-                  it (of Dask, `client.get_executor(pure=False)`); default two threads
+    executor      runs the jobs that write and verify shards: one like those of concurrent.futures
+                  (of Dask, `client.get_executor(pure=False)`); default two threads
     advance       called with the number of bytes just done; their sum is the size of all shards. It
                   is called by the threads that write, or by this one if there is an `executor`
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
     `.warning` of the result names a program that will load it and compute wrong results.
     Raises ValueError for what cannot be converted, before anything is written, and OSError if a
-    disk fails. However it ends, the source is unchanged, and the same call continues.
+    disk fails. The source never changes, and the same call continues an interrupted conversion.
 
     >>> convert_checkpoint("no such folder", "new", from_layout="half", to_layout="interleaved")
     Traceback (most recent call last):
@@ -85,9 +85,9 @@ def prepare(
     leave: Sequence[str] = (),
     verify: str = "sample",
 ) -> Conversion:
-    """Read the checkpoint and plan. Arguments and errors are those of `convert_checkpoint`.
+    """Read a checkpoint and plan. Arguments and errors are those of `convert_checkpoint`.
 
-    The target is checked by `carry_out`; for a plan alone any path will do.
+    `carry_out` checks the target; for a plan alone, any path will do.
     """
     if verify not in ("sample", "full"):
         raise ValueError(f"verify must be 'sample' or 'full', got {verify!r}")
@@ -121,19 +121,19 @@ def prepare(
 def carry_out(
     work: Conversion, executor: Executor | None = None, advance: Advance | None = None
 ) -> Converted:
-    """Do what is prepared. Arguments and errors are those of `convert_checkpoint`."""
+    """Write and verify what is prepared. Arguments and errors as in `convert_checkpoint`."""
     folder, checkpoint = work.target, work.checkpoint
     before = writing.written_before(work)
     sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
     missing = [path for path in sizes if path.name not in before or not path.is_file()]
     writing.check_space(folder, sum(sizes[path] for path in missing))
-    # every file has to be what it was when the folder was listed
+    # every file must be unchanged since the folder was listed
     states = {
         **{checkpoint.root / name: state for name, state in checkpoint.beside.items()},
         **{shard.path: shard.state for shard in checkpoint.shards},
     }
     with writing.new_folder(folder), writing.locked(folder) as ticket:
-        before = writing.begin(work)  # the folder is there now, and another process may have ended
+        before = writing.begin(work)  # again under the lock: another process may have written
         written = write_shards(work, before, ticket, executor, advance)
         with writing.replacing(folder / CONFIG) as file:
             file.write(work.written)
@@ -143,7 +143,7 @@ def carry_out(
             raise OSError(f"{folder / CONFIG}: is not what was written; check the disk")
         proof = prove(work, written)
         beside = {CONFIG: hashlib.sha256(work.written).hexdigest()}
-        for name, state in checkpoint.beside.items():  # of them the index is the last
+        for name, state in checkpoint.beside.items():  # the index is the last of them
             if str(name) not in (MANIFEST, CONFIG, writing.LOCK):
                 copied = copy_file(work, name, state, ticket)
                 beside[str(name)] = copied.hashes[str(name)]

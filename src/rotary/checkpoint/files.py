@@ -20,8 +20,8 @@ from ..strict_json import JSON, parsed
 
 CONFIG = "config.json"
 INDEX = ".safetensors.index.json"
-MANIFEST = "rotary-conversion.json"  # of a conversion that is whole
-JOURNAL = "rotary-conversion.unfinished"  # of one that is not
+MANIFEST = "rotary-conversion.json"  # of a finished conversion
+JOURNAL = "rotary-conversion.unfinished"  # of an unfinished one
 # suffixes of files with weights, or lists of them; only safetensors are converted and copied
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz",
@@ -34,7 +34,7 @@ BITS = {
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# first bytes of other files that bear the name of a checkpoint -> what they are
+# first bytes of files that are not safetensors, whatever their name -> what they are
 FOREIGN = {
     b"version https://git-lfs": "a git-lfs pointer, not the weights; run `git lfs pull`",
     b"PK\x03\x04": "a zip file, as torch.save writes; convert it to safetensors first",
@@ -57,16 +57,16 @@ class Tensor(NamedTuple):
 
 
 class State(NamedTuple):
-    """What shows that a file has not changed since it was read."""
+    """Facts about a file that differ if it has changed since it was read."""
 
     size: int
     modified: int  # nanoseconds
     inode: int
-    changed: int  # nanoseconds; unlike `modified`, no program can put it back
+    changed: int  # nanoseconds; unlike `modified`, no program can set it
 
 
 class Shard(NamedTuple):
-    """One file: its tensors in the order of their bytes, which begin behind `header` bytes."""
+    """One file: its tensors in the order of their bytes, which follow `header` bytes."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -79,10 +79,10 @@ class Checkpoint(NamedTuple):
 
     root      the folder that it is in
     shards    its files, by name
-    left      weights in other forms or in folders below, relative, which are not copied
+    left      relative paths of weights in other formats or in subfolders, which are not copied
     beside    other files under the folder, to be copied as they are, the index last: relative path
-              -> what the file was when it was listed
-    manifest  of the conversion that wrote the folder, if one did
+              -> state of the file when it was listed
+    manifest  of the conversion that wrote the folder, or None
     """
 
     root: Path
@@ -98,19 +98,19 @@ class Checkpoint(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """A config as it was read: its keys, and of a file its text."""
+    """A config as it was read: its keys, and its text if it came from a file."""
 
     data: Mapping[str, JSON]
     text: str | None = None
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder, or the one file of safetensors that `path` is.
+    """Read the headers of a checkpoint: a folder, or one file of safetensors.
 
-    Raises FileNotFoundError for a path that is not there, and ValueError for a folder without
-    safetensors, with several and no index, with an index that does not fit, for a broken file, and
-    for a conversion that was broken off: half of its weights are old.
-    UserWarning where the index says another size than its shards have.
+    Raises FileNotFoundError for a path that is not there. Raises ValueError for a folder without
+    safetensors, with several and no index, or with an index that does not fit, for a broken file,
+    and for an unfinished conversion.
+    Warns if the index states another size than its shards have.
 
     >>> read_checkpoint("no such folder")
     Traceback (most recent call last):
@@ -128,7 +128,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     weights = [file for file in files if file.suffix == ".safetensors"]
     indices = [file for file in files if file.name.endswith(INDEX)]
     others = [file for file in states if file not in {*weights, *indices}]
-    # told by their names; so are the indices of such files
+    # weights in other formats, and their indices, by their names
     left = [
         each for each in others if Path(each.name.removesuffix(".index.json")).suffix in WEIGHTS
     ]
@@ -154,9 +154,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_manifest(root: Path) -> Mapping[str, JSON] | None:
-    """The manifest of a folder, if it was converted.
+    """Return the manifest of a folder that was converted, else None.
 
-    Raises ValueError for a conversion that was broken off: half of its weights are old.
+    Raises ValueError for an unfinished conversion.
     """
     if (root / JOURNAL).exists():
         raise ValueError(f"{root}: holds an unfinished conversion; finish it first")
@@ -164,7 +164,7 @@ def read_manifest(root: Path) -> Mapping[str, JSON] | None:
 
 
 def read_config(config: object) -> ConfigFile:
-    """A config: path of a file or of the folder it is in, a dict, or a PretrainedConfig.
+    """Read a config: path of a file or of its folder, a dict, or a PretrainedConfig.
 
     >>> read_config({"head_dim": 64}).data
     {'head_dim': 64}
@@ -176,7 +176,7 @@ def read_config(config: object) -> ConfigFile:
 
 
 def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:
-    """An object in a file that may be as long as a header. Raises ValueError for anything else."""
+    """Read a JSON object from a file of at most MAX_HEADER_BYTES; ValueError for anything else."""
     with open_regular(path, expected) as file:
         text = file.read(MAX_HEADER_BYTES + 1)
     if len(text) > MAX_HEADER_BYTES:
@@ -185,7 +185,7 @@ def read_json(path: Path, expected: State | None = None) -> Mapping[str, JSON]:
 
 
 def state_of(path: Path) -> State:
-    """The state of a file now: another than before if somebody has changed it."""
+    """Return the present state of a file, which differs from an earlier one if it was changed."""
     return _state(os.stat(path))
 
 
@@ -194,16 +194,16 @@ def _state(status: os.stat_result) -> State:
 
 
 def open_regular(path: Path, expected: State | None = None) -> BinaryIO:
-    """A regular file to read bytes from; never a device or a pipe, which could wait for ever.
+    """Open a regular file to read bytes; never a device or a pipe, which could block forever.
 
-    expected  what the file was when it was first read: ValueError if the one that is opened is
-              another, as where it was changed since, or replaced by a link to somewhere else
+    expected  state of the file when it was first read; ValueError if it was changed or replaced
+              since, for example by a link to another file
     """
 
     def opener(name: str, flags: int) -> int:
         handle = os.open(name, flags | os.O_NONBLOCK)
         try:
-            status = os.fstat(handle)  # of the open file: the name may have another one by now
+            status = os.fstat(handle)  # of the open file: its name may mean another by now
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path}: not a regular file")
             if expected is not None:
@@ -218,14 +218,14 @@ def open_regular(path: Path, expected: State | None = None) -> BinaryIO:
 
 @contextlib.contextmanager
 def unchanged(path: Path, expected: State) -> Iterator[BinaryIO]:
-    """A file to read; ValueError where it is not `expected`, when it is opened or at the end."""
+    """Open a file to read; ValueError if its state is not `expected`, when opened or at the end."""
     with open_regular(path, expected) as file:
         yield file
         check_unchanged(path, expected)
 
 
 def check_unchanged(path: Path, expected: State, now: State | None = None) -> None:
-    """Raise ValueError where a file is not what it was when it was first read."""
+    """Raise ValueError if a file has changed since it was first read."""
     if (now or state_of(path)) != expected:
         raise ValueError(
             f"{path}: changed while it was converted; delete the target and begin again"
@@ -236,7 +236,7 @@ def check_unchanged(path: Path, expected: State, now: State | None = None) -> No
 
 
 def _files(root: Path) -> dict[Path, State]:
-    """All files under a folder, relative and sorted, hidden folders left out."""
+    """Return all files under a folder by relative path, sorted, without hidden folders."""
     states: dict[Path, State] = {}
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
@@ -248,7 +248,7 @@ def _files(root: Path) -> dict[Path, State]:
 
 
 def _state_inside(root: Path, path: Path) -> State:
-    """The state of a regular file; ValueError for others, and for links out of the folder.
+    """Return the state of a regular file; ValueError for others, and for links out of the folder.
 
     Hugging Face's cache keeps its files in `blobs`, beside `snapshots`; that is inside.
     """
@@ -261,23 +261,24 @@ def _state_inside(root: Path, path: Path) -> State:
         raise ValueError(f"{path}: a link to nothing; download the file again")
     if real.is_dir():
         raise ValueError(f"{path}: a link to a folder; copy the folder")
-    status = os.lstat(real)  # a link that was put there since then is no regular file
+    status = os.lstat(real)  # a link that was put here just now is not a regular file
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path}: not a regular file")
     return _state(status)
 
 
 def _indexed(root: Path, name: Path, states: Mapping[Path, State]) -> tuple[Shard, ...]:
-    """The shards that an index lists, if they hold what it says and nothing else is there.
+    """Read the shards that an index lists; ValueError if it differs from the files.
 
-    name, states  of the index and of all files, relative to the folder `root`
+    name    path of the index, relative to the folder `root`
+    states  state of every file, by path relative to `root`
     """
     index = root / name
     content = read_json(index, states[name])
     where, metadata = content.get("weight_map"), content.get("metadata") or {}
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise ValueError(f"{index}: weight_map must hold a file name for each tensor")
-    # a name with a folder is that of no file here, and is never opened
+    # a name with a folder in it matches none of these, so it is never opened
     here = {file.name for file in states if file.suffix == ".safetensors" and len(file.parts) == 1}
     listed = set(where.values())
     problems = [f"{file!r} is missing, or no .safetensors file" for file in sorted(listed - here)]
@@ -285,17 +286,17 @@ def _indexed(root: Path, name: Path, states: Mapping[Path, State]) -> tuple[Shar
     if problems:
         raise ValueError(f"{index}: {_few(problems, '; ')}")
     shards = tuple(read_shard(root / file, states[Path(file)]) for file in sorted(listed))
-    homes: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
             file = shard.path.name
-            if tensor in homes:
-                problems.append(f"tensor {tensor!r} is in {homes[tensor]!r} and {file!r}")
+            if tensor in file_of:
+                problems.append(f"tensor {tensor!r} is in {file_of[tensor]!r} and {file!r}")
             elif where.get(tensor) != file:
                 problems.append(f"tensor {tensor!r} is in {file!r}, not in {where.get(tensor)!r}")
-            homes[tensor] = file
+            file_of[tensor] = file
     problems += [
-        f"tensor {each!r} is not in {where[each]!r}" for each in where if each not in homes
+        f"tensor {each!r} is not in {where[each]!r}" for each in where if each not in file_of
     ]
     if problems:
         raise ValueError(f"{index}: {_few(problems, '; ')}")
@@ -315,7 +316,7 @@ def _few(items: Sequence[object], between: str = ", ") -> str:
 
 
 def read_shard(path: Path, expected: State | None = None) -> Shard:
-    """The header of one file. Raises ValueError for whatever breaks the format.
+    """Read the header of one file. Raises ValueError for whatever breaks the format.
 
     expected  as in `open_regular`
     """
@@ -343,7 +344,7 @@ def _reason(start: bytes, length: int, size: int) -> str:
 
 
 def _tensors(text: bytes, size: int, path: Path) -> dict[str, Tensor]:
-    """Tensors in the order of their bytes, which must fill a file of `size` without a gap."""
+    """Return tensors in the order of their bytes, which must fill the file without a gap."""
     if not text.startswith(b"{"):
         raise ValueError(f"{path}: the header does not begin with an open brace")
     header = dict(parsed(text, f"{path}: the header"))
@@ -375,7 +376,7 @@ def _tensors(text: bytes, size: int, path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(value: JSON, data_start: int) -> Tensor:
-    """What a header says of one tensor. Raises ValueError with what is wrong with it."""
+    """Return what a header says of one tensor; ValueError that says what is wrong with it."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(" must have dtype, shape and data_offsets alone")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

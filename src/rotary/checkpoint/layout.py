@@ -1,15 +1,15 @@
 """Finds the layout of a model's weights: by the keys of its config, and by their norms.
 
-A config says it by a key of the model, or by `rope_traditional` (see `with_layout`).
+A config states it by a key of the model, or by `rope_traditional` (see `with_layout`).
 
-Norms of the rows of query and key projections show it as well, for training gives channels of high
-frequency other norms than those of low frequency. In the half layout a head begins with high
+Norms of the rows of query and key projections show it as well, because training gives channels of
+high frequency other norms than those of low frequency. In the half layout a head begins with high
 frequencies twice, at channel 0 and at its middle; so norms jump at the middle, and its two halves
 have the same mean. In the interleaved layout frequencies fall from the first channel to the last:
 norms go on at the middle, and the means of the halves differ.
 
-That both halves have the same mean holds for every trained half model by symmetry: the members of
-all pairs swapped, one with a sign, give the same model. That norms go on at the middle of an
+That both halves have the same mean holds for every trained half model by symmetry: to swap the
+members of all pairs, with a sign on one, gives the same model. That norms go on at the middle of an
 interleaved head is only observed in trained models. Weights that were never trained, or whose norms
 do not depend on the frequency, show nothing.
 """
@@ -35,14 +35,14 @@ Norms = npt.NDArray[np.float64]
 TYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"
 }  # fmt: skip
-_LAYERS = 4  # that are looked at, spread over the model
-_HEADS = 12  # fewer show nothing
-_ERRORS = 6.0  # standard errors that a difference must have,
-_LEAST = 0.02  # and its least size, of logarithms
+_LAYERS = 4  # whose norms are read, spread over the model
+_MIN_HEADS = 12  # fewer show nothing
+_MIN_STANDARD_ERRORS = 6.0  # of a difference of mean logarithms
+_MIN_DIFFERENCE = 0.02  # of mean logarithms
 
 
 class Unread(NamedTuple):
-    """Weights in the layout `weights`, of a `model` whose code in transformers has `code`."""
+    """Weights in the layout `weights`, of a `model` whose code in transformers rotates `code`."""
 
     model: str
     weights: str
@@ -50,7 +50,7 @@ class Unread(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The layout that weights show without their config, and how they show it."""
+    """The layout that weights show without their config, and a text that says how."""
 
     layout: str
     text: str
@@ -60,12 +60,12 @@ class Seen(NamedTuple):
 
 
 def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JSON = None) -> bytes:
-    """The config.json to be written beside the weights, byte for byte.
+    """Return the bytes of the config.json to be written beside the weights.
 
-    changed   the config with the new layout, as `with_layout` gives it
-    original  text of the config before an earlier conversion, or None: on the way back it is
-              written again, unless something else was changed
-    Raises ValueError for a value that is none of JSON.
+    changed   the config with the new layout, as `with_layout` returns it
+    original  text of the config before an earlier conversion, or None. A conversion back writes it
+              again, unless other keys were changed
+    Raises ValueError for a value that JSON does not have.
     """
     if config.text is not None and changed == config.data:
         return config.text.encode()
@@ -81,7 +81,7 @@ def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JS
 
 
 def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
-    """The config with a layout in the key that says it: one of the model, or `rope_traditional`.
+    """Return the config with a layout in the key for it: one of the model, or `rope_traditional`.
 
     `rope_traditional` is the key of mlx-lm, which `from_hf_config` reads for every model; it is
     written only if the layout is not the model's own.
@@ -107,7 +107,7 @@ def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
 
 
 def layout_of(config: object) -> str:
-    """The layout that a config says the weights of the text model have.
+    """Return the layout that a config states for the weights of the text model.
 
     config  as in `from_hf_config`. Raises ValueError for a model that is not known.
 
@@ -118,7 +118,7 @@ def layout_of(config: object) -> str:
 
 
 def marked_layout(config: object) -> str | None:
-    """The layout that `rope_traditional` says the weights of the text model have; None without it.
+    """Return the layout that `rope_traditional` states for the text model; None without it.
 
     config  as in `from_hf_config`. Raises ValueError for a value that is not true or false.
 
@@ -134,10 +134,10 @@ def marked_layout(config: object) -> str | None:
 
 
 def unread_layout(config: object) -> Unread | None:
-    """The layout of the weights, where transformers loads them and rotates in another one.
+    """Return the layout of the weights if transformers would load them and rotate in another.
 
     config  as in `from_hf_config`. Raises ValueError for a model that is not known.
-    None for a config without `rope_traditional`, or where it says what the code does anyway.
+    None for a config without `rope_traditional`, or if that is the layout of the code anyway.
 
     >>> unread_layout({"model_type": "gptj", "rope_traditional": False})
     Unread(model='gptj', weights='half', code='interleaved')
@@ -154,7 +154,7 @@ def unread_layout(config: object) -> Unread | None:
 def warning_of(
     config: Mapping[str, JSON], layout: str, code_base: tuple[str, tuple[str, ...]] | None
 ) -> str:
-    """Which program will load weights in `layout` and compute wrong results; "" if none is known.
+    """Say which program will load weights in `layout` and compute wrong results; "" if none.
 
     config     the one that is written beside them
     code_base  name and layouts of the code base that the tensor names show, if known
@@ -189,7 +189,7 @@ def warning_of(
 
 
 def _text_part(data: Mapping[str, JSON], name: str = "") -> tuple[Mapping[str, JSON], str]:
-    """The keys of the text model, all keys where there is one part alone; and its model_type."""
+    """Return the keys of the text model, all keys of a model without parts; and its model_type."""
     name = str(data.get("model_type") or name)
     parts = MODELS.get(name, {}).get("parts", {})
     key = next((key for key in TEXT_PARTS if key in parts), None)
@@ -204,7 +204,7 @@ def _without_mark(data: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _layout(text: Mapping[str, JSON], name: str) -> str:
-    """The layout that the keys of a text model say; the model's own where they are silent."""
+    """Return the layout that the keys of a text model state, or else that of the model."""
     if name and name not in MODELS:
         raise ValueError(f"model_type {name!r} is not known")
     return layout_of_weights(text, MODELS.get(name, {}))
@@ -214,9 +214,9 @@ def _layout(text: Mapping[str, JSON], name: str) -> str:
 
 
 def layout_of_norms(norms: Norms) -> Seen | None:
-    """The layout that norms of rows show; None where they show none.
+    """Return the layout that norms of rows show; None if they show none.
 
-    norms  (heads, rotary_dim), of the rotated rows of W_q and W_k, of all heads and layers at hand
+    norms  (heads, rotary_dim): of the rotated rows of W_q and W_k, for heads of several layers
 
     >>> noise = 0.01 * np.sin(np.arange(16 * 64)).reshape(2, 16, 32)
     >>> falling = np.linspace(1.2, 0.8, 32) + noise
@@ -226,7 +226,7 @@ def layout_of_norms(norms: Norms) -> Seen | None:
     'interleaved'
     """
     heads, width = norms.shape
-    if heads < _HEADS or width < 8:
+    if heads < _MIN_HEADS or width < 8:
         return None
     logs = np.log(np.maximum(norms, 1e-30))
     few, half = width // 8, width // 2
@@ -243,23 +243,23 @@ def layout_of_norms(norms: Norms) -> Seen | None:
 
 
 def _is_sure(differences: Norms) -> bool:
-    """Whether differences, one of each head, have a mean that is not chance."""
+    """Whether the mean of differences, one for each head, is not due to chance."""
     error = differences.std(ddof=1) / np.sqrt(len(differences))
-    return bool(abs(differences.mean()) > max(_ERRORS * error, _LEAST))
+    return bool(abs(differences.mean()) > max(_MIN_STANDARD_ERRORS * error, _MIN_DIFFERENCE))
 
 
 def seen_in(
     tensors: Mapping[str, Tensor], config: object, norms_of: Callable[[str], Norms | None]
 ) -> Seen | None:
-    """The layout that the weights of a model look to be in; None where nothing shows it.
+    """Return the layout that the weights of a model seem to be in; None if nothing shows it.
 
     tensors   name -> dtype and shape
     config    of the model, as in `from_hf_config`
-    norms_of  name -> norms of the rows of this matrix, (rows,); None where they cannot be had
+    norms_of  name -> norms of the rows of this matrix, (rows,); None if they are not available
     """
     try:
         todo = plan(tensors, config, "half", "interleaved", trust_source=True)
-    except (ValueError, TypeError, LookupError):  # another kind of model, or in other parts
+    except (ValueError, TypeError, LookupError):  # a model that cannot be converted
         return None
     layers: dict[int, list[Move]] = {}
     for move in todo.moves.values():  # matrices alone, no gains and no packed words
@@ -278,7 +278,7 @@ def seen_in(
 
 
 def seen_in_folder(path: Path, config: object) -> Seen | None:
-    """The same of safetensors in a folder, of which the rows of a few layers are read."""
+    """Return the result of `seen_in` for safetensors in a folder; reads rows of a few layers."""
     checkpoint = read_checkpoint(path)
     home = {name: shard for shard in checkpoint.shards for name in shard.tensors}
 
@@ -292,7 +292,7 @@ def seen_in_folder(path: Path, config: object) -> Seen | None:
 
 
 def seen_in_model(model: Any) -> Seen | None:
-    """The same of a loaded torch model with a config."""
+    """Return the result of `seen_in` for a loaded torch model; None without a config."""
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return None
@@ -312,7 +312,7 @@ def seen_in_model(model: Any) -> Seen | None:
 
 
 def disagreement(config: object, seen: Seen | None) -> tuple[str, str] | None:
-    """What is wrong where a config means another layout than the weights have, and what to do.
+    """Return (fault, advice) if a config means another layout than the weights have, else None.
 
     >>> wrong, advice = disagreement({"model_type": "gptj"}, Seen("half", "look half"))
     >>> wrong
@@ -333,7 +333,7 @@ def disagreement(config: object, seen: Seen | None) -> tuple[str, str] | None:
     edit = f"remove {LAYOUT_MARK} from config.json"
     for key, value in new.items():
         if old.get(key) != value:
-            edit = f'write "{key}": {json.dumps(value)} into config.json, load them anew and call '
+            edit = f'write "{key}": {json.dumps(value)} into config.json, load them again and call '
             edit += "rotary.patch(model)"
     return (
         f"{seen.text}; the config means {meant}",

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint hold query and key channels: one table of rules on their names.
+"""Finds the tensors of a checkpoint that hold query and key channels, by rules on their names.
 
-A name is cut into (what stands before the layers, the layer, the module, the parameter). A rule is
-a regular expression that the whole module must match. A name that looks like a query or a key but
+A name is split into what precedes the layers, the layer, the module and the parameter. A rule is a
+regular expression that the whole module must match. A name that looks like a query or a key but
 matches no rule is an error: to copy such a tensor unchanged could make the model wrong without any
-message. If it is neither, the caller says so with `leave`.
+message. If it is neither, the caller passes it in `leave`.
 """
 
 import functools
@@ -26,13 +26,13 @@ PARAMETERS = {
     "unknown": r"weight\..+|zeros|perm|CB|B|s|workspace|W_q|meta|codes|codebooks"
                 r"|lora_embedding_[AB].*",
 }  # fmt: skip
-# of the scales, those that have a number for each row, or block of rows, in every format
+# scales with a number for each row, or block of rows, in every format
 SCALES_OF_ROWS = r"(?:q?weight_)?scales?(?:_\w+)?|SCB|biases|\w*zero_point"
-LEFT = "left"  # the kind of what looks like a query or a key and must stay as it is
+LEFT = "left"  # the kind of tensors that look like a query or a key and must stay as they are
 
 
 class Name(NamedTuple):
-    """The parts of the name of one tensor, its kind, and the reason where it is left.
+    """The parts of the name of one tensor, its kind, and the reason if it is left.
 
     group   the name without its parameter: weight, bias and scales of one projection share it
     before  the name up to its layer, which all tensors of the layer share
@@ -55,8 +55,8 @@ _Q = r"(?:q_proj|query|wq)"
 _K = r"(?:k_proj|key|wk)"
 # wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
-# A kind, or LEFT and why, and the modules of this kind: what stands between the number of the layer
-# and the parameter. Rules of models.json for the model come first; then the first here that fits.
+# A kind, or LEFT and the reason, and the modules of this kind: the text between the number of the
+# layer and the parameter. Rules of models.json for the model come first; then the first match here.
 RULES = (
     ("left: cross-attention does not rotate",
      r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?"),
@@ -79,7 +79,7 @@ RULES = (
     ("key norm",
      rf"{_SELF}\.(?:k_norm|k_layernorm|key_layernorm|k_ln)(?:\.norms\.\d+)?|attn_k_norm"),
 )  # fmt: skip
-# code bases that are known by their names, and the layout of their files whatever a config says
+# code bases with tensor names of their own, and the layouts of their files whatever a config says
 CODE_BASES = {
     "Meta's or Mistral's own files": (r"layers\.\d+\.attention\.w[qk]\..*", ("interleaved",)),
     "DeepSeek's own files": (r"layers\.\d+\.attn\.(?:wq_b|wkv_a)\..*", ("interleaved",)),
@@ -118,7 +118,7 @@ _NOT_ROTATED = re.compile(
 
 
 def widened_layer(tensor: str) -> str:
-    """The layer of the weight of an MLP that makes a hidden state wider; "" for others."""
+    """Return the layer's prefix of an MLP weight that widens the hidden state; "" for others."""
     match = _LAYER.fullmatch(tensor)
     return tensor[: match.start("rest")] if match and _WIDE.fullmatch(match["rest"]) else ""
 
@@ -133,7 +133,7 @@ def unknown_in_attention(tensor: str) -> bool:
 
 
 def classify(tensor: str, model: str = "") -> Name | None:
-    """What the rules say of one tensor of a model type; None if they say nothing.
+    """Classify one tensor of a model type by the rules; None if no rule applies.
 
     >>> name = classify("model.layers.3.self_attn.k_proj.bias")
     >>> name.group, name.layer, name.parameter, name.kind
@@ -159,9 +159,9 @@ def classify(tensor: str, model: str = "") -> Name | None:
     return Name(tensor, group, layer, parameter, kind, reason, before)
 
 
-@functools.lru_cache(maxsize=2**14)  # the same modules come in every layer
+@functools.lru_cache(maxsize=2**14)  # every layer has the same modules
 def rule_of(module: str, model: str = "") -> str:
-    """The kind of the first rule that a module of a model type matches; "" for none.
+    """Return the kind of the first rule that a module of a model type matches; "" for none.
 
     >>> rule_of("attention.query_key_value", "gpt_neox")
     'query and key, per head'
@@ -173,13 +173,13 @@ def rule_of(module: str, model: str = "") -> str:
 
 
 def _weights_of(model: str) -> Mapping[str, JSON]:
-    """What models.json says of the weights of a model type; its keys: tools/make_models.py."""
+    """Return what models.json says of the weights of a model type; keys: tools/make_models.py."""
     says: Mapping[str, JSON] = MODELS.get(model, {}).get("weights", {})
     return says
 
 
 def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
-    """(name, layouts of its files) of a code base that its tensor names give away, or None.
+    """Return (name, layouts of its files) of a code base that tensor names show, or None.
 
     >>> code_base(["layers.0.attention.wq.weight"])
     ("Meta's or Mistral's own files", ('interleaved',))
@@ -194,12 +194,12 @@ def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
 def recognised(
     tensors: Iterable[str], model: str = "", leave: Sequence[str] = ()
 ) -> tuple[Name, ...]:
-    """What the rules say of all tensors that hold or look like queries or keys, in their order.
+    """Classify all tensors that hold or look like queries or keys, in their order.
 
     leave  names of tensors to leave as they are, with * for any text
-    Raises ValueError for a tensor that looks like one and that no rule knows, for one whose rule
-    does not know its parameter, if no tensor is to be moved, and for a name of `leave` that no
-    tensor has.
+    Raises ValueError for a tensor that looks like a query or key and matches no rule, for one whose
+    parameter is not known, if no tensor is to be moved, and for a name in `leave` that no tensor
+    has.
 
     >>> [name.kind for name in recognised(["layers.0.attention.wk.weight"])]
     ['key']

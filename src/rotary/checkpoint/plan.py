@@ -1,7 +1,7 @@
 """Plans which tensors are reordered to convert a checkpoint, as plain data.
 
-Applying one permutation to the rows of W_q and W_k of a head changes no score. So a layer without
-rotation may be reordered or not, whichever its rotating neighbours need.
+Applying one permutation to the rows of both W_q and W_k of a head changes no score. So a layer
+without rotation may be reordered or not, as its rotating neighbors need.
 """
 
 import math
@@ -28,9 +28,10 @@ _Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 class Move(NamedTuple):
     """How one tensor moves: slices of `rotary_dim` channels along one axis.
 
-    size   channels along the axis
-    runs   where the slices are
-    place  the axis, and how channels are packed along it
+    size    channels along the axis
+    runs    where the slices are
+    place   the axis, and how channels are packed along it
+    source  the layout of the weights;  target  the layout to convert to
     """
 
     tensor: str
@@ -90,7 +91,7 @@ class Left(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which tensors move, by name, and which like them stay and why; all others are copied.
+    """The tensors that move, by name, and those that look alike but stay; all others are copied.
 
     code_base  name and layouts of the code base whose tensor names these are, if it is known
     """
@@ -104,7 +105,7 @@ class Plan(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """Which unchanged tensors may hold queries or keys under an unknown name; "" for none."""
+        """A warning of unchanged tensors that may hold queries or keys; "" if there are none."""
         names = [left.tensor for left in self.left if left.reason == UNKNOWN]
         if not names:
             return ""
@@ -134,9 +135,12 @@ class Plan(NamedTuple):
 class Conversion(NamedTuple):
     """Everything about a conversion before it begins; the functions that write and verify take it.
 
-    source      the folder or file that is converted; checkpoint  what is in it
+    source      the folder or file that is converted
     target      the folder to write
-    config      the config of the source; written  the bytes of config.json in the target
+    checkpoint  what the source holds
+    plan        which tensors move
+    config      the config of the source
+    written     the bytes of config.json in the target
     verify      "sample" or "full"
     warning     which program will load the result and compute wrong results, and what to do; or ""
     """
@@ -160,12 +164,12 @@ def plan(
     trust_source: bool = False,
     leave: Sequence[str] = (),
 ) -> Plan:
-    """What to move in a checkpoint whose weights are in layout `source`, for `target`.
+    """Plan what to move in a checkpoint to convert its weights from layout `source` to `target`.
 
     tensors       name -> dtype and shape, of all shards together
     config        of the model, as in `from_hf_config`
-    source        the layout the weights have: that of the config, unless the names are of a code
-                  base whose files have another one (Meta's own Llama files are interleaved)
+    source        the layout of the weights: that of the config, unless the names show a code base
+                  whose files have another one (Meta's own Llama files are interleaved)
     trust_source  believe `source`: for weights that were converted before
     leave         names of tensors to copy unchanged, with * for any text
     Raises ValueError for a layout the weights do not have, for a tensor that no rule knows, for
@@ -241,7 +245,7 @@ def _move_of(
     source: str,
     target: str,
 ) -> Move:
-    """The move of one tensor; its place has no axis where it stays."""
+    """Return the move of one tensor; its place has no axis if the tensor stays."""
     tensor = group[name.parameter]
     if name.kind == "output":
         size = spec.head_dim * int(layer.get("num_attention_heads"))
@@ -267,13 +271,13 @@ def _move_of(
     if place.block and np.any(move.order // place.block != np.arange(size) // place.block):
         raise ValueError(
             f"tensor {name.tensor!r} scales blocks of {place.block} rows, and rows would leave "
-            "their block; convert the weights before they are quantised"
+            "their block; convert the weights before they are quantized"
         )
     return move
 
 
 def _layers(config: object) -> _Layers:
-    """Layer type -> its RoPE, None for none, and its config. ValueError where nothing rotates."""
+    """Return layer type -> (RoPE or None, config). ValueError if nothing rotates."""
     data = load(config)
     kinds: tuple[str | None, ...] = layer_types(data) or (None,)
     layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
@@ -287,27 +291,28 @@ def _layers(config: object) -> _Layers:
 
 
 def _block_of(config: object, first: Config) -> int:
-    """Rows of a block of quantised scales."""
-    quantised = load(config).get("quantization_config") or first.data.get("quantization_config")
-    blocks = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
+    """Return the number of rows of a block of quantized scales."""
+    quantized = load(config).get("quantization_config") or first.data.get("quantization_config")
+    blocks = quantized.get("weight_block_size") if isinstance(quantized, Mapping) else None
     block = blocks[0] if isinstance(blocks, list | tuple) and blocks else blocks or BLOCK
-    if (quantised and not isinstance(quantised, Mapping)) or type(block) is not int or block < 1:
+    if (quantized and not isinstance(quantized, Mapping)) or type(block) is not int or block < 1:
         raise ValueError(
             "quantization_config must be an object, and its weight_block_size hold whole numbers "
-            f">= 1, got {quantised!r:.200}"
+            f">= 1, got {quantized!r:.200}"
         )
     return block
 
 
 def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
-    """The layer type of the layer of a tensor, as a key of `layers`."""
+    """Return the layer type of a tensor, as a key of `layers`."""
     slices = {spec and (spec.head_dim, spec.rotary_dim, spec.start) for spec, _ in layers.values()}
     if len(slices) == 1 and not first.data.get("attention_k_eq_v"):
         return next(iter(layers))
     types = first.data.get("layer_types")
     if bases := first.data.get("layer_rope_theta"):
         types = [f"rope_theta={base or 0:g}" for base in bases]
-    is_extra = ".mtp" in f".{name.tensor}"  # a head that predicts further counts its own layers
+    # modules of multi-token prediction number their own layers
+    is_extra = ".mtp" in f".{name.tensor}"
     if types is None or name.layer >= len(types) or is_extra:
         raise ValueError(
             f"tensor {name.tensor!r}: layers differ in what they rotate, and layer_types of the "
@@ -324,7 +329,7 @@ def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
 def _why_not(
     name: Name, spec: Rotary | None, projections: Mapping[str, JSON], first: Config
 ) -> str:
-    """Why a projection with a familiar name has no rotated heads; "" if it has."""
+    """Return why a projection with a known name has no rotated heads; "" if it has."""
     data, layer = first.data, name.layer
     weights = first.model.get("weights", {})
     rule, types = weights.get("without_rotation"), data.get("layer_types") or ()

@@ -1,9 +1,9 @@
 """Writes shards in the other layout, piece by piece, and verifies what is on the disk.
 
-Channels move inside of their head, so a few MB of a tensor are held at once, however large it is.
-A shard that was written is read again: undoing the moves must give the bytes of the source. Then a
-random hidden state goes through the weights of a layer, old and new, what comes out is rotated in
-the old layout and in the new, and all scores must agree.
+Channels move within their head, so a few MB of a tensor are in memory at once, however large it is.
+A written shard is read again: undoing the moves must give the bytes of the source. Then a random
+hidden state goes through the old and the new weights of a layer. The outputs are rotated in the old
+and in the new layout, and all scores must agree.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .writing import Hashes, Ticket
 CHUNK = 2**22
 THREADS = 2
 TOLERANCE = 1e-9  # of the largest score; sums in float64, in another order
-# how NumPy reads a type; one that it does not know counts as bytes, which move as a number does
+# NumPy's dtype of a safetensors type; others are read as bytes, which move in the same way
 NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U64": "<u8", "I32": "<i4",
     "U32": "<u4", "I16": "<i2", "U16": "<u2", "I8": "i1", "BF16": "<u2",
@@ -45,10 +45,10 @@ Advance = Callable[[int], None]
 class Job(NamedTuple):
     """One shard to write and to verify: everything that a worker in another process needs.
 
-    hashes  sha256 of its tensors if an earlier call wrote them; else empty
+    hashes  tensor -> sha256 if an earlier call wrote the shard; else empty
     ticket  of the call that this job is for; see `writing.locked`
     scored  names of the tensors whose scores are compared
-    whole   whether unchanged tensors are read again as well
+    whole   whether unchanged tensors are verified as well
     """
 
     shard: Shard
@@ -63,9 +63,9 @@ class Job(NamedTuple):
 class Written(NamedTuple):
     """A shard that is written and verified.
 
-    hashes   sha256 of every tensor
-    outputs  of the tensors that are scored
-    state    what the file was when it was read again
+    hashes   tensor -> sha256
+    outputs  of the tensors whose scores are compared
+    state    the state of the file when it was verified
     is_new   whether this call wrote it
     """
 
@@ -79,8 +79,8 @@ class Proof(NamedTuple):
     """What was checked.
 
     which    "sample" or "full"
-    layers   whose scores agree
-    tensors  that moved and were read again: undoing the move gives the bytes of the source
+    layers   layers whose scores agree
+    tensors  number of tensors that moved, and give the bytes of the source if the move is undone
     error    largest difference of two scores, relative to the largest score
     """
 
@@ -97,12 +97,12 @@ def write_shards(
     executor: Executor | None = None,
     advance: Advance | None = None,
 ) -> dict[str, Written]:
-    """Write shards side by side, and note each in the journal once it is right; by file.
+    """Write shards in parallel, add each to the journal once it is verified; return them by file.
 
-    before  file -> tensor -> sha256, of those that an earlier call wrote
-    After a failure no other job begins, and nothing is written any more once the error is raised: a
-    worker of a cluster, which cannot be stopped, sees that its ticket is no longer valid before it
-    gives its file the final name.
+    before  file -> tensor -> sha256, for shards that an earlier call wrote
+    After a failure no other job begins, and nothing is written any more once the error is raised. A
+    worker of a cluster cannot be stopped, but checks that its ticket is still valid before it gives
+    its file the final name.
     """
     moves, folder = work.plan.moves, work.target.absolute()
     scored = frozenset(name for names in _scored(work).values() for name in names)
@@ -146,11 +146,11 @@ def write_shards(
 
 
 def write_shard(job: Job, advance: Advance | None = None) -> Written:
-    """Write a shard with its tensors moved, unless it is there already, byte for byte; prove it.
+    """Write and verify a shard with its tensors moved, unless it is there already, byte for byte.
 
     The header keeps its bytes, so a conversion there and back gives the same file.
     Raises ValueError if the source has changed since it was planned, and for a result that is not
-    right; OSError if no call is working in the folder.
+    right; OSError if the call that the job is for has ended.
     """
     tick = advance or (lambda count: None)
     shard = job.shard
@@ -181,10 +181,11 @@ def write_shard(job: Job, advance: Advance | None = None) -> Written:
 
 
 def copy_file(work: Conversion, name: Path, state: State, ticket: Ticket) -> Written:
-    """Copy a file from beside the shards, as one tensor of bytes that stays.
+    """Copy a file from beside the shards, as a shard with one tensor of bytes.
 
-    name   path in the folder; state  what the file was when it was listed
-    Raises ValueError where a folder on the way is a link, which could lead anywhere.
+    name   path relative to the folder
+    state  state of the file when it was listed
+    Raises ValueError if a folder of the path is a link, which could lead anywhere.
     """
     source, target = work.checkpoint.root / name, work.target / name
     if Path(os.path.realpath(target.parent)) != Path(os.path.realpath(work.target)) / name.parent:
@@ -195,7 +196,7 @@ def copy_file(work: Conversion, name: Path, state: State, ticket: Ticket) -> Wri
 
 
 def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
-    """The state of a written file, and the outputs of its tensors that are scored.
+    """Verify a written file; return its state and the outputs of the tensors that are scored.
 
     Raises ValueError unless it has the header of the source, the bytes that were written, and the
     bytes of the source once every move is undone.
@@ -216,7 +217,7 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
                 digest.update(raw.data)
                 is_undone &= np.array_equal(undo(raw), read_piece(source, begin, end))
             problem = (
-                "does not come back when its move is undone" if move else "is not the source's"
+                "does not come back when its move is undone" if move else "differs from the source"
             )
             if is_damaged := digest.hexdigest() != job.hashes.get(name):
                 problem = "is not what was written; check the disk, and run it again"
@@ -228,9 +229,9 @@ def read_again(job: Job) -> tuple[State, dict[str, Outputs]]:
 
 
 def read_piece(file: BinaryIO, begin: int, end: int, room: Bytes | None = None) -> Bytes:
-    """Bytes of a file, in `room` where it is given. Raises ValueError if it has become shorter.
+    """Read bytes of a file, into `room` if given. Raises ValueError if it has become shorter.
 
-    The first write to new memory pages costs half as much as all else, so `room` is used again.
+    The first write to new memory pages costs half as much as all else, so callers reuse `room`.
     """
     file.seek(begin)
     raw = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
@@ -246,9 +247,9 @@ def read_piece(file: BinaryIO, begin: int, end: int, room: Bytes | None = None) 
 def pieces(
     tensor: Tensor, move: Move | None
 ) -> Iterator[tuple[int, int, Callable[[Bytes], Bytes]]]:
-    """(begin, end, function) of each piece: bytes of the file, and what moves them.
+    """Yield (begin, end, function) for pieces of a tensor: bytes of the file, and their move.
 
-    A piece of the result is made of the same piece of the source alone.
+    Each piece of the result depends only on the same piece of the source.
 
     >>> [piece[:2] for piece in pieces(Tensor("U8", (3, CHUNK), 8, 8 + 3 * CHUNK), None)]
     [(8, 4194312), (4194312, 8388616), (8388616, 12582920)]
@@ -273,7 +274,7 @@ def pieces(
 
 
 def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of channels that `order` maps to themselves, of about `most` channels each."""
+    """Yield ranges of channels that `order` maps to themselves, of about `most` channels each."""
     ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(len(order))) + 1
     first = 0
     while first < len(order):
@@ -285,7 +286,7 @@ def _blocks(order: Indices, most: int) -> Iterator[tuple[int, int]]:
 
 
 def moved(raw: Bytes, order: Indices, place: Place, row: int | None = None) -> Bytes:
-    """The bytes of whole rows whose channels are in another order; every value stays as it is.
+    """Reorder the channels of whole rows, given as bytes; every value stays as it is.
 
     raw    (bytes,) uint8
     order  channel j of the result is channel order[j]
@@ -312,7 +313,7 @@ def moved(raw: Bytes, order: Indices, place: Place, row: int | None = None) -> B
 
 
 def prove(work: Conversion, written: Mapping[str, Written]) -> Proof:
-    """Compare the scores of the layers. Raises ValueError where the old and the new ones differ."""
+    """Compare the scores of the layers. Raises ValueError if old and new scores differ."""
     outputs = {name: pair for each in written.values() for name, pair in each.outputs.items()}
     groups = _scored(work)
     errors = [
@@ -324,7 +325,7 @@ def prove(work: Conversion, written: Mapping[str, Written]) -> Proof:
 
 
 def _scored(work: Conversion) -> dict[tuple[int, int], list[str]]:
-    """(layer, rotary_dim) -> tensors whose scores are compared; packed words have none."""
+    """Return (layer, rotary_dim) -> tensors whose scores are compared, without packed ones."""
     groups: dict[tuple[int, int], list[str]] = {}
     for name, move in work.plan.moves.items():
         if not move.place.bits:
@@ -336,7 +337,7 @@ def _scored(work: Conversion) -> dict[tuple[int, int], list[str]]:
 
 
 def _error(layer: int, outputs: Mapping[str, Outputs], plan: Plan) -> float:
-    """The largest difference of two scores of a layer, relative to the largest score."""
+    """Return the largest difference of old and new scores of a layer, over the largest score."""
     old: list[Vector] = []
     new: list[Vector] = []
     for name, (before, after) in outputs.items():
@@ -358,9 +359,9 @@ def _error(layer: int, outputs: Mapping[str, Outputs], plan: Plan) -> float:
 
 
 def _scores(slices: list[Vector], layout: str) -> Vector:
-    """Scores of every slice with every other, both rotated by arbitrary angles.
+    """Return the scores of every slice with every other, both rotated by arbitrary angles.
 
-    A pair is a complex number, a rotation a factor: q k* of the paper, equation 12.
+    A pair is a complex number, and a rotation a factor: q k* in the paper, equation 12.
     """
     x = np.concatenate(slices)
     first, second = pair_slices(x.shape[1], layout)
@@ -370,20 +371,20 @@ def _scores(slices: list[Vector], layout: str) -> Vector:
 
 
 def _outputs(file: BinaryIO, tensor: Tensor, move: Move) -> Vector:
-    """The output of each channel along the axis of a move for a random input, (size,) float64."""
+    """Return the output of each channel of a moved tensor for a random input, (size,) float64."""
     before = math.prod(tensor.shape[: move.axis])
     width = (tensor.end - tensor.begin) // (before * move.size)
     after = width // np.dtype(NUMPY.get(tensor.dtype, "u1")).itemsize
-    chance = np.random.default_rng(1)
-    left, right = chance.standard_normal(before), chance.standard_normal(after)
+    random = np.random.default_rng(1)
+    left, right = random.standard_normal(before), random.standard_normal(after)
     sums = [rows @ right for rows in rows_of(file, tensor, after)]
     return left @ np.concatenate(sums).reshape(before, move.size) if sums else np.zeros(move.size)
 
 
 def rows_of(file: BinaryIO, tensor: Tensor, columns: int) -> Iterator[Vector]:
-    """The values of a tensor in rows of `columns`, some rows at once, as float64.
+    """Yield the values of a tensor in rows of `columns`, a few MB at a time, as float64.
 
-    NaN and infinity count as 0, for they would spoil the sum of their row.
+    NaN and infinity become 0, because they would spoil the sum of their row.
     """
     kind = np.dtype(NUMPY.get(tensor.dtype, "u1"))
     width = max(columns * kind.itemsize, 1)

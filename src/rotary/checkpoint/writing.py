@@ -2,8 +2,8 @@
 
 A file is written under a temporary name in its folder, synced, and then renamed in one step. So a
 kill, a full disk or a power cut leaves the old file or the new one. While the folder is unfinished
-it has a journal: one line about the conversion, and one for each shard that is complete. When all
-shards are, the manifest takes its place.
+it has a journal: one line about the conversion, and one for each complete shard. When all files are
+complete, the manifest replaces the journal.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from .files import JOURNAL, MANIFEST
 from .plan import Conversion
 
 Hashes = dict[str, str]  # tensor -> sha256
-Ticket = tuple[Path, str]  # the lock of a folder, and what the process at work has written into it
+Ticket = tuple[Path, str]  # the lock file of a folder, and the text that its holder wrote into it
 
-UNFINISHED = ".rotary-{}"  # names of files that are not whole yet
+UNFINISHED = ".rotary-{}"  # names of files that are not complete yet
 LOCK = ".rotary.lock"
-LOCK_BYTES = 32  # a ticket
+LOCK_BYTES = 32  # length of a ticket
 SPARE = 2**20  # bytes of headers and small files, beside the weights
 
 
 @contextlib.contextmanager
 def replacing(path: Path, ticket: Ticket | None = None) -> Iterator[BinaryIO]:
-    """A file to write `path` into; it takes its name when the block ends, and goes on an error.
+    """Open a file that is renamed to `path` when the block ends, and deleted on an error.
 
-    The mode is that of a new file under this umask. A worker in another process shows the ticket of
-    the call that it works for, before and after: OSError where the call is over.
+    The mode is that of a new file under this umask. A worker in another process passes the ticket
+    of its call, which is checked before and after: OSError if the call has ended.
     """
     _check_ticket(ticket)
     unfinished = path.parent / UNFINISHED.format(secrets.token_hex(8))
     try:
         with open(unfinished, "xb") as file:
             yield file
-            file.truncate()  # to where it is: zeros at the end may have been passed over
+            file.truncate()  # to its position: zeros at the end may have been skipped
             os.fsync(file.fileno())
         _check_ticket(ticket)
         os.replace(unfinished, path)
@@ -68,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_sparse(file: BinaryIO, piece: npt.NDArray[np.uint8]) -> None:
-    """Write bytes into a new file; zeros are passed over, so that they take no disk."""
+    """Write bytes into a new file; skip pieces of zeros, so that they take no disk space."""
     if piece.any():
         file.write(piece.data)
     else:
@@ -77,17 +77,17 @@ def write_sparse(file: BinaryIO, piece: npt.NDArray[np.uint8]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Ticket]:
-    """Hold the lock of a folder, in which one process writes; it ends with the process.
+    """Hold the lock of a folder while this process writes; it is freed if the process dies.
 
-    Yields the ticket of this process, which it writes into the lock file: a worker elsewhere shows
-    it to `replacing`. Files that a killed process left unfinished are deleted, before and after.
-    Raises BlockingIOError where another process is at work.
+    Yields the ticket of this process, which is also written into the lock file; a worker in another
+    process passes it to `replacing`. Files that a killed process left unfinished are deleted before
+    and after. Raises BlockingIOError if another process is writing.
     """
     path = folder / LOCK
     handle = _open_locked(path)
     try:
         ticket = secrets.token_hex(LOCK_BYTES // 2)
-        os.pwrite(handle, ticket.encode(), 0)  # as long as one that a killed process left
+        os.pwrite(handle, ticket.encode(), 0)  # replaces one of the same length
         os.fsync(handle)
         _clear(folder)
         yield path.absolute(), ticket
@@ -98,7 +98,7 @@ def locked(folder: Path) -> Iterator[Ticket]:
 
 
 def _check_ticket(ticket: Ticket | None) -> None:
-    """Raise OSError unless the process that gave the ticket, if any, holds its folder's lock."""
+    """Raise OSError unless the process that made the ticket, if any, holds its folder's lock."""
     if ticket is None:
         return
     path, text = ticket
@@ -115,7 +115,7 @@ def _clear(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a file is one of ours that is not whole."""
+    """Whether a file is one that `replacing` has not finished."""
     return bool(re.fullmatch(UNFINISHED.format("[0-9a-f]{16}"), path.name)) and path.is_file()
 
 
@@ -135,7 +135,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """The handle of the lock file, which no other process holds."""
+    """Open and lock the lock file; return its handle."""
     while True:
         if path.is_symlink():
             raise ValueError(f"{path}: a link, and no lock of rotary; delete it")
@@ -152,11 +152,11 @@ def _open_locked(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if status.st_ino == os.stat(path).st_ino:
                 return handle
-        os.close(handle)  # its holder has just left and taken the name away
+        os.close(handle)  # its holder has just deleted the file: try again
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """OSError unless the disk has `needed` bytes free, and some more.
+    """Raise OSError unless the disk has `needed` bytes free, plus SPARE.
 
     The folder need not be there yet.
     """
@@ -195,9 +195,10 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def written_before(work: Conversion) -> dict[str, Hashes]:
-    """File -> sha256 of its tensors, of the shards that an earlier call of the same wrote.
+    """Return file -> sha256 of its tensors, for shards that an earlier call wrote.
 
-    Raises ValueError for a folder that overlaps the source, is finished, or is not ours.
+    Raises ValueError for a folder that overlaps the source, is finished, or is not of this
+    conversion.
     """
     folder, conversion = work.target, _conversion_line(work)
     check_target(work.source, folder)
@@ -221,7 +222,7 @@ def written_before(work: Conversion) -> dict[str, Hashes]:
 
 
 def _line(text: bytes) -> dict[str, JSON]:
-    """A line of a journal; {} for one that a kill or a full disk cut short."""
+    """Parse a line of a journal; {} for one that a kill or a full disk cut short."""
     try:
         return dict(parsed(text, JOURNAL))
     except ValueError:
@@ -229,7 +230,7 @@ def _line(text: bytes) -> dict[str, JSON]:
 
 
 def _conversion_line(work: Conversion) -> dict[str, JSON]:
-    """The first line of a journal: a conversion with another one must not continue its files."""
+    """Return the first line of the journal; a conversion with another line must not continue it."""
     return {
         "from": work.plan.source,
         "to": work.plan.target,
@@ -244,7 +245,7 @@ def _conversion_line(work: Conversion) -> dict[str, JSON]:
 
 
 def begin(work: Conversion) -> dict[str, Hashes]:
-    """Write the journal anew, without a line that a kill cut short; result as `written_before`."""
+    """Rewrite the journal without lines that a kill cut short; return as `written_before`."""
     written = written_before(work)
     lines = [_conversion_line(work), *({"file": file, "sha256": written[file]} for file in written)]
     with replacing(work.target / JOURNAL) as file:
@@ -253,7 +254,7 @@ def begin(work: Conversion) -> dict[str, Hashes]:
 
 
 def add(folder: Path, written: Mapping[str, Hashes]) -> None:
-    """Note that shards are whole: file -> sha256 of its tensors."""
+    """Add complete shards to the journal: file -> sha256 of its tensors."""
     with open(folder / JOURNAL, "ab") as journal:
         for file, hashes in written.items():
             journal.write(json.dumps({"file": file, "sha256": hashes}).encode() + b"\n")
@@ -267,11 +268,12 @@ def finish(
     beside: Mapping[str, str],
     proof: Mapping[str, JSON],
 ) -> None:
-    """Write the manifest, the last file of all, and end the journal.
+    """Write the manifest, the last file of all, and delete the journal.
 
-    hashes  shard -> tensor -> sha256;  beside  file that is no shard -> the sha256 of its bytes
-    It holds the plan, the checksums of every tensor and of every other file, and the text of the
-    source's config.json, which a conversion back writes again.
+    hashes  shard -> tensor -> sha256
+    beside  file that is not a shard -> sha256 of its bytes
+    The manifest holds the plan, the checksums of every tensor and of every other file, and the text
+    of the source's config.json, which a conversion back writes again.
     """
     from .. import __version__
 

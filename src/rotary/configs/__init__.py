@@ -1,8 +1,8 @@
 """Makes a `Rotary` from a config.json, GGUF metadata or Megatron's arguments.
 
-`files` reads the file, `entries` chooses the part and the layer type, `record` is the result, and
-`hf` makes a `Rotary` of it. `models.json` has the facts about each model that configs do not state.
-Other formats: `diffusers`, `gguf`, `megatron`, `vllm`.
+`files` reads the file, `entries` chooses the part and the layer type, `record` defines the result,
+and `hf` makes a `Rotary` of it. `models.json` has the facts about each model that configs do not
+state. Other formats: `diffusers`, `gguf`, `megatron`, `vllm`.
 """
 
 from .diffusers import from_diffusers_config as from_diffusers_config

@@ -1,7 +1,7 @@
 """Reads the config.json of a diffusers model: images and video, axes of unequal widths.
 
 Each model class has a rule here: where its config says how wide the axes are, the values where the
-file is silent, and the layout that its code rotates.
+file has none, and the layout that its code rotates.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class Rule(NamedTuple):
     """How one class of diffusers rotates.
 
     widths   key of the channels of each axis and their default; or a function of head_dim
-    head     key of head_dim and its default; None where it is the sum of the widths
+    head     key of head_dim and its default; None if head_dim is the sum of the widths
     base     the base, or its key and default
     layout   the pair layout
     scale    key of a factor for each axis, which makes its base larger as NTK does
@@ -33,13 +33,13 @@ class Rule(NamedTuple):
 
 
 def _thirds(head_dim: int) -> tuple[int, ...]:
-    """Wan: rows and columns have a third each, rounded down to an even number, frames the rest."""
+    """Wan: rows and columns get a third each, rounded down to an even number, frames the rest."""
     third = 2 * (head_dim // 6)
     return head_dim - 2 * third, third, third
 
 
 def _quarter(head_dim: int) -> tuple[int, ...]:
-    """CogVideoX: a quarter for frames, three eighths for rows and for columns."""
+    """CogVideoX: frames get a quarter, rows and columns three eighths each."""
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
@@ -88,7 +88,7 @@ RULES: Mapping[str, Rule] = {
         _thirds, layout="half", scale=("rope_scale", (2.0, 1.0, 1.0))),
 }  # fmt: skip
 # classes that no single `Rotary` describes, and why
-_ALL_HEADS = "its frequencies run over all heads, so that each head has others"
+_ALL_HEADS = "its frequencies run over all heads, so that each head has different ones"
 NOT_ONE = {
     "LTXVideoTransformer3DModel": _ALL_HEADS,
     "LTX2VideoTransformer3DModel": _ALL_HEADS,
@@ -98,12 +98,12 @@ NOT_ONE = {
 
 
 def from_diffusers_config(config: object) -> Rotary | None:
-    """The RoPE of a diffusers model, from the config.json in its folder "transformer".
+    """Return the RoPE of a diffusers model, from the config.json in its folder "transformer".
 
-    config  path of that file or folder, a dict, or a loaded model itself, which knows its class
-    Its position axes are those of the model, most often (frame, row, column); Flux has an image
-    index first, which is 0. `rotary.positions.grid` builds them. Returns None for a CogVideoX
-    model without rotation.
+    config  path of that file or folder, a dict, or a loaded model
+    The position axes are those of the model, most often (frame, row, column), which
+    `rotary.positions.grid` builds; Flux has an image index before them, which is 0. Returns None
+    for a CogVideoX model without rotation.
     Raises ValueError for a class that is not known, for one that is not a single rotation (the
     error says why), and for widths that do not add up to head_dim; FileNotFoundError for a path
     that is not there.
@@ -138,7 +138,7 @@ def from_diffusers_config(config: object) -> Rotary | None:
     base = rule.base if isinstance(rule.base, int | float) else _number(data, *rule.base)
     schedule, params = "axial", dict[str, tuple[float, ...]](widths=widths)
     if rule.scale is not None:
-        schedule, params = "custom", {"inv_freq": _stretched(widths, base, rule.scale, data)}
+        schedule, params = "custom", {"inv_freq": _ntk_scaled(widths, base, rule.scale, data)}
         base = 10_000.0
     return Rotary(
         head_dim=sum(widths),
@@ -150,13 +150,13 @@ def from_diffusers_config(config: object) -> Rotary | None:
     )
 
 
-def _stretched(
+def _ntk_scaled(
     widths: tuple[int, ...],
     base: float,
     scale: tuple[str, tuple[float, ...]],
     data: Mapping[str, JSON],
 ) -> tuple[float, ...]:
-    """Frequencies of the axes, each with its base made larger by its factor, as NTK does."""
+    """Return the frequencies of all axes, the base of each scaled by its factor as in NTK."""
     factors = _get(data, scale)
     if (
         not isinstance(factors, list | tuple)
@@ -176,8 +176,8 @@ def _get(data: Mapping[str, JSON], key: tuple[str, object]) -> JSON:
     return key[1] if value is None else value
 
 
-def _number(data: Mapping[str, JSON], name: str, silent: float) -> float:
-    value = _get(data, (name, silent))
+def _number(data: Mapping[str, JSON], name: str, fallback: float) -> float:
+    value = _get(data, (name, fallback))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return value

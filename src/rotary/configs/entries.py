@@ -1,8 +1,8 @@
 """Chooses what a call asks for: the file, the part of a model, the layer type.
 
-`choose` reads a config once into one `Config`; everything else takes that: `hf.py` makes a `Rotary`
-of it, `rotary.programs` what other programs compute. Only data is read: nothing in a model folder
-is ever executed, and transformers is not imported.
+`choose` reads a config once into one `Config`, which all other code takes: `hf.py` makes a `Rotary`
+of it, `rotary.programs` computes what other programs make of it. Only data is read: nothing in a
+model folder is ever executed, and transformers is not imported.
 """
 
 import json
@@ -20,16 +20,16 @@ from .record import Config
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
 # Written by tools/make_models.py; keys:
 #   hidden_size, num_attention_heads, head_dim, max_position_embeddings, rope_theta,
-#   rotary_dim, rope              what transformers takes where the config is silent
-#   partial_rotary_factor         the same; the code of a model without it ignores the key
+#   rotary_dim, rope              the defaults of transformers, for keys that the config lacks
+#   partial_rotary_factor         likewise; the code of a model without this default ignores the key
 #   names                         our name -> the name the key has in this config
 #   layers, layer_names           the same for each layer type, where rope_parameters is nested
 #   scaled_layers                 the layer types that a flat rope_scaling is meant for
-#   flat                          a flat rope_parameters is read like that rope_scaling
+#   flat                          a flat rope_parameters is read like a flat rope_scaling
 #   nested                        the code reads entries by layer type, without defaults
 #   lists                         keys with a list of the base or scaling of each layer
 #   fixed_base                    the code has its own base and reads none
-#   plain_head_dim                what the code does with head_dim, where it is under another key:
+#   plain_head_dim                what the code does with the key head_dim, if it reads another one:
 #                                 see `record.py`
 #   null_head_dim                 the class leaves head_dim null where the file has none
 #   unread, unread_alone          keys that the code does not read: never, or where the file has no
@@ -45,17 +45,17 @@ from .record import Config
 #   other                         keys of this config that look like RoPE and do not change it
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base
-#   scaled_defaults               parameters that the code adds to such a rope_scaling of type yarn
-#   scaled_unread                 keys of such a rope_scaling that the code replaces
-#   only                          the rope types that the code reads, where not all are right
+#   scaled_defaults               parameters that the code adds to a flat rope_scaling of type yarn
+#   scaled_unread                 keys of a flat rope_scaling that the code replaces
+#   only                          the rope types that the code reads, if it does not read all
 #   read_as                       rope types that the class takes for another one
 #   not_one                       why it is not one rotation
-#   parts                         key and model_type of each part of a model of several
+#   parts                         key and model_type of each part of a model with parts
 #   beside_parts                  keys outside of the parts, read where there is no text part
-#   own_text                      the class of a file without a text part has other defaults
+#   own_text                      without a text part in the file, the class has other defaults
 #   weights                       of its tensors, for `rotary.checkpoint`: see tools/make_models.py
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
-# where the text of a model of several parts is, if no part is asked for
+# keys of the part that holds the text model, which is read if no part is asked for
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
@@ -77,9 +77,10 @@ LAYERS_WITH_ROPE = frozenset({
 })  # fmt: skip
 LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "dense", "sparse"})
 
-_WAYS_ON = (
-    "load the model and ask rotary.from_model(model); or, if its code is like that of a known one, "
-    "say as_type=, such as as_type='llama'; or write rotary.Rotary(head_dim=, base=, layout=, ...)"
+_ALTERNATIVES = (
+    "load the model and call rotary.from_model(model); or, if its code is like that of a known "
+    "model, pass as_type=, such as as_type='llama'; or write rotary.Rotary(head_dim=, base=, "
+    "layout=, ...)"
 )
 
 
@@ -89,7 +90,7 @@ def choose(
     part: str | None = None,
     as_type: str | None = None,
 ) -> Config:
-    """The config of one part and layer type; arguments and errors as in `from_hf_config`.
+    """Return the config of one part and layer type; arguments and errors as in `from_hf_config`.
 
     >>> choose({"model_type": "gemma3_text"}, "sliding_attention").get("rope_theta")
     10000.0
@@ -123,7 +124,7 @@ def choose(
 
 
 def layer_types(config: object, *, part: str | None = None) -> tuple[str, ...]:
-    """The layer types that have entries of their own; empty where all layers are alike.
+    """Return the layer types with rope parameters of their own; empty if all layers are alike.
 
     >>> layer_types({"model_type": "gemma3_text"})
     ('full_attention', 'sliding_attention')
@@ -132,7 +133,7 @@ def layer_types(config: object, *, part: str | None = None) -> tuple[str, ...]:
 
 
 def parts(config: object) -> tuple[str, ...]:
-    """The parts of a model of several, whose RoPE can be asked for; empty for a model of one.
+    """Return the parts of a model, to choose from by `part`; empty for a model without parts.
 
     >>> parts({"model_type": "qwen2_vl"})
     ('vision_config', 'text_config')
@@ -141,7 +142,7 @@ def parts(config: object) -> tuple[str, ...]:
 
 
 def part_key(data: Mapping[str, JSON], part: str | None) -> str | None:
-    """The key under which the part of a config is; None where it is the config itself.
+    """Return the key of the sub-config of a part; None if the part is the whole config.
 
     >>> part_key({"model_type": "qwen2_vl"}, None), part_key({"model_type": "llama"}, None)
     ('text_config', None)
@@ -153,7 +154,7 @@ def part_key(data: Mapping[str, JSON], part: str | None) -> str | None:
 
 
 def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
-    """The config with another model_type, and its parts with those of the parts of that model."""
+    """Return the config with another model_type, and its parts with those of that model."""
     own = data.get("model_type")
     if as_type not in MODELS:
         raise ValueError(f"as_type {as_type!r} is not known{nearest(as_type, MODELS)}")
@@ -168,14 +169,16 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
 
 
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
-    """The sub-config of the part, and the entry of its model in `MODELS`."""
+    """Return the sub-config of a part, and the entry of its model in `MODELS`."""
     name = data.get("model_type")
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {part!r} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if not isinstance(name, str) or name not in MODELS:
-        raise ValueError(f"model_type {name!r} is not known{nearest(name, MODELS)}; {_WAYS_ON}")
+        raise ValueError(
+            f"model_type {name!r} is not known{nearest(name, MODELS)}; {_ALTERNATIVES}"
+        )
     model = MODELS[name]
     of_parts = model.get("parts", {})
     if part is None and (not of_parts or set(model) - _OF_PARTS):
@@ -191,10 +194,10 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
         beside = () if part else model.get("beside_parts", ())
-        silent = {**HARMLESS, **MODELS[of_parts[key]]} if beside else {}
+        defaults = {**HARMLESS, **MODELS[of_parts[key]]} if beside else {}
         unread = [
             each for each in data if part is None and _TEXT_KEYS.search(str(each))
-            and each not in beside and data[each] not in (None, silent.get(each))
+            and each not in beside and data[each] not in (None, defaults.get(each))
         ]  # fmt: skip
         if unread or (part is None and model.get("own_text")):
             outside = f" but {unread[0]} outside of it, where it is not read" if unread else ""
@@ -204,6 +207,6 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} must be an object, got {inner!r}")
     inner = {**inner, "model_type": inner.get("model_type") or of_parts[key]}
-    if inner["model_type"] == name:  # the part bears the name of the whole
+    if inner["model_type"] == name:  # the part has the model_type of the whole
         inner["model_type"] = of_parts[key]
     return _part(inner, None)

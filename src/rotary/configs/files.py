@@ -10,7 +10,7 @@ MAX_CONFIG_BYTES = 10 * 2**20
 
 
 def load(config: object) -> Mapping[str, JSON]:
-    """The keys of a config: path of a file or its folder, a dict, or a PretrainedConfig.
+    """Return the keys of a config: path of a file or its folder, a dict, or a PretrainedConfig.
 
     Raises FileNotFoundError for a path that is not there; ValueError for what is not JSON in UTF-8,
     has a key twice, or is larger than 10 MiB.
@@ -32,7 +32,7 @@ def load(config: object) -> Mapping[str, JSON]:
 
 
 def read_config(path: Path) -> bytes:
-    """The bytes of a config.json, of the file or in the folder that `path` is.
+    """Return the bytes of a config.json; `path` is the file or its folder.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a pipe, a GGUF file and
     more than 10 MiB.

@@ -1,13 +1,14 @@
-"""RoPE in GGUF files: what llama.cpp computes from their metadata.
+"""Makes a `Rotary` from the metadata of a GGUF file: the RoPE that llama.cpp computes from it.
 
 `gguf.json` says for each architecture what its code in llama.cpp does; keys:
   layout      the pairs it rotates; weights of "interleaved" ones were permuted when converted
-  sections    how `rope.dimension_sections` deal out the pairs: "blocks", or "interleaved"
-  sliding     the RoPE of sliding-window layers: "same" as of the others, but for a base of their
-              own; "own" base (10 000 if the file is silent) and no scaling; "plain": no scaling
+  sections    how `rope.dimension_sections` assign axes to pairs: "blocks", or "interleaved"
+  sliding     the RoPE of sliding-window layers, which may have a base of their own: "same": else
+              as the other layers; "own": 10 000 without such a base, and no scaling; "plain": no
+              scaling
   layers      its layer types, if they are those of DeepSeek-V4; only "compress" has YaRN
   slice       "trailing": the last channels of a head are rotated
-  latent      it has multi-head latent attention: the size of a head is in key_length_mla
+  latent      it has multi-head latent attention: head_dim is in key_length_mla
   divisors    tensors that it divides frequencies by
   undivided   the layer type whose frequencies it does not divide
   reads       keys under `rope.scaling.` that only some architectures read; with "finetuned", false
@@ -55,8 +56,8 @@ BETAS = (32.0, 1.0)
 STANDS_STILL = 1e30  # the divisor that is written for a pair that is not rotated
 
 
-class _Numbers(NamedTuple):
-    """The parameters of ggml's RoPE, for one kind of layers.
+class _GgmlParameters(NamedTuple):
+    """The parameters of ggml's RoPE, for one layer type.
 
     factor     1 / freq_scale
     is_yarn    whether ext_factor is 1: YaRN; 0 gives the plain or interpolated frequencies
@@ -74,14 +75,14 @@ class _Numbers(NamedTuple):
 def from_gguf(
     source: str | os.PathLike[str] | Mapping[str, JSON], layer_type: str | None = None
 ) -> Rotary:
-    """The RoPE that llama.cpp computes from a GGUF file.
+    """Return the RoPE that llama.cpp computes from a GGUF file.
 
-    source      path of the file, of which the header and the RoPE tensors are read; or its
+    source      path of the file, of which only header and RoPE tensors are read; or its
                 metadata, {"general.architecture": "llama", ...}, with the values of
                 "rope_freqs.weight", "rope_factors_long.weight" and "_short" if it has them
     layer_type  "full_attention" or "sliding_attention" where `gguf_layer_types` names them
-    Amplitude and frequencies are llama.cpp's: keys that it does not read have no effect.
-    M-RoPE has llama.cpp's four axes; for text tokens the positions are (p, p, p, 0).
+    Keys that llama.cpp does not read have no effect. M-RoPE has its four axes: text tokens have the
+    positions (p, p, p, 0).
 
     Raises ValueError for a key under rope that is not known, an architecture without RoPE, a file
     that turns it off (Granite), sizes that are missing, and a damaged file; ImportError without the
@@ -101,7 +102,7 @@ def from_gguf(
                 f"layer_type {layer_type!r}: all layers of this file have one RoPE; leave it out"
             )
         raise ValueError(f"layer_type must be one of {', '.join(kinds)}; got {layer_type!r}")
-    numbers = _numbers(name, keys, layer_type)
+    ggml = _parameters(name, keys, layer_type)
     if model.get("needs_sections") and not keys.get("rope.dimension_sections"):
         raise ValueError(f"llama.cpp needs {name}.rope.dimension_sections, the metadata has none")
     sliding = "_swa" if layer_type == "sliding_attention" else ""
@@ -117,18 +118,18 @@ def from_gguf(
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         start=head_dim - rotary_dim if model.get("slice") == "trailing" else 0,
-        base=numbers.base,
+        base=ggml.base,
         layout=model["layout"],
         axes=axes_of(keys.get("rope.dimension_sections", ()), rotary_dim // 2, model),
     )
     if layer_type is not None and layer_type == model.get("undivided"):
         tensors = {}
     trained = keys.get("rope.scaling.original_context_length") or keys.get("context_length")
-    return _scaled(spec, numbers, trained, tensors)
+    return _scaled(spec, ggml, trained, tensors)
 
 
 def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, JSON]) -> tuple[str, ...]:
-    """The layer types with a RoPE of their own, to ask `from_gguf` for; empty if all are alike.
+    """Return the layer types with a RoPE of their own, for `from_gguf`; empty if all are alike.
 
     >>> gguf_layer_types({"general.architecture": "gemma3", "gemma3.rope.freq_base": 1e6,
     ...                   "gemma3.attention.sliding_window": 512})
@@ -139,7 +140,7 @@ def gguf_layer_types(source: str | os.PathLike[str] | Mapping[str, JSON]) -> tup
 
 
 def model_of(architecture: object) -> dict[str, JSON]:
-    """What llama.cpp does in an architecture; ValueError for one that is unknown or has no RoPE.
+    """Return the entry of an architecture; ValueError for one that is unknown or has no RoPE.
 
     >>> model_of("llama")["layout"]
     'interleaved'
@@ -157,7 +158,7 @@ def model_of(architecture: object) -> dict[str, JSON]:
 def _opened(
     source: str | os.PathLike[str] | Mapping[str, JSON],
 ) -> tuple[str, dict[str, JSON], dict[str, list[float]]]:
-    """(architecture, its keys without that prefix, the RoPE tensors), all known by name."""
+    """Return (architecture, its keys without that prefix, RoPE tensors); refuse unknown keys."""
     if not isinstance(source, Mapping):
         source = read_gguf(source)
     name: Any = source.get("general.architecture")
@@ -196,14 +197,14 @@ def _opened(
 
 
 def _check_value(name: str, key: str, value: JSON) -> None:
-    """Refuse a value of a key that is read if it is of another type, or larger than any model's."""
-    if key in ("rope.scaling.type", "rope.scaling.finetuned"):  # compared with what they may be
+    """Refuse a value of a wrong type, or larger than in any model, of a key that is read."""
+    if key in ("rope.scaling.type", "rope.scaling.finetuned"):  # checked where they are read
         return
     if key in ("rope.dimension_sections", "attention.head_count"):
-        some = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-        if key == "rope.dimension_sections" and (some is not value or len(some) > 4):
+        sizes = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if key == "rope.dimension_sections" and (sizes is not value or len(sizes) > 4):
             raise ValueError(f"{name} must be a list of up to four numbers, got {value!r:.80}")
-        expected, is_right = f"whole numbers from 0 to {_LARGEST:,}", all(map(_is_size, some))
+        expected, is_right = f"whole numbers from 0 to {_LARGEST:,}", all(map(_is_size, sizes))
     elif key.startswith(("rope.dimension_count", "attention.key_length")):
         expected, is_right = f"a whole number from 0 to {_LARGEST:,}", _is_size(value)
     elif key in ("embedding_length", "context_length", "rope.scaling.original_context_length"):
@@ -228,7 +229,7 @@ def _layer_types(name: str, keys: Mapping[str, JSON]) -> tuple[str, ...]:
     if "sliding" not in model or not keys.get("attention.sliding_window"):
         return ()
     sizes = ("rope.dimension_count_swa", "attention.key_length_swa")
-    if _numbers(name, keys, None) == _numbers(name, keys, "sliding_attention") and not any(
+    if _parameters(name, keys, None) == _parameters(name, keys, "sliding_attention") and not any(
         size in keys for size in sizes
     ):
         return ()
@@ -252,8 +253,8 @@ def _head_dim(name: str, keys: Mapping[str, JSON], sliding: str) -> int:
         ) from None
 
 
-def _numbers(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> _Numbers:
-    """What llama.cpp's loader and context make of the keys."""
+def _parameters(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> _GgmlParameters:
+    """Return the parameters that llama.cpp's loader and context derive from the keys."""
     model = ARCHITECTURES[name]
     reads = model.get("reads", ())
     kind = keys.get("rope.scaling.type", "linear")  # a factor without a type is linear
@@ -276,42 +277,42 @@ def _numbers(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> _Nu
             )
     unscaled = amplitude = keys.get("rope.scaling.attn_factor", 1.0)
     if is_yarn:
-        under = 0.0
+        all_dim = 0.0
         if "log_multiplier" in model:
-            under = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
-        over = under if under and model.get("equal_mscales") else 1.0
-        amplitude *= yarn_amplitude(factor, over, under)
+            all_dim = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
+        mscale = all_dim if all_dim and model.get("equal_mscales") else 1.0
+        amplitude *= yarn_amplitude(factor, mscale, all_dim)
     elif "yarn_attn_factor" in reads:
         amplitude *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
     betas = tuple(
-        keys.get(f"rope.scaling.{name}", silent) if name in reads else silent
-        for name, silent in zip(("yarn_beta_fast", "yarn_beta_slow"), BETAS, strict=True)
+        keys.get(f"rope.scaling.{name}", default) if name in reads else default
+        for name, default in zip(("yarn_beta_fast", "yarn_beta_slow"), BETAS, strict=True)
     )
-    numbers = _Numbers(base, factor, is_yarn, amplitude, betas)
+    ggml = _GgmlParameters(base, factor, is_yarn, amplitude, betas)
     if layer_type == "main":
-        return _Numbers(base)
+        return _GgmlParameters(base)
     if layer_type == "compress":  # YaRN without an amplitude
         if "attention.compress_rope_freq_base" not in keys:
             raise ValueError(f"GGUF metadata needs {name}.attention.compress_rope_freq_base")
         base = keys["attention.compress_rope_freq_base"]
-        return numbers._replace(base=base, amplitude=1.0 if is_yarn else amplitude)
+        return ggml._replace(base=base, amplitude=1.0 if is_yarn else amplitude)
     if layer_type != "sliding_attention":
-        return numbers
+        return ggml
     own_base = keys.get("rope.freq_base_swa")
     if model["sliding"] == "same":
-        return numbers._replace(base=own_base or base)
+        return ggml._replace(base=own_base or base)
     if model["sliding"] == "plain":
-        return _Numbers(own_base or base)
+        return _GgmlParameters(own_base or base)
     amplitude = unscaled if is_yarn else amplitude
-    return numbers._replace(base=own_base or 10_000.0, factor=1.0, amplitude=amplitude)
+    return ggml._replace(base=own_base or 10_000.0, factor=1.0, amplitude=amplitude)
 
 
 def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> tuple[int, ...]:
-    """The position axis of each pair: time, height, width, and a fourth, 0 for text tokens.
+    """Return the position axis of each pair: time, height, width, or a fourth, 0 for text tokens.
 
     >>> axes_of([2, 1, 1], 4, {"sections": "blocks"})
     (0, 0, 1, 2)
-    >>> axes_of([3, 1, 1], 5, {"sections": "interleaved"})  # of a pair too many for its axis
+    >>> axes_of([3, 1, 1], 5, {"sections": "interleaved"})  # one pair too many for its axis
     (0, 1, 2, 0, 3)
     """
     counts = [*sections, 0, 0, 0, 0][:4]
@@ -319,23 +320,23 @@ def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> t
         return ()
     ends = list(itertools.accumulate(counts))
 
-    def axis(place: int) -> int:
+    def axis(index: int) -> int:
         if model["sections"] == "blocks":
-            return bisect.bisect(ends, place)
-        # in turn; what is left over when an axis has all its pairs goes to the fourth
-        return place % 3 if place < 3 * counts[place % 3] else 3
+            return bisect.bisect(ends, index)
+        # in turn; a pair whose axis has all its pairs already goes to the fourth
+        return index % 3 if index < 3 * counts[index % 3] else 3
 
     return tuple(axis(pair % ends[-1]) for pair in range(pairs))
 
 
 def _scaled(
-    spec: Rotary, numbers: _Numbers, trained: int | None, tensors: Mapping[str, Sequence[float]]
+    spec: Rotary, ggml: _GgmlParameters, trained: int | None, tensors: Mapping[str, Sequence[float]]
 ) -> Rotary:
-    """`spec` with the frequencies and the amplitude of `numbers`, divided by the tensors."""
-    factor, amplitude = numbers.factor, numbers.amplitude
+    """Return `spec` with the frequencies of `ggml` divided by the tensors, and its amplitude."""
+    factor, amplitude = ggml.factor, ggml.amplitude
     schedule = "linear" if factor != 1.0 else "default"
     params: dict[str, JSON] = {"factor": factor} if factor != 1.0 else {}
-    if numbers.is_yarn and factor != 1.0:
+    if ggml.is_yarn and factor != 1.0:
         if trained is None:
             raise ValueError(
                 "YaRN needs rope.scaling.original_context_length, or context_length, "
@@ -344,14 +345,14 @@ def _scaled(
         names = ("beta_fast", "beta_slow", "attention_factor")
         usual = (*BETAS, yarn_amplitude(factor))
         schedule, params = "yarn", {**params, "original_max_position_embeddings": trained}
-        for name, value, silent in zip(names, (*numbers.betas, amplitude), usual, strict=True):
-            if not math.isclose(value, silent, rel_tol=1e-7):
+        for name, value, default in zip(names, (*ggml.betas, amplitude), usual, strict=True):
+            if not math.isclose(value, default, rel_tol=1e-7):
                 params[name] = value
     spec = dataclasses.replace(spec, schedule=schedule, params=params)
     freqs, long, short = map(tensors.get, TENSORS)
     pairs = spec.rotary_dim // 2
     if long is not None or short is not None:
-        if long is None or short is None or trained is None or numbers.is_yarn:
+        if long is None or short is None or trained is None or ggml.is_yarn:
             raise ValueError(
                 "rope_factors need both tensors, _long and _short, the context length of the "
                 "training and no YaRN in the GGUF file"

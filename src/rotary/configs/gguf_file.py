@@ -1,4 +1,4 @@
-"""The header and the RoPE tensors of a GGUF file."""
+"""Reads the header and the RoPE tensors of a GGUF file."""
 
 import os
 import struct
@@ -10,15 +10,15 @@ from ..strict_json import JSON
 
 TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-# type of number -> its bytes
+# GGUF's type of a number -> its size in bytes
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def read_gguf(path: str | os.PathLike[str]) -> dict[str, JSON]:
-    """What a GGUF file says about its RoPE: keys of the header, and the RoPE tensors as lists.
+    """Read what a GGUF file says about its RoPE: keys of the header, and RoPE tensors as lists.
 
-    Weights are not read, however large the file is. Of a model in several files give the first;
-    the RoPE tensors are looked for in all.
+    Weights are not read, however large the file is. For a model in several files give the first;
+    the RoPE tensors of all files are read.
     Raises FileNotFoundError, ValueError for a damaged file, ImportError without `gguf`.
     """
     path = Path(path)

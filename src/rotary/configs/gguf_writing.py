@@ -1,4 +1,4 @@
-"""The GGUF metadata that makes llama.cpp compute a spec; `gguf` reads such metadata."""
+"""Writes the GGUF metadata that makes llama.cpp compute a spec; `gguf` reads such metadata."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from .values import whole_number
 def to_gguf(
     spec: Rotary, architecture: str, *, context_length: int | None = None
 ) -> dict[str, JSON]:
-    """The GGUF metadata that makes llama.cpp compute `spec`, RoPE tensors among it.
+    """Return the GGUF metadata, with RoPE tensors, that makes llama.cpp compute `spec`.
 
     Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
     "rope_freqs.weight", float32 divisors of base^(-2i / rotary_dim), with 1e30 for a pair that
     stands still; longrope into "rope_factors_long.weight" and "_short". The amplitude of YaRN is
-    attn_factor x (0.1 ln(factor) + 1) there, so attn_factor is written to give the one of `spec`.
-    Where sliding-window layers have a RoPE of their own, these are the keys of the others.
+    attn_factor x (0.1 ln(factor) + 1) there, so attn_factor is written to give that of `spec`.
+    If sliding-window layers have a RoPE of their own, the keys are for the other layers.
 
     context_length  positions the model is made for; longrope is told apart by it
     Raises ValueError for what llama.cpp does not compute in that architecture: another layout,
@@ -61,7 +61,7 @@ def to_gguf(
 def _scaling(
     spec: Rotary, architecture: str, model: Mapping[str, JSON]
 ) -> tuple[dict[str, JSON], dict[str, list[float]]]:
-    """The keys under rope.scaling, and the tensors, for the frequencies of `spec`."""
+    """Return the keys under rope.scaling, and the tensors, for the frequencies of `spec`."""
     params = spec.params
     if spec.schedule == "default":
         return {}, {}
@@ -80,7 +80,9 @@ def _scaling(
             for name in ("long", "short")
         }
     if spec.depends_on_length:
-        raise ValueError(f"llama.cpp has no {spec.schedule!r} that follows the length")
+        raise ValueError(
+            f"llama.cpp has no schedule {spec.schedule!r}, which depends on the length"
+        )
     steps, amplitude = inv_freq(spec)
     plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
     divisors = [
@@ -91,11 +93,11 @@ def _scaling(
 
 
 def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The keys under rope.scaling for YaRN; ValueError if llama.cpp does not read one of them."""
+    """Return the keys under rope.scaling for YaRN; ValueError if llama.cpp does not read one."""
     if model.get("latent") or "layers" in model:
         raise ValueError(
-            f"to_gguf writes no YaRN for {architecture!r}, where llama.cpp makes its amplitude "
-            "and the scale of the scores of more keys than those of RoPE"
+            f"to_gguf writes no YaRN for {architecture!r}: there llama.cpp computes the amplitude "
+            "and the scale of the scores from more keys than those of RoPE"
         )
     params, factor = spec.params, float(spec.params["factor"])
     keys: dict[str, JSON] = {
@@ -103,12 +105,12 @@ def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> di
         "factor": factor,
         "original_context_length": params["original_max_position_embeddings"],
     }
-    for name, silent in (("beta_fast", BETAS[0]), ("beta_slow", BETAS[1]), ("truncate", True)):
-        if params.get(name, silent) != silent:
+    for name, default in (("beta_fast", BETAS[0]), ("beta_slow", BETAS[1]), ("truncate", True)):
+        if params.get(name, default) != default:
             if f"yarn_{name}" not in model.get("reads", ()):
                 raise ValueError(
                     f"llama.cpp reads no {name} in the architecture {architecture!r}, where it is "
-                    f"{silent}; the spec has {params[name]}"
+                    f"{default}; the spec has {params[name]}"
                 )
             keys[f"yarn_{name}"] = float(params[name])
     amplitude = inv_freq(spec)[1]

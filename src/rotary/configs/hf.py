@@ -1,7 +1,7 @@
-"""Makes a `Rotary` from a model's config, in all versions of the format, and a config from it.
+"""Makes a `Rotary` from a model's config, in all versions of the format.
 
 `entries.py` chooses the keys; this file interprets them. An unknown key, type or model is an error
-that names it.
+that names it. `hf_writing.py` writes configs.
 """
 
 import re
@@ -24,7 +24,7 @@ ALIASES = {
     "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
     "openpangu": "default", "ntk": "ntk",
 }  # fmt: skip
-# rope types whose functions in transformers take a head_dim of null as it is, and fail
+# rope types whose functions in transformers fail if head_dim is null
 _NEED_HEAD_DIM = ("dynamic", "longrope", "yarn")
 LAYOUT_MARK = "rope_traditional"  # of mlx-lm: true for interleaved; read here for every model
 # keys beside a schedule's own; the last two do not change cos and sin
@@ -41,7 +41,7 @@ Complain = Callable[[str], None]
 
 
 def refuse(message: str) -> None:
-    """Complain by a ValueError.
+    """Raise ValueError: the default for `complain`.
 
     >>> refuse("a key")
     Traceback (most recent call last):
@@ -58,17 +58,17 @@ def from_hf_config(
     as_type: str | None = None,
     strict: bool = True,
 ) -> Rotary | None:
-    """The RoPE of a model's config, as transformers 5.23 would compute it.
+    """Return the RoPE of a model's config, as transformers 5.23 would compute it.
 
     config      path of a config.json or of the folder that holds it, a dict, or a PretrainedConfig
     layer_type  which entry, where frequencies differ by layer type ("full_attention", ...)
     part        which sub-config of a model of several parts ("vision_config"); default the text
-    as_type     model_type whose code is like that of this model, where its own is not known
+    as_type     model_type whose code is like that of this model, if its own is not known
     strict      False turns unknown keys into warnings
-    Understands `rope_parameters` (v5, flat or nested by layer type), `rope_scaling` with top-level
+    It reads `rope_parameters` (v5, flat or nested by layer type), `rope_scaling` with top-level
     keys (v4), the models of `MODELS`, and the type names of vLLM, SGLang and mlx-lm; a dict without
     `model_type` is read as Llama with an optional leading slice.
-    Returns None for a layer type without rotation, and where the config turns RoPE off.
+    Returns None for a layer type without rotation, and if the config turns RoPE off.
 
     Raises ValueError for anything missing, unknown or contradictory, FileNotFoundError for a path
     that is not there.
@@ -82,7 +82,7 @@ def from_hf_config(
 
 
 def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
-    """The RoPE of a config that was read; `complain` is given each key that has no meaning here.
+    """Return the RoPE of a config; `complain` is called with a message on each unknown key.
 
     >>> rotary_of(choose({"head_dim": 64}))
     Rotary(head_dim=64)
@@ -130,7 +130,7 @@ def _warn(message: str) -> None:
 
 
 def check_top(config: Config, complain: Complain) -> None:
-    """Complain about keys that look like RoPE and that this model does not read: misspelt ones.
+    """Complain about top-level keys that look like RoPE and that are misspelled or not read.
 
     >>> check_top(choose({"model_type": "llama", "rope_thata": 1e4}), print)
     config key 'rope_thata' is not known; did you mean 'rope_theta'?
@@ -165,7 +165,7 @@ def check_top(config: Config, complain: Complain) -> None:
 
 
 def _rope_type(config: Config) -> tuple[str, str]:
-    """The rope type of the file, one of `TYPES` or `ALIASES`, and the schedule that is meant."""
+    """Return the rope type of the file, one of `TYPES` or `ALIASES`, and its schedule."""
     name, model, rope = config.rope_type, config.model, config.rope
     new, old = rope.get("rope_type"), rope.get("type")
     if new is not None and old is not None and new != old and ALIASES.get(str(old), old) != new:
@@ -213,7 +213,7 @@ def needs_head_dim(config: Config, rope_type: str) -> bool:
 def _parameters(
     rope_type: str, schedule: str, config: Config, complain: Complain
 ) -> dict[str, JSON]:
-    """The schedule's parameters in the file; null counts as missing, except for truncate."""
+    """Return the schedule's parameters; null counts as missing, except for truncate."""
     _check_trained(config, schedule, complain)
     rope = _known_keys(config.rope, schedule, rope_type, config.model, complain)
     if schedule == "axial":
@@ -228,20 +228,20 @@ def _parameters(
     if "truncate" in params and params["truncate"] is None:
         params["truncate"] = False  # transformers takes null for false
     params = {key: value for key, value in params.items() if value is not None}
-    return _filled(schedule, params, config)
+    return _with_lengths(schedule, params, config)
 
 
 def _known_keys(
     rope: Mapping[str, JSON], schedule: str, rope_type: str, model: Model, complain: Complain
 ) -> Rope:
-    """The rope parameters that are known; each of the others is complained about."""
+    """Return the rope parameters that are known; complain about the others."""
     if rope.get("use_fope"):
         raise ValueError("use_fope is not a rotary embedding: FoPE mixes frequencies by matrices")
     keys = {*_COMMON_KEYS, *parameters(schedule), *_DIALECT_KEYS.get(rope_type, ())}
     keys -= {"num_axes", "ladder", "widths"}
     if not model.get("mscales"):  # a model whose code ignores them
         keys -= {"short_mscale", "long_mscale"}
-    if rope_type == "dynamic" and model.get("alpha"):  # Hunyuan's files carry YaRN's keys, unread
+    if rope_type == "dynamic" and model.get("alpha"):  # Hunyuan's files have unread keys of YaRN
         keys |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if rope.get("extrapolation_factor") == 1:
         keys.add("extrapolation_factor")
@@ -267,7 +267,7 @@ _DIALECT_KEYS = {
 
 
 def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Parameters that a dialect has under another name, or as another formula."""
+    """Return parameters that a dialect has under another name, or as another formula."""
     if schedule == "ntk" and rope.get("alpha"):
         return {"factor": rope["alpha"]}
     if schedule == "ntk_mixed":
@@ -286,14 +286,14 @@ def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict
 
 
 def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
-    """Complain about a trained length that is not read, where two places say two of them.
+    """Complain about the trained length that is not read, if a config has two different ones.
 
-    transformers takes the one beside rope parameters that are not nested, and else the one inside.
+    transformers reads the one beside flat rope parameters, and the one inside nested ones.
     """
     name = "original_max_position_embeddings"
     outside, inside = config.data.get(name), config.rope.get(name)
     if name in config.model or outside is None or schedule not in ("yarn", "longrope", "llama3"):
-        return  # Phi-3's class has a length, which is outside
+        return  # Phi-3's class has its own length, beside the rope parameters
     if config.is_by_layer_type:
         if outside != (config.context if inside is None else inside):
             complain(
@@ -308,7 +308,7 @@ def _check_trained(config: Config, schedule: str, complain: Complain) -> None:
 
 
 def layout_of_weights(data: Mapping[str, JSON], model: Model) -> str:
-    """The layout of the weights: the model's own, unless a key of the config says the other.
+    """Return the layout of the weights: the model's, unless a key of the config states the other.
 
     >>> layout_of_weights({"rope_traditional": True}, {"layout": "half"})
     'interleaved'
@@ -326,7 +326,7 @@ def layout_of_weights(data: Mapping[str, JSON], model: Model) -> str:
 
 
 def _axes(config: Config, pairs: int) -> tuple[int, ...]:
-    """Which position axis drives each pair."""
+    """Return the position axis of each pair; () for one axis."""
     model, rope = config.model, config.rope
     if "num_axes" in model:
         count = model["num_axes"]
@@ -348,8 +348,8 @@ def _axes(config: Config, pairs: int) -> tuple[int, ...]:
     return interleaved_sections(*counts) if way == "interleaved" else sections(*counts)
 
 
-def _filled(schedule: str, params: dict[str, JSON], config: Config) -> dict[str, JSON]:
-    """The parameters with the trained length, and a missing factor, from outside of their dict."""
+def _with_lengths(schedule: str, params: dict[str, JSON], config: Config) -> dict[str, JSON]:
+    """Add the trained length, and a missing factor, from keys beside the rope parameters."""
     name = "original_max_position_embeddings"
     context, trained = config.context, config.trained
     if schedule == "dynamic":

@@ -1,4 +1,4 @@
-"""Writes a config.json of a RoPE, or another RoPE into one, whose other keys stay unchanged."""
+"""Writes a RoPE as a config.json, or into one whose other keys stay unchanged."""
 
 import copy
 import dataclasses
@@ -14,19 +14,19 @@ from .hf import TYPES, check_read, from_hf_config, needs_head_dim
 from .record import Config
 from .values import whole_number
 
-# keys of rope_parameters that deal out the axes of a model, which no schedule has
+# keys of rope_parameters that assign axes to pairs; no schedule has them
 AXES_KEYS = ("mrope_section", "mrope_interleaved")
 
 
 def to_hf_config(
     spec: Rotary, *, max_position_embeddings: int | None = None, version: int = 5
 ) -> dict[str, JSON]:
-    """The keys of a config.json that give `spec` back through `from_hf_config`.
+    """Return the keys of a config.json that `from_hf_config` reads as `spec`.
 
     version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
-    `max_position_embeddings` is written if given; `dynamic` needs its own and sets it.
-    Raises ValueError for what such a config cannot say: another layout, several axes, a slice that
-    does not start the head, a schedule transformers does not have.
+    `max_position_embeddings` is written if given; `dynamic` sets it to its trained length.
+    Raises ValueError for what such a config cannot express: another layout, several axes, a slice
+    that does not start the head, a schedule transformers does not have.
 
     >>> to_hf_config(Rotary(head_dim=64))
     {'head_dim': 64, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
@@ -80,7 +80,7 @@ def to_hf_config(
 
 
 def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
-    """`max_position_embeddings` and `rope_parameters` that say `spec` in a config of its model.
+    """Return `max_position_embeddings` and `rope_parameters` of `spec`, for a config of its model.
 
     Layout, slice, axes and direction belong to the code of the model and are not written.
 
@@ -94,9 +94,9 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
 
 
 def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
-    """`rope_keys` for the file of one model: with the keys of its axes, and what its class needs.
+    """Return `rope_keys` for the config of one model, with the keys that assign its axes.
 
-    head_dim is there only where transformers fails without it.
+    head_dim is included only if transformers fails without it.
     Raises ValueError for a rope type that the model does not read; see `as_model_reads`.
 
     >>> model_keys(choose({"model_type": "llama"}), Rotary(head_dim=128), 4096)
@@ -114,9 +114,10 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
 
 
 def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
-    """`spec`, or `as_longrope` of it for a model that reads longrope and not its schedule: Phi-3.
+    """Return `spec`, or `as_longrope(spec)` if the model reads longrope and not its schedule.
 
-    Phi-3.5-MoE has the attention factor in short_mscale and long_mscale.
+    Phi-3 is such a model. For Phi-3.5-MoE the attention factor goes into short_mscale and
+    long_mscale.
 
     >>> as_model_reads(choose({"model_type": "llama"}), Rotary(head_dim=64), 4096)
     Rotary(head_dim=64)
@@ -135,12 +136,12 @@ def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
 
 
 def as_longrope(spec: Rotary, context: int) -> Rotary:
-    """Frequencies of every kind as the schedule "longrope", which configs can say.
+    """Return a spec of schedule "longrope" with the frequencies of `spec`, for use in configs.
 
     spec     for example of schedule "custom", which no program reads from a config
     context  the max_position_embeddings of the config, in tokens
     Both lists of factors are base^(-2i / rotary_dim) / inv_freq, so nothing depends on the length;
-    the attention factor is that of `spec`. Read back, each frequency is the same to 1e-15 of it.
+    the attention factor is that of `spec`. Read back, each frequency is right to a relative 1e-15.
     Raises ValueError for frequencies that are not > 0, which no factor gives, for a schedule that
     depends on the length, and for several axes.
 
@@ -177,17 +178,17 @@ def replace_rope(
     *,
     part: str | None = None,
 ) -> dict[str, JSON]:
-    """The keys of a config.json with another RoPE in them; every other key stays as it is.
+    """Return the keys of a config.json with another RoPE in it; other keys stay as they are.
 
     config   path of a config.json or its folder, a dict, or a PretrainedConfig; not changed
-    spec     what `from_hf_config` shall give for the result; a model that reads longrope and not
-             this schedule, as Phi-3, gets the same frequencies as longrope
+    spec     what `from_hf_config` is to return for the result; a model that reads longrope and not
+             this schedule (Phi-3) gets the same frequencies as longrope
     context  its max_position_embeddings, in tokens
     layer_type, part  which RoPE of the config, as in `from_hf_config`
-    The keys are `rope_parameters` where the config has them, else `rope_theta` and `rope_scaling`,
-    under the names of its model. The result is read again before it is returned.
-    Raises ValueError where a config of this model cannot say `spec`, as for a base in its code, and
-    where layers of another type would change with it.
+    The keys are `rope_parameters` if the config has them, else `rope_theta` and `rope_scaling`,
+    under the names of its model. The result is read back and compared before it is returned.
+    Raises ValueError if a config of this model cannot express `spec` (such as a base that is fixed
+    in its code), and if layers of another type would change with it.
 
     >>> llama = {"model_type": "llama", "head_dim": 64, "vocab_size": 32000}
     >>> replace_rope(llama, Rotary(head_dim=64, base=1e6), 8192)["vocab_size"]
@@ -216,23 +217,23 @@ def replace_rope(
         inner["rope_parameters"][layer_type] = rope
     else:
         inner["rope_parameters"] = rope
-    again = from_hf_config(document, layer_type, part=part)
-    if again != spec:
+    read_back = from_hf_config(document, layer_type, part=part)
+    if read_back != spec:
         raise ValueError(
             f"a config of model_type {entry.model_type!r} cannot express this RoPE: it would be "
-            f"read as {again} instead of {spec}"
+            f"read as {read_back} instead of {spec}"
         )
     for other in layer_types(document, part=part):
         kept = from_hf_config(config, other, part=part)
         if other != layer_type and from_hf_config(document, other, part=part) != kept:
             raise ValueError(
                 f"layers of {other!r} read the same keys of this config and would change with "
-                f"those of {layer_type!r}; write rope_parameters nested by layer type by hand"
+                f"those of {layer_type!r}; write rope_parameters nested by layer type instead"
             )
     return document
 
 
 def _part_of(document: dict[str, JSON], part: str | None) -> dict[str, JSON]:
-    """The object inside a document that holds the keys of its part."""
+    """Return the object in a document that holds the keys of a part."""
     inner = document.get(part_key(document, part) or "")
     return _part_of(inner, None) if isinstance(inner, dict) else document

@@ -1,8 +1,8 @@
 """The rope parameters of each layer type: nested, flat, in lists by layer, or one for all.
 
-transformers reads a nested `rope_parameters` only where the model's code has layer types, and
-every such model has its own rule for missing and for flat entries. If transformers would read a
-config in another way than it looks, that is an error here, which says what to write.
+transformers reads a nested `rope_parameters` only if the model's code has layer types, and every
+such model has its own rule for missing and for flat entries. If transformers would not read a
+config as it is written, that is an error here, which says what to write.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from .values import check_shapes, length
 Model = Mapping[str, JSON]
 Rope = dict[str, JSON]
 Entries = dict[str | None, Rope | None]  # by layer type; None for a layer type without rotation
-# keys that say by layer what holds for it, of a few models
+# keys of a few models that list bases or scaled layers
 _LISTS = ("layer_rope_theta", "rope_scaling_layers")
 
 
 def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
-    """Layer type -> rope parameters, None for layers that do not rotate; {None: ...} for all alike.
+    """Return rope parameters by layer type, None if not rotated; {None: ...} if all are alike.
 
     >>> ropes({"rope_theta": 5e5}, {})
     {None: {}}
@@ -28,7 +28,7 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     rope = written or {
         key: value for key, value in model.get("rope", {}).items() if data.get(key) is None
     }
-    if "not_one" in model:  # refused for that, whatever else its keys are
+    if "not_one" in model:  # `rotary_of` refuses it, whatever its other keys are
         return {None: rope}
     check_shapes(data)
     for entry in (rope, *rope.values()):
@@ -51,7 +51,7 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
 
 
 def rope_parameters(data: Mapping[str, JSON]) -> Rope:
-    """What a config says under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
+    """Return what a config has under `rope_parameters` (v5) or `rope_scaling` (v4); {} if neither.
 
     >>> rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})
     {'type': 'linear', 'factor': 2.0}
@@ -66,9 +66,9 @@ def rope_parameters(data: Mapping[str, JSON]) -> Rope:
 
 
 def _check_filled(written: Rope, data: Mapping[str, JSON], model: Model) -> None:
-    """Refuse rope parameters that lack a value which transformers would not fill in.
+    """Refuse rope parameters without a value that transformers would not fill in.
 
-    The model's class has a default for it, but uses that only for a config without rope parameters.
+    The model's class has a default for it, but uses it only for a config without rope parameters.
     """
     name = f"model_type {data.get('model_type')!r}"
     needed = model.get("needed", ())
@@ -90,7 +90,7 @@ def _check_filled(written: Rope, data: Mapping[str, JSON], model: Model) -> None
 
 
 def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
-    """The layer type of each layer, as the config lists them; empty if it does not.
+    """Return the layer type of each layer, as the config lists them; empty if it does not.
 
     >>> listed_layer_types({"layer_types": ["full_attention"]})
     ('full_attention',)
@@ -99,7 +99,7 @@ def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
 
 
 def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | None:
-    """The entries of a config that lists the base or scaling of each layer; None without a list."""
+    """Return the entries of a config that lists bases or scaled layers; None without a list."""
     kind = data.get("model_type")
     for name in _LISTS:
         if kind and data.get(name) is not None and name not in model.get("lists", ()):
@@ -123,7 +123,7 @@ def _is_entry(value: object) -> bool:
 
 
 def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
-    """The entries of a nested rope_parameters, refused where transformers takes something else."""
+    """Return the entries of a nested rope_parameters; refuse what transformers reads otherwise."""
     name = data.get("model_type")
     entries = [value for value in rope.values() if isinstance(value, Mapping)]
     flat = {key: value for key, value in rope.items() if not _is_entry(value)}
@@ -166,10 +166,10 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
 
 
 def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
-    """The model's own entries, for a config with one flat rope_scaling or with none."""
-    meant, name = model.get("scaled_layers", ()), data.get("model_type")
+    """Return the model's own entries, for a config with one flat rope_scaling or with none."""
+    scaled_layers, name = model.get("scaled_layers", ()), data.get("model_type")
     if written and not model.get("flat"):
-        if data.get("rope_parameters") or not meant:
+        if data.get("rope_parameters") or not scaled_layers:
             example = ", ".join(f'"{kind}": {{...}}' for kind in own)
             raise ValueError(
                 f"rope_parameters of model_type {name!r} must be nested by layer type: "
@@ -186,11 +186,14 @@ def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -
                 f"rope_scaling of model_type {name!r} has {key}, which its code replaces by that "
                 "of the model; remove the key"
             )
-    silent = {
+    without_base = {
         kind: value and {key: value[key] for key in value if key != "rope_theta"}
         for kind, value in own.items()
     }
     kind_of = written.get("rope_type") or written.get("type")
     scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **written}
-    meant = meant if written else ()
-    return {kind: scaling if value and kind in meant else value for kind, value in silent.items()}
+    scaled_layers = scaled_layers if written else ()
+    return {
+        kind: scaling if value and kind in scaled_layers else value
+        for kind, value in without_base.items()
+    }

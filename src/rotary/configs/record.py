@@ -1,4 +1,4 @@
-"""`Config`: what a config says about one RoPE. All code that needs a config takes this record."""
+"""`Config`: what a config says about one RoPE, the record that all other code takes."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from .values import length, whole_number
 
 
 class Config(NamedTuple):
-    """What a config says about one RoPE, read once. A value is looked up in rope, data, model.
+    """What a config says about one RoPE. `get` looks a value up in rope, then data, then model.
 
     rope        the rope parameters of the layer type
     data        the keys around them
-    model       what `MODELS` knows: the values of the model's class where the file is silent
-    layer_type  None where all layers are alike
+    model       its entry in `MODELS`, with the defaults of the model's class
+    layer_type  None if all layers are alike
     is_layer_rotated   False for a layer type without rotation
     file_type   model_type of the whole file, of which this may be one part
     """
@@ -30,12 +30,12 @@ class Config(NamedTuple):
 
     @property
     def model_type(self) -> str:
-        """The model type of the part; "" for a config that has none."""
+        """The model_type of the part; "" for a config without one."""
         return str(self.data.get("model_type") or "")
 
     @property
     def rotates(self) -> bool:
-        """False for a layer type without rotation, and where a key of the model turns it off."""
+        """False for a layer type without rotation, and if a key of the model turns RoPE off."""
         for key, value in self.model.get("switch", {}).items():
             own = self.get(key)
             if value != (bool(own) if isinstance(value, bool) else own):
@@ -47,9 +47,9 @@ class Config(NamedTuple):
 
     @property
     def type_without_rotation(self) -> str | None:
-        """The type of layers that the code does not rotate, where layers of another have windows.
+        """The layer type that is not rotated, in models that rotate only layers with a window.
 
-        All others have one RoPE, so the types have no entries of their own.
+        All other layers have the same RoPE, so the types have no entries of their own.
         """
         rule = self.model.get("weights", {}).get("without_rotation")
         has_windows = rule == "full_attention" and self.data.get("sliding_window") is not None
@@ -57,7 +57,7 @@ class Config(NamedTuple):
 
     @property
     def rope_type(self) -> str:
-        """The name of the rope type as the file has it, "default" where it is silent."""
+        """The name of the rope type as the file has it, by default "default"."""
         name = self.rope.get("rope_type") or self.rope.get("type") or "default"
         if not isinstance(name, str):
             raise ValueError(f"rope_type must be a name, got {name!r}")
@@ -65,7 +65,7 @@ class Config(NamedTuple):
 
     @property
     def base(self) -> float:
-        """rope_theta."""
+        """The base, rope_theta; by default 10,000."""
         base = self.get("rope_theta", 10_000.0)
         if isinstance(base, bool) or not isinstance(base, int | float):
             raise ValueError(f"rope_theta must be a number, got {base!r}")
@@ -76,12 +76,13 @@ class Config(NamedTuple):
         """Channels of a head, as far as RoPE sees them (DeepSeek: qk_rope_head_dim)."""
         name = self.model.get("names", {}).get("head_dim", "head_dim")
         per_layer = self.data.get("per_layer_config") or {}
-        own = {int(layer): values for layer, values in per_layer.items()}  # "2", or "02" of many
+        own = {int(layer): values for layer, values in per_layer.items()}  # a key is "2", or "02"
         for layer, kind in enumerate(self.data.get("layer_types") or ()):
             if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
                 return whole_number(name, own[layer][name])
         self._check_plain_head_dim(name)
-        is_null = name in self.data and self.data[name] is None  # unlike a missing key: it divides
+        # null means hidden_size / num_attention_heads, unlike a missing key: that has a default
+        is_null = name in self.data and self.data[name] is None
         head_dim = None if is_null else self.get("head_dim")
         if head_dim is not None:
             return whole_number("head_dim", head_dim)
@@ -100,15 +101,15 @@ class Config(NamedTuple):
 
     @property
     def _width_and_heads(self) -> tuple[int, int] | None:
-        """hidden_size and num_attention_heads, if one can be divided by the other."""
+        """hidden_size and num_attention_heads if both are whole and there are heads, else None."""
         hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
         return (hidden, heads) if is_whole(hidden) and is_whole(heads) and heads > 0 else None
 
     def _check_plain_head_dim(self, name: str) -> None:
-        """Refuse a key head_dim that disagrees with `name`, the key that has the size of a head.
+        """Refuse a key head_dim that disagrees with `name`, the key that the code reads.
 
-        What the model does with head_dim is its `plain_head_dim`. "wins": the class keeps `name`
-        under head_dim, which replaces it. "divided": the code divides hidden_size by the heads.
+        `plain_head_dim` says what the model does with head_dim. "wins": the class stores `name`
+        as head_dim, so head_dim replaces it. "divided": the code divides hidden_size by the heads.
         "with the rest": head_dim also counts the channels that are not rotated.
         """
         data, rule = self.data, self.model.get("plain_head_dim")
@@ -144,7 +145,8 @@ class Config(NamedTuple):
     def share(self) -> float:
         """partial_rotary_factor of the file or the model's class, read by the code or not."""
         name = "partial_rotary_factor"
-        is_null = name in self._names(name) and self.data.get(name, name) is None  # a whole head
+        # null: the whole head
+        is_null = name in self._names(name) and self.data.get(name, name) is None
         share = self.get(name, 1.0) if not is_null or name in self.rope else 1.0
         if self.model.get("partial_rotary_factor", share) is None:  # the class has it, unused
             return 1.0
@@ -154,7 +156,7 @@ class Config(NamedTuple):
 
     @property
     def reads_width(self) -> bool:
-        """True if the model's code reads a number of channels, rotary_dim or its name for it."""
+        """True if the model's code reads the number of rotated channels, under any name."""
         return "rotary_dim" in {**self.model, **self.model.get("names", {})}
 
     @property
@@ -164,7 +166,7 @@ class Config(NamedTuple):
 
     @property
     def rotary_dim(self) -> int:
-        """How many channels the model's code rotates; `share` of the head where it reads that."""
+        """How many channels the model's code rotates: `share` of the head if it reads that."""
         if self.data.get("rope_dim") is not None and not self.model_type:  # vLLM's name of it
             return whole_number("rope_dim", self.data["rope_dim"])
         width = self.get("rotary_dim") if self.reads_width else None
@@ -189,7 +191,7 @@ class Config(NamedTuple):
 
     @property
     def context(self) -> int | None:
-        """max_position_embeddings; from the rope parameters only if it is nowhere else."""
+        """max_position_embeddings; the one in the rope parameters counts last."""
         name = "max_position_embeddings"
         beside = (self.data.get(each) for each in self._names(name))
         values = (*beside, self.model.get(name), self.rope.get(name))
@@ -197,7 +199,7 @@ class Config(NamedTuple):
 
     @property
     def trained(self) -> int | None:
-        """original_max_position_embeddings, or `context` where the config has none."""
+        """original_max_position_embeddings, or `context` if the config has none."""
         value = self.written_trained
         return self.context if value is None else value
 
@@ -217,10 +219,10 @@ class Config(NamedTuple):
         return "layers" in self.model or any(isinstance(each, Mapping) for each in entries)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value under our name, whatever this config calls it; `default` if all are silent."""
+        """Return a value by rotary's name for it, or `default` if no source has it."""
         layer = self.model.get("layers", {}).get(self.layer_type) or {}
         if name not in ("rope_theta", "head_dim"):
-            layer = {}  # `ropes` takes the other values of a default entry: all of them or none
+            layer = {}  # `ropes` uses the other values of a default entry, all or none
         sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
         if name == "rope_theta" and self.model.get("fixed_base"):
             sources = ()
@@ -230,7 +232,7 @@ class Config(NamedTuple):
         return default
 
     def _names(self, name: str) -> tuple[str, ...]:
-        """The keys of the file, beside the rope parameters, that this model's code reads."""
+        """Return the keys beside the rope parameters under which the model's code reads `name`."""
         alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
         if alias:
             return (alias,)

@@ -7,7 +7,7 @@ from ..strict_json import JSON
 
 
 def whole_number(name: str, value: JSON, least: int | None = None) -> int:
-    """`value`, if it is a whole number and at least `least`; ValueError with its name if not.
+    """Return `value` if it is a whole number and at least `least`; else ValueError with its name.
 
     >>> whole_number("head_dim", 64)
     64
@@ -20,7 +20,7 @@ def whole_number(name: str, value: JSON, least: int | None = None) -> int:
 
 
 def length(name: str, value: JSON) -> int | None:
-    """`value`, None or a whole number that a position can be; ValueError with its name if not.
+    """Return `value` if it is None or a whole number below 2^63; else ValueError with its name.
 
     >>> length("max_position_embeddings", None)
     """
@@ -42,7 +42,7 @@ _SHAPES: dict[str, tuple[str, Callable[[JSON], bool]]] = {
         lambda value: is_whole(value) and 0 <= value <= MAX_HEAD_DIM,
     ),
 }
-# sizes that are whole numbers wherever a config has them, read or not; some list one by layer
+# sizes that are whole numbers in every config, or lists with one for each layer
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
     "max_position_embeddings",
@@ -50,7 +50,7 @@ _SIZES = (
 
 
 def check_shapes(keys: Mapping[str, JSON]) -> None:
-    """Refuse a list, an object or a size that is not what its name says.
+    """Refuse a list, an object or a size of another type than its key needs.
 
     >>> check_shapes({"layer_types": 3})
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""vLLM's `--hf-overrides` for a `Rotary`."""
+"""Writes a `Rotary` as vLLM's `--hf-overrides`."""
 
 from ..angles import inv_freq
 from ..schedules import grown_base
@@ -8,12 +8,12 @@ from .hf_writing import to_hf_config
 
 
 def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, JSON]:
-    """The dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
+    """Return the dict for vLLM's `--hf-overrides` that makes a model compute `spec`.
 
-    LongRoPE is written with short_mscale and long_mscale, for vLLM ignores factor and
-    attention_factor there. Raises ValueError for what vLLM reads otherwise than transformers and so
-    cannot say: dynamic, whose static reading there is plain RoPE, and proportional with a factor,
-    which it drops.
+    LongRoPE is written with short_mscale and long_mscale, because vLLM ignores factor and
+    attention_factor there. `max_position_embeddings` and errors as in `to_hf_config`. Also raises
+    ValueError for what vLLM cannot compute: dynamic, which it computes as plain RoPE, and
+    proportional with a factor, which it drops.
     Source: vLLM 0.32, started with such dicts: tests/golden/peers/to_vllm.json.
 
     >>> to_vllm(Rotary(head_dim=64, base=5e5))
@@ -33,7 +33,7 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
         written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
     del written["head_dim"]
     rope = written["rope_parameters"]
-    if isinstance(rope.get("factor"), int):  # an int raises TypeError in its linear scaling
+    if isinstance(rope.get("factor"), int):  # an int raises TypeError in vLLM's linear scaling
         rope["factor"] = float(rope["factor"])
     if spec.schedule == "longrope":
         trained = spec.params["original_max_position_embeddings"]
