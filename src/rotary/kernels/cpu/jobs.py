@@ -31,7 +31,7 @@ from ..memory import (
     is_injective,
 )
 from ..numpy import address
-from . import caches, loops, threads
+from . import built_in, caches, loops, threads
 from .rows import MODES, STREAMING
 
 STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
@@ -44,7 +44,8 @@ _LONG_BYTES = 1 << 16  # a smaller job ends before another thread could get the 
 # is passed as q and as k; other missing arrays are 0. Returns False, and writes nothing, if a check
 # fails
 Job = Callable[[int, int, int, int, int, int, int, int], bool]
-Alive = tuple[Array, ...]  # a record and the arrays whose addresses it holds
+# a record of whole numbers, and the arrays whose addresses it holds
+AnglesRecord = tuple["array[int]", tuple[Array, ...]]
 
 
 class Call(NamedTuple):
@@ -184,11 +185,11 @@ def call_of(
             assert index is not None
             tokens = index.shape[: len(index.shape) - bool(angles.axes)]
             shape = *((1, *tokens)[-2:]), *index.shape[len(tokens) :]
-            alive = angles_record(
+            record = angles_record(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.rotate_once_at(xs[0].dtype), size, form, mode, alive)
+            return _small_job(loops.rotate_once_at(xs[0].dtype), size, form, mode, record)
         if size < threads.SERIAL_BYTES:
             return _small_job(loops.rotate_once(xs[0].dtype), size, form, mode)
         return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
@@ -202,11 +203,15 @@ def call_of(
 
 
 def _small_job(
-    bind: Callable[[object], Job], size: int, form: Array, mode: int, angles: Alive = ()
+    bind: Callable[[object], Job],
+    size: int,
+    form: Array,
+    mode: int,
+    angles: AnglesRecord | None = None,
 ) -> Job:
     """Return a job that is one call of a C function."""
-    if angles:
-        form["angles"] = address(angles[0])
+    if angles is not None:
+        form["angles"] = angles[0].buffer_info()[0]
     form["is_long"] = size >= _LONG_BYTES
     return bind((address(form), mode, form, angles))  # the job keeps the last two alive
 
@@ -310,16 +315,16 @@ def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def angles_record(
     shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
     lowest: int = -(2**63),
-) -> Alive:  # fmt: skip
+) -> AnglesRecord:  # fmt: skip
     """Return loops.ANGLES for positions of this shape, and the arrays whose addresses it holds."""
     turns = np.ascontiguousarray(turns, np.uint64)
     scales = np.ascontiguousarray(scales, np.float64)
     per_pair = np.array(axes, np.int64)
     batch, seq, *num_axes = shape
-    form = np.array((
-        batch, seq, *(num_axes or [1]), address(per_pair) if axes else 0,
-        address(turns), turns.strides[0] if len(turns) > 1 else 0,
-        address(scales), scales.strides[0] if len(scales) > 1 else 0,
+    record = array("q", (
+        batch, seq, *(num_axes or [1]), built_in.address(per_pair) if axes else 0,
+        built_in.address(turns), turns.strides[0] if len(turns) > 1 else 0,
+        built_in.address(scales), scales.strides[0] if len(scales) > 1 else 0,
         backwards, turns.shape[-1], lowest,
-    ), loops.ANGLES)  # fmt: skip
-    return form, turns, scales, per_pair
+    ))  # fmt: skip
+    return record, (turns, scales, per_pair)

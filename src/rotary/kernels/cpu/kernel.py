@@ -150,8 +150,9 @@ def tables(
     positions = np.ascontiguousarray(positions, np.int64)
     batch, seq = positions.shape[:2]
     cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
-    form, *alive = angles_record(positions.shape, turns, scales, axes, backwards)
-    job = array("q", (1, 1, 0, *map(address, (form, positions, cos, sin)), 0))
+    angles, alive = angles_record(positions.shape, turns, scales, axes, backwards)
+    addresses = angles.buffer_info()[0], *map(address, (positions, cos, sin))
+    job = array("q", (1, 1, 0, *addresses, 0))
     threads.run(loops.loop("table"), both.nbytes, job)
     del alive
     return cos, sin

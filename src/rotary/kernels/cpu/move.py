@@ -148,8 +148,9 @@ def run_shifted(
         return False
     frequencies = turns()
     cos, sin = tables = np.empty((2, number, len(frequencies)), np.float32)
-    angles, *alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
-    job = array("q", (1, 1, 0, *map(address, (angles, distinct, cos, sin)), 0))
+    angles, alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
+    addresses = angles.buffer_info()[0], *map(address, (distinct, cos, sin))
+    job = array("q", (1, 1, 0, *addresses, 0))
     threads.run(loop("table"), tables.nbytes, job)
     del alive
     block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), len(frequencies), options)
