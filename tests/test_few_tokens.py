@@ -36,10 +36,10 @@ SPECS = (
 def without_tables(monkeypatch):
     """How many calls were prepared to work out their angles."""
     calls = []
-    ready = cpu.ready_turn
+    ready = cpu.ready_call_at
     for module in (cpu, jobs):
         monkeypatch.setattr(
-            module, "ready_turn", lambda *form: calls.append(ready(*form)) or calls[-1]
+            module, "ready_call_at", lambda *form: calls.append(ready(*form)) or calls[-1]
         )
     return calls
 

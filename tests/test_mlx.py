@@ -473,7 +473,7 @@ def test_the_module_has_the_call_of_nn_rope(traditional):
     assert mx.array_equal(ours(x, offset=rows)[1], ours(x, offset=40)[1])
     assert ours.parameters() == {}
     assert repr(ours).startswith("RoPE(Rotary(head_dim=80, rotary_dim=64")
-    with pytest.raises(ValueError, match="an offset is one axis, the spec has 3"):
+    with pytest.raises(ValueError, match="an offset has one axis, the spec has 3"):
         RoPE(SPECS["three axes"])
 
 

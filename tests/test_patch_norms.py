@@ -16,7 +16,7 @@ from rotary.integrations.transformers import patch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ENOUGH = norms.ENOUGH
+MIN_NUMBERS = norms.MIN_NUMBERS
 BOTH = "half, with q_norm and k_norm"
 
 
@@ -30,7 +30,7 @@ def fused_calls(monkeypatch):
         return original(q, k, *args, **kwargs)
 
     monkeypatch.setattr(rotations, "fused", fused)
-    monkeypatch.setattr(norms, "ENOUGH", 1)
+    monkeypatch.setattr(norms, "MIN_NUMBERS", 1)
     return calls
 
 
@@ -152,11 +152,11 @@ def test_bfloat16_is_at_least_as_good_as_before(family, fused_calls):
 def test_few_numbers_are_normalised_by_the_model(fused_calls, monkeypatch):
     model = new_model("qwen3", AutoModel)
     before = hidden(model)
-    monkeypatch.setattr(norms, "ENOUGH", ENOUGH)
+    monkeypatch.setattr(norms, "MIN_NUMBERS", MIN_NUMBERS)
     with patch(model):
         assert torch.equal(hidden(model), before)
     assert fused_calls == []
-    monkeypatch.setattr(norms, "ENOUGH", 2 * 12 * 4 * 16)  # q has so many, k has half
+    monkeypatch.setattr(norms, "MIN_NUMBERS", 2 * 12 * 4 * 16)  # q has so many, k has half
     with patch(model):
         assert distance(hidden(model), before) < 1e-5
     assert len(fused_calls) == 2
@@ -413,7 +413,7 @@ def test_a_method_whose_source_has_changed_keeps_its_norms():
     changed = type(method)(Scales.forward.__code__, method.__globals__, "forward")
     changed.__code__ = changed.__code__.replace(co_firstlineno=method.__code__.co_firstlineno)
     with pytest.raises(ValueError, match="has been changed since its source was read"):
-        norms.moved(changed, (("apply_rotary_pos_emb", 2),))
+        norms.move_norms(changed, (("apply_rotary_pos_emb", 2),))
     exec("def forward(self, q, k):\n    return q", scope := {})
     with pytest.raises(ValueError, match="has no source that can be read"):
-        norms.moved(scope["forward"], (("apply_rotary_pos_emb", 2),))
+        norms.move_norms(scope["forward"], (("apply_rotary_pos_emb", 2),))

@@ -234,5 +234,5 @@ def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(NotImplementedError, match="a SinkCache cannot be cropped"):
         SinkCache(config).crop(-1)
     keys = torch.zeros(1, 2, 3, 24)
-    with pytest.raises(ValueError, match="caches keys of 24 channels, and its RoPE is of 16"):
+    with pytest.raises(ValueError, match="caches keys of 24 channels, but its RoPE has 16"):
         SinkCache(config).update(keys, keys, 0)

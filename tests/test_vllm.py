@@ -36,7 +36,7 @@ def vllm(tmp_path, monkeypatch, caplog):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugin, "_replaced", {})
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(plugin, "_logged", set())
     monkeypatch.setenv("VLLM_PLUGINS", "other,rotary")
     monkeypatch.delenv("ROTARY_EXACT", raising=False)
     caplog.set_level(logging.INFO, "vllm.plugins.rotary")

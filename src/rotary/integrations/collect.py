@@ -1,6 +1,6 @@
-"""Collects a definition of this library and everything it needs into one file.
+"""Copy definitions of this library, and everything they need, into one file.
 
-Code is read and written out as text, comments and all; nothing is loaded.
+Code is copied as text, with its comments; nothing is imported.
 """
 
 import ast
@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent
-Definition = tuple[str, str]  # a file of ours below PACKAGE, and a name that its top level defines
+Definition = tuple[str, str]  # a file of this library below PACKAGE, and a top-level name in it
 Import = tuple[str, str]  # "from typing import" and "Any", or "import numpy as np" and ""
 
 
 class Source(NamedTuple):
-    """One file of ours: what its top level defines and imports, by name."""
+    """One file of this library: what its top level defines and imports, by name."""
 
     document: str
     lines: list[str]
     definitions: dict[str, ast.stmt]
-    ours: dict[str, Definition]  # imported from another file of ours
-    others: dict[str, Import]  # imported from a library
+    ours: dict[str, Definition]  # imported from another file of this library
+    others: dict[str, Import]  # imported from another library
 
 
 @lru_cache
 def read(path: str) -> Source:
-    """A file of ours, from its text.
+    """Parse a file of this library.
 
     >>> read("layouts.py").others["npt"]
     ('import numpy.typing as npt', '')
@@ -60,7 +60,7 @@ def _read_import(node: ast.Import | ast.ImportFrom, path: str, source: Source) -
 
 
 def needed(path: str, names: Sequence[str]) -> Iterator[Definition]:
-    """Every definition that is reached from these of one file, them too.
+    """Yield these definitions of one file, and every definition that they need.
 
     >>> sorted(needed("layouts.py", ["pair_slices"]))
     [('layouts.py', 'LAYOUTS'), ('layouts.py', 'Layout'), ('layouts.py', 'check'),
@@ -80,10 +80,11 @@ def needed(path: str, names: Sequence[str]) -> Iterator[Definition]:
 
 
 def collected(definitions: set[Definition], elsewhere: dict[Definition, str]) -> str:
-    """The code of definitions, under the imports that they need; those of one file stay in order.
+    """Return the code of definitions, below the imports that they need.
 
-    elsewhere  definitions that are written into another module of the same package -> its name
-    ValueError if two of them have one name.
+    elsewhere  definition -> the module of the same package that has it; these are imported
+
+    Definitions of one file keep their order. Raises ValueError if two have the same name.
     """
     own = definitions - elsewhere.keys()
     files = _ordered({file for file, _ in own})
@@ -107,7 +108,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _ordered(files: set[str]) -> list[str]:
-    """Files such that each comes after those that it imports."""
+    """Sort files so that each comes after those that it imports."""
     order: list[str] = []
 
     def visit(file: str) -> None:
@@ -123,7 +124,7 @@ def _ordered(files: set[str]) -> list[str]:
 
 
 def _span(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
-    """The lines of a definition with its decorators, and the comment right above it."""
+    """Return the lines of a definition, with its decorators and the comment right above it."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
     first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
     while first and lines[first - 1].startswith("#"):
@@ -141,7 +142,7 @@ def _joined(spans: list[tuple[int, int]], lines: list[str]) -> str:
 
 
 def _sorted(imports: set[Import]) -> str:
-    """Import lines: the standard library, then libraries, then other modules of the package."""
+    """Return import lines: standard library, other libraries, other modules of the package."""
     lines: dict[str, str] = {}
     for first, name in sorted(imports):
         lines[first] = f"{lines[first]}, {name}" if first in lines else f"{first} {name}".rstrip()

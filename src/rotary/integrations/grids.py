@@ -1,7 +1,7 @@
-"""The modules of diffusers, timm and DINOv3 that make the tables of an image or a video.
+"""Exact tables for the modules of diffusers, timm and DINOv3 that make tables of images and videos.
 
 The modules of `tables` take positions; these take ids of patches, an image, or its size. For each
-known kind this file says how to call it, and which positions a call means.
+known kind of module, this file has how to call it, and the positions that a call stands for.
 """
 
 import copy
@@ -22,15 +22,15 @@ from ..spec import Rotary
 from .styles import REFUSALS, full_width, style_of
 
 _NAME = re.compile("rope|rotary|pos_?embed|positionembedding", re.IGNORECASE)  # of their classes
-_SIZES = (2, 3, 4)  # patches along each axis of what a module is tried with
-_CLOSE = 2e-5  # float32 angles of a few turns; 16-bit tables round by more
+_SIZES = (2, 3, 4)  # patches along each axis of the example that a module is called with
+_CLOSE = 2e-5  # rounding of float32 angles of a few turns; 16-bit tables round by more
 
 
 class Maker(NamedTuple):
-    """A kind of module that makes tables: its method, and the name of the first parameter.
+    """A kind of module that makes tables: its method, and the name of the first parameter of that.
 
-    examples   arguments to try; the first that the module takes is used
-    positions  (tokens, axes) of the patches of such an argument
+    examples   arguments to try; the first one that the module accepts is used
+    positions  from such an argument, positions (tokens, axes) of its patches
     augments   whether training moves the positions at random
     """
 
@@ -42,12 +42,12 @@ class Maker(NamedTuple):
 
 
 def maker_of(module: nn.Module) -> Maker | None:
-    """How a module makes tables of patches; None if it makes none that is known.
+    """Return how a module makes tables of patches; None if it is not of a known kind.
 
     >>> maker_of(nn.Linear(2, 2))
     """
     if not _NAME.search(type(module).__name__):
-        return None  # to try every module would copy the weights of a model
+        return None  # calling every module would copy all weights of a model
     for maker in _MAKERS:
         method = getattr(type(module), maker.method, None)
         if callable(method) and list(inspect.signature(method).parameters)[1:2] == [
@@ -58,7 +58,7 @@ def maker_of(module: nn.Module) -> Maker | None:
 
 
 def tables_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Tables that a module makes of a small image; ValueError if it does not."""
+    """Return the tables that a module makes of a small image; ValueError if it makes none."""
     maker = maker_of(module)
     match = None if maker is None else next(_tried(module, maker), None)
     if match is None:
@@ -67,10 +67,10 @@ def tables_of(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
-    """A forward for `module`, a part of `model`, with float32 tables from exact angles.
+    """Return a forward for `module`, a part of `model`, with float32 tables from exact angles.
 
-    In training DINOv3 moves the positions at random: there the module's own forward answers.
-    Raises ValueError where the config says no frequencies, or not those of the module.
+    In training, DINOv3 moves the positions at random; the module's own forward is called then.
+    Raises ValueError if the config has no frequencies, or other ones than the module.
     """
     maker = maker_of(module)
     if maker is None or maker.positions is None:
@@ -84,7 +84,7 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
         wide = full_width(style, *cos_sin(spec, at, allow_negative=True))
         return tuple([t.reshape([-1 if n == tokens else n for n in shape]) for t in wide])
 
-    assert isinstance(argument, Tensor)  # all but the sizes, which mean no positions
+    assert isinstance(argument, Tensor)  # true of every maker that has `positions`
     at = positions_of(module, argument)
     if spec.num_axes != at.shape[-1]:
         raise ValueError(f"its positions have {at.shape[-1]} axes, its config {spec.num_axes}")
@@ -112,7 +112,7 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
 
 
 def _tried(module: nn.Module, maker: Maker) -> Iterator[tuple[object, tuple[Tensor, ...]]]:
-    """Each example that a module takes, and the float32 tables that it gives."""
+    """Yield each example that a module accepts, and the float32 tables that it returns."""
     try:
         trial = copy.deepcopy(module).to("cpu").eval()
         for example in maker.examples(trial):
@@ -129,7 +129,7 @@ def _tried(module: nn.Module, maker: Maker) -> Iterator[tuple[object, tuple[Tens
 
 
 def _are_of_angles(tables: Sequence[object]) -> TypeGuard[tuple[Tensor, ...]]:
-    """Whether these are cos and sin, in two tensors or in one."""
+    """Return whether these are cos and sin, in two tensors or in one."""
     tensors = [table for table in tables if isinstance(table, Tensor) and table.ndim > 1]
     if len(tensors) != len(tables) or len(tensors) not in (1, 2):
         return False
@@ -142,7 +142,7 @@ def _are_of_angles(tables: Sequence[object]) -> TypeGuard[tuple[Tensor, ...]]:
 
 
 def _spec(module: nn.Module, model: nn.Module) -> Rotary:
-    """By the config of the module, as DINOv3 has it, or that of the diffusers model around it."""
+    """Read the config of the module, as in DINOv3, or of the diffusers model around it."""
     config = getattr(module, "config", None)
     spec = from_diffusers_config(model) if config is None else from_hf_config(config)
     if spec is None:
@@ -150,11 +150,11 @@ def _spec(module: nn.Module, model: nn.Module) -> Rotary:
     return spec
 
 
-# --- the ways of making tables ---
+# --- examples and positions of each kind ---
 
 
 def _ids(module: nn.Module) -> Iterator[Tensor]:
-    """Flux: ids (tokens, axes); fewer axes than it has would be taken too."""
+    """Flux: ids (tokens, axes), most axes first, since it also accepts fewer than it has."""
     random = torch.Generator().manual_seed(5)
     for axes in range(6, 0, -1):
         yield torch.randint(1, 40, (24, axes), generator=random)
@@ -172,7 +172,7 @@ def _video_positions(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _patch(module: nn.Module) -> list[int]:
-    """Frames, rows and columns of a patch."""
+    """Return the frames, rows and columns of a patch."""
     size = getattr(module, "patch_size")  # noqa: B009  # a Tensor or Module, for mypy
     if isinstance(size, Sequence):
         return list(size)
@@ -185,8 +185,8 @@ def _images(module: nn.Module) -> Iterator[Tensor]:
     yield torch.zeros(1, 3, 2 * rows, 3 * columns)
 
 
-def _centres(module: nn.Module, x: Tensor) -> Tensor:
-    """The middle of each patch in [-1, 1], times one turn."""
+def _centers(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the center of each patch, in [-1, 1], times 2 pi."""
     sizes = [n // size for n, size in zip(x.shape[2:], _image_patch(module), strict=True)]
     spacing = [4 * math.pi / size for size in sizes]
     return grid(*sizes, spacing=spacing, origin="center", like=x)
@@ -210,5 +210,5 @@ _MAKERS = (
     Maker("get_embed", "shape", _shapes),
     Maker("forward", "ids", _ids, lambda module, ids: ids.double()),
     Maker("forward", "hidden_states", _videos, _video_positions),
-    Maker("forward", "pixel_values", _images, _centres, augments=True),
+    Maker("forward", "pixel_values", _images, _centers, augments=True),
 )

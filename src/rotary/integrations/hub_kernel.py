@@ -1,7 +1,7 @@
 """`export`: RoPE as a package of Hugging Face's `kernels`, which imports only torch and Triton.
 
-Such a package may not depend on this library. So the code that it needs is copied from here as
-text, definition by definition. For that, neither torch nor Triton is imported.
+Such a package may not depend on this library, so the code that it needs is copied from here as
+text, definition by definition. The export itself imports neither torch nor Triton.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ LAYERS = (
     *("apply_rotary_transformers", "apply_rotary_partial", "apply_rotary_half_width"),
     *("apply_rotary_interleaved", "apply_rotary_conjugate"),
 )
-# File of the package -> our file that it is made of, and what is asked of it.
+# file of the package -> the file here that it is copied from, and the names that it must define
 FILES = {
     "layers.py": ("integrations/hub_layers.py", ("apply_rotary", *LAYERS)),
     "triton.py": ("kernels/triton/kernel.py", ("DTYPES", "rotate")),
@@ -27,7 +27,7 @@ HEADER = """\
 # library: {source} and what it needs of other files. Change it there.
 # SPDX-License-Identifier: Apache-2.0
 """
-DOOR = '''\
+INIT = '''\
 """Rotary position embedding (RoPE) of q and k in one launch, for transformers and by itself.
 
 As a layer of a model of transformers (a function is called in place of the model's own):
@@ -52,12 +52,12 @@ from .layers import apply_rotary as apply_rotary
 
 
 def export(folder: str | Path) -> list[Path]:
-    """Write the package into a new or empty folder; the files written, below it.
+    """Write the package into a new or empty folder; return the paths of its files in the folder.
 
     For each backend of cpu, cuda and rocm there is `build/torch-BACKEND` with the same code and a
-    metadata.json. `build` appears whole or not at all.
-    Raises FileExistsError where the folder holds something or is a file, FileNotFoundError where
-    the folder that it is to be in does not exist.
+    metadata.json. `build` is written completely or not at all.
+    Raises FileExistsError if the folder is not empty or is a file, FileNotFoundError if its parent
+    does not exist.
     Source: https://huggingface.co/docs/kernels, the format that kernels 0.17.2 reads.
 
     >>> with tempfile.TemporaryDirectory() as new:
@@ -90,12 +90,12 @@ def export(folder: str | Path) -> list[Path]:
 
 
 def sources() -> dict[str, str]:
-    """The Python files of the package: name -> text.
+    """Return the Python files of the package: name -> text.
 
     >>> list(sources())
     ['__init__.py', 'layers.py', 'triton.py']
     """
-    texts = {"__init__.py": DOOR.format(version=__version__)}
+    texts = {"__init__.py": INIT.format(version=__version__)}
     written: dict[Definition, str] = {}
     for name, (source, roots) in FILES.items():
         definitions = set(needed(source, roots))
@@ -107,7 +107,7 @@ def sources() -> dict[str, str]:
 
 
 def _metadata(backend: str, texts: Mapping[str, str]) -> str:
-    """What `kernels` wants to know; the id is the name of the module once it is loaded."""
+    """Return the metadata.json that `kernels` reads; `kernels` loads the module under the id."""
     code = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:12]
     return f"""\
 {{

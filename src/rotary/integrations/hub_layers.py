@@ -3,8 +3,8 @@
 Each layer has the arguments of transformers' `apply_rotary_pos_emb(q, k, cos, sin,
 unsqueeze_dim=1)` and rotates q and k in one launch of a Triton kernel. On a CPU, without Triton,
 under torch.compile and under a transform of torch.func, torch's own operators rotate instead, which
-torch compiles and differentiates by itself. All compute in float32, in float64 where q is float64,
-and round once to the dtype of q.
+torch can compile and differentiate. All compute in float32, or in float64 if q is float64, and
+round once to the dtype of q.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -36,14 +36,13 @@ def apply_rotary(
     q, k           (batch, heads, seq, head_dim), or (batch, seq, heads, head_dim) with
                    unsqueeze_dim=2; with any strides. They may differ in the number of heads. k may
                    be None
-    cos, sin       (batch or 1, seq, pairs), as they are for q once an axis is put in at
-                   `unsqueeze_dim`. The first 2 * pairs channels of each head are rotated and the
-                   others copied
+    cos, sin       (batch or 1, seq, pairs); with a new axis at `unsqueeze_dim` they must broadcast
+                   to q. The first 2 * pairs channels of each head are rotated and the others copied
     layout         of the pairs: "half", channels i and i + pairs; "interleaved", 2 i and 2 i + 1
     conjugate      rotate by minus the angles
 
-    Returns new tensors (q, k), of the dtypes of q and k; k is None where it was None. Gradients of
-    every order go to q and k, and to cos and sin where these require one.
+    Returns new tensors (q, k), of the dtypes of q and k; k is None if it was None. Gradients of
+    every order reach q and k, and cos and sin if these require one.
     Raises ValueError for shapes that do not fit, TypeError for dtypes or devices that do not.
 
     >>> import torch
@@ -61,12 +60,12 @@ def apply_rotary(
     return rotated[0], None if k is None else rotated[1]
 
 
-class apply_rotary_transformers(nn.Module):  # noqa: N801  # the name of it in transformers
-    """All channels of each head, or the first of them, in halves: transformers' own formula.
+class apply_rotary_transformers(nn.Module):  # noqa: N801  # its name in transformers
+    """Rotate all channels of each head, or the first ones, in the half layout of transformers.
 
-    cos and sin have one column for each rotated channel: the columns of all pairs, twice. Fewer
-    columns than channels rotate that many channels. Half as many could also be one for each pair,
-    so they are refused: take the layer that says which.
+    cos and sin have one column for each rotated channel: the columns of all pairs, twice. With
+    fewer columns than channels, that many channels are rotated. Half as many columns are refused,
+    since they could also be one for each pair: use the layer for one of the two cases.
     """
 
     has_backward = True
@@ -87,7 +86,7 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  # the name of it in t
 
 
 class apply_rotary_partial(nn.Module):  # noqa: N801
-    """The first channels of each head, in halves: as many as cos and sin have columns."""
+    """Rotate the first channels of each head, as many as cos has columns, in the half layout."""
 
     has_backward = True
     can_torch_compile = True
@@ -100,7 +99,7 @@ class apply_rotary_partial(nn.Module):  # noqa: N801
 
 
 class apply_rotary_half_width(nn.Module):  # noqa: N801
-    """In halves, by tables with one column for each pair: gpt_oss.
+    """Rotate in the half layout by tables with one column for each pair, as gpt_oss has them.
 
     Twice as many channels as columns are rotated.
     """
@@ -115,7 +114,7 @@ class apply_rotary_half_width(nn.Module):  # noqa: N801
 
 
 class apply_rotary_interleaved(nn.Module):  # noqa: N801
-    """Channels 2 i and 2 i + 1, by tables with one column for each pair: openai_privacy_filter.
+    """Rotate channels 2 i and 2 i + 1 by tables with a column per pair: openai_privacy_filter.
 
     Twice as many channels as columns are rotated.
     """
@@ -130,7 +129,7 @@ class apply_rotary_interleaved(nn.Module):  # noqa: N801
 
 
 class apply_rotary_conjugate(nn.Module):  # noqa: N801
-    """As `apply_rotary_partial`, by minus the angles: nanochat."""
+    """Rotate as `apply_rotary_partial` does, by minus the angles: nanochat."""
 
     has_backward = True
     can_torch_compile = True
@@ -144,20 +143,20 @@ class apply_rotary_conjugate(nn.Module):  # noqa: N801
 
 
 def _half_of(cos: Tensor) -> int:
-    """How many pairs a table with a column for each channel has."""
+    """Return the number of pairs of a table with one column for each channel."""
     if cos.shape[-1] % 2:
         raise ValueError(f"cos has {cos.shape[-1]} columns; one for each channel is an even number")
     return cos.shape[-1] // 2
 
 
 def _like_rank_of(q: Tensor, table: Tensor, unsqueeze_dim: int) -> Tensor:
-    """A table with as many axes as q, so that it can be multiplied with it."""
+    """Return a table with as many axes as q, so that the two can be multiplied."""
     table = table.unsqueeze(unsqueeze_dim)
     return table[(None,) * (q.ndim - table.ndim)]
 
 
 def _check(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
-    """Refuse what cannot be rotated; cos and sin have as many axes as q."""
+    """Refuse arguments that cannot be rotated; cos and sin have as many axes as q."""
     q, k = xs[0], xs[-1]
     if not q.is_floating_point() or (k.dtype, k.device) != (q.dtype, q.device):
         raise TypeError(
@@ -192,7 +191,7 @@ def _check(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     xs: tuple[Tensor, ...], tables: tuple[Tensor, Tensor], geometry: Geometry
 ) -> tuple[Tensor, ...]:
-    """By the GPU kernel where it takes these and nobody asks for the gradient of the tables."""
+    """Call the GPU kernel if it takes these tensors and the tables need no gradient."""
     cos, sin = tables
     if is_tracing() or wants_grad(cos, sin) or not is_for_gpu((*xs, cos, sin)):
         return by_operators(xs, cos, sin, geometry)

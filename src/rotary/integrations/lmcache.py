@@ -6,20 +6,20 @@ one row of the server's table and forward by another. `install(spec)` puts `rero
     from rotary.integrations import lmcache
     lmcache.install(rotary.from_hf_config("config.json"))
 
-- Both angles are subtracted as whole numbers, so a key has one rounding a move, however far it
-  goes; LMCache rounds four products with tables that vLLM keeps in 16 bits.
-- Rope scaling and partial rotation work. LMCache refuses them where it is told of them, and its
-  code that reads vLLM's model does not tell: it builds an unscaled table of the whole head. With
-  YaRN its kernel multiplies keys by the square of the attention factor; here it cancels.
+- The two angles are subtracted as whole numbers, so each move rounds a key once, whatever the
+  distance. LMCache rounds four products with tables that vLLM keeps in 16 bits.
+- Rope scaling and partial rotation work. LMCache refuses them if they are passed to it, but its
+  code that reads vLLM's model does not pass them: it builds an unscaled table of the whole head.
+  With YaRN its kernel multiplies keys by the square of the attention factor; here it cancels.
 
-In a vLLM server the same is done, in every process of it, by the plug-in `rotary_lmcache`:
+In a vLLM server, the plug-in `rotary_lmcache` calls `install` in every process:
 
     VLLM_PLUGINS=rotary_lmcache ROTARY_CONFIG=/models/mine/config.json vllm serve ...
 
-It covers the blending that runs inside vLLM (`lmcache.v1.compute`). LMCache's server of its own
+It covers the blending that runs inside vLLM (`lmcache.v1.compute`). LMCache's separate server
 (`lmcache.v1.multiprocess`) moves keys in one native call that has no hook.
 
-Run against LMCache 0.5.6 with vLLM 0.32 on a CPU; tests/peers/in_lmcache.py does it again.
+Tested with LMCache 0.5.6 and vLLM 0.32 on a CPU; tests/peers/in_lmcache.py repeats the test.
 """
 
 import importlib
@@ -39,9 +39,9 @@ from ..spec import Rotary
 
 NAME = "rotary_lmcache"
 CONFIG = "ROTARY_CONFIG"
-_MODELS = "lmcache.v1.compute.models.base"  # imports a name of the module that is changed
+_MODELS = "lmcache.v1.compute.models.base"  # has imported a name that is replaced elsewhere
 _log = logging.getLogger("lmcache.rotary")
-_originals: list[tuple[dict[str, object], str, object]] = []  # namespace, name, what was there
+_originals: list[tuple[dict[str, object], str, object]] = []  # namespace, name, original value
 
 
 def rotary_embedding_k_fused(
@@ -52,16 +52,16 @@ def rotary_embedding_k_fused(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> None:
-    """LMCache's operator of this name, by the server's table alone: for who has no spec.
+    """Move keys as LMCache's operator of this name, by the server's table instead of a spec.
 
     old_positions, new_positions  (tokens,) rows of the table
     key            (tokens, heads, head_size), written in place
     cos_sin_cache  (rows, rotary_dim): cos, then sin; rotary_dim may be less than head_size
     is_neox        half layout, else interleaved
 
-    The move is one rotation: by the difference of the two angles of the table, so an attention
-    factor in the table cancels. It is as exact as the table is; `KeyMover` needs none. Raises
-    ValueError for shapes that do not fit.
+    The move is one rotation, by the difference of the two angles of the table, so an attention
+    factor in the table cancels. It is as exact as the table; `KeyMover` does not use the table.
+    Raises ValueError for shapes that do not fit.
 
     >>> cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # row 1 is a quarter turn
     >>> key = torch.tensor([[[3.0, 4.0]]])
@@ -93,9 +93,9 @@ def rotary_embedding_k_fused_strided(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> None:
-    """The same where head_size channels of a key are followed by those of a value.
+    """Move keys as `rotary_embedding_k_fused` does, in an array that also holds the values.
 
-    key          (tokens, heads, head_stride); the channels from head_size on are not touched
+    key          (tokens, heads, head_stride): keys of head_size channels, then values, which stay
 
     >>> cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> key = torch.tensor([[[3.0, 4.0, 5.0]]])
@@ -112,11 +112,11 @@ def rotary_embedding_k_fused_strided(
 class KeyMover(NamedTuple):
     """Both operators of LMCache and its `FusedRope`, by exact angles of a spec.
 
-    spec     of the model that wrote the keys
-    seq_len  the length that `dynamic` or `longrope` keys were scaled for
+    spec     the spec of the model that wrote the keys
+    seq_len  the length for which `dynamic` or `longrope` keys were scaled
 
     A call `mover(old_positions, new_positions, k)` moves k of (tokens, heads * head_dim) in place
-    and returns it. The operators take the server's table and look at its width alone.
+    and returns it. The operators take the server's table, but read only its width.
 
     >>> mover = KeyMover(Rotary(head_dim=4))
     >>> key = torch.ones(1, 8)
@@ -143,7 +143,7 @@ class KeyMover(NamedTuple):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> None:
-        """As the function of this name. Raises ValueError where the spec is of another form."""
+        """Move keys as the function of this name; ValueError if the spec has another form."""
         _check(key, head_size)
         self.check(head_size, is_neox)
         if cos_sin_cache.shape[-1] != self.spec.rotary_dim:
@@ -163,14 +163,14 @@ class KeyMover(NamedTuple):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> None:
-        """As the function of this name. Raises ValueError where the spec is of another form."""
+        """Move keys as the function of this name; ValueError if the spec has another form."""
         _check(key, head_stride)
         self.rotary_embedding_k_fused(
             old_positions, new_positions, key[..., :head_size], head_size, cos_sin_cache, is_neox
         )
 
     def check(self, head_size: int, is_neox: bool) -> None:
-        """ValueError where the server's heads or pairs are not those of the spec."""
+        """Raise ValueError if the spec has another head_dim or layout than the server."""
         layout = "half" if is_neox else "interleaved"
         if (head_size, layout) != (self.spec.head_dim, self.spec.out_layout):
             raise ValueError(
@@ -185,17 +185,18 @@ class KeyMover(NamedTuple):
 
 
 def install(spec: Rotary, seq_len: int | None = None) -> None:
-    """Move the keys of LMCache by `rerotate` from now on, in this process.
+    """Make LMCache move keys by `rerotate`, in this process.
 
-    spec     of the model that is served, `rotary.from_hf_config("config.json")`
-    seq_len  the length that its keys are scaled for, where the schedule depends on it
+    spec     the spec of the model that is served, `rotary.from_hf_config("config.json")`
+    seq_len  the length for which its keys are scaled, if the schedule depends on it
 
-    Replaces both operators of `lmcache.device_ops` and `get_fused_rope`, which makes what moves the
-    keys of a model. Where it is called with other heads, pairs or base than those of `spec`, it
-    raises ValueError. Call it before the model is loaded. `uninstall` takes it back.
+    Call it before the model is loaded; `uninstall` reverts it. It replaces both operators of
+    `lmcache.device_ops`, and `get_fused_rope`, which returns the object that moves the keys of a
+    model. The new one raises ValueError if head_size, layout or base are not those of `spec`.
 
-    Raises ImportError where LMCache is not installed; TypeError for what is no `Rotary`; ValueError
-    for a spec that depends on the length without `seq_len`, or that has several position axes.
+    Raises ImportError if LMCache is not installed; TypeError if `spec` is not a `Rotary`;
+    ValueError for a spec that depends on the length without `seq_len`, or that has several position
+    axes.
 
     >>> install(Rotary(head_dim=64, schedule="dynamic", params={"factor": 2.0,
     ...                "original_max_position_embeddings": 4096}))
@@ -223,7 +224,7 @@ def install(spec: Rotary, seq_len: int | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Give LMCache its own code back; nothing to do where nothing is installed.
+    """Restore LMCache's own code; do nothing if nothing is installed.
 
     >>> uninstall()
     """
@@ -235,7 +236,7 @@ def uninstall() -> None:
 
 
 def register() -> None:
-    """`install` by the config that ROTARY_CONFIG names; the plug-in `rotary_lmcache` of vLLM.
+    """Call `install` with the config at ROTARY_CONFIG: vLLM's plug-in `rotary_lmcache`.
 
     Does nothing unless VLLM_PLUGINS names `rotary_lmcache`. It may be called many times. Raises
     ValueError without ROTARY_CONFIG.

@@ -1,6 +1,6 @@
-"""Finds the rotation functions that a module's methods call, and makes copies that call others.
+"""Find the rotation functions that a module's methods call, and copy methods to call others.
 
-An attention of transformers calls a rotation function by a global name of its file:
+An attention module of transformers calls a rotation function by a global name of its file:
 
     query, key = apply_rotary_pos_emb(query, key, cos, sin)
 
@@ -8,9 +8,10 @@ A copy of that method, set on one module, looks up another name in the same file
 
     query, key = _rotary_apply_rotary_pos_emb(query, key, cos, sin)
 
-That name is all that differs, so no other model is touched, later changes of the file are seen, and
-torch.compile sees plain Python. docs/log.md has what the wrappers without such a copy lose. A call
-through a module, `llama.apply_rotary_pos_emb(...)`, looks the other name up in that module.
+Only that name differs. So no other model is affected, later changes of the file's globals take
+effect, and torch.compile sees plain Python. docs/log.md says what wrappers without such a copy
+lose. A call through a module, `llama.apply_rotary_pos_emb(...)`, looks up the other name in that
+module.
 """
 
 import copy
@@ -34,11 +35,10 @@ _ROTATES = re.compile(r"rotate|rotary|apply.*rope|apply_rot", re.IGNORECASE)
 def rotations_called(
     method: FunctionType,
 ) -> Iterator[tuple[dict[str, object], Callable[..., object]]]:
-    """(namespace, function) for every function named like a rotation that a method calls.
+    """Yield (namespace, function) for every function named like a rotation that a method calls.
 
-    The namespace is that of the method's file, or of a module through which it is called.
-
-    Decorators count: what the method wraps is searched as well.
+    The namespace is that of the method's file, or of the module through which the function is
+    called. If the method is decorated, the function inside the decorator is searched as well.
     """
     functions = [method]
     for function in functions:
@@ -58,10 +58,10 @@ def rotations_called(
 
 @functools.lru_cache(maxsize=256)
 def _local_functions(method: FunctionType) -> tuple[FunctionType, ...]:
-    """The functions named like a rotation that a method defines inside itself, as Wan does."""
+    """Return the functions named like a rotation that a method defines locally, as in Wan."""
     return tuple(
         FunctionType(code, method.__globals__)
-        for code in _inside(method.__code__)
+        for code in _nested(method.__code__)
         if _ROTATES.search(code.co_name) and not code.co_freevars
     )
 
@@ -71,7 +71,7 @@ def _is_rotation(value: object, name: str) -> TypeGuard[Callable[..., object]]:
 
 
 def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[ModuleType, str]]:
-    """(module, attribute) for each use of an attribute of a module that a function names."""
+    """Yield (module, attribute) for each attribute of a module that a function uses."""
     for first, *others in _dotted(code):
         owner = function.__globals__.get(first)
         for name in others:
@@ -81,9 +81,9 @@ def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[M
             owner = getattr(owner, name, None)
 
 
-@functools.lru_cache(maxsize=4096)  # as `_names`
+@functools.lru_cache(maxsize=4096)  # as for `_globals`
 def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Each use of a dotted name that starts with a global, in a code object or one inside it."""
+    """Return each use of a dotted name that starts with a global, also in nested code objects."""
     chains: list[list[str]] = []
     is_open = False
     for instruction in dis.get_instructions(code):
@@ -95,7 +95,7 @@ def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
         else:
             is_open = False
     own = tuple(tuple(chain) for chain in chains if len(chain) > 1)
-    return sum([_dotted(part) for part in _inside(code)], own)
+    return sum([_dotted(part) for part in _nested(code)], own)
 
 
 def _content(cell: CellType) -> object:
@@ -105,14 +105,14 @@ def _content(cell: CellType) -> object:
         return None
 
 
-@functools.lru_cache(maxsize=4096)  # of a class and its base classes, for every layer
+@functools.lru_cache(maxsize=4096)  # every layer asks for the methods of its class and its bases
 def _globals(code: CodeType) -> frozenset[str]:
-    """Names that a code object, or one inside it, reads as globals."""
+    """Return the names that a code object, or one nested in it, reads as globals."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    return frozenset(names).union(*[_globals(part) for part in _inside(code)])
+    return frozenset(names).union(*[_globals(part) for part in _nested(code)])
 
 
-def _inside(code: CodeType) -> list[CodeType]:
+def _nested(code: CodeType) -> list[CodeType]:
     return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
@@ -123,11 +123,11 @@ def _inside(code: CodeType) -> list[CodeType]:
 def copy_calling(
     method: FunctionType, names: tuple[tuple[Callable[..., Any], str], ...]
 ) -> FunctionType:
-    """A copy of `method` that calls, for each (function, name), what has that name in its file.
+    """Return a copy of `method` that calls, for each (function, name), the global `name` instead.
 
-    One copy for all layers and models, or torch.compile would compile each by itself.
-    Raises ValueError if the code uses the name of such a function for an attribute as well, for
-    Python stores both in one place.
+    All layers and models share one copy, since torch.compile compiles each copy separately.
+    Raises ValueError if the code also uses the name of such a function for an attribute, because
+    Python stores both names in the same place.
 
     >>> def rotate(x): return x
     >>> def forward(x): return rotate(x)
@@ -151,7 +151,7 @@ def copy_calling(
     if any(_count_attributes(code, name) != uses[name] for name in renamed):
         raise ValueError("is also the name of an attribute in the code that calls it")
     cells = []
-    for cell in method.__closure__ or ():  # what a decorator wraps
+    for cell in method.__closure__ or ():  # a decorator keeps the function that it wraps here
         inner = _content(cell)
         called = rotations_called(inner) if isinstance(inner, FunctionType) else ()
         is_calling = any(function in dict(names) for _, function in called)
@@ -169,17 +169,17 @@ def copy_calling(
 
 
 def _count_attributes(code: CodeType, name: str) -> int:
-    """How often a code object, or one inside it, uses a name for anything but a global."""
+    """Count the uses of a name, not as a global, in a code object and those nested in it."""
     own = sum(
         instruction.argval == name and instruction.opname != "LOAD_GLOBAL"
         for instruction in dis.get_instructions(code)
         if instruction.opcode in dis.hasname
     )
-    return own + sum(_count_attributes(part, name) for part in _inside(code))
+    return own + sum(_count_attributes(part, name) for part in _nested(code))
 
 
 def _renamed(code: CodeType, names: Mapping[str, str], local: Mapping[CodeType, str]) -> CodeType:
-    """A code object with other names, and with calls of a global in place of local functions."""
+    """Return a code object with other names, and calls of a global for some local functions."""
     return code.replace(
         co_names=tuple(names.get(name, name) for name in code.co_names),
         co_consts=tuple(
@@ -192,17 +192,17 @@ def _renamed(code: CodeType, names: Mapping[str, str], local: Mapping[CodeType, 
 
 
 def _calling(name: str, other: str) -> CodeType:
-    """The code of a function that calls another one, a global, with its own arguments."""
+    """Return the code of a function that passes its arguments to a global function."""
     source = f"def {name}(*args, **kwargs): return {other}(*args, **kwargs)"
-    return _inside(compile(source, "<rotary>", "exec"))[0]
+    return _nested(compile(source, "<rotary>", "exec"))[0]
 
 
 # --- methods set on one module ---
 
 
 def attribute_of(owner: object, name: str, method: Callable[..., object]) -> str:
-    """The attribute to set in place of a method; ValueError if somebody has set it before."""
-    hooked = f"_old_{name}"  # accelerate keeps what it wraps there
+    """Return the attribute to set instead of a method; ValueError if it has been set before."""
+    hooked = f"_old_{name}"  # accelerate stores the method that it wraps there
     attribute = hooked if hooked in vars(owner) else name
     own = vars(owner).get(attribute)
     if own is not None and getattr(own, "__func__", None) is not method:
@@ -213,9 +213,9 @@ def attribute_of(owner: object, name: str, method: Callable[..., object]) -> str
 def set_method(
     owner: object, attribute: str, function: Callable[..., object], original: object
 ) -> None:
-    """Let `function` be called for a method of this object alone, until `restore_methods`.
+    """Replace a method of this one object by `function`, until `restore_methods`.
 
-    Python looks `__call__` up in the class, so the object gets a class of its own.
+    Python looks up `__call__` in the class, so for `__call__` the object gets another class.
     """
     setattr(function, ORIGINAL, original)
     if attribute == "__call__":
@@ -225,14 +225,14 @@ def set_method(
         object.__setattr__(owner, attribute, MethodType(function, owner))
 
 
-@functools.lru_cache(maxsize=256)  # one for all layers
+@functools.lru_cache(maxsize=256)  # all layers share one class
 def _calling_class(kind: type, function: Callable[..., object]) -> type:
-    """`kind` with another `__call__`; its objects are pickled as those of `kind`."""
+    """Return a subclass of `kind` with another `__call__`; objects are pickled as `kind`."""
 
     def reduced(self: object, protocol: int) -> object:
         plain: object = object.__new__(kind)
         plain.__dict__.update(vars(self))
-        return plain.__reduce_ex__(1)  # later protocols want the class of `self`
+        return plain.__reduce_ex__(1)  # later protocols need the class of `self`
 
     def copied(self: object, memo: dict[int, object]) -> object:
         other = memo[id(self)] = object.__new__(type(self))
@@ -244,7 +244,7 @@ def _calling_class(kind: type, function: Callable[..., object]) -> type:
 
 
 def restore_methods(model: nn.Module) -> bool:
-    """Take every `set_method` in a torch model back; whether there was one."""
+    """Undo every `set_method` in a torch model; return whether there was one."""
     replaced = _methods_set(model)
     for owner, attribute, original in replaced:
         if attribute == "__class__":
@@ -257,14 +257,15 @@ def restore_methods(model: nn.Module) -> bool:
 
 
 def is_patched(model: Any) -> bool:
-    """Whether `rotary.patch` has replaced methods of a torch model."""
+    """Return whether `rotary.patch` has replaced methods of a torch model."""
     return bool(_methods_set(model))
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """(path, object) of what may have methods that rotate: modules, and diffusers' processors.
+    """Yield (path, object) of all that may have methods that rotate: modules and processors.
 
-    A processor is no module: `attention.processor`, which the attention calls, with itself.
+    A processor of diffusers is not a module: an attention module calls `attention.processor`, and
+    passes itself.
     """
     seen = set()
     for path, module in model.named_modules():
@@ -276,7 +277,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _methods_set(model: nn.Module) -> list[tuple[object, str, Callable[..., object]]]:
-    """(owner, attribute, original) of every method that `set_method` set."""
+    """Return (owner, attribute, original) of every method that `set_method` has set."""
     methods: list[tuple[object, str, Callable[..., object]]] = []
     for _, owner in owners(model):
         if ORIGINAL in vars(type(owner)):

@@ -14,9 +14,9 @@ _CACHE_BYTES = 64 * 2**20
 
 
 class RoPE(Module):
-    """Rotates as `spec` says, with the call that the layers of mlx-lm make: `rope(x, offset=n)`.
+    """A module that rotates as `spec` says; layers of mlx-lm call it as `rope(x, offset=n)`.
 
-    It has no parameter. One for all layers, or with `rotary.configs` one for each layer type:
+    It has no weights. All layers can share one, or with `rotary.configs` all of a layer type:
 
         spec = rotary.from_hf_config("config.json")
         for layer in model.layers:
@@ -31,20 +31,20 @@ class RoPE(Module):
     def __init__(self, spec: Rotary) -> None:
         if spec.num_axes > 1:
             raise ValueError(
-                f"an offset is one axis, the spec has {spec.num_axes}: call rotary.apply with "
-                "positions of all of them"
+                f"an offset has one axis, the spec has {spec.num_axes}: call rotary.apply with "
+                "positions on all axes"
             )
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.spec = spec
 
     def __call__(self, x: mx.array, offset: "int | mx.array" = 0) -> mx.array:
-        """x rotated at positions offset .. offset + seq - 1.
+        """Rotate x at positions offset .. offset + seq - 1.
 
         x       (batch, heads, seq, head_dim), of any floating type
-        offset  the number of tokens before: a number, or an array of one number for all rows or
-                one for each, which may be negative where a row begins with padding
+        offset  the number of tokens before: a number, or an array with one number for all rows or
+                one for each; it may be negative for a row that begins with padding
 
-        An offset that is an array is not a constant of `mx.compile`: one program serves all.
+        For `mx.compile` an array is no constant, so one compiled program serves all offsets.
         """
         seq = x.shape[-2]
         if isinstance(offset, mx.array):
@@ -58,7 +58,7 @@ class RoPE(Module):
 
 
 def _tables(spec: Rotary, offset: int, seq: int) -> tuple[mx.array, mx.array]:
-    """cos and sin by the kernel of NumPy, the same for q and k of every layer."""
+    """Return cos and sin, computed with NumPy; q and k of every layer share them."""
     cos, sin = cos_sin(spec, np.arange(offset, offset + seq))
     return mx.array(cos), mx.array(sin)
 

@@ -1,4 +1,4 @@
-"""Moves the RMS norms of q and k right before a rotation into the call that rotates.
+"""Move the RMS norms of q and k right before a rotation into the call that rotates.
 
     query = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
     ...
@@ -10,8 +10,8 @@ becomes in a copy of the method:
     ...
     query, key = apply_rotary_pos_emb(query, key, cos, sin, rotary_norms=(self.q_norm, self.k_norm))
 
-Where `waits` is true, `_rotary_norm` returns its input, and the rotation computes norm and rotation
-by `rotary.fused`. Everywhere else the norm is called where it was.
+If `is_deferred` is true, `_rotary_norm` returns its input, and `rotary.fused` computes both norm
+and rotation. Otherwise `_rotary_norm` calls the norm.
 """
 
 import ast
@@ -32,9 +32,9 @@ from ..kernels.torch.private import has_global_hook
 from ..kernels.torch.state import is_watched
 from .styles import REFUSALS
 
-CALLED = "_rotary_norm"  # the name of `norm_or_wait` in the file of a model
-ENOUGH = 32_768  # numbers in q or k, 16 tokens of 16 heads, from which one pass saves time
-_MOVES = {"transpose", "view", "reshape"}  # methods that a normalised array may go through
+CALLED = "_rotary_norm"  # the global name of `norm_or_defer` in the file of a model
+MIN_NUMBERS = 32_768  # in q or k, such as 16 tokens of 16 heads: from there on one pass saves time
+_MOVES = {"transpose", "view", "reshape"}  # methods that may be called between norm and rotation
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class RMSNorm(NamedTuple):
-    """An RMS norm over the last axis: the attribute that holds eps, and whether 1 + weight."""
+    """An RMS norm over the last axis: its attribute with eps, and whether 1 is added to weights."""
 
     eps: str
     add_one: bool
@@ -52,7 +52,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, RMSNorm | None] = weakref.WeakKeyDi
 
 
 def rms_norm_of(module: object) -> RMSNorm | None:
-    """Which RMS norm a module computes, by trying it; None if it computes something else.
+    """Call a module to find out which RMS norm it computes; None if it computes something else.
 
     >>> rms_norm_of(nn.RMSNorm(8, eps=1e-6))
     RMSNorm(eps='eps', add_one=False)
@@ -75,7 +75,7 @@ def _tried(module: nn.Module) -> RMSNorm | None:
     gain = torch.randn(len(weight), generator=random)
     trial = copy.copy(module)
     trial.__dict__ = {**vars(module), "_parameters": {"weight": nn.Parameter(gain)}}
-    scales = torch.tensor([[30.0], [1.0], [1e-2], [1e-3], [1e-4]])  # the last show eps
+    scales = torch.tensor([[30.0], [1.0], [1e-2], [1e-3], [1e-4]])  # small numbers reveal eps
     x = torch.randn(5, len(weight), generator=random) * scales
     try:
         with torch.no_grad():
@@ -94,9 +94,9 @@ def _tried(module: nn.Module) -> RMSNorm | None:
 
 
 def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
-    """The weight, eps and `add_one` of an RMS norm, if nothing else happens when it is called.
+    """Return weight, eps and `add_one` of an RMS norm, if calling it does nothing else.
 
-    None for one with hooks, another forward, or a weight that is no plain tensor.
+    None if it has hooks, another forward, or a weight that is not a plain tensor.
     """
     convention = rms_norm_of(norm)
     if convention is None:
@@ -117,19 +117,19 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
     return weight, eps, convention.add_one
 
 
-# --- when it waits ---
+# --- when a norm is deferred ---
 
 
-def waits(norm: object, x: Tensor) -> bool:
-    """Whether a norm is left to the rotation.
+def is_deferred(norm: object, x: Tensor) -> bool:
+    """Return whether a norm is left to the rotation that follows.
 
-    It is asked twice, in place of the norm and by the rotation, of the same numbers in two shapes:
-    so the answer depends on the size, dtype and device of x alone. For a few tokens the model's own
-    operators are as fast, and under `torch.compile` the compiler fuses them.
+    This is called twice, instead of the norm and by the rotation, with the same numbers in two
+    shapes. So the answer depends only on the size, dtype and device of x. For a few tokens the
+    model's own operators are as fast, and under `torch.compile` the compiler fuses them.
     """
     return (
         not torch.compiler.is_compiling()
-        and x.numel() >= ENOUGH
+        and x.numel() >= MIN_NUMBERS
         and type(x) is Tensor
         and isinstance(norm, nn.Module)
         and _is_quicker(x)
@@ -140,18 +140,21 @@ def waits(norm: object, x: Tensor) -> bool:
 
 
 def _is_quicker(x: Tensor) -> bool:
-    """On the host, or on a GPU without gradients, of which the kernel there has none."""
+    """Return whether one pass is faster: on the host, or on a GPU without gradients.
+
+    The kernel on a GPU has no gradient.
+    """
     is_there = x.device.type == "cpu" or (x.is_cuda and not torch.is_grad_enabled())
     return is_there and not is_watched() and not torch.is_autocast_enabled(x.device.type)
 
 
-def norm_or_wait(norm: nn.Module, x: Tensor) -> object:
-    """The norm of x; or x itself, if the rotation that follows normalises it."""
-    return x if isinstance(x, Tensor) and waits(norm, x) else norm(x)
+def norm_or_defer(norm: nn.Module, x: Tensor) -> object:
+    """Return the norm of x, or x if the rotation that follows normalizes it."""
+    return x if isinstance(x, Tensor) and is_deferred(norm, x) else norm(x)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm that `norm_or_wait` left out; x is (batch, heads, seq, head_dim) by now."""
+def deferred_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return the norm that `norm_or_defer` left out; x is now (batch, heads, seq, head_dim)."""
     parameters = weight_and_eps(norm)
     if parameters is None or len(parameters[0]) == x.shape[-1]:
         whole: Tensor = norm(x)
@@ -165,21 +168,21 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 # --- the copy of a method ---
 
 
-class Moved(NamedTuple):
-    """A copy of a method, and the names of the norms that it leaves to each rotation."""
+class MovedNorms(NamedTuple):
+    """A copy of a method, and the names of the norms that it leaves to its rotations."""
 
     method: FunctionType
     norms: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=256)  # one for all layers
-def moved(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> Moved:
-    """`method` with the norms of the first arguments of rotations left to these.
+@functools.lru_cache(maxsize=256)  # all layers share one copy
+def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> MovedNorms:
+    """Copy `method`, and leave the norms of the first arguments of rotations to the rotations.
 
     operands   (name of a rotation in the method's file, how many of its arguments it rotates)
 
-    Raises ValueError where no norm comes right before, where what it gives is read by anything but
-    the rotation, and where the source of the method cannot be had.
+    Raises ValueError if no norm comes right before a rotation, if anything but the rotation reads
+    the norm's result, or if the source of the method cannot be read.
     """
     tree, function = _parsed(method)
     counts, norms = dict(operands), list[str]()
@@ -198,12 +201,12 @@ def moved(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> Moved:
             calls = [site for site in sites if site is not None]
             if not calls or len(calls) != counts[call.func.id]:
                 continue
-            held = [copy.deepcopy(site.func) for site in calls]
+            moved = [copy.deepcopy(site.func) for site in calls]
             for site in calls:
                 norms.append(site.func.attr)  # type: ignore[attr-defined]  # as `_site` saw
                 site.args = [site.func, *site.args]
                 site.func = ast.Name(CALLED, ast.Load())
-            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(held, ast.Load())))
+            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(moved, ast.Load())))
     if not norms:
         raise ValueError("has no norm right before its rotation")
     ast.fix_missing_locations(tree)
@@ -212,12 +215,12 @@ def moved(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> Moved:
     )
     result.__kwdefaults__ = method.__kwdefaults__
     functools.update_wrapper(result, method)
-    del vars(result)["__wrapped__"]  # it is no decorator
-    return Moved(result, tuple(dict.fromkeys(norms)))
+    del vars(result)["__wrapped__"]  # set by update_wrapper, but the copy wraps nothing
+    return MovedNorms(result, tuple(dict.fromkeys(norms)))
 
 
 def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
-    """The source of a method; ValueError if it is not what the method runs."""
+    """Return the parsed source of a method; ValueError if it is not what the method runs."""
     if method.__closure__ or hasattr(method, "__wrapped__"):
         raise ValueError("is decorated, or uses variables of an enclosing function")
     try:
@@ -235,9 +238,10 @@ def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
 
 
 def _steps(code: CodeType) -> list[tuple[str, object]]:
-    """The instructions of a code object, without lengths of jumps and ways to look up a function.
+    """Return the instructions of a code object, to compare it with another one.
 
-    These depend on the imports around it, which are not compiled again here.
+    The lengths of jumps and the way to look up a function are left out: they depend on the imports
+    around the code, which are not compiled again here.
     """
     jumps = {*dis.hasjrel, *dis.hasjabs}
     return [
@@ -258,7 +262,7 @@ def _code(tree: ast.Module, method: FunctionType) -> CodeType:
 
 
 def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
-    """Every list of statements that run one after the other."""
+    """Return every list of statements that run one after the other."""
     blocks = []
     for node in ast.walk(function):
         for name in ("body", "orelse", "finalbody"):
@@ -269,10 +273,10 @@ def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
 
 
 def _site(before: Sequence[ast.stmt], name: str) -> ast.Call | None:
-    """The call `self.norm(x)` whose value alone a variable holds after these statements.
+    """Return the call `self.norm(x)` that a variable has the value of after these statements.
 
-    Between the norm and the end it may be split into heads and have its axes 1 and 2 exchanged.
-    None if anything else reads it, or changes it.
+    The value may also have been split into heads, and its axes 1 and 2 exchanged. None if anything
+    else reads or changes the variable.
     """
     moves: list[ast.Call] = []
     for statement in reversed(before):
@@ -304,7 +308,7 @@ def _mentions(statement: ast.stmt, name: str) -> bool:
 
 
 def _is_of_self(function: ast.expr) -> bool:
-    """Whether this is `self.name`."""
+    """Return whether this is `self.name`."""
     return (
         isinstance(function, ast.Attribute)
         and isinstance(function.value, ast.Name)
@@ -313,7 +317,7 @@ def _is_of_self(function: ast.expr) -> bool:
 
 
 def _keeps_heads(moves: list[ast.Call], name: str) -> bool:
-    """Whether the normalised axis is still the last one, or was split into heads on axis 1.
+    """Return whether the normalized axis is still the last one, or was split into heads on axis 1.
 
     `moves` are the calls after the norm, the last one first.
     """

@@ -1,18 +1,19 @@
-"""`export`: a torch module that rotates, as an ONNX model with the operator `RotaryEmbedding`.
+"""`export`: write a torch module that rotates as an ONNX model, with ONNX's `RotaryEmbedding`.
 
 ONNX has the operator from opset 23 on. It rotates the first channels of a head, in one layout, by
 one row of cos and sin per token. What it cannot express (a slice that starts later, interleaved in
-and half out, tables per head, float64) is written in plain operators, as is all below opset 23.
+and half out, tables per head, float64) is written in plain operators, and so is everything below
+opset 23.
 
-The tables are computed in the model from its positions, by 64-bit turns as everywhere here. So
-there is no longest position, nothing is clamped, and no table is shipped; a negative position, an
-error in torch, turns backwards. It takes float64 and an int64 product that wraps, which onnxruntime
-and the evaluator of onnx have, and which ONNX does not promise. For an engine without them let the
-module call `rotate(x, cos, sin, spec, positions=ids)` on tables of its own: these become
-`cos_cache` and `sin_cache`, and the ids `position_ids`. onnxruntime refuses an id outside the
-table; the evaluator of onnx counts a negative one from the end.
+The model computes its tables from positions, by 64-bit turns as this library does. So there is no
+longest position, nothing is clamped, and the file holds no table. A negative position is an error
+in torch; in the ONNX model it rotates backwards. The computation needs float64 and an int64 product
+that wraps: onnxruntime and the evaluator of onnx have them, but ONNX does not promise them. For an
+engine without them, let the module call `rotate(x, cos, sin, spec, positions=ids)` with its own
+tables: these become `cos_cache` and `sin_cache`, and the ids `position_ids`. onnxruntime refuses an
+id outside the table; the evaluator of onnx counts a negative one from the end.
 
-float16 and bfloat16 are rotated in float32 and rounded once, with a Cast on either side.
+float16 and bfloat16 are rotated in float32 and rounded once, with a Cast before and after.
 """
 
 import importlib.util
@@ -51,14 +52,14 @@ def export(
     """Write `module`, as it runs on `args` and `kwargs`, to the file `path`.
 
     Every `rotary.rotate`, `rotary.apply` and `rotary.nn.RotaryEmbedding` in it becomes one operator
-    `RotaryEmbedding` per array, or plain operators where that operator cannot say it.
+    `RotaryEmbedding` per array, or plain operators if that operator cannot express it.
 
     dynamic_shapes  as in `torch.export.export`: {0: torch.export.Dim("batch")} for each input
     options         more arguments of `torch.onnx.export`, such as input_names
 
-    The model is checked by `onnx.checker` with shape inference; one that fails is not written.
+    `onnx.checker` checks the model with shape inference; a model that fails is not written.
     Raises ValueError for an opset that cannot be written, and for `out=` in the module, because
-    because ONNX cannot write in place; ImportError without onnx and onnxscript.
+    ONNX cannot write in place; ImportError without onnx and onnxscript.
     Source: the operator RotaryEmbedding of https://onnx.ai/onnx/operators, since version 23.
 
     >>> export(nn.Identity(), (torch.ones(2),), "model.onnx", opset_version=16)
@@ -90,7 +91,7 @@ def export(
 
 
 def _save_checked(program: Any, path: Path) -> None:
-    """Check where the files are written, then move them: a model over 2 GB has several."""
+    """Write and check in a temporary folder, then move the files: over 2 GB there are several."""
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -103,22 +104,22 @@ def _save_checked(program: Any, path: Path) -> None:
 
 @contextmanager
 def _recording(has_operator: bool) -> Iterator[None]:
-    """While a module is traced, its tensors are served by a kernel that ONNX can express."""
+    """Use a kernel that ONNX can express, on this thread, while a module is traced."""
     threads = [threading.get_ident()]
     rotate = partial(_rotate, threads, has_operator)
     try:
         with kernels.served_by(replace(kernel.KERNEL, rotate=rotate), kernel):
             yield
     finally:
-        threads.clear()  # another thread may have just taken this kernel for its own
+        threads.clear()  # another thread may have just looked up this kernel
 
 
 def _rotate(
     threads: Sequence[int], has_operator: bool, xs: Sequence[Tensor], cos: Tensor, sin: Tensor,
     positions: Any, options: Options, out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`kernels.torch.rotate`, with the operator of ONNX in the place of the formula."""
-    if threading.get_ident() not in threads:  # a model that runs during the export of another
+    """Rotate as `kernels.torch.rotate` does, but by ONNX's operator instead of the formula."""
+    if threading.get_ident() not in threads:  # another thread runs a model during this export
         return kernel.rotate(xs, cos, sin, positions, options, out)
     check_operands(xs, cos, sin, out)
     if out is not None:
@@ -138,7 +139,7 @@ def _rotate(
 
 
 def _is_operator(x: Tensor, cos: Tensor, geometry: Geometry) -> bool:
-    """Whether RotaryEmbedding has the channels and the dtypes of this rotation."""
+    """Return whether RotaryEmbedding can express the channels and dtypes of this rotation."""
     return (
         geometry.start == 0
         and geometry.layout == geometry.out_layout
@@ -149,8 +150,8 @@ def _is_operator(x: Tensor, cos: Tensor, geometry: Geometry) -> bool:
 
 
 def _operand(x: Tensor, dims: tuple[int | None, ...]) -> tuple[Tensor, int, int] | None:
-    """x as RotaryEmbedding takes it, its num_heads and head_dim; None where it has no such form."""
-    if dims in ((0,), (0, None), (None, 0)):  # no axis of the batch
+    """Return x as RotaryEmbedding takes it, its num_heads and head_dim; None if that cannot be."""
+    if dims in ((0,), (0, None), (None, 0)):  # no batch axis
         x, dims = x[None], (None, *dims)
     if dims in ((None, None, 0), (0, None, 1)):  # (batch, heads, seq, head_dim)
         return x, 0, x.shape[-1]

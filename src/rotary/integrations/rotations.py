@@ -1,7 +1,7 @@
-"""Finds out what a model's rotation function computes by calling it, and replaces it.
+"""Find out what a model's rotation function computes by calling it, and replace it.
 
-Nothing is concluded from names or source text: a function is called on small random tensors, and a
-`Convention` counts only if the very code that will run in its place returns the same numbers.
+Names and source text prove nothing: a function is called on small random tensors, and a
+`Convention` is accepted only if the code that will replace the function returns the same numbers.
 """
 
 import functools
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..fused import Norm, fused
 from ..rotate import rotate
 from ..spec import Rotary
-from .norms import normed, waits, weight_and_eps
-from .styles import REFUSALS, full_width, held, prepared
+from .norms import deferred_norm, is_deferred, weight_and_eps
+from .styles import REFUSALS, as_argument, full_width, prepared
 
-TOLERANCE = 4e-6  # float32: some roundings of values below 8
+TOLERANCE = 4e-6  # a few float32 roundings of values below 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = ("half", "interleaved")
 _COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
@@ -38,21 +38,21 @@ _BATCH, _SEQ, _HEAD_DIM = 2, 5, 16
 
 
 class Convention(NamedTuple):
-    """What a rotation function takes, and which channels it turns by which column of a table.
+    """What a rotation function takes, and which channels it rotates by which column of a table.
 
     parameters  its parameters; the first `operands` are rotated
-    tables      the one or two among them that hold cos and sin
-    holder      "each" holds one of the two, or a complex number; "tuple": one holds (cos, sin);
-                "joined": one tensor holds sin and then cos along its last axis
-    defaults    of the parameters that must not be given another value
-    chosen      (parameter, value) of those in `_CHOICES`, for which the convention holds
-    new_axis    axis of size one that the tables get; "unsqueeze_dim" if a parameter says it
+    tables      the one or two parameters that hold cos and sin
+    holder      "each": a parameter holds cos, sin or both as complex numbers; "tuple": one holds
+                (cos, sin); "joined": one tensor holds sin and then cos along its last axis
+    defaults    of the other parameters, which must keep these values
+    chosen      (parameter, value) of parameters in `_CHOICES`, for which the convention holds
+    new_axis    axis of size one that the tables get; "unsqueeze_dim" if that parameter sets it
     style       how a table holds its pairs, one of those in `styles`
-    start       where a narrower table turns the head: "leading", "trailing", or None: nowhere
-    clockwise   pairs turn by -angle
-    promotes    the result takes the wider dtype of x and table; else that of x
+    start       which channels a narrower table rotates: "leading", "trailing", or None: refused
+    clockwise   pairs are rotated by -angle
+    promotes    the result has the wider dtype of x and table; else that of x
     by_config   the layout is that of the weights by the config, not that of the function
-    has_prefix  tokens before those of the tables stay as they are
+    has_prefix  tokens before those of the tables are not rotated
     """
 
     parameters: tuple[str, ...]
@@ -80,9 +80,9 @@ class Convention(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
-    """A `Convention` for each way in which the parameters of `function` let it rotate.
+    """Return a `Convention` for each combination of values of the parameters in `_CHOICES`.
 
-    Raises ValueError as `convention_of`, of which this is the plural.
+    Raises ValueError as `convention_of` does, if it fails for all of them.
 
     >>> def turned(x, cos, sin, half=False):
     ...     first, second = x.chunk(2, dim=-1) if half else (x[..., ::2], x[..., 1::2])
@@ -109,10 +109,10 @@ def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
 def convention_of(
     function: Callable[..., object], chosen: tuple[tuple[str, object], ...] = ()
 ) -> Convention:
-    """The first `Convention` that gives what `function` gives, called with what is `chosen`.
+    """Return the first `Convention` with the results of `function`, called with `chosen` values.
 
-    Raises ValueError if none does, or if it does not take one or two tensors and then cos and sin,
-    or one that holds both, and nothing else without a default.
+    Raises ValueError if none has them. `function` must take one or two tensors, then cos and sin or
+    one argument that holds both, and nothing else without a default.
 
     >>> def turned(x, cos, sin):
     ...     first, second = x.chunk(2, dim=-1)
@@ -151,13 +151,13 @@ def replacement_of(
     *conventions: Convention,
     keeps_dtype: bool = False,
 ) -> Callable[..., object]:
-    """A function called as `function` is, which rotates by `rotary.rotate`.
+    """Return a function with the arguments of `function` that rotates by `rotary.rotate`.
 
-    Of several conventions the one that a call chooses is taken. A call that does not fit (another
-    argument, shape or dtype) goes to `function` itself; with `convention.by_config` it raises
-    ValueError, for `function` would rotate the wrong channels. `keeps_dtype` is for tables that are
-    wider than those of the model: the result has the dtype of x, and `function` gets them in that
-    dtype.
+    Of several conventions, the arguments of a call choose one. A call that does not fit (another
+    argument, shape or dtype) is passed to `function`. With `convention.by_config` it raises
+    ValueError instead, since `function` would rotate the wrong channels. `keeps_dtype` is for
+    tables in a wider dtype than those of the model: the result has the dtype of x, and `function`
+    gets the tables in that dtype.
     """
     if keeps_dtype:
         conventions = tuple([each._replace(promotes=False) for each in conventions])
@@ -174,12 +174,12 @@ def replacement_of(
             and all([name in values for name in needed])
         )
         if rotary_norms:
-            waiting = [(name, norm) for name, norm in zip(operands, rotary_norms, strict=False)
-                       if name in values and waits(norm, values[name])]  # fmt: skip
-            norm = _norm_of(dict(waiting), operands) if is_complete and waiting else None
+            deferred = [(name, norm) for name, norm in zip(operands, rotary_norms, strict=False)
+                        if name in values and is_deferred(norm, values[name])]  # fmt: skip
+            norm = _norm_of(dict(deferred), operands) if is_complete and deferred else None
             if norm is not None and (rotated := _rotated(convention, values, norm)) is not None:
                 return rotated
-            values |= {name: normed(norm, values[name]) for name, norm in waiting}
+            values |= {name: deferred_norm(norm, values[name]) for name, norm in deferred}
             args, kwargs = (), values
         for each in conventions if is_complete else ():
             rotated = _rotated(each, values)
@@ -199,25 +199,25 @@ def replacement_of(
     return rotation
 
 
-def _norm_of(waiting: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
-    """The norms that were left to the rotation, for `rotary.fused`; None if it cannot take them."""
-    facts = [weight_and_eps(waiting[name]) if name in waiting else None for name in operands]
+def _norm_of(deferred: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
+    """Return the deferred norms for `rotary.fused`; None if it cannot compute them."""
+    facts = [weight_and_eps(deferred[name]) if name in deferred else None for name in operands]
     norms = [fact for fact in facts if fact is not None]
-    if len(norms) != len(waiting) or len({(eps, add_one) for _, eps, add_one in norms}) != 1:
+    if len(norms) != len(deferred) or len({(eps, add_one) for _, eps, add_one in norms}) != 1:
         return None
     weights = [None if fact is None else fact[0] for fact in (*facts, None)]
     return Norm(weights[0], weights[1], norms[0][1], add_one=norms[0][2])
 
 
 def _rotated(convention: Convention, arguments: Mapping[str, Any], norm: Norm | None = None) -> Any:
-    """What a rotation function returns for these arguments; None where ours does not fit.
+    """Return the rotation for these arguments; None if `rotary.rotate` cannot compute it.
 
-    With `norm` q and k are normalised first, in the same pass.
+    With `norm`, q and k are normalized first, in the same pass.
     """
     values: dict[Any, Any] = {**convention.defaults, **arguments}
     if convention.chosen and any([values[name] != value for name, value in convention.chosen]):
         return None
-    axis = values.get(convention.new_axis, convention.new_axis)  # a parameter says it, or a number
+    axis = values.get(convention.new_axis, convention.new_axis)  # of the parameter, or the number
     xs = tuple([arguments[name] for name in convention.parameters[: convention.operands]])
     tables = tuple([arguments[name] for name in convention.tables])
     if convention.holder == "tuple" and isinstance(tables[0], (tuple, list)):
@@ -268,7 +268,7 @@ def _rotated(convention: Convention, arguments: Mapping[str, Any], norm: Norm | 
 
 @functools.lru_cache(maxsize=64)
 def _slice(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: str) -> Rotary:
-    """A spec of which only the pairs are read: the tables are those of the model."""
+    """Return a spec for the pairs alone; the tables are those of the model."""
     return Rotary(head_dim, rotary_dim, start, layout=layout, out_layout=out_layout)
 
 
@@ -276,7 +276,7 @@ def _slice(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: 
 
 
 class _Trial(NamedTuple):
-    """Shapes of one trial: of q and k without the last axis, and of a table; and one argument."""
+    """One trial: shapes of q and k without the last axis, and of a table; and `unsqueeze_dim`."""
 
     new_axis: int | str | None
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -304,7 +304,7 @@ def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
 def _agrees(
     function: Callable[..., object], convention: Convention, trial: _Trial, rotary_dim: int
 ) -> bool:
-    """Whether ours and theirs give the same on random tensors with random angles."""
+    """Return whether `function` and our rotation agree on random tensors with random angles."""
     arguments = _random(convention, trial, rotary_dim)
     with torch.no_grad():
         ours = _rotated(convention, arguments)
@@ -326,7 +326,7 @@ def _agrees(
 
 
 def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str, Any]:
-    """Random arguments of a rotation function, all but those with a default."""
+    """Return random arguments of a rotation function, all but those with a default."""
     random = torch.Generator().manual_seed(7)
     operands = convention.parameters[: convention.operands]
     xs = {
@@ -343,14 +343,14 @@ def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str,
     if trial.unsqueeze_dim is not None:
         more["unsqueeze_dim"] = trial.unsqueeze_dim
     if convention.holder != "each":
-        return {**xs, convention.tables[0]: held(convention.holder, tables), **more}
+        return {**xs, convention.tables[0]: as_argument(convention.holder, tables), **more}
     return {**xs, **dict(zip(convention.tables, tables, strict=True)), **more}
 
 
 def _completed(
     function: Callable[..., object], convention: Convention, trial: _Trial
 ) -> Convention:
-    """`convention` with what narrower tables, another axis order and other dtypes do."""
+    """Complete `convention` by trying narrower tables, another axis order and another dtype."""
     if convention.new_axis == "unsqueeze_dim":
         other = trial._replace(shapes=_HEADS_LAST, unsqueeze_dim=2)
         if not _agrees(function, convention, other, _HEAD_DIM):

@@ -2,22 +2,21 @@
 
     SGLANG_PLUGINS=rotary python -m sglang.launch_server --model-path MODEL
 
-SGLang loads every plug-in that is installed where SGLANG_PLUGINS is unset. This one does nothing
-then: it has to be named. Where it is, `register` puts a hook around each method in `HOOKS`: q and k
-are rotated in float32 and rounded once, by the tables of SGLang, in place where SGLang's own code
-works in place. A line of SGLang's log says so of each class, at its first call, and one more gives
-each reason for which a call is left to SGLang:
+If SGLANG_PLUGINS is unset, SGLang loads every installed plug-in, but this one then does nothing: it
+must be named. If it is, `register` puts a hook around each method in `HOOKS`. q and k are rotated
+in float32 by SGLang's tables, and rounded once; in place if SGLang's own code works in place.
+SGLang's log names each class at its first call, and each reason why a call is left to SGLang:
 
 - the call also writes the KV cache (`fused_set_kv_buffer_arg`, which most models use on a GPU)
-- training and rollout are to agree bit for bit (`--rl-on-policy-target`)
-- arguments, positions or a table of a form that is not described here
+- training and rollout must agree bit for bit (`--rl-on-policy-target`)
+- arguments, positions or a table have a form that is not described here
 
-Classes with a forward of their own stay SGLang's: Ernie 4.5 VL, dual chunk attention, Fourier, the
-vision tower of Llama 4. So does a method whose parameters are not those of SGLang 0.5.23.
+Classes with a forward of their own are not replaced: Ernie 4.5 VL, dual chunk attention, Fourier,
+the vision tower of Llama 4. Nor is a method whose parameters differ from those in SGLang 0.5.23.
 
-The hooks were run in SGLang 0.5.23 on a CPU, by SGLang's own `load_plugins` and classes;
-tests/peers/in_sglang.py does it again. What runs on a GPU alone, `forward_cuda` and
-`forward_triton`, is read from its source and called there with tensors on a CPU.
+The hooks were tested in SGLang 0.5.23 on a CPU, with SGLang's own `load_plugins` and classes;
+tests/peers/in_sglang.py repeats the test. The methods for GPUs only, `forward_cuda` and
+`forward_triton`, are read from SGLang's source and called there with tensors on a CPU.
 """
 
 import importlib
@@ -35,8 +34,8 @@ from ..rotate import rotate
 NAME = "rotary"
 _ROPE = "sglang.srt.layers.rotary_embedding"
 _log = logging.getLogger("sglang.rotary")
-_said: set[str] = set()  # lines, each of which is logged once
-_rotated: set[type] = set()  # classes of which the log has said that they are ours
+_logged: set[str] = set()  # lines that are logged only once
+_rotated: set[type] = set()  # classes that the log has named as rotated by this library
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,7 +54,7 @@ class Rope(Protocol):
 
 
 class Rows(NamedTuple):
-    """Tables of cos and sin, (rows, pairs), and the row of each token; None: in their order."""
+    """Tables of cos and sin, (rows, pairs), and the row of each token; None: token i has row i."""
 
     cos: Tensor
     sin: Tensor
@@ -63,11 +62,11 @@ class Rows(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A method of SGLang: the names of its parameters, and how it is done here.
+    """A method of SGLang: the names of its parameters, and how this library computes it.
 
-    rows         (rope, positions, offsets) -> the rows of the tokens, or why the call is left
-    is_in_place  whether the results are q and k themselves, as those of SGLang are
-    is_half      whether its class has the half layout alone, and does not say so
+    rows         (rope, positions, offsets) -> the rows of the tokens, or why SGLang must compute
+    is_in_place  whether SGLang writes the results to q and k
+    is_half      whether its class has only the half layout; `is_neox_style` is then not read
     """
 
     parameters: tuple[str, ...]
@@ -77,26 +76,29 @@ class Method(NamedTuple):
 
 
 def by_position(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
-    """The rows of the table at positions (tokens,)."""
+    """Return the rows of the table at positions (tokens,)."""
     return _rows(rope.cos_sin_cache, positions, offsets)
 
 
 def by_position_interleaved(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
-    """DeepSeek's formula, whose results have an axis more in the half layout."""
+    """Return rows for DeepSeek's formula, whose results in the half layout have one more axis."""
     if rope.is_neox_style:
         return "the half layout in DeepSeek's formula"
     return _rows(rope.cos_sin_cache, positions, offsets)
 
 
 def by_longest(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
-    """LongRoPE of Phi-3: the second table if any position of the batch is beyond the trained."""
+    """Return rows for LongRoPE of Phi-3.
+
+    They are in the long table if any position of the batch is greater than the trained length.
+    """
     trained = rope.original_max_position_embeddings
     is_long = (positions > trained).any()
     return _rows(rope.long_short_cos_sin_cache, positions + trained * is_long, offsets)
 
 
 def by_axes(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
-    """M-RoPE: positions (3, tokens), of which `axis_map` says the one for each pair."""
+    """Return rows for M-RoPE: positions (3, tokens), with the axis of each pair in `axis_map`."""
     if positions.ndim == 1:
         return _rows(rope.cos_sin_cache, positions, offsets)
     if rope.axis_map is None or positions.ndim != 2:
@@ -108,14 +110,14 @@ def by_axes(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
 
 
 def by_axes_native(rope: Rope, positions: Tensor, offsets: object) -> Rows | str:
-    """The same for the formula of SGLang, which does not know the order of GLM."""
+    """Return rows as `by_axes` does, for SGLang's formula, which lacks the order of GLM."""
     if positions.ndim == 2 and rope.mrope_interleaved_glm:
         return "the order of GLM's M-RoPE, which this method does not have"
     return by_axes(rope, positions, offsets)
 
 
 def _rows(table: Tensor, positions: Tensor, offsets: object) -> Rows | str:
-    """Rows of a table. One that is not float32 has them taken first: fewer numbers to convert."""
+    """Return rows of a table; if it is not float32, only the rows of the tokens are converted."""
     if positions.ndim != 1:
         return f"positions of shape {tuple(positions.shape)}"
     rows = positions + offsets if isinstance(offsets, Tensor) else positions
@@ -128,7 +130,7 @@ def _rows(table: Tensor, positions: Tensor, offsets: object) -> Rows | str:
 
 
 _SELF = ("self", "positions", "query", "key")
-HOOKS = {  # class.method below _ROPE -> how it is done here
+HOOKS = {  # class.method below _ROPE -> how this library computes it
     "base.RotaryEmbedding.forward_native": Method(
         (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position
     ),
@@ -183,7 +185,7 @@ def register() -> None:
 
 
 def hook_of(method: Method) -> Callable[..., Pair]:
-    """A hook: SGLang calls it with the original method and its arguments; q and k become heads.
+    """Return a hook, which SGLang calls with the original method and its arguments.
 
     >>> from types import SimpleNamespace
     >>> table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # row 1 is a quarter turn
@@ -204,11 +206,11 @@ def hook_of(method: Method) -> Callable[..., Pair]:
         **named: object,
     ) -> Pair:
         options = {**dict(zip(method.parameters[4:], others, strict=False)), **named}
-        tables = _left(method, rope, options) or method.rows(
+        tables = _why_not(method, rope, options) or method.rows(
             rope, positions, options.get("offsets")
         )
         if isinstance(tables, str):
-            _say(f"{type(rope).__name__} is left to SGLang: {tables}")
+            _log_once(f"{type(rope).__name__} is left to SGLang: {tables}")
             return original(rope, positions, query, key, *others, **named)
         if type(rope) not in _rotated and not torch.compiler.is_compiling():
             _rotated.add(type(rope))
@@ -226,8 +228,8 @@ def hook_of(method: Method) -> Callable[..., Pair]:
     return around
 
 
-def _left(method: Method, rope: Rope, options: dict[str, object]) -> str | None:
-    """Why a call is not for us, whatever its positions are."""
+def _why_not(method: Method, rope: Rope, options: dict[str, object]) -> str | None:
+    """Return why a call is left to SGLang, whatever its positions are; None if it is not."""
     if options.get("fused_set_kv_buffer_arg") is not None:
         return "the call also writes the KV cache"
     if getattr(rope, "_force_native", False):
@@ -243,7 +245,7 @@ def _left(method: Method, rope: Rope, options: dict[str, object]) -> str | None:
     return None
 
 
-def _say(line: str) -> None:
-    if line not in _said and not torch.compiler.is_compiling():
-        _said.add(line)
+def _log_once(line: str) -> None:
+    if line not in _logged and not torch.compiler.is_compiling():
+        _logged.add(line)
         _log.info(line)

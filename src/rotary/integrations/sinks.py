@@ -1,8 +1,8 @@
 """`SinkCache`: a cache of transformers that keeps the first tokens and a window of the last ones.
 
-A text of any length then needs the memory and the time of a short one. Keys of the window stay as
-they are; those of the first tokens are moved to right before the window, from their original keys
-each time. So the distances that the model sees are those of a text without the dropped tokens.
+A text of any length then needs the memory and the time of a short one. Keys of the window are not
+moved. Keys of the first tokens are re-rotated to positions right before the window, each time from
+the original keys. So the model sees the distances of a text without the dropped tokens.
 """
 
 from torch import Tensor, cat
@@ -17,25 +17,25 @@ from ..spec import Rotary, check_whole
 class SinkCache(Cache):  # type: ignore[misc]
     """A cache for `past_key_values=` of a transformers model that drops all but sinks and a window.
 
-    config  of the model: every layer must rotate, and attend to all that is before a token
+    config  the config of the model: every layer must rotate, and attend to all earlier tokens
     sinks   how many of the first tokens are kept
     window  how many of the last tokens are kept
 
-    Positions go on counting, as the model and `generate` have them: after n tokens the window is at
-    n - window .. n - 1, unmoved, and the sinks at the `sinks` positions before it. Those are
-    rotated there from the keys that the model computed, so they are rounded once, however many
-    tokens were dropped. A call with several new tokens, such as a prompt, attends to these as a
-    whole; then all but the last are dropped.
+    Positions keep counting, as in the model and in `generate`: after n tokens the window is at
+    n - window .. n - 1, unmoved, and the sinks are at the `sinks` positions before it. The sinks
+    are rotated there from the keys that the model computed, so they are rounded once, however many
+    tokens were dropped. A call with several new tokens, such as a prompt, attends to all of them;
+    then all but the sinks and the window are dropped.
 
-    What it is not: a longer memory, or a fresh run on the kept tokens. What is dropped cannot be
-    recalled. The keys of the first layer, and so a model of one layer, are those of a fresh run;
-    from the second layer on, kept keys and values were computed from hidden states that attended
-    to dropped tokens. At far positions the model needs exact angles, `rotary.patch(model,
-    exact=True)`: float32 ones are off by 8e-3 near 131 072. Rows of a batch must not be padded on
-    the left: the padding would be kept as sinks.
+    Dropped tokens cannot be recalled, so this is no longer memory. Nor does it give the results of
+    a fresh run on the kept tokens. Only the keys of the first layer, and so a model of one layer,
+    are those of such a run; from the second layer on, keys and values were computed from hidden
+    states that attended to dropped tokens. At large positions the model needs exact angles,
+    `rotary.patch(model, exact=True)`: float32 angles are off by 8e-3 near 131 072. Rows of a batch
+    must not be padded on the left: the padding would be kept as sinks.
 
-    Raises ValueError for a config whose keys cannot be moved so: frequencies that depend on the
-    length, layers without rotation or of several types, several position axes.
+    Raises ValueError for a config whose keys cannot be moved in this way: frequencies that depend
+    on the length, layers without rotation or of several types, several position axes.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
 
     >>> from transformers import LlamaConfig, LlamaModel
@@ -62,7 +62,7 @@ class SinkCache(Cache):  # type: ignore[misc]
 
 
 class SinkLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a `SinkCache`. `keys` holds the sinks as they came, then the window.
+    """One layer of a `SinkCache`; `keys` holds the sinks, not re-rotated, then the window.
 
     >>> layer = SinkLayer(Rotary(head_dim=4), sinks=1, window=2)
     >>> import torch
@@ -80,19 +80,19 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         self.cumulative_length = 0  # also of dropped tokens; `reset` sets it to 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Empty keys and values of the form of the first ones."""
+        """Set empty keys and values, of the form of the first ones."""
         super().lazy_initialization(key_states, value_states)
         if key_states.shape[-1] != self.spec.head_dim:
             raise ValueError(
-                f"the model caches keys of {key_states.shape[-1]} channels, and its RoPE is of "
-                f"{self.spec.head_dim}: SinkCache does not know which to move"
+                f"the model caches keys of {key_states.shape[-1]} channels, but its RoPE has "
+                f"{self.spec.head_dim}: SinkCache cannot tell which channels to move"
             )
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Add new keys and values; returns what is attended to, then drops what is too old."""
+        """Add new keys and values, and return those to attend to; then drop the ones too old."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         dropped, attended = self._dropped(), None
@@ -115,16 +115,16 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
 
     def get_seq_length(self) -> int:
-        """How many tokens there were, also dropped ones: the position of the next."""
+        """Return the number of tokens so far, dropped ones included: the position of the next."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next call attends to, and the position of the first."""
+        """Return how many keys the next call attends to, and the position of the first."""
         dropped = self._dropped()
         return self.cumulative_length - dropped + query_length, dropped
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: what was dropped for the removed tokens cannot be brought back."""
+        """Refuse: tokens that were dropped cannot come back when later ones are removed."""
         raise NotImplementedError("a SinkCache cannot be cropped: dropped tokens are gone")
 
 

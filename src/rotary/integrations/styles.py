@@ -1,12 +1,12 @@
-"""The forms in which tables of models hold one column per pair, and how to convert them.
+"""The styles in which tables of models hold the columns of pairs, and conversions between them.
 
 "half"     one column for each pair, as `rotary.rotate` takes them
-"halves"   all columns, and once more all columns
+"halves"   the columns of all pairs, then the same columns again
 "repeat"   each column twice, side by side
-"first"    all columns, and as many that nothing reads
+"first"    the columns of all pairs, then as many unused columns
 "complex"  one complex table, cos + i sin
 
-One real tensor in place of two is sin and then cos, joined along the last axis, as timm has them.
+A single real tensor holds sin and then cos along the last axis, as in timm.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ..kernels.torch.private import version_of
 
-# what code of others raises for arguments of a shape or type that it does not take
+# what other libraries raise for arguments of a wrong shape or type
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-_KEPT = "_rotary_prepared"  # on a table: what `prepared` made of it
+_CACHED = "_rotary_prepared"  # attribute of a table: the results of `prepared`
 
 
 def style_of(tables: Sequence[Tensor]) -> str:
-    """The style of (cos, sin), or of one table that holds both, by its values.
+    """Return the style of (cos, sin), or of one table that holds both, judged by the values.
 
     >>> style_of([torch.tensor([1.0, 2.0, 1.0, 2.0])] * 2)
     'halves'
@@ -42,9 +42,10 @@ def style_of(tables: Sequence[Tensor]) -> str:
 def half_width(
     style: str, tables: Sequence[Tensor], axis: int | None = None, ndim: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) as `rotary.rotate` takes them: half width and float32; None if that cannot be.
+    """Return (cos, sin) as `rotary.rotate` takes them, half width and float32; None if impossible.
 
-    axis  where they get an axis of size one;  ndim  how many axes they get, by more in front
+    axis  where to insert an axis of size one
+    ndim  number of axes of the result; missing axes are added in front
 
     >>> half_width("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2)[0]
     tensor([1., 2.])
@@ -85,11 +86,11 @@ def prepared(
     shape: tuple[int, ...],
     has_prefix: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    """`half_width` for x of this shape, computed once for all layers of a forward.
+    """Return `half_width` for x of this shape, computed once for all layers of a forward.
 
     has_prefix  x may have tokens before those of the tables: they get an angle of 0
 
-    The result is kept on the first table itself, so it is gone with that table.
+    The result is stored on the first table, so it is freed with that table.
     """
     rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
     key = style, axis, len(shape), shape[-2] - rows if has_prefix else 0
@@ -97,20 +98,20 @@ def prepared(
         return _after_prefix(tables, *key)
     first, last = tables[0], tables[-1]
     versions = [0 if table.is_inference() else version_of(table) for table in tables]
-    kept = vars(first).setdefault(_KEPT, {})
-    other = None if last is first else last  # a table must not hold itself
-    if key in kept and kept[key][0] is other and kept[key][1] == versions:
-        halves: tuple[Tensor, Tensor] | None = kept[key][2]
+    cached = vars(first).setdefault(_CACHED, {})
+    other = None if last is first else last  # a table must not refer to itself
+    if key in cached and cached[key][0] is other and cached[key][1] == versions:
+        halves: tuple[Tensor, Tensor] | None = cached[key][2]
         return halves
     halves = _after_prefix(tables, *key)
-    kept[key] = other, versions, halves
+    cached[key] = other, versions, halves
     return halves
 
 
 def _after_prefix(
     tables: Sequence[Tensor], style: str, axis: int | None, ndim: int, prefix: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`half_width`, with `prefix` rows of angle 0 in front."""
+    """Return `half_width`, with `prefix` rows of angle 0 in front."""
     halves = half_width(style, tables, axis, ndim)
     if halves is None or prefix <= 0:
         return halves
@@ -120,7 +121,7 @@ def _after_prefix(
 
 
 def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """The tables of a model in this style, from cos and sin of half width.
+    """Return the tables of a model in this style, from cos and sin of half width.
 
     >>> full_width("repeat", *[torch.tensor([1.0, 2.0])] * 2)[0]
     tensor([1., 1., 2., 2.])
@@ -134,10 +135,10 @@ def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return cos, sin
 
 
-def held(holder: str, tables: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """cos and sin as one argument of a function: a "tuple", or one tensor, sin and cos "joined".
+def as_argument(holder: str, tables: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """Return cos and sin as one argument: a "tuple", or one tensor with sin and cos "joined".
 
-    >>> held("joined", torch.tensor([[1.0], [0.0]]).unbind())
+    >>> as_argument("joined", torch.tensor([[1.0], [0.0]]).unbind())
     tensor([0., 1.])
     """
     return tuple(tables) if holder == "tuple" else torch.cat((tables[1], tables[0]), dim=-1)

@@ -1,10 +1,8 @@
-"""Finds out what a module returns as cos and sin by calling it, and makes exact tables.
-
-Those of images and video are known to `grids`.
+"""Find out what a module returns as cos and sin by calling it, and make exact tables.
 
 A rotary embedding of transformers makes tables from positions: `forward(x, position_ids)`, some
-with a `layer_type`. It is tried on a copy, with few and small positions, so that the model is never
-touched.
+with a `layer_type`. A copy of it is called, with few and small positions, so the model is never
+changed. `grids` does the same for modules of images and videos.
 """
 
 import copy
@@ -29,7 +27,7 @@ class Source(NamedTuple):
 
     kind   "plain" (..., seq); "axes first" (axes, batch, seq); "axes last" (seq, axes)
     axes   how many position axes
-    style  of the tables, as `styles` lists them; "half" where every column has an angle of its own
+    style  of the tables, as `styles` lists them; "half" if every column has an angle of its own
     """
 
     kind: str
@@ -38,7 +36,7 @@ class Source(NamedTuple):
 
 
 def embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    """The rotary embeddings, by name: the modules that make tables from positions.
+    """Return the rotary embeddings by name: the modules that make tables from positions.
 
     >>> embeddings(nn.Linear(2, 2))
     {}
@@ -53,7 +51,7 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def nearest(names: Iterable[str], path: str) -> str | None:
-    """The rotary embedding that serves the module at `path`: the one in its closest ancestor.
+    """Return the rotary embedding for the module at `path`: the one in its closest ancestor.
 
     >>> nearest({"model.rotary_emb": 1, "vision.rotary_emb": 2}, "model.layers.0.self_attn")
     'model.rotary_emb'
@@ -64,7 +62,7 @@ def nearest(names: Iterable[str], path: str) -> str | None:
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
-    """The values of `layer_type` that a rotary embedding knows; [None] if it takes none.
+    """Return the values of `layer_type` that a rotary embedding accepts; [None] if it takes none.
 
     >>> layer_types(nn.Linear(2, 2))
     [None]
@@ -74,7 +72,7 @@ def layer_types(module: nn.Module) -> list[str | None]:
 
 
 def source_of(module: nn.Module, layer_type: str | None) -> Source:
-    """The `Source` of a rotary embedding; ValueError if it cannot be tried."""
+    """Return the `Source` of a rotary embedding; ValueError if no trial call succeeds."""
     random = torch.Generator().manual_seed(5)
     kinds = [("axes first", axes) for axes in range(2, 7)]
     kinds += [("axes last", 2), ("axes last", 3), ("plain", 1)]
@@ -88,7 +86,7 @@ def source_of(module: nn.Module, layer_type: str | None) -> Source:
 
 
 def styles_of(module: nn.Module) -> set[str]:
-    """The styles of the tables that a rotary embedding makes; none if it cannot be tried."""
+    """Return the styles of a rotary embedding's tables; none if no trial call succeeds."""
     try:
         if maker_of(module) is not None:
             return {style_of(tables_of(module))}
@@ -98,14 +96,14 @@ def styles_of(module: nn.Module) -> set[str]:
 
 
 def _positions(kind: str, steps: Tensor) -> Tensor:
-    """Positions as a module of this kind takes them, from steps (seq, axes)."""
+    """Return positions as a module of this kind takes them, from steps (seq, axes)."""
     return {"plain": steps.T, "axes first": steps.T[:, None], "axes last": steps}[kind]
 
 
 def _tried(
     module: nn.Module, positions: Tensor, layer_type: str | None
 ) -> tuple[Tensor, ...] | None:
-    """What a copy of the module gives in float32; None if it refuses such positions."""
+    """Return what a copy of the module returns in float32; None if it refuses the positions."""
     extra = {} if layer_type is None else {"layer_type": layer_type}
     try:
         trial = copy.deepcopy(module).to("cpu")
@@ -122,9 +120,9 @@ def _tried(
 
 
 def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
-    """A forward for `module`, a part of `model`, with float32 tables from exact angles.
+    """Return a forward for `module`, a part of `model`, with float32 tables from exact angles.
 
-    Raises ValueError if it cannot be.
+    Raises ValueError if its frequencies are not known.
     """
     if any(True for _ in module.parameters()):
         raise ValueError("its frequencies are learned")
@@ -148,7 +146,7 @@ def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
 
 
 def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
-    """The spec that gives the tables of a module, from their values at position 1 of each axis."""
+    """Return the spec of a module's tables, found from their values at position 1 of each axis."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(buffer, Tensor) or buffer.ndim != 1:
@@ -185,7 +183,7 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
 def _cos_sin(
     module: nn.Module, layer_type: str | None, source: Source, steps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of a module, (seq, pairs), at positions (seq, axes)."""
+    """Return cos and sin of a module, (seq, pairs), at positions (seq, axes)."""
     steps = steps.reshape(-1, source.axes)
     tables = _tried(module, _positions(source.kind, steps), layer_type)
     halves = None if tables is None else half_width(source.style, tables)
@@ -195,7 +193,7 @@ def _cos_sin(
 
 
 def _float64_frequencies(module: nn.Module, layer_type: str | None, buffer: Tensor) -> Tensor:
-    """inv_freq by the config, where rotary reads it and the buffer agrees; else the buffer."""
+    """Return inv_freq of the config, if rotary reads it and the buffer agrees; else the buffer."""
     own = buffer.double().cpu()
     try:
         spec = from_hf_config(getattr(module, "config", None), layer_type)

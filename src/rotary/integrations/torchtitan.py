@@ -3,17 +3,17 @@
     torchrun -m torchtitan.train ... --override.imports \\
         rotary.integrations.torchtitan.cos_sin_rope rotary.integrations.torchtitan.complex_rope
 
-`cos_sin_rope` takes the place of `CosSinRoPE`, `complex_rope` of `ComplexRoPE`; name those that
-the model uses, or both. Classes derived from the two, such as the M-RoPE of Qwen3.5, stay as they
-are. Positions, buffers, checkpoints and sharding stay torchtitan's: only the product of q, k and
-the rows of its table is ours, and, with `={"exact": true}` after a name, the numbers of the table.
+`cos_sin_rope` replaces `CosSinRoPE`, and `complex_rope` replaces `ComplexRoPE`; name the one that
+the model uses, or both. Classes derived from the two, such as the M-RoPE of Qwen3.5, are not
+replaced. Positions, buffers, checkpoints and sharding remain torchtitan's. This library rotates q
+and k by the rows of torchtitan's table and, with `={"exact": true}` after a name, fills the table.
 
 torchtitan makes its table from float32 angles, which are off by 8e-3 near position 131 072.
 `exact=True` fills the same buffer with cos and sin that are right to 1.5e-7. Without it the table
-is torchtitan's own and q and k are equal to its own up to rounding.
+is torchtitan's, and q and k equal torchtitan's up to rounding.
 
-The names with a capital letter and the two overrides exist where torchtitan is installed (0.3).
-Run against torchtitan 0.3.0; tests/peers/in_torchtitan.py does it again.
+The classes `Rotary...` and the two overrides exist only if torchtitan (0.3) is installed. Tested
+with torchtitan 0.3.0; tests/peers/in_torchtitan.py repeats the test.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from ..spec import Rotary
 
 
 class RoPEConfig(Protocol):
-    """The fields of torchtitan's `RoPE.Config` that say what its angles are."""
+    """The fields of torchtitan's `RoPE.Config` that define its angles."""
 
     dim: int
     max_seq_len: int
@@ -47,11 +47,11 @@ class RoPEConfig(Protocol):
 
 
 def spec_of(config: RoPEConfig, layout: str) -> Rotary:
-    """The `Rotary` of a torchtitan `RoPE.Config`; layout is "half" or "interleaved".
+    """Return the `Rotary` of a torchtitan `RoPE.Config`; layout is "half" or "interleaved".
 
-    `CosSinRoPE` has the half layout, `ComplexRoPE` the interleaved one. torchtitan puts YaRN's
-    attention factor into the scale of the softmax, so that of the spec is 1. Raises ValueError for
-    a scaling that torchtitan 0.3 does not have.
+    `CosSinRoPE` has the half layout, `ComplexRoPE` the interleaved one. torchtitan multiplies
+    YaRN's attention factor into the scale of the softmax, so the attention factor of the spec is 1.
+    Raises ValueError for a scaling that torchtitan 0.3 does not have.
 
     >>> from types import SimpleNamespace
     >>> spec_of(SimpleNamespace(dim=64, theta=1e6, scaling="none"), "half")
@@ -84,10 +84,10 @@ def spec_of(config: RoPEConfig, layout: str) -> Rotary:
 
 
 def exact_rows(config: RoPEConfig, layout: str) -> tuple[Tensor, Tensor]:
-    """Exact cos and sin of positions 0 to max_seq_len - 1, (max_seq_len, dim / 2) float32.
+    """Return exact cos and sin of positions 0 to max_seq_len - 1, (max_seq_len, dim / 2) float32.
 
-    They lie on the default device of torch, where torchtitan wants its table. On the meta device
-    they have a shape alone.
+    They are on torch's default device, where torchtitan expects its table. On the meta device they
+    have only a shape.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(dim=4, max_seq_len=9, theta=1e4, scaling="none")
@@ -114,7 +114,7 @@ if find_spec("torchtitan") is not None:
 
         def _precompute_cache(self) -> Tensor:
             if not self.config.exact or self.config.scaling == "llama":
-                return super()._precompute_cache()  # it refuses "llama" with its own words
+                return super()._precompute_cache()  # raises its own error for "llama"
             cos, sin = exact_rows(self.config, "half")
             return torch.cat([cos, cos, sin, sin], dim=-1)
 
@@ -153,7 +153,7 @@ if find_spec("torchtitan") is not None:
         target=CosSinRoPE.Config, exact=True, description="RoPE of half layout by rotary"
     )
     def cos_sin_rope(config: CosSinRoPE.Config, *, exact: bool = False) -> RotaryCosSinRoPE.Config:
-        """The config that takes the place of a `CosSinRoPE.Config`, with all its fields."""
+        """Return the config that replaces a `CosSinRoPE.Config`, with all its fields."""
         return derive(config, RotaryCosSinRoPE.Config, exact=exact)
 
     @override(  # type: ignore[untyped-decorator, unused-ignore]
@@ -162,5 +162,5 @@ if find_spec("torchtitan") is not None:
     def complex_rope(
         config: ComplexRoPE.Config, *, exact: bool = False
     ) -> RotaryComplexRoPE.Config:
-        """The config that takes the place of a `ComplexRoPE.Config`, with all its fields."""
+        """Return the config that replaces a `ComplexRoPE.Config`, with all its fields."""
         return derive(config, RotaryComplexRoPE.Config, exact=exact)

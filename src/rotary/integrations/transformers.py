@@ -1,14 +1,15 @@
-"""`patch`: makes a loaded model rotate its queries and keys with `rotary.rotate`.
+"""`patch`: make a loaded model rotate its queries and keys with `rotary.rotate`.
 
-    what the model has               what this instance has from `patch` to `unpatch`
-    LlamaAttention.forward           self_attn.forward: a copy that calls another name, `methods`
-    apply_rotary_pos_emb             _rotary_apply_rotary_pos_emb beside it, `rotations`
-    LlamaRotaryEmbedding.forward     rotary_emb.forward with exact=True, `tables`
-    Qwen3Attention.q_norm            called by the rotation, in one pass, `norms`
-    FluxAttnProcessor.__call__       a class of its own for the processor, `methods`
-    FluxPosEmbed.forward             pos_embed.forward with exact=True, `grids`
+    original                        replacement until `unpatch`, and the file here that makes it
+    LlamaAttention.forward          self_attn.forward: a copy that calls another name, `methods`
+    apply_rotary_pos_emb            _rotary_apply_rotary_pos_emb in the same file, `rotations`
+    LlamaRotaryEmbedding.forward    rotary_emb.forward with exact=True, `tables`
+    Qwen3Attention.q_norm           computed by the rotation, in one pass, `norms`
+    FluxAttnProcessor.__call__      another class for this processor, `methods`
+    FluxPosEmbed.forward            pos_embed.forward with exact=True, `grids`
 
-The one trace in the file of the model is the second name, private and unused by anything else.
+The second one adds a name to the model's file, private and used by nothing else. All others change
+only this instance.
 """
 
 import dataclasses
@@ -33,18 +34,18 @@ from .methods import (
     rotations_called,
     set_method,
 )
-from .norms import CALLED, Moved, moved, norm_or_wait, rms_norm_of
+from .norms import CALLED, MovedNorms, move_norms, norm_or_defer, rms_norm_of
 from .rotations import Convention, conventions_of, replacement_of
 
 
 @dataclasses.dataclass
 class Patch:
-    """What `patch` did to a model; a context manager that takes it back at the end.
+    """What `patch` did to a model; a context manager that undoes it at the end.
 
-    patched  (name of the module, layout of its rotation, or "exact tables"); "as the config says"
-             where the model's own code has another layout than the weights; "with q_norm and
-             k_norm" where these norms may be computed in the same pass
-    skipped  (name of the module, why it was left as it is)
+    patched  (name of the module, layout of its rotation, or "exact tables"); with "as the config
+             says" if the model's own code has another layout than the weights; with "with q_norm
+             and k_norm" if these norms may be computed in the same pass
+    skipped  (name of the module, why it was not changed)
 
     >>> Patch(nn.Linear(2, 2), [("layers.0.attn", "half"), ("layers.1.attn", "half")], []).patched
     [('layers.0.attn', 'half'), ('layers.1.attn', 'half')]
@@ -55,7 +56,7 @@ class Patch:
     skipped: list[tuple[str, str]]
 
     def unpatch(self) -> None:
-        """Give the model its own functions back; nothing happens the second time."""
+        """Restore the model's own functions; a second call does nothing."""
         restore_methods(self.model)
 
     def __enter__(self) -> "Patch":
@@ -65,7 +66,7 @@ class Patch:
         self.unpatch()
 
     def __str__(self) -> str:
-        """One line for each kind of module, its layers counted.
+        """Return one line for each kind of module, with the number of its layers.
 
         >>> rows = [("layers.0.attn", "half"), ("layers.1.attn", "half")]
         >>> print(Patch(nn.Linear(2, 2), rows, []))
@@ -81,35 +82,37 @@ class Patch:
 
 
 def patch(model: nn.Module, *, exact: bool = False) -> Patch:
-    """Let a loaded model rotate by `rotary.rotate`; this instance alone, and reversibly.
+    """Make a loaded model rotate by `rotary.rotate`: only this instance, until `unpatch`.
 
-    It is a model of transformers, diffusers or timm, or any other torch module whose code calls a
-    rotation by a function that takes q, k or both and then cos and sin. Each such function is tried
-    on random tensors, and is replaced only if ours gives the same numbers within float32 rounding;
-    the others are left as they are and listed in `.skipped` with the reason.
+    model  of transformers, diffusers or timm, or any other torch module whose code rotates by a
+           function that takes q, k or both, and then cos and sin
+
+    Each such function is called on random tensors, and is replaced only if `rotary.rotate` gives
+    the same numbers within float32 rounding. The others are not changed; `.skipped` lists them with
+    the reason.
 
     exact=False  the model's own tables, converted to float32. Logits are equal up to rounding; in
                  bfloat16 q and k are rounded only once.
-    exact=True   tables from exact angles, float32, where transformers has float32 angles in the
-                 dtype of the model. The float64 frequencies are those of `rotary.from_hf_config`
-                 where it knows the model and agrees with the buffer, else `inv_freq` as it is; the
-                 attention factor is kept. Dynamic NTK and LongRoPE keep their own tables.
+    exact=True   float32 tables from exact angles; transformers has float32 angles in the dtype of
+                 the model. The float64 frequencies are those of `rotary.from_hf_config` if it knows
+                 the model and agrees with the buffer, else `inv_freq` as it is; the attention
+                 factor is kept. Dynamic NTK and LongRoPE keep their own tables.
 
                  Image models: Flux and others that take ids, Wan and others that take a video,
                  and DINOv3, which keeps its random positions in training.
 
     RMS norms of q and k right before the rotation, as in Qwen3, are computed by `rotary.fused` in
-    the same pass where q or k has 32,768 numbers or more, not while torch compiles, and not if a
-    norm has hooks, another forward, or a weight of another dtype. The report names such norms.
+    the same pass if q or k has 32,768 numbers or more, but not while torch compiles, and not if a
+    norm has hooks, another forward, or a weight of another dtype. `.patched` names such norms.
 
-    Weights that `rotary convert` wrote in another layout than the model's code has are rotated in
-    theirs: `rope_traditional` of the config says which it is.
+    If `rotary convert` wrote the weights in another layout than the model's code has, q and k are
+    rotated in the layout of the weights, which `rope_traditional` of the config gives.
 
     Returns a `Patch`: a context manager with `.unpatch()`, `.patched`, `.skipped`. A deep copy of a
     patched model is patched; an unpickled one is not.
     Raises ValueError if the model is patched already, has nothing that rotates, or has weights in
-    another layout and a rotation that cannot be replaced. UserWarning where the norms of its query
-    and key rows look as if they had another layout than the config means.
+    another layout and a rotation that cannot be replaced. Warns (UserWarning) if the norms of the
+    query and key rows suggest another layout than the config.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2,
@@ -148,7 +151,7 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Take `patch` back; ValueError if the model is not patched.
+    """Undo `patch`; ValueError if the model is not patched.
 
     >>> unpatch(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -161,8 +164,8 @@ def unpatch(model: nn.Module) -> None:
 class _Caller(NamedTuple):
     """A method of one module that calls rotation functions.
 
-    attribute    of the module, to set in place of the method
-    conventions  by which to rotate instead of each function, in each way it can be called
+    attribute    the attribute of the module to set instead of the method
+    conventions  how to rotate instead of each function, in each way it can be called
     embedding    the path of the module that makes its tables
     moved        the method with the norms of q and k left to the rotation, if it has such norms
     """
@@ -170,10 +173,10 @@ class _Caller(NamedTuple):
     path: str
     module: object
     attribute: str
-    method: Any  # a function; as a FunctionType it would be taken for a method of this class
+    method: Any  # a function; declared as FunctionType, it would count as a method of this class
     conventions: dict[Callable[..., object], tuple[Convention, ...]]
     embedding: str | None
-    moved: Moved | None
+    moved: MovedNorms | None
 
     def __str__(self) -> str:
         layouts = {str(each) for conventions in self.conventions.values() for each in conventions}
@@ -181,7 +184,7 @@ class _Caller(NamedTuple):
         return " and ".join(sorted(layouts)) + norms
 
     def patched(self, *, is_exact: bool) -> FunctionType:
-        """The method, calling our functions instead, which are put beside those of its file."""
+        """Return a copy of the method that calls our functions, and add these to its file."""
         names = {}
         for globals_, function in rotations_called(self.method):
             if function not in self.conventions:
@@ -196,12 +199,12 @@ class _Caller(NamedTuple):
         if self.moved is None:
             return copy_calling(self.method, tuple(names.items()))
         method, _ = self.moved
-        method.__globals__[CALLED] = norm_or_wait
+        method.__globals__[CALLED] = norm_or_defer
         return copy_calling(method, tuple(names.items()))
 
 
 def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
-    """The modules that can be patched, and (path, reason) of those that cannot."""
+    """Return the modules that can be patched, and (path, reason) of those that cannot."""
     callers: list[_Caller] = []
     skipped: list[tuple[str, str]] = []
     styles = {name: tables.styles_of(module) for name, module in tables.embeddings(model).items()}
@@ -218,7 +221,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                     found = conventions_of(function)
                     found = _of_these_tables(found, styles.get(embedding or "", set()))
                     attribute_of(module, name, method)
-                    copy_calling(method, ((function, "_"),))  # raises where it cannot be
+                    copy_calling(method, ((function, "_"),))  # raises if it cannot be copied
                 except ValueError as error:
                     if layout is not None:
                         raise ValueError(
@@ -244,8 +247,8 @@ def _moved_norms(
     module: object,
     method: FunctionType,
     conventions: Mapping[Callable[..., object], tuple[Convention, ...]],
-) -> Moved | None:
-    """`method` with its norms left to the rotation; None if it has none that `rotary.fused` has."""
+) -> MovedNorms | None:
+    """Leave the norms of `method` to the rotation; None if `rotary.fused` cannot compute them."""
     by_id = {id(function): found for function, found in conventions.items()}
     called = {
         name: by_id.get(id(method.__globals__.get(name))) for name in method.__code__.co_names
@@ -253,14 +256,14 @@ def _moved_norms(
     operands = {name: found[0].operands for name, found in called.items()
                 if found and not any([each.clockwise for each in found])}  # fmt: skip
     try:
-        found = moved(method, tuple(sorted(operands.items())))
+        found = move_norms(method, tuple(sorted(operands.items())))
     except ValueError:
         return None
     return found if all([rms_norm_of(getattr(module, n, None)) for n in found.norms]) else None
 
 
 def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """The methods a class adds to nn.Module; of several with one name, the one that is called."""
+    """Yield the methods that a class adds to nn.Module; for each name, the one that is called."""
     names = {n: None for k in kind.__mro__ if k not in nn.Module.__mro__ for n in vars(k)}
     for name in names:
         method = getattr(kind, name)
@@ -269,11 +272,11 @@ def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
-    """Path of each module -> the layout that its config says its weights have.
+    """Return path of each module -> the layout of its weights, by `rope_traditional` of a config.
 
-    None without `rope_traditional` in the config of the module or of the nearest around it, and for
-    what a conversion leaves, as the indexer of sparse attention.
-    Raises ValueError for a value that is not true or false.
+    The config is that of the module, or of the closest module around it. None if that has no
+    `rope_traditional`, and for modules that a conversion does not change, such as the indexer of
+    sparse attention. Raises ValueError for a value that is not true or false.
     """
     by_config: dict[int, str | None] = {}  # many modules share a config
     layouts: dict[str, str | None] = {}
@@ -294,9 +297,10 @@ def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
 def _of_these_tables(
     conventions: tuple[Convention, ...], styles: set[str]
 ) -> tuple[Convention, ...]:
-    """Those that read the tables of the model; ValueError if there is none.
+    """Return the conventions that fit the model's tables; ValueError if there is none.
 
-    A table that holds each pair twice is read once: that must be what the model makes.
+    In a table with two columns per pair, we read only one of them. So the style of the convention
+    must be that of the tables.
     """
     if all(each.style not in ("halves", "repeat") for each in conventions):
         return conventions
@@ -311,7 +315,10 @@ def _of_these_tables(
 def _exact_forwards(
     model: nn.Module, callers: list[_Caller], skipped: list[tuple[str, str]]
 ) -> dict[str, Callable[..., object]]:
-    """A forward for each rotary embedding that only our rotations read; the others to `skipped`."""
+    """Return a forward for each rotary embedding that only our rotations read.
+
+    The others are added to `skipped`.
+    """
     forwards = {}
     embeddings = tables.embeddings(model)
     read_by_skipped = {tables.nearest(embeddings, path) for path, _ in skipped}

@@ -2,23 +2,23 @@
 
     VLLM_PLUGINS=rotary vllm serve MODEL --enforce-eager
 
-vLLM loads every installed plug-in where VLLM_PLUGINS is unset. This one does nothing then: it has
-to be named, so that rotary installed for another purpose changes no server. Where it is named,
-`register` puts a subclass in the place of each class that it can replace: same arguments, same
-tables, same shapes, but q and k are rotated by `rotary.rotate`, in float32, and rounded once. One
-line in vLLM's log says which classes were replaced, which were not and why; one more says of each
-embedding that is made whether rotary rotates for it.
+If VLLM_PLUGINS is unset, vLLM loads every installed plug-in, but this one then does nothing: it
+must be named, so that rotary installed for another purpose changes no server. If it is named,
+`register` replaces each class that it can by a subclass: same arguments, same tables, same shapes,
+but q and k are rotated by `rotary.rotate`, in float32, and rounded once. One line in vLLM's log
+names the classes that were replaced, and those that were not, with the reason. One more line for
+each embedding that is made says whether rotary rotates for it.
 
-ROTARY_EXACT=1 also builds the tables anew: the formula of vLLM's own class in float64, rounded once
-to float32. vLLM's tables hold float32 angles, in the dtype of the model. Exact tables that differ
-from vLLM's by more than float32 angles can be off are not taken.
+ROTARY_EXACT=1 also recomputes the tables, by the formula of vLLM's own class in float64, rounded
+once to float32. vLLM's tables hold float32 angles, in the dtype of the model. Exact tables are not
+used if they differ from vLLM's by more than the error of float32 angles.
 
-With --enforce-eager vLLM calls its own operators and those of plug-ins. Where it compiles a model
-by Inductor it leaves them out, this one too, and compiles a formula of its own, unless it is told
+With --enforce-eager vLLM calls its own operators and those of plug-ins. When it compiles a model by
+Inductor it calls none of them, not this one either, and compiles its own formula, unless you pass
 `--compilation-config '{"custom_ops": ["+rotary_embedding"]}'`.
 
-An embedding is compared with vLLM's own formula when it is made, and left alone if they differ. A
-call in a form that is not known here is answered by vLLM's own code. The log says so, once.
+An embedding is compared with vLLM's own formula when it is made, and not replaced if they differ.
+vLLM's own code computes calls of a form that is not known here. The log says so, once.
 
 Interface: vLLM 0.32, `model_executor/custom_op.py` and `model_executor/layers/rotary_embedding`.
 """
@@ -39,7 +39,7 @@ from ..rotate import rotate
 from .vllm_tables import EXACT, Rope, adopt, cache_of, exact_table, is_exact, tables_of
 
 NAME = "rotary"
-# classes that stay vLLM's, and why
+# classes that are not replaced, and why
 NOT_REPLACED = {
     "DualChunkRotaryEmbedding": "it makes five queries of one, each with a table of its own",
     "FourierRotaryEmbedding": "it mixes frequencies by learned weights, which is no rotation",
@@ -49,15 +49,15 @@ NOT_REPLACED = {
 _ARGUMENTS = {"self", "positions", "query", "key", "offsets", "inverse"}
 _AXES = "rotary_axes"  # the buffer with the axis of each column of the table
 _log = logging.getLogger("vllm.plugins.rotary")  # below "vllm", whose handlers a server shows
-_said: set[str] = set()
-_replaced: dict[type, type] = {}  # a class of vLLM -> what stands in its place
+_logged: set[str] = set()
+_replaced: dict[type, type] = {}  # a class of vLLM -> its replacement
 
-FEW = 512  # tokens of a call that is prepared, and prepared calls of an embedding
+FEW = 512  # the most tokens of a call that is prepared, and the most prepared calls per embedding
 
 Results = tuple[Tensor, Tensor | None]
 
 
-class How(TypedDict):
+class RotateOptions(TypedDict):
     """Options of `rotary.rotate`."""
 
     layout: str
@@ -68,30 +68,30 @@ class How(TypedDict):
 
 
 class Family(NamedTuple):
-    """How the classes that share one forward call it."""
+    """What the forward does that several classes of vLLM share."""
 
     forwards: tuple[str, ...] = ("forward_cpu", "forward_cuda")  # the methods that are replaced
-    is_in_place: bool = False  # as vLLM's operator is; else results are new
+    is_in_place: bool = False  # writes to q and k, as vLLM's operator does; else to new tensors
     takes_heads: bool = False  # q is (tokens, heads, head_dim), not (tokens, heads * head_dim)
     takes_offsets: bool = False  # added to the positions
-    is_at_the_end: bool = False  # the last channels turn, by float32 tables; can turn back
-    axes_of: Callable[[Rope], list[int]] | None = None  # row of (3, tokens) that turns each pair
+    is_at_the_end: bool = False  # rotates the last channels, by float32 tables; takes `inverse`
+    axes_of: Callable[[Rope], list[int]] | None = None  # axis of positions (3, tokens) of each pair
 
 
 def _sections(rope: Rope) -> list[int]:
-    """t, h and w in blocks, or in turn until the pairs of h and w are used up."""
+    """Return the axis of each pair: t, h, w in blocks, or alternating until h and w are used up."""
     t, h, w = rope.mrope_section
     if not rope.mrope_interleaved:
         return [0] * t + [1] * h + [2] * w
     return [i % 3 if i < 3 * (0, h, w)[i % 3] else 0 for i in range(rope.rotary_dim // 2)]
 
 
-def _in_turn(count: int, rope: Rope) -> list[int]:
-    """h and w in turn for `count` pairs, then t."""
+def _alternating(count: int, rope: Rope) -> list[int]:
+    """Return the axis of each pair: h and w alternate for `count` pairs, then t."""
     return [1 + i % 2 if i < count else 0 for i in range(rope.rotary_dim // 2)]
 
 
-# by the class whose forward it is: a class that only has other frequencies inherits it
+# by the class that defines the forward; classes that only change the frequencies inherit it
 FAMILIES = {
     "RotaryEmbedding": Family(is_in_place=True),
     "DeepseekScalingRotaryEmbedding": Family(takes_heads=True, takes_offsets=True),
@@ -101,10 +101,10 @@ FAMILIES = {
     "Phi3LongRoPEScaledRotaryEmbedding": Family(("forward",), takes_offsets=True),
     "MRotaryEmbedding": Family(axes_of=_sections),
     "Ernie4_5_VLRotaryEmbedding": Family(
-        axes_of=lambda rope: _in_turn(sum(rope.mrope_section[:2]), rope)
+        axes_of=lambda rope: _alternating(sum(rope.mrope_section[:2]), rope)
     ),
     "BailingMRotaryEmbedding": Family(
-        axes_of=lambda rope: _in_turn(sum(rope.mrope_section[1:]), rope)
+        axes_of=lambda rope: _alternating(sum(rope.mrope_section[1:]), rope)
     ),
     "MRotaryEmbeddingInterleaved": Family(
         ("forward",), axes_of=lambda rope: rope.mrope_dim[: rope.rotary_dim // 2]
@@ -113,10 +113,10 @@ FAMILIES = {
 
 
 def register() -> None:
-    """Put rotary's classes in the place of vLLM's: the entry point in `vllm.general_plugins`.
+    """Replace vLLM's classes by rotary's: the entry point in `vllm.general_plugins`.
 
     Does nothing unless VLLM_PLUGINS names `rotary`. It may be called many times. A class that
-    another plug-in has replaced stays as it is. Raises ValueError for a ROTARY_EXACT other than 0
+    another plug-in has replaced is not changed. Raises ValueError for a ROTARY_EXACT other than 0
     and 1.
 
     >>> register()  # VLLM_PLUGINS does not name it here: nothing happens
@@ -142,11 +142,11 @@ def register() -> None:
             else:
                 setattr(package, base.__name__, _replaced[base])  # where get_rope looks it up
     names = ", ".join(sorted(base.__name__ for base in _replaced))
-    _say(f"rotary replaces {names} and {how}. Not replaced: {'; '.join(left)}")
+    _log_once(f"rotary replaces {names} and {how}. Not replaced: {'; '.join(left)}")
 
 
 def classes(package: object) -> Iterator[type]:
-    """Every class of vLLM's package of rotary embeddings that has tables of cos and sin."""
+    """Yield every class of vLLM's package of rotary embeddings that has tables of cos and sin."""
     for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
         module = pkgutil.resolve_name(f"{getattr(package, '__name__', '')}.{file.name}")
         for value in vars(module).values():
@@ -157,7 +157,7 @@ def classes(package: object) -> Iterator[type]:
 
 
 def family_of(base: type) -> Family | str:
-    """How a class of vLLM is called, or why it is not replaced."""
+    """Return the `Family` of a class of vLLM, or why the class is not replaced."""
     if base.__name__ in NOT_REPLACED:
         return NOT_REPLACED[base.__name__]
     owner = next(
@@ -176,7 +176,7 @@ def family_of(base: type) -> Family | str:
 
 
 def replacement(base: type, family: Family) -> type:
-    """The subclass that stands in the place of a class of vLLM, under its name."""
+    """Return the subclass that replaces a class of vLLM, with the same name."""
     names = "__init__", "_compute_cos_sin_cache", *family.forwards
     own: dict[str, Callable[..., object]] = {name: getattr(base, name) for name in names}
     exact: list[Tensor] = []  # of the embedding that is being made
@@ -184,7 +184,7 @@ def replacement(base: type, family: Family) -> type:
     def init(self: Rope, *arguments: object, **options: object) -> None:
         exact.clear()
         own["__init__"](self, *arguments, **options)
-        _start(self, base, family, torch.cat(exact) if exact else None)
+        _set_up(self, base, family, torch.cat(exact) if exact else None)
         exact.clear()
 
     def compute(self: Rope, *arguments: object) -> object:
@@ -193,7 +193,7 @@ def replacement(base: type, family: Family) -> type:
             return table
         exact_rows = exact_table(lambda: own["_compute_cos_sin_cache"](self, *arguments), table)
         if exact_rows is None:
-            _say(f"{EXACT}: {base.__name__} keeps vLLM's tables, float64 gives others")
+            _log_once(f"{EXACT}: {base.__name__} keeps vLLM's tables, float64 gives others")
             return table
         exact.append(exact_rows)
         return exact_rows
@@ -219,7 +219,7 @@ def _forward(own: Callable[..., object], family: Family) -> Callable[..., object
         if results is not None:
             return results
         if not torch.compiler.is_compiling() and self.rotary_tables is not None:
-            _say(
+            _log_once(
                 f"vLLM's own code answers a call of {type(self).__name__} that rotary does not "
                 f"know: q {query.dtype} {tuple(query.shape)}, positions {tuple(positions.shape)}"
             )
@@ -240,7 +240,7 @@ def _rotated(
     offsets: Tensor | None = None,
     inverse: bool = False,
 ) -> Results | None:
-    """q and k rotated by rotary; None for a call that vLLM's own code has to answer."""
+    """Rotate q and k; return None for a call that vLLM's own code has to compute."""
     tables = tables_of(rope)
     if tables is None:
         return None
@@ -251,13 +251,13 @@ def _rotated(
     heads = [query] if key is None else [query, key]
     head = query.shape[-1] if family.is_at_the_end else rope.head_size
     if step is None:
-        is_at_once = positions.dim() == 1 and all([x.dim() == 3 for x in heads])
+        has_heads = positions.dim() == 1 and all([x.dim() == 3 for x in heads])
         if (
             query.device != tables.whole.device
             or (query.dtype != tables.cache.dtype and not family.is_at_the_end)
             or (inverse and not family.is_at_the_end)
             or (offsets is not None and (has_axes or not family.takes_offsets))
-            or (family.takes_heads and not (is_at_once and {x.shape[-1] for x in heads} == {head}))
+            or (family.takes_heads and not (has_heads and {x.shape[-1] for x in heads} == {head}))
         ):
             return None
     if not family.takes_heads:
@@ -282,32 +282,34 @@ def _rotated(
         try:
             step(heads, cos, sin, positions=rows, out=out)
             return turned
-        except ValueError:  # arrays that differ in more than their shapes, or what is no row
+        except ValueError:  # not the strides or dtypes of the prepared call, or no row of the table
             del tables.steps[form]
             return _rotated(rope, family, positions, query, key, offsets, inverse)
-    how: How = {
+    options: RotateOptions = {
         "layout": "half" if getattr(rope, "is_neox_style", True) else "interleaved",
         "rotary_dim": rope.rotary_dim,
         "start": head - rope.rotary_dim if family.is_at_the_end else 0,
         "seq_dim": -3,
         "conjugate": inverse,
     }
-    rotate(heads, cos, sin, positions=rows, out=out, **how)
+    rotate(heads, cos, sin, positions=rows, out=out, **options)
     if not is_compiling and len(heads[0]) <= FEW and len(tables.steps) < FEW:
-        tables.steps[form] = prepare(rotate, heads, cos, sin, positions=rows, out=out, **how)
+        tables.steps[form] = prepare(rotate, heads, cos, sin, positions=rows, out=out, **options)
     return turned
 
 
-def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:
+def _set_up(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None:
     """Take the tables of a new embedding, compare it with vLLM's formula, and log what is used."""
     rope.rotary_tables = None
     if "_buffers" not in vars(rope):
-        _say(f"vLLM's {base.__name__} stays: torch {torch.__version__} keeps buffers elsewhere")
+        _log_once(
+            f"vLLM's {base.__name__} stays: torch {torch.__version__} keeps buffers elsewhere"
+        )
         return
     cache = cache_of(rope)
     name = f"{base.__name__} ({len(cache)} rows, {rope.rotary_dim} channels)"
     if cache.is_meta:
-        _say(f"vLLM's {name} stays: its tables have no memory")
+        _log_once(f"vLLM's {name} stays: its tables have no memory")
         return
     if family.axes_of is not None:
         axes = torch.tensor(family.axes_of(rope) * 2, device=cache.device)
@@ -315,21 +317,21 @@ def _start(rope: Rope, base: type, family: Family, exact: Tensor | None) -> None
     adopt(rope, exact)
     if difference := _difference(rope, base, family):
         rope.rotary_tables = None
-        _say(f"vLLM's {name} stays: {difference}")
+        _log_once(f"vLLM's {name} stays: {difference}")
         return
     tables = "vLLM's tables" if exact is None else "exact tables"
     called = getattr(getattr(rope, "_forward_method", None), "__name__", "forward")
     if "forward" in family.forwards or called == "forward":
-        _say(f"rotary rotates for {name} by {tables}")
+        _log_once(f"rotary rotates for {name} by {tables}")
     else:
-        _say(
+        _log_once(
             f"vLLM calls its own {called} of {name}, by {tables}: to have rotary called, give "
             '--enforce-eager or --compilation-config \'{"custom_ops": ["+rotary_embedding"]}\''
         )
 
 
 def _difference(rope: Rope, base: type, family: Family) -> str:
-    """How the embedding differs from vLLM's own formula, in words; empty if it does not."""
+    """Return in words how the embedding differs from vLLM's own formula; empty if it does not."""
     cache = cache_of(rope)
     positions = torch.arange(3, device=cache.device) % len(cache)
     if family.axes_of is not None:
@@ -346,13 +348,12 @@ def _difference(rope: Rope, base: type, family: Family) -> str:
         theirs = own(rope, positions, q.clone(), k.clone())
         ours = _rotated(rope, family, positions, q.clone(), k.clone())
         errors = [float((x - y).abs().max()) for x, y in zip(theirs, ours or (), strict=True)]
-    except Exception as error:  # whatever a version of vLLM raises that is not known here
+    except Exception as error:  # other versions of vLLM may raise anything
         return f"it cannot be compared with its own formula ({error})"
     return "" if max(errors) <= limit else f"it is off from its own formula by {max(errors):.2g}"
 
 
-def _say(text: str) -> None:
-    """A line in the log, once."""
-    if text not in _said:
-        _said.add(text)
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
         _log.info(text)

@@ -1,4 +1,4 @@
-"""The tables of cos and sin of vLLM's rotary embeddings: its own, in float32, or exact ones."""
+"""The tables of cos and sin of vLLM's rotary embeddings: vLLM's own, in float32, or exact ones."""
 
 import os
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from ..kernels.torch.private import version_of
 
 EXACT = "ROTARY_EXACT"
 CACHES = ("cos_sin_cache", "long_short_cos_sin_cache")  # vLLM's buffers, of which one exists
-TABLE = "rotary_table"  # ours: the same in float32, where vLLM's is not
+TABLE = "rotary_table"  # our buffer with the float32 table, if vLLM's has another dtype
 
 
 class Rope(Protocol):
-    """The attributes of a rotary embedding of vLLM that are read here, and those we add."""
+    """The attributes of a rotary embedding of vLLM that are read here, and those added here."""
 
     head_size: int
     rotary_dim: int
@@ -32,18 +32,18 @@ class Rope(Protocol):
 
 
 class Tables(NamedTuple):
-    """cos and sin (rows, pairs) in float32, and the buffers that they are of."""
+    """cos and sin (rows, pairs) in float32, and the buffers that they are views of."""
 
     cos: Tensor
     sin: Tensor
-    whole: Tensor
-    cache: Tensor  # vLLM's
-    version: object  # of the cache, which changes when it is written to; None if not counted
+    whole: Tensor  # the float32 table of which cos and sin are views
+    cache: Tensor  # vLLM's table
+    version: object  # of the cache, changes when it is written to; None for an inference tensor
     steps: dict[object, Callable[..., object]]  # prepared calls, by the form of q and k
 
 
 def is_exact() -> bool:
-    """Whether ROTARY_EXACT asks for exact tables; ValueError for a value other than 0 and 1."""
+    """Return whether ROTARY_EXACT asks for exact tables; ValueError for a value except 0 and 1."""
     value = os.environ.get(EXACT, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{EXACT} must be 0 (keep vLLM's tables) or 1, got {value!r}")
@@ -51,12 +51,12 @@ def is_exact() -> bool:
 
 
 def cache_of(rope: Rope) -> Tensor:
-    """vLLM's table of an embedding: cos beside sin, in the dtype of the model."""
+    """Return vLLM's table of an embedding: cos beside sin, in the dtype of the model."""
     return next(rope._buffers[name] for name in CACHES if name in rope._buffers)
 
 
 def tables_of(rope: Rope) -> Tables | None:
-    """The tables of an embedding as its buffers are now; None if it is left to vLLM."""
+    """Return the tables of an embedding's present buffers; None if vLLM rotates for it."""
     tables = rope.rotary_tables
     if tables is None:
         return None
@@ -75,7 +75,7 @@ def tables_of(rope: Rope) -> Tables | None:
 
 
 def adopt(rope: Rope, exact: Tensor | None = None) -> Tables:
-    """Take the tables anew from vLLM's buffer; exact ones stay as long as they round to it."""
+    """Read the tables from vLLM's buffer; keep exact ones as long as they round to its values."""
     cache, table = cache_of(rope), rope._buffers.pop(TABLE, exact)
     is_same = (
         table is not None
@@ -94,17 +94,17 @@ def adopt(rope: Rope, exact: Tensor | None = None) -> Tables:
 
 
 def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: object) -> Tables:
-    # LongRoPE keeps the rows of its long list behind those of the short one
+    # LongRoPE has the rows of its long list after those of the short one
     is_long = getattr(rope, "use_long_rope", False)
     cos, sin = whole[rope.original_max_position_embeddings if is_long else 0 :].chunk(2, -1)
     return Tables(cos, sin, whole, cache, version, {})
 
 
 def exact_table(compute: Callable[[], object], table: Tensor) -> Tensor | None:
-    """The result of `compute` in float64, rounded once to float32.
+    """Return the result of `compute` in float64, rounded once to float32.
 
-    table  its result in float32: if the two differ by more than float32 angles can be off, None is
-           returned
+    table  its result in float32; if the two differ by more than the error of float32 angles, the
+           return value is None
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -122,7 +122,7 @@ def exact_table(compute: Callable[[], object], table: Tensor) -> Tensor | None:
 
 
 class _Float64(TorchFunctionMode):
-    """Has every torch function use float64 where float32 is said."""
+    """Makes every torch function use float64 where the code asks for float32."""
 
     def __torch_function__(
         self,

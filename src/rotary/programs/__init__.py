@@ -1,7 +1,8 @@
-"""Computes what other programs make of the same config, to compare it with transformers.
+"""Compute what other programs make of the same config, and compare it with transformers.
 
-One file for each program; a new release of one touches that file. `case` is what a program is asked
-and answers, `rules` the formulas that several share, `diff` the comparison.
+There is one file for each program; a new release of a program changes only that file. `case` has
+the records of a config and of a program's result, `rules` the formulas that several programs share,
+and `diff` the comparison.
 """
 
 from .diff import PROGRAMS as PROGRAMS

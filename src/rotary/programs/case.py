@@ -1,4 +1,4 @@
-"""The question to a program and its answer, as plain data that all files here use."""
+"""The records that all files here use: a config as a program opens it, and what it computes."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -13,22 +13,23 @@ Array = npt.NDArray[np.floating]
 
 
 class RefusedError(Exception):
-    """What the program raises in place of a rotation."""
+    """The error that the program raises for this config."""
 
 
 class NotComparedError(Exception):
-    """Why nothing is known of the program for this config: it has no file for the model."""
+    """The reason why it is not known what the program computes from this config."""
 
 
 class Case(NamedTuple):
-    """A config as one program opens it, and the sequence it is asked for.
+    """A config as one program opens it, and the length of the sequence to compute.
 
     config     the config as it was read, once, for all programs
-    rope       the rope parameters that the program sees;  rope_type, base  what it takes from them
-    dim        channels that it rotates
+    rope       the rope parameters that the program sees
+    rope_type, base  the type and the base that it takes from them
+    dim        number of rotated channels
     trained    original_max_position_embeddings
     seq_len    tokens of the sequence that is computed
-    advice     what to change in the file, known before any rule
+    advice     what to change in the file, found when it was opened
     """
 
     config: Config
@@ -42,14 +43,17 @@ class Case(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """The longest sequence that a program is started for."""
+        """Return the longest sequence that a program is started for."""
         return max(self.config.context or 0, self.seq_len)
 
 
 class Result(NamedTuple):
-    """What a rule gives; `advice` is said where it differs from the reference.
+    """The result of a rule.
 
+    schedule  what was computed, in words
     inv_freq  (dim / 2,) float64, rad per token
+    switch    when the frequencies change with length, in words
+    advice    what to change in the config if the result differs from the reference
     """
 
     schedule: str
@@ -64,10 +68,11 @@ Rule = Callable[[Case], Result]
 
 
 class Program(NamedTuple):
-    """A program: which rule it has for each rope type, and the file and function that rule is in.
+    """A program.
 
-    unknown   its rule for every other type
-    opens     what it makes of the config before any rule
+    rules     rope type -> its rule, and the file and function of the program with that rule
+    unknown   the same for every other rope type
+    opens     returns the case as the program opens the config, before any rule
     """
 
     name: str

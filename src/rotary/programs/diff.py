@@ -1,9 +1,9 @@
-"""`diff`: compares what several programs compute from the same config.json.
+"""`diff`: compare what several programs compute from the same config.json.
 
-transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub take different rotations from one file.
-The file is read once, by `rotary.configs`; what transformers computes is what `from_hf_config`
-reads, and each other program has a file in this folder. llama.cpp reads the GGUF file that its
-converter writes.
+transformers, vLLM, SGLang, llama.cpp, mlx-lm and keras-hub may compute different rotations from one
+file. The file is read once, by `rotary.configs`. The rotation of transformers is that of
+`from_hf_config`; each other program has a file in this folder. llama.cpp reads the GGUF file that
+its converter writes.
 """
 
 import math
@@ -29,26 +29,26 @@ from .transformers import TRANSFORMERS
 from .vllm import VLLM
 
 PROGRAMS = (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, KERAS_HUB)
-TOLERANCE = 1e-9  # two formulas in float64; programs compute in float32, and differ by 1e-6 anyway
+TOLERANCE = 1e-9  # between formulas in float64; float32 of the programs adds errors of 1e-6
 NUMBERS = frozenset({
     "factor", "alpha", "mixed_b", "max_trained_positions", "beta_fast", "beta_slow",
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
     "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim", "rope_theta",
 })  # fmt: skip
-BASE_KEYS = frozenset(  # where the files of some model have a base
+BASE_KEYS = frozenset(  # the names that models have for the key of the base
     names["rope_theta"]
     for model in MODELS.values()
     for names in (model.get("names", {}), *model.get("layer_names", {}).values())
     if "rope_theta" in names
 )
 LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
-KEYS = NUMBERS | {  # of rope parameters, read by some program
+KEYS = NUMBERS | {  # rope parameters that at least one program reads
     *(key for schedule in SCHEDULES for key in parameters(schedule)),
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "rope_dim", "interleaved"),
     *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings"),
     *("apply_yarn_scaling", "original_max_position_embeddings", "use_fope", "finetuned"),
 }
-RENAME = {  # what to write instead of a type that some program refuses
+RENAME = {  # what to write instead of a type that at least one program refuses
     "su": "write rope_type longrope",
     "mrope": "write rope_type default beside mrope_section",
     "deepseek_yarn": "write rope_type yarn with the attention_factor this model was trained with",
@@ -65,9 +65,9 @@ class Reading(NamedTuple):
     attention_factor  multiplies cos and sin; None if it computes nothing
     switch            when the frequencies change with length, and what decides
     refuses           its error, or ""
-    not_compared      why nothing is known of it for this config, or ""
+    not_compared      why it is not known what it computes from this config, or ""
     notes, advice     what else differs; what to change, or ""
-    source            file and function, in the version named
+    source            file and function of the program, in this version
     """
 
     framework: str
@@ -83,7 +83,7 @@ class Reading(NamedTuple):
     source: str
 
     def to_dict(self) -> dict[str, JSON]:
-        """The reading as JSON-ready data.
+        """Return the reading as JSON-ready data.
 
         >>> readings({"head_dim": 4})[0].to_dict()["inv_freq"]
         [1.0, 0.01]
@@ -96,10 +96,11 @@ Readings = Mapping[int, tuple[Reading, ...]]  # of the programs in order, by len
 
 
 class Difference(NamedTuple):
-    """How far a program is from the reference, at the sequence length where that is farthest.
+    """How far a program is from the reference, at the sequence length of the largest difference.
 
-    Relative: the largest |inv_freq - reference| / reference, and the same of attention_factor. inf
-    where one rotates another number of pairs, or a pair that stands still in the other.
+    inv_freq is the largest |inv_freq - reference| / reference of all pairs, and attention_factor
+    the same for the attention factor. inf if the two rotate another number of pairs, or if the
+    program rotates a pair that stands still in the reference.
     """
 
     framework: str
@@ -109,7 +110,7 @@ class Difference(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """True if both are within rounding.
+        """Return True if both differences are within rounding.
 
         >>> Difference("vLLM", 4096, 0.0, 0.0).agrees
         True
@@ -127,7 +128,7 @@ class Diff(NamedTuple):
     verdict: str
 
     def to_dict(self) -> dict[str, JSON]:
-        """All of it as JSON-ready data; null where a difference is infinite.
+        """Return the comparison as JSON-ready data; an infinite difference is null.
 
         >>> diff({"head_dim": 4}).to_dict()["reference"]
         'transformers'
@@ -151,20 +152,22 @@ def readings(
     layer_type: str | None = None,
     part: str | None = None,
 ) -> tuple[Reading, ...]:
-    """What each of six programs makes of a Hugging Face config.
+    """Return what each of six programs makes of a Hugging Face config.
 
     config      path of a config.json or of the folder that holds it, or a dict
     seq_len     tokens of the one sequence that is computed, alone in its batch; it matters to
-                dynamic and longrope. Default: the longest the config is made for, that is
-                max_position_embeddings, and factor times that for dynamic. Programs that decide
-                once at start (vLLM, llama.cpp) are taken to be started for that longest sequence.
-    layer_type  which entry, where frequencies differ by layer type
+                dynamic and longrope. Default: the longest sequence that the config is made for,
+                that is max_position_embeddings, and factor times that for dynamic. Programs that
+                decide once at start (vLLM, llama.cpp) are assumed to be started for that longest
+                sequence.
+    layer_type  which entry, if frequencies differ by layer type
     part        which sub-config of a model of several parts, as in `from_hf_config`; the vision
                 parts of other programs are not compared
 
-    A type that a program does not know is no error here but its `refuses`. Raises ValueError for a
-    model type, layer type or part that is not known and for values that give no rotation (a list of
-    the wrong length, a negative factor), FileNotFoundError for a path that is not there.
+    If a program does not know a type, `refuses` of its reading has the error that it raises. Raises
+    ValueError for a model type, layer type or part that is not known and for values that give no
+    rotation (a list of the wrong length, a negative factor), FileNotFoundError for a path that does
+    not exist.
 
     >>> for reading in readings({"head_dim": 128, "max_position_embeddings": 4096,
     ...                          "rope_scaling": {"type": "dynamic", "factor": 4.0}})[:3]:
@@ -183,11 +186,11 @@ def diff(
     layer_type: str | None = None,
     part: str | None = None,
 ) -> Diff:
-    """How far apart six programs are on one config, and what to do about it.
+    """Return how far apart six programs are on one config, and what to do about it.
 
-    Arguments and errors are those of `readings`. Differences are against transformers, or, where it
-    refuses, the first program that accepts. Without `seq_len`, dynamic and longrope are compared
-    at two lengths, the trained one and the longest, and the larger difference counts.
+    Arguments and errors are those of `readings`. Differences are from transformers or, if it
+    refuses, from the first program that accepts. Without `seq_len`, dynamic and longrope are
+    compared at two lengths, the trained one and the longest, and the larger difference counts.
 
     >>> diff({"head_dim": 128, "rope_theta": 5e5}).verdict
     'All six agree.'
@@ -211,17 +214,17 @@ decimal point, as 8.0.
 
 
 def _case(config: Config, seq_len: int | None) -> Case:
-    """The config before any program has opened it."""
+    """Check the values of the config, and return it before any program has opened it."""
     if not config.rotates:
         where = f"layer type {config.layer_type!r}" if config.layer_type else "this config"
         raise ValueError(f"{where} has no rotation; there is nothing to compare")
     if seq_len is not None:
         check_whole("seq_len", seq_len)
-    Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # or an error
+    Rotary(head_dim=config.head_dim, rotary_dim=config.rotary_dim, base=config.base)  # checks these
     for name in config.rope:
         if name not in KEYS:
             raise ValueError(f"rope key {name!r} is read by no program{nearest(name, KEYS)}")
-    for keys in (config.rope, config.data):  # also what one program alone reads beside the entry
+    for keys in (config.rope, config.data):  # some programs also read keys outside the entry
         _check_values(keys)
     check_top(config, refuse)
     rope_type, context = config.rope_type, config.context
@@ -231,13 +234,13 @@ def _case(config: Config, seq_len: int | None) -> Case:
     rope = {
         name: False if name == "truncate" and value is None else value
         for name, value in config.rope.items()
-        if value is not None or name in ("truncate", "factor")  # a null says nothing, but for these
+        if value is not None or name in ("truncate", "factor")  # null only has a meaning for these
     }
     return Case(config, rope, rope_type, config.base, config.rotary_dim, config.trained, seq_len)
 
 
 def _check_values(keys: Mapping[str, JSON]) -> None:
-    """Refuse a value of the wrong kind, wherever the file has it."""
+    """Refuse a value of the wrong type, also in nested objects."""
     for name, value in keys.items():
         if value is None:
             continue
@@ -285,7 +288,7 @@ def _read(program: Program, case: Case, is_text: bool) -> Reading:
 
 
 def _farthest(name: str, reference: str, by_length: Readings) -> Difference:
-    """The larger of the differences at each length, of two programs that accept the config."""
+    """Return the largest difference, over all lengths, of two programs that accept the config."""
     differences = []
     for length, readings in by_length.items():
         of = {reading.framework: reading for reading in readings}
@@ -336,15 +339,15 @@ def _verdict(
         and (rope_type != "linear" or {"vLLM", "SGLang"} & set(refusing))
     ):
         advice = f"To be read by more, {RENAME[rope_type]}"
-    elif apart and not advice:  # of the program that is farthest off, or the next one with some
-        said = (
+    elif apart and not advice:  # the advice for the program that is farthest off and has one
+        advices = (
             reading.advice
             for each in apart
             for reading in by_length[each.seq_len]
             if reading.framework == each.framework and reading.advice
         )
         share = "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
-        advice = next(said, share if apart[0].inv_freq == math.inf else "")
+        advice = next(advices, share if apart[0].inv_freq == math.inf else "")
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 

@@ -1,6 +1,7 @@
 """What keras-hub 0.32.0 computes from a config, by its converters from transformers.
 
-Its layers know more than its converters hand on: a type that no converter reads is dropped.
+Its layers support more rope types than its converters pass on: a type that a converter does not
+read is dropped.
 """
 
 from ..schedules import yarn_amplitude
@@ -18,7 +19,7 @@ GEMMA3_BASES = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
 
 
 def opens(case: Case) -> Case:
-    """What the converter of the model type hands to the layers."""
+    """Return what the converter of the model type passes to the layers."""
     config = case.config
     if config.file_type and config.file_type not in CONVERTERS:
         raise NotComparedError(f"keras-hub has no converter for model type {config.file_type}")
@@ -60,7 +61,7 @@ def _llama_type(case: Case) -> str:
 
 
 def _gemma3(case: Case) -> Case:
-    """Bases that no key changes, and the factor of rope_scaling, whatever its type."""
+    """Return bases that no key changes, and the factor of rope_scaling, whatever its type."""
     if "head_dim" not in case.config.data:
         raise RefusedError("KeyError: 'head_dim'")
     layer_type = case.config.layer_type or "full_attention"
@@ -77,7 +78,7 @@ def _dropped(case: Case, kept: str) -> str:
 
 
 def yarn(case: Case) -> Result:
-    """GPT-OSS: the numbers of its own config, but for the factor."""
+    """Compute YaRN for GPT-OSS: only the factor is read, other numbers are those of its config."""
     factor = case.rope.get("factor", 32.0)
     if factor is None:
         raise NotComparedError("a factor of null was never run")

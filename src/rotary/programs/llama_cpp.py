@@ -1,4 +1,4 @@
-"""What llama.cpp computes from the GGUF file that its converter writes of a config."""
+"""What llama.cpp computes from the GGUF file into which its converter translates a config."""
 
 from ..configs.gguf import axes_of
 from ..schedules import yarn_amplitude
@@ -11,7 +11,7 @@ NOT_CONVERTED = {
     "gptj", "helium", "jetmoe", "longcat_flash", "mllama_text_model", "modernbert-decoder", "moshi",
     "nanochat", "olmo_hybrid", "persimmon", "phi3_v", "roformer", "vaultgemma", "zamba2", "zaya",
 }  # fmt: skip
-# model types whose sections it deals out in turn; src/llama-model.cpp, llama_model_rope_type
+# model types whose sections alternate; src/llama-model.cpp, llama_model_rope_type
 INTERLEAVED_SECTIONS = {
     "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text",
 }  # fmt: skip
@@ -22,7 +22,10 @@ READS_MSCALE = {
 
 
 def opens(case: Case) -> Case:
-    """What the converter writes: of sliding layers the base alone, of a scaling its factor."""
+    """Return what the converter writes to the GGUF file.
+
+    Of sliding layers that is only the base; of linear and yarn, nothing if the factor is missing.
+    """
     if case.config.model_type in NOT_CONVERTED:
         raise NotComparedError(f"its converter has no file for {case.config.model_type}")
     if case.config.layer_type == "sliding_attention":  # rope.freq_base_swa
@@ -33,9 +36,9 @@ def opens(case: Case) -> Case:
 
 
 def plain(case: Case) -> Result:
-    """Frequencies of the base; of M-RoPE in turn, a pair too many for its axis stands still.
+    """Compute the frequencies of the base; with alternating sections, some pairs may stand still.
 
-    Such a pair goes to a fourth position, which is 0 for text.
+    A pair beyond the section of its axis uses a fourth position, which is 0 for text.
     """
     result = rules.plain(case)
     sections = case.rope.get("mrope_section")
@@ -53,7 +56,7 @@ def plain(case: Case) -> Result:
 
 
 def dynamic(case: Case) -> Result:
-    """Not scaled, but for Hunyuan's alpha, of which the converter makes a base."""
+    """Do not scale, except by Hunyuan's alpha, which the converter turns into a base."""
     alpha = case.rope.get("alpha")
     if alpha and case.config.model_type.startswith("hunyuan"):
         return rules.grown(case, alpha)
@@ -61,7 +64,7 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """YaRN with the amplitude of the paper, or with mscale_all_dim where that is read."""
+    """Compute YaRN with the amplitude of the paper, or with mscale_all_dim if that is read."""
     model, mscale = case.config.model_type, case.rope.get("mscale_all_dim")
     # written to every GGUF file, but read back by few architectures
     reads_betas = model == "ministral3"
@@ -72,7 +75,7 @@ def yarn(case: Case) -> Result:
     if model == "deepseek_v4":
         amplitude = 1.0
     elif model in READS_MSCALE and mscale:
-        # mscale is 1 there, but for deepseek2, where it is as mscale_all_dim
+        # llama.cpp takes mscale as 1, but for deepseek2 as equal to mscale_all_dim
         over = mscale if model in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 1.0
         amplitude = yarn_amplitude(factor, over, mscale)
     else:
@@ -83,7 +86,7 @@ def yarn(case: Case) -> Result:
 
 
 def llama3(case: Case) -> Result:
-    """The band of Llama 3.1, with its values where the file is silent."""
+    """Compute the schedule of Llama 3.1, with the values of Llama 3.1 for missing keys."""
     trained = case.trained or 8192
     return rules.llama3(case, trained, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 

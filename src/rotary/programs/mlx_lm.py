@@ -1,13 +1,13 @@
 """What mlx-lm 0.32.2 computes from a config.
 
-`mlx_lm.json` says of each of its model files that `rotary.configs` knows, and their aliases:
-  reads          what it takes from `rope_parameters`: "type", the "base" alone, or entries "nested"
-                 by layer type; rope_theta and rope_scaling at the top level otherwise
-  base           where the file is silent; null where it then stops; 10 000 if not said here
-  local_base     the key of the base of sliding layers, 10 000 where the file is silent
-  scaled_layers  the layers that rope_scaling is for; others are plain
+`mlx_lm.json` describes each of its model files that `rotary.configs` knows, and their aliases:
+  reads          what it reads from `rope_parameters`: "type", only the "base", or entries "nested"
+                 by layer type; without it, rope_theta and rope_scaling at the top level
+  base           the base if the config has none; null if mlx-lm then raises; default 10 000
+  local_base     the key of the base of sliding layers, which is 10 000 if the config has none
+  scaled_layers  the layer type that rope_scaling applies to; others are plain
   unscaled       plain whatever rope_scaling says
-tests/test_peers.py compares with what that program computed, of files that are silent too.
+tests/test_peers.py compares with recorded results of mlx-lm, also for configs without these keys.
 """
 
 import json
@@ -27,7 +27,7 @@ TRAINED = "original_max_position_embeddings"
 
 
 def opens(case: Case) -> Case:
-    """What the model file takes of config.json, which it reads as it is."""
+    """Return what the model file reads from config.json, which mlx-lm does not rewrite first."""
     config, data = case.config, case.config.data
     if config.file_type and config.file_type not in MODELS:
         raise NotComparedError(f"mlx-lm has no file for model type {config.file_type}")
@@ -58,12 +58,12 @@ def opens(case: Case) -> Case:
         advice=advice,
         rope_type=rope.get("type") or rope.get("rope_type") or "default",
         base=float(base),
-        dim=config.head_dim if model_type == "glm" else case.dim,  # never a share of the head
+        dim=config.head_dim if model_type == "glm" else case.dim,  # glm: always the whole head
     )
 
 
 def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, JSON], float]:
-    """The rope parameters and the base, from the keys that the model file reads."""
+    """Return the rope parameters and the base, from the keys that the model file reads."""
     data, reads = case.config.data, model.get("reads")
     new = data.get("rope_parameters") or {}
     if reads == "nested":
@@ -79,23 +79,23 @@ def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, 
 
 
 def mrope(case: Case) -> Result:
-    """rope_type mrope of older files, on one axis."""
+    """Compute rope_type mrope of older files, on one axis."""
     rules.need(case, "mrope_section")
     return rules.plain_on_one_axis(case)
 
 
 def llama3(case: Case) -> Result:
-    """The band of Llama 3.1; a wavelength on its edge is kept."""
+    """Compute the schedule of Llama 3.1; a wavelength of trained / low_freq_factor is kept."""
     trained = case.rope.get(TRAINED, 8192)
     result = rules.llama3(case, trained, low_freq_factor=1.0, high_freq_factor=4.0)
     kept = rules.plain(case).inv_freq
     edge = trained / case.rope.get("low_freq_factor", 1.0)
-    inv_freq = np.where(2 * math.pi / kept == edge, kept, result.inv_freq)  # strict < there
+    inv_freq = np.where(2 * math.pi / kept == edge, kept, result.inv_freq)  # mlx-lm has a < here
     return result._replace(inv_freq=inv_freq)
 
 
 def longrope(case: Case) -> Result:
-    """LongRoPE, always with the long list."""
+    """Compute LongRoPE, always with the long list."""
     data = case.config.data
     is_phi3 = case.config.model_type in PHI3
     case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
@@ -110,14 +110,14 @@ def longrope(case: Case) -> Result:
 
 
 def dynamic(case: Case) -> Result:
-    """Dynamic NTK at each call's length; Hunyuan's file has a fixed base, grown by alpha."""
+    """Compute dynamic NTK at each call's length, or for Hunyuan a fixed base, grown by alpha."""
     if case.config.model_type == "hunyuan_v1_dense":
         return rules.grown(case, rules.need(case, "alpha"))
     return rules.dynamic("with offset + length, at every call; cached keys keep theirs")(case)
 
 
 def yarn(case: Case) -> Result:
-    """YaRN with DeepSeek's amplitude and 4096 where the trained length is missing."""
+    """Compute YaRN with DeepSeek's amplitude, and 4096 if the trained length is missing."""
     ignored = [name for name in ("attention_factor", "truncate") if name in case.rope]
     advice = f"mlx-lm ignores {' and '.join(ignored)}" if ignored else ""
     if not advice and ("mscale" in case.rope) != ("mscale_all_dim" in case.rope):

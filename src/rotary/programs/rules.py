@@ -1,6 +1,6 @@
-"""Formulas that several programs share, as rules: from a `Case` to a `Result`.
+"""Formulas that several programs share, as rules: functions from a `Case` to a `Result`.
 
-Frequencies come from `rotary.schedules`; only what deviates from there is written in this folder.
+Frequencies come from `rotary.schedules`; this folder has only what deviates from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ def computed(
     case: Case, schedule: str, amplitude: float = 1.0, switch: str = "never", advice: str = "",
     *, seq_len: int | None = None, **params: JSON,
 ) -> Result:  # fmt: skip
-    """What a schedule of ours gives for the channels and the base of `case`."""
+    """Compute a schedule of `rotary.schedules` for the channels and the base of `case`."""
     if case.base <= 0:
         raise NotComparedError(f"its base would be {case.base:g}")
     length = {} if seq_len is None else {"seq_len": seq_len}
@@ -24,7 +24,7 @@ def computed(
 
 
 def in_words(schedule: str, base: float, params: Mapping[str, JSON], seq_len: int) -> str:
-    """A schedule as a table shows it."""
+    """Return the words for a schedule in a table of readings."""
     factor, trained = (
         params.get(name, silent)
         for name, silent in (("factor", 1), ("original_max_position_embeddings", 0))
@@ -40,7 +40,7 @@ def in_words(schedule: str, base: float, params: Mapping[str, JSON], seq_len: in
 
 
 def need(case: Case, name: str, default: JSON = None) -> JSON:
-    """The rope parameter `name`; the program raises KeyError where it is missing."""
+    """Return the rope parameter `name`; RefusedError, as for a KeyError, if it is missing."""
     value = case.rope.get(name, default)
     if value is None:
         raise RefusedError(f"KeyError: {name!r} is missing")
@@ -48,25 +48,25 @@ def need(case: Case, name: str, default: JSON = None) -> JSON:
 
 
 def required_length(value: int | None) -> int:
-    """`value`, a length of the config; ValueError where the config has none."""
+    """Return `value`, a length of the config; ValueError if it is None."""
     if value is None:
         raise ValueError("this rope_type needs max_position_embeddings; the config has none")
     return value
 
 
 def plain(case: Case) -> Result:
-    """Frequencies of the base alone."""
+    """Compute the unscaled frequencies of the base."""
     return computed(case, "default")
 
 
 def plain_on_one_axis(case: Case) -> Result:
-    """The same by a program that reads the sections of M-RoPE as one axis."""
+    """Compute `plain`, with a note: the program reads the sections of M-RoPE as one axis."""
     notes = ("reads mrope_section as one axis: right for text alone",)
     return plain(case)._replace(notes=notes if "mrope_section" in case.rope else ())
 
 
 def unscaled(who: str) -> Rule:
-    """A program that drops a type it does not know."""
+    """Return the rule of a program that ignores a type that it does not know."""
 
     def rule(case: Case) -> Result:
         result = plain(case)
@@ -77,7 +77,7 @@ def unscaled(who: str) -> Rule:
 
 
 def refuse(error: str) -> Rule:
-    """A program that raises for a type it does not know."""
+    """Return the rule of a program that raises for a type that it does not know."""
 
     def rule(case: Case) -> Result:
         raise RefusedError(error.format(case.rope_type))
@@ -86,27 +86,33 @@ def refuse(error: str) -> Rule:
 
 
 def linear(case: Case) -> Result:
-    """All frequencies divided by factor."""
+    """Divide all frequencies by factor."""
     return computed(case, "linear", factor=need(case, "factor"))
 
 
 def linear_float(case: Case) -> Result:
-    """The same, by a program that iterates over a factor that is not a float."""
+    """Compute `linear` for a program that iterates over the factor if it is not a float."""
     if isinstance(case.rope["factor"], int):
         raise RefusedError("TypeError: 'int' object is not iterable: factor must be a float")
     return linear(case)
 
 
-def llama3(case: Case, trained: int | None = None, **silent: float) -> Result:
-    """The band of Llama 3.1; `trained` and `silent` stand where the file is silent."""
+def llama3(case: Case, trained: int | None = None, **defaults: float) -> Result:
+    """Compute the schedule of Llama 3.1; `trained` replaces `case.trained`.
+
+    `defaults` are the values of missing keys.
+    """
     names = ("factor", "low_freq_factor", "high_freq_factor")
-    params = {name: need(case, name, silent.get(name)) for name in names}
+    params = {name: need(case, name, defaults.get(name)) for name in names}
     length = trained or required_length(case.trained)
     return computed(case, "llama3", **params, original_max_position_embeddings=length)
 
 
 def proportional(case: Case, advice: str = "") -> Result:
-    """Gemma 4: the exponent counts the whole head, pairs beyond the share stand still."""
+    """Compute the schedule of Gemma 4.
+
+    The exponent is relative to the whole head, and pairs beyond the share stand still.
+    """
     params = {"partial_rotary_factor": case.config.share, "factor": case.rope.get("factor", 1.0)}
     return computed(
         case._replace(dim=case.config.head_dim), "proportional", advice=advice, **params
@@ -114,13 +120,13 @@ def proportional(case: Case, advice: str = "") -> Result:
 
 
 def proportional_unscaled(case: Case) -> Result:
-    """The same without its factor."""
+    """Compute `proportional` without its factor."""
     advice = "vLLM, SGLang, llama.cpp and keras-hub drop the factor of proportional"
     return proportional(case._replace(rope={}), advice)
 
 
 def dynamic(switch: str) -> Rule:
-    """The base grows with the sequence; `switch` says when that is decided."""
+    """Return a rule whose base grows with the sequence; `switch` says when that is decided."""
 
     def rule(case: Case) -> Result:
         factor, trained = need(case, "factor"), required_length(case.config.context)
@@ -131,7 +137,7 @@ def dynamic(switch: str) -> Rule:
 
 
 def grown(case: Case, growth: float, advice: str = "") -> Result:
-    """A fixed base, grown by `growth`."""
+    """Compute a fixed base, grown by `growth`."""
     if growth <= 0:
         raise NotComparedError(f"it would grow the base by {growth:g}")
     case = case._replace(base=grown_base(case.dim, case.base, growth))
@@ -143,7 +149,7 @@ def yarn(
     case: Case, amplitude: float, advice: str = "", *,
     trained: int | None = None, truncate: bool = True, reads_betas: bool = True,
 ) -> Result:  # fmt: skip
-    """YaRN, whose amplitude each program has of its own."""
+    """Compute YaRN with the amplitude of the program."""
     params = {
         "factor": need(case, "factor"),
         "original_max_position_embeddings": trained or required_length(case.trained),
@@ -156,7 +162,7 @@ def yarn(
 
 
 def amplitude_of(case: Case, factor: float) -> float:
-    """YaRN's amplitude as transformers takes it from the keys."""
+    """Return YaRN's amplitude as transformers computes it from the keys."""
     mscale, all_dim = case.rope.get("mscale"), case.rope.get("mscale_all_dim")
     if case.rope.get("attention_factor") is not None:
         return float(case.rope["attention_factor"])
@@ -165,16 +171,16 @@ def amplitude_of(case: Case, factor: float) -> float:
 
 
 def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
-    """YaRN with DeepSeek's amplitude, where a missing mscale_all_dim is 0."""
+    """Compute YaRN with DeepSeek's amplitude, in which a missing mscale_all_dim is 0."""
     factor, rope = need(case, "factor"), case.rope
     amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
     return yarn(case, amplitude, trained=trained)
 
 
 def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bool) -> Rule:
-    """LongRoPE: a `decisive` length over the trained one takes the long list, as `switch` says.
+    """Return a rule for LongRoPE: the long list if the `decisive` length exceeds the trained one.
 
-    {} in `switch` is the trained length.
+    `switch` says so in words; {} in it is replaced by the trained length.
     """
 
     def rule(case: Case) -> Result:
@@ -202,7 +208,7 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
 
 
 def context_amplitude(case: Case) -> float:
-    """LongRoPE's amplitude, of the factor from the trained length to the context."""
+    """Return LongRoPE's amplitude for the ratio of the context to the trained length."""
     trained = required_length(case.trained)
     if trained == 1:
         raise NotComparedError("it would divide by the logarithm of a trained length of 1")
@@ -210,6 +216,6 @@ def context_amplitude(case: Case) -> float:
 
 
 def legacy_mrope(case: Case) -> Result:
-    """rope_type mrope of older files, for which mrope_section must be there."""
+    """Compute rope_type mrope of older files, which requires mrope_section."""
     need(case, "mrope_section")
     return plain(case)

@@ -4,24 +4,25 @@ from ..schedules import yarn_amplitude
 from . import rules, transformers
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
-# it has no model file for these, and cannot run transformers' class in its place
+# SGLang has no model file for these, and cannot run transformers' class instead
 NO_FILE = frozenset({
     "codegen", "csm", "esm", "falcon", "glm", "mistral4", "phi3_v", "qwen2_5_omni_text", "roformer",
 })  # fmt: skip
-THROUGH_TRANSFORMERS = frozenset({"internvl"})  # model types of files whose dynamic NTK it follows
-# its config class rewrites the key; its model file has a table of its own, with amplitude 1
+THROUGH_TRANSFORMERS = frozenset({"internvl"})  # types of files that it runs by transformers' class
+# laguna: SGLang's config class rewrites the key; deepseek_v4: its model file makes its own table
+# with amplitude 1
 OBEYS_ATTENTION_FACTOR = frozenset({"laguna", "deepseek_v4"})
 
 
 def opens(case: Case) -> Case:
-    """The config as transformers' class loads it."""
+    """Return the config as transformers' class loads it."""
     if case.config.model_type in NO_FILE:
         raise NotComparedError(f"SGLang does not run model type {case.config.model_type}")
     return transformers.opens(case)
 
 
 def dynamic(case: Case) -> Result:
-    """A fixed base, by alpha or as if every sequence were factor times the context."""
+    """Compute a fixed base, by alpha or as if every sequence were factor times the context."""
     if case.config.file_type in THROUGH_TRANSFORMERS:
         return transformers.computed(case)
     if "alpha" in case.rope:
@@ -32,14 +33,14 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """YaRN, whose amplitude is scaled by attn_factor."""
+    """Compute YaRN, whose amplitude is scaled by attn_factor."""
     factor, rope = rules.need(case, "factor"), case.rope
     if case.config.model_type in OBEYS_ATTENTION_FACTOR:
         return rules.yarn(case, rules.amplitude_of(case, factor))
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if "mrope_section" in rope and rope.keys() & {"mscale", "mscale_all_dim"}:
         raise RefusedError("TypeError: unexpected keyword argument 'mscale', with mrope_section")
-    # 0 counts as given, in transformers it does not
+    # SGLang counts 0 as given, transformers does not
     both = () if mscale is None or all_dim is None else (mscale, all_dim)
     amplitude = yarn_amplitude(factor, *both)
     advice = "SGLang ignores attention_factor: give attn_factor too, its ratio to 0.1 ln(factor)+1"
@@ -57,14 +58,14 @@ def yarn(case: Case) -> Result:
 
 
 def yarn_deepseek(case: Case) -> Result:
-    """DeepSeek's YaRN, whose amplitude is scaled by attn_factor."""
+    """Compute DeepSeek's YaRN, whose amplitude is scaled by attn_factor."""
     result = rules.yarn_deepseek(case)
     amplitude = result.attention_factor * case.rope.get("attn_factor", 1.0)
     return result._replace(attention_factor=amplitude)
 
 
 longrope = rules.longrope(
-    lambda case: case.seq_len - 1,  # a position > the trained length: one token later
+    lambda case: case.seq_len - 1,  # SGLang compares the last position, not the length
     "long list if any position of the running batch exceeds {}",
     reads_mscale=True,
 )

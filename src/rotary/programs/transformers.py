@@ -1,7 +1,7 @@
 """What transformers 5.23 computes from a config: the reading of `from_hf_config`.
 
-This file says no more than where the code of transformers does something else than the model it was
-written for, and which keys it ignores that other programs read.
+This file has only what differs from that reading: where the code of transformers deviates from the
+model that it implements, and which keys it ignores that other programs read.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from ..configs.hf import needs_head_dim, rotary_of
 from .case import Case, Program, RefusedError, Result
 from .rules import in_words, refuse
 
-# what the config class demands; vLLM and SGLang load it too
+# keys that transformers' config class requires; vLLM and SGLang load configs by this class too
 REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -25,14 +25,17 @@ REQUIRED = {
 }
 # their config classes read su and yarn as longrope
 PHI3 = tuple(name for name, model in MODELS.items() if "yarn" in model.get("read_as", {}))
-ONLY = (*PHI3, "cosmos3_edge_text")  # these refuse every type that the model does not read
+ONLY = (*PHI3, "cosmos3_edge_text")  # these refuse all types except those in the model's `only`
 OWN_CODE = ("phi3_v",)  # transformers runs the code in the model's folder, which has type su
 NO_HEAD_DIM = "TypeError: head_dim is null: write it into the config"
-QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text")  # theirs read mrope as default
+QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text")  # their config classes read mrope as default
 
 
 def opens(case: Case) -> Case:
-    """The case, if the config class of transformers takes it: it loads the file for all three."""
+    """Return the case as transformers' config class loads it, for vLLM and SGLang too.
+
+    Raises RefusedError if the class raises.
+    """
     config, rope_type = case.config, case.rope_type
     if config.model_type in OWN_CODE:
         return case._replace(rope_type="longrope" if rope_type == "su" else rope_type)
@@ -40,7 +43,8 @@ def opens(case: Case) -> Case:
     if config.model_type in QWEN_VL and rope_type == "mrope":
         rope_type = "default"
     required = REQUIRED.get(rope_type, ())
-    if "su" in (case.rope.get("rope_type"), case.rope.get("type")):  # renamed after it is filled in
+    # su gets its new name after missing keys are filled in
+    if "su" in (case.rope.get("rope_type"), case.rope.get("type")):
         required = (*required, "original_max_position_embeddings")
     missing = [key for key in required if key not in case.rope]
     if missing:
@@ -57,14 +61,14 @@ def opens(case: Case) -> Case:
 
 
 def computed(case: Case) -> Result:
-    """The frequencies of the `Rotary` that `from_hf_config` makes of the config."""
+    """Compute the frequencies of the `Rotary` that `from_hf_config` makes of the config."""
     if case.config.model_type == "ernie4_5_vl_moe_text" and case.rope_type != "default":
         raise RefusedError(_of_type(case.config, case.rope_type))
     if needs_head_dim(case.config, case.rope_type):
         raise RefusedError(NO_HEAD_DIM)
     config = _as_its_code_reads(case)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a factor < 1 is read, not judged, here
+        warnings.simplefilter("ignore")  # such as the one for a factor < 1
         spec = rotary_of(config, lambda complaint: None)
     assert spec is not None  # a config without rotation is refused before
     steps, factor = inv_freq(spec, case.seq_len)
@@ -95,7 +99,7 @@ def _of_type(config: Config, rope_type: str) -> str:
 
 
 def _as_its_code_reads(case: Case) -> Config:
-    """The config without what the code of transformers ignores."""
+    """Return the config without the keys that the code of transformers ignores."""
     config = case.config
     ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
     ignored |= set() if config.model.get("alpha") else {"alpha"}
@@ -111,7 +115,7 @@ def _as_its_code_reads(case: Case) -> Config:
 
 
 def _is_nested(config: Config) -> bool:
-    """Whether the file has an object of rope parameters for each layer type."""
+    """Return whether the file has an object of rope parameters for each layer type."""
     return config.layer_type in (config.data.get("rope_parameters") or {})
 
 

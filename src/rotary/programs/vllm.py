@@ -4,16 +4,19 @@ from ..schedules import yarn_amplitude
 from . import rules, transformers
 from .case import Case, NotComparedError, Program, RefusedError, Result
 
-# it has no model file for these, and cannot run transformers' class in its place
+# vLLM has no model file for these, and cannot run transformers' class instead
 NO_FILE = frozenset({"codegen", "csm", "esm", "mistral4", "mllama_text_model", "roformer"})
-# their model files pass mrope_positions_factor=1, but where videos are pruned
+# their model files pass mrope_positions_factor=1, except if videos are pruned
 RAMP_AS_TRAINED = frozenset({
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text",
 })  # fmt: skip
 
 
 def opens(case: Case) -> Case:
-    """The config as transformers' class loads it; a slice is obeyed, whatever the model."""
+    """Return the config as transformers' class loads it.
+
+    vLLM obeys partial_rotary_factor for every model.
+    """
     if case.config.model_type in NO_FILE:
         raise NotComparedError(f"vLLM does not run model type {case.config.model_type}")
     new, old = case.rope.get("rope_type"), case.rope.get("type")
@@ -31,7 +34,7 @@ def opens(case: Case) -> Case:
 
 
 def dynamic(case: Case) -> Result:
-    """A fixed base, by alpha or by how far the context is beyond max_trained_positions."""
+    """Compute a fixed base, by alpha or by the ratio of the context to max_trained_positions."""
     if "alpha" in case.rope:
         return rules.grown(case, case.rope["alpha"])
     factor, context = case.rope["factor"], rules.required_length(case.config.context)
@@ -44,7 +47,7 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """YaRN; with mrope_section its ramp starts from another trained length."""
+    """Compute YaRN; with mrope_section, the ramp assumes 4 times the trained length."""
     factor, trained = rules.need(case, "factor"), rules.required_length(case.trained)
     amplitude, truncate = rules.amplitude_of(case, factor), case.rope.get("truncate", True)
     if "mrope_section" not in case.rope or case.config.model_type in RAMP_AS_TRAINED:
@@ -54,13 +57,13 @@ def yarn(case: Case) -> Result:
 
 
 def yarn_telechat(case: Case) -> Result:
-    """YaRN with an amplitude of its own."""
+    """Compute YaRN with the amplitude of TeleChat3."""
     amplitude = yarn_amplitude(rules.need(case, "factor"), 0.7)
     return rules.yarn(case, amplitude, truncate=case.rope.get("truncate", True))
 
 
 def ntk(case: Case) -> Result:
-    """NTK with a fixed factor, or NTK-mixed."""
+    """Compute NTK with a fixed factor, or NTK-mixed."""
     factor, b = rules.need(case, "factor"), case.rope.get("mixed_b")
     if b is not None:
         result = rules.computed(case, "ntk_mixed", factor=factor, b=b)

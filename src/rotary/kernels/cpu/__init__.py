@@ -1,5 +1,6 @@
-"""Loops for the CPU, compiled by Numba: `kernel` is what NumPy arrays get, `jobs` their arguments.
+"""Loops for the CPU, compiled by Numba: `kernel` calls them for NumPy arrays.
 
-`loops` go over rows; `rows`, `vectors`, `llvm`, `instructions` and `short_floats` are their vector
-code. `fused_*` and `move` are the same for `rotary.fused` and for cached keys.
+`jobs` prepares their arguments, and `loops` iterate over rows. Their vector code is in `rows`,
+`vectors`, `llvm`, `instructions` and `short_floats`. `fused_*` has the loops of `rotary.fused`,
+`move` those that re-rotate cached keys.
 """

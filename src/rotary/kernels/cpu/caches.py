@@ -3,16 +3,16 @@
 from functools import cache
 from pathlib import Path
 
-# where the system does not say: what most processors have at least
+# bytes per level that most processors have at least, for systems that do not report the sizes
 _USUAL = {1: 1 << 15, 2: 1 << 20, 3: 1 << 25}
 _FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @cache
 def size(level: int) -> int:
-    """Bytes of the data cache of a level, 1 to 3, that a core has, alone or with others.
+    """Return the bytes of a core's data cache of level 1 to 3, which other cores may share.
 
-    Linux says it; elsewhere, and of a level that is not there, it is the usual one.
+    Linux reports it. On other systems, and for a missing level, the result is a usual size.
 
     >>> size(1) <= size(2) <= size(3)
     True

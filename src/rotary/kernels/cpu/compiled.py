@@ -1,11 +1,12 @@
-"""Compiling a loop with Numba, and keeping the machine code on disk in files that are checked.
+"""Compile loops with Numba, and cache the machine code on disk in files with checksums.
 
 Numba's own cache does not check its files: a flipped bit in one of them crashes the process, or
 gives wrong results. Here every file has a checksum; a file with a wrong one is compiled again and
-overwritten. If the cache cannot be read or written, or Numba makes it in another way, calls only
-take longer. The checksum finds damage, not attacks: whoever can write to the folder can run code.
+overwritten. If the cache cannot be read or written, or another release of Numba implements it
+differently, every process compiles again. The checksum finds damage, not attacks: whoever can write
+to the folder can run code.
 
-What Numba keeps for itself is used here alone: docs/private_names.md.
+The private names of Numba that are used here are listed in docs/private_names.md.
 """
 
 # mypy: disable-error-code="misc"
@@ -24,7 +25,7 @@ import numba
 
 from ..private import private
 
-with suppress(ImportError):  # which nothing else imports before a function of C is made
+with suppress(ImportError):  # Numba itself imports it only when it compiles a C function
     import numba.core.ccallback
 _FunctionCache: type = private(numba, "core.caching.FunctionCache", object)
 _CacheFiles: type = private(numba, "core.caching.IndexDataCacheFile", object)
@@ -36,14 +37,14 @@ _DIGEST = hashlib.sha256().digest_size  # bytes
 
 
 class Signature(Protocol):
-    """Of a function of C, as a call of Numba's types makes it."""
+    """The signature of a C function, such as `numba.types.int64(numba.types.int64)`."""
 
     args: tuple[object, ...]
     return_type: object
 
 
 def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
-    """Decorate a loop: compiled when it is first called, without the lock of Python."""
+    """Decorate a loop: Numba compiles it at its first call, and it runs without the GIL."""
 
     def decorate(function: FunctionType) -> Callable[..., Any]:
         result = numba.njit(nogil=True, error_model="numpy", **options)(function)
@@ -55,7 +56,7 @@ def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
 
 
 def c_function(function: FunctionType, signature: Signature) -> Any:
-    """The loop as a function of C, compiled now; its `address` holds while the result lives."""
+    """Compile the loop to a C function now; its `address` is valid while the result lives."""
     if _CFunc is None:
         return numba.cfunc(signature)(function)
     types = signature.args, signature.return_type
@@ -66,13 +67,13 @@ def c_function(function: FunctionType, signature: Signature) -> Any:
 
 
 def _keep(result: Any, function: FunctionType) -> None:
-    """Have the machine code kept on disk; not where there is no folder for it, or no such cache."""
+    """Make Numba cache the machine code on disk, if it can and there is a folder for it."""
     with suppress(RuntimeError, OSError, AttributeError, TypeError):
         result._cache = _Cache(function)
 
 
 class _Cache(_FunctionCache):
-    """Numba's cache of a function; a result that cannot be written is not kept."""
+    """Numba's cache of one function; a result that cannot be written is ignored."""
 
     def __init__(self, function: FunctionType) -> None:
         super().__init__(function)
@@ -97,31 +98,32 @@ class _Cache(_FunctionCache):
 
 
 class _Files(_CacheFiles):
-    """Numba's files, each after the SHA-256 of what follows; a file that is not so is not there.
+    """Numba's cache files, each beginning with the SHA-256 of the rest.
 
-    Data files are numbered by the index. They say themselves whose code they hold, since an index
-    may name an older file: where the disk is full, or where two processes write at once.
+    A file with another checksum counts as missing. The index has the number of the data file of
+    each key. A data file contains its key as well, since the index may name an older file: if the
+    disk is full, or if two processes write at once.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         for name in _OF_FILES:
-            getattr(self, name)  # AttributeError in a Numba that has it no more
+            getattr(self, name)  # AttributeError if this release of Numba does not have it
 
     def save(self, key: object, data: object) -> None:
         """Write the code of `key`, a signature and a processor."""
         super().save(key, [self._version, self._source_stamp, self._dump((key, data))])
 
     def load(self, key: object) -> object:
-        """The code of `key`; None where there is none, or only that of another one."""
+        """Return the code of `key`; None if there is none, or the file has that of another key."""
         content = super().load(key)
         if content is None:
             return None
         *stamps, code = content
         if stamps != [self._version, self._source_stamp]:
             return None
-        owner, data = pickle.loads(code)
-        return data if owner == key else None
+        saved_key, data = pickle.loads(code)
+        return data if saved_key == key else None
 
     def _load_index(self) -> dict[object, str]:
         content = _checked(Path(self._index_path))
@@ -160,7 +162,10 @@ def _checked(path: Path) -> bytes | None:
 
 @functools.cache
 def _digest_of_folder(path: Path) -> str:
-    """Of all sources of the folder: a loop calls code of other files, which Numba does not see."""
+    """Return the SHA-256 of all sources of the folder.
+
+    A loop calls code of other files, and Numba does not notice when those change.
+    """
     digest = hashlib.sha256()
     for source in sorted(path.parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

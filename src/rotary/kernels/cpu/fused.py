@@ -27,10 +27,10 @@ def fused(
     stages: Stages,
     out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v after all stages, as `kernels/numpy_fused.py` computes them.
+    """Return q, k and v after all stages, as `kernels/numpy_fused.py` computes them.
 
-    Arguments and errors are those of `rotary.fused`. What the loops cannot take as it is, and
-    what is wrong in a way that they do not name, is left to the formula.
+    Arguments and errors are those of `rotary.fused`. The formula takes the calls whose arrays the
+    loops cannot read as they are, and raises the errors that the loops do not.
     """
     operands = q, k, v, cos, sin, positions, options, stages
     done = _by_loops(*operands, out)
@@ -41,7 +41,7 @@ def _by_loops(
     q: Array, k: Array | None, v: Array | None, cos: Array, sin: Array, positions: object,
     options: Options, stages: Stages, out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result] | None:  # fmt: skip
-    """The same; None, and nothing written, where the loops cannot."""
+    """Run `fused` in the compiled loops; return None and write nothing if they cannot."""
     norm, cache = stages.norm, stages.cache
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
     if not casts_nothing(stages, name_of(q.dtype)) or cos.dtype != np.float32:
@@ -65,7 +65,8 @@ def _by_loops(
         return None
     if out is not None and not _are_apart(read, outs):
         return None
-    if caches and not _are_apart([cos, sin, *read, *outs], caches):  # a cache is nobody's output
+    # cos comes first, so that no cache is at the index of its own input: none may be in place
+    if caches and not _are_apart([cos, sin, *read, *outs], caches):
         return None
     rows = None if positions is None else np.ascontiguousarray(check_rows(positions, cos))
     shapes = [None if x is None else x.shape for x in (q, k, v)]
@@ -83,7 +84,7 @@ def _by_loops(
 
 
 def _are_apart(read: Sequence[Array], written: Sequence[Array]) -> bool:
-    """Whether no array that is written shares memory with others, but for the one in its place."""
+    """Return whether no written array overlaps another, except the input at its own index."""
     try:
         check_overlap(*[[(address(x), block(x)) for x in group] for group in (read, written)])
     except ValueError:

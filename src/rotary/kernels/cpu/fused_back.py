@@ -1,8 +1,9 @@
-"""The gradients of rows that were normalised and rotated, as LLVM vector instructions.
+"""The gradients of rows that were normalized and rotated, as LLVM vector instructions.
 
-The gradient of what was made of a row, turned back, is `n`, with its channels in the order of the
-weights. With r = 1 / sqrt(mean + eps) and d the sum of weight * n * x over the row, that of x is
-r * (weight * n - x * r * (r * d / mean)), and a row adds n * x * r to that of the weights.
+Let n be the gradient of an output row, rotated back, with its channels in the order of the weights.
+With r = 1 / sqrt(mean + eps), and d the sum of weight * n * x over the m channels of the mean, the
+gradient of x is r * (weight * n - x * r * (r * d / m)). A row adds n * x * r to the gradient of the
+weights.
 """
 
 # compiled by Numba, from types that mypy does not know
@@ -18,12 +19,15 @@ from .instructions import on_stack
 from .rows import MODES, STREAMING, Tables, by_mode, reader, turned_back
 from .vectors import ELEMENTS, F64, I64, NONE
 
-_LANES = 32  # of the widest vectors: more are not in registers
+_LANES = 32  # of the widest vectors: registers hold no more
 
 
 @intrinsic
 def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, dots, count):
-    """Of each of `count` rows n to `turned`, the sum of the squares of x, and d, as float64."""
+    """Write n of `count` rows to `turned`, and two sums over each row, as float64.
+
+    The sum of the squares of x goes to `squares`, the row's part of d to `dots`.
+    """
 
     def generate(context, b, signature, arguments):
         _, mode, record, x, grad, tables, gain, turned, squares, dots, count = arguments
@@ -92,9 +96,9 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
 
 @intrinsic
 def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, gains, count):
-    """The gradient of x of each of `count` rows, and that of the weights is added to `gains`.
+    """Write the gradient of x of `count` rows to `out`, and add that of the weights to `gains`.
 
-    `turned` is n, `roots` are r and `factors` r * d / mean, both float64.
+    `turned` holds n, `roots` r and `factors` r * d / m, the last two as float64.
     """
 
     def generate(context, b, signature, arguments):
@@ -107,9 +111,10 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
         pairs, start, channels, x_step, out_step = map(field, names)
 
         def rows_from(indices, lanes, body):
-            """`body(source, target, change)` for every row; its weights are those from indices on.
+            """Build a loop of `body(source, target, change)` over the rows.
 
-            `change(number, x)` is the gradient of x, of which the weights are those of a number.
+            `change(number, x)` is the gradient of the channels x whose weights begin at
+            `indices[number]`.
             """
             places = [b.mul(index, vec.constant(I64, 1, width)) for index in indices]
             weights = [vec.load(b, real, b.add(gain, place), lanes) for place in places]

@@ -1,4 +1,4 @@
-"""A fused call by the compiled loops, on arrays of any library that lie in the host's memory."""
+"""Run fused calls in the compiled loops, on arrays of any library that are in host memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,18 +23,19 @@ Array = Any  # of NumPy or torch; one call has arrays of one of them
 
 
 class Access(NamedTuple):
-    """How the loops see the arrays of a library."""
+    """How the loops access the arrays of a library."""
 
     form: Callable[[Array], Block]
     address: Callable[[Array], int]
-    numbers: Callable[[Array], Numbers]  # of whole numbers, as NumPy has them
-    weight: Callable[[Array], Array]  # one that the loops can read: a float, without gaps
+    numbers: Callable[[Array], Numbers]  # from whole numbers, to a NumPy array
+    weight: Callable[[Array], Array]  # to weights that the loops can read: contiguous floats
 
 
 class Call(NamedTuple):
-    """A fused call on q and perhaps k, without the arrays that get gradients.
+    """What a fused call has besides q, k and v.
 
-    Row numbers are int64 without gaps and inside of the tables.
+    `rows` are contiguous int64 inside of the tables. For gradients, `with_weights` replaces the
+    weights in `norm`.
     """
 
     access: Access
@@ -45,23 +46,23 @@ class Call(NamedTuple):
     norm: Norm | None
 
     def weight(self, index: int) -> Array | None:
-        """The weight of q or k."""
+        """Return the norm weight of q, k or v, by its index."""
         return None if self.norm is None else getattr(self.norm, "qkv"[index])
 
-    def of(self, weights: Sequence[Array | None]) -> "Call":
-        """The same call with these weights of q and k."""
+    def with_weights(self, weights: Sequence[Array | None]) -> "Call":
+        """Return the call with these norm weights of q and perhaps k."""
         q, k = (*weights, None)[:2]
         return self._replace(norm=None if self.norm is None else replace(self.norm, q=q, k=k))
 
     def table(self) -> tuple[Block, Block | None, tuple[int, int, int]]:
-        """The forms of the tables and row numbers, and where they are."""
+        """Return the forms of the tables and of the row numbers, and the addresses of all three."""
         (form, address, *_), cos, sin, rows = self.access, self.cos, self.sin, self.rows
-        places = address(cos), address(sin), 0 if rows is None else address(rows)
-        return form(cos), None if rows is None else form(rows), places
+        addresses = address(cos), address(sin), 0 if rows is None else address(rows)
+        return form(cos), None if rows is None else form(rows), addresses
 
 
 def casts_nothing(stages: Stages, kind: str) -> bool:
-    """Whether results have the dtype of q, `kind`, and no scale, which is all that the loops do."""
+    """Return whether results are not scaled and keep `kind`, the dtype of q, as the loops need."""
     scales: list[object] = [stages.scales[0]]
     match stages.cache:
         case KVCache(_, _, _, k_scale, v_scale):
@@ -75,7 +76,7 @@ def casts_nothing(stages: Stages, kind: str) -> bool:
 
 
 def caches_of(cache: KVCache | LatentCache | None) -> list[Array]:
-    """The arrays of a cache that are written."""
+    """Return the arrays of a cache that are written."""
     match cache:
         case KVCache(k, v):
             return [each for each in (k, v) if each is not None]
@@ -86,27 +87,32 @@ def caches_of(cache: KVCache | LatentCache | None) -> list[Array]:
 
 
 def rotated(call: Call, xs: Sequence[Array], outs: Sequence[Array]) -> bool:
-    """q and k to `outs`; False, and nothing written, where the loops cannot take them."""
+    """Write q and k to `outs`; return False and write nothing if the loops cannot."""
     return _run(call, pieces_of(call, (*xs, None)[:2], outs, None))
 
 
 def stored(
     call: Call, q: Array, k: Array, v: Array | None, out: Array, cache: KVCache | LatentCache
 ) -> bool:
-    """q to `out`, k and v to their slots, int64 without gaps; False as in `rotated`."""
+    """Write q to `out`, k and v to their slots (contiguous int64).
+
+    Returns False and writes nothing if the loops cannot.
+    """
     return _run(call, pieces_of(call, (q, k, v), (out,), cache))
 
 
-Made = tuple[jobs.Piece, jobs.Memory, object]  # and what has to live until it is done
+# form, addresses, and the arrays that must live until the piece is done
+PreparedPiece = tuple[jobs.Piece, jobs.Memory, object]
 
 
 def pieces_of(
     call: Call, xs: Sequence[Array | None], outs: Sequence[Array],
     cache: KVCache | LatentCache | None,
-) -> list[Made] | None:  # fmt: skip
-    """The work of the loops on q, k and perhaps v: all to `outs`, or k and v to a cache.
+) -> list[PreparedPiece] | None:  # fmt: skip
+    """Return the pieces of q, k and perhaps v: all written to `outs`, or k and v to a cache.
 
-    ValueError for a cache or slots, contiguous int64, that do not fit.
+    None if the dtype of the cache is another one. Raises ValueError if the cache or its slots
+    (contiguous int64) do not fit.
     """
     pieces = [
         piece_of(call, index, x, y)
@@ -133,7 +139,7 @@ def pieces_of(
 def _targets(
     call: Call, k: Array, v: Array | None, cache: KVCache | LatentCache
 ) -> list[tuple[str, Array, Array, tuple[int, ...]]]:
-    """The writes to a cache, each as (name, values, target, shape of a token in the target)."""
+    """Return the writes to a cache as (name, values, target, shape of a token in the target)."""
     if isinstance(cache, LatentCache):
         assert v is not None
         latent = v.shape[-1]
@@ -145,27 +151,31 @@ def _targets(
     return [(name, x, target, (heads, x.shape[-1])) for name, x, target in pairs]
 
 
-def _run(call: Call, made: list[Made] | None) -> bool:
-    if made is None:
+def _run(call: Call, prepared: list[PreparedPiece] | None) -> bool:
+    if prepared is None:
         return False
-    pieces, memories, alive = zip(*made, strict=True)
-    table, rows, places = call.table()
+    pieces, memories, alive = zip(*prepared, strict=True)
+    table, rows, addresses = call.table()
     eps = 0.0 if call.norm is None else call.norm.eps
     plan = jobs.call_of(pieces, table, rows, eps)
-    is_done = plan is not None and jobs.run(plan, memories, places, False)
+    is_done = plan is not None and jobs.run(plan, memories, addresses, False)
     del alive
     return is_done
 
 
 def piece_of(
     call: Call, index: int, x: Array, out: Array, to: tuple[Array, int | None] | None = None
-) -> Made:
+) -> PreparedPiece:
+    """Return the piece that writes x, array `index` of (q, k, v), to `out`.
+
+    With `to`, `out` is a cache, and `to` its slots and block size (None without blocks).
+    """
     (form, address, *_), fitted = call.access, call.fitted
     weight, name = call.weight(index), "qkv"[index]
     geometry = fitted.geometries[index] if index < 2 else None
     is_latent = index == 2 and x.ndim == len(fitted.tokens) + 1
     head_axis = None if is_latent else fitted.head_axis
-    gains, slots, taken = None, None, None
+    gains, slots, slot_form = None, None, None
     if weight is not None and call.norm is not None:
         heads = 1 if head_axis is None else x.shape[head_axis]
         rows, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
@@ -174,8 +184,8 @@ def piece_of(
         gains = jobs.Weight(form(weight).dtype, rows[0], is_full, call.norm.add_one)
     if to is not None:
         slots, block = to
-        taken = jobs.Slots(form(out).strides[:2], block)
+        slot_form = jobs.Slots(form(out).strides[:2], block)
     is_in_place = address(x) == address(out)
-    piece = jobs.Piece(form(x), form(out), geometry, head_axis, gains, taken, is_in_place)
-    places = [0 if each is None else address(each) for each in (x, out, weight, slots)]
-    return piece, jobs.Memory(*places), (weight, slots)
+    piece = jobs.Piece(form(x), form(out), geometry, head_axis, gains, slot_form, is_in_place)
+    addresses = [0 if each is None else address(each) for each in (x, out, weight, slots)]
+    return piece, jobs.Memory(*addresses), (weight, slots)

@@ -19,9 +19,9 @@ from .rows import MODES, STREAMING
 
 
 class Weight(NamedTuple):
-    """The weights of a norm: their type, rows (1, or one for each head), whether 1 is added.
+    """The weights of a norm: their dtype, rows (1, or one for each head), whether 1 is added.
 
-    Where `is_full` the mean is over all heads of a token.
+    If `is_full`, the mean is over all heads of a token.
     """
 
     dtype: str
@@ -31,7 +31,7 @@ class Weight(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The first strides of a cache, in bytes, and slots of a block, None where they are flat."""
+    """The first two strides of a cache, in bytes, and the slots per block, None without blocks."""
 
     strides: tuple[int, ...]
     block: int | None
@@ -40,7 +40,7 @@ class Slots(NamedTuple):
 class Piece(NamedTuple):
     """The form of one tensor of a fused call.
 
-    x, out     what is read and written; with `slots`, `out` is a cache
+    x, out     the array that is read, and the one that is written: with `slots`, a cache
     geometry   None for a tensor that is not rotated
     head_axis  of x, None where it has no heads
     """
@@ -55,9 +55,13 @@ class Piece(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The record of a piece, its address, how pairs are read and written, and whether past caches.
+    """The form of a piece as the loops take it.
 
-    `mode` is that of stores into the caches.
+    record      a `fused_loops.PIECE`
+    at          the address of the record
+    mode        index in MODES, of stores into the processor's caches
+    can_stream  whether stores may bypass the caches
+    order       the array at the address `order` of the record, None if there is none
     """
 
     record: Array
@@ -68,7 +72,7 @@ class Form(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The addresses of a piece; of its weights and slots, 0 where it has none."""
+    """The addresses of the arrays of a piece; 0 for weights or slots that it does not have."""
 
     x: int
     out: int
@@ -77,19 +81,19 @@ class Memory(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All that is known of a fused call before the addresses are."""
+    """A prepared fused call: all but the addresses."""
 
     pieces: tuple[Piece, ...]
     forms: tuple[Form, ...]
     eps: float
     size: int  # bytes of all x
-    limits: tuple[int, int, int, int]  # of row numbers and slots, after how many there are
-    reach: Array  # as `fused_loops.is_safe` takes it
+    limits: tuple[int, int, int, int]  # count and limit of row numbers, then of slots
+    reach: Array  # where arrays begin and end, as `fused_loops.is_safe` takes it
 
 
 @lru_cache(maxsize=1024)
 def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: float) -> Call | None:
-    """The loops for these; None where they cannot take them."""
+    """Prepare the call of pieces, tables and row numbers; None if the loops cannot take them."""
     name = pieces[0].x.dtype
     if name not in loops.TAGS or not all([math.prod(piece.x.shape) for piece in pieces]):
         return None
@@ -113,12 +117,12 @@ def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: fl
 
 
 def run(
-    call: Call, memories: Sequence[Sequence[int]], places: tuple[int, int, int], is_checked: bool
+    call: Call, memories: Sequence[Sequence[int]], tables: tuple[int, int, int], is_checked: bool
 ) -> bool:
-    """Do it; False, and nothing written, where a row number or a slot is outside.
+    """Run a call; return False and write nothing if a row number or a slot is out of range.
 
-    `places` are the addresses of cos, sin and row numbers, or 0. With `is_checked` also where
-    outputs reach into each other, or into what is read.
+    `tables` are the addresses of cos, sin and row numbers (or 0). With `is_checked`, also return
+    False if an output overlaps another output, or an input other than its own x.
     """
     alive, jobs = [], []
     name = call.pieces[0].x.dtype
@@ -132,24 +136,24 @@ def run(
             0 if roots is None else address(roots), 0, 0, 0, 0, 0,
         ]  # fmt: skip
     reach = address(call.reach) if is_checked else 0
-    head = 1, 1, 0, *places, len(memories), *call.limits, reach
+    head = 1, 1, 0, *tables, len(memories), *call.limits, reach
     record = array("q", (*head, *jobs, *_ABSENT[len(memories)], 0))
-    is_looked_at = is_checked or call.limits[0] or call.limits[2]
-    if is_looked_at and not fused_loops.is_safe()(record.buffer_info()[0]):
+    needs_check = is_checked or call.limits[0] or call.limits[2]
+    if needs_check and not fused_loops.is_safe()(record.buffer_info()[0]):
         return False
     threads.run(fused_loops.loop("fused", name), call.size, record)
     return True
 
 
-_FIELDS = fused_loops.PLACE.names or ()
-_ABSENT = [(0,) * len(_FIELDS) * (3 - count) for count in range(4)]  # pieces that there are not
+_FIELDS = fused_loops.OPERANDS.names or ()
+_ABSENT = [(0,) * len(_FIELDS) * (3 - count) for count in range(4)]  # zeros, up to three pieces
 
 
-def _do(
-    kind: str, name: str, size: int, tables: tuple[int, int, int], place: dict[str, int]
+def _run_one(
+    kind: str, name: str, size: int, tables: tuple[int, int, int], operands: dict[str, int]
 ) -> None:
-    """A loop over one record of PLACE, of which what is not given is 0."""
-    numbers = [1, 1, 0, *tables, 1, 0, 0, 0, 0, 0, *[place.get(field, 0) for field in _FIELDS]]
+    """Run a loop over one piece; the fields of OPERANDS that are not given are 0."""
+    numbers = [1, 1, 0, *tables, 1, 0, 0, 0, 0, 0, *[operands.get(field, 0) for field in _FIELDS]]
     threads.run(fused_loops.loop(kind, name), size, array("q", (*numbers, *_ABSENT[1], 0)))
 
 
@@ -175,7 +179,7 @@ def _mode(form: Form, out: int, size: int) -> int:
 def _form(
     piece: Piece, table: Block | None, rows: Block | None, eps: float, grad: Block | None = None
 ) -> Form | None:
-    """None where tables or gradient have gaps, or the rows lie along more than three axes."""
+    """Return the form; None if tables or gradient have gaps, or rows need more than three axes."""
     if not all([is_contiguous_last(block) for block in (table, grad) if block is not None]):
         return None
     x, out, geometry, head_axis, weight, slots, _ = piece
@@ -199,7 +203,7 @@ def _form(
     merged = merged_axes(axes)
     if len(merged) > 3:
         return None
-    if len(merged) > 1 and merged[-1][5]:  # a run of rows has the same weights
+    if len(merged) > 1 and merged[-1][5]:  # the rows of the last axis must share their weights
         merged[-2:] = merged[:-3:-1]
     pairs, start = (0, 0) if geometry is None else (geometry.pairs, geometry.start)
     if geometry is None and weight is None:
@@ -219,21 +223,21 @@ def _form(
     form["sign"] = -1 if geometry is not None and geometry.conjugate else 1
     form["mean"], form["eps"] = width * _heads(piece) ** is_full, eps
     form["is_plain"], form["real"] = weight is None, real
-    placed = None
+    channels = None
     if weight is not None:
         form["computes_roots"], form["add_one"] = not is_full, weight.add_one
         form["weights"], form["weight_size"] = weight.rows, width * SIZES[weight.dtype]
         form["kind"] = list(loops.TAGS).index(weight.dtype)
         if geometry is not None and (geometry.layout != "half" or start):
-            placed = order(width, start, pairs, geometry.layout)
-            form["order"] = address(placed)
+            channels = order(width, start, pairs, geometry.layout)
+            form["order"] = address(channels)
     if slots is not None:
         form["block"], form["slot_step"] = slots.block or 0, slots.strides[slots.block is not None]
         form["block_step"] = slots.strides[0]
     whole = Geometry(0, piece.x.shape[-1], "half", "half", ()) if geometry is None else geometry
     read, written = whole.layout, whole.out_layout
     can_stream = read == written and not piece.is_in_place and is_aligned(out, whole)
-    return Form(form, address(form), MODES.index((read, written, False)), can_stream, placed)
+    return Form(form, address(form), MODES.index((read, written, False)), can_stream, channels)
 
 
 def _heads(piece: Piece) -> int:
@@ -241,7 +245,7 @@ def _heads(piece: Piece) -> int:
 
 
 def _row_steps(x: Block, head_axis: int | None, has_heads: bool) -> tuple[int, ...]:
-    """Strides of 8-byte numbers without gaps, one for each token, or for each head of a token.
+    """Return strides of contiguous 8-byte numbers, one per token, or per head of a token.
 
     >>> _row_steps(Block((2, 3, 5, 64), (), "float32"), 1, True)
     (120, 8, 24)
@@ -257,7 +261,7 @@ def _row_steps(x: Block, head_axis: int | None, has_heads: bool) -> tuple[int, .
 
 
 def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
-    """1 / sqrt(mean + eps) of the tokens, over all heads of each, (tokens,) float64."""
+    """Return 1 / sqrt(mean + eps) over all heads of each token, (tokens,) float64."""
     kind = np.float64 if piece.x.dtype == "float64" else np.float32
     sums = np.empty((math.prod(piece.x.shape[:-1]) // _heads(piece), _heads(piece)))
     out = Block(piece.x.shape, (*_row_steps(piece.x, piece.head_axis, True), 8), "float64")
@@ -266,20 +270,21 @@ def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:
     plain = piece._replace(out=out, geometry=None, weight=alone, slots=None)
     form = _form(plain, None, None, eps)
     assert form is not None
-    place = {"form": form.at, "x": x, "out": address(sums)}
-    _do("squares", piece.x.dtype, size, (0, 0, 0), place)
+    operands = {"form": form.at, "x": x, "out": address(sums)}
+    _run_one("squares", piece.x.dtype, size, (0, 0, 0), operands)
     mean = sums.sum(-1).astype(kind) / kind(_heads(piece) * piece.x.shape[-1])
     return (kind(1) / np.sqrt(mean + kind(eps))).astype(np.float64)
 
 
 def run_back(
     piece: Piece, memory: Memory, grad: tuple[Block, int], eps: float, table: Block,
-    rows: Block | None, places: tuple[int, int, int],
+    rows: Block | None, tables: tuple[int, int, int],
 ) -> Array | None:  # fmt: skip
-    """The gradient of x to memory.out; returns that of the weights, (rows, channels).
+    """Write the gradient of x to memory.out; return that of the weights, (rows, channels).
 
-    `grad` is that of the output. None, and nothing written, where the loops cannot take it.
-    The order of the sums over tokens depends on the number of threads.
+    `grad` is the gradient of the output and its address; `tables` are the addresses of cos, sin and
+    row numbers (or 0). Returns None and writes nothing if the loops cannot take the piece. The
+    order of the sums over tokens depends on the number of threads.
     """
     x, name, weight = piece.x, piece.x.dtype, piece.weight
     if weight is None or name not in loops.TAGS or not math.prod(x.shape):
@@ -290,7 +295,7 @@ def run_back(
     size, width = math.prod(x.shape) * SIZES[name], x.shape[-1]
     real = np.float64 if name == "float64" else np.float32
     gains = np.zeros((threads.count() * threads.PARTS, weight.rows, width), real)
-    place = {
+    operands = {
         "form": form.at, "x": memory.x, "out": memory.out, "weight": memory.weight,
         "mode": _mode(form, memory.out, size), "grad": grad[1], "gains": address(gains),
         "gains_size": gains.strides[0],
@@ -298,11 +303,11 @@ def run_back(
     if weight.is_full:
         roots = _roots(piece, memory.x, eps, size)
         dots = np.zeros((math.prod(x.shape[:-1]) // _heads(piece), _heads(piece)))
-        place |= {"roots": address(roots), "dots": address(dots), "phase": fused_loops.DOTS}
-        _do("back", name, size, places, place)
+        operands |= {"roots": address(roots), "dots": address(dots), "phase": fused_loops.DOTS}
+        _run_one("back", name, size, tables, operands)
         dots[:] = dots.sum(-1, keepdims=True)
-        place["phase"] = fused_loops.BACK
-    _do("back", name, size, places, place)
+        operands["phase"] = fused_loops.BACK
+    _run_one("back", name, size, tables, operands)
     total = gains.sum(0)
     if form.order is not None:
         total[:, form.order] = total.copy()
@@ -311,7 +316,10 @@ def run_back(
 
 @lru_cache(maxsize=64)
 def order(width: int, start: int, pairs: int, layout: str) -> Array:
-    """Channels in the order of the weights: first of each pair, second, before, after."""
+    """Return the channels in the order in which the loops hold weights.
+
+    First members of the pairs, second members, channels before the pairs, channels after them.
+    """
     channels = np.arange(width)
     first, second = pair_slices(2 * pairs, layout, start)
     rest = channels[:start], channels[start + 2 * pairs :]

@@ -1,4 +1,4 @@
-"""The compiled loops of `rotary.fused`: tiles of rows, normalised while they are in the caches."""
+"""The compiled loops of `rotary.fused`: tiles of rows, normalized while they are in the caches."""
 
 # compiled by Numba, from types that mypy does not know
 
@@ -26,19 +26,19 @@ from .loops import (
 )
 from .rows import STREAMING
 
-# strides of each, on three axes: `gain` of the weights, `root` of 1 / sqrt(mean + eps), `grad` of
-# the gradient of the output, `dot` of the sums over the gradients of a row
+# `size` and the strides of arrays, each on three axes: `gain` is that of the weights, `root` of
+# 1 / sqrt(mean + eps), `grad` of the gradient of the output, `dot` of the sums d in `fused_back.py`
 AXES = ("size", "x", "out", "table", "slot", "gain", "root", "grad", "dot")
 _AXES = tuple(
     f"{name}_{axis}" for name in AXES
     for axis in range(3)
 )  # fmt: skip
-# How the rows of one tensor lie in memory, as `loops.STEPS`: bytes, but for the sizes, and for
-# `width`, `start` and `tail`, which are channels. The mean is over `mean` channels. There are
-# `weights` rows of weights, of `weight_size` bytes, of the type that is number `kind` among TAGS,
-# in the order of the numbers at `order`, or as they are; the loops read them as numbers of `real`
-# bytes. A slot is `slot_step` bytes from the next, in blocks of `block` slots, or 0 where there are
-# none, which are `block_step` bytes apart
+# How the rows of one tensor lie in memory, as in `loops.STEPS`. Strides are in bytes; `width`,
+# `start` and `tail` count channels. The mean is over `mean` channels. There are `weights` rows of
+# weights, of `weight_size` bytes each; their dtype has index `kind` in TAGS. `order` is the address
+# of the index of each weight, or 0 if their order is unchanged. The loops convert them to numbers
+# of `real` bytes. Slots are `slot_step` bytes apart. Blocks of `block` slots are `block_step` bytes
+# apart; `block` is 0 if there are no blocks
 PIECE = np.dtype(
     [(name, np.int64) for name in (*_AXES, "row_size", "width", "pairs", "start", "tail")]
     + [(name, np.int64) for name in ("tile", "sign", "mean", "is_plain", "computes_roots")]
@@ -46,31 +46,31 @@ PIECE = np.dtype(
     + [(name, np.int64) for name in ("block", "block_step", "slot_step")]
     + [("eps", np.float64)]
 )
-# The addresses of arrays, 0 for an absent one, and how pairs are read and written. Each part adds
-# to its own gradients of the weights: the first at `gains`, each `gains_size` bytes behind the last
-PLACE = whole_numbers(
+# The addresses of the form and the arrays of one piece, 0 for an absent array, and its mode. Each
+# part adds to its own gradients of the weights: the first at `gains`, others `gains_size` bytes on
+OPERANDS = whole_numbers(
     *("form", "mode", "x", "out", "weight", "slots", "roots"),
     *("grad", "dots", "gains", "gains_size", "phase"),
 )
-BOTH, DOTS, BACK = 0, 1, 2  # phases of a gradient: one after the other, or one of them
-# A job begins and ends as those of `loops.py`. Row numbers are below `row_limit`, and slots below
-# `slot_limit`; `reach` is 0, or the address of the first and last byte of x, cos, sin, rows, slots
-# and out, counted from their addresses
+BOTH, DOTS, BACK = 0, 1, 2  # phases of a gradient: both, one after the other, or only one of them
+# A job begins and ends with the fields of `loops.ROTATION`. Row numbers must be below `row_limit`,
+# slots below `slot_limit`. `reach` is 0, or the address of what `are_apart` reads: where three x,
+# cos, sin, rows, slots and three out begin and end
 JOB = np.dtype(
     [(name, np.int64) for name in ("threads", "parts", "number", "cos", "sin", "rows", "pieces")]
     + [(name, np.int64) for name in ("row_count", "row_limit", "slot_count", "slot_limit", "reach")]
-    + [("places", PLACE, (3,)), ("taken", np.int64)]
+    + [("operands", OPERANDS, (3,)), ("taken", np.int64)]
 )
-_piece, _place, _job = map(record, (PIECE, PLACE, JOB))
-_PLACES, _TAKEN = (int(JOB.fields[name][1]) for name in ("places", "taken"))  # type: ignore[index]
-_PLACE_SIZE = PLACE.itemsize
+_piece, _operands, _job = map(record, (PIECE, OPERANDS, JOB))
+_FIRST, _TAKEN = (int(JOB.fields[name][1]) for name in ("operands", "taken"))  # type: ignore[index]
+_SIZE = OPERANDS.itemsize
 
 
 @compiled()
 def _tile(piece, at):
-    """Where a tile begins, on the three axes, and how many rows it has."""
-    places = piece.size_0 * piece.size_1
-    k, other = at // places * piece.tile, at % places
+    """Return the indices on the three axes where tile `at` begins, and its number of rows."""
+    others = piece.size_0 * piece.size_1  # indices of the other two axes
+    k, other = at // others * piece.tile, at % others
     return other // piece.size_1, other % piece.size_1, k, min(piece.tile, piece.size_2 - k)
 
 
@@ -81,7 +81,7 @@ def _tiles(piece):
 
 @compiled()
 def _gain(tag, piece, weight):
-    """Rows of weights as the loops read them: ones where there are none."""
+    """Return the rows of weights as the loops read them: ones if there are no weights."""
     gain = empty(max(piece.weights * piece.width, 2 * piece.pairs), np.float64)
     if piece.weights == 0:
         if piece.real == 8:
@@ -97,31 +97,31 @@ def _gain(tag, piece, weight):
 
 @compiled()
 def _offsets(piece, slots, step, count, offsets):
-    """Bytes from the start of a cache to each slot, -1 where it is negative."""
+    """Write to `offsets` the bytes from the start of a cache to each slot, -1 if it is negative."""
     for at in range(count):
         slot = load_int(slots + at * step)
         if slot < 0:
             offsets[at] = -1
         elif piece.block:
-            place = slot // piece.block
-            offsets[at] = place * piece.block_step + (slot - place * piece.block) * piece.slot_step
+            block = slot // piece.block
+            offsets[at] = block * piece.block_step + (slot - block * piece.block) * piece.slot_step
         else:
             offsets[at] = slot * piece.slot_step
 
 
 @compiled()
 def _fused_tiles(tag, job, address, part):
-    place = _place(address)
-    piece = _piece(place.form)
+    operands = _operands(address)
+    piece = _piece(operands.form)
     first, last = share_of(job, _tiles(piece), part)
-    weights = _gain(tag, piece, place.weight)
-    roots = empty(piece.tile if place.roots == 0 else 0, np.float64)
+    weights = _gain(tag, piece, operands.weight)
+    roots = empty(piece.tile if operands.roots == 0 else 0, np.float64)
     roots[:] = 1.0
-    offsets = empty(piece.tile if place.slots else 0, np.int64)
+    offsets = empty(piece.tile if operands.slots else 0, np.int64)
     for at in range(first, last):
         i, j, k, count = _tile(piece, at)
-        x = place.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
-        out = place.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
+        x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
+        out = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
         row = i * piece.table_0 + j * piece.table_1 + k * piece.table_2
         gain = weights.ctypes.data + i * piece.gain_0 + j * piece.gain_1 + k * piece.gain_2
         ahead = piece.x_1 if j + 1 < piece.size_1 else piece.x_0 - j * piece.x_1
@@ -131,66 +131,66 @@ def _fused_tiles(tag, job, address, part):
         if piece.computes_roots:
             square_rows(tag, x, piece.x_2, piece.width, count, root, 8)
             root_rows(tag, piece.mean, piece.eps, count, root)
-        elif place.roots:
-            root = place.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
+        elif operands.roots:
+            root = operands.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
             root_step = piece.root_2
         slots, slot_step = 0, 0
-        if place.slots:
-            from_ = place.slots + i * piece.slot_0 + j * piece.slot_1 + k * piece.slot_2
+        if operands.slots:
+            from_ = operands.slots + i * piece.slot_0 + j * piece.slot_1 + k * piece.slot_2
             _offsets(piece, from_, piece.slot_2, count if piece.slot_2 else 1, offsets)
             slots, slot_step = offsets.ctypes.data, 8 if piece.slot_2 else 0
         tables = job.cos, job.sin, job.rows, row
         fused_rows(
-            tag, place.mode, piece, x, out, tables, gain, (root, root_step), (slots, slot_step),
+            tag, operands.mode, piece, x, out, tables, gain, (root, root_step), (slots, slot_step),
             count, ahead,
         )  # fmt: skip
-    if place.mode >= STREAMING:
+    if operands.mode >= STREAMING:
         fence()
 
 
 @compiled()
 def _square_tiles(tag, job, address, part):
-    place = _place(address)
-    piece = _piece(place.form)
+    operands = _operands(address)
+    piece = _piece(operands.form)
     first, last = share_of(job, piece.size_0 * piece.size_1, part)
     for at in range(first, last):
         i, j = at // piece.size_1, at % piece.size_1
-        x = place.x + i * piece.x_0 + j * piece.x_1
-        sums = place.out + i * piece.out_0 + j * piece.out_1
+        x = operands.x + i * piece.x_0 + j * piece.x_1
+        sums = operands.out + i * piece.out_0 + j * piece.out_1
         square_rows(tag, x, piece.x_2, piece.width, piece.size_2, sums, piece.out_2)
 
 
 @compiled()
 def _back_tiles(tag, job, address, part):
-    place = _place(address)
-    piece = _piece(place.form)
+    operands = _operands(address)
+    piece = _piece(operands.form)
     first, last = share_of(job, _tiles(piece), part)
-    weights = _gain(tag, piece, place.weight)
+    weights = _gain(tag, piece, operands.weight)
     turned = empty(piece.tile * piece.width, np.float64)
     own = empty((2, piece.tile), np.float64)
     roots, dots = own[0], own[1]
-    read = place.mode - STREAMING if place.mode >= STREAMING else place.mode
+    read = operands.mode - STREAMING if operands.mode >= STREAMING else operands.mode
     for at in range(first, last):
         i, j, k, count = _tile(piece, at)
-        # here, and not before the loop: Numba frees an array behind the last line that names it
+        # inside the loop, since Numba frees an array after the last line that names it
         to_roots, to_dots, to_turned = roots.ctypes.data, dots.ctypes.data, turned.ctypes.data
-        x = place.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
-        out = place.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
-        grad = place.grad + i * piece.grad_0 + j * piece.grad_1 + k * piece.grad_2
+        x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
+        out = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
+        grad = operands.grad + i * piece.grad_0 + j * piece.grad_1 + k * piece.grad_2
         row = i * piece.table_0 + j * piece.table_1 + k * piece.table_2
         of_weights = i * piece.gain_0 + j * piece.gain_1 + k * piece.gain_2
         gain = weights.ctypes.data + of_weights
-        gains = place.gains + part * place.gains_size + of_weights
+        gains = operands.gains + part * operands.gains_size + of_weights
         tables = job.cos, job.sin, job.rows, row
         dot_rows(
             tag, read, piece, x, grad, tables, gain, to_turned, to_roots, to_dots, count
         )  # fmt: skip
-        if place.phase == BOTH:
+        if operands.phase == BOTH:
             root_rows(tag, piece.mean, piece.eps, count, to_roots)
         else:
-            root = place.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
-            dot = place.dots + i * piece.dot_0 + j * piece.dot_1 + k * piece.dot_2
-            if place.phase == DOTS:
+            root = operands.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
+            dot = operands.dots + i * piece.dot_0 + j * piece.dot_1 + k * piece.dot_2
+            if operands.phase == DOTS:
                 for index in range(count):
                     store_double(dot + index * piece.dot_2, dots[index])
                 continue
@@ -200,9 +200,9 @@ def _back_tiles(tag, job, address, part):
         for index in range(count):
             dots[index] *= roots[index] / piece.mean
         back_rows(
-            tag, place.mode, piece, x, out, gain, to_turned, to_roots, to_dots, gains, count
+            tag, operands.mode, piece, x, out, gain, to_turned, to_roots, to_dots, gains, count
         )  # fmt: skip
-    if place.mode >= STREAMING:
+    if operands.mode >= STREAMING:
         fence()
 
 
@@ -216,13 +216,13 @@ def _run(kind: int, tag: np.generic) -> Callable[[int], None]:
         part = next_part(job, taken, own)
         while part >= 0:
             for side in range(job.pieces):
-                place = address + _PLACES + side * _PLACE_SIZE
-                if kind == 0:  # which is known when it is compiled
-                    _fused_tiles(tag, job, place, part)
+                at = address + _FIRST + side * _SIZE
+                if kind == 0:  # a constant when this is compiled
+                    _fused_tiles(tag, job, at, part)
                 elif kind == 1:
-                    _square_tiles(tag, job, place, part)
+                    _square_tiles(tag, job, at, part)
                 else:
-                    _back_tiles(tag, job, place, part)
+                    _back_tiles(tag, job, at, part)
             part = next_part(job, taken, own)
 
     return run
@@ -230,32 +230,34 @@ def _run(kind: int, tag: np.generic) -> Callable[[int], None]:
 
 @functools.cache
 def loop(kind: str, name: str) -> Loop:
-    """The loop of a kind for a key of TAGS, that does the parts of a JOB until none is left.
+    """Return the loop of a kind for a key of TAGS, which runs parts of a JOB until none is left.
 
-    fused     each piece normalised and rotated, to `out` or to its slots
-    back      the gradient of x, to `out`, and those of the weights, to `gains`
-    squares   the sums of the squares of its rows, as float64 to `out`
+    fused     normalizes and rotates each piece, and writes it to `out` or to its slots
+    back      writes the gradient of x to `out`, and those of the weights to `gains`
+    squares   writes the sum of the squares of each row to `out`, as float64
     """
     return as_loop(_run(_KINDS[kind], TAGS[name]))
 
 
 def _check(address):
-    job, places = _job(address), address + _PLACES
-    one, two, three = _place(places), _place(places + _PLACE_SIZE), _place(places + 2 * _PLACE_SIZE)
-    slots = max(one.slots, two.slots, three.slots)  # all have the same
+    job, first = _job(address), address + _FIRST
+    one, two, three = _operands(first), _operands(first + _SIZE), _operands(first + 2 * _SIZE)
+    slots = max(one.slots, two.slots, three.slots)  # k and v have the same; 0 for an array without
     if not are_inside(job.rows, job.row_count, job.row_limit):
         return 0
     if not are_inside(slots, job.slot_count, job.slot_limit, -(2**63)):
         return 0
-    operands = (
+    addresses = (
         one.x, two.x, three.x, job.cos, job.sin, job.rows, slots, one.out, two.out, three.out
     )  # fmt: skip
-    return int(job.reach == 0 or are_apart(operands, 7, 3, job.reach))
+    return int(job.reach == 0 or are_apart(addresses, 7, 3, job.reach))
 
 
 @functools.cache
 def is_safe() -> Callable[[int], int]:
-    """The checks of a JOB: 1 where every row number is inside of the table, every slot below its
-    limit, and, if it has a `reach`, no output reaches into an operand other than its own x, nor
-    into the output before."""
+    """Return the function that checks a JOB, given its address.
+
+    It returns 1 if every row number is inside of the table, every slot is below its limit and, if
+    the JOB has a `reach`, no output overlaps another one or an operand other than its own x.
+    """
     return as_check(_check)

@@ -1,8 +1,8 @@
-"""Rows that are normalised and rotated, as LLVM vector instructions; the parts are in `vectors.py`.
+"""Normalize and rotate rows, with LLVM vector instructions made by `vectors.py`.
 
-A row is parted as its weights are: first and second members of the pairs, then the channels before
-and after them that are not rotated. The order of every sum is written out, so the bits depend
-neither on the machine nor on the number of threads.
+A row is processed in the order of its weights: first and second members of the pairs, then the
+channels before and after the pairs, which are not rotated. Every sum has a fixed order, so the bits
+depend neither on the machine nor on the number of threads.
 """
 
 # compiled by Numba, from types that mypy does not know
@@ -22,15 +22,16 @@ _WEIGHTS = types.float32, types.float64, types.uint16, types.int16  # in the ord
 
 
 def width_of(real: ir.Type) -> int:
-    """Bytes of a number of the arithmetic."""
+    """Return the bytes of a number in the type of the arithmetic."""
     return 8 if real is F64 else 4
 
 
 @intrinsic
 def weight_row(context, tag, kind, weight, order, add_one, count, gain):
-    """Weights of a type, told by its place among `loops.TAGS`, in the type of the arithmetic.
+    """Write `count` weights to `gain`, in the type of the arithmetic.
 
-    `order` is the address of which weight comes where, or 0 where they stay as they are.
+    `kind` is the index of their dtype in `loops.TAGS`. `order` is the address of the index of each
+    weight, or 0 if their order is unchanged.
     """
 
     def generate(context, b, signature, arguments):
@@ -70,7 +71,7 @@ def weight_row(context, tag, kind, weight, order, add_one, count, gain):
 
 @intrinsic
 def square_rows(context, tag, x, step, width, count, sums, sums_step):
-    """The sum of the squares of each of `count` rows, as float64 to `sums`."""
+    """Write the sum of the squares of each of `count` rows to `sums`, as float64."""
 
     def generate(context, b, signature, arguments):
         _, x, step, width, count, target, target_step = arguments
@@ -97,7 +98,7 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
 
 @intrinsic
 def root_rows(context, tag, width, eps, count, sums):
-    """Each of `count` sums of `width` squares, as 1 / sqrt(mean + eps)."""
+    """Replace each of `count` sums of `width` squares by 1 / sqrt(mean + eps)."""
 
     def generate(context, b, signature, arguments):
         _, width, eps, count, sums = arguments
@@ -123,12 +124,15 @@ def root_rows(context, tag, width, eps, count, sums):
 
 @intrinsic
 def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, count, ahead):
-    """Normalise and rotate `count` rows of one tensor, each to its row of out, or to its slot.
+    """Normalize and rotate `count` rows of one tensor, each to its row of `out` or to its slot.
 
-    x and out are the addresses of the first row, `tables` as `rows.Tables` takes them. `gain` is
-    the address of the weights, the same for all of them; `roots`: of what the mean makes of a row.
-    `slots`: of the offset of its row in out, negative for a row that is left out, and how far the
-    next is; or 0.
+    x, out   the addresses of the first row
+    tables   as `rows.Tables` takes them
+    gain     the address of the weights, which all rows share
+    roots    the address of 1 / sqrt(mean + eps) of the first row, and the stride to the next
+    slots    the address of the offset in `out` of the first row, negative if the row is not
+             written, and the stride to the next; or (0, 0)
+    ahead    bytes from each row of x to the one to prefetch
     """
 
     def generate(context, b, signature, arguments):
@@ -146,8 +150,10 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
         is_scattered = b.icmp_signed("!=", slots, NONE)
 
         def rows_from(channels, body):
-            """`body(row, source, target)` for every row that is kept, from a channel of x and one
-            of out on."""
+            """Build a loop of `body(row, source, target)` over the rows that are written.
+
+            `source` and `target` are addresses, from `channels` of x and of out on.
+            """
             starts = [vec.at(b, *each, size) for each in zip((x, out), channels, strict=True)]
             with vec.loop(b, NONE, count, 1) as at:
                 plain = b.mul(at, out_step)
@@ -238,6 +244,6 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
 
 def rests(b: ir.IRBuilder, pairs: ir.Value, start: ir.Value, tail: ir.Value):
-    """Of the channels before and after the pairs: the first weight, the first channel, how many."""
+    """Return (first weight, first channel, count) of the channels before and after the pairs."""
     both = b.add(pairs, pairs)
     return (both, NONE, start), (b.add(both, start), b.add(start, both), tail)

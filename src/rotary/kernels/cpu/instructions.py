@@ -1,4 +1,4 @@
-"""LLVM instructions: what Numba has in its internals alone, and vectors."""
+"""LLVM instructions for vectors, and those that Numba offers only in its internals."""
 
 # mypy: ignore-errors
 # written with llvmlite, which has no types
@@ -14,7 +14,7 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 def compiles_for(feature: str, elsewhere: bool) -> bool:
-    """Whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
+    """Return whether Numba compiles for a feature of x86; on other processors, `elsewhere`."""
     features = numba.config.CPU_FEATURES
     if features is not None:
         return f"+{feature}" in features.split(",")
@@ -22,7 +22,7 @@ def compiles_for(feature: str, elsewhere: bool) -> bool:
 
 
 def on_stack(b: ir.IRBuilder, kind: ir.Type) -> ir.Value:
-    """The address of a value on the stack, zero at first; one for all turns of a loop."""
+    """Return the address of a value on the stack, set to zero once at the start of the function."""
     with b.goto_entry_block():
         address = b.alloca(kind)
         b.store(kind(None), address)
@@ -30,18 +30,18 @@ def on_stack(b: ir.IRBuilder, kind: ir.Type) -> ir.Value:
 
 
 def function_of(module: ir.Module, kind: ir.FunctionType, name: str) -> ir.Function:
-    """A function that a module declares, once."""
+    """Return a function of a module, which is declared if it is not there yet."""
     existing = module.globals.get(name)
     return ir.Function(module, kind, name) if existing is None else existing
 
 
 def members(b: ir.IRBuilder, value: ir.Value) -> list[ir.Value]:
-    """The members of a tuple."""
+    """Return the members of a tuple."""
     return [b.extract_value(value, i) for i in range(len(value.type.elements))]
 
 
 def member_at(b: ir.IRBuilder, record: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
-    """The address of the member of a record at `offset` bytes from its start."""
+    """Return the address of the member of a record at `offset` bytes from its start."""
     places = [ir.Constant(ir.IntType(32), at) for at in (0, offset)]
     return b.bitcast(b.gep(record, places, inbounds=True), kind.as_pointer())
 
@@ -68,13 +68,13 @@ def constant(element: ir.Type, lanes: int, value: float) -> ir.Constant:
 
 
 def pick(b: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    """Lanes of two vectors, counted through both; a single one is a number."""
+    """Return the given lanes of two vectors, numbered through both; a single lane is a scalar."""
     if len(lanes) == 1:
         return b.extract_element(one, constant(I32, 1, lanes[0]))
     return b.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
 
 def at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
-    """The lesser of the two; a NaN stays one."""
+    """Return the lesser of `value` and `most`; a NaN stays a NaN."""
     largest = constant(F32, lanes_of(value), most)
     return b.select(b.fcmp_ordered(">", value, largest), largest, value)

@@ -16,7 +16,7 @@ import numpy as np
 
 if numba.config.DISABLE_JIT:  # then the plain formula rotates; `rotary doctor` says so
     raise ImportError("Numba compiles nothing while NUMBA_DISABLE_JIT is set")
-if sysconfig.get_config_var("Py_GIL_DISABLED"):  # the same: no test has run them there
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # not tested there, so the formula rotates too
     raise ImportError("the compiled loops need a Python with a global lock")
 
 from .. import Numbers as Array
@@ -31,28 +31,30 @@ from ..memory import (
     is_injective,
 )
 from ..numpy import address
-from . import caches, loops, threads
+from . import built_in, caches, loops, threads
 from .rows import MODES, STREAMING
 
-STREAM_BYTES = caches.size(3) // 2  # from here on no cache holds what is read and what is written
+STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
 LINE = 64
-TILE_BYTES = caches.size(1) // 4  # of both tables: beside them x, out and the next x
+TILE_BYTES = caches.size(1) // 4  # of cos and sin; x, out and the next x also need the cache
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
-_LONG_BYTES = 1 << 16  # a job of less is done before the lock of Python could be handed over
+_LONG_BYTES = 1 << 16  # a smaller job ends before another thread could get the GIL
 
-# (q, q_out, k, k_out, cos, sin, rows, checks): addresses, of which a single x is given as q and as
-# k, and 0 for other arrays that are missing. Returns False, and writes nothing, if a check fails
+# (q, q_out, k, k_out, cos, sin, rows, checks): addresses, and a sum of CHECK_... flags. A single x
+# is passed as q and as k; other missing arrays are 0. Returns False, and writes nothing, if a check
+# fails
 Job = Callable[[int, int, int, int, int, int, int, int], bool]
-Alive = tuple[Array, ...]  # a record and the arrays that it has the addresses of
+# a record of whole numbers, and the arrays whose addresses it holds
+AnglesRecord = tuple["array[int]", tuple[Array, ...]]
 
 
 class Call(NamedTuple):
-    """A rotation without its addresses; the memory at these must live until a job is done."""
+    """A prepared rotation: all but the addresses, whose memory must live until a job is done."""
 
-    job: Job  # does all, or the first block where they are done one after the other
+    job: Job  # rotates all blocks, or only the first one if `blocks` is not empty
     size: int  # bytes of all blocks
-    # where one job cannot do all: of each block its own, and the offsets of x, out and table for
-    # every index of the axes beyond three
+    # if one job cannot rotate all: the job of each block, and the offsets in bytes of x, out and
+    # table for every index of the axes beyond three
     blocks: tuple[tuple[Job, tuple[tuple[int, int, int], ...]], ...] = ()
 
 
@@ -63,10 +65,10 @@ def ready_call(
     is_in_place: tuple[bool, ...] | None,
     options: Options,
 ) -> Call | None:
-    """The call for blocks that need no copy; None if there are others.
+    """Return the call for arrays of these forms; None if one of them would have to be copied.
 
-    `tables` are cos, sin and perhaps row numbers. Where `is_in_place` is None the outputs will be
-    new and contiguous, and `outs` is empty.
+    `tables` are cos, sin and perhaps row numbers. If `is_in_place` is None, the outputs will be new
+    and contiguous, and `outs` is empty.
     """
     cos, sin, *index = tables
     if not all(block.shape for block in tables) or not _are_ready(xs, outs, is_in_place):
@@ -81,16 +83,16 @@ def ready_call(
     return _one_job(xs, outs, is_in_place, cos, rows, geometry)
 
 
-def ready_turn(
+def ready_call_at(
     xs: Sequence[Block],
     tables: Sequence[Block],
     outs: Sequence[Block],
     is_in_place: tuple[bool, ...] | None,
     options: AngleOptions,
 ) -> Call | None:
-    """The same at positions, for few tokens; None where a call needs tables in memory.
+    """Return the call that rotates few tokens at positions; None if it needs tables in memory.
 
-    `tables` are positions alone; the check fails for one below the lowest.
+    `tables` holds only the positions. The job returns False for one below `Angles.lowest`.
     """
     (positions,), angles = tables, options.angles_of(options.form)
     tokens = positions.shape[: len(positions.shape) - bool(angles.axes)]
@@ -112,7 +114,7 @@ def ready_turn(
 def _are_ready(
     xs: Sequence[Block], outs: Sequence[Block], is_in_place: tuple[bool, ...] | None
 ) -> bool:
-    """Whether the loops take these as they are."""
+    """Return whether the loops can read and write arrays of these forms without copies."""
     blocks = *xs, *outs
     if len(xs) > 2 or len({block.dtype for block in blocks}) > 1 or xs[0].dtype not in loops.TAGS:
         return False
@@ -151,10 +153,10 @@ def call_of(
     geometry: Geometry,
     angles: Angles | None = None,
 ) -> Call:
-    """Work out the loops for blocks of these forms; `is_in_place` where x and out are one address.
+    """Prepare the loops for arrays of these forms; `is_in_place`: x and out have the same address.
 
-    `index` are row numbers, one for each token of x, of rows of `table`. With `angles` they are the
-    positions of a small call, and `table` is the form of the tables that the loop makes of them.
+    `index` holds the row of `table` for each token of x. With `angles` it holds the positions of a
+    small call, and `table` is the form of the tables that the loop computes from them.
     """
     rows = None if angles else index
     along, row_size = (table, 0) if rows is None else (rows, table.strides[0])
@@ -183,11 +185,11 @@ def call_of(
             assert index is not None
             tokens = index.shape[: len(index.shape) - bool(angles.axes)]
             shape = *((1, *tokens)[-2:]), *index.shape[len(tokens) :]
-            alive = angles_record(
+            record = angles_record(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.turn_once(xs[0].dtype), size, form, mode, alive)
+            return _small_job(loops.rotate_once_at(xs[0].dtype), size, form, mode, record)
         if size < threads.SERIAL_BYTES:
             return _small_job(loops.rotate_once(xs[0].dtype), size, form, mode)
         return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
@@ -201,17 +203,21 @@ def call_of(
 
 
 def _small_job(
-    once: Callable[[object], Job], size: int, form: Array, mode: int, angles: Alive = ()
+    bind: Callable[[object], Job],
+    size: int,
+    form: Array,
+    mode: int,
+    angles: AnglesRecord | None = None,
 ) -> Job:
-    """One call of C."""
-    if angles:
-        form["angles"] = address(angles[0])
+    """Return a job that is one call of a C function."""
+    if angles is not None:
+        form["angles"] = angles[0].buffer_info()[0]
     form["is_long"] = size >= _LONG_BYTES
-    return once((address(form), mode, form, angles))  # the last two live as long as the job
+    return bind((address(form), mode, form, angles))  # the job keeps the last two alive
 
 
 def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:
-    """On all threads, and past the caches where every store is aligned."""
+    """Return a job on all threads; its stores bypass the caches if all of them are aligned."""
     at, streaming = address(form), mode + STREAMING * can_stream
 
     def job(
@@ -224,12 +230,12 @@ def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: 
         threads.run(loop, size, record)
         return True
 
-    job.alive = form  # type: ignore[attr-defined]  # what there is an address of
+    job.alive = form  # type: ignore[attr-defined]  # `at` is its address
     return job
 
 
 def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block | None) -> Array:
-    """Of q, k, cos, sin, rows, q_out, k_out, as `loops.is_safe` takes it."""
+    """Return where q, k, cos, sin, rows, q_out and k_out begin and end, for `loops.is_safe`."""
     absent = [(0, 0)]
     q_and_k, written = ([*map(extent, each[:2]), *absent][:2] for each in (xs, outs))
     index = absent if rows is None else [extent(rows)]
@@ -237,7 +243,7 @@ def _reach(xs: Sequence[Block], outs: Sequence[Block], table: Block, rows: Block
 
 
 def is_aligned(out: Block, geometry: Geometry) -> bool:
-    """Whether every vector that is stored starts on a cache line, if the block does."""
+    """Return whether every stored vector starts on a cache line, provided that `out` does."""
     offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
     steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
     *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
@@ -245,7 +251,7 @@ def is_aligned(out: Block, geometry: Geometry) -> bool:
 
 
 def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:
-    """Do any call, without checks; `places` are the addresses of x and out."""
+    """Run a call without checks; `places` are the addresses (x, out) of each array."""
     if not call.blocks:
         call.job(*places[0], *places[-1], cos, sin, rows, 0)
         return
@@ -258,7 +264,7 @@ def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows:
 def walk(
     x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
 ) -> tuple[tuple[tuple[int, int, int], ...], Array]:
-    """Offsets of the axes beyond three, and the steps of the loops over the others."""
+    """Return the offsets of the axes beyond three, and the loops.STEPS of the other axes."""
     head_dim, itemsize = x.shape[-1], SIZES[x.dtype]
     table = [
         0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
@@ -285,13 +291,15 @@ def walk(
         steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
     *_, table_step = inner[-1]
     tile = max(1, TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
-    steps["tile"] = tile if table_step else 4 * tile  # rows of one row of the table need no tile
+    steps["tile"] = tile if table_step else 4 * tile  # larger if all rows share one table row
     return offsets, steps
 
 
 def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The axes in the order of memory, those of size 1 dropped, those that continue one another
-    joined: rows are then walked in long runs, and a table row serves all heads while it is hot."""
+    """Return axes (size, strides ...) in memory order, contiguous ones merged, without size 1.
+
+    Then runs of rows are long, and a table row serves all heads while it is in the cache.
+    """
     if any(size == 0 for size, *_ in axes):
         return [(0,) * len(axes[0])]
     ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
@@ -307,16 +315,16 @@ def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def angles_record(
     shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
     lowest: int = -(2**63),
-) -> Alive:  # fmt: skip
-    """loops.ANGLES for positions of this shape, and what it has the addresses of."""
+) -> AnglesRecord:  # fmt: skip
+    """Return loops.ANGLES for positions of this shape, and the arrays whose addresses it holds."""
     turns = np.ascontiguousarray(turns, np.uint64)
     scales = np.ascontiguousarray(scales, np.float64)
     per_pair = np.array(axes, np.int64)
     batch, seq, *num_axes = shape
-    form = np.array((
-        batch, seq, *(num_axes or [1]), address(per_pair) if axes else 0,
-        address(turns), turns.strides[0] if len(turns) > 1 else 0,
-        address(scales), scales.strides[0] if len(scales) > 1 else 0,
+    record = array("q", (
+        batch, seq, *(num_axes or [1]), built_in.address(per_pair) if axes else 0,
+        built_in.address(turns), turns.strides[0] if len(turns) > 1 else 0,
+        built_in.address(scales), scales.strides[0] if len(scales) > 1 else 0,
         backwards, turns.shape[-1], lowest,
-    ), loops.ANGLES)  # fmt: skip
-    return form, turns, scales, per_pair
+    ))  # fmt: skip
+    return record, (turns, scales, per_pair)

@@ -21,11 +21,11 @@ from .jobs import (
     angles_record,
     call_of,
     ready_call,
-    ready_turn,
+    ready_call_at,
     run,
 )
 
-# what a prepared call depends on: of each array its type, shape, strides, dtype and alignment
+# what a prepared call depends on: type, shape, strides, dtype and alignment of each array
 Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
 
 
@@ -93,7 +93,7 @@ def rotate_at(
 def _forms(
     xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
 ) -> tuple[tuple[Signature, ...], int, int, tuple[bool, ...] | None]:
-    """Signatures of all, how many x and tables there are, and which outputs are their x."""
+    """Return signatures of all arrays, the numbers of xs and tables, and which outputs are x."""
     signatures = tuple([
         (type(array), array.shape, array.strides, array.dtype, array.flags.aligned)
         for array in (*xs, *tables, *(out or ()))
@@ -104,9 +104,9 @@ def _forms(
 def _results(
     call: Call, xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
 ) -> tuple[Array, ...] | None:
-    """The call on these arrays; None, and nothing written, where a check fails.
+    """Run the call on these arrays; return None and write nothing if a check fails.
 
-    `tables` are cos, sin and perhaps row numbers, or positions alone.
+    `tables` are cos, sin and perhaps row numbers, or only positions.
     """
     if not all([y.flags.writeable for y in out or ()]):
         return None
@@ -129,7 +129,7 @@ def _ready_call(
     is_in_place: tuple[bool, ...] | None,
     options: Options | AngleOptions,
 ) -> Call | None:
-    """The call for operands the loops can take as they are; None if one has to be copied first."""
+    """Return the call for arrays with these signatures; None if one has to be copied first."""
     if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signatures):
         return None
     blocks = [
@@ -139,19 +139,20 @@ def _ready_call(
     stop = count + tables
     groups = blocks[:count], blocks[count:stop], blocks[stop:], is_in_place
     if isinstance(options, AngleOptions):
-        return ready_turn(*groups, options)
+        return ready_call_at(*groups, options)
     return ready_call(*groups, options)
 
 
 def tables(
     positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
 ) -> tuple[Array, Array]:
-    """cos and sin from turns, as `kernels/numpy.py` has them, in one pass and float64 inside."""
+    """Return cos and sin from turns, as `kernels/numpy.py` does, in one pass and in float64."""
     positions = np.ascontiguousarray(positions, np.int64)
     batch, seq = positions.shape[:2]
     cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
-    form, *alive = angles_record(positions.shape, turns, scales, axes, backwards)
-    job = array("q", (1, 1, 0, *map(address, (form, positions, cos, sin)), 0))
+    angles, alive = angles_record(positions.shape, turns, scales, axes, backwards)
+    addresses = angles.buffer_info()[0], *map(address, (positions, cos, sin))
+    job = array("q", (1, 1, 0, *addresses, 0))
     threads.run(loops.loop("table"), both.nbytes, job)
     del alive
     return cos, sin
@@ -166,7 +167,7 @@ def move(
     options: Options,
     out: Array | None,
 ) -> Array:
-    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does."""
+    """Rotate the keys of some blocks of a cache, as `kernels/numpy.py` does."""
     y = reference.copied(x, cos, sin, out)
     if scale is not None or not (y.flags.aligned and cos.strides == sin.strides):
         return reference.move(y, cos, sin, blocks, scale, options, y)
@@ -180,7 +181,7 @@ def move_by(
     xs: Sequence[Array], blocks: object, shift: object, turns: Callable[[], Array], backwards: bool,
     options: Options,
 ) -> bool:  # fmt: skip
-    """Turn blocks of caches in place by whole numbers of tokens; False where `move` has to."""
+    """Rotate blocks of caches in place by whole numbers of tokens; return False if `move` must."""
     form, *others = map(reference.block, xs)
     if not all(x.flags.aligned and x.flags.writeable for x in xs) or any(x != form for x in others):
         return False
@@ -193,7 +194,7 @@ def _is_ready(array: Array) -> bool:
     return array.flags.aligned and is_contiguous_last(reference.block(array))
 
 
-# positions are NumPy's, and what is rare is left to the reference
+# the functions that are not replaced are those of the reference implementation
 KERNEL = replace(
     reference.KERNEL,
     name="compiled loops",

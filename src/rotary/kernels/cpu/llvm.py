@@ -25,7 +25,7 @@ def fence(context):
 
 @intrinsic
 def take(context, address):
-    """The int64 at an address, which then is one more: atomic, so every thread takes another."""
+    """Return the int64 at an address and add 1 to it, atomically: no two threads get the same."""
 
     def generate(context, b, signature, arguments):
         pointer = b.inttoptr(arguments[0], I64.as_pointer())
@@ -43,7 +43,7 @@ def load_int(context, address):
 
 
 def record(fields: np.dtype[np.void]) -> Callable[..., object]:
-    """The reader of a record: from its address to a value with these fields, in compiled code."""
+    """Return a function for compiled code that takes an address, and returns the record there."""
     kind = numba.from_dtype(fields)
 
     @intrinsic
@@ -70,7 +70,7 @@ def call_address(context, function, argument):
 
 @intrinsic
 def call_number(context, function):
-    """The result of a C function `int (void)`, called by its address."""
+    """Call a C function `int (void)` by its address, and return its result."""
 
     def generate(context, b, signature, arguments):
         kind = ir.FunctionType(I32, []).as_pointer()
@@ -96,7 +96,8 @@ def store_double(context, address, value):
     return types.void(types.int64, types.float64), generate
 
 
-# sin(x)/x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; errors 3e-9, 5e-11
+# sin(x)/x and cos(x) as polynomials in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; their
+# errors are 3e-9 and 5e-11
 SIN = (0.9999999969177036, -0.16666650673996775, 0.00833203578559731, -0.000195039042508408)
 COS = (
     0.9999999999524894, -0.4999999961485761, 0.041666616692532826, -0.0013886617999647076,
@@ -115,10 +116,10 @@ def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -
 
 
 def _table_filler(per_pair: bool) -> Callable[..., object]:
-    """One row of a table: (positions, turns, pairs, scale, backwards, cos, sin) -> None.
+    """Return what fills a table row: (positions, turns, pairs, scale, backwards, cos, sin) -> None.
 
-    `positions` is the one position of the row, or the address of one position per pair;
-    `backwards` is 1 where pairs turn the other way.
+    `positions` is the position of the row, or with `per_pair` the address of one position per pair;
+    `backwards` is 1 for minus the angles.
     """
 
     @intrinsic

@@ -1,8 +1,8 @@
 """The compiled loops of the CPU kernel: over the rows of tensors, and over the rows of tables.
 
 A call is one record of whole numbers: addresses, and strides in bytes. It is cut into parts, a few
-for each thread, and a thread that has done its own takes those of others; the bits do not depend on
-how many there are.
+for each thread; a thread that has finished its own takes parts of others. The bits of the result do
+not depend on the number of threads.
 """
 
 import functools
@@ -15,7 +15,15 @@ import numpy as np
 from numba import prange, types
 from numpy import empty
 
-from .built_in import argument, built_in, give_lock, new_bool, take_lock, tuple_item, whole_number
+from .built_in import (
+    acquire_gil,
+    argument,
+    built_in,
+    new_bool,
+    release_gil,
+    tuple_item,
+    whole_number,
+)
 from .compiled import c_function, compiled
 from .llvm import (
     call_address,
@@ -30,7 +38,7 @@ from .llvm import (
 )
 from .rows import STREAMING, rotate_rows
 
-# the bits of an element are held by
+# a NumPy scalar for each dtype: in compiled code, its type stands for the dtype
 TAGS = {
     "float32": np.float32(0),
     "float64": np.float64(0),
@@ -54,23 +62,24 @@ STEPS = whole_numbers(
     *("tail", "tail_size"),  # what is copied after them
     "tile",
 )
-# What calls of one form share. `angles` is the address of ANGLES, where there are no tables, and
-# `reach` where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
+# What calls of one form share. `angles` is the address of a record ANGLES if there are no tables.
+# `reach` is where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit", "angles")]
-    + [("is_long", np.int64)]  # the lock of Python is given away while it is done
+    + [("is_long", np.int64)]  # the GIL is released while the job runs
     + [("reach", np.int64, (7, 2))]
 )
-# A job begins with the number of threads, 1, of parts for each, 1, and the address of the C
-# function that numbers threads, or 0. It ends with counters that begin at 0: how many parts of each
-# thread are taken and, if there are many threads, how many of them have begun. `checks` is a sum of
-ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output shares memory
+# A job begins with the number of threads, the number of parts for each thread, and the address of
+# the C function that numbers threads, or 0. `threads.run` sets these three; before, they are 1, 1
+# and 0. A job ends with counters that start at 0: the taken parts of each thread and, if there are
+# several threads, the threads that have started. `checks` is a sum of
+ROWS, OVERLAP = 1, 2  # every row number is inside of the table; no output overlaps another array
 ROTATION = whole_numbers(
     *("threads", "parts", "number", "form", "mode", "q", "q_out", "k", "k_out"),
     *("cos", "sin", "rows", "checks", "taken"),
 )
-# What tables of one form share; `lowest` is the first position that is not refused
+# What tables of one form share; `lowest` is the lowest position that is accepted
 ANGLES = whole_numbers(
     *("batch", "seq", "num_axes", "axes", "turns", "turns_step", "scales", "scales_step"),
     *("backwards", "pairs", "lowest"),
@@ -89,8 +98,11 @@ _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "take
 
 @compiled()
 def own_number(job, taken):
-    """The number of this thread. It is the same in every call, so that a thread gets the same parts
-    again and finds them in its own caches."""
+    """Return the index of this thread.
+
+    OpenMP gives a thread the same index in every call, so it gets the same parts again and finds
+    them in its own caches.
+    """
     if job.threads == 1:
         return 0
     number = call_number(job.number) if job.number else take(taken + 8 * job.threads)
@@ -99,7 +111,7 @@ def own_number(job, taken):
 
 @compiled()
 def next_part(job, taken, own):
-    """A part that no thread has taken, if there is one its own; -1 if there is none."""
+    """Return a part that is not taken yet, one of thread `own` if possible; -1 if there is none."""
     for turn in range(job.threads):
         thread = (own + turn) % job.threads
         part = take(taken + 8 * thread)
@@ -110,7 +122,7 @@ def next_part(job, taken, own):
 
 @compiled()
 def share_of(job, total, part):
-    """Where a part of `total` things begins and ends."""
+    """Return the first item of a part of `total` items, and the one after its last."""
     parts = job.threads * job.parts
     return total * part // parts, total * (part + 1) // parts
 
@@ -118,16 +130,16 @@ def share_of(job, total, part):
 @compiled()
 def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
     form = _form(job.form)
-    places = steps.size_0 * steps.size_1  # on the other axes
-    first, last = share_of(job, places * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
+    others = steps.size_0 * steps.size_1  # indices of the other two axes
+    first, last = share_of(job, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
     for at in range(first, last):
-        k, place = at // places * steps.tile, at % places
-        i, j = place // steps.size_1, place % steps.size_1
+        k, other = at // others * steps.tile, at % others
+        i, j = other // steps.size_1, other % steps.size_1
         source = x + i * steps.x_0 + j * steps.x_1 + k * steps.x_2
         target = out + i * steps.out_0 + j * steps.out_1 + k * steps.out_2
         row = i * steps.table_0 + j * steps.table_1 + k * steps.table_2
         ahead = steps.x_1 if j + 1 < steps.size_1 else steps.x_0 - j * steps.x_1
-        if place + 1 == places:  # the next tile
+        if other + 1 == others:  # the next tile
             ahead = steps.tile * steps.x_2 - i * steps.x_0 - j * steps.x_1
         count = min(steps.tile, steps.size_2 - k)
         tables = cos, sin, rows, row
@@ -160,7 +172,7 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
 
 @compiled()
 def are_inside(numbers, count, limit, lowest=0):
-    """Whether `count` whole numbers are all below a limit, and none below the lowest."""
+    """Return whether `count` whole numbers are all below `limit`, and none below `lowest`."""
     for at in range(count):
         number = load_int(numbers + 8 * at)
         if number < lowest or number >= limit:
@@ -170,10 +182,11 @@ def are_inside(numbers, count, limit, lowest=0):
 
 @compiled()
 def are_apart(operands, first, count, reach):
-    """Whether no output shares memory with an operand other than its own x, or another output.
+    """Return whether no output overlaps another output, or an operand other than its own x.
 
-    `operands` are addresses: `count` of x at the start, and from `first` on as many of outputs.
-    `reach` is the address of the first and last byte of each, counted from its own address.
+    `operands` are addresses: first of `count` arrays x, from index `first` on of their outputs.
+    `reach` is the address of two numbers for each: where it begins and ends, in bytes from its
+    address.
     """
     for side in range(count):
         out, own = operands[first + side], reach + 16 * (first + side)
@@ -203,9 +216,11 @@ _Rotation = namedtuple("_Rotation", ROTATION.names)  # type: ignore[misc,arg-typ
 
 
 @compiled()
-def _given(own, arguments):
-    """The ROTATION, of one part, of a call (q, q_out, k, k_out, cos, sin, rows, checks) of a
-    function that is bound to (address of FORM, mode, ...)."""
+def _job_of(own, arguments):
+    """Return the ROTATION of a call (q, q_out, k, k_out, cos, sin, rows, checks), as one part.
+
+    The called function is bound to `own`, a tuple (address of FORM, mode, ...).
+    """
     at, mode = whole_number(tuple_item(own, 0)), whole_number(tuple_item(own, 1))
     q, q_out = _number(arguments, 0), _number(arguments, 1)
     k, k_out = _number(arguments, 2), _number(arguments, 3)
@@ -221,18 +236,18 @@ def _number(arguments, index):
 
 @compiled()
 def _rotate_alone(tag, job, cos, sin, rows):
-    """All of a job, without the lock of Python where that is worth it."""
+    """Run a whole job on this thread; release the GIL meanwhile if the job is long."""
     is_long, thread = _form(job.form).is_long, 0
     if is_long:
-        thread = give_lock()
+        thread = release_gil()
     _rotate_part(tag, job, cos, sin, rows, 0)
     if is_long:
-        take_lock(thread)
+        acquire_gil(thread)
 
 
 def _rotate_once(tag: np.generic) -> Callable[[int, int, int], int]:
     def rotate_once(own, arguments, count):
-        job = _given(own, arguments)
+        job = _job_of(own, arguments)
         if not _is_safe(job):
             return new_bool(0)
         _rotate_alone(tag, job, job.cos, job.sin, job.rows)
@@ -241,9 +256,9 @@ def _rotate_once(tag: np.generic) -> Callable[[int, int, int], int]:
     return rotate_once
 
 
-def _turn_once(tag: np.generic) -> Callable[[int, int, int], int]:
-    def turn_once(own, arguments, count):
-        job = _given(own, arguments)
+def _rotate_once_at(tag: np.generic) -> Callable[[int, int, int], int]:
+    def rotate_once_at(own, arguments, count):
+        job = _job_of(own, arguments)
         angles = _angles(_form(job.form).angles)
         tokens = angles.batch * angles.seq
         for at in range(tokens * angles.num_axes):
@@ -251,18 +266,18 @@ def _turn_once(tag: np.generic) -> Callable[[int, int, int], int]:
                 return new_bool(0)
         if not _is_safe(job):
             return new_bool(0)
-        _turn_alone(tag, job, angles, empty((2, tokens * angles.pairs), np.float32))
+        _rotate_alone_at(tag, job, angles, empty((2, tokens * angles.pairs), np.float32))
         return new_bool(1)
 
-    return turn_once
+    return rotate_once_at
 
 
 @compiled()
-def _turn_alone(tag, job, angles, tables):
-    """The same as `_rotate_alone`, from positions; the caller has room for cos and sin.
+def _rotate_alone_at(tag, job, angles, tables):
+    """Compute cos and sin from positions into `tables`, then call `_rotate_alone`.
 
-    Numba frees an array behind the last line that names it, though its address be used after that.
-    What a caller passes lives until the call returns.
+    The caller allocates `tables`, so that they live until this returns: Numba frees an array after
+    the last line that names it, even if its address is used later.
     """
     cos, sin = tables[0].ctypes.data, tables[1].ctypes.data
     _table_rows(angles, job.cos, cos, sin, 0, angles.batch * angles.seq)
@@ -316,14 +331,14 @@ class Loop(NamedTuple):
 
 
 def as_loop(function: Callable[[int], None]) -> Loop:
-    """A loop compiled now, that lives as long as the process."""
+    """Compile a loop now; it lives as long as the process."""
     compiled_ = c_function(function, types.void(types.int64))
     _alive.append(compiled_)
     return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
 
 
 def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
-    """The same for a function that returns a whole number."""
+    """Compile a function that returns a whole number; it lives as long as the process."""
     compiled_ = c_function(function, types.int64(types.int64))
     _alive.append(compiled_)
     return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
@@ -331,7 +346,7 @@ def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
 
 @functools.cache
 def loop(name: str) -> Loop:
-    """The loop that does the parts of a job until none is left: "table", or a key of TAGS.
+    """Return the loop that runs parts of a job until none is left: "table", or a key of TAGS.
 
     Several threads may do one job together; each part is done once.
     """
@@ -341,25 +356,27 @@ def loop(name: str) -> Loop:
 
 @functools.cache
 def is_safe() -> Callable[[int], int]:
-    """The checks of a ROTATION: 1 where every row number is inside of the table, and no output
-    reaches into an operand other than its own x, nor into the output before."""
+    """Return the function that checks a ROTATION, given its address.
+
+    It returns 1 if the `checks` pass that the ROTATION asks for: every row number is inside of the
+    table, and no output overlaps another one or an operand other than its own x.
+    """
     return as_check(_check)
 
 
 @functools.cache
 def rotate_once(name: str) -> Callable[[object], Callable[..., bool]]:
-    """A rotation of one part, for a key of TAGS, bound to (address of its FORM, mode, ...).
+    """Return what binds a rotation, for a key of TAGS, to (address of its FORM, mode, ...).
 
-    It takes (q, q_out, k, k_out, cos, sin, rows, checks), addresses but for the last; False, and
-    nothing written, where a check fails.
+    The bound function is a `jobs.Job` that runs on the calling thread.
     """
     return built_in(_rotate_once(TAGS[name]))
 
 
 @functools.cache
-def turn_once(name: str) -> Callable[[object], Callable[..., bool]]:
-    """The same from positions, whose address stands in the place of that of cos."""
-    return built_in(_turn_once(TAGS[name]))
+def rotate_once_at(name: str) -> Callable[[object], Callable[..., bool]]:
+    """Return what `rotate_once` does, for positions: their address is passed in place of cos."""
+    return built_in(_rotate_once_at(TAGS[name]))
 
 
 _alive: list[object] = []

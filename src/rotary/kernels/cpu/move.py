@@ -1,4 +1,4 @@
-"""The compiled loops of moved keys: over some blocks of a cache, in place.
+"""Compiled loops that re-rotate the keys in some blocks of a cache, in place.
 
 One call is one job over the rows of all blocks, as in `loops.py`. 8-bit keys are rotated in float32
 and rounded once.
@@ -28,10 +28,11 @@ from .llvm import load_int, record, take
 from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
 from .rows import MODES, rotate_rows
 
-# the tags of 8-bit keys, as `vectors.py` says
+# the tags of 8-bit keys, as in `vectors.py`
 _CODES = {"int8": np.int8(0), "float8_e4m3fn": np.uint8(0), "float8_e5m2": np.bool_(False)}
-# `step` is the distance of two blocks, `table_step` that of their tables; `blocks` are `count`
-# numbers in rising order, as memory is read fastest, and `rows` say which table is that of each
+# `step` is the distance of two blocks in bytes, `table_step` that of their tables. `blocks` is the
+# address of `count` block numbers in rising order, in which memory is read fastest; `rows` is the
+# address of the number of each block's table
 _MOVE = np.dtype([
     (name, np.int64)
     for name in ("threads", "parts", "number", "form", "mode", "x", "step", "cos", "sin",
@@ -43,16 +44,19 @@ _TAKEN = _MOVE.itemsize - 8
 
 @compiled()
 def _run(job, steps, at):
-    """Where a run of rows begins, its row of the table, and how many rows there are."""
-    places = steps.size_0 * steps.size_1
-    runs = places * ((steps.size_2 + steps.tile - 1) // steps.tile)
+    """Return where run `at` begins: its first row and the offset of that row's table row.
+
+    The third number is how many rows the run has.
+    """
+    others = steps.size_0 * steps.size_1  # indices of the other two axes
+    runs = others * ((steps.size_2 + steps.tile - 1) // steps.tile)
     block = at if runs == 1 else at // runs
     source = job.x + load_int(job.blocks + 8 * block) * job.step
     row = load_int(job.rows + 8 * block) * job.table_step
     if runs == 1:
         return source, row, steps.size_2
     run = at - block * runs
-    i, j, k = run % places // steps.size_1, run % steps.size_1, run // places * steps.tile
+    i, j, k = run % others // steps.size_1, run % steps.size_1, run // others * steps.tile
     source += i * steps.x_0 + j * steps.x_1 + k * steps.x_2
     row += i * steps.table_0 + j * steps.table_1 + k * steps.table_2
     return source, row, min(steps.tile, steps.size_2 - k)
@@ -60,7 +64,7 @@ def _run(job, steps, at):
 
 @compiled()
 def _share(job, steps, part):
-    """The first run of a part, and the one after its last."""
+    """Return the first run of a part, and the one after its last."""
     tiles = (steps.size_2 + steps.tile - 1) // steps.tile
     total, parts = job.count * steps.size_0 * steps.size_1 * tiles, job.threads * job.parts
     return total * part // parts, total * (part + 1) // parts
@@ -90,20 +94,20 @@ def _loop(dtype: str) -> Loop:
 
 
 class _BlockForm(NamedTuple):
-    """How the rows of blocks of one form lie; `form` is a record of FORM."""
+    """How the rows of blocks of one form lie in memory; `form` is a record of FORM."""
 
     form: Array
     mode: int
-    offsets: tuple[tuple[int, int, int], ...]  # of x and of the table, in the first and last place
+    offsets: tuple[tuple[int, int, int], ...]  # of x, of x as the output, and of the table
     size: int  # bytes of a block
 
 
 def run(
     x: Block, place: int, table: Block, cos: int, sin: int, blocks: Array | None, options: Options
 ) -> bool:
-    """Turn blocks of a cache in place, as `numpy.move` does; False where it has to.
+    """Rotate blocks of a cache in place, as `numpy.move` does; return False if the loops cannot.
 
-    `x` and `table` are the forms of the cache and of both tables, which lie at these addresses.
+    `x` is the form of the cache at address `place`, `table` that of the tables at `cos` and `sin`.
     """
     if not (_is_moved(x) and _is_dense(table) and table.dtype == "float32"):
         return False
@@ -118,7 +122,7 @@ def run(
         order = np.arange(len(blocks)) if is_rising else np.argsort(blocks)
         chosen = blocks[order]
     block_form = _form_of(one, along, geometry)
-    _turn(block_form, x, place, cos, sin, table.strides[0], chosen, order)
+    _rotate_blocks(block_form, x, place, cos, sin, table.strides[0], chosen, order)
     return True
 
 
@@ -126,10 +130,11 @@ def run_shifted(
     x: Block, places: Sequence[int], blocks: Array, shift: Array, turns: Callable[[], Array],
     backwards: bool, options: Options,
 ) -> bool:  # fmt: skip
-    """The same for caches of one form, at these addresses, whose blocks move by whole numbers.
+    """Rotate blocks of caches of form `x`, at the addresses `places`, by whole numbers of tokens.
 
-    Blocks that move by the same number share a row of the tables. False as well where `blocks` or
-    `shift` are not such numbers, and where a block is not in the caches or given twice.
+    Blocks that move by the same number share a row of the tables. Returns False if the loops
+    cannot, if `blocks` or `shift` are not signed integers, or if a block is not in the caches or
+    given twice.
     """
     count = len(blocks) if blocks.ndim == 1 else 0
     if not (count and _is_moved(x) and is_injective(x) and shift.shape in ((), (count,))):
@@ -143,27 +148,30 @@ def run_shifted(
         return False
     frequencies = turns()
     cos, sin = tables = np.empty((2, number, len(frequencies)), np.float32)
-    angles, *alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
-    job = array("q", (1, 1, 0, *map(address, (angles, distinct, cos, sin)), 0))
+    angles, alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
+    addresses = angles.buffer_info()[0], *map(address, (distinct, cos, sin))
+    job = array("q", (1, 1, 0, *addresses, 0))
     threads.run(loop("table"), tables.nbytes, job)
     del alive
     block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), len(frequencies), options)
     for place in places:
-        _turn(block_form, x, place, address(cos), address(sin), cos.strides[0], chosen, rows)
+        _rotate_blocks(
+            block_form, x, place, address(cos), address(sin), cos.strides[0], chosen, rows
+        )
     return True
 
 
 def _writable(numbers: Array) -> Array:
-    """What `_order` is compiled for: read-only arrays, or strided ones, would be other types."""
+    """Return contiguous writable int64; Numba would compile `_order` again for other arrays."""
     numbers = np.ascontiguousarray(numbers, np.int64)
     return numbers if numbers.flags.writeable else numbers.copy()
 
 
 @compiled()
 def _order(blocks, shifts, size, chosen, rows, distinct):
-    """The blocks in rising order; of each the number of its shift; and all shifts that differ.
+    """Write blocks in rising order to `chosen`, and the shifts as `_number_shifts` does.
 
-    Returns how many these are, or -1 where a block is not one of `size`, or given twice.
+    Returns the number of `distinct` shifts, or -1 if a block is not one of `size` or given twice.
     """
     last, is_rising = -1, True
     for block in blocks:
@@ -189,9 +197,12 @@ def _order(blocks, shifts, size, chosen, rows, distinct):
 
 @compiled()
 def _number_shifts(rows, distinct):
-    """Shifts replaced by their numbers among those that differ; how many these are."""
+    """Replace the shifts in `rows` by their index in `distinct`; return how many those are.
+
+    Shifts over a wide range are all copied to `distinct`, also equal ones.
+    """
     low, high = rows.min(), rows.max()
-    if high - low < 0 or high - low >= 4 * len(rows):  # below 0 where it is too large
+    if high - low < 0 or high - low >= 4 * len(rows):  # below 0 after an overflow
         distinct[:], rows[:] = rows, np.arange(len(rows))
         return len(rows)
     number = np.full(high - low + 1, -1, np.int32)
@@ -215,7 +226,7 @@ def _is_moved(x: Block) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _form_of_one_row(x: Block, pairs: int, options: Options) -> _BlockForm:
-    """Of caches in which a block, as x has one, is turned by one row of the tables."""
+    """Return the form of caches whose blocks, such as the one of x, each use one table row."""
     lead = len(x.shape) - 1
     table = Block((*[1] * lead, pairs), (*[0] * lead, SIZES["float32"]), "float32")
     geometry = geometry_of((x.shape,), table.shape, None, options)
@@ -225,7 +236,7 @@ def _form_of_one_row(x: Block, pairs: int, options: Options) -> _BlockForm:
 
 
 def _one_block(blocks: Block) -> Block:
-    """The form of each of these blocks."""
+    """Return the form of each of these blocks."""
     return Block(blocks.shape[1:], blocks.strides[1:], blocks.dtype)
 
 
@@ -237,7 +248,7 @@ def _form_of(one: Block, along: Block, geometry: Geometry) -> _BlockForm:
     return _BlockForm(form, mode, offsets, math.prod(one.shape) * SIZES[one.dtype])
 
 
-def _turn(
+def _rotate_blocks(
     block_form: _BlockForm,
     x: Block,
     place: int,

@@ -1,10 +1,9 @@
-"""One row of a tensor and one row of a table: the rotation as LLVM vector instructions.
+"""The rotation of rows of a tensor by rows of the tables, as LLVM vector instructions.
 
-They are not left to the auto-vectoriser. It would have to prove that six streams do not overlap,
-and cannot when the rotation is in place; here every load of a pair comes before its stores by
-construction, so the same code serves both. A fused multiply-add is never used in the rotation:
-products and sums are rounded one by one, as in the plain formula, so the bits do not depend on the
-machine or on where a chunk ends.
+LLVM's auto-vectorizer is not used: it would have to prove that six streams do not overlap, and
+cannot when the rotation is in place. Here every pair is loaded before it is stored, so the same
+code serves both cases. The rotation never uses a fused multiply-add: products and sums are rounded
+one by one, as in the formula, so the bits do not depend on the machine or on where a chunk ends.
 """
 
 # mypy: ignore-errors
@@ -21,7 +20,7 @@ from . import vectors as vec
 from .instructions import POINTER, copy_bytes, member_at, members
 from .vectors import ELEMENTS, F32, I64, NONE
 
-# how a rotation reads and writes pairs, and whether its stores go past the caches
+# (layout, out_layout, whether stores bypass the caches)
 MODES = (
     ("half", "half", False),
     ("interleaved", "interleaved", False),
@@ -30,11 +29,11 @@ MODES = (
     ("half", "half", True),
     ("interleaved", "interleaved", True),
 )
-STREAMING = MODES.index(("half", "half", True))  # the first mode of stores past the caches
+STREAMING = MODES.index(("half", "half", True))  # the first mode whose stores bypass the caches
 
 
 def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[str], ir.Value]:
-    """Reads whole numbers from the first record that has the field."""
+    """Return a function that loads a whole number from the first record with a field of a name."""
 
     def field(name: str) -> ir.Value:
         kind, record = next(each for each in records if name in each[0].fields)
@@ -44,10 +43,10 @@ def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[
 
 
 class Tables:
-    """The rows of the tables that a run of rows is rotated by, in the type of the arithmetic.
+    """The table rows by which a run of rows is rotated, in the type of the arithmetic.
 
-    `tables` are the addresses of cos, sin and row numbers, or 0, and the offset of the first row of
-    the table, or of its row number.
+    `tables` are the addresses of cos, sin and row numbers (or 0), and the offset in bytes of the
+    first table row, or of the first row number.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Tables:
         self.apart = b.sub(sin, self.cos)
 
     def row_at(self, at: ir.Value, index: ir.Value) -> ir.Value:
-        """The address of the cosines of row `at`, from pair `index` on."""
+        """Return the address of the cosines of row `at`, from pair `index` on."""
         b = self.b
         offset = vec.stepped(b, self.row, at, self.step)
         before = b.block
@@ -75,7 +74,7 @@ class Tables:
     def cos_sin(
         self, row: ir.Value, index: ir.Value, lanes: int, reordered: bool = False
     ) -> tuple[ir.Value, ir.Value]:
-        """Of `lanes` pairs from `index` on; sin with the sign of the rotation."""
+        """Return cos and sin of `lanes` pairs from `index` on; sin has the sign of the rotation."""
         b, cos = self.b, vec.at(self.b, row, index, 4)
         both = cos, b.add(cos, self.apart)
         c, s = (vec.load_reals(b, F32, each, lanes, reordered) for each in both)
@@ -100,7 +99,10 @@ def by_mode(
     b: ir.IRBuilder, mode: ir.Value, modes: tuple[tuple[str, str, bool], ...], pairs: ir.Value,
     widths: tuple[int, ...], body: Callable[..., None],
 ) -> None:  # fmt: skip
-    """`body(layout, out_layout, streaming, index, lanes)` for all pairs, of the mode that it is."""
+    """Build `body(layout, out_layout, streaming, index, lanes)` over all pairs, in each mode.
+
+    `mode` selects one of them when the loop runs.
+    """
     for number, form in enumerate(modes):
         with b.if_then(b.icmp_signed("==", mode, vec.constant(I64, 1, number))):
             vec.each(b, pairs, widths, functools.partial(body, *form))
@@ -110,8 +112,8 @@ def by_mode(
 def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
     """Rotate `count` rows of one tensor.
 
-    x and out are the addresses of the first row, `tables` as `Tables` takes them. The memory so
-    many bytes `ahead` of each row of x is asked for.
+    x and out are the addresses of the first row; `tables` is as in `Tables`. The row `ahead` bytes
+    after each row of x is prefetched.
     """
 
     def generate(context, b, signature, arguments):

@@ -1,9 +1,9 @@
-"""Floats of 16 and 8 bits as LLVM vector instructions, from float32 and back.
+"""Convert floats of 16 and 8 bits to float32 and back, as LLVM vector instructions.
 
-float16, float8_e4m3fn and float8_e5m2 are told by the bits of their mantissas: 10, 3, 2. Where the
-processor has no instruction for float16, whole numbers do it. Where it looks up bytes in a table
-within a register (VBMI of x86), codes of 8 bits are looked up, and so is what rounds them. The
-results are the same.
+Formats are named by the bits of their mantissas: 10 for float16, 3 for float8_e4m3fn, 2 for
+float8_e5m2. On a processor without instructions for float16, integer arithmetic converts it. On one
+that looks up bytes in a table within registers (VBMI of x86), 8-bit codes are looked up, and so are
+the counters that round them. The results are the same.
 """
 
 # mypy: ignore-errors
@@ -26,12 +26,12 @@ from .instructions import (
     vector,
 )  # fmt: skip
 
-_ABOVE = {10: 2.0**16, 3: 448.0, 2: 57344.0}  # infinity of float16, the largest of float8
-_AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # in float32, what would have its code
-_FIRST = {10: 113, 3: 121, 2: 113}  # the exponent, in float32, of the smallest with all bits
-_LAST = {3: 135, 2: 143}  # and that of 0x7F
+_ABOVE = {10: 2.0**16, 3: 448.0, 2: 57344.0}  # rounds to infinity in float16, the largest float8
+_AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # the float32 that rounds to NaN's code
+_FIRST = {10: 113, 3: 121, 2: 113}  # the exponent bits, in float32, of the smallest normal number
+_LAST = {3: 135, 2: 143}  # and those of the code 0x7F
 _BYTES, _WORDS = 64, 16  # in a register of VBMI
-PACKED = 16  # numbers that AVX2 packs into one register, and the order in which they are then
+PACKED = 16  # numbers that AVX2 packs into one register; ORDER is the order that they then have
 ORDER = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))
 
 
@@ -44,12 +44,12 @@ def _has_float16() -> bool:
 
 
 def has_packing() -> bool:
-    """Whether numbers are packed and unpacked within the halves of a register: AVX2 alone."""
+    """Return whether numbers are packed within the halves of a register: AVX2 without AVX-512BW."""
     return compiles_for("avx2", False) and not compiles_for("avx512bw", False)
 
 
 def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
-    """As float32, exactly."""
+    """Return the numbers that codes stand for as float32, exactly."""
     lanes = lanes_of(codes)
     if mantissa == 10:
         return _float16(b, codes)
@@ -57,7 +57,7 @@ def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
         return _looked_up(b, codes, mantissa)
     # float8_e5m2 is the upper half of a float16
     bits = b.shl(b.zext(codes, vector(I16, lanes)), constant(I16, lanes, 8))
-    if mantissa == 3:  # its exponent by one bit longer, so 2^8 below; all ones is NaN
+    if mantissa == 3:  # with an exponent one bit longer, 2^8 times too small; all ones is NaN
         bits = b.and_(b.ashr(bits, constant(I16, lanes, 1)), constant(I16, lanes, 0xBFFF))
         above = b.add(bits, constant(I16, lanes, 0x80))
         bits = b.or_(bits, b.and_(above, constant(I16, lanes, 0x4000)))
@@ -66,7 +66,7 @@ def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
 
 
 def _float16(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Numbers of 16 bits as float32."""
+    """Return float16 as float32."""
     lanes = lanes_of(bits)
     if _has_float16():
         return b.fpext(b.bitcast(bits, vector(F16, lanes)), vector(F32, lanes))
@@ -76,7 +76,7 @@ def _float16(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
     longer = b.zext(bits, vector(I32, lanes))
     size = b.shl(b.and_(longer, number(0x7FFF)), number(13))
-    exponents = number((127 - 15) << 23)  # how much further the exponents of float32 begin
+    exponents = number((127 - 15) << 23)  # the exponent bias of float32 less that of float16
     above = b.icmp_unsigned(">=", size, number(0x7C00 << 13))  # infinity and NaN
     large = b.add(size, b.select(above, number(2 * (127 - 15) << 23), exponents))
     counted = b.bitcast(b.add(size, number(_FIRST[10] << 23)), vector(F32, lanes))
@@ -87,11 +87,12 @@ def _float16(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
-    """Rounded to the nearest, ties to even; NaN is all ones, or 0x7E00. float8 saturates.
+    """Return float32 as codes, rounded to nearest even; NaN is all ones, or 0x7E00 in float16.
 
-    To the size a number is added, the counter: its last bit is as much as that of the code, so the
-    sum is rounded there, also below the first exponent. The sum ends with the code, as the counter
-    begins at that of the smallest number of its exponent.
+    float8 saturates. A number, the counter, is added to the absolute value. The last bit of the
+    counter is worth as much as that of the code, so the addition rounds at that bit, for subnormal
+    numbers too. The low bits of the counter, (exponent - first exponent) << mantissa, make the low
+    bits of the sum equal to the code.
     """
     lanes, whole = lanes_of(value), 23 - mantissa
     if mantissa == 10 and _has_float16():
@@ -126,7 +127,7 @@ def encoded(b: ir.IRBuilder, value: ir.Value, mantissa: int) -> ir.Value:
 
 
 def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """float32 rounded to nearest even."""
+    """Return float32 as bfloat16, rounded to nearest even."""
     lanes = lanes_of(value)
     if lanes == 1:
         bits = b.bitcast(value, I32)
@@ -141,7 +142,7 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """The same of two vectors, whose lanes take turns."""
+    """Return two vectors of float32 as one of bfloat16, rounded to nearest even, interleaved."""
     lanes = lanes_of(one)
     if has_packing():
         lower, upper = (constant(I32, lanes, bits) for bits in (0xFFFF, 0xFFFF0000))
@@ -158,7 +159,7 @@ def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
 
 
 def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """16 numbers rounded, in the order of `ORDER`: that of AVX2, which packs within halves."""
+    """Return 16 float32 as bfloat16, in the order `ORDER`: AVX2 packs within halves."""
     bits = b.bitcast(value, vector(I32, PACKED))
     low = b.and_(bits, constant(I32, PACKED, 0xFFFF))
     high = b.lshr(bits, constant(I32, PACKED, 16))
@@ -169,16 +170,16 @@ def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """16 numbers of bfloat16 as float32, such that `packed` gives them in order again."""
-    order = [number for lane in ORDER for number in (PACKED, lane)]  # below each of them a 0
+    """Return 16 bfloat16 as float32, in the order that `packed` undoes."""
+    order = [number for lane in ORDER for number in (PACKED, lane)]  # 16 zero bits below each
     return b.bitcast(pick(b, bits, constant(I16, PACKED, 0), order), vector(F32, PACKED))
 
 
 def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The upper halves of words, rounded by the lower ones.
+    """Return the upper halves of 32-bit words, rounded to nearest even by the lower halves.
 
-    Results of arithmetic: a NaN is quiet, and the next number above it, which does not wrap, is one
-    too.
+    The words are results of arithmetic, so a NaN is quiet; the next number above it is a NaN too,
+    since the addition does not wrap.
     """
     lanes = lanes_of(low)
 
@@ -192,7 +193,7 @@ def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """The sum of signed numbers, or the largest one."""
+    """Return the sum of signed 16-bit numbers, at most the largest one."""
     kind = one.type
     lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
     function = function_of(
@@ -205,7 +206,7 @@ def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value
 
 
 def _looked_up(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
-    """Each code as a bfloat16, which holds it exactly, and two bytes of 0 behind that."""
+    """Return 8-bit codes as float32: the bits of a bfloat16, which is exact, and 16 zero bits."""
     lanes = lanes_of(codes)
     numbers = [_bfloat16(code, mantissa) for code in range(128)]
     padding = [min(lane, lanes - 1) for lane in range(_BYTES)]
@@ -220,14 +221,14 @@ def _looked_up(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
         order = [
             each for lane in range(start, start + _WORDS) for each in (0, 0, lane, _BYTES + lane)
         ]
-        words = _lookup(b, _kept(b, ir.Constant(index.type, order)), low, high)
+        words = _lookup(b, _in_register(b, ir.Constant(index.type, order)), low, high)
         words = b.and_(b.bitcast(words, vector(I32, _WORDS)), constant(I32, _WORDS, 0xFFFF0000))
         parts.append(b.bitcast(words, vector(F32, _WORDS)))
     return _joined(b, parts)
 
 
 def _bfloat16(code: int, mantissa: int) -> int:
-    """The bits of a code of 7 bits as a bfloat16."""
+    """Return a 7-bit code as the bits of a bfloat16."""
     exponent, rest = code >> mantissa, code & ((1 << mantissa) - 1)
     largest_exponent = (1 << (7 - mantissa)) - 1
     if code == 0x7F or (mantissa == 2 and exponent == largest_exponent):
@@ -236,12 +237,12 @@ def _bfloat16(code: int, mantissa: int) -> int:
         return (exponent + _FIRST[mantissa] - 1) << 7 | rest << (7 - mantissa)
     if not rest:
         return 0
-    length = rest.bit_length()  # a number below the first exponent
+    length = rest.bit_length()  # a subnormal number
     return (_FIRST[mantissa] - mantissa + length - 1) << 7 | (rest << (8 - length)) & 0x7F
 
 
 def _counters(b: ir.IRBuilder, exponents: ir.Value, mantissa: int) -> ir.Value:
-    """Of each exponent, 32 of them, the counter of `encoded`."""
+    """Return the counter of `encoded` for each exponent, from a table of 32."""
     counters = [0] * 32
     for exponent in range(_FIRST[mantissa], _LAST[mantissa] + 1):
         code = (exponent - _FIRST[mantissa]) << mantissa
@@ -252,18 +253,18 @@ def _counters(b: ir.IRBuilder, exponents: ir.Value, mantissa: int) -> ir.Value:
 
 
 def _byte(b: ir.IRBuilder, words: ir.Value, number: int) -> ir.Value:
-    """One byte of each word of 32 bits."""
+    """Return byte `number` of each 32-bit word."""
     parts = [b.bitcast(part, vector(I8, _BYTES)) for part in _parts(b, words, _WORDS)]
     if len(parts) == 1:
         return pick(b, parts[0], parts[0], range(number, _BYTES, 4))
     order = [4 * (lane % 32) + number for lane in range(_BYTES)]
-    index = _kept(b, ir.Constant(vector(I8, _BYTES), order))
+    index = _in_register(b, ir.Constant(vector(I8, _BYTES), order))
     found = [_lookup(b, index, *both) for both in zip(parts[::2], parts[1::2], strict=True)]
     return _joined(b, [pick(b, each, each, range(2 * _WORDS)) for each in found])
 
 
-def _kept(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The same numbers in a register; from constants LLVM makes several slower instructions."""
+def _in_register(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return the numbers in a register; LLVM would make slower instructions of constants."""
     return b.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], side_effect=False)
 
 
@@ -273,7 +274,7 @@ def _halves(element: ir.Type, table: list[int]) -> list[ir.Constant]:
 
 
 def _lookup(b: ir.IRBuilder, index: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
-    """What a table, in two registers, holds at each index, of which the lowest bits count."""
+    """Return what a table in two registers has at each index, of which the lowest bits count."""
     suffix = "qi" if low.type.element is I8 else "d"
     name = f"llvm.x86.avx512.vpermi2var.{suffix}.512"
     function = function_of(b.module, ir.FunctionType(low.type, [low.type] * 3), name)
@@ -287,7 +288,7 @@ def _parts(b: ir.IRBuilder, value: ir.Value, lanes: int) -> list[ir.Value]:
 
 
 def _joined(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Vectors behind each other: 1, 2 or 4 of them."""
+    """Return 1, 2 or 4 vectors joined to one."""
     while len(parts) > 1:
         parts = [
             pick(b, one, other, range(2 * lanes_of(one)))

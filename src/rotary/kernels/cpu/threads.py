@@ -1,4 +1,4 @@
-"""Runs jobs on the calling thread, or on all threads of torch's OpenMP or of Numba.
+"""Run jobs on the calling thread, or on all threads of torch's OpenMP or of Numba.
 
 Torch's workers spin for a while after every operator. A second pool has to wait for the core they
 hold, so large jobs go to the same pool, through the C interface of GNU OpenMP.
@@ -18,12 +18,12 @@ import numba
 
 from . import loops
 
-PARTS = 4  # of each thread; what one that is disturbed does not begin is left to the others
+PARTS = 4  # per thread; the other threads take the parts that a delayed one has not begun
 SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
 
 
 def count() -> int:
-    """How many threads a large call uses: torch's number when torch is loaded, else Numba's.
+    """Return the threads of a large call: torch's number if torch is loaded, else Numba's.
 
     >>> count() >= 1
     True
@@ -34,9 +34,9 @@ def count() -> int:
 
 
 def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
-    """Do a job of one part, over `size` bytes: on this thread if it is small, or on all, in parts.
+    """Run a job over `size` bytes: on this thread if it is small, else in parts on all threads.
 
-    `job` is a record of `loops.py`, which says what its first three numbers and its last are.
+    `job` is a record made for one part; `loops.py` explains its first three numbers and its last.
     """
     if size < SERIAL_BYTES or _in_forked_child or (number := count()) == 1:
         loop.call(job.buffer_info()[0])
@@ -61,10 +61,10 @@ class _OpenMP(NamedTuple):
 
 @cache
 def _openmp() -> _OpenMP | None:
-    """GNU OpenMP: the copy torch has loaded, or will share when it is; None if there is none.
+    """Return GNU OpenMP, the copy that torch has loaded or will load; None if there is none.
 
-    Numba's own OpenMP layer asks for another file name and would start a second pool, that waits
-    for the first while its workers spin.
+    Numba's own OpenMP layer loads another file name and would start a second pool, which waits for
+    the first while the workers of that one spin.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -80,7 +80,7 @@ def _openmp() -> _OpenMP | None:
 
 
 def pool() -> str:
-    """The thread pool that large calls run on, for `rotary doctor`.
+    """Return the name of the thread pool of large calls, for `rotary doctor`.
 
     >>> pool() in ("OpenMP", "omp", "tbb", "workqueue", "not started")
     True

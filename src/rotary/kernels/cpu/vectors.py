@@ -1,7 +1,8 @@
-"""Vectors of elements of a tensor as LLVM instructions: loaded, converted, stored, walked over.
+"""Load, convert and store vectors of tensor elements, and loop over them, as LLVM instructions.
 
-The element type is told by a tag, a NumPy scalar: float32, float64, uint16 for bfloat16, int16 for
-float16, int8, uint8 for float8_e4m3fn, bool for float8_e5m2. The arithmetic is float32, or float64.
+A tag, the type of a NumPy scalar, stands for the dtype: float32, float64, uint16 for bfloat16,
+int16 for float16, int8, uint8 for float8_e4m3fn, bool for float8_e5m2. The arithmetic on float64 is
+float64, on all others float32.
 """
 
 # mypy: ignore-errors
@@ -37,9 +38,9 @@ _BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, F64: 8}
 
 
 class Element(NamedTuple):
-    """Its type in memory and bytes, the type of the arithmetic, and lanes of vectors.
+    """A dtype: the type in memory, its bytes, the type of the arithmetic, and lanes of vectors.
 
-    The widest fills a cache line of 64 bytes with each store.
+    Stores of the widest vectors fill whole cache lines of 64 bytes.
     """
 
     memory: ir.Type
@@ -62,7 +63,7 @@ ELEMENTS = {
 
 
 NONE = constant(I64, 1, 0)
-# bytes of a vector of which the registers hold four: 32 registers of 64 bytes, or 16 of 32 bytes
+# the registers, 32 of 64 bytes or 16 of 32 bytes, hold four vectors of this many bytes
 _HELD = 256 if compiles_for("avx512f", False) else 64
 
 
@@ -75,19 +76,19 @@ def splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
 
 
 def at(b: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
-    """The address of element `index`, of `size` bytes each."""
+    """Return the address of element `index`, of `size` bytes each."""
     return b.add(start, b.mul(index, constant(I64, 1, size)))
 
 
 def stepped(b: ir.IRBuilder, start: ir.Value, index: ir.Value, step: ir.Value) -> ir.Value:
-    """The address `index` steps from `start`."""
+    """Return the address `index` steps from `start`."""
     return b.add(start, b.mul(index, step))
 
 
 def opaque(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The same number, which the compiler cannot see through.
+    """Return the same number, in a way that hides from LLVM how it was computed.
 
-    From what it sees of an address it makes a counter for each load and store, more than there are
+    From the terms of an address LLVM makes a counter for each load and store, more than there are
     registers, and counting takes as long as rotating.
     """
     return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], side_effect=False)
@@ -102,13 +103,13 @@ def as_double(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def as_real(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
-    """float64 in the type of the arithmetic."""
+    """Return float64 in the type of the arithmetic."""
     real = ELEMENTS[tag].real
     return value if real is F64 else b.fptrunc(value, vector(real, lanes_of(value)))
 
 
 def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir.Value:
-    """Elements in the type of the arithmetic."""
+    """Return elements in the type of the arithmetic."""
     wide = vector(F32, lanes)
     if tag is types.uint16:  # bfloat16 is the upper half of a float32
         if lanes > 1 and _HELD > 64:  # one shuffle for 32 lanes
@@ -123,13 +124,13 @@ def widened(b: ir.IRBuilder, tag: types.Type, value: ir.Value, lanes: int) -> ir
 
 
 def narrowed(b: ir.IRBuilder, tag: types.Type, value: ir.Value) -> ir.Value:
-    """Results as elements, to nearest even; a NaN stays a NaN, and 8 bits saturate."""
+    """Return results as elements, rounded to nearest even; a NaN stays a NaN, 8 bits saturate."""
     lanes = lanes_of(value)
     if tag is types.int8:
         value = at_most(b, value, 127.0)
         lowest = constant(F32, lanes, -128.0)
         value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
-        counted = b.fadd(value, constant(F32, lanes, 1.5 * 2**23))  # then a unit is the last bit
+        counted = b.fadd(value, constant(F32, lanes, 1.5 * 2**23))  # the last bit is then worth 1
         return b.trunc(b.bitcast(counted, vector(I32, lanes)), vector(I8, lanes))
     if tag in _SHORT:
         return short_floats.encoded(b, value, _SHORT[tag])
@@ -147,14 +148,17 @@ def load(b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int = 1) -
 def load_wide(
     b: ir.IRBuilder, tag: types.Type, address: ir.Value, lanes: int, reordered: bool = False
 ) -> ir.Value:
-    """`lanes` elements in the type of the arithmetic."""
+    """Load `lanes` elements, in the type of the arithmetic."""
     value = load(b, ELEMENTS[tag].memory, address, lanes)
     return short_floats.unpacked(b, value) if reordered else widened(b, tag, value, lanes)
 
 
 def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, streaming: bool = False) -> None:
-    """`streaming` goes past the caches, and needs an address that is a multiple of the vector's
-    size."""
+    """Store a vector or a number.
+
+    `streaming` bypasses the caches, and needs an address that is a multiple of the vector's size,
+    or of 64 bytes if the vector is larger.
+    """
     pointer = b.inttoptr(address, value.type.as_pointer())
     if not isinstance(value.type, ir.VectorType):
         b.store(value, pointer, align=_BYTES[value.type])
@@ -175,7 +179,7 @@ def store_wide(
 
 
 def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> None:
-    """Ask for the cache lines of `size` bytes, to be read in the next run of rows."""
+    """Prefetch the cache lines of `size` bytes, `ahead` bytes after `address`."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
     function = function_of(b.module, kind, "llvm.prefetch.p0i8")
     for_reading, keep, data = (constant(I32, 1, number) for number in (0, 3, 1))
@@ -188,7 +192,7 @@ def prefetch_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
     layout: str, ahead: ir.Value,
 ) -> None:  # fmt: skip
-    """Ask for `lanes` pairs of the row that is so many bytes `ahead`; nothing for a single pair."""
+    """Prefetch `lanes` pairs of the row that is `ahead` bytes after this one; not a single pair."""
     size = ELEMENTS[tag].size
     if lanes == 1:
         return
@@ -201,7 +205,7 @@ def prefetch_pairs(
 
 
 def is_reordered(tag: types.Type, lanes: int, *layouts: str) -> bool:
-    """Whether elements are quicker in the order of `short_floats.ORDER`: bfloat16 with AVX2."""
+    """Return whether the order `short_floats.ORDER` is faster: for bfloat16 with AVX2."""
     is_packed = tag is types.uint16 and lanes == short_floats.PACKED and short_floats.has_packing()
     return is_packed and set(layouts) <= {"half"}
 
@@ -209,7 +213,7 @@ def is_reordered(tag: types.Type, lanes: int, *layouts: str) -> bool:
 def load_reals(
     b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int, reordered: bool
 ) -> ir.Value:
-    """Numbers of the arithmetic, in a row, or in the order of pairs that are reordered."""
+    """Load `lanes` numbers of the type of the arithmetic, `reordered` in `short_floats.ORDER`."""
     if not reordered:
         return load(b, element, address, lanes)
     quarters = [
@@ -224,7 +228,7 @@ def load_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
     layout: str, reordered: bool = False,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """First and second members of `lanes` pairs from `index` on."""
+    """Load the first and the second members of `lanes` pairs from `index` on."""
     size = ELEMENTS[tag].size
     if layout == "half":
         first = at(b, row, index, size)
@@ -298,7 +302,7 @@ def loop(b: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int) -> Iterato
 def each(
     b: ir.IRBuilder, count: ir.Value, widths: tuple[int, ...], body: Callable[[ir.Value, int], None]
 ) -> None:
-    """`body(index, lanes)` in the widest vectors that fit, then in narrower ones."""
+    """Build loops of `body(index, lanes)` over `count` elements, in ever narrower vectors."""
     done: ir.Value = NONE
     for lanes in (*widths, 1):
         whole = b.and_(count, constant(I64, 1, -lanes))
@@ -308,26 +312,26 @@ def each(
 
 
 def held(tag: types.Type) -> int:
-    """Lanes of the widest vector, in the type of the arithmetic, of which registers hold four."""
+    """Return the lanes of a vector, in the type of the arithmetic, of which registers hold four."""
     return _HELD // _BYTES[ELEMENTS[tag].real]
 
 
 def pieces(tag: types.Type, lanes: int) -> Iterator[tuple[ir.Value, int]]:
-    """(lanes before, lanes) of what is worked on at once: as much as registers can hold."""
+    """Split a vector into what registers can hold: yield (lanes before, lanes) of each piece."""
     size = min(lanes, held(tag))
     for before in range(0, lanes, size):
         yield constant(I64, 1, before), size
 
 
 def channel_of(b: ir.IRBuilder, index: ir.Value, layout: str) -> ir.Value:
-    """The channel of the first member of pair `index`."""
+    """Return the channel of the first member of pair `index`."""
     return index if layout == "half" else b.add(index, index)
 
 
 class Sum:
-    """A running sum of vectors, of at most so many lanes, 0 at first.
+    """A running sum of vectors of at most `widths[0]` lanes, and of single numbers.
 
-    Each lane has a sum of its own, and single numbers have one.
+    Each lane has a sum of its own; all single numbers share one.
     """
 
     def __init__(self, b: ir.IRBuilder, real: ir.Type, widths: tuple[int, ...]) -> None:
@@ -353,7 +357,7 @@ class Sum:
         self.b.store(self.b.fadd(self.b.load(sum_), value), sum_)
 
     def total(self, reordered: bool = False) -> ir.Value:
-        """The upper half on the lower half, until one is left; then the single numbers."""
+        """Return the sum: upper halves are added to lower halves, at last the single numbers."""
         b = self.b
         values = [b.load(part) for part in self.parts]
         while len(values) > 1:

@@ -45,7 +45,7 @@ class Differentiable(torch.autograd.Function):
     def backward(ctx, *grads):
         operands, count = ctx.saved_tensors, ctx.count
         weights = operands[count:]
-        call = ctx.call.of(weights)
+        call = ctx.call.with_weights(weights)
         if torch.is_grad_enabled():
             return None, None, *_again(call, ctx, grads)
         results: list[Tensor | None] = [None] * len(operands)
@@ -85,7 +85,7 @@ def _by_formula(
     call: Call, formula: Callable[..., list[Tensor]], operands: Sequence[Tensor]
 ) -> list[Tensor]:
     xs = operands[: len(operands) // 2]
-    call = call.of(operands[len(xs) :])
+    call = call.with_weights(operands[len(xs) :])
     ys = formula(xs, call.norm, call.cos, call.sin, call.rows, call.fitted)
     return [y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
 

@@ -195,7 +195,7 @@ def on_cpu(
     if out is not None:
         is_in_place = tuple([x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)])
     read, written = [form(x) for x in xs], [form(y) for y in out or ()]
-    ready = jobs.ready_turn if isinstance(kind, AngleOptions) else jobs.ready_call
+    ready = jobs.ready_call_at if isinstance(kind, AngleOptions) else jobs.ready_call
     call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
