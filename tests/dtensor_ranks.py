@@ -353,7 +353,7 @@ def a_rank_makes_angles_for_its_own_tokens_alone(world):
         made.append(positions.size)
         return kept.tables(positions, *rest)
 
-    kernels.known[np.ndarray] = replace(kept, tables=tables)
+    kernels.kernels_by_type[np.ndarray] = replace(kept, tables=tables)
     try:
         x = cut(torch.randn(1, 2, 8 * world, 8), mesh, [Shard(2)])
         for _ in range(32):  # layers
@@ -367,7 +367,7 @@ def a_rank_makes_angles_for_its_own_tokens_alone(world):
         rotary.apply(spec, x, x, positions=positions)
         assert made == [8, *range(9, 30), 8, 8], made
     finally:
-        kernels.known[np.ndarray] = kept
+        kernels.kernels_by_type[np.ndarray] = kept
 
 
 def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .. import Operand
-from ..fused_steps import Cache, Library, finished, normed, places, stored, writes
+from ..fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
 from ..geometry import Options
 from ..numpy_fused import dtype_of
 from ..stages import (
@@ -55,7 +55,7 @@ barrier = _barrier()
 LIBRARY = Library(
     jnp,
     convert=lambda x, kind: x.astype(dtype_of(kind)),
-    beside=lambda numbers, y: jnp.asarray(numbers, y.dtype),
+    as_like=lambda numbers, y: jnp.asarray(numbers, y.dtype),
     # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
     over_root=lambda x, y: x * barrier(lax.rsqrt(y)),
 )
@@ -160,8 +160,8 @@ def written(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> Sequence[Re
     """The caches with each token's k and v in its slot; (cache, scales) where it has both."""
     results: list[Result] = []
     slots = cache.slots.reshape(-1)
-    for write in writes(LIBRARY, k, v, cache.slots, cache, fitted):
-        first, *inside = places(write, slots, None)
+    for write in cache_writes(LIBRARY, k, v, cache.slots, cache, fitted):
+        first, *inside = slot_indices(write, slots, None)
         # JAX counts a negative index from the end, and drops one beyond it
         where = (jnp.where(slots < 0, write.cache.shape[0], first), *inside)
         values, scales = stored(LIBRARY, write)

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from .. import Operand
-from ..fused_steps import Cache, Library, Write, finished, normed, places, stored, writes
+from ..fused_steps import (
+    Cache,
+    Library,
+    Write,
+    cache_writes,
+    finished,
+    normed,
+    slot_indices,
+    stored,
+)
 from ..geometry import Options
 from ..numpy import check_like
 from ..stages import (
@@ -236,7 +245,7 @@ def formula_of_both(
 LIBRARY = Library(
     torch,
     convert=lambda x, kind: x.to(_DTYPES[kind]),
-    beside=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
+    as_like=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
     over_root=lambda x, y: x * torch.rsqrt(y),
 )
 
@@ -268,7 +277,7 @@ class Update(NamedTuple):
 def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[Update]:
     """Each token's k and v for its slot; a negative one is skipped."""
     slots = slots_of(cache, k)
-    made = writes(LIBRARY, k, v, slots, cache, fitted)
+    made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)
     bounds = None
@@ -277,7 +286,7 @@ def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[U
     kept = slots >= 0
     updates = []
     for each in made:
-        where = places(each, slots[kept], bounds)
+        where = slot_indices(each, slots[kept], bounds)
         values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
         updates.append(Update(each, where, values, scales))
     return updates

@@ -17,9 +17,9 @@ from ..stages import (
     Norm,
     Stages,
     check_cache,
+    check_slot_shape,
     dtype_name,
     scale_form,
-    slot_shape,
     weight_form,
 )
 from ..triton.fused import kernel
@@ -154,7 +154,7 @@ def _scaled(
     if isinstance(scale, str):
         if scale != TOKEN or LARGEST[kind] is None:
             raise ValueError(
-                f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
+                f"scale={scale!r} with {kind}: pass numbers, or 'token' for int8 and float8"
             )
         return y, kind, 1.0, True
     if isinstance(scale, (int, float)):
@@ -176,7 +176,7 @@ def _in_cache(
     else:
         memory, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
         if memory is None:
-            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
+            raise ValueError("v was given, but the cache has no v: pass KVCache(k, v, slots)")
         block = check_cache(name, tuple(memory.shape), tuple(x.shape[-2:]))
     kind = dtype_name(memory.dtype)
     y = memory.unsqueeze(1) if block is None else memory
@@ -196,7 +196,7 @@ def _slots(cache: KVCache | LatentCache | None, fitted: Fit) -> tuple[Tensor | N
     slots = torch.as_tensor(cache.slots, device=memory.device)
     if slots.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    slot_shape(tuple(slots.shape), fitted.tokens)
+    check_slot_shape(tuple(slots.shape), fitted.tokens)
     is_flat = memory.ndim == (2 if isinstance(cache, LatentCache) else 3)
     block = 1 if is_flat else memory.shape[1]
     return slots.reshape(-1, fitted.tokens[-1]), block, memory.shape[0] * block

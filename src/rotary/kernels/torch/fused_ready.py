@@ -71,7 +71,7 @@ def quick(
         if not isinstance(rows, Tensor):
             return None
         read = *tables, rows
-    results = ready.run((kind,), xs, read, out, _code, ready.itself)
+    results = ready.run((kind,), xs, read, out, _code, ready.identity)
     if results is None:
         return None
     if cache is not None:
