@@ -458,10 +458,10 @@ def what_would_need_another_rank_is_refused(world):
         refused(lambda: rotary.apply(SPEC, x), ValueError, *words)
 
     mend = "call x.redistribute(placements=[Replicate()])"
-    both(cut(whole, mesh, [Shard(3)]), "x is cut along its last axis", "Shard(dim=3)", mend)
-    both(DTensor.from_local(whole, mesh, [Partial()]), "not done yet", "Partial", mend)
+    both(cut(whole, mesh, [Shard(3)]), "x is sharded along its last axis", "Shard(dim=3)", mend)
+    both(DTensor.from_local(whole, mesh, [Partial()]), "is a partial sum", "Partial", mend)
     strided = DTensor.from_local(whole, mesh, [_StridedShard(2, split_factor=2)])
-    both(strided, "not known here", "_StridedShard", mend)
+    both(strided, "not supported", "_StridedShard", mend)
     lacking = cut(whole, mesh, [Shard(2)]).to_local()[:, :, 1:]
     wrong = DTensor.from_local(lacking, mesh, [Shard(2)], shape=whole.shape, stride=whole.stride())
     both(wrong, "this rank holds", "shape= and stride=")
@@ -483,7 +483,7 @@ def operands_that_do_not_go_together_are_refused(world):
     pairs = [cut(table, mesh, [Shard(1)]) for table in tables]
     refused(lambda: rotary.rotate(copy, *pairs, SPEC), ValueError, *words)
     partial = [DTensor.from_local(table, mesh, [Partial()]) for table in tables]
-    refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a sum over ranks")
+    refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a partial sum")
     rows = cut(torch.arange(8), mesh, [Shard(0)])
     refused(
         lambda: rotary.rotate(copy, *tables, SPEC, positions=rows),
