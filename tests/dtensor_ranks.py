@@ -540,7 +540,7 @@ def the_length_of_a_row_is_asked_for_where_no_rank_knows_it(world):
     same(rotary.cos_sin(spec, rows)[0], rotary.cos_sin(spec, rows.full_tensor())[0])
     axial = rotary.Rotary(head_dim=8, axes=(0, 1, 0, 1))
     axes = cut(torch.zeros(8, 2, dtype=torch.int64), mesh, [Shard(1)])
-    refused(lambda: rotary.cos_sin(axial, axes), ValueError, "positions is cut", "redistribute")
+    refused(lambda: rotary.cos_sin(axial, axes), ValueError, "positions is sharded", "redistribute")
     negative = cut(torch.arange(8) - 9, mesh, [Shard(0)])
     refused(lambda: rotary.cos_sin(SPEC, negative), ValueError, "allow_negative")
 

@@ -299,7 +299,7 @@ import sys
 from rotary.kernels import private
 asked = private.private
 private.private = lambda library, path, fallback: (
-    otherwise if path in {taken} else asked(library, path, otherwise)
+    fallback if path in {taken} else asked(library, path, fallback)
 )
 import numpy as np, rotary
 from rotary.kernels.cpu import compiled, loops

@@ -196,7 +196,7 @@ def unmapped(x: Tensor) -> Tensor:
         if _is_batched is None or _unwrapped is None:
             raise RuntimeError(
                 f"out= inside vmap, grad and jvp is not possible with torch {torch.__version__}: "
-                "call without out="
+                "call it without out="
             )
         x = _unwrapped(x)
     return x
