@@ -54,7 +54,7 @@ def is_contiguous(block: Block) -> bool:
 
 
 def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]]) -> None:
-    """Refuse outputs that share memory with themselves, each other, or the input of another.
+    """Refuse outputs that share memory with themselves, each other, or any input but their own.
 
     Each block comes with its address. An output may be its own input, in place, if the address and
     the strides are equal.

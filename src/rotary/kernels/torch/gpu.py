@@ -167,7 +167,7 @@ def code_of(
     It takes one launch if possible; None if out= needs more than one, or further checks.
     """
     check_no_inference(out or ())
-    if len({y.is_inference() for y in out or ()}) > 1:  # only some count versions
+    if len({y.is_inference() for y in out or ()}) > 1:  # only some have a version counter
         return None
     launch, fixed = _launch(rotation, xs, tables, out)
     if launch is not None:

@@ -7,7 +7,7 @@ each operand, and the dispatcher's state: vmap, grad, inference mode, dispatch m
 
 A guard does not see make_fx, forward mode, grad mode, row numbers and shared memory, which are
 checked here, nor torch.compile, which the caller rules out. A nested tensor would end the process
-inside a guard, so it is refused before.
+inside a guard, so calls with one never reach it.
 
 After a matrix product as wide as a model, none of this code is in the processor's caches, so the
 time depends on how much code and memory a call uses. What the guard has checked is not checked
@@ -165,7 +165,7 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
 
 
 def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
-    """Return a function that makes an empty tensor like x; on huge pages for large `size`."""
+    """Return a maker of empty tensors like x, on huge pages if `size`, in bytes, is large."""
     like = torch.empty_like(x, device="meta")
     form = tuple(like.shape), like.stride(), x.dtype
     if x.is_cuda:
@@ -200,7 +200,7 @@ def on_cpu(
     call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
-    if len({y.is_inference() for y in out or ()}) > 1:  # only some count versions
+    if len({y.is_inference() for y in out or ()}) > 1:  # only some have a version counter
         return None
     is_tracked = out is not None and not out[0].is_inference()
     new = [maker_of_outputs(x, call.size) for x in xs]
