@@ -353,7 +353,7 @@ def a_rank_makes_angles_for_its_own_tokens_alone(world):
         made.append(positions.size)
         return kept.tables(positions, *rest)
 
-    kernels.known[np.ndarray] = replace(kept, tables=tables)
+    kernels.kernels_by_type[np.ndarray] = replace(kept, tables=tables)
     try:
         x = cut(torch.randn(1, 2, 8 * world, 8), mesh, [Shard(2)])
         for _ in range(32):  # layers
@@ -367,7 +367,7 @@ def a_rank_makes_angles_for_its_own_tokens_alone(world):
         rotary.apply(spec, x, x, positions=positions)
         assert made == [8, *range(9, 30), 8, 8], made
     finally:
-        kernels.known[np.ndarray] = kept
+        kernels.kernels_by_type[np.ndarray] = kept
 
 
 def a_kernel_without_tables_is_given_the_positions_of_the_shard(world):
@@ -458,10 +458,10 @@ def what_would_need_another_rank_is_refused(world):
         refused(lambda: rotary.apply(SPEC, x), ValueError, *words)
 
     mend = "call x.redistribute(placements=[Replicate()])"
-    both(cut(whole, mesh, [Shard(3)]), "x is cut along its last axis", "Shard(dim=3)", mend)
-    both(DTensor.from_local(whole, mesh, [Partial()]), "not done yet", "Partial", mend)
+    both(cut(whole, mesh, [Shard(3)]), "x is sharded along its last axis", "Shard(dim=3)", mend)
+    both(DTensor.from_local(whole, mesh, [Partial()]), "is a partial sum", "Partial", mend)
     strided = DTensor.from_local(whole, mesh, [_StridedShard(2, split_factor=2)])
-    both(strided, "not known here", "_StridedShard", mend)
+    both(strided, "not supported", "_StridedShard", mend)
     lacking = cut(whole, mesh, [Shard(2)]).to_local()[:, :, 1:]
     wrong = DTensor.from_local(lacking, mesh, [Shard(2)], shape=whole.shape, stride=whole.stride())
     both(wrong, "this rank holds", "shape= and stride=")
@@ -483,7 +483,7 @@ def operands_that_do_not_go_together_are_refused(world):
     pairs = [cut(table, mesh, [Shard(1)]) for table in tables]
     refused(lambda: rotary.rotate(copy, *pairs, SPEC), ValueError, *words)
     partial = [DTensor.from_local(table, mesh, [Partial()]) for table in tables]
-    refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a sum over ranks")
+    refused(lambda: rotary.rotate(shard, *partial, SPEC), ValueError, "cos is a partial sum")
     rows = cut(torch.arange(8), mesh, [Shard(0)])
     refused(
         lambda: rotary.rotate(copy, *tables, SPEC, positions=rows),
@@ -540,7 +540,7 @@ def the_length_of_a_row_is_asked_for_where_no_rank_knows_it(world):
     same(rotary.cos_sin(spec, rows)[0], rotary.cos_sin(spec, rows.full_tensor())[0])
     axial = rotary.Rotary(head_dim=8, axes=(0, 1, 0, 1))
     axes = cut(torch.zeros(8, 2, dtype=torch.int64), mesh, [Shard(1)])
-    refused(lambda: rotary.cos_sin(axial, axes), ValueError, "positions is cut", "redistribute")
+    refused(lambda: rotary.cos_sin(axial, axes), ValueError, "positions is sharded", "redistribute")
     negative = cut(torch.arange(8) - 9, mesh, [Shard(0)])
     refused(lambda: rotary.cos_sin(SPEC, negative), ValueError, "allow_negative")
 

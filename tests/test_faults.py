@@ -378,8 +378,8 @@ def test_36_full_width_tables(lib):
 
 def test_36_partial_rotation_has_to_be_said(lib):
     x, tables = lib.x(2, 3, 8), lib.tables(3, 2)
-    refused(ValueError, "by hand rotary_dim=4", rotate, x, *tables)
-    refused(ValueError, "by hand rotary_dim=4", rotate, x, *tables, start=4)
+    refused(ValueError, "without a spec, rotary_dim=4", rotate, x, *tables)
+    refused(ValueError, "without a spec, rotary_dim=4", rotate, x, *tables, start=4)
     refused(ValueError, "rotary_dim is 6, but cos has 2", rotate, x, *tables, rotary_dim=6)
     for start in (-1, 5, 8):
         refused(ValueError, "channels", rotate, x, *tables, rotary_dim=4, start=start)

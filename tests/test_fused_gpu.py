@@ -283,7 +283,7 @@ def test_a_public_call_writes_in_place_and_refuses_what_the_formula_refuses():
         ({"cache": KVCache(*memory, SLOTS[:3])}, ValueError, "one per token"),
         ({"cache": KVCache(*memory, SLOTS.float())}, TypeError, "whole numbers"),
         ({"cache": KVCache(*memory[..., :4], SLOTS)}, ValueError, "the cache of k must be"),
-        ({"cache": KVCache(memory[0], None, SLOTS)}, ValueError, "the cache has none"),
+        ({"cache": KVCache(memory[0], None, SLOTS)}, ValueError, "the cache has no v"),
         ({"norm": Norm(draw(7), None, 1e-6)}, ValueError, "norm weight of q"),
         ({"scale": "token"}, ValueError, "for int8 and float8"),
     ):

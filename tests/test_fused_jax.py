@@ -359,7 +359,7 @@ REFUSED = {
     "fractions": (lambda f: f(cache=KVCache(CACHE, None, PLACES * 0.5)), TypeError, "whole"),
     "slots": (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),
     "cache": (lambda f: f(cache=KVCache(CACHE[:, :1], None, PLACES)), ValueError, "cache of k"),
-    "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, PLACES)), ValueError, "cache has none"),
+    "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, PLACES)), ValueError, "cache has no v"),
     "a word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
     "integers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
     "float64": (

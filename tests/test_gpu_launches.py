@@ -348,7 +348,7 @@ def capture(monkeypatch):
     state = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state))
-    for kept in (torch_tables.axis_turns, torch_tables._kept):
+    for kept in (torch_tables.axis_turns, torch_tables._cached):
         kept.cache_clear()
     return state
 

@@ -80,7 +80,7 @@ def toy(monkeypatch):
     monkeypatch.setitem(sys.modules, "toy", library)
     monkeypatch.setitem(kernels.KERNELS, "toy.Array", lambda: KERNEL)
     yield
-    kernels.known.pop(Array, None)
+    kernels.kernels_by_type.pop(Array, None)
 
 
 @pytest.mark.usefixtures("toy")

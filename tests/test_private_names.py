@@ -112,7 +112,7 @@ def without(monkeypatch):
     from rotary.kernels.torch import ready as torch_ready
 
     with monkeypatch.context() as patch:
-        patch.setattr(private, "private", lambda library, path, otherwise: otherwise)
+        patch.setattr(private, "private", lambda library, path, fallback: fallback)
         forced = loaded("rotary.kernels.torch.without", torch_private.__file__)
     monkeypatch.setattr(torch_ready, "recent", {})
 
@@ -298,8 +298,8 @@ WITHOUT = """
 import sys
 from rotary.kernels import private
 asked = private.private
-private.private = lambda library, path, otherwise: (
-    otherwise if path in {taken} else asked(library, path, otherwise)
+private.private = lambda library, path, fallback: (
+    fallback if path in {taken} else asked(library, path, fallback)
 )
 import numpy as np, rotary
 from rotary.kernels.cpu import compiled, loops

@@ -405,7 +405,7 @@ def test_the_plain_formula_moves_alike_where_loops_cannot_be_compiled(spec, new_
     where = placed(spec, np.array([4, 1, 2**50, 77, 3]))
     target = placed(new_spec, np.array([6, 9, 0, 77, 2**50]))
     compiled = rerotate(k, spec, where, target, new_spec)
-    monkeypatch.setitem(rotary.kernels.known, np.ndarray, reference.KERNEL)
+    monkeypatch.setitem(rotary.kernels.kernels_by_type, np.ndarray, reference.KERNEL)
     plain = rerotate(k, spec, where, target, new_spec)
     assert_pairs_close(plain, as_complex(compiled, spec), spec, 2 * ONE)
 

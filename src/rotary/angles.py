@@ -24,8 +24,8 @@ from .kernels import (
     SomeKernel,
     check_positions,
     host,
-    is_open,
     is_per_row,
+    is_symbolic,
     is_traced,
     kernel_of,
 )
@@ -331,7 +331,7 @@ def _check_known(seq_len: object) -> None:
         raise ValueError(
             "seq_len must be known when the call is traced: make it a static argument of jax.jit"
         )
-    if is_open(seq_len):
+    if is_symbolic(seq_len):
         raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
 
 

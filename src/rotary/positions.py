@@ -133,7 +133,9 @@ def left_padded(attention_mask: object, *, like: object = None) -> object:
     [[0, 0, 0, 1], [0, 1, 2, 3]]
     """
     place = Place(attention_mask, like)
-    mask = attention_mask if is_array(attention_mask) else place.beside(np.asarray(attention_mask))
+    mask = (
+        attention_mask if is_array(attention_mask) else place.converted(np.asarray(attention_mask))
+    )
     array: Numbers = mask  # type: ignore[assignment]
     numbers = place.in_memory(array)
     if array.ndim == 0 or (numbers is not None and not np.isin(numbers, (0, 1)).all()):
@@ -334,7 +336,7 @@ def grid(
     place, starts = Place(like), [ORIGINS[origin](size) for size in sizes]
     is_whole = spacing is None and all(isinstance(start, int) for start in starts)
     one = (
-        1 if is_whole else place.beside(np.ones(1))
+        1 if is_whole else place.converted(np.ones(1))
     )  # float64, of JAX only with x64, float32 of MLX
     steps = [1] * len(sizes) if spacing is None else _spacing(spacing, len(sizes))
     columns = []
@@ -494,7 +496,7 @@ def tie(
             f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {spacing!r}"
         )
     place, following, after_image = Place(like), _whole_number("offset", offset), False
-    one = 1 if spacing == "whole" else place.beside(np.ones(1))
+    one = 1 if spacing == "whole" else place.converted(np.ones(1))
     parts = [grid(0, 0, like=place.like) * one]
     for kind, *sizes in segments:
         if kind not in ("text", "image") or len(sizes) != (1 if kind == "text" else 2):

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, known
+from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, kernels_by_type
 from .kernels.geometry import AngleOptions, Angles, Options, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 
@@ -105,11 +105,11 @@ def rotate(
     if not xs:
         raise ValueError("x must hold at least one array")
     outs = None if out is None else outputs(out, len(xs))
-    call_options = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
+    caller_options = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
     kind = type(xs[0])
-    kernel = known.get(kind) or kernel_of(xs[0])
+    kernel = kernels_by_type.get(kind) or kernel_of(xs[0])
     if kernel.quick is not None:
-        results = kernel.quick(call_options, options_of, xs, cos, sin, positions, outs)
+        results = kernel.quick(caller_options, options_of, xs, cos, sin, positions, outs)
         if results is not None:
             return results if is_several else results[0]
     if kernel.check is not None:
@@ -124,7 +124,7 @@ def rotate(
             )
     if positions is not None:
         check_positions(positions)
-    results = kernel.rotate(xs, cos, sin, positions, options_of(*call_options), outs)
+    results = kernel.rotate(xs, cos, sin, positions, options_of(*caller_options), outs)
     return results if is_several else results[0]
 
 

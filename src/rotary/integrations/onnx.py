@@ -108,7 +108,7 @@ def _recording(has_operator: bool) -> Iterator[None]:
     threads = [threading.get_ident()]
     rotate = partial(_rotate, threads, has_operator)
     try:
-        with kernels.served_by(replace(kernel.KERNEL, rotate=rotate), kernel):
+        with kernels.using_kernel(replace(kernel.KERNEL, rotate=rotate), kernel):
             yield
     finally:
         threads.clear()  # another thread may have just looked up this kernel

@@ -1,4 +1,4 @@
-"""`Kernel`: the functions that an array library must have; and which kernel an array gets.
+"""Defines `Kernel`, the functions of one array library, and finds the kernel of an array.
 
 To add a library, write a file with a `KERNEL` and add an entry to `KERNELS`. `numpy.py` is the
 reference implementation and documents what each function computes.
@@ -17,16 +17,25 @@ from ..schedules import Arithmetic
 from .geometry import AngleOptions, Options
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch, JAX or MLX: the type that goes in comes out
-Operand = Any  # an array of any library, a number, or what a caller passes for one
-Numbers = npt.NDArray[Any]  # on the host
+Operand = Any  # an array of any library, or what a caller passes in its place, such as a number
+Numbers = npt.NDArray[Any]  # a NumPy array
 Rotate = Callable[
     [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
     tuple[Array, ...],
 ]
-Said = tuple[object, ...]  # what the caller of `rotate` says beside the arrays, as it was given
-# (said, options_of, xs, cos, sin, positions, out), where options_of(*said) are its Options
+CallerOptions = tuple[object, ...]  # the arguments of `rotate` other than arrays, as passed
+# (caller_options, options_of, xs, cos, sin, positions, out); options_of(*caller_options) returns
+# the `Options` of the call
 Quick = Callable[
-    [Said, Callable[..., Options], Sequence[Array], Array, Array, object, Sequence[Array] | None],
+    [
+        CallerOptions,
+        Callable[..., Options],
+        Sequence[Array],
+        Array,
+        Array,
+        object,
+        Sequence[Array] | None,
+    ],
     tuple[Array, ...] | None,
 ]
 RotateAt = Callable[
@@ -43,7 +52,7 @@ NESTED = (
 
 @dataclass(frozen=True)
 class Kernel(Generic[Array]):
-    """The functions of an array library: a rotation, tables, positions, and what only some have."""
+    """The functions of an array library; those with default None are optional."""
 
     name: str
     namespace: str  # the module with exp, where, stack, ...
@@ -53,52 +62,56 @@ class Kernel(Generic[Array]):
     tables_float32: Tables[Array]  # in float32 steps, from inv_freq
     arithmetic: Arithmetic  # how the library computes frequencies in float32
 
-    takes: Callable[[object], bool]  # whether an array may stand beside one of this library
+    takes: Callable[[object], bool]  # whether it accepts an object as an operand
     inspect: Callable[[Array], tuple[str, float | None, float | None]]  # kind, lowest, highest
     row_lengths: Callable[[Array], list[int]]  # largest position of each row, plus one
     arange: Callable[[Array, int], Array]  # positions 0 .. count - 1 on the device of an array
-    as_positions: Callable[[object, Array], Array]  # lists, or those of another library, beside x
-    repeat_rows: Callable[[Array, int], Array]  # the same positions for each row
-    to_numpy: Callable[[Array], Numbers | None]  # positions, where they are in memory
-    from_numpy: Callable[[Numbers], Array]  # a table made by NumPy
-    host_constant: Callable[..., Any]  # a function called on the host, also while tracing
-    is_cacheable: Callable[[Array], bool]  # whether tables for an array may be kept
-    device_key: Callable[[Array], str]  # where they live, as part of the key of the cache
+    as_positions: Callable[[object, Array], Array]  # converts lists and other arrays
+    repeat_rows: Callable[[Array, int], Array]  # the same positions for every row
+    to_numpy: Callable[[Array], Numbers | None]  # positions, if they are on the host
+    from_numpy: Callable[[Numbers], Array]  # converts a table made by NumPy
+    host_constant: Callable[..., Any]  # calls a function on the host, also while tracing
+    is_cacheable: Callable[[Array], bool]  # whether tables for an array may be cached
+    device_key: Callable[[Array], str]  # the device of an array, a part of the cache key
 
-    check: Callable[[Array], None] | None = None  # refuses an array that its type does not exclude
-    # does a call of `rotate` like an earlier one; None for others. It is tried first
+    check: Callable[[Array], None] | None = None  # refuses arrays that their type does not exclude
+    # the fast path of `rotate`, tried first: runs code that is cached for calls of this form;
+    # returns None if `rotate` has to be called
     quick: Quick[Array] | None = None
-    # a few tokens at positions, without tables in memory; None where tables are needed
+    # rotates at positions without tables in memory, on a CPU a few tokens only; returns None if
+    # tables are needed
     rotate_at: RotateAt[Array] | None = None
-    # whether an array is on a GPU; there `rotate_at` takes positions None as well, for 0, 1, ...
+    # whether an array is on a GPU; if so, `rotate_at` also takes positions=None, for 0, 1, ...
     is_on_gpu: Callable[[Array], bool] | None = None
-    # from the options and arrays of a call, and a function for arrays of another form: code for
-    # arrays of this form; None where it would not help
+    # (options, xs, tables, out, fallback): returns code for arrays of this form, which calls
+    # `fallback` for arrays of another form; None if that would not be faster
     prepare: Callable[..., Callable[..., tuple[Array, ...]] | None] | None = None
-    # the rotation at whole positions, without tables; and whether it takes these operands
+    # rotates at whole positions, without tables
     rotate_exact: Callable[..., tuple[Array, ...]] | None = None
-    makes_angles: Callable[..., bool] | None = None  # (xs, positions, out, num_axes)
-    # blocks of a cache, of keys that may have 8 bits: (x, cos, sin, blocks, scale, options, out)
+    # (xs, positions, out, num_axes): whether `rotate_exact` takes these operands
+    makes_angles: Callable[..., bool] | None = None
+    # rotates blocks of cached keys, which may have 8 bits: (x, cos, sin, blocks, scale, options,
+    # out)
     move: Callable[..., Array] | None = None
-    # the same in place by whole numbers of tokens: (xs, blocks, shift, turns, backwards, options);
-    # False, and nothing done, where `move` has to
+    # the same in place, by whole numbers of tokens: (xs, blocks, shift, turns, backwards, options);
+    # returns False, having written nothing, if `move` must be called instead
     move_by: Callable[..., bool] | None = None
     check_out: Callable[..., None] | None = None  # (xs, out): refuses arrays that share memory
-    # tables of positions that are spread over processes
+    # makes the tables of positions that are sharded over processes
     on_shards: Callable[..., tuple[Array, Array]] | None = None
 
 
-SomeKernel = Kernel[Any]  # of whichever library an array is of
+SomeKernel = Kernel[Any]  # of any array library
 
 
 def kernel_of(array: Array) -> Kernel[Array]:
-    """The kernel for an array; TypeError, naming the known libraries, for anything else.
+    """Return the kernel of an array; TypeError, naming the known libraries, for anything else.
 
     >>> import numpy
     >>> kernel_of(numpy.zeros(2)).name
     'compiled loops'
     """
-    kernel = known.get(type(array)) or _find(array)
+    kernel = kernels_by_type.get(type(array)) or _find(array)
     if kernel.check is not None:
         kernel.check(array)
     return kernel
@@ -111,7 +124,7 @@ def _find(array: object) -> SomeKernel:
     # another thread may be in the middle of importing torch
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     if compiler is None or not compiler.is_compiling():  # a traced call has no side effect
-        known[type(array)] = kernels[0]
+        kernels_by_type[type(array)] = kernels[0]
     return kernels[0]
 
 
@@ -124,7 +137,7 @@ def _is_a(array: object, name: str) -> bool:
 def _numpy() -> SomeKernel:
     try:
         from .cpu.kernel import KERNEL
-    except ImportError:  # without Numba the reference gives the same numbers, slowly
+    except ImportError:  # without Numba: the reference gives the same numbers, slowly
         from .numpy import KERNEL
     return KERNEL
 
@@ -153,8 +166,8 @@ def _mlx() -> SomeKernel:
     return KERNEL
 
 
-# Array type -> what loads its kernel, when the first such array comes. An array gets that of the
-# first type that it is one of.
+# Array type -> the function that loads its kernel, called for the first such array. The first
+# entry that an array is an instance of wins.
 KERNELS: dict[str, Callable[[], SomeKernel]] = {
     "numpy.ndarray": _numpy,
     "torch.distributed.tensor.DTensor": _dtensor,
@@ -162,14 +175,14 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
     "jax.Array": _jax,
     "mlx.core.array": _mlx,
 }
-known: dict[type, SomeKernel] = {}
+kernels_by_type: dict[type, SomeKernel] = {}  # filled as arrays come
 
-# (q, k, v, cos, sin, positions, options, stages, out): what `rotary.fused` returns
+# (q, k, v, cos, sin, positions, options, stages, out) -> what `rotary.fused` returns
 Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
 def fused_of(array: object) -> Fused:
-    """The function that computes `rotary.fused` for the library of an array; TypeError if none.
+    """Return the function that computes `rotary.fused` for an array; TypeError if there is none.
 
     >>> fused_of(np.zeros(2)).__name__
     'fused'
@@ -177,8 +190,8 @@ def fused_of(array: object) -> Fused:
     name = kernel_of(array).name
     if name not in FUSED:
         raise TypeError(
-            f"fused does not take a {_described(array)}: call rotary.rotate, and the other steps "
-            "by themselves"
+            f"fused does not take a {_described(array)}: call rotary.rotate, and compute the other "
+            "steps separately"
         )
     return FUSED[name]()
 
@@ -207,7 +220,7 @@ def _jax_fused() -> Fused:
     return fused
 
 
-# name of a kernel -> what loads its fused call
+# name of a kernel -> the function that loads its fused call
 FUSED: dict[str, Callable[[], Fused]] = {
     "reference": _numpy_fused,
     "compiled loops": _cpu_fused,
@@ -217,24 +230,24 @@ FUSED: dict[str, Callable[[], Fused]] = {
 
 
 @contextmanager
-def served_by(kernel: SomeKernel, module: Any) -> Iterator[None]:
-    """In this block the arrays of a kernel's module are given to another kernel."""
+def using_kernel(kernel: SomeKernel, module: Any) -> Iterator[None]:
+    """Use `kernel` in place of `module.KERNEL` inside this block."""
     before, module.KERNEL = module.KERNEL, kernel
-    known.clear()
+    kernels_by_type.clear()
     try:
         yield
     finally:
         module.KERNEL = before
-        known.clear()
+        kernels_by_type.clear()
 
 
 def host() -> Kernel[Numbers]:
-    """The kernel for memory of this machine.
+    """Return the kernel of NumPy arrays.
 
     >>> host().name
     'compiled loops'
     """
-    return known.get(np.ndarray) or _find(_NOTHING)
+    return kernels_by_type.get(np.ndarray) or _find(_NOTHING)
 
 
 _NOTHING = np.empty(0)
@@ -277,7 +290,7 @@ def _described(array: object) -> str:
 
 
 def hint_for(kind: type) -> str:
-    """What to do with an array that no kernel takes: of a GPU library, of torch.fx, or masked.
+    """Return advice on an array that no kernel takes (GPU library, torch.fx, masked); else "".
 
     >>> hint_for(np.ndarray)
     ''
@@ -296,7 +309,7 @@ def hint_for(kind: type) -> str:
 
 
 def is_per_row(seq_len: Any) -> TypeGuard[Sequence[int]]:
-    """Whether a length is given for each row: a list or an array of them, and no single number.
+    """Whether `seq_len` is a list or an array with a length for each row, not a single number.
 
     >>> is_per_row([5, 7]), is_per_row(5), is_per_row(np.array(5))
     (True, False, False)
@@ -314,10 +327,10 @@ def is_traced(value: object) -> bool:
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
-def is_open(value: object) -> bool:
-    """Whether a value is a size that torch.export leaves open, for the program to take any.
+def is_symbolic(value: object) -> bool:
+    """Whether a value is a symbolic size of torch, as torch.export has for a dynamic dimension.
 
-    >>> is_open(3)
+    >>> is_symbolic(3)
     False
     """
     torch = sys.modules.get("torch")

@@ -1,7 +1,7 @@
-"""The steps of a fused call around its rotation: one formula for NumPy, torch and JAX.
+"""The steps of a fused call before and after the rotation, written once for NumPy, torch and JAX.
 
-It calls functions that have one name in all three; `Library` has those that differ. Each library
-writes to a cache in its own way: in place, as bytes, or into a new array.
+They call functions that have the same name in all three; `Library` has those that differ. Each
+library writes to a cache in its own way: in place, as bytes, or into a new array.
 """
 
 import math
@@ -21,27 +21,27 @@ from .stages import (
     Stages,
     along_heads,
     check_cache,
+    check_slot_shape,
     check_slots,
     dtype_name,
     is_written,
     scale_form,
-    slot_shape,
     weight_form,
 )
 
 
 class Library(NamedTuple):
-    """What the steps need of an array library.
+    """The functions of an array library that the steps use.
 
     xp         the module with abs, where, mean, ...
-    convert    an array in the type of a name, as in `LARGEST`
-    beside     numbers in the type, and on the device, of an array
-    over_root  x / sqrt(y)
+    convert    (array, dtype name of `LARGEST`) -> the array in that dtype
+    as_like    (numbers, array) -> the numbers in the dtype and on the device of the array
+    over_root  (x, y) -> x / sqrt(y)
     """
 
     xp: ModuleType
     convert: Callable[[Operand, str], Operand]
-    beside: Callable[[object, Operand], Operand]
+    as_like: Callable[[object, Operand], Operand]
     over_root: Callable[[Operand, Operand], Operand]
 
 
@@ -50,7 +50,7 @@ Store = Callable[[Operand, Operand, Cache, Fit], Sequence[Operand] | None]
 
 
 class Write(NamedTuple):
-    """What is written to a cache: values (tokens, heads, channels) or (tokens, channels)."""
+    """Values for a cache, (tokens, heads, channels) or (tokens, channels), and their scale."""
 
     name: str
     values: Operand
@@ -61,7 +61,7 @@ class Write(NamedTuple):
 def normed(
     library: Library, x: Array, name: str, norm: Norm | None, head_axis: int | None
 ) -> Array:
-    """x in float32 (float64 if it is that), after its RMS norm if it has one."""
+    """Return x in float32 (float64 if x is float64), after its RMS norm if it has one."""
     work = "float64" if dtype_name(x.dtype) == "float64" else "float32"
     wide = library.convert(x, work)
     weight = None if norm is None else getattr(norm, name)
@@ -80,26 +80,27 @@ def normed(
 def cast(
     library: Library, y: Array, kind: str, scale: Operand, name: str, head_axis: int | None
 ) -> Array | tuple[Array, Array]:
-    """round(y / scale) in the type of that name; with the scales if they are computed here."""
+    """Return round(y / scale) in dtype `kind`, with the scales if they are computed here."""
     if isinstance(scale, str):
-        return coded(library, y, kind, scale)
+        return quantized(library, y, kind, scale)
     if isinstance(scale, (int, float)):
         return rounded(library, y if scale == 1 else y / float(scale), kind)
     heads = 1 if head_axis is None else y.shape[head_axis]
-    number = library.beside(scale, y)
+    number = library.as_like(scale, y)
     number = number.reshape(scale_form(name, tuple(number.shape), heads))
     return rounded(library, y / along_heads(number, y.ndim, head_axis), kind)
 
 
-def coded(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Array, Array]:
-    """y / scales rounded, and the scales (...): the largest channel over that of the type.
+def quantized(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Array, Array]:
+    """Return y / scales rounded to dtype `kind`, and the scales, one for each token and head.
 
-    The scale is 1 where all channels are 0, or so small that it would lose bits: codes are 0.
+    A scale is the largest absolute channel divided by the largest number of the dtype. If that is
+    below the normal float32 numbers, the scale is 1 and the codes are 0.
     """
     largest = LARGEST[kind]
     if scale != TOKEN or largest is None:
         raise ValueError(
-            f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
+            f"scale={scale!r} with {kind}: pass numbers, or 'token' for int8 and float8"
         )
     xp = library.xp
     most = xp.amax(xp.abs(y), axis=-1, keepdims=True)
@@ -109,7 +110,7 @@ def coded(library: Library, y: Array, kind: str, scale: str = TOKEN) -> tuple[Ar
 
 
 def rounded(library: Library, y: Array, kind: str) -> Array:
-    """y in the type of that name, to nearest even; int8 and float8 saturate, NaN is 0 in int8."""
+    """Return y rounded to dtype `kind`, ties to even; 8 bits saturate, and NaN is 0 in int8."""
     xp, largest = library.xp, LARGEST[kind]
     if largest is not None:
         y = xp.clip(y, -largest, largest)
@@ -118,7 +119,7 @@ def rounded(library: Library, y: Array, kind: str) -> Array:
     return library.convert(y, kind)
 
 
-def writes(
+def cache_writes(
     library: Library,
     k: Array,
     v: Array | None,
@@ -126,11 +127,11 @@ def writes(
     cache: Cache,
     fitted: Fit,
 ) -> list[Write]:
-    """What a call writes to its cache, in the order of the cache; ValueError if it does not fit."""
-    slot_shape(tuple(slots.shape), fitted.tokens)
+    """Return what a call writes to its cache, k before v; ValueError if it does not fit."""
+    check_slot_shape(tuple(slots.shape), fitted.tokens)
     keys = per_token(library, k, fitted)
     if isinstance(cache, LatentCache):
-        assert v is not None  # as `fit` has seen
+        assert v is not None  # `fit` has checked it
         latent = v.reshape(math.prod(fitted.tokens), -1)
         work = dtype_name(latent.dtype)
         parts = (latent, library.convert(keys[:, 0], work))
@@ -139,7 +140,7 @@ def writes(
     result = [Write("k", keys, cache.k, cache.k_scale)]
     if v is not None:
         if cache.v is None:
-            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
+            raise ValueError("v was given, but the cache has no v: pass KVCache(k, v, slots)")
         result.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
     return result
 
@@ -148,12 +149,12 @@ def finished(
     library: Library, v: Array | None, turned: Sequence[Array], own: str, fitted: Fit,
     stages: Stages, store: Store,
 ) -> list[Operand]:  # fmt: skip
-    """What is returned for q, k and v: all steps of a fused call after the rotation.
+    """Take all steps of a fused call after the rotation; return the results for q, k and v.
 
-    v       None where it is returned as it came, or was not given
+    v       None if it was not given, or is returned unchanged
     turned  q and perhaps k, normalised and rotated, not yet rounded
-    own     the name of the type of q, to which results are rounded unless `stages` says another
-    store   writes k and v to the cache, and gives what is returned for them, if anything is
+    own     the dtype name of q, to which results are rounded unless `stages` has another dtype
+    store   writes k and v to the cache; returns what the call returns for them, or None
     """
     ys: list[Operand] = [*turned, *[None] * (3 - len(turned))]
     if v is not None:
@@ -161,7 +162,7 @@ def finished(
         ys[2] = normed(library, v, "v", stages.norm, v_axis)
     new: Sequence[Operand] = ()
     if stages.cache is not None:
-        assert ys[1] is not None  # as `fit` has seen
+        assert ys[1] is not None  # `fit` has checked it
         new = store(ys[1], ys[2], stages.cache, fitted) or ()
         ys[1:] = None, None
     kind = own if stages.dtype is None else stages.dtype
@@ -174,7 +175,7 @@ def finished(
 
 
 def per_token(library: Library, x: Array, fitted: Fit) -> Array:
-    """(tokens, heads, head_dim)"""
+    """Return x as (tokens, heads, head_dim)."""
     if fitted.head_axis is None:
         return x[:, None]
     moved = library.xp.moveaxis(x, fitted.head_axis, -2)
@@ -182,20 +183,22 @@ def per_token(library: Library, x: Array, fitted: Fit) -> Array:
 
 
 def stored(library: Library, write: Write) -> tuple[Operand, Operand]:
-    """The values in the type of their cache, and their scales where the cache has them too."""
+    """Return the values in the dtype of their cache, and the scales to write, or None."""
     name, values, cache, scale = write
     kind = dtype_name(cache.dtype)
     if is_written(scale, cache):
-        return coded(library, values, kind)
+        return quantized(library, values, kind)
     codes = cast(library, values, kind, scale, name, 1 if values.ndim == 3 else None)
     assert not isinstance(codes, tuple)
     return codes, None
 
 
-def places(write: Write, slots: Operand, bounds: tuple[int, int] | None) -> tuple[Operand, ...]:
-    """The indices of slots in a cache: flat, or of the block and in it.
+def slot_indices(
+    write: Write, slots: Operand, bounds: tuple[int, int] | None
+) -> tuple[Operand, ...]:
+    """Return the indices of slots in a cache: (slot,), or (block, slot in the block).
 
-    bounds   lowest and highest of the slots where they are known: ValueError if the cache has fewer
+    bounds   lowest and highest slot, None if not known; ValueError if one is beyond the cache
     """
     shape = tuple(write.cache.shape)
     block = check_cache(write.name, shape, tuple(write.values.shape[1:]))

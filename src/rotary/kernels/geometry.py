@@ -1,4 +1,4 @@
-"""How the shapes of the arrays of one rotation fit together."""
+"""Computes how the shapes of the arrays of one rotation fit together."""
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -12,11 +12,11 @@ from .. import layouts
 
 
 class Options(NamedTuple):
-    """The channels and axes of x, as the spec or the caller of `rotate` names them.
+    """The arguments of `rotate` that name channels and axes of x, given or taken from the spec.
 
-    The names are those of the arguments of `rotate`. `head_dim` is that of the spec, None where
-    there is none; `seq_dim` is None where the caller did not give it. A rotation back is all in
-    here: the layouts are already exchanged, and `conjugate` takes minus the angles.
+    `head_dim` is that of the spec, None without a spec; `seq_dim` is None if the caller did not
+    give it. For a rotation back, the layouts are already exchanged; `conjugate` only negates the
+    angles.
     """
 
     layout: str = "half"
@@ -35,7 +35,7 @@ class Angles:
     turns   (pairs,) uint64: 2^64 for one turn per token
     scale   multiplies cos and sin: the attention factor
     axes    of positions, one per pair; empty if there is one axis
-    lowest  the first position that is not refused
+    lowest  the smallest position that is not refused
     """
 
     turns: npt.NDArray[np.uint64]
@@ -48,12 +48,12 @@ class AngleOptions(NamedTuple):
     """Options of a rotation at positions, without tables."""
 
     options: Options
-    form: tuple[Hashable, ...]  # what the angles depend on
-    angles_of: Callable[[Any], Angles]  # from the form
+    form: tuple[Hashable, ...]  # what the angles depend on: spec, seq_len, allow_negative
+    angles_of: Callable[[Any], Angles]  # form -> angles
 
 
 class Geometry(NamedTuple):
-    """Where the rotated channels are, and how the axes of a table line up with those of x.
+    """Which channels are rotated, and which axis of a table belongs to which axis of x.
 
     `dims` has one entry per axis of x but the last: the axis of cos and sin (or, for an indexed
     table, of `rows`) that runs along it, or None where one table row serves the whole axis. With
@@ -68,7 +68,7 @@ class Geometry(NamedTuple):
     conjugate: bool = False
 
     def reversed(self) -> "Geometry":
-        """The geometry of the way back, by minus the angles: it reads what this one writes."""
+        """Return the geometry of the rotation back: minus the angles, layouts exchanged."""
         start, pairs, layout, out_layout, dims, conjugate = self
         return Geometry(start, pairs, out_layout, layout, dims, not conjugate)
 
@@ -79,9 +79,10 @@ def geometry_of(
     rows: tuple[int, ...] | None,
     options: Options,
 ) -> Geometry:
-    """What `options` mean for arrays of these shapes; ValueError if they do not fit.
+    """Apply `options` to arrays of these shapes; ValueError if they do not fit.
 
-    shapes  of the arrays rotated together;  table  of cos and sin;  rows  of row numbers, or None
+    shapes  of the arrays rotated together
+    table   the shape of cos and sin;  rows  the shape of the row numbers, or None
 
     >>> geometry_of(((2, 8, 5, 64),), (5, 32), None, Options()).dims
     (None, None, 0)
@@ -143,7 +144,7 @@ def check_fit(
     table: Sequence[int],
     rows: Sequence[int] | None,
 ) -> None:
-    """Refuse arrays that a geometry was not made for, before memory is read by its numbers.
+    """Refuse arrays that do not fit a geometry, before it is used to address their memory.
 
     >>> check_fit(Geometry(0, 2, "half", "half", (0,)), [(3, 4)], (3, 2), None)
     """
@@ -164,7 +165,7 @@ def check_fit(
 
 
 def seq_axis(shape: tuple[int, ...], seq_dim: int | None) -> int:
-    """`seq_dim`, by default -2, counted from the front; ValueError if x has no such axis.
+    """Return `seq_dim` (None: -2) counted from the front; ValueError if x has no such axis.
 
     >>> seq_axis((2, 8, 5, 64), -2)
     2
@@ -181,7 +182,7 @@ def seq_axis(shape: tuple[int, ...], seq_dim: int | None) -> int:
 
 
 def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether tables along axis -2 would fit axis -3 as well, and no number of heads says which.
+    """Whether tables fit axis -2 and axis -3, and the numbers of heads do not decide which.
 
     Sizes that are symbols of torch.compile or torch.export count as different: comparing them
     would compile a call for each number of tokens.
@@ -231,8 +232,9 @@ def _pairs(head_dim: int, table: tuple[int, ...], options: Options) -> int:
     if rotary_dim is None and 2 * pairs != head_dim:
         raise ValueError(
             f"cos has {pairs} columns, which rotate {2 * pairs} of the {head_dim} channels of x: "
-            f"pass the spec, rotate(x, cos, sin, spec), or by hand rotary_dim={2 * pairs}, with "
-            "start= if these are not the first channels; a full-width table must be halved"
+            "pass the spec, rotate(x, cos, sin, spec), or, without a spec, "
+            f"rotary_dim={2 * pairs}, with start= if these are not the first channels; a "
+            "full-width table must be halved"
         )
     return pairs
 

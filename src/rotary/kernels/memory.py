@@ -1,4 +1,4 @@
-"""Blocks of memory: their shape and strides, and whether two of them share a byte."""
+"""Describes blocks of memory by shape and strides, and finds those that share a byte."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
 
 def is_contiguous_last(block: Block) -> bool:
-    """Whether the last axis is contiguous, as the compiled loops need it.
+    """Whether the last axis is contiguous, which the compiled loops need.
 
     >>> is_contiguous_last(Block((2, 3), (4, 8), "float32"))
     False
@@ -31,7 +31,7 @@ def is_contiguous_last(block: Block) -> bool:
 
 
 def contiguous(block: Block) -> Block:
-    """The same shape and dtype without gaps.
+    """Return the contiguous block of the same shape and dtype.
 
     >>> contiguous(Block((2, 3), (4, 8), "float32")).strides
     (12, 4)
@@ -54,10 +54,10 @@ def is_contiguous(block: Block) -> bool:
 
 
 def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]]) -> None:
-    """Refuse outputs that share memory with themselves, each other, or an input but their own.
+    """Refuse outputs that share memory with themselves, each other, or any input but their own.
 
-    Each block comes with its address. An output may be its own input, in place: then address and
-    strides are equal.
+    Each block comes with its address. An output may be its own input, in place, if the address and
+    the strides are equal.
     """
     for index, out in enumerate(outs):
         if not is_injective(out[1]):
@@ -72,7 +72,7 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
 
 @lru_cache(maxsize=1024)
 def is_injective(block: Block) -> bool:
-    """Whether no two elements share memory: each stride passes all that smaller ones reach.
+    """Whether no two elements share memory: each stride exceeds what smaller strides span.
 
     >>> is_injective(Block((2, 3), (0, 4), "float32"))
     False
@@ -95,7 +95,7 @@ def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:
 
 @lru_cache(maxsize=1024)
 def extent(block: Block) -> tuple[int, int]:
-    """First byte and the one after the last, counted from the address.
+    """Return the offsets of the first byte and of the byte after the last from the address.
 
     >>> extent(Block((2, 3), (-12, 4), "float32"))
     (-12, 12)
@@ -111,7 +111,7 @@ def _as_array(block: tuple[int, Block]) -> npt.NDArray[np.void]:
 
 
 class _Interface:
-    """A block as NumPy sees it; only ever compared, never read."""
+    """A block in NumPy's array interface, for comparisons; its bytes are never read."""
 
     def __init__(self, address: int, block: Block) -> None:
         self.__array_interface__ = {

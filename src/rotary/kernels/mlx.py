@@ -5,9 +5,10 @@ Angles are exact on every device: a position times a frequency in turns is a pro
 numbers modulo 2^64, and its upper half is the angle to 2^-32 turn; no float64 is used, which a
 Metal GPU does not have.
 
-Whole positions on a CPU are read, checked, and turned into angles by the kernel of NumPy. A traced
-call has no numbers yet, and to read them on a GPU would wait for it: there a row number outside a
-table, or a fractional position that is too large, gives NaN, and a negative one rotates backwards.
+Whole positions on a CPU are read and checked, and NumPy's kernel computes their angles. A traced
+call has no numbers yet, and reading them on a GPU would wait for it. In both cases a row number
+outside a table, or a fractional position that is too large, gives NaN, and a negative position
+rotates backwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ def rotate(
 ) -> tuple[Array, ...]:
     """Rotate MLX arrays; the formula of `kernels/numpy.py`.
 
-    Arguments and errors are those of `rotary.rotate`, but for `out`: MLX makes new arrays.
+    Arguments and errors are those of `rotary.rotate`, except `out`: MLX makes new arrays.
     """
     if out is not None:
         raise TypeError(
@@ -46,19 +47,19 @@ def rotate(
     rows = None if positions is None else _check_rows(positions, len(cos))
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
-    tables = [_placed(table) for table in (cos, sin)]
+    tables = [_to_mlx(table) for table in (cos, sin)]
     if rows is not None:
         tables = [_picked(table, rows) for table in tables]
     cos, sin = [_aligned(table, geometry.dims) for table in tables]
     sin = -sin if geometry.conjugate else sin
-    return tuple(_turned(_placed(x), cos, sin, geometry) for x in xs)
+    return tuple(_rotated(_to_mlx(x), cos, sin, geometry) for x in xs)
 
 
-def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
+def _rotated(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
     start, width = geometry.start, 2 * geometry.pairs
     work = mx.float64 if mx.float64 in (x.dtype, cos.dtype) else mx.float32
     cos, sin = cos.astype(work), sin.astype(work)
-    # each part by itself: MLX is several times slower where it converts the whole
+    # each part separately: MLX is several times slower if it converts the whole array
     u, v = (x[..., part].astype(work) for part in pair_slices(width, geometry.layout, start))
     parts = [(u * cos - v * sin).astype(x.dtype), (v * cos + u * sin).astype(x.dtype)]
     if geometry.out_layout == "interleaved":
@@ -74,7 +75,7 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
 
 
 def _picked(table: Array, rows: Array) -> Array:
-    """Rows of a table; NaN for those outside, where MLX would read memory that is not its own."""
+    """Return rows of a table; NaN for rows outside, for which MLX would read other memory."""
     is_outside = (rows < 0) | (rows >= len(table))
     picked = table[mx.where(is_outside, 0, rows)]
     return mx.where(is_outside[..., None], mx.nan, picked)
@@ -89,17 +90,17 @@ def move(
     options: Options,
     out: object,
 ) -> Array:
-    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does; of 8 bits int8 alone."""
+    """Rotate the keys of some blocks of a cache, as in `kernels/numpy.py`; of 8 bits only int8."""
     keys, scales, is_int8 = x if blocks is None else x[blocks], None, x.dtype == mx.int8
     if is_int8:
         keys = keys.astype(mx.float32)
         if scale is not None:
-            scales = mx.broadcast_to(_placed(scale).astype(mx.float32), x.shape)
+            scales = mx.broadcast_to(_to_mlx(scale).astype(mx.float32), x.shape)
             scales = scales if blocks is None else scales[blocks]
             keys = keys * scales
     (moved,) = rotate((keys,), cos, sin, None, options, out)
     if is_int8:
-        codes = mx.round(moved if scales is None else moved / scales)  # of two nearest the even one
+        codes = mx.round(moved if scales is None else moved / scales)  # ties to even
         moved = mx.clip(codes, *reference.CODES["int8"]).astype(mx.int8)
     if blocks is None:
         return moved
@@ -187,11 +188,11 @@ def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> Tables:
 
 
 def _per_pair(positions: Array | Numbers, axes: Sequence[int]) -> Array:
-    positions = _placed(positions)
+    positions = _to_mlx(positions)
     return positions[..., list(axes)] if axes else positions[..., None]
 
 
-# --- what is refused ---
+# --- checks ---
 
 
 def _check_operands(
@@ -218,7 +219,7 @@ def _check_rows(positions: object, length: int) -> Array:
     numbers = _values(rows)
     if numbers is not None:
         reference.check_rows(numbers, range(length))
-    return _placed(rows)
+    return _to_mlx(rows)
 
 
 def _described(kind: str) -> str:
@@ -226,7 +227,7 @@ def _described(kind: str) -> str:
 
 
 def _kind(array: Array | Numbers) -> str:
-    """The name of the dtype, as of NumPy: "float32"."""
+    """Return the name of the dtype as NumPy writes it, such as "float32"."""
     if isinstance(array, np.ndarray):
         return reference.name_of(array.dtype)
     return str(array.dtype).removeprefix("mlx.core.")
@@ -236,37 +237,37 @@ def _is_whole(array: Array | Numbers) -> bool:
     return _kind(array).lstrip("<>").startswith(("int", "uint"))
 
 
-# --- what `angles` and `rotate` ask of every library ---
+# --- the other functions of a `Kernel` ---
 
 
 def takes(array: object) -> TypeGuard[Array | Numbers]:
-    """Whether this kernel takes an array: those of NumPy are constants."""
+    """Whether this kernel takes an object: an MLX array, or a NumPy array as a constant."""
     return isinstance(array, (mx.array, np.ndarray))
 
 
 def as_positions(positions: object, like: Array) -> Operand:
-    """Positions as they are; lists, and tensors of others, as NumPy arrays, which lose nothing."""
+    """Return positions; lists and other arrays become NumPy arrays, without loss."""
     return positions if takes(positions) else np.asarray(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for each of the rows: (rows, seq)."""
+    """Repeat positions (seq,) for every row: (rows, seq)."""
     return mx.broadcast_to(positions, (rows, len(positions)))
 
 
 def to_numpy(positions: Array | Numbers) -> Numbers | None:
-    """Whole positions that can be read now; fractions may be differentiated, so they stay here."""
+    """Return whole positions, if readable; None for fractions, which may need a gradient."""
     is_kept = isinstance(positions, mx.array) and not _is_whole(positions)
     return None if is_kept else _values(positions)
 
 
 def from_numpy(array: Numbers) -> Array:
-    """An array with these numbers."""
+    """Convert a NumPy array to MLX."""
     return mx.array(array)
 
 
 def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None]:
-    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    """("int" | "float32" | "float64", smallest, largest); None if values cannot be read."""
     kind = _kind(positions)
     if not (_is_whole(positions) or kind in ("float32", "float64")):
         raise TypeError(
@@ -277,7 +278,7 @@ def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None
 
 
 def row_lengths(positions: Array) -> list[int]:
-    """Largest position of each row, plus one."""
+    """Return the largest position of each row, plus one."""
     try:
         mx.eval(positions)
     except ValueError:
@@ -286,22 +287,22 @@ def row_lengths(positions: Array) -> list[int]:
 
 
 def arange(like: Array, count: int) -> Array:
-    """Positions 0 .. count - 1."""
+    """Return positions 0 .. count - 1."""
     return mx.arange(count, dtype=mx.int64)
 
 
 def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """`function(*arguments)`: computed on the host; a traced call takes it as a constant."""
+    """Return `function(*arguments)`, a constant in a traced call."""
     return function(*arguments)
 
 
 def is_cacheable(like: Array) -> bool:
-    """Whether tables can be kept: on a CPU, where they are computed at once."""
+    """Whether tables can be cached: on a CPU, where they are computed immediately."""
     return _is_on_cpu()
 
 
 def device_key(like: Array) -> str:
-    """Part of the key of the cache; MLX arrays are in memory that all devices share."""
+    """Return a part of the cache key, one for all devices, because they share memory."""
     return "mlx"
 
 
@@ -310,20 +311,20 @@ def _is_on_cpu() -> bool:
 
 
 def _values(array: Array | Numbers) -> Numbers | None:
-    """The numbers; None in a traced call, where there are none, and on a GPU."""
+    """Return the numbers; None in a traced call, which has none, and on a GPU."""
     if isinstance(array, np.ndarray):
         return array
     if not _is_on_cpu():
         return None
     try:
         mx.eval(array)
-    except ValueError:  # as MLX says where an array is traced
+    except ValueError:  # MLX raises it for a traced array
         return None
     return np.asarray(array)
 
 
-def _placed(array: Array | Numbers) -> Array:
-    """A NumPy array as one of MLX, without rounding float64, and whatever its byte order is."""
+def _to_mlx(array: Array | Numbers) -> Array:
+    """Convert a NumPy array of any byte order to MLX, without rounding float64."""
     if isinstance(array, mx.array):
         return array
     dtype = mx.float64 if array.dtype == np.float64 else None

@@ -4,7 +4,7 @@
     second of a pair:  y cos + x sin
 
 float32 inside (float64 for float64 input), rounded once to the type of x. Nothing is fused, so the
-float32 result is that of the formula every code base copies.
+float32 result is that of the formula that every code base uses.
 """
 
 from collections.abc import Callable, Sequence, Sized
@@ -60,7 +60,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 @cache
 def name_of(dtype: np.dtype[np.generic]) -> str:
-    """The name of a dtype, with the byte order if it is not the machine's; NumPy's own is slow.
+    """Return the name of a dtype, with a foreign byte order; cached, because NumPy's is slow.
 
     >>> name_of(np.dtype(">f4")), name_of(np.dtype("f4"))
     ('>float32', 'float32')
@@ -96,9 +96,9 @@ def check_operands(
 
 
 def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
-    """Refuse outputs of another form than their input, read-only ones, and overlaps.
+    """Refuse outputs that are not like their input, are read-only, or overlap other arrays.
 
-    `inputs` are x for every output, in their order, then the two tables.
+    `inputs` are the x of each output, in the same order, then the two tables.
     """
     for x, y in zip(inputs, out, strict=False):
         check_like("input", x, y)
@@ -108,7 +108,7 @@ def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
 
 
 def check_like(name: str, x: Operand, out: Operand) -> None:
-    """Refuse an output of another shape or dtype than an input or a result, in any library."""
+    """Refuse an output whose shape or dtype differs from an input or result, in any library."""
     if out.shape != x.shape or out.dtype != x.dtype:
         raise ValueError(
             f"out must be {x.dtype} {tuple(x.shape)} like the {name}, "
@@ -117,17 +117,17 @@ def check_like(name: str, x: Operand, out: Operand) -> None:
 
 
 def block(array: Array) -> Block:
-    """The form of an array's memory."""
+    """Return the shape, strides and dtype of an array."""
     return Block(array.shape, array.strides, name_of(array.dtype))
 
 
 def address(array: Array) -> int:
-    """Where an array's memory starts; its owner must outlive every use."""
-    return array.ctypes.data  # __array_interface__ lists every field of a record: 20 us for 45
+    """Return the address of an array; keep the array alive while the address is used."""
+    return array.ctypes.data  # __array_interface__ lists all fields of a record: 20 us for 45
 
 
 def check_rows(positions: object, table: Sized) -> Array:
-    """Row numbers as int64; ValueError if one is outside the table."""
+    """Return row numbers as int64; ValueError if one is outside the table."""
     rows = np.asarray(positions)
     if rows.dtype.kind not in "iu":
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
@@ -155,54 +155,54 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
 
 
 def row_lengths(positions: Array) -> list[int]:
-    """Largest position of each row, plus one; positions are (batch, seq) or (batch, seq, axes)."""
+    """Return largest position + 1 of each row; positions are (batch, seq) or (batch, seq, axes)."""
     if not positions.size:
         return []
     return (positions.reshape(len(positions), -1).max(axis=1).astype(np.int64) + 1).tolist()
 
 
 def arange(like: Array, count: int) -> Array:
-    """Positions 0 .. count - 1."""
+    """Return positions 0 .. count - 1."""
     return np.arange(count, dtype=np.int64)
 
 
 def takes(array: object) -> bool:
-    """Whether this kernel is the one for an array."""
+    """Whether an object is an array of this kernel."""
     return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
 
 
 def as_positions(positions: object, like: Array) -> Array:
-    """Positions as an array of this library, converted from lists and from other libraries."""
+    """Convert positions, a list or an array of any library, to an array of this library."""
     return np.asarray(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for each of the rows: (rows, seq)."""
+    """Repeat positions (seq,) for every row: (rows, seq)."""
     return np.broadcast_to(positions, (rows, len(positions)))
 
 
 def to_numpy(positions: Array) -> Array:
-    """The positions themselves."""
+    """Return the positions unchanged."""
     return positions
 
 
 def from_numpy(table: Array) -> Array:
-    """The table itself."""
+    """Return the table unchanged."""
     return table
 
 
 def host_constant(function: Callable[..., Array], *arguments: object) -> Array:
-    """`function(*arguments)`: computed on the host, once."""
+    """Return `function(*arguments)`."""
     return function(*arguments)
 
 
 def is_cacheable(like: Array) -> bool:
-    """True: an array of this library can be kept and used again."""
+    """Return True: tables for NumPy arrays can be cached."""
     return True
 
 
 def device_key(like: Array) -> str:
-    """Where tables for this array live: part of the key of the cache."""
+    """Return the device of tables for this array, a part of the cache key."""
     return "numpy"
 
 
@@ -232,8 +232,8 @@ def tables_float32(
 ) -> tuple[Array, Array]:
     """cos and sin with every step in float32, as transformers computes them.
 
-    The cosine itself is correctly rounded; torch's differs from it by one unit in the last place in
-    about one value of a hundred, so bit equality with transformers is had on torch tensors.
+    The cosine itself is correctly rounded. torch's differs from it by one unit in the last place in
+    about one value of a hundred, so only torch tensors give the same bits as transformers.
     """
     positions = positions.astype(np.float32)
     angles = _per_pair(positions, axes) * inv_freq.astype(np.float32)[:, None, :]
@@ -262,7 +262,7 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
     return table.transpose(*order, table.ndim - 1)[(*kept, slice(None))]
 
 
-# 8-bit types of cached keys -> the smallest and the largest number of each
+# 8-bit dtype of cached keys -> its smallest and its largest number
 CODES = {
     "int8": (-128.0, 127.0),
     "float8_e4m3fn": (-448.0, 448.0),
@@ -279,19 +279,19 @@ def move(
     options: Options,
     out: Array | None,
 ) -> Array:
-    """Turn the keys of some blocks of a cache.
+    """Rotate the keys of some blocks of a cache.
 
-        keys = codes * scale, where they have 8 bits
+        keys = codes * scale, if they have 8 bits
         keys rotated
-        codes = round(keys / scale), of two nearest the even one, and not beyond the largest
+        codes = round(keys / scale), ties to even, saturated
 
-    x         (blocks, ..., head_dim), floating point or of a type of CODES
-    cos, sin  (blocks, ..., pairs), an axis for each of x; as long, or 1. The first is as long as
-              `blocks` if they are given
+    x         (blocks, ..., head_dim), floating point or of a dtype of CODES
+    cos, sin  (blocks, ..., pairs), with as many axes as x, each of the size in x or 1. With
+              `blocks` the first axis has the size of `blocks`
     blocks    (n,) int64, different indices of the first axis of x; None for all of them
-    scale     what fits x, for 8-bit keys; None where the channels of a pair have the same, for then
-              codes can be rotated as they are
-    Returns x with these blocks moved, and all others as they were: a new array, or `out`.
+    scale     broadcasts with x, for 8-bit keys; None if both channels of a pair have the same
+              scale, because then codes can be rotated without it
+    Returns x with these blocks rotated and all others unchanged: a new array, or `out`.
     """
     y = copied(x, cos, sin, out)
     picked = slice(None) if blocks is None else blocks
@@ -307,7 +307,7 @@ def move(
 
 
 def copied(x: Array, cos: Array, sin: Array, out: Array | None) -> Array:
-    """A copy of x, in `out` if given, which may be x itself."""
+    """Copy x, into `out` if given, which may be x itself."""
     if out is None:
         return x.copy()
     check_out((x, cos, sin), (out,))
@@ -317,7 +317,7 @@ def copied(x: Array, cos: Array, sin: Array, out: Array | None) -> Array:
 
 
 def rounded(numbers: Array, dtype: np.dtype[np.generic]) -> Array:
-    """Numbers as 8-bit codes, of a type of CODES.
+    """Round and saturate numbers to 8-bit codes of a dtype of CODES.
 
     >>> rounded(np.array([0.5, -1.5, 300.0]), np.dtype("int8"))
     array([  0,  -2, 127], dtype=int8)

@@ -1,10 +1,11 @@
-"""The reference of `rotary.fused`: the plain formula, in NumPy. Every other kernel agrees with it.
+"""The reference implementation of `rotary.fused`: the plain formula, in NumPy.
 
     n = x / sqrt(mean(x^2) + eps) * weight     float32; over a head, or over all heads of a token
     y = n rotated                              the formula of `kernels/numpy.py`
-    z = round(y / scale)                       to the type of x, or of `dtype`, or of the cache
+    z = round(y / scale)                       to the dtype of x, or `dtype`, or that of the cache
 
-Each stage that is not asked for is left out, and nothing is rounded between them.
+Stages that the call does not ask for are left out. Nothing is rounded between stages. Every other
+kernel agrees with it.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ import numpy as np
 
 from . import Numbers as Array
 from . import Operand
-from .fused_steps import Cache, Library, finished, normed, places, stored, writes
+from .fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
 from .geometry import Geometry, Options
 from .memory import check_overlap
 from .numpy import address, block, check_like, check_operands, check_rows, name_of, rotate, takes
 from .stages import Fit, Norm, Stages, changes_v, check_arrays, check_scales, fit
 
-Result = Array | tuple[Array, Array] | None  # with its scales where they were computed
+Result = Array | tuple[Array, Array] | None  # with its scales if they were computed
 
 
 def fused(
@@ -34,7 +35,7 @@ def fused(
     stages: Stages,
     out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v after all stages; None for one that was not passed, or went into the cache.
+    """Return q, k, v after all stages; None for one not passed, or written to the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """
@@ -46,7 +47,7 @@ def fused(
     shapes = [None if x is None else x.shape for x in (q, k, v)]
     fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
     turned = [
-        turn(x, name, cos, sin, rows, stages.norm, fitted, geometry)
+        norm_and_rotate(x, name, cos, sin, rows, stages.norm, fitted, geometry)
         for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
         if x is not None
     ]
@@ -66,11 +67,11 @@ def fused(
     return results[0], results[1], results[2] if is_changed else v
 
 
-def turn(
+def norm_and_rotate(
     x: Array, name: str, cos: Array, sin: Array, rows: Array | None,
     norm: Norm | None, fitted: Fit, geometry: Geometry,
 ) -> Array:  # fmt: skip
-    """x normalised and rotated, not yet rounded."""
+    """Return x normalised and rotated, not yet rounded."""
     start, pairs, layout, out_layout, _, conjugate = geometry
     options = Options(layout, out_layout, 2 * pairs, start, fitted.seq_axis, None, conjugate)
     wide = normed(LIBRARY, x, name, norm, fitted.head_axis)
@@ -78,7 +79,7 @@ def turn(
 
 
 def dtype_of(kind: str) -> np.dtype[np.generic]:
-    """The NumPy dtype of a name; those that NumPy lacks are of ml_dtypes."""
+    """Return the dtype of a name, from ml_dtypes if NumPy lacks it."""
     try:
         return np.dtype(kind)
     except TypeError:
@@ -95,7 +96,7 @@ def dtype_of(kind: str) -> np.dtype[np.generic]:
 LIBRARY = Library(
     np,
     convert=lambda x, kind: x.astype(dtype_of(kind)),
-    beside=lambda numbers, y: np.asarray(numbers, y.dtype),
+    as_like=lambda numbers, y: np.asarray(numbers, y.dtype),
     over_root=lambda x, y: x / np.sqrt(y),
 )
 
@@ -109,16 +110,16 @@ class Update(NamedTuple):
 
 
 def into_cache(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> list[Update]:
-    """Each token's k and v for its slot; a negative one is skipped."""
+    """Return the updates that write k and v of each token to its slot, if it is not negative."""
     slots = np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    made = writes(LIBRARY, k, v, slots, cache, fitted)
+    made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).astype(np.int64)
     kept, bounds = slots >= 0, (slots.min(initial=-1), slots.max(initial=-1))
     updates = []
     for each in made:
-        where = places(each, slots[kept], bounds)
+        where = slot_indices(each, slots[kept], bounds)
         values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
         updates.append(Update(each.cache, where, values))
         if scales is not None:
@@ -127,21 +128,23 @@ def into_cache(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> list[Upd
 
 
 def into_outputs(results: Sequence[Result], out: Sequence[Array]) -> list[Update]:
-    """The results that are not None, each for its array of `out`."""
+    """Return the updates that write each result, if it is not None, to its array of `out`."""
     returned = [result for result in results if result is not None]
     if len(out) != len(returned):
-        raise ValueError(f"out must hold {len(returned)} arrays, one for each that is returned")
+        raise ValueError(
+            f"out must hold {len(returned)} arrays, one for each result, got {len(out)}"
+        )
     updates = []
     for result, y in zip(returned, out, strict=True):
         if not isinstance(result, np.ndarray):
-            raise ValueError("out= takes no scales that are computed: call without out=")
+            raise ValueError("out= cannot be used with computed scales: call without out=")
         check_like("result", result, y)
         updates.append(Update(y, ..., result))
     return updates
 
 
 def write(updates: Sequence[Update]) -> None:
-    """Write all of them; ValueError, and nothing written, for arrays that share memory."""
+    """Write all updates; ValueError, with nothing written, if arrays overlap or are read-only."""
     check_overlap((), [(address(array), block(array)) for array, *_ in updates])
     if not all([array.flags.writeable for array, *_ in updates]):
         raise ValueError("out, or an array of the cache, is read-only")

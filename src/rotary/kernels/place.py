@@ -1,4 +1,4 @@
-"""The library and device in which positions are made: those of an array that a caller passes."""
+"""Makes positions in the library and on the device of an array that a caller passes."""
 
 import sys
 
@@ -17,25 +17,25 @@ class Place:
         self.xp = sys.modules[self.kernel.namespace]
 
     def arange(self, count: int) -> Numbers:
-        """0 .. count - 1."""
+        """Return 0 .. count - 1."""
         return self.kernel.arange(self.like, count)
 
     def in_memory(self, array: Numbers) -> Numbers | None:
-        """The numbers, unless they are traced or on a GPU."""
+        """Return the numbers on the host; None if they are traced or on a GPU."""
         return self.kernel.to_numpy(array)
 
     def segments(self, bounds: Numbers, tokens: Numbers) -> Numbers:
-        """Which of the segments between sorted boundaries each token is in."""
+        """Return, for each token, the number of the segment between sorted bounds that it is in."""
         return self.xp.searchsorted(bounds, tokens, side="right") - 1
 
     def whole(self, name: str, value: object) -> Numbers:
-        """Whole numbers as an array of this place; ValueError for others."""
+        """Convert whole numbers to this library and device; ValueError for other numbers."""
         zero, is_torch = self.arange(1) * 0, self.kernel.namespace == "torch"
-        if type(value) is int and (is_torch or self.xp is np):  # maybe a symbol of torch.compile
+        if type(value) is int and (is_torch or self.xp is np):  # maybe symbolic in torch.compile
             return (zero + value)[0]
         numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
         if is_torch and not is_array(value):
-            numbers = self.beside(numbers)
+            numbers = self.converted(numbers)
         kind = str(numbers.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
@@ -44,27 +44,27 @@ class Place:
         if isinstance(numbers, np.ndarray):
             if numbers.size and self.is_too_large(int(np.abs(numbers).max())):
                 raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
-            numbers = self.beside(numbers.astype(np.int64))
+            numbers = self.converted(numbers.astype(np.int64))
         if self.kernel.namespace == "mlx.core":  # a sum of int64 and uint64 would be float32
             return numbers.astype(zero.dtype)
         return (zero + numbers).reshape(numbers.shape)
 
-    def beside(self, numbers: Numbers) -> Numbers:
-        """A NumPy array as one of this library, on the device of this place."""
+    def converted(self, numbers: Numbers) -> Numbers:
+        """Convert a NumPy array to this library and device."""
         if self.xp is np:
             return numbers
-        placed: Numbers = self.xp.asarray(self.kernel.as_positions(numbers, self.like))
-        return placed
+        result: Numbers = self.xp.asarray(self.kernel.as_positions(numbers, self.like))
+        return result
 
     def is_too_large(self, value: int) -> bool:
-        """Whether JAX has no whole number of this size."""
+        """Whether a whole number is too large for the integers of JAX."""
         if self.kernel.namespace != "jax.numpy":
             return False
         return value > int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
 
 
 def is_array(value: object) -> bool:
-    """Whether this is an array of torch, JAX or MLX, and not of NumPy."""
+    """Whether a value is an array of torch, JAX or MLX, not of NumPy."""
     if isinstance(value, int | float | list | tuple | range | np.ndarray | np.generic | None):
         return False
     try:

@@ -1,14 +1,14 @@
-"""Reads private names of other libraries, with a value to use once they are gone."""
+"""Reads private names of other libraries, with a fallback for when they are gone."""
 
 from typing import TypeVar
 
 Value = TypeVar("Value")
 
 
-def private(library: object, path: str, otherwise: Value) -> Value:
-    """The value of a private name of a library; `otherwise` if the name is gone.
+def private(library: object, path: str, fallback: Value) -> Value:
+    """Return the value of a private name of a library, or `fallback` if the name is gone.
 
-    docs/private_names.md lists every use, and a test of each runs without it.
+    docs/private_names.md lists every use; for each, a test runs without the name.
 
     >>> import math
     >>> private(math, "_no_such.name", "nothing")
@@ -17,4 +17,4 @@ def private(library: object, path: str, otherwise: Value) -> Value:
     value = library
     for name in path.split("."):
         value = getattr(value, name, None)
-    return otherwise if value is None else value  # type: ignore[return-value]
+    return fallback if value is None else value  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from . import Array, Operand
 from .geometry import Geometry, Options, geometry_of, seq_axis
 
-# the largest number of each type that a cast to it saturates at; None: it is only rounded
+# dtype -> the number at which a cast to it saturates; None if the cast only rounds
 LARGEST: dict[str, float | None] = {
     "float32": None,
     "float64": None,
@@ -19,8 +19,8 @@ LARGEST: dict[str, float | None] = {
     "float8_e5m2": 57344.0,
     "int8": 127.0,
 }
-TINY = 2.0**-126  # the least number of float32 that has all its bits
-TOKEN = "token"  # a scale for each token and head, computed from its largest channel
+TINY = 2.0**-126  # the smallest normal number of float32
+TOKEN = "token"  # one scale for each token and head, computed from the largest channel
 Shape = tuple[int, ...]
 
 
@@ -29,9 +29,9 @@ class Norm:
     """RMS norm before the rotation: x / sqrt(mean(x^2) + eps) * weight, in float32.
 
     q, k      the weights, or None for an array that is not normalised. The shape says what the mean
-              is over: (head_dim,) each head by itself, as Qwen3 and Gemma 3 do; (heads, head_dim)
-              the same, with other weights in every head; (heads * head_dim,) all heads of a token
-              together, as OLMo 2 and Wan do
+              is over: (head_dim,) each head separately, as Qwen3 and Gemma 3 do; (heads, head_dim)
+              the same, with different weights for each head; (heads * head_dim,) all heads of a
+              token together, as OLMo 2 and Wan do
     eps       added to the mean of the squares
     v         weight for v, or for the latent part of a `LatentCache`
     add_one   True if the model multiplies by 1 + weight, as Gemma does
@@ -64,9 +64,9 @@ class KVCache:
               where only keys are written. With JAX, `rotary.fused` returns new caches
     slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
               block s // block_size. A negative one skips the token. No slot may be given twice
-    k_scale, v_scale   what is stored is k / k_scale: a number; (heads,) numbers; or, to be written
-              as well, an array of the shape of the cache without its last axis, which gets a scale
-              for every token and head: the largest channel over the largest number of the dtype
+    k_scale, v_scale   k / k_scale is stored. A number, or (heads,) numbers; or an array of the
+              shape of the cache without its last axis. Into such an array the call writes a scale
+              for each token and head: its largest channel over the largest number of the dtype
 
     >>> import numpy as np
     >>> KVCache(np.zeros((16, 8, 128)), np.zeros((16, 8, 128)), slots=[3, 4, -1]).k_scale
@@ -86,7 +86,7 @@ class LatentCache:
 
     rows      (slots, latent + rotary_dim) or (blocks, block_size, latent + rotary_dim)
     slots     as in `KVCache`
-    scale     what is stored is the row / scale: a number
+    scale     row / scale is stored: a number
 
     >>> import numpy as np
     >>> LatentCache(np.zeros((16, 512 + 64)), slots=[3, 4, -1]).scale
@@ -99,7 +99,7 @@ class LatentCache:
 
 
 class Stages(NamedTuple):
-    """The stages of a fused call besides the rotation; `scales` are those of returned arrays."""
+    """The stages of a fused call besides the rotation; `scales` are for the q, k, v returned."""
 
     norm: Norm | None = None
     cache: KVCache | LatentCache | None = None
@@ -115,19 +115,19 @@ def changes_v(stages: Stages) -> bool:
 
 
 def is_written(scale: Operand, cache: Operand) -> bool:
-    """Whether the scale of a cache is an array with a scale for each token, to be written too."""
+    """Whether a cache's scale is an array that the call writes, a scale per token and head."""
     return getattr(scale, "shape", ()) == cache.shape[:-1] and cache.ndim > 2
 
 
 def written_to(cache: KVCache | LatentCache | None) -> list[Operand]:
-    """The arrays that a call writes to: a cache, then those of its scales that are computed."""
-    arrays = [(array, scale) for _, array, scale in _memory(cache) if array is not None]
+    """Return the arrays that a call writes: those of the cache, then the computed scales."""
+    arrays = [(array, scale) for _, array, scale in _cache_arrays(cache) if array is not None]
     scales = [scale for array, scale in arrays if is_written(scale, array)]
     return [*[array for array, _ in arrays], *scales]
 
 
-def _memory(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
-    """Of each array of a cache: what its scale is called, the array, and the scale."""
+def _cache_arrays(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
+    """Return (name of the scale, array, scale) for each array of a cache."""
     if cache is None:
         return []
     if isinstance(cache, LatentCache):
@@ -144,7 +144,7 @@ def check_arrays(
     """
     norm, cache = stages.norm, stages.cache
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    caches = [array for _, array, _ in _memory(cache)]
+    caches = [array for _, array, _ in _cache_arrays(cache)]
     groups = {"norm weights": weights, "caches": caches, "out": out or ()}
     for name, arrays in groups.items():
         _check_library(name, arrays, library, takes)
@@ -169,9 +169,9 @@ def _kind_of(value: object) -> str:
 def check_scales(
     stages: Stages, xs: Sequence[object], numbers: Callable[[object], Operand | None]
 ) -> None:
-    """Refuse a scale of q, k, v, or of the cache, that is None, and 0, inf and NaN on the host.
+    """Refuse scales that are None and, where they can be read, scales that are 0, inf or NaN.
 
-    numbers   the values of an array, as an array; None if they are on a device, or known later
+    numbers   returns the values of an array; None if they are on a device or not known yet
 
     >>> check_scales(Stages(scales=(0.5, None, None)), ("q", None, None), lambda array: None)
     """
@@ -182,12 +182,12 @@ def check_scales(
     ]
     used += [
         (name, scale)
-        for name, array, scale in _memory(stages.cache)
+        for name, array, scale in _cache_arrays(stages.cache)
         if array is not None and not is_written(scale, array)
     ]
     for name, scale in used:
         if scale is None:
-            raise TypeError(f"{name} is None: leave it out, or pass 1.0, where nothing is scaled")
+            raise TypeError(f"{name} is None: leave it out, or pass 1.0, if nothing is scaled")
         if isinstance(scale, str):
             continue
         if isinstance(scale, (int, float)):
@@ -221,7 +221,7 @@ def fit(
     options: Options,
     stages: Stages,
 ) -> Fit:
-    """How q, k, v of these shapes (None where there is none) fit the tables; ValueError if not.
+    """Return how q, k, v (shape None: absent) fit the tables; ValueError if they do not.
 
     >>> fit([(8, 5, 64), (2, 5, 64), None], (5, 32), None, Options(), Stages())[1:]
     (1, 0, (5,))
@@ -233,10 +233,10 @@ def fit(
     if isinstance(stages.cache, LatentCache):
         _check_latent(k, v, stages.cache, table)
         assert k is not None
-        alone = options._replace(start=0, rotary_dim=None, head_dim=None, seq_dim=axis)
+        of_k = options._replace(start=0, rotary_dim=None, head_dim=None, seq_dim=axis)
         geometries = (
             geometry_of((q,), table, rows, options._replace(seq_dim=axis)),
-            geometry_of((k,), table, rows, alone),
+            geometry_of((k,), table, rows, of_k),
         )
         _check_tokens("k", _tokens(k, axis), _tokens(q, axis))
     else:
@@ -248,14 +248,14 @@ def fit(
     if v is not None and isinstance(stages.cache, LatentCache):
         _check_tokens("v", v[:-1], tokens)
     elif v is not None and (k is None or v[:-1] != k[:-1]):
-        raise ValueError(f"v must have the shape of k but for its last axis, got {v} and {k}")
+        raise ValueError(f"v must have the shape of k except for its last axis, got {v} and {k}")
     if stages.cache is not None and k is None:
-        raise ValueError("cache= is where k is written: pass k")
+        raise ValueError("cache= was given without k, which is written to it: pass k")
     return Fit(geometries, axis, head_axis, tokens)
 
 
 def _tokens(shape: Shape, axis: int) -> Shape:
-    """The shape without heads and channels.
+    """Return the shape without the axes of heads and channels.
 
     >>> _tokens((2, 8, 5, 64), 2), _tokens((7, 8, 64), 0)
     ((2, 5), (7,))
@@ -275,13 +275,13 @@ def _check_latent(k: Shape | None, v: Shape | None, cache: LatentCache, table: S
     width = cache.rows.shape[-1]
     if k[-1] != 2 * table[-1] or v[-1] + k[-1] != width:
         raise ValueError(
-            f"a row of {width} channels holds v {v} and k {k}, of which all {2 * table[-1]} "
-            "channels are rotated: their last axes must add up to it"
+            f"a row of the cache has {width} channels, which the last axes of v {v} and k {k} must "
+            f"add up to; that of k must be {2 * table[-1]}, the channels that cos and sin rotate"
         )
 
 
 def weight_form(name: str, weight: Shape, heads: int, width: int) -> tuple[Shape, bool]:
-    """The weight as (heads or 1, width), and whether the mean is over all heads of a token.
+    """Return the shape (heads or 1, width), and whether the mean is over all heads of a token.
 
     >>> weight_form("q", (64,), 8, 64), weight_form("q", (512,), 8, 64)
     (((1, 64), False), ((8, 64), True))
@@ -293,13 +293,13 @@ def weight_form(name: str, weight: Shape, heads: int, width: int) -> tuple[Shape
     if weight == (heads * width,):
         return (heads, width), True
     raise ValueError(
-        f"the norm weight of {name} must be ({width},) for each head by itself, ({heads}, {width}) "
-        f"for one per head, or ({heads * width},) over all heads together; got {weight}"
+        f"the norm weight of {name} must be ({width},) for every head, ({heads}, {width}) for each "
+        f"head its own, or ({heads * width},) over all heads together; got {weight}"
     )
 
 
 def check_cache(name: str, cache: Shape, heads: Shape) -> int | None:
-    """The size of a block, None where the slots are flat; ValueError if rows do not fit.
+    """Return the block size, None for flat slots; ValueError if the cache does not fit.
 
     heads   the shape that is written for a token: (heads, head_dim), or (channels,)
 
@@ -317,7 +317,7 @@ def check_cache(name: str, cache: Shape, heads: Shape) -> int | None:
 
 
 def check_slots(low: int, high: int, cache: Shape, block: int | None) -> None:
-    """Refuse slots beyond the cache; negative ones are skipped.
+    """Refuse slots beyond the end of the cache; negative ones are allowed, to skip a token.
 
     >>> check_slots(-1, 63, (4, 16, 8, 64), 16)
     """
@@ -326,17 +326,17 @@ def check_slots(low: int, high: int, cache: Shape, block: int | None) -> None:
         raise ValueError(f"slots run to {high}, the cache has {count}")
 
 
-def slot_shape(slots: Shape, tokens: Shape) -> None:
+def check_slot_shape(slots: Shape, tokens: Shape) -> None:
     """Refuse slots that are not one per token.
 
-    >>> slot_shape((10,), (2, 5))
+    >>> check_slot_shape((10,), (2, 5))
     """
     if slots not in (tokens, (math.prod(tokens),)):
         raise ValueError(f"slots must be one per token, {tokens} or flat, got {slots}")
 
 
 def along_heads(values: Array, ndim: int, head_axis: int | None) -> Array:
-    """(heads or 1, channels) in the shape that broadcasts with an array of `ndim` axes."""
+    """Reshape (heads or 1, channels) to broadcast with an array of `ndim` axes."""
     if not values.ndim or head_axis is None:
         return values[0] if values.ndim else values
     shape = [1] * ndim
@@ -345,7 +345,7 @@ def along_heads(values: Array, ndim: int, head_axis: int | None) -> Array:
 
 
 def scale_form(name: str, scale: Shape, heads: int) -> Shape:
-    """The shape that a given scale is multiplied in: of (heads, channels).
+    """Return the shape in which a scale broadcasts with (heads, channels).
 
     >>> scale_form("k", (8,), 8), scale_form("k", (), 8)
     ((8, 1), ())
@@ -359,7 +359,7 @@ def scale_form(name: str, scale: Shape, heads: int) -> Shape:
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a dtype of any library; TypeError for one that nothing is cast to.
+    """Return the name of a dtype of any library; TypeError if casts to it are not supported.
 
     >>> dtype_name("int8")
     'int8'

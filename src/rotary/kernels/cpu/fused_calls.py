@@ -13,8 +13,8 @@ from ..stages import (
     Norm,
     Stages,
     check_cache,
+    check_slot_shape,
     check_slots,
-    slot_shape,
     weight_form,
 )
 from . import fused_jobs as jobs
@@ -122,7 +122,7 @@ def pieces_of(
         return pieces
     _, k, v = xs
     slots = cache.slots
-    slot_shape(tuple(slots.shape), call.fitted.tokens)
+    check_slot_shape(tuple(slots.shape), call.fitted.tokens)
     numbers = call.access.numbers(slots)
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
     assert k is not None

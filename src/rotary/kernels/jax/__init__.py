@@ -1,1 +1,1 @@
-"""What JAX arrays get: plain `jax.numpy`, which XLA makes one loop of."""
+"""The kernel of JAX arrays: plain `jax.numpy`, which XLA compiles to one loop."""

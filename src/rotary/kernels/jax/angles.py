@@ -1,4 +1,4 @@
-"""cos and sin as JAX arrays, exact with and without 64-bit types, and the positions of them."""
+"""Makes cos and sin as JAX arrays, exact with and without 64-bit types, and their positions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def tables_float64(
 ) -> tuple[Array, Array]:
     """cos and sin of fractional positions, as exact as those of a product in float64.
 
-    The whole part of a position and its fraction are turned in fixed point, so no float64 is
+    The whole part and the fraction of a position are multiplied in fixed point, so no float64 is
     needed; the derivative is that of cos and sin.
     """
     inv_freq = inv_freq[:, None, :]
@@ -59,7 +59,7 @@ def tables_float32(
 
 
 def _phase(positions: Array, turns: Numbers) -> Array:
-    """Upper 32 of the 64 bits of positions * turns modulo 2^64, as uint32."""
+    """Return the upper 32 of the 64 bits of positions * turns modulo 2^64, as uint32."""
     high, low = (turns >> np.uint64(32)).astype(np.uint32), turns.astype(np.uint32)
     lower = positions.astype(jnp.uint32)
     phase = lower * high + _upper_product(lower, low)
@@ -71,7 +71,7 @@ def _phase(positions: Array, turns: Numbers) -> Array:
 
 
 def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
-    """The same of fractional positions, whose whole part fits in 31 bits."""
+    """Return the same for fractional positions, whose whole part fits in 31 bits."""
     fraction_of_turn, whole_turns = np.modf(np.abs(inv_freq) / (2 * np.pi))
     turns = (fraction_of_turn * 2.0**64).astype(np.uint64)
     size = jnp.abs(positions)
@@ -87,7 +87,7 @@ def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
 
 
 def _upper_product(a: Array, b: Array | Numbers) -> Array:
-    """Upper 32 bits of the product of two uint32, from halves of 16 bits."""
+    """Return the upper 32 bits of the product of two uint32, from halves of 16 bits."""
     a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     middle = a1 * b0 + (a0 * b0 >> 16)
     other = a0 * b1 + (middle & 0xFFFF)
@@ -95,10 +95,10 @@ def _upper_product(a: Array, b: Array | Numbers) -> Array:
 
 
 def _scaled(cos: Array, sin: Array, scales: Numbers, backwards: bool) -> tuple[Array, Array]:
-    """cos and sin times the attention factors, as quotients, which XLA computes once.
+    """Multiply cos and sin by the attention factors, as quotients, so that XLA computes them once.
 
-    XLA computes tables without a division again for every head, in the loop that reads them. So it
-    does if the divisor has no other use, for then it multiplies by the reciprocal: `one` has one.
+    Without a division XLA computes tables again for every head, in the loop that reads them. If the
+    divisor had no other use, XLA would multiply by its reciprocal: so `one` is used twice.
     """
     one = lax.optimization_barrier(jnp.float32(1))  # type: ignore[no-untyped-call]
     factors = (one + 1) * (scales / 2).astype(np.float32)[:, None, None]
@@ -111,64 +111,64 @@ def _per_pair(positions: Array, axes: Sequence[int]) -> Array:
     return jnp.stack([positions[..., axis] for axis in axes], axis=-1)
 
 
-# --- what `angles` and `rotate` ask of every library ---
+# --- the other functions of a `Kernel` ---
 
 
 def takes(array: object) -> bool:
-    """Whether this kernel takes an array: as everywhere in JAX, NumPy's are constants."""
+    """Whether this kernel takes an object: a JAX array, or a NumPy array as a constant."""
     return isinstance(array, (Array, np.ndarray))
 
 
 def as_positions(positions: Any, like: Array) -> Any:
-    """Positions as they are; lists, and tensors of others, as NumPy arrays, which lose nothing."""
+    """Return positions; lists and other arrays become NumPy arrays, without loss."""
     return positions if takes(positions) else np.asarray(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:
-    """The same positions for each of the rows: (rows, seq)."""
+    """Repeat positions (seq,) for every row: (rows, seq)."""
     return jnp.broadcast_to(positions, (rows, len(positions)))
 
 
 def to_numpy(positions: Array) -> Numbers | None:
-    """The positions as a NumPy array, if they are in the memory of one CPU device."""
+    """Return the positions as a NumPy array; None if not in the memory of one CPU device."""
     is_here = is_at_hand(positions) and _device(positions) is not None
     return np.asarray(positions) if is_here else None
 
 
 def from_numpy(array: Numbers) -> Array:
-    """An array with these numbers, on the default device."""
+    """Convert a NumPy array to JAX, on the default device."""
     return jnp.asarray(array)
 
 
 def inspect(positions: Array) -> tuple[str, float | None, float | None]:
-    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    """("int" | "float32" | "float64", smallest, largest); None if values cannot be read."""
     if is_at_hand(positions):
         return reference.inspect(np.asarray(positions))
     return reference.inspect(np.empty(0, positions.dtype))
 
 
 def row_lengths(positions: Array) -> list[int]:
-    """Largest position of each row, plus one."""
+    """Return the largest position of each row, plus one."""
     if is_traced(positions):
         raise ValueError(f"under jax.jit {NEEDS_LENGTH}")
     return reference.row_lengths(np.asarray(positions))
 
 
 def arange(like: Array, count: int) -> Array:
-    """Positions 0 .. count - 1, on the device of `like`."""
+    """Return positions 0 .. count - 1 on the device of `like`."""
     with jax.default_device(None if is_traced(like) else _device(like)):
         return jnp.arange(count, dtype=jnp.int32)
 
 
 def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """`function(*arguments)`: computed on the host; a traced call takes it as a constant."""
+    """Return `function(*arguments)`, a constant in a traced call."""
     return function(*arguments)
 
 
 def is_cacheable(like: Array) -> bool:
-    """Whether tables for this array can be kept: not while anything is traced, nor under a mesh.
+    """Whether tables for this array can be cached: not while tracing, nor under a mesh.
 
-    An array made under `jax.set_mesh` lies on that mesh, and no other one takes it.
+    An array made under `jax.set_mesh` is on that mesh, and cannot be used on another one.
     """
     own = jnp.zeros(())
     if is_traced(like) or is_traced(own):
@@ -177,18 +177,18 @@ def is_cacheable(like: Array) -> bool:
 
 
 def device_key(like: Array) -> str:
-    """The device, as part of the key of the cache."""
+    """Return the device, a part of the cache key."""
     return f"jax:{_device(like)}"
 
 
 def _device(array: Array) -> Any:
-    """The device of an array; None, which is JAX's default, if it is spread over several."""
+    """Return the device of an array; None, which is JAX's default, if it is on several."""
     devices = array.sharding.device_set
     return next(iter(devices)) if len(devices) == 1 else None
 
 
 def is_at_hand(array: Any) -> bool:
-    """Whether numbers can be read without waiting for another device."""
+    """Whether the numbers of an array can be read without waiting for another device."""
     if isinstance(array, np.ndarray):
         return True
     if is_traced(array) or not array.is_fully_addressable:

@@ -1,11 +1,11 @@
 """`rotary.fused` for JAX: the formula of `kernels/numpy_fused.py`, in one compiled call.
 
-XLA on a CPU makes two steps of norm and rotation: the mean of the squares, and one loop that
-normalises, rotates and rounds. Nothing of the size of x is in memory between them, but for 16-bit
-arrays, which are converted for the mean.
+XLA on a CPU computes norm and rotation in two steps: the mean of the squares, then one loop that
+normalises, rotates and rounds. Only 16-bit arrays, which are converted for the mean, need memory of
+the size of x between them.
 
-Arrays are immutable, so a new cache is returned in the place of what went into it. Where the call
-is part of a compiled function whose cache is donated, XLA writes into the memory of the old one.
+Arrays are immutable, so new caches are returned in the place of k and v. If the call is part of a
+compiled function to which the cache is donated, XLA writes into the memory of the old cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .. import Operand
-from ..fused_steps import Cache, Library, finished, normed, places, stored, writes
+from ..fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
 from ..geometry import Options
 from ..numpy_fused import dtype_of
 from ..stages import (
@@ -38,12 +38,12 @@ from . import angles
 from .kernel import check_operands, check_rows, check_types, turned
 
 Array = jax.Array
-Result = Array | tuple[Array, Array] | None  # with its scales where they are computed
+Result = Array | tuple[Array, Array] | None  # with its scales if they are computed
 Operands = tuple[Operand, ...]
 
 
 def _barrier() -> Callable[[Array], Array]:
-    """Keeps XLA from fusing two loops; the identity if JAX has no derivative of it, as 0.4.34."""
+    """Return a barrier to loop fusion; the identity if it has no derivative, as in JAX 0.4.34."""
     try:
         jax.eval_shape(jax.vmap(jax.grad(lax.optimization_barrier)), np.ones(1, np.float32))
     except NotImplementedError:
@@ -55,21 +55,21 @@ barrier = _barrier()
 LIBRARY = Library(
     jnp,
     convert=lambda x, kind: x.astype(dtype_of(kind)),
-    beside=lambda numbers, y: jnp.asarray(numbers, y.dtype),
+    as_like=lambda numbers, y: jnp.asarray(numbers, y.dtype),
     # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
     over_root=lambda x, y: x * barrier(lax.rsqrt(y)),
 )
 
 
 class Form(NamedTuple):
-    """All of a call that is not an array: what it is compiled for."""
+    """Everything in a call that is not an array; each form is compiled once."""
 
     options: Options
     eps: float | None  # None: no norm
     add_one: bool
     cache: type[KVCache] | type[LatentCache] | None
     dtype: str | None
-    words: tuple[str | None, ...]  # for each scale, the word that it is
+    words: tuple[str | None, ...]  # each scale that is a word, None for numbers
     changes_v: bool
 
 
@@ -84,7 +84,7 @@ def fused(
     stages: Stages,
     out: object,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v through all stages; a new cache in the place of what was written to it.
+    """Return q, k and v after all stages, or the new caches in the place of k and v.
 
     Arguments and errors are those of `rotary.fused`.
     """
@@ -110,7 +110,7 @@ def fused(
 
 
 def _memory(cache: KVCache | LatentCache) -> Operands:
-    """The fields of a cache; slots that are at hand are checked."""
+    """Return the fields of a cache, with its slots checked if they can be read."""
     arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
     slots = cache.slots if angles.takes(cache.slots) else np.asarray(cache.slots)
     if slots.dtype.kind not in "iu":
@@ -125,7 +125,7 @@ def _memory(cache: KVCache | LatentCache) -> Operands:
 
 
 def _numbers(array: object) -> np.ndarray | None:
-    """The numbers of a scale, where they can be read without waiting for a device."""
+    """Return the numbers of a scale, if they can be read without waiting for a device."""
     is_here = not angles.takes(array) or angles.is_at_hand(array)
     return np.asarray(array) if is_here else None
 
@@ -135,7 +135,7 @@ def _fused(
     xs: Operands, cos: Array, sin: Array, rows: Array | None, weights: Operands,
     memory: Operands, scales: Operands, form: Form,
 ) -> tuple[Result, Result, Result]:  # fmt: skip
-    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
+    """Check shapes and dtypes and compute the geometry, once for each form that JAX traces."""
     check_operands([x for x in xs if x is not None], cos, sin, None)
     norm = cache = None
     if form.eps is not None:
@@ -157,12 +157,12 @@ def _fused(
 
 
 def written(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> Sequence[Result]:
-    """The caches with each token's k and v in its slot; (cache, scales) where it has both."""
+    """Return the caches with k and v in their slots; (cache, scales) if scales are computed."""
     results: list[Result] = []
     slots = cache.slots.reshape(-1)
-    for write in writes(LIBRARY, k, v, cache.slots, cache, fitted):
-        first, *inside = places(write, slots, None)
-        # JAX counts a negative index from the end, and drops one beyond it
+    for write in cache_writes(LIBRARY, k, v, cache.slots, cache, fitted):
+        first, *inside = slot_indices(write, slots, None)
+        # JAX counts a negative index from the end, and drops one beyond the end
         where = (jnp.where(slots < 0, write.cache.shape[0], first), *inside)
         values, scales = stored(LIBRARY, write)
         new = jnp.asarray(write.cache).at[where].set(values, mode="drop")

@@ -1,17 +1,17 @@
-"""The JAX kernel: plain `jax.numpy`, which XLA makes one loop of for each array.
+"""The JAX kernel: plain `jax.numpy`, which XLA compiles to one loop for each array.
 
 Everything is differentiable in both directions and can be traced, mapped and sharded. Angles are
 exact with and without 64-bit types: a position times a frequency in turns is a product modulo 2^64,
 made of 32-bit halves, and its upper half is the angle to 2^-32 turn. Values that are traced cannot
 be checked: a row number outside a table, or a fractional position that is too large, gives NaN.
 
-Sharded by batch, heads or sequence, every device turns its own part and nothing is sent. Automatic
-sharding knows the whole sequence. Under `jax.shard_map` a call sees the tokens of one device alone,
-and nothing tells which those are: where the sequence is sharded, give `positions`, or each device
-counts from 0; dynamic and longrope need `seq_len`. Under explicit sharding give positions the
-sharding of the sequence, or each device makes the tables of all of it. A sharded head_dim is right
-and free for interleaved pairs; the half layout exchanges all of x under automatic sharding, and is
-refused under explicit sharding.
+If x is sharded by batch, heads or sequence, every device rotates its own part and sends nothing.
+Automatic sharding: positions are those of the whole sequence. `jax.shard_map`: a call sees only the
+tokens of one device, and cannot know which these are. If the sequence is sharded, give `positions`,
+or each device counts from 0; dynamic and longrope need `seq_len`. Explicit sharding: give positions
+the sharding of the sequence, or each device makes the tables of all of it. A sharded head_dim
+rotates interleaved pairs without communication; the half layout exchanges all of x under automatic
+sharding, and is refused under explicit sharding.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from . import angles
 Array = jax.Array
 _FLOAT64 = np.dtype(np.float64)
 _dtype = attrgetter("dtype")
-check_operands: Callable[..., None] = reference.check_operands  # reads shapes and dtypes
+check_operands: Callable[..., None] = reference.check_operands  # reads only shapes and dtypes
 
 
 def rotate(
@@ -48,7 +48,7 @@ def rotate(
 ) -> tuple[Array, ...]:
     """Rotate JAX arrays; the formula of `kernels/numpy.py`, in one compiled call.
 
-    Arguments and errors are those of `rotary.rotate`, but for `out`: JAX arrays are immutable.
+    Arguments and errors are those of `rotary.rotate`, except `out`: JAX arrays are immutable.
     """
     check_types(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, cos)
@@ -56,10 +56,10 @@ def rotate(
 
 
 def check_types(xs: Sequence[Array], cos: Array, sin: Array, out: object) -> None:
-    """Refuse what the compiled call could not see: `out`, and 64 bits where JAX has 32."""
+    """Refuse what the compiled call cannot check: `out`, and float64 if JAX has 32 bits only."""
     if out is not None:
         raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
-    if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # of NumPy too, which jit rounds
+    if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # also NumPy arrays, which jit rounds
         check_operands(xs, cos, sin, None)
         if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
@@ -74,9 +74,9 @@ def move(
     options: Options,
     out: object,
 ) -> Array:
-    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does.
+    """Rotate the keys of some blocks of a cache, as in `kernels/numpy.py`.
 
-    A block outside the cache that is traced is left out.
+    A traced block number outside the cache is skipped.
     """
     keys, scales = x if blocks is None else x[blocks], None
     name = reference.name_of(x.dtype)
@@ -98,7 +98,7 @@ def move(
 def _rotate(
     xs: tuple[Array, ...], cos: Array, sin: Array, rows: Array | None, options: Options
 ) -> tuple[Array, ...]:
-    """Shapes and dtypes are checked, and the geometry computed, when JAX traces a new form."""
+    """Check shapes and dtypes and compute the geometry, once for each form that JAX traces."""
     check_operands(xs, cos, sin, None)
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
@@ -109,7 +109,7 @@ def turned(
     xs: Sequence[Array], cos: Array, sin: Array, rows: Array | None, geometry: Geometry,
     is_short: bool,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The formula, inside of a compiled call; `is_short` says that 16-bit numbers are loaded."""
+    """Rotate by the formula, inside a compiled call; `is_short` if 16-bit numbers are loaded."""
     for x in xs:
         _check_whole_pairs(x, geometry)
     if rows is not None:
@@ -141,10 +141,11 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool
 
 
 def _side_by_side(both: Array, cos: Array, sin: Array) -> Array:
-    """Pairs (..., pairs, 2) turned where they are, (..., 2 pairs): u cos - v sin, v cos + u sin.
+    """Rotate pairs (..., pairs, 2) without splitting them: u cos - v sin, v cos + u sin.
 
-    With the partner by a reversal, the loop of XLA on a CPU has no branch and is vectorised; so is
-    its transpose. 16-bit loads are not: there the branch of `stack` is twice as fast.
+    Returns (..., 2 pairs). As a reversal gives the other channel, XLA's loop on a CPU has no branch
+    and is vectorized, and so is its transpose. With 16-bit loads it is not: `stack`, with a branch,
+    is then twice as fast.
     """
     signed = jnp.where(np.array([True, False]), -sin[..., None], sin[..., None])
     turned = both * cos[..., None] + lax.rev(both, (both.ndim - 1,)) * signed
@@ -152,21 +153,21 @@ def _side_by_side(both: Array, cos: Array, sin: Array) -> Array:
 
 
 def _parted(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """Parts of the last axis; split, and not sliced, so that the transpose is a join."""
+    """Split the last axis into parts; by split, not slices, so that the transpose is a join."""
     block = math.gcd(*sizes)
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     ends = [end // block for end in itertools.accumulate(sizes[:-1])]
     parts = jnp.split(blocks, ends, axis=-2)
-    return [  # nothing cannot be reshaped under explicit sharding
+    return [  # an empty part cannot be reshaped under explicit sharding
         part.reshape(*x.shape[:-1], size) if size else x[..., :0]
         for part, size in zip(parts, sizes, strict=True)
     ]
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """The parts one after the other along the last axis.
+    """Join the parts along the last axis.
 
-    Joined along an axis before the last, in blocks that divide every part: XLA fuses that.
+    They are joined along an extra axis before it, in blocks that divide every part: XLA fuses that.
     """
     sizes = [part.shape[-1] for part in parts]
     block = math.gcd(*sizes)
@@ -185,7 +186,7 @@ def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
 
 
 def _picked(table: Array, rows: Array) -> Array:
-    # JAX counts negative numbers from the end, and cuts 64-bit ones to 32 bits
+    # JAX counts negative numbers from the end, and truncates 64-bit ones to 32 bits
     inside = jnp.where((rows < 0) | (rows >= len(table)), len(table), rows)
     picked = table.at[inside]
     if any(_mesh_axes(rows)):
@@ -205,13 +206,13 @@ def _check_whole_pairs(x: Array, geometry: Geometry) -> None:
 
 
 def _mesh_axes(x: Array) -> tuple[object, ...]:
-    """The mesh axes that each axis of a traced x is sharded over by its type; None elsewhere."""
+    """Return the mesh axis over which the type of x shards each of its axes; None if not."""
     sharding = getattr(x.aval, "sharding", None)  # types have no sharding before JAX 0.5
     return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
 
 
 def check_rows(positions: Any, table: Array) -> Array:
-    """Row numbers as 32-bit or 64-bit ones; IndexError beyond the table, where they are known."""
+    """Return row numbers with 32 or 64 bits; ValueError if one is known to be outside the table."""
     if not angles.takes(positions):
         positions = np.asarray(positions)
     if positions.dtype.kind not in "iu":

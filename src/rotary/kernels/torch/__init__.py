@@ -1,5 +1,5 @@
-"""What torch tensors get: `route` says which code rotates them, and has the table of it.
+"""The kernel of torch tensors: `route` chooses the code that rotates them, by a table.
 
 `launch` rotates once, `ready` and `gpu` repeat a call of a known form, `operators` are what a
-compiler sees. `state`, `checks` and `private` ask about tensors and about torch.
+compiler sees. `state`, `checks` and `private` answer questions about tensors and about torch.
 """

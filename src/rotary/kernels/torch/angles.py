@@ -1,8 +1,8 @@
-"""cos and sin as torch tensors, and what they are made from: positions, frequencies, constants.
+"""Makes cos and sin as torch tensors, from positions, frequencies and constants.
 
-On the host whole positions take the loops of `kernels/cpu/kernel.py`; here are the same tables in
-torch operators, for other devices, fractional positions, tracing, and the float32 steps of
-transformers.
+On the host the loops of `kernels/cpu/kernel.py` make the tables of whole positions. The same tables
+in torch operators are here, for other devices, fractional positions, tracing, and the float32 steps
+of transformers.
 """
 
 import math
@@ -32,11 +32,11 @@ from .state import (
     is_transforming,
 )
 
-Constant = Numbers | Tensor  # a tensor where a program is recorded
+Constant = Numbers | Tensor  # a tensor while a program is recorded
 
 _POSITIONS = (*INTEGERS, torch.float64, torch.float32)
-_RADIAN = 2 * math.pi / 2**64  # of the smallest part of a turn
-_KEPT = 1 << 16  # a captured graph reads them again: they should never be the oldest
+_RADIAN = 2 * math.pi / 2**64  # radians in 2^-64 turn
+_CACHED = 1 << 16  # tensors; many, because captured CUDA graphs read them: none should be evicted
 
 
 def tables(
@@ -66,9 +66,9 @@ def tables_float32(
 
 
 def radians_of(angles: Tensor) -> Tensor:
-    """64-bit fractions of one turn, int64, as float64 angles in [-pi, pi)."""
+    """Convert 64-bit fractions of one turn, int64, to float64 angles in [-pi, pi)."""
     radian: float | Tensor = _RADIAN
-    if is_exporting():  # ONNX would round a plain number to float32
+    if is_exporting():  # ONNX rounds a plain number to float32
         radian = torch.tensor(_RADIAN, dtype=torch.float64, device=angles.device)
     return angles.double() * radian
 
@@ -96,16 +96,16 @@ def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
 
 
 def moved(array: Numbers, like: Tensor) -> Tensor:
-    """An array on the device of `like`. A single row is kept there: a copy waits for the device."""
-    is_kept = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
-    if not is_kept:
+    """Copy an array to the device of `like`; a single row is cached, for a copy waits for a GPU."""
+    is_cached = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
+    if not is_cached:
         return from_numpy(array).to(like.device)
     is_inference = torch.is_inference_mode_enabled()
-    return _kept(array.tobytes(), array.dtype.str, like.device, is_inference)[None]
+    return _cached(array.tobytes(), array.dtype.str, like.device, is_inference)[None]
 
 
-@lru_cache(maxsize=_KEPT)
-def _kept(content: bytes, dtype: str, device: torch.device, is_inference: bool) -> Tensor:
+@lru_cache(maxsize=_CACHED)
+def _cached(content: bytes, dtype: str, device: torch.device, is_inference: bool) -> Tensor:
     _check_no_capture()
     return from_numpy(np.frombuffer(content, dtype)).to(device)
 
@@ -120,13 +120,14 @@ def _check_no_capture() -> None:
         )
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED)
 def axis_turns(
     content: bytes, axes: tuple[int, ...], device: torch.device, is_inference: bool
 ) -> Tensor:
-    """Turns on a device, from the bytes of (pairs,) uint64: int64, for several axes (axes, pairs).
+    """Return turns on a device, from the bytes of (pairs,) uint64, as int64.
 
-    An axis that does not turn a pair has 0 there. What is made in inference mode is kept apart.
+    Their shape is (pairs,), for several axes (axes, pairs) with 0 where another axis turns the
+    pair. `is_inference` keeps tensors that are made in inference mode apart.
 
     >>> axis_turns(np.uint64([5, 6, 7]).tobytes(), (0, 1, 0), torch.device("cpu"), False)
     tensor([[5, 0, 7],
@@ -140,20 +141,20 @@ def axis_turns(
 
 
 def takes(tensor: object) -> TypeGuard[Tensor]:
-    """Whether this kernel is the one for an array."""
+    """Whether an object is a tensor."""
     return isinstance(tensor, Tensor)
 
 
 def as_positions(positions: object, like: Tensor) -> Tensor:
-    """Positions as a tensor on the device of `like`: those of NumPy, or lists, are taken over.
+    """Return positions as a tensor; NumPy arrays and lists are copied to the device of `like`.
 
-    A list goes through NumPy, whose fractions are float64; torch would take them as float32. Of
-    unsigned types torch computes with uint8 alone, so they become int64.
+    A list goes through NumPy, which makes fractions float64; torch would make them float32.
+    Unsigned types become int64, because torch computes with none of them but uint8.
     """
     if takes(positions):
         return positions
     array = np.asarray(positions)
-    if not is_tracing() and array.dtype.kind == "u":  # Dynamo does not know the types of NumPy
+    if not is_tracing() and array.dtype.kind == "u":  # Dynamo does not know NumPy dtypes
         largest = array.max(initial=0)
         if largest >= 2**63:
             raise ValueError(f"positions must fit in int64, got {largest}")
@@ -162,26 +163,26 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
 
 
 def repeat_rows(positions: Tensor, rows: int) -> Tensor:
-    """The same positions for each of the rows: (rows, seq)."""
+    """Repeat positions (seq,) for every row: (rows, seq)."""
     return positions.expand(rows, -1)
 
 
 def to_numpy(positions: Tensor) -> Numbers | None:
-    """The positions as a NumPy array, if they are in memory and of a dtype that NumPy has."""
+    """Return the positions as a NumPy array; None if not on the host or of another dtype."""
     if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
         return None
     return host_array(positions)
 
 
 def from_numpy(array: Numbers) -> Tensor:
-    """A tensor that shares the memory of an array; a copy of one that must not be written."""
+    """Return a tensor that shares the memory of an array, or a copy if it is read-only."""
     if not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
 
 
 def _powers(base: float, exponents: Numbers) -> Numbers:
-    # now, on the host, and not in the graph that is recorded
+    # computed now, on the host, not in the graph that is recorded
     return outside_modes(lambda: torch.pow(base, torch.from_numpy(exponents)).numpy())
 
 
@@ -195,7 +196,7 @@ FLOAT32 = Arithmetic(np.float32, _powers, _power)
 
 
 def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
-    """("int" | "float32" | "float64", smallest, largest); None for values not at hand."""
+    """("int" | "float32" | "float64", smallest, largest); None if values cannot be read."""
     if positions.dtype in INTEGERS:
         kind = "int"
     elif positions.dtype in (torch.float32, torch.float64):
@@ -211,7 +212,7 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
 
 
 def row_lengths(positions: Tensor) -> list[int]:
-    """Largest position of each row, plus one."""
+    """Return the largest position of each row, plus one."""
     if is_recording() or is_mapped(positions):
         raise ValueError(
             f"under torch.compile, torch.jit.trace, and vmap over positions {NEEDS_LENGTH}"
@@ -222,28 +223,28 @@ def row_lengths(positions: Tensor) -> list[int]:
 
 
 def arange(like: Tensor, count: int) -> Tensor:
-    """Positions 0 .. count - 1 on the device of `like`."""
+    """Return positions 0 .. count - 1 on the device of `like`."""
     return torch.arange(count, dtype=torch.int64, device=like.device)
 
 
 def is_cacheable(like: Tensor) -> bool:
-    """Whether tables for this tensor can be kept: not while tracing, nor for fake tensors."""
+    """Whether tables for this tensor can be cached: not while tracing, nor for fake tensors."""
     if is_tracing():
         return False
     return type(like) in TENSORS and not is_transforming()
 
 
 def device_key(like: Tensor) -> str:
-    """The device, as part of the key of the cache; inference tensors are kept apart."""
+    """Return the device and whether inference mode is on, a part of the cache key."""
     return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
 def host_constant(
     function: Callable[..., Numbers], spec: Rotary, lengths: Sequence[int], *arguments: object
 ) -> Constant:
-    """`function(spec, lengths, *arguments)`: an array on the host, or a constant of the graph.
+    """Return `function(spec, lengths, *arguments)`: an array, or a constant of a recorded graph.
 
-    Where a compiled call takes any length, it is computed when the call runs.
+    If a compiled call takes any length, an operator computes it when the call runs.
     """
     if not torch.compiler.is_dynamo_compiling():
         return function(spec, lengths, *arguments)
@@ -252,8 +253,9 @@ def host_constant(
     if spec.depends_on_length and not all(map(has_static_value, lengths)):
         if is_exporting():
             raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
-        return torch.ops.rotary.of_lengths(_named(function, spec.to_json(), *arguments), lengths)
-    kind, *rows = _traced(function, spec.to_json(), lengths, *arguments).split(";")
+        name = _registered(function, spec.to_json(), *arguments)
+        return torch.ops.rotary.of_lengths(name, lengths)
+    kind, *rows = _as_text(function, spec.to_json(), lengths, *arguments).split(";")
     if kind == "float64":
         numbers = [[float(value) for value in row.split()] for row in rows]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -262,9 +264,9 @@ def host_constant(
 
 
 @constant
-def _traced(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
-    # as text: Dynamo takes two tensors that come from here for the same one (2.13), and no
-    # dataclass as an argument (2.8, 2.9)
+def _as_text(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+    # text, because Dynamo takes two tensors that come from here for the same one (2.13), and takes
+    # no dataclass as an argument (2.8, 2.9)
     array = np.atleast_2d(function(Rotary.from_json(spec), *arguments))
     array = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.float64)
     rows = [" ".join(map(repr, row)) for row in array.tolist()]
@@ -275,19 +277,19 @@ _of_lengths: dict[str, Callable[[Sequence[int]], Numbers]] = {}
 
 
 @constant
-def _named(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
+def _registered(function: Callable[..., Numbers], spec: str, *arguments: object) -> str:
     name = f"{function.__name__} {spec} {arguments}"
     _of_lengths[name] = lambda lengths: function(Rotary.from_json(spec), tuple(lengths), *arguments)
     return name
 
 
 def operator_of_lengths(name: str, lengths: Sequence[int]) -> Tensor:
-    """Frequencies or scales for lengths that a compiled program knows when it runs."""
+    """Return frequencies or scales for lengths that are known when a compiled program runs."""
     return from_numpy(_of_lengths[name](lengths))
 
 
 def fake_of_lengths(name: str, lengths: Sequence[object]) -> Tensor:
-    """A tensor of the same form, while the program is compiled."""
+    """Return an empty tensor of the same form, while the program is compiled."""
     array = _of_lengths[name]([1] * len(lengths))
     kind = torch.int64 if array.dtype == np.uint64 else torch.float64
     return torch.empty(array.shape, dtype=kind, device="cpu")

@@ -1,4 +1,4 @@
-"""Checks of torch tensors, before any of their memory is read or written."""
+"""Checks torch tensors before their memory is read or written."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def check_operands(
 
 
 def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
-    """The same where angles come from no table."""
+    """Refuse x and `out` that cannot be rotated, whatever the angles come from."""
     x = xs[0]
     check_strided((*xs, *(out or ())))
     for tensor in (*xs[1:], *(out or ())):
@@ -45,13 +45,13 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
     if out is None:
         return
     if len(out) != len(xs):
-        raise ValueError(f"out must hold one tensor for each of the {len(xs)} inputs")
+        raise ValueError(f"out must hold {len(xs)} tensors, one for each input, got {len(out)}")
     for x, y in zip(xs, out, strict=True):
         reference.check_like("input", x, y)
 
 
 def check_strided(tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors whose numbers do not lie in strides: nested and sparse ones."""
+    """Refuse tensors that are not strided: nested and sparse ones."""
     for x in tensors:
         if x.is_nested:
             raise TypeError(NESTED)
@@ -71,9 +71,9 @@ def check_device(tensor: Tensor, x: Tensor) -> None:
 
 
 def check_rows(positions: object, like: Tensor) -> Tensor:
-    """Row numbers as int64, on a GPU also as int32, which its kernel reads as they are.
+    """Return row numbers as int64, or as int32 on a GPU, whose kernel reads both.
 
-    Whether they are inside the table is seen when they are read.
+    Whether they are inside the table is checked when the table is read.
     """
     if isinstance(positions, Tensor):
         check_strided((positions,))
@@ -86,7 +86,7 @@ def check_rows(positions: object, like: Tensor) -> Tensor:
 
 
 def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse `out` where autograd would have to know of it."""
+    """Refuse `out` if autograd would have to record the call."""
     inputs, out = [[unmapped(x) for x in each] for each in (inputs, out)]
     if wants_grad(*inputs, *out):
         raise RuntimeError(
@@ -109,7 +109,7 @@ def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
 
 
 def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """The same for tensors that all have memory."""
+    """Do the same for tensors that all have memory."""
     check_no_inference(out)
     check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
 

@@ -1,9 +1,10 @@
 """The DTensor kernel: every rank rotates the tokens that it holds, and nothing is sent.
 
-A rotation never mixes tokens or heads, so a shard along any axis but the last is rotated by itself,
-by the torch kernel, with the rows of the tables that belong to it. Tables and positions are plain
-tensors, then the same on every rank and of the whole sequence, or DTensors on the mesh of x.
-What would need data of another rank (a head that is split, a partial sum) is an error.
+A rotation never mixes tokens or heads. So the torch kernel rotates a shard along any axis but the
+last without other shards, with the rows of the tables that belong to it. Tables and positions are
+either DTensors on the mesh of x, or plain tensors, which are the same on every rank and of the
+whole sequence. If a rank would need data of another rank (a head that is split, a partial sum), it
+is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +38,10 @@ from .state import is_tracing
 Tensors = Sequence[Tensor]
 Targets = Tensors | None
 Results = tuple[Tensor, ...]
-Turn = Callable[[Tensors, DTensor, Spans, Targets], Results]
+RotateShards = Callable[[Tensors, DTensor, Spans, Targets], Results]
 
-_KEPT = 8  # runs of tokens whose tables are kept: those of q and k in a few kinds of layers
-_KEPT_BYTES = 64 * 2**20  # at most, for each
+_CACHED = 8  # runs of tokens whose tables are cached: of q and k in a few kinds of layers
+_CACHED_BYTES = 64 * 2**20  # at most, for each
 
 
 def rotate(
@@ -51,27 +52,27 @@ def rotate(
     options: Options,
     out: Sequence[DTensor] | None,
 ) -> tuple[DTensor, ...]:
-    """Rotate DTensors, shard by shard; results lie as the inputs do.
+    """Rotate DTensors, shard by shard; results have the placements of the inputs.
 
-    Arguments and errors are those of `rotary.rotate`, and: ValueError for placements or meshes that
-    do not go together, and for plain tables that want a gradient.
+    Arguments and errors are those of `rotary.rotate`. Also raises ValueError for placements or
+    meshes that do not fit together, and for plain tables that require a gradient.
     """
     rows = None if positions is None else angles.as_positions(positions, xs[0])
     along = None if rows is None else tuple(rows.shape)
     geometry = _checked(xs, out, tuple(cos.shape), along, options)
     dims = geometry.dims if rows is None else (None,) * len(geometry.dims)
-    settled = options._replace(seq_dim=seq_axis(tuple(xs[0].shape), options.seq_dim))
+    shard_options = options._replace(seq_dim=seq_axis(tuple(xs[0].shape), options.seq_dim))
 
-    def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
+    def rotate_shards(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
         own = None if rows is None else share_of("positions", rows, x, spans, geometry.dims)
         tables = share_of("cos", cos, x, spans, dims), share_of("sin", sin, x, spans, dims)
-        return kernel.rotate(shards, *tables, own, settled, outs)
+        return kernel.rotate(shards, *tables, own, shard_options, outs)
 
-    return _on_each_rank(xs, out, turn)
+    return _by_shards(xs, out, rotate_shards)
 
 
 def makes_angles(xs: Tensors, positions: Tensor | None, out: Targets, num_axes: int) -> bool:
-    """Whether `rotate_exact` takes these: any without positions, and what its GPU kernel takes."""
+    """Whether `rotate_exact` takes these: without positions always, else if the GPU kernel does."""
     if is_tracing():
         return False
     if positions is None:
@@ -89,9 +90,9 @@ def rotate_exact(
     options: Options,
     out: Sequence[DTensor] | None,
 ) -> tuple[DTensor, ...]:
-    """Rotate DTensors by exact angles; a rank makes those of its own tokens alone.
+    """Rotate DTensors by exact angles; a rank computes the angles of its own tokens only.
 
-    Arguments and errors are those of `torch.rotate_exact`, and of `rotate` above.
+    Arguments are those of `route.rotate_exact`; errors also those of `rotate` above.
     """
     shape = tuple(xs[0].shape)
     seq, num_axes = seq_axis(shape, options.seq_dim), max(axes, default=0) + 1
@@ -99,9 +100,9 @@ def rotate_exact(
     if positions is not None:
         tokens = tuple(positions.shape[:-1] if num_axes > 1 else positions.shape)
     geometry = _checked(xs, out, (shape[seq], len(turns)), tokens, options)
-    settled = options._replace(seq_dim=seq)
+    shard_options = options._replace(seq_dim=seq)
 
-    def turn(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
+    def rotate_shards(shards: Tensors, x: DTensor, spans: Spans, outs: Targets) -> Results:
         first, count = spans[seq]
         own = None
         if positions is not None:
@@ -109,20 +110,20 @@ def rotate_exact(
         elif first:
             own = torch.arange(first, first + count, device=shards[0].device)
         if positions is not None or kernel.makes_angles(shards, own, outs, num_axes):
-            return kernel.rotate_exact(shards, turns, factor, axes, own, settled, outs)
-        is_kept = angles.is_cacheable(shards[0]) and count * turns.nbytes <= _KEPT_BYTES
-        make = _run_tables if is_kept else _run_tables.__wrapped__
-        place = shards[0].device, torch.is_inference_mode_enabled()
-        cos, sin = make(turns.tobytes(), factor, first, count, *place)
-        return kernel.rotate(shards, cos, sin, None, settled, outs)
+            return kernel.rotate_exact(shards, turns, factor, axes, own, shard_options, outs)
+        is_cached = angles.is_cacheable(shards[0]) and count * turns.nbytes <= _CACHED_BYTES
+        make = _run_tables if is_cached else _run_tables.__wrapped__
+        device, is_inference = shards[0].device, torch.is_inference_mode_enabled()
+        cos, sin = make(turns.tobytes(), factor, first, count, device, is_inference)
+        return kernel.rotate(shards, cos, sin, None, shard_options, outs)
 
-    return _on_each_rank(xs, out, turn)
+    return _by_shards(xs, out, rotate_shards)
 
 
-def _on_each_rank(
-    xs: Sequence[DTensor], out: Sequence[DTensor] | None, turn: Turn
+def _by_shards(
+    xs: Sequence[DTensor], out: Sequence[DTensor] | None, rotate_shards: RotateShards
 ) -> tuple[DTensor, ...]:
-    """`turn` of the shards of those `xs` that lie alike, wrapped as they were."""
+    """Rotate the local shards, those with the same placements together; return DTensors."""
     if xs[0].device_mesh.get_coordinate() is None:  # this rank holds nothing
         return tuple(xs if out is None else out)
     spans = [spans_of(x) for x in xs]
@@ -141,8 +142,9 @@ def _on_each_rank(
     for group in groups:
         first = group[0]
         targets = [outs[index] for index in group] if outs else None
-        turned = turn([shards[index] for index in group], xs[first], spans[first], targets)
-        for index, shard in zip(group, turned if out is None else (), strict=out is None):
+        local = [shards[index] for index in group]
+        rotated = rotate_shards(local, xs[first], spans[first], targets)
+        for index, shard in zip(group, rotated if out is None else (), strict=out is None):
             results[index] = wrapped(shard, xs[index])
     if out is not None:
         if not is_tracing():
@@ -165,10 +167,10 @@ def on_shards(
     seq_len: object,
     depends_on_length: bool,
 ) -> tuple[DTensor, DTensor]:
-    """cos and sin of the positions that each rank holds; they lie as the positions do.
+    """Return cos and sin of the positions that each rank holds, with the same placements.
 
     `make(positions, seq_len=...)` makes the tables of a plain tensor. Raises ValueError for
-    placements that cut the axes of a position, and where no rank knows the length of a row.
+    placements that split the axes of a position, and if no rank knows the length of a row.
     """
     tokens = positions.ndim - (num_axes > 1)
     check_placements("positions", positions, tokens)
@@ -188,18 +190,18 @@ def on_shards(
     return wrapped(cos, positions, shape), wrapped(sin, positions, shape)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED)
 def _run_tables(
     turns: bytes, factor: float, first: int, count: int, device: torch.device, is_inference: bool
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of a run of tokens, (count, pairs); the last few are kept for the next layers."""
+    """Return cos and sin of a run of tokens, (count, pairs); cached for the next layers."""
     positions, steps = np.arange(first, first + count), np.frombuffer(turns, np.uint64)
     tables = host().tables(positions[None], steps[None], np.array([factor]), (), False)
     cos, sin = (angles.from_numpy(table[0]).to(device) for table in tables)
     return cos, sin
 
 
-# --- what is refused ---
+# --- checks ---
 
 
 def _checked(
@@ -209,7 +211,7 @@ def _checked(
     rows: tuple[int, ...] | None,
     options: Options,
 ) -> Geometry:
-    """The geometry of the whole tensors; its error adds that plain tables are of the whole."""
+    """Return the geometry of the whole tensors; ValueError and TypeError if they do not fit."""
     for each in (*xs, *(out or ())):
         if not isinstance(each, DTensor):
             raise TypeError(
@@ -234,26 +236,28 @@ def _checked(
             raise
         raise ValueError(
             f"{error}; x is a DTensor, of which this rank holds {held}: plain tables and positions "
-            "are those of the whole x, tables of a shard must be DTensors"
+            "must be those of the whole x, tables of a shard must be DTensors"
         ) from None
 
 
-# --- what else is asked of a kernel ---
+# --- the other functions of a `Kernel` ---
 
 
 def to_numpy(positions: DTensor) -> Numbers:
-    """Refused: only `rerotate` asks for it, which moves keys by positions of the whole sequence."""
-    raise TypeError("positions to move keys by must be plain: the whole, the same on every rank")
+    """Raise TypeError: only `rerotate` calls it, which takes positions of the whole sequence."""
+    raise TypeError(
+        "positions to move keys by must be plain tensors of the whole sequence, got a DTensor"
+    )
 
 
 def is_cacheable(like: DTensor) -> bool:
-    """Whether tables for this tensor can be kept, as in `angles.py`."""
+    """Whether tables for this tensor can be cached, as in `angles.py`."""
     return not is_tracing() and angles.is_cacheable(like.to_local())
 
 
-_of_a_rank: SomeKernel = kernel.KERNEL
+_LOCAL: SomeKernel = kernel.KERNEL
 KERNEL = replace(
-    _of_a_rank,
+    _LOCAL,
     name="DTensor",
     rotate=rotate,
     makes_angles=makes_angles,

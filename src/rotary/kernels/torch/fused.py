@@ -1,8 +1,8 @@
 """`rotary.fused` for torch: the formula of `kernels/numpy_fused.py` in torch's own operators.
 
-It has gradients, and runs on every device and under torch.compile. Plain tensors on the host that
-are not cast take the compiled loops, `fused_cpu.py`, with gradients of their own; plain tensors
-on a GPU take one launch, `fused_gpu.py`, without.
+It has gradients, and runs on every device and under torch.compile. For plain tensors there is
+faster code: on the host, without a cast, the compiled loops of `fused_cpu.py`, which have gradients
+too; on a GPU one launch, `fused_gpu.py`, without gradients.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from .. import Operand
-from ..fused_steps import Cache, Library, Write, finished, normed, places, stored, writes
+from ..fused_steps import (
+    Cache,
+    Library,
+    Write,
+    cache_writes,
+    finished,
+    normed,
+    slot_indices,
+    stored,
+)
 from ..geometry import Options
 from ..numpy import check_like
 from ..stages import (
@@ -49,7 +58,7 @@ try:
     from ..cpu import fused_calls as calls
     from . import fused_cpu as loops
     from . import fused_ready as ready
-except ImportError:  # without Numba the formula does all of it
+except ImportError:  # without Numba: the formula computes everything
     loops = None
 
 Result = Tensor | tuple[Tensor, Tensor] | None
@@ -67,7 +76,7 @@ def fused(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result]:
-    """q, k and v after all stages; None for one that was not passed, or went into the cache.
+    """Return q, k, v after all stages; None for one not passed, or written to the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """
@@ -88,7 +97,7 @@ def fused(
     operands = [*xs, *weights, cos, sin, *([] if rows is None else [rows])]
     if (out is not None or cache is not None) and wants_grad(*operands, *(out or ())):
         raise RuntimeError(
-            "out= and cache= do not take part in autograd: call it under torch.no_grad(), or "
+            "out= and cache= do not take part in autograd: call fused under torch.no_grad(), or "
             "without them"
         )
     if is_for_loops(operands, stages, q, out):
@@ -115,7 +124,7 @@ def fused(
 def is_for_loops(
     operands: Sequence[Tensor], stages: Stages, q: Tensor, out: Sequence[Tensor] | None
 ) -> bool:
-    """Whether the compiled loops may be asked: plain tensors on the host, and no cast."""
+    """Whether to try the compiled loops: plain tensors on the host, and no cast."""
     if loops is None or is_watched() or (changes_v(stages) and stages.cache is None):
         return False
     tensors = [*operands, *(out or ()), *calls.caches_of(stages.cache)]
@@ -131,8 +140,8 @@ def by_loops(
     q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
     fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result] | None:  # fmt: skip
-    """The same in one pass over memory; None, and nothing written, where that cannot be."""
-    assert loops is not None  # as `is_for_loops` has seen
+    """Compute `fused` by the compiled loops; None, with nothing written, if they cannot."""
+    assert loops is not None  # `is_for_loops` has checked it
     norm, cache = stages.norm, stages.cache
     if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
         return None
@@ -154,7 +163,7 @@ def by_loops(
         mark_written(out or ())
         return outs[0], None if k is None else outs[1], v
     memory = calls.caches_of(cache)
-    _check_memory([cos, sin, *read, *(out or ())], memory)  # a cache is nobody's output
+    _check_memory([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
     if k is None:
@@ -170,7 +179,7 @@ def by_kernel(
     q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
     fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result] | None:  # fmt: skip
-    """The same in one launch on a GPU; None, and nothing written, where that cannot be."""
+    """Compute `fused` in one launch on a GPU; None, with nothing written, if it cannot."""
     from . import fused_gpu
 
     cache = stages.cache
@@ -180,11 +189,11 @@ def by_kernel(
     read = [x for x in (q, k, v, cos, sin) if x is not None]
     if out is not None:
         if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
-            raise ValueError("out= takes no scales that are computed: call without out=")
+            raise ValueError("out= cannot be used with computed scales: call without out=")
         kind = q.dtype if stages.dtype is None else _DTYPES[stages.dtype]
         returned = [x for x in (xs if cache is None else (q,)) if x is not None]
         check_outputs([x.to("meta", kind) for x in returned], read, out)
-    check_writable([cos, sin, *read, *(out or ())], memory)  # a cache is nobody's output
+    check_writable([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
     results = fused_gpu.fused(xs, cos, sin, rows, fitted, stages, out)
     if results is None:
         return None
@@ -204,14 +213,16 @@ def check_outputs(
 ) -> None:
     """Refuse outputs that are not like the results, or share memory with what is read."""
     if len(out) != len(results):
-        raise ValueError(f"out must hold {len(results)} arrays, one for each that is returned")
+        raise ValueError(
+            f"out must hold {len(results)} arrays, one for each result, got {len(out)}"
+        )
     for result, y in zip(results, out, strict=True):
         check_like("result", result, y)
     _check_memory(inputs, out)
 
 
 def _check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """`check_writable`, but for the usual tensors, that have each a storage of their own."""
+    """Do what `check_writable` does, faster if every tensor has a storage of its own."""
     read = [x.untyped_storage().data_ptr() for x in inputs]
     written = [y.untyped_storage().data_ptr() for y in out]
     is_own = [place not in read or (x is y and read.count(place) == 1)
@@ -226,7 +237,7 @@ def formula_of_both(
     xs: Sequence[Tensor], norm: Norm | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
     fitted: Fit,
 ) -> list[Tensor]:  # fmt: skip
-    """q and k normalised and rotated, not yet rounded."""
+    """Return q and k normalised and rotated, not yet rounded."""
     return [
         formula((normed(LIBRARY, x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
         for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False)
@@ -236,13 +247,13 @@ def formula_of_both(
 LIBRARY = Library(
     torch,
     convert=lambda x, kind: x.to(_DTYPES[kind]),
-    beside=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
+    as_like=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
     over_root=lambda x, y: x * torch.rsqrt(y),
 )
 
 
 def slots_of(cache: Cache, like: Tensor) -> Tensor:
-    """The slots of a cache beside a tensor; TypeError for what are no whole numbers."""
+    """Return the slots of a cache on the device of `like`; TypeError if not whole numbers."""
     slots = torch.as_tensor(cache.slots, device=like.device)
     if slots.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
@@ -250,7 +261,7 @@ def slots_of(cache: Cache, like: Tensor) -> Tensor:
 
 
 def _numbers(scale: object) -> Operand | None:
-    """The numbers of a scale, where they can be read without waiting for a device."""
+    """Return the numbers of a scale, if they can be read without waiting for a device."""
     if isinstance(scale, Tensor):
         return host_values(scale)
     return None if is_recording() else np.asarray(scale)
@@ -266,9 +277,9 @@ class Update(NamedTuple):
 
 
 def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[Update]:
-    """Each token's k and v for its slot; a negative one is skipped."""
+    """Return the updates that write k and v of each token to its slot, if it is not negative."""
     slots = slots_of(cache, k)
-    made = writes(LIBRARY, k, v, slots, cache, fitted)
+    made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)
     bounds = None
@@ -277,7 +288,7 @@ def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[U
     kept = slots >= 0
     updates = []
     for each in made:
-        where = places(each, slots[kept], bounds)
+        where = slot_indices(each, slots[kept], bounds)
         values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
         updates.append(Update(each, where, values, scales))
     return updates
@@ -287,18 +298,18 @@ def _written(
     results: Sequence[Result], updates: Sequence[Update], cache: Cache | None,
     out: Sequence[Tensor] | None,
 ) -> list[Result]:  # fmt: skip
-    """The results, in the tensors of `out` if they are given; all is written, or nothing."""
+    """Write cache and `out`, or nothing; return the results, those of `out` if it is given."""
     tensors = [result for result in results if isinstance(result, Tensor)]
     if out is not None:
         if any([isinstance(result, tuple) for result in results]):
-            raise ValueError("out= takes no scales that are computed: call without out=")
-        check_outputs(tensors, tensors, out)  # v may be its own result
+            raise ValueError("out= cannot be used with computed scales: call without out=")
+        check_outputs(tensors, tensors, out)  # v may be returned unchanged
     if not is_watched():  # the other inputs have been read
         check_writable((), [*written_to(cache), *(out or ())])
     for to, where, values, scales in updates:
         if scales is not None:
             to.scale[where] = scales.to(to.scale.dtype)
-        if to.cache.itemsize == 1:  # torch moves the bytes of float8, and not its numbers
+        if to.cache.itemsize == 1:  # torch can index bytes, but not float8
             to.cache.view(torch.uint8)[where] = values.view(torch.uint8)
         else:
             to.cache[where] = values

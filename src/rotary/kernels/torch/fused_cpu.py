@@ -1,4 +1,4 @@
-"""A fused call on torch tensors by the compiled loops, and its gradients."""
+"""Computes a fused call on torch tensors by the compiled loops, with gradients."""
 
 # mypy: disable-error-code="misc, no-untyped-call, no-untyped-def"
 
@@ -24,10 +24,10 @@ ACCESS = Access(form, Tensor.data_ptr, host_array, _weight)
 
 
 class Differentiable(torch.autograd.Function):
-    """q and k, each with its weight or None, to new tensors; the gradients by the same loops.
+    """Normalises and rotates q and k into new tensors; compiled loops compute gradients too.
 
-    Only the operands are kept. `formula` computes it where the loops cannot take the tensors, and
-    for gradients of gradients.
+    The operands are q, k, the weight of q and that of k, or None; only they are saved. `formula` is
+    used if the loops cannot take the tensors, and for gradients of gradients.
     """
 
     @staticmethod
@@ -47,24 +47,24 @@ class Differentiable(torch.autograd.Function):
         weights = operands[count:]
         call = ctx.call.with_weights(weights)
         if torch.is_grad_enabled():
-            return None, None, *_again(call, ctx, grads)
+            return None, None, *_gradients_by_formula(call, ctx, grads)
         results: list[Tensor | None] = [None] * len(operands)
         for index, (x, weight, grad) in enumerate(
             zip(operands[:count], weights, grads, strict=True)
         ):
             if grad is None:
                 continue
-            both = _back(call, index, x, weight, grad)
+            both = _gradients_by_loops(call, index, x, weight, grad)
             if both is None:
-                return None, None, *_again(call, ctx, grads)
+                return None, None, *_gradients_by_formula(call, ctx, grads)
             results[index], results[count + index] = both
         return None, None, *results
 
 
-def _back(
+def _gradients_by_loops(
     call: Call, index: int, x: Tensor, weight: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Gradients of x and of its weight; None where the loops cannot take these."""
+    """Return the gradients of x and of its weight; None if the loops cannot take these."""
     if weight is None:
         back = call.fitted.geometries[index].reversed()
         turned = launch((grad,), call.cos, call.sin, call.rows, back, None)
@@ -90,8 +90,10 @@ def _by_formula(
     return [y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
-def _again(call: Call, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients through the formula, which can be differentiated again."""
+def _gradients_by_formula(
+    call: Call, ctx: Any, grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients by the formula, which can be differentiated again."""
     operands, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -107,7 +109,7 @@ def _again(call: Call, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor 
 
 
 def checked_rows(rows: Tensor | None, cos: Tensor) -> Tensor | None:
-    """Row numbers as the loops read them; ValueError for one outside the table."""
+    """Return row numbers as the loops read them; ValueError for one outside the table."""
     if rows is None:
         return None
     rows = check_rows(rows, cos).contiguous()

@@ -1,4 +1,4 @@
-"""`rotary.fused` for torch on a GPU: from tensors of any strides to one launch of the kernel."""
+"""`rotary.fused` for torch on a GPU: tensors of any strides, in one launch of the kernel."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,9 +17,9 @@ from ..stages import (
     Norm,
     Stages,
     check_cache,
+    check_slot_shape,
     dtype_name,
     scale_form,
-    slot_shape,
     weight_form,
 )
 from ..triton.fused import kernel
@@ -28,17 +28,19 @@ from ..triton.sources import along
 from .state import INTEGERS
 
 _WARPS = 4
-_ELEMENTS = 4096  # of a tile: 32 for each thread
+_ELEMENTS = 4096  # in a tile: 32 for each thread
 Result = Tensor | tuple[Tensor, Tensor] | None
 
 
-class Way(NamedTuple):
-    """How one array is read and written.
+class ArrayPlan(NamedTuple):
+    """How one of q, k and v is read and written.
 
-    x, y     (batch, tokens, heads, channels); in a cache y is (blocks, block_size, heads, channels)
-    kind     the name of the type that is stored;  start  of the rotated channels
-    scale    a number; (heads,) numbers; or, if `has_scales`, memory for a scale for each token and
-             head, (batch, tokens, heads), or in a cache (blocks, block_size, heads)
+    x, y     input and output, (batch, tokens, heads, channels); in a cache y is
+             (blocks, block_size, heads, channels)
+    kind     the dtype name of what is stored;  start  the first rotated channel
+    scale    a number; (heads,) numbers; or, if `has_scales`, the tensor into which the kernel
+             writes one for each token and head: (batch, tokens, heads), or in a cache
+             (blocks, block_size, heads)
     weight   (heads or 1, channels), or None;  is_full  whether the mean is over all heads
     """
 
@@ -61,16 +63,16 @@ def fused(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> list[Result] | None:
-    """What `rotary.fused` returns for q, k and v; None where angles differ from head to head.
+    """Return what `rotary.fused` returns for q, k and v; None if angles differ between heads.
 
-    The arguments are checked ones of `kernels/torch/fused.py`, `out` with a tensor for each that is
-    returned: it is the result if the kernel can write into it. Slots are not looked at, because
-    that would wait for the device: one beyond the cache is skipped.
+    The arguments are those of `kernels/torch/fused.py`, checked. `out` has a tensor for each
+    result: the kernel writes into it if it can, else the result is a new tensor. Slots are not
+    checked, because that would wait for the device: one beyond the cache is skipped.
     """
     steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
     if fitted.head_axis is not None and steps.pop(fitted.head_axis):
         return None
-    steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # behind the axes of the batch
+    steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # after the batch axes
     sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
     cos, sin = cos.float(), sin.float()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
@@ -83,41 +85,41 @@ def fused(
         )
     else:
         rows = rows.as_strided(sizes, strides).reshape(-1, sizes[-1])
-    ways: list[Way | None] = []
+    plans: list[ArrayPlan | None] = []
     results: list[Result] = []
     outs = iter(out or ())
     is_mixed = fitted.geometries[0].layout != fitted.geometries[0].out_layout
     for name, x, scale in zip("qkv", xs, stages.scales, strict=True):
         if x is None:
-            ways.append(None)
+            plans.append(None)
             results.append(None)
             continue
         is_latent = isinstance(stages.cache, LatentCache) and name == "v"
         head_axis = None if is_latent else fitted.head_axis
-        source = laid(x if x.stride(-1) == 1 else x.contiguous(), head_axis)
+        source = as_4d(x if x.stride(-1) == 1 else x.contiguous(), head_axis)
         start = fitted.geometries[name == "k"].start if name != "v" else 0
         weight = _weight(stages.norm, name, source)
         if stages.cache is not None and name != "q":
-            place = _in_cache(name, stages.cache, source)
+            target = _in_cache(name, stages.cache, source)
             results.append(None)
         else:
             kind = stages.dtype or str(xs[0].dtype).removeprefix("torch.")
             y, result = _output(x, head_axis, kind, next(outs, None), is_mixed)
-            place = _scaled(name, y, kind, scale)
-            if place[3]:
+            target = _scaled(name, y, kind, scale)
+            if target[3]:
                 scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-                place = *place[:2], laid(scales[..., None], head_axis)[..., 0], True
+                target = *target[:2], as_4d(scales[..., None], head_axis)[..., 0], True
                 results.append((result, scales))
             else:
                 results.append(result)
-        ways.append(Way(source, *place, start, *weight))
+        plans.append(ArrayPlan(source, *target, start, *weight))
     slots, block, count = _slots(stages.cache, fitted)
-    _launch(ways, cos, sin, rows, slots, block, count, fitted.geometries[0], stages.norm)
+    _launch(plans, cos, sin, rows, slots, block, count, fitted.geometries[0], stages.norm)
     return results
 
 
-def laid(x: Tensor, head_axis: int | None) -> Tensor:
-    """x as (batch, tokens, heads, channels), where it can be without a copy."""
+def as_4d(x: Tensor, head_axis: int | None) -> Tensor:
+    """Return x as (batch, tokens, heads, channels), without a copy if possible."""
     x = x.unsqueeze(-2) if head_axis is None else x.movedim(head_axis, -2)
     return x.reshape(-1, *x.shape[-3:]) if x.numel() else x.reshape(0, 1, *x.shape[-2:])
 
@@ -133,28 +135,28 @@ def _weight(norm: Norm | None, name: str, x: Tensor) -> tuple[Tensor | None, boo
 def _output(
     x: Tensor, head_axis: int | None, kind: str, out: Tensor | None, is_mixed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Where a result is written, as `laid`, and the result: `out` if it can be written into."""
+    """Return the result, `out` if the kernel can write into it, preceded by its `as_4d`."""
     dtype = getattr(torch, kind)
     if out is not None and out.dtype == dtype and out.shape == x.shape and out.stride(-1) == 1:
-        y = laid(out, head_axis)
+        y = as_4d(out, head_axis)
         if y.data_ptr() == out.data_ptr() and not (is_mixed and out.data_ptr() == x.data_ptr()):
             return y, out
     result = torch.empty_like(x, dtype=dtype)
-    y = laid(result, head_axis)
+    y = as_4d(result, head_axis)
     if y.data_ptr() != result.data_ptr() or y.stride(-1) != 1:
         result = torch.empty(x.shape, dtype=dtype, device=x.device)
-        y = laid(result, head_axis)
+        y = as_4d(result, head_axis)
     return y, result
 
 
 def _scaled(
     name: str, y: Tensor, kind: str, scale: object
 ) -> tuple[Tensor, str, Tensor | float, bool]:
-    """`y`, `kind`, `scale` and `has_scales` of a `Way`, for the scale of a result."""
+    """Return `y`, `kind`, `scale` and `has_scales` of an `ArrayPlan`, for an output."""
     if isinstance(scale, str):
         if scale != TOKEN or LARGEST[kind] is None:
             raise ValueError(
-                f"scale={scale!r} with {kind}: scales are computed by 'token', for int8 and float8"
+                f"scale={scale!r} with {kind}: pass numbers, or 'token' for int8 and float8"
             )
         return y, kind, 1.0, True
     if isinstance(scale, (int, float)):
@@ -167,7 +169,7 @@ def _scaled(
 def _in_cache(
     name: str, cache: KVCache | LatentCache, x: Tensor
 ) -> tuple[Tensor, str, Tensor | float, bool]:
-    """The same of what goes into a cache."""
+    """Return `y`, `kind`, `scale` and `has_scales` of an `ArrayPlan`, for a cache."""
     if isinstance(cache, LatentCache):
         row = (cache.rows.shape[-1],)
         block = check_cache("the rows", tuple(cache.rows.shape), row)
@@ -176,12 +178,12 @@ def _in_cache(
     else:
         memory, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
         if memory is None:
-            raise ValueError("v was given, and the cache has none: pass KVCache(k, v, slots)")
+            raise ValueError("v was given, but the cache has no v: pass KVCache(k, v, slots)")
         block = check_cache(name, tuple(memory.shape), tuple(x.shape[-2:]))
     kind = dtype_name(memory.dtype)
     y = memory.unsqueeze(1) if block is None else memory
     if y.stride(-1) != 1:
-        raise ValueError(f"the cache of {name} must have its channels side by side on a GPU")
+        raise ValueError(f"on a GPU the cache of {name} must be contiguous along its channels")
     if isinstance(scale, Tensor) and scale.shape == memory.shape[:-1] and memory.ndim > 2:
         _scaled(name, y, kind, TOKEN)
         return y, kind, scale.unsqueeze(1) if block is None else scale, True
@@ -189,21 +191,21 @@ def _in_cache(
 
 
 def _slots(cache: KVCache | LatentCache | None, fitted: Fit) -> tuple[Tensor | None, int, int]:
-    """The slots as (batch, tokens), the size of a block, and how many slots the cache has."""
+    """Return the slots as (batch, tokens), the block size, and the number of slots in the cache."""
     if cache is None:
         return None, 1, 0
     memory = cache.rows if isinstance(cache, LatentCache) else cache.k
     slots = torch.as_tensor(cache.slots, device=memory.device)
     if slots.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    slot_shape(tuple(slots.shape), fitted.tokens)
+    check_slot_shape(tuple(slots.shape), fitted.tokens)
     is_flat = memory.ndim == (2 if isinstance(cache, LatentCache) else 3)
     block = 1 if is_flat else memory.shape[1]
     return slots.reshape(-1, fitted.tokens[-1]), block, memory.shape[0] * block
 
 
 def _launch(
-    ways: Sequence[Way | None],
+    plans: Sequence[ArrayPlan | None],
     cos: Tensor,
     sin: Tensor,
     rows: Tensor | None,
@@ -213,33 +215,33 @@ def _launch(
     geometry: Geometry,
     norm: Norm | None,
 ) -> None:
-    """Run the kernel: cos and sin (batch, tokens, pairs), or with `rows` (rows, pairs)."""
-    present = [way for way in ways if way is not None and way.x.numel()]
+    """Launch the kernel. cos and sin are (batch, tokens, pairs), or with `rows` (rows, pairs)."""
+    present = [plan for plan in plans if plan is not None and plan.x.numel()]
     if not present:
         return
     batches, tokens = present[0].x.shape[:2]
-    widest = max(max(_power(way.x.shape[-1]) for way in present), 2 * _power(geometry.pairs))
+    widest = max(max(_power(plan.x.shape[-1]) for plan in present), 2 * _power(geometry.pairs))
     fitting = max(1, _ELEMENTS // widest)
-    heads, counts = 1, [way.x.shape[2] for way in present]
-    if not any(way.is_full for way in present):
+    heads, counts = 1, [plan.x.shape[2] for plan in present]
+    if not any(plan.is_full for plan in present):
         while 2 * heads <= min(8, fitting) and not any(count % (2 * heads) for count in counts):
             heads *= 2
-    together = min(fitting // heads, _power(tokens))
-    blocks = -(-tokens // together)
+    tile_tokens = min(fitting // heads, _power(tokens))
+    blocks = -(-tokens // tile_tokens)
     processors = _processors(cos.device)
     numbers: list[object] = []
     constants: dict[str, object] = {}
     programs = 0
-    for name, way in zip("QKV", ways, strict=True):
-        is_there = way is not None and way.x.numel() > 0
-        some = way if way is not None and is_there else present[0]  # nothing of it is read
+    for name, plan in zip("QKV", plans, strict=True):
+        is_there = plan is not None and plan.x.numel() > 0
+        used = plan if plan is not None and is_there else present[0]  # of 0 heads nothing is read
         parts = 0
         if is_there:
-            groups = -(-some.x.shape[2] // heads)
-            parts = 1 if some.is_full else min(groups, -(-4 * processors // (batches * blocks)))
-        some_numbers, some_constants = _arguments(name, some, geometry)
-        numbers += [*some_numbers, some.x.shape[2] if is_there else 0, parts]
-        constants |= some_constants
+            groups = -(-used.x.shape[2] // heads)
+            parts = 1 if used.is_full else min(groups, -(-4 * processors // (batches * blocks)))
+        array_numbers, array_constants = _arguments(name, used, geometry)
+        numbers += [*array_numbers, used.x.shape[2] if is_there else 0, parts]
+        constants |= array_constants
         programs += parts
     steps = (cos if rows is None else rows).stride()[:2]
     batch_step = 0 if (cos if rows is None else rows).shape[0] == 1 else steps[0]
@@ -251,33 +253,36 @@ def _launch(
             cos, sin, cos if rows is None else rows, cos if slots is None else slots,
             batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
             slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
-            PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=together, HEADS=heads,
+            PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=tile_tokens, HEADS=heads,
             READ_HALF=geometry.layout == "half", WRITE_HALF=geometry.out_layout == "half",
             HAS_ROWS=rows is not None, ADD_ONE=int(norm is not None and norm.add_one),
             SLOTS=slots is not None, **constants, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _arguments(name: str, way: Way, geometry: Geometry) -> tuple[list[object], dict[str, object]]:
-    """The numbers of one array from its memory to its scale, and its constants."""
-    width, weight, scale = way.x.shape[-1], way.weight, way.scale
+def _arguments(
+    name: str, plan: ArrayPlan, geometry: Geometry
+) -> tuple[list[object], dict[str, object]]:
+    """Return the run-time arguments of one array, from `q` to `q_number`, and its constants."""
+    width, weight, scale = plan.x.shape[-1], plan.weight, plan.scale
     rest = width if name == "V" else width - 2 * geometry.pairs
-    kind = "token" if way.has_scales else "heads" if isinstance(scale, Tensor) else "number"
-    largest = LARGEST[way.kind]
+    kind = "token" if plan.has_scales else "heads" if isinstance(scale, Tensor) else "number"
+    largest = LARGEST[plan.kind]
     constants: dict[str, object] = {
         "DIM": width,
         "REST": _power(rest) if rest else 0,
-        "NORM": "" if weight is None else "all heads" if way.is_full else "head",
+        "NORM": "" if weight is None else "all heads" if plan.is_full else "head",
         "SCALE": "" if kind == "number" and scale == 1 else kind,
-        "FORM": "" if largest is None else way.kind,
+        "FORM": "" if largest is None else plan.kind,
         "LARGEST": 0.0 if largest is None else largest,
-        **({} if name == "V" else {"START": way.start}),
+        **({} if name == "V" else {"START": plan.start}),
     }
-    is_byte = way.kind.startswith("float8")
+    is_byte = plan.kind.startswith("float8")
     numbers = [
-        way.x, way.y.view(torch.uint8) if is_byte else way.y, way.x if weight is None else weight,
-        scale if isinstance(scale, Tensor) else way.x, *way.x.stride()[:3], *way.y.stride()[:3],
-        *(scale.stride() if way.has_scales and isinstance(scale, Tensor) else (0, 0, 0)),
+        plan.x, plan.y.view(torch.uint8) if is_byte else plan.y,
+        plan.x if weight is None else weight,
+        scale if isinstance(scale, Tensor) else plan.x, *plan.x.stride()[:3], *plan.y.stride()[:3],
+        *(scale.stride() if plan.has_scales and isinstance(scale, Tensor) else (0, 0, 0)),
         weight.stride(0) if weight is not None and len(weight) > 1 else 0,
         1.0 if isinstance(scale, Tensor) else float(scale),
     ]  # fmt: skip
@@ -285,7 +290,7 @@ def _arguments(name: str, way: Way, geometry: Geometry) -> tuple[list[object], d
 
 
 def _power(number: int) -> int:
-    """The least power of two that is not less.
+    """Return the smallest power of two that is not less than `number`.
 
     >>> _power(80), _power(1)
     (128, 1)

@@ -1,6 +1,6 @@
 """Repeats a fused call on CPU tensors of known shapes: `ready.py` with weights and a cache.
 
-Computing how eight tensors fit together takes 70 us; the rotation of one token takes 2 us.
+Computing how eight tensors fit together takes 70 us, the rotation of one token 2 us.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, wants_grad
 
 _NOTHING = None, None, None
-_SPACINGS = 64  # of operands whose memory was compared byte by byte
+_SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kind(NamedTuple):
-    """All that a call depends on but the tensors (q, k, v, weights, caches and slots).
+    """All that the code of a call depends on besides its tensors.
 
-    `given` says which of these there are.
+    `given` says which of q, k, v, three weights, two caches and slots the call has.
     """
 
     options: Options
@@ -48,7 +48,7 @@ def quick(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> Triple | None:
-    """`fused.fused`, at once for a call like one before; None where more is needed."""
+    """Compute `fused.fused` by code that is kept for calls of this form; None if it cannot."""
     norm, cache, dtype, scales = stages
     weights, eps, add_one = _NOTHING, 0.0, False
     if norm is not None:
@@ -71,7 +71,7 @@ def quick(
         if not isinstance(rows, Tensor):
             return None
         read = *tables, rows
-    results = ready.run((kind,), xs, read, out, _code, ready.itself)
+    results = ready.run((kind,), xs, read, out, _code, ready.identity)
     if results is None:
         return None
     if cache is not None:
@@ -82,9 +82,9 @@ def quick(
 def _code(
     kind: Kind, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> Run | None:
-    """The compiled loops for operands of these forms; None where another way has to be taken.
+    """Return code that runs the compiled loops on operands of these forms; None if they cannot.
 
-    ValueError for shapes that do not fit. Nobody may watch the operators.
+    Raises ValueError for shapes that do not fit. `is_watched` must be False.
     """
     operands = *xs, *tables
     if not all(map(has_memory, (*operands, *(out or ())))) or any(map(is_on_gpu, operands)):
@@ -134,7 +134,8 @@ def _code(
     plan = jobs.call_of(tuple([piece for piece, *_ in pieces]), table, row_form, kind.eps)
     if plan is None:
         return None
-    # of each piece: where x, out, weight and slots are among xs, outs and 0; how far out begins
+    # for each piece: the indices of x, out, weight and slots in (*xs, *outs, 0), and the byte
+    # offset in out
     first, last = len(xs), len(xs) + len(outs)
     sources = spots[:3] if cache is not None else spots[: len(rotated)]
     targets: list[int | None] = list(range(first, last))
@@ -151,7 +152,7 @@ def _code(
     is_in_place = [piece.is_in_place for piece, *_ in pieces]
     is_checked, absent = bool(written), (0,) * (3 - len(tables))
     read_count = sum([x is not None for x in (q, k, v)])
-    apart: set[tuple[int, ...]] = set()
+    checked_spacings: set[tuple[int, ...]] = set()
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -165,16 +166,16 @@ def _code(
         if not jobs.run(plan, memories, (cos, sin, rows), is_checked):
             if not is_checked:
                 return None
-            # q, k and v may be slices of one buffer: their reach overlaps, their bytes do not
-            spacing = tuple([place - at[0] for place in (*at, cos, sin, rows)])
-            if spacing not in apart:
+            # q, k, v may be slices of one buffer: their address ranges overlap, their bytes do not
+            spacing = tuple([address - at[0] for address in (*at, cos, sin, rows)])
+            if spacing not in checked_spacings:
                 caches = [xs[spot] for spot in spots[6:8] if spot is not None]
                 read = *xs[:read_count], *tables[:2]
                 check_memory(read, out or ())
                 check_memory((*tables[:2], *read, *(out or ())), caches)
-                if len(apart) >= _SPACINGS:
-                    apart.clear()
-                apart.add(spacing)
+                if len(checked_spacings) >= _SPACINGS:
+                    checked_spacings.clear()
+                checked_spacings.add(spacing)
             if not jobs.run(plan, memories, (cos, sin, rows), False):
                 return None
         if is_tracked:

@@ -1,10 +1,9 @@
-"""Repeats a call on a GPU with known shapes: a compiled launch that only needs addresses.
+"""Repeats a call on a GPU with known shapes, by a compiled launch that only needs addresses.
 
 Triton examines every argument of a launch, which takes longer than the launch. Here everything but
 the addresses is computed once for tensors of the same shapes and types, which the guards of
-`ready.py` recognise.
-Nothing waits for the device, and nothing but new outputs is allocated: such a call can be captured
-in a CUDA graph.
+`ready.py` recognise. A repeated call does not wait for the device and allocates only its outputs,
+so it can be captured in a CUDA graph.
 """
 
 import hashlib
@@ -26,28 +25,28 @@ from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import INTEGERS
 
 Addresses = tuple[int, ...]
-Launch = Callable[[Addresses], bool]  # as of `triton/launch.py`, which not every torch can load
-_SPACINGS = 64  # of operands whose memory was compared
+Launch = Callable[[Addresses], bool]  # that of `triton/launch.py`, which needs Triton to import
+_SPACINGS = 64  # kept at most: distances of operands whose memory was compared
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """A rotation whose geometry is known; `at` has its angles, None if it is done by tables.
+class Rotation:
+    """A rotation whose geometry is known; `angles` is None if it takes tables of cos and sin.
 
     It is compared and hashed by identity, because a hash of its fields would take 0.4 us.
     """
 
     geometry: Geometry
-    at: AngleOptions | None
+    angles: AngleOptions | None
 
 
-def turn_of(
+def rotation_of(
     kind: Options | AngleOptions, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
-) -> Turn | None:
-    """The rotation that a call means for these tensors; None if the GPU kernel cannot take them.
+) -> Rotation | None:
+    """Return the rotation of a call with these tensors; None if the GPU kernel cannot take them.
 
     tables  cos and sin, perhaps row numbers; for `AngleOptions` positions, or nothing for 0, 1, ...
-    ValueError and TypeError for tensors that do not fit, as from `rotary.rotate`.
+    Raises ValueError and TypeError for tensors that do not fit, as `rotary.rotate` does.
     """
     if not is_for_gpu((*xs, *tables, *(out or ()))):
         return None
@@ -58,7 +57,7 @@ def turn_of(
             return None
         check_operands(xs, cos, sin, out)
         tokens = tuple(rows[0].shape) if rows else None
-        return Turn(geometry_of(shapes, tuple(cos.shape), tokens, kind), None)
+        return Rotation(geometry_of(shapes, tuple(cos.shape), tokens, kind), None)
     check_xs(xs, out)
     options, angles = kind.options, kind.angles_of(kind.form)
     num_axes, tokens = max(angles.axes, default=0) + 1, None
@@ -70,27 +69,28 @@ def turn_of(
         if tables[0].dtype not in INTEGERS or not is_fit:
             return None
     seq = xs[0].shape[seq_axis(shapes[0], options.seq_dim)]
-    return Turn(geometry_of(shapes, (seq, len(angles.turns)), tokens, options), kind)
+    return Rotation(geometry_of(shapes, (seq, len(angles.turns)), tokens, options), kind)
 
 
-def turns_of(at: AngleOptions, like: Tensor) -> tuple[Tensor, float]:
-    """Turns on the device of a tensor, which the kernel multiplies positions by; the amplitude."""
-    angles = at.angles_of(at.form)
-    place = like.device, torch.is_inference_mode_enabled()
-    return axis_turns(angles.turns.tobytes(), angles.axes, *place), angles.scale
+def turns_of(angle_options: AngleOptions, like: Tensor) -> tuple[Tensor, float]:
+    """Return the turns, on the device of a tensor, and the attention factor."""
+    angles = angle_options.angles_of(angle_options.form)
+    is_inference = torch.is_inference_mode_enabled()
+    turns = axis_turns(angles.turns.tobytes(), angles.axes, like.device, is_inference)
+    return turns, angles.scale
 
 
 def rotate(
-    turn: Turn, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    rotation: Rotation, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """Rotate plain tensors on a GPU, of any memory, by as many launches as it takes."""
+    """Rotate plain tensors of any strides on a GPU, by as many launches as it takes."""
     kernel = gpu_kernel(xs[0].device)
-    if turn.at is None:
+    if rotation.angles is None:
         cos, sin, rows = (*tables, None)[:3]
-        return tuple(kernel.rotate(xs, cos, sin, rows, turn.geometry, out))
+        return tuple(kernel.rotate(xs, cos, sin, rows, rotation.geometry, out))
     positions = tables[0] if tables else None
-    steps, factor = turns_of(turn.at, xs[0])
-    return tuple(kernel.rotate_exact(xs, steps, factor, positions, turn.geometry, out))
+    steps, factor = turns_of(rotation.angles, xs[0])
+    return tuple(kernel.rotate_exact(xs, steps, factor, positions, rotation.geometry, out))
 
 
 def rotate_at(
@@ -101,7 +101,7 @@ def rotate_at(
     geometry: Geometry,
     out: Sequence[Tensor],
 ) -> None:
-    """Write the rotation at whole positions, by the kernel, or the formula where none can.
+    """Write the rotation at whole positions into `out`, by the kernel if it can, or the formula.
 
     turns  as from `angles.axis_turns`;  positions  None for 0, 1, ... along the tokens
     """
@@ -120,7 +120,7 @@ def formula_at(
     positions: Tensor | None,
     geometry: Geometry,
 ) -> tuple[Tensor, ...]:
-    """The same by torch's own operators; `turns` as from `angles.axis_turns`."""
+    """Rotate at whole positions by torch's own operators; `turns` as from `angles.axis_turns`."""
     if positions is None:
         positions = arange(xs[0], xs[0].shape[geometry.dims.index(0)])
     steps = positions.long()[..., None] * turns
@@ -130,8 +130,10 @@ def formula_at(
 
 
 class Constants:
-    """Tensors on a GPU that compiled programs read: attributes, so that Dynamo takes them for
-    inputs that do not move. A constant of a program would be copied in every call."""
+    """Holds tensors on a GPU that compiled programs read, each as an attribute.
+
+    Dynamo takes attributes for inputs that do not move; it would copy a constant in every call.
+    """
 
 
 constants = Constants()
@@ -141,16 +143,16 @@ constants = Constants()
 def keep_turns(
     angles_of: Callable[..., Angles], device: torch.device, *form: Hashable
 ) -> tuple[str, float]:
-    """The name in `constants` of turns as from `angles.axis_turns`, and the amplitude.
+    """Return the name in `constants` of turns (`angles.axis_turns`), and the attention factor.
 
-    `form` is that of AngleOptions, one by one: Dynamo takes no spec inside a tuple.
+    `form` is that of AngleOptions, unpacked because Dynamo takes no spec inside a tuple.
     """
     angles = angles_of(form)
     content = angles.turns.tobytes()
     digest = hashlib.sha256(repr((content, angles.axes, device)).encode()).hexdigest()
     name = f"turns_{digest[:16]}"
     if not hasattr(constants, name):
-        with torch.inference_mode(False):  # or no gradient could use them
+        with torch.inference_mode(False):  # autograd cannot save inference tensors
             turns = axis_turns(content, angles.axes, device, False)
         stays_in_place(turns)
         setattr(constants, name, turns)
@@ -158,45 +160,45 @@ def keep_turns(
 
 
 def code_of(
-    turn: Turn, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    rotation: Rotation, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> Run | None:
-    """Code that rotates tensors of these forms, compiled and loaded: by one launch if possible.
+    """Return code, compiled and loaded, that rotates tensors of these forms.
 
-    None where out= needs more than one launch, or more checks.
+    It takes one launch if possible; None if out= needs more than one, or further checks.
     """
     check_no_inference(out or ())
-    if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
+    if len({y.is_inference() for y in out or ()}) > 1:  # only some have a version counter
         return None
-    launch, fixed = _launch(turn, xs, tables, out)
+    launch, fixed = _launch(rotation, xs, tables, out)
     if launch is not None:
         if out is None:
-            return _new(launch, fixed, xs)
-        return _into(launch, fixed, xs, tables, out)
-    return partial(rotate, turn) if out is None else None
+            return _code_with_new_outputs(launch, fixed, xs)
+        return _code_with_out(launch, fixed, xs, tables, out)
+    return partial(rotate, rotation) if out is None else None
 
 
 def _launch(
-    turn: Turn, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    rotation: Rotation, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> tuple[Launch | None, Addresses]:
-    """A launch by addresses, None where it takes more; and the addresses of turns."""
+    """Return a launch by addresses, None if it takes several, and the addresses of turns."""
     kernel = gpu_kernel(xs[0].device)
     fixed: Addresses = ()
-    if turn.at is None:
+    if rotation.angles is None:
         cos, sin, *rows = tables
         if not are_walked_alike(cos, sin):
             return None, ()
-        source = from_tables(cos, sin, rows[0] if rows else None, turn.geometry)
+        source = from_tables(cos, sin, rows[0] if rows else None, rotation.geometry)
     else:
-        steps, factor = turns_of(turn.at, xs[0])
+        steps, factor = turns_of(rotation.angles, xs[0])
         positions = tables[0] if tables else None
-        source = from_turns(steps, factor, positions, turn.geometry)
+        source = from_turns(steps, factor, positions, rotation.geometry)
         fixed = (steps.data_ptr(),) * 2
     outs = [torch.empty_like(x, device="meta") for x in xs] if out is None else out
-    return kernel.prepared(xs, outs, source, turn.geometry), fixed
+    return kernel.prepared(xs, outs, source, rotation.geometry), fixed
 
 
-def _new(launch: Launch, fixed: tuple[int, ...], xs: Sequence[Tensor]) -> Run:
-    """The code of a call with new outputs; `fixed` are the addresses of turns."""
+def _code_with_new_outputs(launch: Launch, fixed: tuple[int, ...], xs: Sequence[Tensor]) -> Run:
+    """Return the code of a call with new outputs; `fixed` are the addresses of turns."""
     is_single = len(xs) == 1
     new_q, new_k = (maker_of_outputs(x, 0) for x in (xs[0], xs[-1]))
 
@@ -212,19 +214,19 @@ def _new(launch: Launch, fixed: tuple[int, ...], xs: Sequence[Tensor]) -> Run:
     return code
 
 
-def _into(
+def _code_with_out(
     launch: Launch,
     fixed: tuple[int, ...],
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor],
 ) -> Run:
-    """The same with out=, for calls that are in place just where this one is."""
-    is_other_memory = tuple([x.data_ptr() != y.data_ptr() for x, y in zip(xs, out, strict=True)])
-    is_other_memory = is_other_memory[0], is_other_memory[-1]
+    """Return the code of a call with out=, for calls that are in place for the same arrays."""
+    each = tuple([x.data_ptr() != y.data_ptr() for x, y in zip(xs, out, strict=True)])
+    not_in_place = each[0], each[-1]
     is_tracked = not out[0].is_inference()
-    are_apart = _reach(xs, tables, out)
-    compared: set[tuple[int, ...]] = set()
+    are_apart = _range_check(xs, tables, out)
+    checked_spacings: set[tuple[int, ...]] = set()
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -233,16 +235,16 @@ def _into(
         outs = tuple(out)
         q, k = xs[0].data_ptr(), xs[-1].data_ptr()
         q_out, k_out = outs[0].data_ptr(), outs[-1].data_ptr()
-        if is_other_memory != (q != q_out, k != k_out):
+        if not_in_place != (q != q_out, k != k_out):
             return None
         addresses = tuple(map(data_ptr, tables))
-        spacing = (k - q, q_out - q, k_out - q, *[place - q for place in addresses])
-        if spacing not in compared:
+        spacing = (k - q, q_out - q, k_out - q, *[address - q for address in addresses])
+        if spacing not in checked_spacings:
             if not are_apart((q, k, *addresses), (q_out, k_out)):
                 check_memory((*xs, *tables), outs)
-            if len(compared) >= _SPACINGS:
-                compared.clear()
-            compared.add(spacing)
+            if len(checked_spacings) >= _SPACINGS:
+                checked_spacings.clear()
+            checked_spacings.add(spacing)
         read = fixed + addresses
         if not launch((q, k, q_out, k_out, read[0], read[1], read[-1])):
             return None
@@ -253,12 +255,12 @@ def _into(
     return code
 
 
-def _reach(
+def _range_check(
     xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor]
 ) -> Callable[[Addresses, Addresses], bool]:
-    """Whether what is written lies apart from all else, by the first and last byte of each.
+    """Return a check that outputs lie apart from all other operands, by first and last byte.
 
-    That takes 2 us, and byte by byte 12. q and k may be slices of one buffer: they are not apart.
+    It takes 2 us, a check byte by byte 12 us. Slices q and k of one buffer are not apart.
     """
     reads = [extent(form(x)) for x in (xs[0], xs[-1], *tables)]
     writes = [extent(form(y)) for y in (out[0], out[-1])]

@@ -1,7 +1,7 @@
 """Rotates torch tensors: by the loops on a CPU, Triton's kernel on a GPU, or the formula.
 
-The formula is torch's own operators. Kernels write memory, and know nothing of gradients; with
-`Differentiable` around them they have gradients of every order.
+The formula is torch's own operators. Kernels write memory, without gradients; `Differentiable`
+gives them gradients of every order.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -49,10 +49,10 @@ def launch(
     geometry: Geometry,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Rotate by the kernel of the device that holds the tensors; by the formula where none can.
+    """Rotate by the kernel of the tensors' device, or by the formula if no kernel can.
 
-    On a GPU no row number is looked at, for that would wait for the device: one outside the tables
-    gives NaN, by the kernel and by the formula.
+    On a GPU row numbers are not checked, because that would wait for the device: one outside the
+    tables gives NaN, by the kernel and by the formula.
     """
     if rows is not None and is_on_host(rows):
         check_row_range(rows, cos)
@@ -74,7 +74,7 @@ def launch(
 
 @lru_cache
 def gpu_kernel(device: torch.device) -> Any:
-    """The kernel for a GPU; None where Triton is missing or does not compile for the device."""
+    """Return the kernel for a GPU; None if Triton is missing or does not compile for it."""
     try:
         from ..triton import kernel as triton
     except ImportError as error:
@@ -88,14 +88,14 @@ def gpu_kernel(device: torch.device) -> Any:
 
 
 def is_for_gpu(tensors: Sequence[Tensor]) -> bool:
-    """Whether the GPU kernel takes these, of which the first is to be rotated."""
+    """Whether the GPU kernel takes these tensors, of which the first is x."""
     x = tensors[0]
     return is_on_gpu(x) and are_plain(tensors) and has_kernel(x.device, x.dtype)
 
 
 @constant
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for a GPU, and it takes a dtype; also while a call is recorded."""
+    """Whether a GPU has a kernel that takes a dtype; a constant for torch.compile."""
     kernel = gpu_kernel(device)
     return kernel is not None and dtype in kernel.DTYPES
 
@@ -127,8 +127,10 @@ def _loop(
         None if rows is None else form(rows),
         geometry,
     )
-    places = [(x.data_ptr(), y.data_ptr()) for x, y in zip(sources, targets, strict=True)]
-    jobs.run(call, places, cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr())
+    addresses = [(x.data_ptr(), y.data_ptr()) for x, y in zip(sources, targets, strict=True)]
+    jobs.run(
+        call, addresses, cos.data_ptr(), sin.data_ptr(), 0 if rows is None else rows.data_ptr()
+    )
     for result, target in zip(results, targets, strict=True):
         if target is not result:
             result.copy_(target)
@@ -136,7 +138,7 @@ def _loop(
 
 
 def form(x: Tensor) -> Block:
-    """The form of the memory of a tensor."""
+    """Return the shape, strides in bytes and dtype of a tensor."""
     strides = tuple([step * x.itemsize for step in x.stride()])
     return Block(tuple(x.shape), strides, _NAMES.get(x.dtype, str(x.dtype)))
 
@@ -146,12 +148,12 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor in the memory order of x; a large one on huge pages."""
+    """Return an uninitialised tensor in the memory order of x; a large one on huge pages."""
     return on_huge_pages(torch.empty_like(x))
 
 
 def empty_contiguous(x: Tensor) -> Tensor:
-    """The same without regard to the order of x, as a fake tensor of the operator promises."""
+    """Return an uninitialised contiguous tensor, as the operator's fake tensor is."""
     return on_huge_pages(x.new_empty(x.shape))
 
 
@@ -162,7 +164,7 @@ def on_huge_pages(x: Tensor) -> Tensor:
 
 
 def mark_written(out: Sequence[Tensor]) -> None:
-    """Tell autograd: a tensor it saved earlier and that was overwritten here must not be used."""
+    """Tell autograd that these were overwritten: if it saved one, backward raises an error."""
     tracked = [y for y in out if not y.is_inference()]
     if tracked:
         torch.autograd.graph.increment_version(tracked)
@@ -178,9 +180,9 @@ def formula(
     rows: Tensor | None,
     geometry: Geometry,
 ) -> tuple[Tensor, ...]:
-    """Every tensor of `xs` rotated by torch's own operators, as `kernels/numpy.py` says.
+    """Rotate by torch's own operators; the formula of `kernels/numpy.py`.
 
-    It takes any device and transform, and gives every gradient. Returns new tensors.
+    It runs on every device and under every transform, and has all gradients. Returns new tensors.
     """
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
@@ -190,7 +192,7 @@ def formula(
 def by_operators(
     xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> tuple[Tensor, ...]:
-    """The formula itself: tables whose rows are those of the tokens, lined up by `geometry`."""
+    """Rotate by tables with one row for each token; `geometry` says how they broadcast to xs."""
     cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
     sin = -sin if geometry.conjugate else sin
     rotary_dim = 2 * geometry.pairs
@@ -218,7 +220,7 @@ def check_row_range(rows: Tensor, table: Tensor) -> None:
 
 
 def _picked(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a table; NaN for one outside, where to look at numbers would wait or is too early."""
+    """Return rows of a table; NaN for rows outside, if their numbers cannot be read now."""
     numbers = host_values(rows)
     if numbers is None:
         is_inside = (rows >= 0) & (rows < table.shape[0])
@@ -237,7 +239,7 @@ def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
 
 
 class Differentiable(torch.autograd.Function):
-    """A rotation under autograd, whose gradient is the rotation back: nothing is kept but `angles`.
+    """A rotation under autograd. Its gradient is the rotation back, so it only saves `angles`.
 
     `run(xs)` rotates; `back(grads, angles)` rotates back, with gradients. `angles` are tensors.
     """
@@ -259,6 +261,6 @@ class Differentiable(torch.autograd.Function):
         return None, None, None, *turned
 
 
-# `Differentiable.apply` for tensors of which is known that no transform of torch.func holds them:
-# it looks for these, 2 us of 6
+# `Differentiable.apply` without its search for torch.func transforms, 2 us of 6; only for tensors
+# that are known to be in none
 differentiable = super(torch.autograd.Function, Differentiable).apply

@@ -1,4 +1,4 @@
-"""Moved keys as torch tensors: the compiled loops on the host, torch's own operators elsewhere."""
+"""Rotates cached keys in torch tensors: by compiled loops on the host, else by torch operators."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -32,9 +32,9 @@ def move(
     options: Options,
     out: Tensor | None,
 ) -> Tensor:
-    """Turn the keys of some blocks of a cache, as `kernels/numpy.py` does; `rotate` is torch's.
+    """Rotate the keys of some blocks of a cache, as in `kernels/numpy.py`; `rotate` is torch's.
 
-    On a GPU the blocks are gathered, rotated and written back: no more than their own memory.
+    On a GPU the blocks are gathered, rotated and written back, which takes memory for them only.
     """
     operands = [y for y in (cos, sin, blocks, scale, out) if y is not None]
     for other in operands:
@@ -62,9 +62,9 @@ def move_by(
     xs: Sequence[Tensor], blocks: object, shift: object, turns: Callable[[], Numbers],
     backwards: bool, options: Options,
 ) -> bool:  # fmt: skip
-    """Turn blocks of these caches in place, by whole numbers of tokens, in the compiled loops.
+    """Rotate blocks of these caches in place, by whole numbers of tokens, in the compiled loops.
 
-    False, and nothing done, for what `move` takes alone, and for what it refuses.
+    Returns False, having written nothing, if `move` has to be called, or would refuse the call.
     """
     if loops is None or is_recording() or not are_plain(xs) or wants_grad(*xs):
         return False
@@ -73,8 +73,8 @@ def move_by(
     if xs[0].is_cuda or blocks is None or shift is None or any(x != first for x in others):
         return False
     check_no_inference(xs)
-    places = [x.data_ptr() for x in xs]
-    if not loops.run_shifted(first, places, blocks, shift, turns, backwards, options):
+    addresses = [x.data_ptr() for x in xs]
+    if not loops.run_shifted(first, addresses, blocks, shift, turns, backwards, options):
         return False
     mark_written(xs)
     return True

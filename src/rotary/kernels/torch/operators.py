@@ -46,13 +46,13 @@ def _geometry(start, pairs, layout, out_layout, dims, conjugate):
 
 
 def _checked(xs, cos, sin, rows, *form, out=None):
-    """The arguments of `launch` but for its outputs, with row numbers as int64.
+    """Return the arguments of `launch` except its outputs; `rows` as the kernels read them.
 
-    Whatever a kernel would read or write outside of memory is refused.
+    Arguments that would make a kernel read or write outside of the tensors are refused.
     """
     geometry = _geometry(*form)
     indices = () if rows is None else (rows,)
-    _check_given(geometry, xs, (cos, sin, *indices), out)
+    _check_tensors(geometry, xs, (cos, sin, *indices), out)
     check_operands(xs, cos, sin, out)
     if rows is not None:
         check_device(rows, xs[0])
@@ -69,10 +69,10 @@ def _checked(xs, cos, sin, rows, *form, out=None):
     return xs, cos, sin, rows, geometry
 
 
-def _check_given(geometry, xs, others, out):
+def _check_tensors(geometry, xs, others, out):
     if not xs:
         raise ValueError("xs must hold at least one tensor")
-    if is_in_forward_mode():  # an operator sees no tangent, and it would be lost
+    if is_in_forward_mode():  # an operator does not see tangents: they would be lost
         raise RuntimeError(
             "the operators torch.ops.rotary.* have no forward-mode derivative: call rotary.rotate; "
             "of a compiled program, compile the call of torch.func.jvp"
@@ -94,13 +94,13 @@ def _check_dims(geometry, along, name):
 
 
 def _checked_at(xs, positions, turns, factor, *form, out=None):
-    """The same for `rotate_at`.
+    """Return the arguments of `rotate_at` except its outputs, checked as those of `rotate` are.
 
     turns  (pairs,) int64; for several axes (axes, pairs), 0 where another axis turns the pair
     """
     geometry = _geometry(*form)
     others = (turns,) if positions is None else (turns, positions)
-    _check_given(geometry, xs, others, out)
+    _check_tensors(geometry, xs, others, out)
     check_xs(xs, out)
     check_device(turns, xs[0])
     axes = 1 if turns.ndim == 1 else turns.shape[0]
@@ -133,9 +133,9 @@ def _checked_at(xs, positions, turns, factor, *form, out=None):
 
 
 def _operator(checked, run):
-    """An operator, the same with out=, and what each gives while a program is compiled.
+    """Return an operator and its fake, which torch.compile calls; then the same with out=.
 
-    checked  the arguments of `run`, from those of the operator; refuses what does not fit
+    checked  returns the arguments of `run` for those of the operator; refuses what does not fit
     run      writes the rotation into its last argument
     """
 
@@ -179,7 +179,7 @@ def _setup_at(ctx, inputs, output):
 
 
 def _backward(operator):
-    """The gradient of an operator: the operator itself, by minus the angles."""
+    """Return the gradient of an operator: the operator with the reversed geometry."""
 
     def backward(ctx, grads):
         present = [grad for grad in grads if grad is not None]
@@ -201,11 +201,11 @@ for _name, _check, _run, _keep in (
     torch.library.register_autograd(f"rotary::{_name}", _back, setup_context=_keep, lib=_library)
 
 
-# --- what Inductor sees: the launch itself, which needs no checks and no call of Python ---
+# --- what Inductor sees: the launch, without checks and without a call of Python ---
 
 
 def _recorded(xs, cos, sin, rows, *form, out=None):
-    """The outputs of `rotate`, of a launch that is recorded; None where an operator has to do."""
+    """Record the launch of `rotate` and return its outputs; None if the operator has to do it."""
     geometry, tables = _geometry(*form), (cos, sin) if rows is None else (cos, sin, rows)
     if not _can_be_recorded(xs, tables, geometry, out) or not are_walked_alike(cos, sin):
         return None
@@ -213,7 +213,7 @@ def _recorded(xs, cos, sin, rows, *form, out=None):
 
 
 def _recorded_at(xs, positions, turns, factor, *form, out=None):
-    """The same for `rotate_at`."""
+    """Record the launch of `rotate_at`, as `_recorded` does that of `rotate`."""
     geometry, others = _geometry(*form), (turns,) if positions is None else (turns, positions)
     if not _can_be_recorded(xs, others, geometry, out):
         return None
@@ -226,7 +226,7 @@ def _can_be_recorded(xs, others, geometry, out):
         return False
     if out is not None and geometry.layout != geometry.out_layout:  # it may be in place
         return False
-    # a length that torch.compile leaves open is a symbol, and which tile is launched depends on it
+    # a length that torch.compile leaves open is symbolic, but the choice of a tile needs a number
     sizes = [size for y in (*xs, *others, *outs) for size in (*y.shape, *y.stride())]
     return all(type(size) is int for size in sizes) and all(y.stride(-1) == 1 for y in (*xs, *outs))
 

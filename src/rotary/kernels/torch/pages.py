@@ -1,6 +1,6 @@
-"""Huge pages for large new tensors: first touched in pages of 4 KiB they take four times as long.
+"""Asks for huge pages for large new tensors: new 4 KiB pages take four times as long to touch.
 
-The memory itself is torch's or NumPy's own. Nothing is kept, so there is no lock.
+torch or NumPy allocates the memory. Nothing is stored here, so there is no lock.
 """
 
 import ctypes
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import cache
 
 LARGE = 1 << 22  # bytes; smaller memory may hold no whole huge page, of 2 MiB
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
 
 
 def ask_for_huge_pages(address: int, size: int) -> None:
     """Ask the system to back this memory, which nobody has touched yet, with huge pages.
 
-    A hint: whatever the system answers, the memory is as good as before.
+    This is a hint: the memory can be used whether the system follows it or not.
     """
     if size >= LARGE and (madvise := _madvise()) is not None:
         start = address - address % mmap.PAGESIZE
@@ -24,7 +24,7 @@ def ask_for_huge_pages(address: int, size: int) -> None:
 
 @cache
 def _madvise() -> Callable[[int, int, int | None], int] | None:
-    """The system's call; None where it knows no huge pages."""
+    """Return the system's madvise; None if it has no huge pages."""
     if _ADVICE is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Every private name of torch that is used, and what is done where it is gone.
+"""Reads every private name of torch that rotary uses, with a fallback for when it is gone.
 
-Without them a call takes longer, or is refused where torch changes it, and gives the same bits:
+With a fallback a call takes longer or, in some cases, is refused; results have the same bits:
 docs/private_names.md.
 """
 
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class _NotInTransforms(torch.autograd.Function):
-    """torch.func refuses it, since it has no `setup_context`; outside it does nothing."""
+    """Raises in a transform of torch.func, since it has no `setup_context`; else does nothing."""
 
     @staticmethod
     def forward(context: object) -> None:
@@ -43,7 +43,7 @@ def _one() -> int:
 
 
 class _Levels:
-    """Stands for `torch.autograd.forward_ad` where that does not tell its level."""
+    """Replaces `torch.autograd.forward_ad` if that has no `_current_level`."""
 
     @property
     def _current_level(self) -> int:
@@ -69,7 +69,7 @@ is_tracing_by_jit: Callable[[], bool] = private(
     "_C._is_tracing",
     torch.jit.is_tracing,  # type: ignore[attr-defined]
 )
-# of torch.func; None outside its transforms
+# the level of torch.func; None outside its transforms
 level_of_transforms: Callable[[], int | None] = private(
     torch, "_C._functorch.maybe_current_level", _level_by_refusal
 )
@@ -77,7 +77,7 @@ count_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack
 
 
 def is_exporting() -> bool:
-    """Whether torch.export records; Dynamo of torch 2.8 says so in every compiled call."""
+    """Whether torch.export records this call; torch 2.8 also says so in every compiled call."""
     return torch.compiler.is_exporting() and private(torch.compiler, "_is_exporting_flag", True)
 
 
@@ -94,8 +94,10 @@ def is_in_forward_mode() -> bool:
 
 
 def is_past_guards() -> bool:
-    """Whether forward mode, make_fx or a dispatch mode is active: the guards of `ready.py` see
-    the other transforms."""
+    """Whether forward mode, make_fx or another dispatch mode is active.
+
+    The guards of `ready.py` see the other transforms.
+    """
     return _levels._current_level >= 0 or count_of_modes() > 0
 
 
@@ -105,7 +107,7 @@ _disabled_modes: Callable[[], Any] | None = private(
 
 
 def outside_modes(function: Callable[..., Result], *arguments: object) -> Result:
-    """`function(*arguments)` by plain operators, in no graph that is recorded.
+    """Return `function(*arguments)`, called outside dispatch modes, so that no graph records it.
 
     >>> outside_modes(torch.ones, 1)
     tensor([1.])
@@ -117,13 +119,13 @@ def outside_modes(function: Callable[..., Result], *arguments: object) -> Result
         return thread.submit(function, *arguments).result()
 
 
-# what `__torch_dispatch__` of a class is called by; without it, what `__torch_function__` is
+# a mode that intercepts operators; without it, one that intercepts functions of torch
 OperatorMode: type = private(torch, "utils._python_dispatch.TorchDispatchMode", TorchFunctionMode)
 has_global_hook: Callable[[], bool] = private(
     torch, "nn.modules.module._has_any_global_hook", lambda: True
 )
 
-# the mode in which torch.compile takes operators apart, and its tensors
+# the mode in which torch.compile decomposes operators, and its tensors
 FunctionalMode: type | None = private(
     torch, "_subclasses.functional_tensor.FunctionalTensorMode", None
 )
@@ -131,7 +133,7 @@ FunctionalTensor: type = private(torch, "_subclasses.functional_tensor.Functiona
 
 
 def constant(function: Function) -> Function:
-    """Have torch.compile call a function while it records, and keep what it gives as a constant.
+    """Have torch.compile call a function while it records, and use the result as a constant.
 
     `torch.compiler.assume_constant_result` does so too, and imports Dynamo, which takes a second.
     """
@@ -163,7 +165,7 @@ def _is_without_memory(x: Tensor) -> bool:
 
 
 def _new_version(x: Tensor) -> object:
-    return object()  # equal to no other: what was kept for a tensor is worked out again
+    return object()  # equal to no other, so nothing that is kept for a tensor is used again
 
 
 is_zerotensor: Callable[[Tensor], bool] = private(Tensor, "_is_zerotensor", _is_without_memory)
@@ -181,27 +183,27 @@ version_of: Callable[[Tensor], object] = private(Tensor, "_version.__get__", _ne
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether vmap takes a tensor apart."""
+    """Whether vmap has batched a tensor."""
     return _has_no_storage(x) if _is_batched is None else _is_batched(x)
 
 
 def unmapped(x: Tensor) -> Tensor:
-    """The tensor that vmap takes apart, of which grad and jvp around it know; x outside vmap.
+    """Return the tensor inside vmap, as grad and jvp around it see it; x outside vmap.
 
-    RuntimeError where torch does not tell.
+    Raises RuntimeError if torch lacks the functions for it.
     """
     while is_mapped(x):
         if _is_batched is None or _unwrapped is None:
             raise RuntimeError(
-                f"out= inside vmap, grad and jvp is not known in torch {torch.__version__}: call "
-                "it without out="
+                f"out= inside vmap, grad and jvp is not possible with torch {torch.__version__}: "
+                "call it without out="
             )
         x = _unwrapped(x)
     return x
 
 
 def unwrapped(x: Tensor) -> Tensor | None:
-    """The tensor inside vmap and grad, x outside them; None where torch does not tell."""
+    """Return the tensor inside vmap and grad, x outside them; None if torch cannot unwrap it."""
     while is_wrapped(x):
         if _unwrapped is None:
             return None
@@ -209,7 +211,7 @@ def unwrapped(x: Tensor) -> Tensor | None:
     return x
 
 
-# --- what makes a call short ---
+# --- faster calls ---
 
 
 def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -220,13 +222,13 @@ def _empty_on_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-# None in a torch that has no such check: every call is then worked out
+# None in a torch that has no guards: then no call is repeated
 TensorGuards: Any = private(torch, "_C._dynamo.guards.TensorGuards", None)
-# without the cost of looking whether it was given one tensor or many
+# does not check whether it was given one tensor or many
 increment_version: Callable[[Iterable[Tensor]], None] = private(
     torch, "_C._increment_version", torch.autograd.graph.increment_version
 )
-# Inductor's own, which does not pass the dispatcher: half of the time, and of the code
+# Inductor's function, which does not pass the dispatcher: half of the time, and half of the code
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
     torch, "_C._dynamo.guards._empty_strided_cpu", _empty_on_cpu
 )

@@ -1,15 +1,16 @@
 """Repeats a call whose arguments have the shapes, types and strides of an earlier one.
 
-For one token, working out how the tensors fit together costs several times the rotation. The checks
-that `torch.compile` makes before it runs a compiled function, in C++, cover what the answer depends
-on: of each operand its type, dtype, device, shape, strides, whether it requires a gradient, and
-what the dispatcher looks at, so also vmap, grad, inference mode, dispatch modes and jit.trace. They
-do not see make_fx, forward mode, grad mode, row numbers, and whether memory is shared, which are
-looked at here; torch.compile, which the caller rules out; and would end the process for a nested
-tensor.
+For one token, computing how the tensors fit together takes several times as long as the rotation.
+So the result is kept behind a guard: the check, in C++, that `torch.compile` makes before it runs a
+compiled function. A guard compares the type, dtype, device, shape, strides and requires_grad of
+each operand, and the dispatcher's state: vmap, grad, inference mode, dispatch modes, jit.trace.
+
+A guard does not see make_fx, forward mode, grad mode, row numbers and shared memory, which are
+checked here, nor torch.compile, which the caller rules out. A nested tensor would end the process
+inside a guard, so calls with one never reach it.
 
 After a matrix product as wide as a model, none of this code is in the processor's caches, so the
-time depends on how much code and memory a call uses: what the guard has checked is not checked
+time depends on how much code and memory a call uses. What the guard has checked is not checked
 again.
 """
 
@@ -22,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .. import Said
+from .. import CallerOptions
 from ..geometry import AngleOptions, Options
 from .checks import check_memory, check_no_inference
 from .launch import form, jobs, on_huge_pages
@@ -36,14 +37,13 @@ from .private import (
 )
 from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, is_watched, wants_grad
 
-Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or positions alone
-# the code of a call: its results, or None where it cannot take these after all
+Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or only positions
+# the code of a call: returns its results, or None if it cannot take these operands after all
 Run = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...] | None]
 Prepared = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...]]
 Kind = TypeVar("Kind", bound=Hashable)
-# of calls of one kind and size of x: forms of the operands; and how many kinds and sizes
-_FORMS, _KINDS = 8, 256
-_SPACINGS = 64  # of operands whose memory was compared byte by byte
+_FORMS, _KINDS = 8, 256  # kept at most: forms of operands for each key of `recent`, and keys
+_SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
 data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
@@ -52,7 +52,7 @@ class Ready(NamedTuple):
     """The code for operands that pass the check of a guard."""
 
     check: Callable[..., bool]
-    grad_mode: bool | None  # which it must be; None where no operand requires a gradient
+    grad_mode: bool | None  # the grad mode it is for; None if no operand requires a gradient
     run: Run
 
 
@@ -60,37 +60,38 @@ recent: dict[tuple[object, ...], tuple[Ready, ...]] = {}
 
 
 def run(
-    said: Said,
+    caller_options: CallerOptions,
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
     make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
     kind_of: Callable[..., Kind],
 ) -> tuple[Tensor, ...] | None:
-    """The results, by the code of a call like this one, or by new code, which is then kept.
+    """Run the code that is kept for calls of this form; make and keep it if there is none.
 
-    `kind_of(*said)` is all that the code depends on beside the tensors, and `make` writes it for
-    these tensors. None where it cannot: another way has to be taken.
+    make     makes the code for a kind and these tensors; None if there can be none
+    kind_of  kind_of(*caller_options) is all that the code depends on besides the tensors
+    Returns the results, or None if the call has to be done in another way.
     """
-    others = None
+    not_in_place = None
     operands = (*xs, *tables)
     if out is not None:  # no tensor twice: the guards would refuse it
-        others = tuple(map(is_not, xs, out))
-        operands = (*operands, *itertools.compress(out, others))
+        not_in_place = tuple(map(is_not, xs, out))
+        operands = (*operands, *itertools.compress(out, not_in_place))
     try:
-        if is_past_guards() or True in map(_is_nested, operands):  # it would end the process
+        if is_past_guards() or True in map(_is_nested, operands):
             return None
-        key = said, len(operands), others, xs[0].numel()
-        for check, grad_mode, known in recent.get(key, ()):
+        key = caller_options, len(operands), not_in_place, xs[0].numel()
+        for check, grad_mode, kept in recent.get(key, ()):
             if check(*operands) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
-                results = known(xs, tables, out)
+                results = kept(xs, tables, out)
                 if results is not None:
                     return results
-    except TypeError:  # an operand is no tensor
+    except TypeError:  # an operand is not a tensor
         return None
     if is_watched():
         return None
-    code = make(kind_of(*said), xs, tables, out)
+    code = make(kind_of(*caller_options), xs, tables, out)
     results = None if code is None else code(xs, tables, out)
     if code is not None and results is not None and TensorGuards is not None:
         if key not in recent and len(recent) >= _KINDS:
@@ -100,8 +101,8 @@ def run(
     return results
 
 
-def itself(kind: Kind) -> Kind:
-    """The `kind_of` of a call that says its kind."""
+def identity(kind: Kind) -> Kind:
+    """Return `kind`: the `kind_of` of a call whose only option is its kind."""
     return kind
 
 
@@ -110,15 +111,15 @@ def prepared(
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
-    otherwise: Prepared,
+    fallback: Prepared,
 ) -> Prepared | None:
-    """The code behind a guard of these tensors, and `otherwise` for others; None without guards."""
+    """Return `code` behind a guard of these tensors, `fallback` for others; None without guards."""
     if TensorGuards is None:
         return None
     width, is_into = len(xs), out is not None
-    others = tuple(map(is_not, xs, out or ()))
-    has_others = any(others)
-    operands = (*xs, *tables, *itertools.compress(out or (), others))
+    not_in_place = tuple(map(is_not, xs, out or ()))
+    has_outputs = any(not_in_place)
+    operands = (*xs, *tables, *itertools.compress(out or (), not_in_place))
     count, (check, grad_mode, code) = len(operands), ready_for(operands, code)
 
     def run(
@@ -127,9 +128,9 @@ def prepared(
         operands = (*xs, *tables)
         if out is None:
             is_alike = not is_into
-        elif has_others:
-            is_alike = tuple(map(is_not, xs, out)) == others
-            operands = (*operands, *itertools.compress(out, others))
+        elif has_outputs:
+            is_alike = tuple(map(is_not, xs, out)) == not_in_place
+            operands = (*operands, *itertools.compress(out, not_in_place))
         else:
             is_alike = is_into and len(out) == width and out[0] is xs[0] and out[-1] is xs[-1]
         try:
@@ -145,26 +146,26 @@ def prepared(
                 results = code(xs, tables, out)
                 if results is not None:
                     return results
-        except TypeError:  # an operand is no tensor
+        except TypeError:  # an operand is not a tensor
             pass
-        return otherwise(xs, tables, out)
+        return fallback(xs, tables, out)
 
     return run
 
 
 def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
-    """The code and the guard of operands like these, of which none stands twice."""
+    """Return the code with a guard for operands like these, all of them different tensors."""
     guard = TensorGuards(
         *operands,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in operands],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in operands],
     )
-    wants_it = any([tensor.requires_grad for tensor in operands])
-    return Ready(guard.check, torch.is_grad_enabled() if wants_it else None, code)
+    has_grad = any([tensor.requires_grad for tensor in operands])
+    return Ready(guard.check, torch.is_grad_enabled() if has_grad else None, code)
 
 
 def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
-    """What makes a tensor without values like x; on huge pages where those of a call are large."""
+    """Return a maker of empty tensors like x, on huge pages if `size`, in bytes, is large."""
     like = torch.empty_like(x, device="meta")
     form = tuple(like.shape), like.stride(), x.dtype
     if x.is_cuda:
@@ -181,9 +182,9 @@ def on_cpu(
     tables: Tables,
     out: Sequence[Tensor] | None,
 ) -> Run | None:
-    """The compiled loops for operands of these forms; None where another way has to be taken.
+    """Return code that runs the compiled loops on operands of these forms; None if they cannot.
 
-    ValueError for shapes that do not fit. Nobody may watch the operators.
+    Raises ValueError for shapes that do not fit. `is_watched` must be False.
     """
     operands = (*xs, *tables, *(out or ()))
     if jobs is None or not all(map(has_memory, operands)) or any(map(is_on_gpu, operands)):
@@ -199,17 +200,17 @@ def on_cpu(
     call = ready(read, [form(table) for table in tables], written, is_in_place, kind)
     if call is None or (out is None and not all([x.is_contiguous() for x in xs])):
         return None  # new outputs keep the memory order of x
-    if len({y.is_inference() for y in out or ()}) > 1:  # one of them has no version to count
+    if len({y.is_inference() for y in out or ()}) > 1:  # only some have a version counter
         return None
     is_tracked = out is not None and not out[0].is_inference()
     new = [maker_of_outputs(x, call.size) for x in xs]
     new_q, new_k = new[0], new[-1]
     checks = jobs.CHECK_ROWS * (len(tables) == 3) + jobs.CHECK_OVERLAP * (out is not None)
     job = call.job
-    is_other_memory = is_in_place and (not is_in_place[0], not is_in_place[-1])
+    not_in_place = is_in_place and (not is_in_place[0], not is_in_place[-1])
     is_single = len(xs) == 1
     absent: tuple[int, ...] = (0,) * (3 - len(tables))
-    apart: set[tuple[int, ...]] = set()
+    checked_spacings: set[tuple[int, ...]] = set()
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -228,18 +229,18 @@ def on_cpu(
         if out is None:
             is_done = job(q_at, q_out, k_at, k_out, cos, sin, rows, checks)
             return outs if is_done else None
-        if is_other_memory != (q_at != q_out, k_at != k_out):
+        if not_in_place != (q_at != q_out, k_at != k_out):
             return None
         if not job(q_at, q_out, k_at, k_out, cos, sin, rows, checks):
-            # q and k may be slices of one buffer: their reach overlaps, their bytes do not
-            places = q_at, q_out, k_at, k_out, cos, sin, rows
-            spacing = tuple([place - q_at for place in places])
-            if spacing not in apart:
+            # q and k may be slices of one buffer: their address ranges overlap, their bytes do not
+            addresses = q_at, q_out, k_at, k_out, cos, sin, rows
+            spacing = tuple([address - q_at for address in addresses])
+            if spacing not in checked_spacings:
                 check_memory((*xs, *tables), outs)
-                if len(apart) >= _SPACINGS:
-                    apart.clear()
-                apart.add(spacing)
-            if not job(*places, checks - jobs.CHECK_OVERLAP):
+                if len(checked_spacings) >= _SPACINGS:
+                    checked_spacings.clear()
+                checked_spacings.add(spacing)
+            if not job(*addresses, checks - jobs.CHECK_OVERLAP):
                 return None
         if is_tracked:
             increment_version(outs)

@@ -1,15 +1,15 @@
-"""The torch kernel: compiled loops and the GPU kernel under autograd, the dispatcher, the compiler.
+"""The torch kernel: chooses the code that rotates a tensor, under autograd and compilers too.
 
 An eager call on plain CPU tensors goes straight to the compiled loops, one on plain CUDA tensors to
-one launch of the kernel in Triton; through an autograd function if a gradient is wanted. Under
-`torch.compile` a call on the CPU is the operator `torch.ops.rotary.rotate`, which Inductor does not
-look into: as fast as what Inductor makes of the formula in float32, several times faster in
-bfloat16. So it is on a GPU, where Inductor would put the sines and cosines of `apply`, which are
-float64, into the loops over all channels of q and k: `apply` is recorded as
-`torch.ops.rotary.rotate_at`, one launch that works out its angles without tables. There Inductor
-sees the launch itself where all sizes are known, and the operators with open lengths or on ROCm.
+one launch of the Triton kernel; through an autograd function if a gradient is wanted.
+Under `torch.compile` a call is recorded as an operator. On a CPU that is `torch.ops.rotary.rotate`,
+which Inductor does not look into: as fast as Inductor's own code for the formula in float32, and
+several times faster in bfloat16. On a GPU `apply` is recorded as `torch.ops.rotary.rotate_at`, one
+launch that computes its angles without tables; Inductor would compute its float64 sines and cosines
+in the loops over all channels of q and k. Inductor sees that launch itself if all sizes are known,
+and the operators if lengths are open or on ROCm.
 Everything else (other devices, subclasses, vmap, forward mode, export, tables that need a gradient)
-is the plain formula in torch's own operators, which torch differentiates and transforms by itself.
+is the formula in torch's own operators, which torch differentiates and transforms.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import NESTED, Kernel, Numbers, Said
+from .. import NESTED, CallerOptions, Kernel, Numbers
 from ..geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from . import angles, gpu, move, ready
 from .checks import check_no_grad, check_operands, check_rows, check_writable, check_xs
@@ -58,12 +58,12 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    results = quick((options,), ready.itself, xs, cos, sin, positions, out)
-    return rotate_anew(xs, cos, sin, positions, options, out) if results is None else results
+    results = quick((options,), ready.identity, xs, cos, sin, positions, out)
+    return rotate_uncached(xs, cos, sin, positions, options, out) if results is None else results
 
 
 def quick(
-    said: Said,
+    caller_options: CallerOptions,
     options_of: Callable[..., Options],
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -71,7 +71,7 @@ def quick(
     positions: object,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...] | None:
-    """The same at once, for a call like an earlier one; None where more has to be worked out."""
+    """Rotate by code that is kept for calls of this form; None if `rotate_uncached` has to."""
     if is_recorded_by_dynamo():
         return None
     if positions is None:
@@ -80,10 +80,10 @@ def quick(
         tables = cos, sin, positions
     else:
         return None
-    return ready.run(said, xs, tables, out, _code, options_of)
+    return ready.run(caller_options, xs, tables, out, _code, options_of)
 
 
-def rotate_anew(
+def rotate_uncached(
     xs: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -91,7 +91,7 @@ def rotate_anew(
     options: Options,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """The same for a call that is not quick."""
+    """Check the arguments of `rotate`, and rotate without the code that `ready.py` keeps."""
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
     geometry = _geometry(xs, cos, rows, options)
@@ -103,7 +103,7 @@ def rotate_anew(
 def rotate_at(
     xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...] | None:
-    """Rotate a few tokens without tables in memory; None where tables are needed."""
+    """Rotate at positions without tables in memory; None if tables are needed."""
     if is_recorded_by_dynamo():
         return _recorded_at(xs, positions, options, out)
     if isinstance(positions, Tensor):
@@ -112,13 +112,13 @@ def rotate_at(
         tables = ()
     else:
         return None
-    return ready.run((options,), xs, tables, out, _code, ready.itself)
+    return ready.run((options,), xs, tables, out, _code, ready.identity)
 
 
 def _recorded_at(
     xs: Sequence[Tensor], positions: object, kind: AngleOptions, out: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...] | None:
-    """The operator that torch.compile records on a GPU; None where tables are needed."""
+    """Call the operator that torch.compile records on a GPU; None if tables are needed."""
     x = xs[0]
     if not is_on_gpu(x) or is_exporting() or is_tracing_a_transform():
         return None
@@ -152,13 +152,13 @@ def prepare(
     xs: Sequence[Tensor],
     tables: ready.Tables,
     out: Sequence[Tensor] | None,
-    otherwise: ready.Prepared,
+    fallback: ready.Prepared,
 ) -> ready.Prepared | None:
-    """The code for tensors of this form, and `otherwise` for others; None where there is none."""
+    """Return code for tensors of this form, `fallback` for others; None if there is no code."""
     if is_watched() or not (tables or is_on_gpu(xs[0])):
         return None
     code = _code(options, xs, tables, out)
-    return None if code is None else ready.prepared(code, xs, tables, out, otherwise)
+    return None if code is None else ready.prepared(code, xs, tables, out, fallback)
 
 
 def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:
@@ -168,29 +168,29 @@ def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: O
 
 
 def _code(
-    kind: Options | AngleOptions | gpu.Turn,
+    kind: Options | AngleOptions | gpu.Rotation,
     xs: Sequence[Tensor],
     tables: ready.Tables,
     out: Sequence[Tensor] | None,
 ) -> ready.Run | None:
-    """The function that rotates tensors like these without new checks; None if there is none."""
-    if isinstance(kind, gpu.Turn):
-        turn = kind if is_for_gpu((*xs, *tables)) else None  # old vmap, of is_grads_batched
+    """Return code that rotates tensors like these, unchecked; None if there is none."""
+    if isinstance(kind, gpu.Rotation):
+        rotation = kind if is_for_gpu((*xs, *tables)) else None  # not in vmap of is_grads_batched
     elif is_on_gpu(xs[0]):
-        turn = gpu.turn_of(kind, xs, tables, out)
+        rotation = gpu.rotation_of(kind, xs, tables, out)
     else:
         return ready.on_cpu(kind, xs, tables, out)
-    if turn is None or wants_grad(*tables, *(out or ())):
+    if rotation is None or wants_grad(*tables, *(out or ())):
         return None
     if not wants_grad(*xs):
-        return gpu.code_of(turn, xs, tables, out)
-    return _code_with_gradient(turn, xs, tables) if out is None else None
+        return gpu.code_of(rotation, xs, tables, out)
+    return _code_with_gradient(rotation, xs, tables) if out is None else None
 
 
 def _code_with_gradient(
-    turn: gpu.Turn, xs: Sequence[Tensor], tables: ready.Tables
+    rotation: gpu.Rotation, xs: Sequence[Tensor], tables: ready.Tables
 ) -> ready.Run | None:
-    launch = gpu.code_of(turn, xs, tables, None)
+    launch = gpu.code_of(rotation, xs, tables, None)
     if launch is None:
         return None
 
@@ -199,41 +199,42 @@ def _code_with_gradient(
     ) -> tuple[Tensor, ...]:
         def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             results = launch(xs, tables, None)
-            return gpu.rotate(turn, xs, tables, None) if results is None else results
+            return gpu.rotate(rotation, xs, tables, None) if results is None else results
 
         return differentiable(run, back, tables, *xs)
 
-    back = partial(_turned, gpu.Turn(turn.geometry.reversed(), turn.at))
+    back = partial(_rotate_gradients, gpu.Rotation(rotation.geometry.reversed(), rotation.angles))
     return code
 
 
-def _turned(turn: gpu.Turn, xs: Sequence[Tensor], tables: ready.Tables) -> tuple[Tensor, ...]:
-    """Rotate gradients of what was on a GPU, with gradients of their own."""
-    results = ready.run((turn,), xs, tables, None, _code, ready.itself)
+def _rotate_gradients(
+    rotation: gpu.Rotation, xs: Sequence[Tensor], tables: ready.Tables
+) -> tuple[Tensor, ...]:
+    """Rotate gradients on a GPU; the result can be differentiated again."""
+    results = ready.run((rotation,), xs, tables, None, _code, ready.identity)
     if results is not None:
         return results
-    if turn.at is None:
+    if rotation.angles is None:
         cos, sin, *rows = tables
-        return _rotate(xs, (cos, sin, rows[0] if rows else None), turn.geometry)
-    steps, factor = gpu.turns_of(turn.at, xs[0])
-    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), turn.geometry)
+        return _rotate(xs, (cos, sin, rows[0] if rows else None), rotation.geometry)
+    steps, factor = gpu.turns_of(rotation.angles, xs[0])
+    return _rotate_exact(factor, xs, (steps, tables[0] if tables else None), rotation.geometry)
 
 
 def route(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> str:
-    """Which code rotates: the first line of the table that fits.
+    """Return which code rotates: the first line of the table that fits the call.
 
     | the call | the code |
     |---|---|
-    | torch.compile records it for loops or Triton, the tables want no gradient | "operator" |
+    | torch.compile records it for loops or Triton; the tables need no gradient | "operator" |
     | it is recorded otherwise: torch.export, another device, torch.func | "formula" |
-    | the tables want a gradient; a subclass, another device, vmap, a mode | "formula" |
-    | x requires a gradient | "autograd", around the same as below |
+    | the tables need a gradient; a subclass, another device, vmap, a mode | "formula" |
+    | x requires a gradient | "autograd": a function around the code of the next line |
     | any other on a CPU or a GPU | "memory": compiled loops, or one launch of Triton |
 
-    A call like an earlier one is done before this is asked: `ready.py` says what its guard
-    checks. The operator is opaque to Inductor. The formula is torch's own operators, which torch
-    records, differentiates and fuses by itself. With out= there is no gradient, and only "operator"
-    and "memory" are left.
+    A call like an earlier one never gets here, because `ready.py` repeats it. The operator is
+    opaque to Inductor. The formula is torch's own operators, which torch records, differentiates
+    and fuses. With out= there is no gradient, so only "operator" and "memory" are possible.
     """
     if is_tracing():
         if is_exporting() or wants_grad(cos, sin) or is_tracing_a_transform():
@@ -254,16 +255,16 @@ def _rotate(
     xs: Sequence[Tensor], tables: tuple[Tensor, Tensor, Tensor | None], geometry: Geometry
 ) -> tuple[Tensor, ...]:
     cos, sin, rows = tables
-    way = route(xs, cos, sin)
-    if way == "operator":
+    code = route(xs, cos, sin)
+    if code == "operator":
         return tuple(torch.ops.rotary.rotate(list(xs), cos, sin, rows, *flat(geometry)))
-    if way == "formula":
+    if code == "formula":
         return formula(xs, cos, sin, rows, geometry)
 
     def run(xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return launch(xs, cos, sin, rows, geometry, None)
 
-    if way == "autograd":
+    if code == "autograd":
         back = partial(_rotate, geometry=geometry.reversed())
         return Differentiable.apply(run, back, tables, *xs)
     return run(xs)
@@ -319,8 +320,8 @@ def rotate_exact(
 
     turns      (pairs,) uint64, as from `rotary.turns`;  axes  of its pairs, as in `Rotary`
     factor     multiplies cos and sin: the attention factor
-    positions  (seq) or (batch, seq), with several axes followed by them; None for 0 .. seq - 1.
-               Every 64-bit position is right, also a negative one: none is looked at or refused.
+    positions  (seq) or (batch, seq), for several axes (..., axes); None for 0 .. seq - 1. Angles
+               are exact at every 64-bit position, also a negative one: none is checked or refused.
     The other arguments, and errors, are those of `rotary.rotate`.
     """
     check_xs(xs, out)
@@ -330,8 +331,8 @@ def rotate_exact(
         tokens = tuple(positions.shape[:-1] if max(axes, default=0) else positions.shape)
     shapes = tuple([tuple(x.shape) for x in xs])
     geometry = geometry_of(shapes, (seq, len(turns)), tokens, options)
-    place = xs[0].device, torch.is_inference_mode_enabled()
-    steps = angles.axis_turns(turns.tobytes(), axes, *place)
+    is_inference = torch.is_inference_mode_enabled()
+    steps = angles.axis_turns(turns.tobytes(), axes, xs[0].device, is_inference)
     if out is None:
         return _rotate_exact(factor, xs, (steps, positions), geometry)
     check_no_grad(xs, out)
@@ -370,7 +371,7 @@ def _check(x: Tensor) -> None:
 KERNEL = Kernel(
     name="torch",
     namespace="torch",
-    rotate=rotate_anew,
+    rotate=rotate_uncached,
     quick=quick,
     rotate_at=rotate_at,
     prepare=prepare,

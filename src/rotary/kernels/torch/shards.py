@@ -1,4 +1,4 @@
-"""The part of a DTensor, and of its tables, that this rank holds; errors for other placements."""
+"""Finds the part of a DTensor, and of its tables, that this rank holds; checks placements."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .state import is_tracing, wants_grad
 
-Spans = Sequence[tuple[int, int]]  # of every axis: the first index on this rank, and how many
+Spans = Sequence[tuple[int, int]]  # for every axis: the first index on this rank, and how many
 
 
 def spans_of(x: DTensor) -> Spans:
-    """The indices along every axis that this rank holds, cut as torch.chunk cuts."""
+    """Return the indices along every axis that this rank holds, split as by torch.chunk."""
     spans = [(0, size) for size in x.shape]
-    coordinate: Any = x.device_mesh.get_coordinate()  # None outside, where nobody asks
+    coordinate: Any = x.device_mesh.get_coordinate()  # callers checked it is not None
     for index, placement in enumerate(x.placements):
         if type(placement) is Shard:
             first, size = spans[placement.dim]
@@ -26,7 +26,7 @@ def spans_of(x: DTensor) -> Spans:
 
 
 def shard_of(x: DTensor, spans: Spans) -> Tensor:
-    """The local tensor; ValueError if it is not what the placements say."""
+    """Return the local tensor; ValueError if its shape is not what the placements say."""
     shard = x.to_local()
     size = tuple([count for _, count in spans])
     if tuple(shard.shape) != size:
@@ -38,7 +38,7 @@ def shard_of(x: DTensor, spans: Spans) -> Tensor:
 
 
 def wrapped(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None) -> DTensor:
-    """A shard as a DTensor that lies as `like` does; `shape` of the whole, if it differs."""
+    """Wrap a shard as a DTensor with the placements of `like`; `shape` if the whole differs."""
     whole = like.shape if shape is None else torch.Size(shape)
     order: Sequence[int] = range(len(whole))
     if shape is None and not is_tracing() and not like.is_contiguous():
@@ -50,7 +50,7 @@ def wrapped(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None) ->
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without holes; `order` has the axes from the slowest to the fastest."""
+    """Return contiguous strides; `order` has the axes from the largest stride to the smallest."""
     strides, step = [1] * len(shape), 1
     for axis in reversed(order):
         strides[axis] = step
@@ -61,9 +61,9 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def share_of(
     name: str, table: Tensor, x: DTensor, spans: Spans, dims: Sequence[int | None]
 ) -> Tensor:
-    """The part of a table, or of positions, that belongs to the shard of x; `dims` of `Geometry`.
+    """Return the part of a table, or of positions, for the shard of x; `dims` as in `Geometry`.
 
-    A plain tensor is the whole, the same on every rank; a DTensor must be cut as x is, or not.
+    A plain tensor is the whole, the same on every rank; a DTensor must be split as x is, or whole.
     """
     held: Spans = [(0, size) for size in table.shape]
     if isinstance(table, DTensor):
@@ -93,14 +93,14 @@ def _local_table(table: DTensor, x: DTensor) -> Tensor:
     return table.to_local(grad_placements=grads)
 
 
-# --- what is refused ---
+# --- checks ---
 
 
 def check_alike(name: str, x: DTensor, other: DTensor) -> None:
-    """Refuse operands on two meshes."""
+    """Refuse operands on different meshes."""
     if other.device_mesh != x.device_mesh:
         raise ValueError(
-            f"x and {name} must be on one mesh: {x.device_mesh} and {other.device_mesh}"
+            f"x and {name} must be on one mesh, got {x.device_mesh} and {other.device_mesh}"
         )
 
 
@@ -113,11 +113,11 @@ def check_placements(name: str, x: DTensor, stop: int) -> None:
         if _is_known(placement, stop):
             continue
         if isinstance(placement, Partial):
-            reason = "is a sum over ranks that is not done yet"
+            reason = "is a partial sum, which is not yet reduced over ranks"
         elif type(placement) is Shard:
-            reason = "is cut along its last axis, so that no rank holds all of a row"
+            reason = "is sharded along its last axis, so that no rank holds all of a row"
         else:
-            reason = "is cut in a way that is not known here"
+            reason = "has a placement that is not supported"
         raise ValueError(
             f"{name} {reason}, {placement!r}: call {name}.redistribute(placements={shown(right)})"
         )
@@ -129,7 +129,7 @@ def is_cut(x: DTensor, dim: int) -> bool:
 
 
 def shown(placements: Sequence[Placement]) -> str:
-    """Placements as they are written."""
+    """Return placements as source code."""
     return f"[{', '.join(map(repr, placements))}]"
 
 
@@ -138,12 +138,12 @@ def _is_known(placement: Placement, stop: int) -> bool:
 
 
 def _cuts(x: DTensor, dim: int) -> list[int]:
-    """The axes of the mesh over which an axis is sharded."""
+    """Return the mesh axes over which an axis is sharded."""
     return [i for i, own in enumerate(x.placements) if type(own) is Shard and own.dim == dim]
 
 
 def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int | None]) -> None:
-    """Refuse a table of which a rank would lack the rows for its shard of x."""
+    """Refuse a table if a rank would lack its rows for the shard of x."""
     check_alike(name, x, table)
     check_placements(name, table, table.ndim)
     for dim in range(table.ndim):

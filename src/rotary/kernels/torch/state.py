@@ -1,4 +1,4 @@
-"""Whether a torch tensor is plain memory to read and write, or something that torch tracks."""
+"""Tells whether a torch tensor is plain memory to read and write, or is tracked by torch."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ FLOATS = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-CODES = {  # of cached keys alone
+CODES = {  # of cached keys only
     torch.int8: "int8",
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.float8_e5m2: "float8_e5m2",
@@ -42,7 +42,7 @@ def is_tracing() -> bool:
 
 
 def is_recording() -> bool:
-    """Whether this call is recorded, by torch.jit.trace or make_fx too: later values may differ."""
+    """Whether this call is recorded, also by jit.trace or make_fx: later values may differ."""
     return is_tracing() or is_tracing_by_jit() or is_in_make_fx()
 
 
@@ -52,7 +52,7 @@ def is_tracing_a_transform() -> bool:
 
 
 @constant
-def _is_in_a_transform() -> bool:  # Dynamo enters the transforms that it meets
+def _is_in_a_transform() -> bool:  # Dynamo enters a transform when it records one
     return level_of_transforms() is not None or is_in_forward_mode()
 
 
@@ -67,17 +67,17 @@ def is_transforming() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether torch.compile or torch.export records this call, or `is_transforming`."""
+    """Whether a compiler records this call, or a transform, mode or trace is active."""
     return is_tracing() or is_transforming()
 
 
 def wants_grad(*tensors: Tensor) -> bool:
-    """Whether autograd will ask for the gradient of what is computed from these."""
+    """Whether autograd needs the gradient of results that are computed from these."""
     return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Whether a tensor lies on a device of the GPU kernel: CUDA, and ROCm by the same name."""
+    """Whether a tensor is on a CUDA or ROCm device; torch calls both "cuda"."""
     return x.is_cuda
 
 
@@ -99,25 +99,25 @@ def has_memory(x: Tensor) -> bool:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether the values of a tensor can be looked at without waiting for a device."""
+    """Whether the values of a tensor can be read without waiting for a device."""
     return has_memory(x) and not is_on_gpu(x)
 
 
 def are_at_hand(tensors: Sequence[Tensor]) -> bool:
-    """Whether a kernel can reach the memory of all of these: that of one device."""
+    """Whether all of these have memory, and on one device, so that one kernel can access it."""
     device = tensors[0].device
     return all(map(has_memory, tensors)) and all([t.device == device for t in tensors])
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """The same, and nothing watches the operators."""
+    """Whether tensors `are_at_hand` and no transform, mode or trace is active."""
     return not is_transforming() and are_at_hand(tensors)
 
 
 def host_values(x: Tensor) -> Tensor | None:
-    """A plain tensor on the host with the values of x, seen through vmap and grad; None if not so.
+    """Return the values of x as a plain tensor on the host, also inside vmap and grad; else None.
 
-    Nothing can be known while a program is recorded: what it is called with later is not here.
+    While a program is recorded it is None, because the program will run with other values.
     """
     if is_recording():
         return None
@@ -126,7 +126,7 @@ def host_values(x: Tensor) -> Tensor | None:
 
 
 class _Memory:
-    """Gives NumPy the memory of a plain tensor without its methods, which transforms would see."""
+    """Gives NumPy the memory of a plain tensor by no operator that a transform would see."""
 
     def __init__(self, x: Tensor) -> None:
         self.owner = x
@@ -141,7 +141,7 @@ class _Memory:
 
 
 def host_array(x: Tensor) -> Numbers:
-    """The memory of a plain tensor on the host as a NumPy array, not to be written.
+    """Return the memory of a plain tensor on the host as a NumPy array; do not write to it.
 
     >>> host_array(torch.arange(3))
     array([0, 1, 2])

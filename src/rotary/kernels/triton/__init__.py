@@ -1,1 +1,1 @@
-"""The GPU kernel, in Triton: `kernel` rotates, `fused` has more steps, `plan` lays out a launch."""
+"""The GPU kernels in Triton: `kernel` rotates, `fused` has more steps, `plan` plans a launch."""

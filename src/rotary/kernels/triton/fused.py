@@ -1,10 +1,10 @@
 """The GPU kernel of `rotary.fused`: norm, rotation, cast and cache in one launch.
 
 A program takes a block of tokens and some heads of q, of k or of v. A row is one head of one token:
-it is read once, and written once, to a new tensor or to its slot. Where the mean of the norm is
+it is read once, and written once, to a new tensor or to its slot. If the mean of the norm is
 over all heads of a token, one program takes them all and reads them twice. Everything between is in
-float32; quotients and casts to 8 bits are rounded to nearest even by whole-number arithmetic, so
-that every device stores the same bits for the same float32 numbers, also without such a type.
+float32. Quotients and casts to 8 bits are rounded to nearest even, float8 by whole-number
+arithmetic, so every device, also one without float8, stores the same bits for the same numbers.
 """
 
 # ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
@@ -14,7 +14,7 @@ that every device stores the same bits for the same float32 numbers, also withou
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-# no value of them is compiled in: a new length must not wait for the compiler
+# their values are not compiled in, so that a new length does not wait for the compiler
 NUMBERS = ("tokens", "blocks", "q_heads", "k_heads", "v_heads", "q_parts", "k_parts", "v_parts")
 
 
@@ -30,7 +30,7 @@ def larger(a, b):
 
 @triton.jit
 def float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The byte of y, which is in range, for a float8 of MANTISSA and BIAS; NaN is 0x7f."""
+    """Return y, which is in range, as a byte: float8 with MANTISSA and BIAS; NaN is 0x7f."""
     bits = y.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -49,7 +49,7 @@ def float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def stored(y, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """y as it is stored: float32, which the store casts, or a byte."""
+    """Return y as it is stored: float32, which the store casts, or a byte."""
     result = y
     if FORM != "":
         result = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
@@ -68,7 +68,7 @@ def pairs_of(
     x, mask, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Both members of every pair at `x`, (ROWS, WIDTH) float32; 0 where there is none."""
+    """Load both channels of every pair at `x`, (ROWS, WIDTH) float32; 0 where masked."""
     pair = tl.arange(0, WIDTH)[None, :]
     if HALF:
         inside = mask & (pair < PAIRS)
@@ -85,14 +85,14 @@ def pairs_of(
 def rest_of(
     x, mask, START: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
 ):
-    """The channels at `x` that are not rotated, (ROWS, REST) float32."""
+    """Load the channels at `x` that are not rotated, (ROWS, REST) float32."""
     column = tl.arange(0, REST)[None, :]
     column = tl.where(column < START, column, column + 2 * PAIRS)
     return tl.load(x + column, mask=mask & (column < DIM), other=0).to(tl.float32)
 
 
 @triton.jit
-def through(
+def all_stages(
     x, y, weight, scale, cos, sin, slot, batch, token, is_token, part, parts,
     x_batch, x_token, x_head, y_batch, y_token, y_head, s_batch, s_token, s_head,
     weight_head, number, heads, block, eps,
@@ -101,7 +101,7 @@ def through(
     WRITE_HALF: tl.constexpr, NORM: tl.constexpr, ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
     SCALE: tl.constexpr, FORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """All stages, for part `part` of `parts` of the heads of one array."""
+    """Take all stages for one array, of whose heads this program has part `part` of `parts`."""
     groups = (heads + HEADS - 1) // HEADS
     each = (groups + parts - 1) // parts
     tile = tl.arange(0, ROWS) % HEADS
@@ -205,7 +205,7 @@ def kernel(
     V_DIM: tl.constexpr, V_REST: tl.constexpr, V_NORM: tl.constexpr, V_SCALE: tl.constexpr,
     V_FORM: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """A block of tokens, and a part of the heads of q, k or v.
+    """Take all stages for a block of tokens and a part of the heads of q, k or v.
 
     A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`.
     """
@@ -232,7 +232,7 @@ def kernel(
         slot = tl.load(slots + slot_at, mask=is_token, other=-1).to(tl.int64)
         slot = tl.where(slot < slot_count, slot, -1)
     if part < q_parts:
-        through(
+        all_stages(
             q, yq, wq, sq, cos, sin, slot, batch, token, is_token, part, q_parts,
             q_batch, q_token, q_head, yq_batch, yq_token, yq_head, sq_batch, sq_token, sq_head,
             wq_head, q_number, q_heads, block, eps,
@@ -240,7 +240,7 @@ def kernel(
             Q_NORM, ADD_ONE, False, Q_SCALE, Q_FORM, Q_LARGEST,
         )  # fmt: skip
     elif part < q_parts + k_parts:
-        through(
+        all_stages(
             k, yk, wk, sk, cos, sin, slot, batch, token, is_token, part - q_parts, k_parts,
             k_batch, k_token, k_head, yk_batch, yk_token, yk_head, sk_batch, sk_token, sk_head,
             wk_head, k_number, k_heads, block, eps,
@@ -248,7 +248,7 @@ def kernel(
             K_NORM, ADD_ONE, SLOTS, K_SCALE, K_FORM, K_LARGEST,
         )  # fmt: skip
     else:
-        through(
+        all_stages(
             v, yv, wv, sv, cos, sin, slot, batch, token, is_token, part - q_parts - k_parts,
             v_parts, v_batch, v_token, v_head, yv_batch, yv_token, yv_head, sv_batch, sv_token,
             sv_head, wv_head, v_number, v_heads, block, eps,

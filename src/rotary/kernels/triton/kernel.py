@@ -1,11 +1,11 @@
-"""The GPU kernel: q and k in one launch of one Triton kernel, at any strides, without a copy.
+"""The GPU kernel: rotates q and k of any strides in one launch of one Triton kernel.
 
-A program rotates a tile of rows; a row is one head of one token. The cosines and sines of the rows
-are found once, read from tables or worked out from 64-bit turns, and serve all heads that the
-program walks over. What is not rotated is copied by the same launch, unless it is in place already.
-Which tile is taken follows from shapes and strides alone: nothing is tuned, and no call waits for
-the device, so it can be captured in a CUDA graph. Written for CUDA, it compiles for ROCm's gfx942;
-XPU and other devices rotate by torch operators.
+A program rotates a tile of rows; a row is one head of one token. It reads the cosines and sines of
+the rows from tables, or computes them from 64-bit turns, once for all heads that it loops over. The
+same launch copies the channels that are not rotated, unless the rotation is in place. The tile
+depends on shapes and strides only: nothing is tuned, and no call waits for the device, so it can be
+captured in a CUDA graph. Written for CUDA, it compiles for ROCm's gfx942; XPU and other devices
+rotate by torch operators.
 """
 
 # ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
@@ -27,7 +27,7 @@ from .sources import Source, are_walked_alike, from_tables, from_turns
 from .variants import Variant, variant_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NUMBERS = (  # no value of them is compiled in: a new length must not wait for the compiler
+NUMBERS = (  # their values are not compiled in, so a new length does not wait for the compiler
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
     *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
     *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "per_program"),
@@ -37,7 +37,7 @@ NUMBERS = (  # no value of them is compiled in: a new length must not wait for t
 
 @triton.jit
 def cos_sin(turns, factor):
-    """cos and sin of 64-bit fractions of one turn, each within 1.1e-7."""
+    """Return cos and sin of 64-bit fractions of one turn, each within 1.1e-7."""
     phase = (turns >> 32).to(tl.int32)  # right to 2^-32 turn, 1.5e-9 rad
     quadrant = (phase + 0x20000000) >> 30  # of the nearest quarter turn
     u = (phase << 2).to(tl.float32) * 4.656612873077393e-10  # [-1, 1): in eighths of a turn
@@ -58,7 +58,7 @@ def _rows(
     q, k, group, head, token, batch, is_token, q_heads, k_heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of a group of heads start, and which of them there are."""
+    """Return the addresses of the rows of a group of heads, and a mask of those that exist."""
     q_groups = (q_heads + HEADS - 1) // HEADS
     is_q = group < q_groups
     number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
@@ -71,7 +71,7 @@ def _rows(
 
 @triton.jit
 def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.constexpr):
-    """The first and the second members of the pairs; interleaved, all of them, twice."""
+    """Load the first and second channels of the pairs; interleaved: all of them, returned twice."""
     if READ_HALF:
         pair = tl.arange(0, WIDTH)[None, :]
         is_one = is_row & (pair < PAIRS)
@@ -84,7 +84,7 @@ def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.c
 
 @triton.jit
 def _product(a, b, ROUNDED: tl.constexpr):
-    """a b; with ROUNDED no compiler adds it to anything before it is rounded."""
+    """Return a b; ROUNDED keeps the compiler from fusing it with an addition."""
     if ROUNDED:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -119,10 +119,10 @@ def kernel(
 
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
     at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
-    position is the number in `rows`, or without them `advance t`; `step` lies between its axes, and
-    PAIRS between the turns of each axis. BEFORE and AFTER say how many channels before and after
-    the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads is loaded before
-    the one ahead of it is rotated, and the first one before the angles are known.
+    position is the number in `rows`, or without them `advance t`; `step` is the stride between its
+    axes, and PAIRS that between the turns of the axes. BEFORE and AFTER say how many channels
+    before and after the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads
+    is loaded before the previous one is rotated, and the first one before the angles are computed.
     """
     groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
     parts = (groups + per_program - 1) // per_program
@@ -189,7 +189,7 @@ def kernel(
             yq, yk, group, head, token, batch, is_token, q_heads, k_heads,
             yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head, HEADS, ALIGN,
         )  # fmt: skip
-        if BEFORE:  # copied first: a load behind the stores below would wait for what they need
+        if BEFORE:  # copied first: a load after the stores below would wait for their operands
             _copy(x, y, is_row, 0, START, BEFORE)
         if AFTER:
             _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, AFTER)
@@ -224,10 +224,10 @@ def rotate(
     geometry: Geometry,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Every tensor of `xs` rotated by tables of cos and sin; two of them in one launch.
+    """Rotate every tensor of `xs` by tables of cos and sin, two tensors in one launch.
 
-    The arguments are checked before: float32 tables, `rows` whole numbers or None. A row number
-    outside the tables gives NaN, because to look at it first would wait for the device.
+    The caller has checked the arguments: float32 tables, `rows` whole numbers or None. A row number
+    outside the tables gives NaN, because checking it would wait for the device.
     """
     if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -242,12 +242,12 @@ def rotate_exact(
     geometry: Geometry,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Every tensor of `xs` rotated at whole positions, without tables; cos and sin right to 2e-7.
+    """Rotate every tensor of `xs` at whole positions, without tables; cos, sin right to 2e-7.
 
     turns      (pairs,) int64, the bits of `rotary.turns`; with several axes (axes, pairs), 0 where
                another axis turns the pair
     factor     multiplies cos and sin: the attention factor
-    positions  whole numbers, lined up with x by `geometry`; with several axes, these come last.
+    positions  whole numbers, aligned with x by `geometry`; (..., axes) if there are several axes.
                None for 0, 1, ... along the axis of the tokens
     """
     return _rotate(xs, out, from_turns(turns, factor, positions, geometry), geometry)
@@ -279,9 +279,8 @@ def _rotate(
 
 
 def _can_be_written(x: Tensor, y: Tensor, geometry: Geometry) -> bool:
-    """Whether y takes the result of x; where a layout is changed in place, a pair would overwrite
-    another one that has still to be read."""
-    is_mixed = geometry.layout != geometry.out_layout
+    """Whether the kernel can write the result of x into y; it cannot change layouts in place."""
+    is_mixed = geometry.layout != geometry.out_layout  # a pair would overwrite one not read yet
     return y.stride(-1) == 1 and not (is_mixed and x.data_ptr() == y.data_ptr())
 
 
@@ -311,7 +310,7 @@ def _planned(
 def _moved(
     operands: tuple[Tensor, ...], corner: tuple[int, ...], angles: Angles
 ) -> tuple[Tensor, ...]:
-    """The operands from a corner on: q, k, their outputs, and what angles come from."""
+    """Return the operands (q, k, outputs, source of angles), starting at a corner."""
     if not any(corner):
         return operands
     *blocks, at = corner
@@ -328,8 +327,10 @@ def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) 
 
 
 def _options(launch: Plan) -> dict[str, int | bool]:
-    """The constants of a launch. Only with exact angles are products fused with sums: a rotation by
-    tables has the bits of the reference."""
+    """Return the options of a launch.
+
+    With tables no product is fused with a sum, so results have the bits of the reference.
+    """
     is_exact = bool(launch.constants["EXACT"])
     return {**launch.constants, "num_warps": launch.warps, "enable_fp_fusion": is_exact}
 
@@ -337,7 +338,7 @@ def _options(launch: Plan) -> dict[str, int | bool]:
 @lru_cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 128  # a device that does not say how many it has
+        return 128  # any number: other devices do not tell theirs
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -354,12 +355,11 @@ def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
 def prepared(
     xs: Sequence[Tensor], outs: Sequence[Tensor], source: Source, geometry: Geometry
 ) -> Launch | None:
-    """The launch for tensors of these forms, compiled and loaded, by addresses alone.
+    """Return a compiled and loaded launch by addresses, for tensors of these forms.
 
-    The addresses are those of q, k, their outputs, and `source.memory`. `outs` are read for their
-    form alone, and x itself where the rotation is in place. None where a call takes several
-    launches or a copy, where nothing is compiled, and on ROCm, whose code depends on the size of
-    each storage.
+    The addresses are those of q, k, their outputs, and `source.memory`. Of `outs` only the form
+    matters, and whether each is its x, in place. None if a call takes several launches or a copy,
+    if the interpreter runs, and on ROCm, whose code depends on the size of each storage.
     """
     if (
         len(xs) > 2
@@ -384,9 +384,9 @@ def record(
     geometry: Geometry,
     is_in_place: bool,
 ) -> bool:
-    """Put the launch into a program of torch.compile; False where a call takes several launches.
+    """Put the launch into a program of torch.compile; False if a call takes several launches.
 
-    Inductor cannot be told not to fuse products with sums, so the kernel rounds them by itself.
+    Inductor has no option against fusing products with sums, so ROUNDED makes the kernel round.
     """
     launch = _planned(xs, outs, source.angles, geometry, is_in_place)
     if len(launch.corners) > 1 or any(launch.corners[0]):

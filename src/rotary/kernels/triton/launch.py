@@ -1,7 +1,7 @@
-"""A launch of Triton by addresses: what it looks at in every call is looked at once.
+"""Launches Triton code by addresses, without examining the arguments again in every call.
 
-Triton binds each argument of a launch, 13 us for the kernel of `kernel.py`; the compiled code is
-then called with the arguments as they are, 1.4 us (`benchmarks/launches.py`).
+Triton binds each argument of a launch, which takes 13 us for the kernel of `kernel.py`. A call of
+the compiled code with bound arguments takes 1.4 us (`benchmarks/launches.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ from torch import Tensor
 from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
 Addresses = tuple[int, ...]
-Launch = Callable[[Addresses], bool]  # False where another launch has to be taken
-_ALIGNED = 15  # the bits of an address that are 0, if 16 bytes can be read at a time
+Launch = Callable[[Addresses], bool]  # returns False if it cannot launch for these addresses
+_ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
 
 
 def index_of(x: Tensor) -> int:
-    """The number of the device that holds a tensor, -1 for the host of the interpreter."""
+    """Return the index of a tensor's device; -1 for the host, where the interpreter runs."""
     return x.get_device()
 
 
 def on_device(index: int) -> AbstractContextManager[None]:
-    """In this block a device is the current one: its streams and its copy of the code are used."""
+    """Make a device the current one in this block: its streams and its code are used."""
     if index < 0 or driver.active.get_current_device() == index:
         return nullcontext()
     return torch.cuda.device(index)
@@ -36,15 +36,15 @@ def by_addresses(
     numbers: Sequence[int | float],
     options: Mapping[str, int | bool],
 ) -> Launch:
-    """A launch of `programs` programs, compiled and loaded for the device of the operands.
+    """Return a launch of `programs` programs, compiled and loaded for the device of the operands.
 
-    operands  the first seven arguments of the kernel, of the dtypes and alignment of those that
-              will come
-    numbers   the next ones, which stay
-    options   the compile-time arguments, and what else Triton is told
+    operands  the first seven arguments of the kernel, with the dtypes and alignment of those of
+              later calls
+    numbers   the next arguments, the same in all calls
+    options   the compile-time arguments, and other options of Triton
 
-    It takes the addresses of operands, and the stream that is then current on that device. False,
-    and nothing is launched, where one is aligned and its operand was not, or the other way round.
+    The launch takes the addresses of seven operands and uses the stream that is current on that
+    device. It returns False, having launched nothing, if the alignment of an operand differs.
     """
     index, grid = index_of(operands[0]), (programs, 1, 1)
     with on_device(index):
@@ -76,6 +76,6 @@ def by_addresses(
 
 
 def _is_watched() -> bool:
-    """Whether a profiler, such as Proton, is to be told of every launch."""
+    """Whether a profiler, such as Proton, has hooked launches."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

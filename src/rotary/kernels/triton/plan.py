@@ -1,8 +1,9 @@
 """Computes the arguments of a launch of the GPU kernel from shapes and strides.
 
-The kernel walks over (batch, token, head). Every array is cut into these: heads are an axis along
-which one row of angles serves all, tokens the axis along which angles vary, and what is left is
-merged into one batch axis, or takes a launch for each of its entries.
+The kernel loops over (batch, token, head), so the axes of every array are mapped to these. Heads
+are an axis along which all entries share one row of angles, tokens an axis along which angles vary.
+The other axes are merged into one batch axis; those that cannot be merged take one launch for each
+entry.
 """
 
 import math
@@ -17,15 +18,16 @@ _WARP = 32  # threads
 _THREADS = 4 * _WARP
 _VECTOR = 16  # bytes of the widest load
 _PLAIN = Variant()
-_ONE_WARP = Variant(warps=1, prefetch=True)  # q and k are on their way while angles are found
+_ONE_WARP = Variant(warps=1, prefetch=True)  # loads q and k while angles are computed
 
 
 class Angles(NamedTuple):
-    """The form of the array that angles come from: tables, row numbers or positions, if any.
+    """The form of the array that angles come from: tables, row numbers, positions, or nothing.
 
-    strides  of that array along every axis of x but the last; 0 where one number serves the axis
-    step     between the rows of a table that is indexed, or between the axes of a position
+    strides  of that array along every axis of x but the last; 0 if one number serves the axis
+    step     the stride between rows of an indexed table, or between the axes of a position
     seq      the axis of x along which positions grow by one, or None
+    axes     the number of axes of a position
     """
 
     is_exact: bool
@@ -37,13 +39,13 @@ class Angles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A launch, but for the memory."""
+    """The arguments of a launch, except memory."""
 
     programs: int
     numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `advance`
     constants: dict[str, int]
     warps: int
-    corners: tuple[tuple[int, ...], ...]  # where q, k, outputs and angles start, for each launch
+    corners: tuple[tuple[int, ...], ...]  # offsets of q, k, outputs and angles, for each launch
 
 
 @lru_cache(maxsize=1024)
@@ -57,10 +59,12 @@ def plan(
     processors: int,
     variant: Variant = _PLAIN,
 ) -> Plan:
-    """The launch for q, or q and k, of these shapes.
+    """Return the launch for q, or q and k, of these shapes.
 
-    `strides` are those of q, k, and their outputs, in elements, and 1 along the last axis;
-    `processors` how many the device has, `variant` how it rotates a tile if it has enough of them.
+    strides     of q, k, and their outputs, in elements; 1 along the last axis
+    itemsize    bytes of one element
+    processors  the number of multiprocessors of the device
+    variant     how a tile is rotated if there is work for all of them
 
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
@@ -84,7 +88,7 @@ def plan(
     q_heads, k_heads, head_steps = (1, 1, (0,) * 5)
     if head is not None:
         q_heads, k_heads, head_steps = q[head], k[head], every[head]
-    q_heads = 0 if 0 in q else q_heads  # of an array without elements nothing is read
+    q_heads = 0 if 0 in q else q_heads  # an array without elements is not read
     k_heads = 0 if 0 in k or count == 1 else k_heads
 
     steps = [batch, token_steps, head_steps, *(step for _, step in merged)]
@@ -96,9 +100,9 @@ def plan(
     row_align = 1 if angles.has_rows else table_align
 
     width = 1 << (geometry.pairs - 1).bit_length()
-    # Pairs of a tile: two vectors for each thread of 4 warps, or one of 8 or of a single one where
-    # there would be too few programs; never less, so that no two threads load the same number, of
-    # which one may be rotated already.
+    # Pairs of a tile: two vectors for each thread of 4 warps, or one if there are 8 warps, or a
+    # single warp because there would be too few programs. Never fewer, so that no two threads load
+    # the same number, which one of them might already have rotated.
     tile = 2 * _THREADS * vector
     if batches * token_count * (q_heads + k_heads) * width < 2 * processors * tile:
         tile, variant = _WARP * vector, _ONE_WARP
@@ -146,18 +150,18 @@ def plan(
 
 
 def _copied_at_once(channels: int, width: int) -> int:
-    """How many channels that are not rotated are copied at once: at most 16 vectors a thread."""
+    """Return how many unrotated channels are copied at once: at most 16 vectors a thread."""
     return min(1 << (channels - 1).bit_length(), 8 * width) if channels else 0
 
 
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides but the last; of an axis of size 1 any will do, and 0 is divided by everything."""
+    """Return the strides except the last; 0 for an axis of size 1, as everything divides 0."""
     steps = zip(shape[:-1], strides, strict=False)
     return tuple([0 if size == 1 else step for size, step in steps])
 
 
 def _head_axis(q: tuple[int, ...], k: tuple[int, ...], angles: Angles) -> int | None:
-    """The axis that one row of angles serves: where q and k differ, or the last one there is."""
+    """Return an axis that shares angles: one on which q and k differ, or else the last."""
     shared = [
         axis
         for axis, step in enumerate(angles.strides)
@@ -169,7 +173,7 @@ def _head_axis(q: tuple[int, ...], k: tuple[int, ...], angles: Angles) -> int | 
 
 
 def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
-    """The axis along which positions grow; else the last along which angles vary, or the last."""
+    """Return the axis on which positions grow, else the last on which angles vary, or the last."""
     if angles.seq in rest:
         return angles.seq
     varying = [axis for axis in rest if angles.strides[axis]]
@@ -178,7 +182,7 @@ def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
 
 
 def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """The same axes, each two that can be walked as one put together."""
+    """Merge neighboring axes that one stride can step through."""
     result: list[tuple[int, tuple[int, ...]]] = []
     for size, steps in axes:
         if result and all(a == size * b for a, b in zip(result[-1][1], steps, strict=True)):
@@ -200,7 +204,7 @@ def _corners(axes: list[tuple[int, tuple[int, ...]]]) -> tuple[tuple[int, ...], 
 
 
 def _tile(tokens: int, heads: tuple[int, int], rows: int, is_by_token: bool) -> tuple[int, int]:
-    """How many tokens and heads the rows of a tile are, powers of two."""
+    """Return how many tokens and heads make the rows of a tile, powers of two."""
     common = math.gcd(*heads) or 1
     together = min(8, common & -common, rows) if is_by_token else 1
     block = min(rows // together, 1 << (tokens - 1).bit_length() if tokens else 1)

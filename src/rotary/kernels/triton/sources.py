@@ -1,4 +1,4 @@
-"""Where the GPU kernel finds cosines and sines: in tables, or in turns times positions."""
+"""Describes where the GPU kernel finds cosines and sines: tables, or turns and positions."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,10 @@ from .plan import Angles
 
 
 class Source(NamedTuple):
-    """Where the kernel finds cosines and sines: tables, or turns that it multiplies by positions.
+    """Tables of cosines and sines, or turns that the kernel multiplies by positions.
 
-    limit  rows of the tables that are indexed;  factor  multiplies cos and sin made from turns
+    limit   the number of rows of tables that are indexed
+    factor  multiplies cos and sin made from turns
     """
 
     memory: tuple[Tensor, Tensor, Tensor]  # cos and sin, or turns twice; then row numbers, if any
@@ -21,7 +22,7 @@ class Source(NamedTuple):
 
 
 def from_tables(cos: Tensor, sin: Tensor, rows: Tensor | None, geometry: Geometry) -> Source:
-    """Tables of cos and sin, float32 and with equal strides; `rows` whole numbers, or None."""
+    """Return a source of float32 tables with equal strides; `rows` are whole numbers or None."""
     walked = cos if rows is None else rows
     step = 0 if rows is None else cos.stride(0)
     angles = Angles(False, rows is not None, along(walked, geometry.dims), step)
@@ -31,7 +32,7 @@ def from_tables(cos: Tensor, sin: Tensor, rows: Tensor | None, geometry: Geometr
 def from_turns(
     turns: Tensor, factor: float, positions: Tensor | None, geometry: Geometry
 ) -> Source:
-    """Turns and positions, as `rotate_exact` takes them."""
+    """Return a source of turns and positions, as `rotate_exact` takes them."""
     dims, axes = geometry.dims, 1 if turns.ndim == 1 else turns.shape[0]
     if positions is None:
         angles = Angles(True, False, (0,) * len(dims), 0, dims.index(0))
@@ -42,10 +43,10 @@ def from_turns(
 
 
 def are_walked_alike(cos: Tensor, sin: Tensor) -> bool:
-    """Whether one row of both tables is found by the same steps, and is contiguous."""
+    """Whether both tables have the same strides and contiguous rows."""
     return cos.stride() == sin.stride() and cos.stride(-1) == 1
 
 
 def along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Strides along the axes of x; 0 where there is one row for all."""
+    """Return the strides of a tensor along the axes of x; 0 if one row serves the whole axis."""
     return tuple([0 if d is None or tensor.shape[d] == 1 else tensor.stride(d) for d in dims])

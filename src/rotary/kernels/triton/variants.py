@@ -1,18 +1,18 @@
-"""Three ways in which the GPU kernel keeps loads under way, and which one a device takes.
+"""Three ways in which the GPU kernel keeps loads in flight, and the choice for a device.
 
-A multiprocessor waits for memory as long as too few bytes are on their way to it. How many are
-follows from the compiled code: the bytes of q and k that a thread has asked for when it first needs
-one of them, times the threads that fit beside each other. A measurement goes before that model.
+A multiprocessor waits for memory if too few bytes are in flight to it. Their number follows from
+the compiled code: the bytes of q and k that a thread has requested when it first needs one of them,
+times the number of resident threads. A measurement takes precedence over that model.
 """
 
 from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """How a tile is rotated where there is work enough for the whole device.
+    """How a tile is rotated if there is enough work for the whole device.
 
-    warps     that share the tile
-    prefetch  whether the next heads are loaded before those at hand are rotated
+    warps     the number of warps that share the tile
+    prefetch  whether the next heads are loaded before the current ones are rotated
     """
 
     warps: int = 4
@@ -25,12 +25,12 @@ VARIANTS = {
     "prefetch": Variant(prefetch=True),
 }
 
-# The fastest one by `python -m benchmarks.gpu --part ablation`, of (architecture, layout, exact),
-# as in ("sm_90", "half", False). Empty: nothing was measured yet.
+# (architecture, layout, exact), as ("sm_90", "half", False) -> the fastest variant by
+# `python -m benchmarks.gpu --part ablation`. Empty: nothing was measured yet.
 MEASURED: dict[tuple[str, str, bool], str] = {}
 
-# KB on their way to one multiprocessor, of heads of 128 in 16 bits, for each of VARIANTS; 0 where
-# registers are spilled. By the oldest architecture with these numbers, layout and exact;
+# (the oldest architecture with these numbers, layout, exact) -> KB in flight to one multiprocessor
+# for each of VARIANTS, for heads of 128 channels in 16 bits; 0 if registers are spilled.
 # tests/test_gpu_code.py reads them from the code for sm_80, sm_90 and sm_100.
 IN_FLIGHT = {
     (80, "half", False): (24, 40, 32),
@@ -45,9 +45,9 @@ IN_FLIGHT = {
 
 
 def variant_of(architecture: str, layout: str, is_exact: bool) -> Variant:
-    """The measured variant of an architecture, else the one with the most bytes on their way.
+    """Return the measured variant for an architecture, else the one with most bytes in flight.
 
-    `layout` is the one that is read. Of an older NVIDIA GPU, and of AMD's, the plain one is taken.
+    `layout` is the one that is read. Older NVIDIA GPUs, and AMD GPUs, get the plain variant.
 
     >>> variant_of("sm_90", "half", False)
     Variant(warps=8, prefetch=False)
@@ -61,7 +61,7 @@ def variant_of(architecture: str, layout: str, is_exact: bool) -> Variant:
 
 
 def modelled(architecture: str, layout: str, is_exact: bool) -> tuple[int, int, int]:
-    """KB on their way for each of VARIANTS, as on the newest known architecture before this one.
+    """Return KB in flight for each of VARIANTS, from the newest known architecture up to this.
 
     >>> modelled("sm_90", "interleaved", False)
     (24, 20, 32)
