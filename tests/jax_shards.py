@@ -419,7 +419,7 @@ def long_sequence():
 
 
 @law_of_no_bits
-def normalised():
+def normalized():
     """`rotary.fused` shared by heads and sequence: the mean of a head, and of all heads."""
     s, facts = SHARDINGS["heads and sequence"], {}
     for name, sizes_ in (("a head", (HEAD_DIM,) * 2), ("all heads", (8 * HEAD_DIM, 4 * HEAD_DIM))):

@@ -1,4 +1,4 @@
-"""Attention in a window, HWFA made of it, and normalised keys."""
+"""Attention in a window, HWFA made of it, and normalized keys."""
 
 import math
 

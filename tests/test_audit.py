@@ -38,7 +38,7 @@ def test_frequencies_in_half_precision(model):
     assert "inv_freq: in bfloat16" in advice(model.bfloat16())
 
 
-def test_frequencies_of_uninitialised_memory(model):
+def test_frequencies_of_uninitialized_memory(model):
     model.model.rotary_emb.inv_freq.fill_(float("nan"))
     assert "not frequencies" in advice(model)
     model.model.rotary_emb.inv_freq.fill_(1e20)

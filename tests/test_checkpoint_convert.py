@@ -190,7 +190,7 @@ def test_weights_in_another_form_are_not_copied(tmp_path):
     assert contents(source).keys() - contents(target).keys() == kept
 
 
-def quantised(kind, rows):
+def quantized(kind, rows):
     """One projection of `rows` channels and 16 inputs as a format stores it."""
     random = np.random.default_rng(rows)
     words = {"AWQ": (16, rows // 8), "GPTQ": (2, rows)}
@@ -215,7 +215,7 @@ def test_other_formats_are_proved_and_come_back(tmp_path, kind, moves):
     arrays = {
         f"{prefix}{name}_proj.{part}": value
         for name, rows in (("q", HEADS * HEAD_DIM), ("k", KV_HEADS * HEAD_DIM))
-        for part, value in quantised(kind, rows).items()
+        for part, value in quantized(kind, rows).items()
     }
     save_file(arrays, tmp_path / "model.safetensors")
     target = tmp_path / "b"

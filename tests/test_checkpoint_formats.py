@@ -1,4 +1,4 @@
-"""Quantised weights after a move, and the permutations of other programs."""
+"""Quantized weights after a move, and the permutations of other programs."""
 
 import checkpoints
 import gguf
@@ -304,9 +304,9 @@ def test_a_gguf_file_is_recognised_and_undone(tmp_path):
     for name, weight in original.items():
         heads = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}.get(name)
         writer.add_tensor(name, permuted_for_gguf(weight, heads) if heads else weight)
-    quantised = permuted_for_gguf(original["blk.0.attn_q.weight"], 4)
-    quantised = gguf.quants.quantize(quantised, gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("blk.1.attn_q.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    quantized = permuted_for_gguf(original["blk.0.attn_q.weight"], 4)
+    quantized = gguf.quants.quantize(quantized, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.1.attn_q.weight", quantized, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

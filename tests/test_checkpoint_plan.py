@@ -545,7 +545,7 @@ HOSTILE = {
                          "a divisor of 1000000000 heads of 16"),
     "hidden_size is a list": ({"hidden_size": [64], "num_key_value_heads": 3},
                               "64 input channels, and the config says hidden_size \\[64\\]"),
-    "quantised is a text": ({"quantization_config": "fp8"}, "quantization_config must be an obj"),
+    "quantized is a text": ({"quantization_config": "fp8"}, "quantization_config must be an obj"),
     "blocks of 0": ({"quantization_config": {"weight_block_size": [0, 0]}}, "whole numbers >= 1"),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ def turned(spec, row, position):
 
 
 def expected(spec, x, weight, form, add_one=0):
-    """x (..., heads, seq, dim) normalised and rotated, by loops."""
+    """x (..., heads, seq, dim) normalized and rotated, by loops."""
     result = np.empty(x.shape)
     for index in np.ndindex(*x.shape[:-3], x.shape[-2]):
         *batch, at = index
@@ -103,7 +103,7 @@ def test_both_ways_compute_the_formula(name, form, add_one):
         np.testing.assert_allclose(y, want, rtol=0, atol=3e-7 * np.abs(want).max())
 
 
-def test_one_of_both_may_be_left_unnormalised():
+def test_one_of_both_may_be_left_unnormalized():
     q, k = arrays()
     y, z, _ = fused(q, k, None, SPECS["half"], norm=Norm(None, np.ones(DIM), EPS))
     np.testing.assert_array_equal(y, rotary.apply(SPECS["half"], q))

@@ -118,7 +118,7 @@ def test_positions_tables_and_rows_of_tables():
         assert_close(got[1], np.asarray(want[1]))
 
 
-def test_one_of_both_is_normalised_and_v_is_returned_as_it_is():
+def test_one_of_both_is_normalized_and_v_is_returned_as_it_is():
     spec = SPECS["half"]
     q, k = arrays(spec)
     weight = numbers(8)

@@ -492,7 +492,7 @@ def norms_of(model):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo2"])
 def test_one_call_in_place_of_norm_and_rotation_of_transformers(name, monkeypatch):
-    """Logits of a model whose attention normalises and rotates by `fused`."""
+    """Logits of a model whose attention normalizes and rotates by `fused`."""
     model, module = tiny(name)
     ids = torch.randint(1, 50, (2, 23))
     want = model(ids).logits

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("jax_shards.py")
 RUNS = (  # the laws of one process on four devices
     ("one_device", "automatic", "given_positions", "given_tables", "lengths"),
-    ("shard_map", "shard_map_without_positions", "head_dim", "donated", "normalised"),
+    ("shard_map", "shard_map_without_positions", "head_dim", "donated", "normalized"),
     ("explicit", "explicit_head_dim", "eager", "long_sequence", "placed"),
     ("model",),
 )  # fmt: skip
@@ -83,7 +83,7 @@ def test_shard_map_without_positions_counts_from_0_on_every_device(facts_of):
 
 
 def test_a_shared_norm_sends_nothing_but_the_means_of_all_heads(facts_of):
-    facts = facts_of("normalised")
+    facts = facts_of("normalized")
     assert facts["a head"]["furthest"] <= 2e-6
     assert facts["a head"]["collectives"] == []
     assert facts["all heads"]["furthest"] <= 5e-6

@@ -1,4 +1,4 @@
-"""`patch` on models that normalise q and k right before they rotate: both in one pass."""
+"""`patch` on models that normalize q and k right before they rotate: both in one pass."""
 
 import copy
 import functools
@@ -149,7 +149,7 @@ def test_bfloat16_is_at_least_as_good_as_before(family, fused_calls):
     assert (after - wanted).float().norm() <= 1.1 * (before - wanted).float().norm()
 
 
-def test_few_numbers_are_normalised_by_the_model(fused_calls, monkeypatch):
+def test_few_numbers_are_normalized_by_the_model(fused_calls, monkeypatch):
     model = new_model("qwen3", AutoModel)
     before = hidden(model)
     monkeypatch.setattr(norms, "MIN_NUMBERS", MIN_NUMBERS)
@@ -201,10 +201,10 @@ def with_eps_as_a_tensor(norm):
 
 
 def of_a_tensor_class(norm):
-    class Quantised(torch.Tensor):
+    class Quantized(torch.Tensor):
         pass
 
-    norm.weight = nn.Parameter(norm.weight.data.as_subclass(Quantised), requires_grad=False)
+    norm.weight = nn.Parameter(norm.weight.data.as_subclass(Quantized), requires_grad=False)
 
 
 CHANGES = [
@@ -252,7 +252,7 @@ HEADS, SEQ, DIM = 4, 6, 16
 
 
 class Attention(nn.Module):
-    """Normalises, rotates, and gives q and k."""
+    """Normalizes, rotates, and gives q and k."""
 
     def __init__(self, width=DIM):
         super().__init__()

@@ -247,7 +247,7 @@ def check(box: Box) -> list[Finding]:
         return [*findings, Finding("not_repeatable", "the same call gives another result")]
     mixed = box(2 * x - 3 * other, positions)
     if differ(mixed, 2 * y - 3 * box(other, positions)):
-        return [*findings, Finding("not_linear", "not linear in x: it normalises, adds or clips")]
+        return [*findings, Finding("not_linear", "not linear in x: it normalizes, adds or clips")]
 
     lone = x.copy()
     lone[:, 1:] = 0

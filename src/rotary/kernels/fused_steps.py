@@ -152,7 +152,7 @@ def finished(
     """Take all steps of a fused call after the rotation; return the results for q, k and v.
 
     v       None if it was not given, or is returned unchanged
-    turned  q and perhaps k, normalised and rotated, not yet rounded
+    turned  q and perhaps k, normalized and rotated, not yet rounded
     own     the dtype name of q, to which results are rounded unless `stages` has another dtype
     store   writes k and v to the cache; returns what the call returns for them, or None
     """

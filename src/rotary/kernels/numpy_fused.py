@@ -71,7 +71,7 @@ def norm_and_rotate(
     x: Array, name: str, cos: Array, sin: Array, rows: Array | None,
     norm: Norm | None, fitted: Fit, geometry: Geometry,
 ) -> Array:  # fmt: skip
-    """Return x normalised and rotated, not yet rounded."""
+    """Return x normalized and rotated, not yet rounded."""
     start, pairs, layout, out_layout, _, conjugate = geometry
     options = Options(layout, out_layout, 2 * pairs, start, fitted.seq_axis, None, conjugate)
     wide = normed(LIBRARY, x, name, norm, fitted.head_axis)

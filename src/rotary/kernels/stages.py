@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 class Norm:
     """RMS norm before the rotation: x / sqrt(mean(x^2) + eps) * weight, in float32.
 
-    q, k      the weights, or None for an array that is not normalised. The shape says what the mean
+    q, k      the weights, or None for an array that is not normalized. The shape says what the mean
               is over: (head_dim,) each head separately, as Qwen3 and Gemma 3 do; (heads, head_dim)
               the same, with different weights for each head; (heads * head_dim,) all heads of a
               token together, as OLMo 2 and Wan do
@@ -108,7 +108,7 @@ class Stages(NamedTuple):
 
 
 def changes_v(stages: Stages) -> bool:
-    """Whether v is normalised, or cast, before it is returned."""
+    """Whether v is normalized, or cast, before it is returned."""
     has_norm = stages.norm is not None and stages.norm.v is not None
     scale = stages.scales[2]
     return has_norm or stages.dtype is not None or not (isinstance(scale, float) and scale == 1)

@@ -1,7 +1,7 @@
 """`rotary.fused` for JAX: the formula of `kernels/numpy_fused.py`, in one compiled call.
 
 XLA on a CPU computes norm and rotation in two steps: the mean of the squares, then one loop that
-normalises, rotates and rounds. Only 16-bit arrays, which are converted for the mean, need memory of
+normalizes, rotates and rounds. Only 16-bit arrays, which are converted for the mean, need memory of
 the size of x between them.
 
 Arrays are immutable, so new caches are returned in the place of k and v. If the call is part of a
@@ -56,7 +56,7 @@ LIBRARY = Library(
     jnp,
     convert=lambda x, kind: x.astype(dtype_of(kind)),
     as_like=lambda numbers, y: jnp.asarray(numbers, y.dtype),
-    # without the barrier XLA on a CPU normalises into memory, and reads it again to rotate
+    # without the barrier XLA on a CPU normalizes into memory, and reads it again to rotate
     over_root=lambda x, y: x * barrier(lax.rsqrt(y)),
 )
 

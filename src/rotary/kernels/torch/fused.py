@@ -237,7 +237,7 @@ def formula_of_both(
     xs: Sequence[Tensor], norm: Norm | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
     fitted: Fit,
 ) -> list[Tensor]:  # fmt: skip
-    """Return q and k normalised and rotated, not yet rounded."""
+    """Return q and k normalized and rotated, not yet rounded."""
     return [
         formula((normed(LIBRARY, x, name, norm, fitted.head_axis),), cos, sin, rows, geometry)[0]
         for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False)

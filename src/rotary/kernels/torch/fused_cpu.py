@@ -24,7 +24,7 @@ ACCESS = Access(form, Tensor.data_ptr, host_array, _weight)
 
 
 class Differentiable(torch.autograd.Function):
-    """Normalises and rotates q and k into new tensors; compiled loops compute gradients too.
+    """Normalizes and rotates q and k into new tensors; compiled loops compute gradients too.
 
     The operands are q, k, the weight of q and that of k, or None; only they are saved. `formula` is
     used if the loops cannot take the tensors, and for gradients of gradients.

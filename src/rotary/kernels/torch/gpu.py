@@ -2,7 +2,7 @@
 
 Triton examines every argument of a launch, which takes longer than the launch. Here everything but
 the addresses is computed once for tensors of the same shapes and types, which the guards of
-`ready.py` recognise. A repeated call does not wait for the device and allocates only its outputs,
+`ready.py` recognize. A repeated call does not wait for the device and allocates only its outputs,
 so it can be captured in a CUDA graph.
 """
 

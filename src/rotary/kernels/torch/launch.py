@@ -148,12 +148,12 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Return an uninitialised tensor in the memory order of x; a large one on huge pages."""
+    """Return an uninitialized tensor in the memory order of x; a large one on huge pages."""
     return on_huge_pages(torch.empty_like(x))
 
 
 def empty_contiguous(x: Tensor) -> Tensor:
-    """Return an uninitialised contiguous tensor, as the operator's fake tensor is."""
+    """Return an uninitialized contiguous tensor, as the operator's fake tensor is."""
     return on_huge_pages(x.new_empty(x.shape))
 
 
