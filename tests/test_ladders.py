@@ -362,7 +362,7 @@ def test_the_alternatives_reach_the_length():
     ("call", "message"),
     [
         (lambda: wanted_curve([1.0, 0.5], 8), "a curve must be 8 numbers"),
-        (lambda: wanted_curve([1.0, 0.5], 8, [2, 1]), "distances must rise"),
+        (lambda: wanted_curve([1.0, 0.5], 8, [2, 1]), "distances must rise, got 2 before 1"),
         (lambda: wanted_curve([1.0, 0.5], 8, [0, 1]), "distances must be in 1"),
         (lambda: wanted_curve([1.0, 1.5], 8, [1, 2]), r"in -1 .. 1, got 1.5"),
         (lambda: wanted_curve([1.0, math.nan], 8, [1, 2]), r"in -1 .. 1, got nan"),
