@@ -308,8 +308,8 @@ def test_the_command_reads_a_curve(main, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "say what is wanted in one way: --keep N"),
-        ("--keep 50 --at-least 0.5", "say what is wanted in one way"),
+        ("", "say what is wanted, with exactly one of --keep N"),
+        ("--keep 50 --at-least 0.5", "say what is wanted, with exactly one of"),
         ("--keep 500", "until must be in 1 .. 100, got 500"),
         ("--keep 50 --power 1", "--power cannot be given without --at-least"),
         ("--at-least 0.5", "--at-least needs --until N"),
