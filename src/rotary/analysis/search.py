@@ -257,7 +257,7 @@ def _first_passing(
                 progress(1.0)
                 return x, binding or before, undecided
             before = binding
-            # the work of a chunk goes with the square of the distances that fail in it
+            # the work of a chunk is proportional to the square of the distances that fail in it
             share = max(share, min(0.99, (largest / context) ** 2))
             progress(share)
     raise ValueError(
