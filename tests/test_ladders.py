@@ -319,7 +319,10 @@ def test_the_command_reads_a_curve(main, tmp_path):
         ("--keep 9 --longest-wavelength 3", "longest_wavelength 3 must be longer than"),
         ("--keep 9 --starts 0", "starts must be in 1 .. 48, got 0"),
         ("--curve CURVE", "curve.csv, line 2: must be a whole distance, a comma and a number"),
-        (f"--keep 9 --from {LLAMA_2} --base 100", "--head-dim and --base cannot be given beside"),
+        (
+            f"--keep 9 --from {LLAMA_2} --base 100",
+            "--head-dim and --base cannot be used with --from",
+        ),
         ("--keep 9 --part text", "give --from as well"),
         ("--keep 9 --out CURVE", "the file exists; name a new one"),
     ],
