@@ -459,7 +459,10 @@ def test_workers_that_do_not_see_our_files_are_refused_before_anything_is_writte
     with cluster(address, files=seen, folder=tmp_path / "new" / "b", modules=("rotary.configs",)):
         pass
     for asked, message in (
-        ({"files": {path: state_of(path)._replace(inode=0)}}, f"{path}: not the file that it is"),
+        (
+            {"files": {path: state_of(path)._replace(inode=0)}},
+            f"{path}: not the file of the calling",
+        ),
         (
             {"files": {tmp_path / "gone": state_of(path)}},
             "gone: not the file of the calling machine",
