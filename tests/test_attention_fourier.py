@@ -158,5 +158,5 @@ def test_coefficients_and_positions_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=r"coefficients must be \(2, heads, frequencies,"):
             fourier_cos_sin(SPEC, shape, seq_len=3)
     for options in ({}, {"positions": [0], "seq_len": 1}):
-        with pytest.raises(ValueError, match="give positions or seq_len, one of them"):
+        with pytest.raises(ValueError, match="give either positions or seq_len, got"):
             fourier_cos_sin(SPEC, learned, **options)

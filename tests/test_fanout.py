@@ -435,7 +435,7 @@ def test_a_worker_with_another_version_is_refused(theirs, told):
                     "tcp://b": {"packages": {**ours, "rotary": theirs}}},
     }  # fmt: skip
     client = SimpleNamespace(get_versions=lambda packages: found)
-    with pytest.raises(ValueError, match=f"worker tcp://b has rotary {told}, and here is 1.0"):
+    with pytest.raises(ValueError, match=f"worker tcp://b has rotary {told}, this machine has 1.0"):
         door._check_versions(client, door.PACKAGES)
 
 
@@ -444,7 +444,9 @@ def test_a_cluster_of_another_version_of_ours_is_refused(address, monkeypatch):
         pass
     real = versions._version_cached
     monkeypatch.setattr(versions, "_version_cached", lambda name: f"{real(name)}+ours")
-    with pytest.raises(ValueError, match=r"worker tcp://\S+ has \w+ \S+, and here is \S+\+ours; "):
+    with pytest.raises(
+        ValueError, match=r"worker tcp://\S+ has \w+ \S+, this machine has \S+\+ours; "
+    ):
         cluster(address).__enter__()
 
 
@@ -457,8 +459,14 @@ def test_workers_that_do_not_see_our_files_are_refused_before_anything_is_writte
     with cluster(address, files=seen, folder=tmp_path / "new" / "b", modules=("rotary.configs",)):
         pass
     for asked, message in (
-        ({"files": {path: state_of(path)._replace(inode=0)}}, f"{path}: not the file that it is"),
-        ({"files": {tmp_path / "gone": state_of(path)}}, "gone: not the file that it is here"),
+        (
+            {"files": {path: state_of(path)._replace(inode=0)}},
+            f"{path}: not the file of the calling",
+        ),
+        (
+            {"files": {tmp_path / "gone": state_of(path)}},
+            "gone: not the file of the calling machine",
+        ),
         ({"modules": ("no_package.run",)}, "has no module 'no_package.run'; start it with"),
     ):
         with pytest.raises(ValueError, match=rf"worker tcp://\S+: .*{message}"):
@@ -470,7 +478,7 @@ def test_a_folder_of_the_same_name_elsewhere_is_not_the_same_folder(tmp_path):
     here = (str(tmp_path), tmp_path.stat().st_ino)
     assert door.problem_of((), {}, here) == ""
     for wrong in ((here[0], 0), (str(tmp_path / "gone"), here[1])):
-        assert "not the folder that it is here" in door.problem_of((), {}, wrong)
+        assert "not the folder of the calling machine" in door.problem_of((), {}, wrong)
 
 
 @pytest.mark.slow

@@ -308,8 +308,8 @@ def test_the_command_reads_a_curve(main, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "say what is wanted in one way: --keep N"),
-        ("--keep 50 --at-least 0.5", "say what is wanted in one way"),
+        ("", "say what is wanted, with exactly one of --keep N"),
+        ("--keep 50 --at-least 0.5", "say what is wanted, with exactly one of"),
         ("--keep 500", "until must be in 1 .. 100, got 500"),
         ("--keep 50 --power 1", "--power cannot be given without --at-least"),
         ("--at-least 0.5", "--at-least needs --until N"),
@@ -319,7 +319,10 @@ def test_the_command_reads_a_curve(main, tmp_path):
         ("--keep 9 --longest-wavelength 3", "longest_wavelength 3 must be longer than"),
         ("--keep 9 --starts 0", "starts must be in 1 .. 48, got 0"),
         ("--curve CURVE", "curve.csv, line 2: must be a whole distance, a comma and a number"),
-        (f"--keep 9 --from {LLAMA_2} --base 100", "--head-dim and --base cannot be given beside"),
+        (
+            f"--keep 9 --from {LLAMA_2} --base 100",
+            "--head-dim and --base cannot be used with --from",
+        ),
         ("--keep 9 --part text", "give --from as well"),
         ("--keep 9 --out CURVE", "the file exists; name a new one"),
     ],
@@ -362,7 +365,7 @@ def test_the_alternatives_reach_the_length():
     ("call", "message"),
     [
         (lambda: wanted_curve([1.0, 0.5], 8), "a curve must be 8 numbers"),
-        (lambda: wanted_curve([1.0, 0.5], 8, [2, 1]), "distances must rise"),
+        (lambda: wanted_curve([1.0, 0.5], 8, [2, 1]), "distances must rise, got 2 before 1"),
         (lambda: wanted_curve([1.0, 0.5], 8, [0, 1]), "distances must be in 1"),
         (lambda: wanted_curve([1.0, 1.5], 8, [1, 2]), r"in -1 .. 1, got 1.5"),
         (lambda: wanted_curve([1.0, math.nan], 8, [1, 2]), r"in -1 .. 1, got nan"),

@@ -192,7 +192,7 @@ def test_a_base_where_nothing_fails_is_printed_as_it_is():
     [
         (
             (26_952.3, 4096),
-            r"base 26952.3 has B_m < 0 at a distance below 4,096, with head_dim 128",
+            r"base 26952.3 has B_m < 0 at a distance up to 4,096, with head_dim 128",
         ),
         ((0.5, 4096), "a base must be in 1 .. 1e37, got 0.5"),
         ((math.nan, 4096), "a base must be in 1 .. 1e37, got nan"),

@@ -437,7 +437,7 @@ def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, cap
         (("--distributed",), "--distributed needs --config"),
         (("x.py:f", "--distributed", "--config", LLAMA), "--seq-len is needed"),
         (("--distributed", "--config", LLAMA), "torchrun --nproc-per-node=4 -m rotary doctor"),
-        (("--config", LLAMA), "go with --distributed"),
+        (("--config", LLAMA), "need --distributed"),
     ],
 )
 def test_what_is_missing_on_the_command_line_is_said(monkeypatch, capsys, arguments, said):

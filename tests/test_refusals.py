@@ -131,7 +131,7 @@ def test_a_part_of_a_gguf_and_allow_alone_are_refused(main):
     assert_refused(main("inspect", "model.gguf", "--part", "text_config"), "model.gguf")
     assert_refused(
         main("identify", "json:loads", "--head-dim", "8", "--allow", "layout"),
-        "--allow goes with --check",
+        "--allow needs --check",
     )
 
 

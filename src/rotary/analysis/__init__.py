@@ -1,9 +1,9 @@
 """Computes how far a RoPE reaches, and what a method for longer contexts does to it.
 
-All functions take a `Rotary` and return float64 numbers; `rotary.plots` draws them. `spectrum` is
+Most functions take a `Rotary` and return float64 numbers; `rotary.plots` draws them. `spectrum` is
 about single frequencies, `decay` about scores, `bounds` and `search` about the base bound of Men et
 al., `ladders` and `fitting` about frequencies for a wanted decay, `extension` about longer
-contexts, `precision` about rounding, `simulate` draws queries and keys.
+contexts, and `precision` about rounding. `simulate` draws random queries and keys.
 """
 
 from .bounds import certify as certify

@@ -3,8 +3,8 @@
 B_m = sum_i cos(m theta_i) is proportional to how much higher a key that is similar to the query
 scores than a random key, at distance m (arXiv 2405.14591, Theorem 1). Where it is negative the
 similar key scores lower. Channels without rotation count as pairs of frequency 0, in `still`.
-Distances are taken in rows of `_ROW`: cos((m0 + j) theta) over a row is a product of a fixed table
-with e^{i m0 theta}, so all rows are one matrix product, right to 1e-11 at 2**24.
+Distances are computed in rows of `_ROW`. Over a row, cos((m0 + j) theta) is the product of a fixed
+table and e^{i m0 theta}, so one matrix product gives all rows, right to 1e-11 at distance 2**24.
 """
 
 import math
@@ -27,8 +27,8 @@ from .spectrum import (
 
 Complex = npt.NDArray[np.complex128]
 _ROW = 512  # distances that share one start
-_BLOCK = 2**16  # distances that are held at once
-_ROUNDING = 1e-13  # of B_m, for each pair: an upper bound of the error of float64
+_BLOCK = 2**16  # distances computed at a time
+_ROUNDING = 1e-13  # upper bound of the float64 error of B_m, per pair
 
 
 class Certificate(NamedTuple):
@@ -50,11 +50,11 @@ def similarity(
     """(len,) float64: B_m = Re sum_i w_i e^{i m theta_i} + still, of every distance m.
 
     distances  (len,) whole numbers in -2**24 .. 2**24
-    weights    (pairs,) w_i, real or complex, for measured q and k: E[q_i conj(k_i)] of similar
-               tokens less that of random ones; default 1
-    still      what the channels that are not rotated add; default: their number of pairs
+    weights    (pairs,) w_i, real or complex; default 1. For measured q and k: the mean of
+               q_i conj(k_i) over similar tokens minus its mean over random tokens
+    still      what the channels that are not rotated add; default: half their number
     seq_len    length of the sequence, for the schedules that depend on it
-    axes       which axes of the position move, for several; None: all, as in text
+    axes       which axes of the position change with the distance; None: all, as in text
     Raises ValueError for other distances, and weights that are not finite or not one per pair.
     Source: Men et al., arXiv 2405.14591, Eq. 9 and 10, where w_i = 1 and still = 0.
 
@@ -82,7 +82,7 @@ def first_failure(
     spec: Rotary, limit: int = 2**20, *, weights: npt.ArrayLike | None = None,
     still: float | None = None, seq_len: int | None = None, axes: Axes = None,
 ) -> int | None:  # fmt: skip
-    """The first distance m in 1 .. limit with B_m < 0, F of the spec; None if there is none.
+    """Return the first distance m in 1 .. limit with B_m < 0; None if there is none.
 
     The options are those of `similarity`; limit <= 2**24. Raises ValueError for another limit.
     It is a diagnostic, not a limit of a model: Llama 2 works at 4096 tokens.
@@ -122,9 +122,9 @@ def lowest(
 ) -> tuple[int, float]:  # fmt: skip
     """(m, B_m / n): the distance in 1 .. length with the smallest B_m, relative to the largest.
 
-    n = sum |w_i| + |still| is the largest that B can be: head_dim / 2 without weights. Of equal
-    values the first. The options are those of `similarity`; length <= 2**24. Raises ValueError for
-    another length, and where all weights and `still` are 0.
+    n = sum |w_i| + |still| is the largest possible B_m: head_dim / 2 without weights. Of several
+    equal values, the first counts. The options are those of `similarity`; length <= 2**24. Raises
+    ValueError for another length, and where all weights and `still` are 0.
 
     >>> m, share = lowest(Rotary(head_dim=128), 4096)
     >>> m, round(share, 4)
@@ -147,7 +147,7 @@ def survey(
 ) -> tuple[npt.NDArray[np.int64], int, float]:
     """(all distances with B_m < 0, m, B_m / n): `failures` and `lowest` in one pass.
 
-    Arguments and errors are theirs.
+    Arguments and errors are those of these two functions.
 
     >>> failing, m, share = survey(Rotary(head_dim=128), 4096)
     >>> int(failing[0]), m, round(share, 4)
@@ -166,17 +166,17 @@ def certify(
     spec: Rotary, length: int, floor: npt.ArrayLike = 0.0, *, seq_len: int | None = None,
     axes: Axes = None,
 ) -> Certificate:  # fmt: skip
-    """Whether B_m / B_0 >= floor at every whole distance m in 1 .. length, with proof.
+    """Prove whether B_m / B_0 >= floor at every whole distance m in 1 .. length.
 
-    floor  one share of B_0 = head_dim / 2, or (length,) of them; -inf where anything will do
-    Computed is an interval around each B_m that holds its true value, rounding included.
+    floor  one share of B_0 = head_dim / 2, or (length,) shares; -inf where there is no floor
+    Each B_m is computed as an interval that contains its true value, rounding included.
     holds          all of these intervals are above the floor
-    first_failure  the first distance whose interval is below it; None if there is none
-    undecided      how many intervals the floor lies in
-    lowest, lowest_at  the least of B_m / B_0 - floor, and its distance
-    tolerance      it holds, too, for any frequencies that differ from these by less than this share
-                   of each, because |dB_m| <= m sum |dtheta_i|; 0 if it does not hold. float32
-                   rounds by 6e-8 of each.
+    first_failure  the first distance whose interval is below the floor; None if there is none
+    undecided      how many intervals contain the floor
+    lowest, lowest_at  the smallest B_m / B_0 - floor, and its distance
+    tolerance      `holds` stays true if each frequency changes by less than this share of itself,
+                   because |dB_m| <= m sum |dtheta_i|; 0 if `holds` is false. Rounding to float32
+                   changes a frequency by 6e-8 of itself.
     seq_len and axes as in `similarity`; length <= 2**24. Raises ValueError for other lengths and
     for a floor that does not fit.
 
@@ -214,7 +214,7 @@ def certify(
 def _blocks(
     theta: Array, weight: Complex | Array, constant: float, length: int
 ) -> Iterator[tuple[int, Array]]:
-    """(m, B_m and those that follow), of 1 .. length; blocks grow, as most failures are early."""
+    """Yield (m, [B_m, B_{m+1}, ...]) over 1 .. length; blocks grow, as most failures are early."""
     within = _phases(theta, np.arange(_ROW)) * weight
     first, size = 1, 8 * _ROW
     while first <= length:
@@ -225,13 +225,13 @@ def _blocks(
 
 
 def _product(within: Complex, rows: Complex) -> Array:
-    """Re sum_i rows_i within_i of every row and place in it, (rows, _ROW)."""
+    """(rows, _ROW): Re sum_i rows_i within_i, for every row and every distance in it."""
     real = np.concatenate([rows.real, -rows.imag], axis=1)
     return real @ np.concatenate([within.real, within.imag], axis=1).T
 
 
 def _phases(theta: Array, distances: npt.NDArray[np.int64]) -> Complex:
-    """e^{i m theta}, (distances, pairs) complex128, right to 1e-15 for m < 2**25."""
+    """(distances, pairs) complex128: e^{i m theta}, right to 1e-15 for m < 2**25."""
     scale = 2.0 ** (27 - np.frexp(theta)[1])
     upper = np.rint(theta * scale) / scale  # 28 bits, so that the product is exact
     column = distances[:, None].astype(np.float64)
@@ -245,7 +245,7 @@ def _terms(
     seq_len: int | None,
     axes: Axes,
 ) -> tuple[Array, Complex | Array, float]:
-    """Frequencies, weights and what the channels that do not turn add."""
+    """Return the frequencies, the weights and what the unrotated channels add, all checked."""
     theta = frequencies(spec, seq_len, axes=axes)
     if still is None:
         still = still_pairs(spec)

@@ -1,13 +1,13 @@
 """How scores depend on distance: the terms of a score, and the upper bound of RoFormer.
 
-Of a query and a key, the rotated channels are pairs, read as complex numbers q_i and k_i; with
-a the attention factor and h_i = a^2 q_i conj(k_i), the score that a model computes is
+Each rotated pair of a query and of a key is read as a complex number, q_i and k_i. With the
+attention factor a and h_i = a^2 q_i conj(k_i), the score that a model computes is
 
     (R_m q) . (R_n k)  =  Re sum_i h_i e^{i (m - n) theta_i}  +  the product of the other channels.
 
-The attention factor is part of h. S_j depends only on the frequencies, as in the paper.
+The bound also uses S_j = sum_{i<j} e^{i (m - n) theta_i}, which depends only on the frequencies.
 A distance is m - n, the query's position minus the key's; it may be negative. Angles come from
-64-bit turns, so they are right to 1e-11 rad at every distance to 2^24.
+64-bit turns, so they are right to 1e-11 rad at every distance up to 2^24.
 Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.3.
 """
 
@@ -29,18 +29,18 @@ Like = npt.ArrayLike
 
 
 MAX_VALUES = 2**26  # of one result: 512 MiB of float64
-_BLOCK = 2**17  # phasors at a time: 2 MiB, which a cache holds
+_BLOCK = 2**17  # phasors computed at a time: 2 MiB, which fit into a cache of the CPU
 
 
 def angles_at(
     spec: Rotary, distances: Like, *, seq_len: int | None = None, axes: Axes = None
 ) -> Array:
-    """(*distances.shape, pairs) float64: distance * theta_i in rad, whole turns taken off.
+    """(*distances.shape, pairs) float64: distance * theta_i in rad, minus whole turns.
 
     distances  whole numbers up to 2^24 in size, of any shape
-    seq_len    length of the row, for the schedules that depend on it
-    axes       which axes of the position move; None: all of them, as in text
-    The direction `spec.sign` is in it. Raises ValueError for what is not a whole number or too far.
+    seq_len    length of the sequence, for the schedules that depend on it
+    axes       which axes of the position change with the distance; None: all, as in text
+    `spec.sign` is included. Raises ValueError for other distances.
 
     >>> angles_at(Rotary(head_dim=4, base=100.0), [0, 1, -2])
     array([[ 0. ,  0. ],
@@ -63,11 +63,11 @@ def score(
     seq_len: int | None = None,
     axes: Axes = None,
 ) -> Array:
-    """(...) float64: the product of a rotated query and a rotated key, `distance` tokens apart.
+    """(...) float64: the dot product of a rotated query and a rotated key, `distance` tokens apart.
 
-    q, k      (..., head_dim), channels as `spec.layout` has them
-    distance  a whole number, or one for each of the leading axes
-    route     "rotated": both vectors are rotated, then multiplied, as a model does it;
+    q, k      (..., head_dim), with the channels in `spec.layout`
+    distance  whole numbers, of a shape that broadcasts with the leading axes of q and k
+    route     "rotated": both vectors are rotated, then multiplied, as in a model;
               "complex": the sum of `pair_terms`; "matrix": q^T R_{n-m} k, with the dense matrix.
               They agree to rounding.
     This is what a model computes before the softmax, without 1 / sqrt(head_dim): cos and sin carry
@@ -89,8 +89,8 @@ def score(
     q, k, distance = q.reshape(-1, spec.head_dim), k.reshape(-1, spec.head_dim), distance.ravel()
     steps, a = _steps(spec, seq_len, axes), inv_freq(spec, seq_len)[1]
     if route == "rotated":
-        of_k = np.abs(distance)  # so both are rotated, and no position is negative
-        angles = [_angles(positions[:, None], steps) for positions in (of_k + distance, of_k)]
+        k_at = np.abs(distance)  # both vectors are rotated, and no position is negative
+        angles = [_angles(positions[:, None], steps) for positions in (k_at + distance, k_at)]
         rotated = [rotate(x, a * np.cos(turned), a * np.sin(turned), spec)
                    for x, turned in zip((q, k), angles, strict=True)]  # fmt: skip
         return np.einsum("nd,nd->n", *rotated).reshape(shape)[()]
@@ -111,7 +111,7 @@ def pair_terms(
 ) -> Array:
     """(..., pairs) float64: what each pair adds to the score, Re(h_i e^{i distance theta_i}).
 
-    Arguments and errors are those of `score`. Their sum and `still_term` make the score.
+    Arguments and errors are those of `score`. The score is the sum of the terms and `still_term`.
     Source: RoFormer (arXiv 2104.09864), equation 35.
 
     >>> pair_terms(Rotary(head_dim=4), [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], 3).round(4)
@@ -147,7 +147,7 @@ def attention_terms(
     q, k           (seq_q, head_dim) and (seq_k, head_dim): one head
     positions      of the queries: (seq_q,), or (seq_q, axes) for several axes; None: 0 .. seq_q - 1
     key_positions  of the keys; None: those of the queries
-    The sum over pairs, and `still_term(spec, q[:, None], k)`, make the scores before the softmax.
+    The sum over pairs, plus `still_term(spec, q[:, None], k)`, is the scores before the softmax.
     No mask is applied. Raises ValueError for shapes that do not fit, and for more than 2^26 terms.
 
     >>> attention_terms(Rotary(head_dim=2), [[1.0, 0.0]] * 2, [[1.0, 0.0]] * 2).round(4)
@@ -161,7 +161,7 @@ def attention_terms(
     check_size("scores", len(q) * len(k), len(steps), MAX_VALUES)
     if key_positions is None and len(q) != len(k):
         raise ValueError(
-            f"{len(q)} queries and {len(k)} keys need key_positions: which tokens are they?"
+            f"{len(q)} queries and {len(k)} keys need key_positions, the positions of the keys"
         )
     of_q = _token_positions(spec, "positions", positions, len(q))
     of_keys = positions if key_positions is None else key_positions
@@ -201,8 +201,8 @@ def abel_terms(
 ) -> Complex:
     """(..., pairs) complex128: S_{i+1} (h_{i+1} - h_i), with h = 0 after the last pair.
 
-    Arguments and errors are those of `score`, which is minus the sum of their real parts, and
-    `still_term`: the sum by parts that leads to the bound.
+    Arguments and errors are those of `score`. The score is `still_term` minus the sum of the real
+    parts of these terms: the summation by parts that leads to the bound.
     Source: RoFormer (arXiv 2104.09864), equation 36.
 
     >>> ones = [1.0, 1.0, 1.0, 1.0]
@@ -217,14 +217,14 @@ def abel_terms(
 def score_bound(
     spec: Rotary, q: Like, k: Like, distance: Like, *, seq_len: int | None = None, axes: Axes = None
 ) -> Array:
-    """(...) float64, never below |score|: max_i |h_{i+1} - h_i| * sum_i |S_{i+1}| + |still_term|.
+    """(...) float64 >= |score|: max_i |h_{i+1} - h_i| * sum_i |S_{i+1}| + |still_term|.
 
     Arguments and errors are those of `score`. The largest difference includes the last one, from
     the last pair to h = 0. The bound is loose: for q and k of independent normal channels and
     head_dim 128, base 10,000, distances below 4096, |score| is 0.003 of it in the median and rarely
     over 0.03. It does not tell how a single score changes with distance.
-    Source: RoFormer (arXiv 2104.09864), equation 37. Differs from it: the channels that are not
-    rotated, and the attention factor, are counted.
+    Source: RoFormer (arXiv 2104.09864), equation 37; here the channels that are not rotated and
+    the attention factor are counted too.
 
     >>> ones = [1.0, 1.0, 1.0, 1.0]
     >>> score_bound(Rotary(head_dim=4), ones, ones, 3).round(4)
@@ -252,7 +252,7 @@ def decay_curve(
     row = checked_distances(distances)
     steps = _steps(spec, seq_len, axes)
     size = max(_BLOCK // len(steps), 1)
-    # e^{i (a + b) theta} = e^{i a theta} e^{i b theta}: evenly spaced blocks share the second
+    # e^{i (a + b) theta} = e^{i a theta} e^{i b theta}: evenly spaced blocks share the 2nd factor
     even = len(row) > size and np.ptp(np.diff(row)) == 0
     shared = _waves(row[:size] - row[0], steps) if even else None
     curve = np.empty(len(row))
@@ -270,13 +270,13 @@ def decay_curve(
 
 
 def _waves(distances: Whole, steps: Turns) -> Array:
-    """(2, pairs, len): cosines and sines."""
+    """(2, pairs, len): cosines and sines of the angles."""
     angles = _angles(distances, steps[:, None])
     return np.stack((np.cos(angles), np.sin(angles)))
 
 
 def _steps(spec: Rotary, seq_len: int | None, axes: Axes) -> Turns:
-    """(pairs,) turns per token with their sign, 0 where the pair's axis does not move."""
+    """(pairs,) turns per token times `spec.sign`, 0 where the pair's axis is not in `axes`."""
     steps = turns(spec, seq_len)
     signed = steps if spec.sign > 0 else np.zeros_like(steps) - steps
     return np.where(frequencies(spec, seq_len, axes=axes) > 0, signed, np.uint64(0))
@@ -316,14 +316,14 @@ def _token_positions(spec: Rotary, name: str, positions: Like | None, count: int
 
 
 def _operands(spec: Rotary, q: Like, k: Like, distance: Like) -> tuple[Array, Array, Whole]:
-    """q, k and distances, with the same leading axes."""
+    """Return q, k and the distances, checked and broadcast to the same leading axes."""
     q, k = _vectors(spec, "q", q), _vectors(spec, "k", k)
     whole = _whole("distance", distance)
     try:
         shape = np.broadcast_shapes(q.shape[:-1], k.shape[:-1], whole.shape)
     except ValueError:
         raise ValueError(
-            "the leading axes of q, k and distance must fit, "
+            "the leading axes of q, k and distance must broadcast, "
             f"got q {q.shape}, k {k.shape}, distance {whole.shape}"
         ) from None
     check_size("scores", math.prod(shape), spec.head_dim, MAX_VALUES)
@@ -344,7 +344,7 @@ def _vectors(spec: Rotary, name: str, x: Like) -> Array:
 
 
 def checked_distances(distances: Like) -> Whole:
-    """(len,) int64, if they are at most 2^24 whole numbers up to 2^24 in size; else ValueError."""
+    """Return (len,) int64; ValueError if not at most 2^24 whole numbers up to 2^24 in size."""
     row = whole_numbers("distances", distances, -MAX_LENGTH)
     if len(row) > MAX_LENGTH:
         raise ValueError(f"distances must be at most 2^24 numbers, got {len(row):,}")
@@ -352,6 +352,6 @@ def checked_distances(distances: Like) -> Whole:
 
 
 def _whole(name: str, values: Like) -> Whole:
-    """The same of any shape."""
+    """Return `values` as int64 of their shape; ValueError if not whole numbers up to 2^24."""
     array = np.asarray(values)
     return whole_numbers(name, array.ravel(), -MAX_LENGTH).reshape(array.shape)

@@ -54,17 +54,17 @@ def unseen(
     positions: npt.ArrayLike,
     seq_len: int | None = None,
 ) -> Array:
-    """(len, pairs) float64 in 0..1: how much of its angles a pair has never shown in training.
+    """(len, pairs) float64 in 0..1: the share of each pair's angles that training never showed.
 
-    original   what the model was trained with, at rows of up to `trained` tokens
-    spec       what it is to run with, of as many pairs; `seq_len` is the length of its row
-    positions  (len,) whole numbers in 0 .. 2^24: from there back, every distance 0 .. position
-    A pair that makes a whole turn in `trained` tokens has seen every angle: 0. Any other has seen
-    the arc 0 .. trained * inv_freq; counted is the share of the arc 0 .. position * inv_freq that
-    lies outside of it, the angles taken as a continuum and turn by turn.
+    original   the spec that the model was trained with, on sequences of up to `trained` tokens
+    spec       the spec to run it with, of as many pairs, on a sequence of `seq_len` tokens
+    positions  (len,) whole numbers in 0 .. 2^24; each stands for the distances 0 .. position
+    For a pair that makes a whole turn in `trained` tokens the share is 0: it has seen every angle.
+    Any other pair has seen the arc 0 .. trained * inv_freq. Its share is the part of the arc
+    0 .. position * inv_freq that lies outside of it, with angles as a continuum, turn by turn.
     The measure is ours; that low frequencies meet angles never seen is Peng et al., YaRN (arXiv
     2309.00071), section 3.2. Raises ValueError for lengths and positions that are not such
-    numbers, for more than 2^27 of them times pairs, and for specs of different rotary_dim.
+    numbers, for more than 2^27 positions times pairs, and for specs of different rotary_dim.
 
     >>> spec = Rotary(head_dim=4)
     >>> unseen(spec, 100, spec, [99, 200])
@@ -105,10 +105,10 @@ def methods(spec: Rotary, trained: int, target: int) -> dict[str, Rotary]:
     "none" is `spec` itself; "linear", "ntk", "ntk_mixed", "yarn", "llama3" and "longrope" are the
     schedules of `rotary.schedules`, which name their sources, with factor = target / trained and
     the parameters their authors publish: YaRN 32 and 1 turns, llama3 1 and 4 turns, ntk_mixed
-    b = 0.625. LongRoPE has no formula: its authors search a factor for each pair. Here it is the
-    critical dimension instead (Liu et al., arXiv 2310.05209): 1 for the pairs that make more than
-    one turn in `trained` tokens, target / trained for the others. It takes effect in rows longer
-    than `trained`: give `seq_len=target`.
+    b = 0.625. LongRoPE has no formula: its authors search a factor for each pair. Here the critical
+    dimension decides (Liu et al., arXiv 2310.05209): the factor is 1 for the pairs that make more
+    than one turn in `trained` tokens, target / trained for the others. LongRoPE takes effect in
+    sequences longer than `trained`: give `seq_len=target`.
     Slice, layout and sign stay. transformers has all types but ntk and ntk_mixed.
     Raises ValueError for a spec with a schedule of its own or several axes, for base 1, and for
     lengths that are not whole numbers, 2 <= trained <= target <= 2^24.
@@ -146,16 +146,16 @@ def methods(spec: Rotary, trained: int, target: int) -> dict[str, Rotary]:
 
 
 def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
-    """One `Row` for each of `methods`, at rows of `target` tokens.
+    """Return one `Row` for each of `methods`, for sequences of `target` tokens.
 
     first_failure     first distance in 1 .. target where B_m < 0 (Men et al., arXiv 2405.14591);
                       None: there is none
-    failures          how many of those distances there are
+    failures          how many such distances there are
     unseen            share of angles never seen in training at the last position (`unseen_share`);
                       use without tuning needs 0
-    lowest            smallest B_m over the number of pairs, in -1..1
-    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbours are closer
-    slowest_ratio     the same of the slowest pair: trained / target keeps it inside its arc
+    lowest            smallest B_m divided by the number of pairs, in -1..1
+    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbors are closer
+    slowest_ratio     the same for the slowest pair: trained / target keeps it inside its arc
     attention_factor  what multiplies cos and sin
     Raises as `methods`.
 

@@ -1,10 +1,10 @@
-"""Frequencies whose mean cosine comes nearest to a wanted curve: least squares, and its bound.
+"""Finds frequencies whose mean cosine comes nearest to a wanted curve: least squares, with a bound.
 
 c_m = mean_i cos(m theta_i) of n frequencies is the curve of the measure that has 1 / n at each
 theta_i. The curves of all measures on slowest .. fastest make a convex set, so the nearest one can
-be found, and a hyperplane between the set and what is wanted proves that no frequencies, of
-whatever number, come nearer: `lower_bound`. `polished` then descends from the quantiles of that
-measure, or from any other start, to a local minimum of n frequencies; others may be lower.
+be found (`nearest_measure`). A hyperplane between this set and the wanted curves proves that no
+frequencies, however many, come nearer (`lower_bound`). `polished` descends from the quantiles of
+the measure, or from another start, to a local minimum for n frequencies; others may be lower.
 """
 
 from typing import NamedTuple
@@ -16,18 +16,18 @@ from .spectrum import Array
 
 Distances = npt.NDArray[np.int64]
 
-_EVERY = 256  # distances up to this one are all in a sample
-_SAMPLE = 2048  # distances that are fitted; errors and bounds count every one
-_ATOMS = 96  # frequencies that the search of a measure begins with
-_ADDED = 16  # frequencies that a round of it adds
+_EVERY = 256  # a sample has all distances up to this one
+_SAMPLE = 2048  # distances that are fitted; errors and bounds count all distances
+_ATOMS = 96  # frequencies that the search for a measure begins with
+_ADDED = 16  # frequencies that a round of this search adds at most
 _ROUNDS = 16
 _STEPS = 80  # of a descent
-_LEAP = 0.3  # the most that ln theta changes in one of them
+_MAX_STEP = 0.3  # largest change of ln theta in one step
 _GRID = 2**23  # values of one Fourier transform, at most
 
 
 class Points(NamedTuple):
-    """Distances at which lower <= c_m <= upper is wanted, and what a miss there weighs."""
+    """Distances at which lower <= c_m <= upper is wanted, with the weights of their errors."""
 
     at: Distances
     weight: Array
@@ -35,7 +35,7 @@ class Points(NamedTuple):
     upper: Array
 
     def gap(self, curve: Array) -> Array:
-        """The step from a curve to the nearest wanted value: 0 between lower and upper."""
+        """Nearest wanted value minus the curve: 0 between lower and upper."""
         step: Array = np.clip(curve, self.lower, self.upper) - curve
         return step
 
@@ -44,7 +44,7 @@ class Points(NamedTuple):
         return float(np.sqrt(self.weight @ self.gap(curve) ** 2))
 
     def joined(self, other: "Points") -> "Points":
-        """Both sets of points."""
+        """Return the points of both sets."""
         return Points(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
@@ -59,9 +59,9 @@ def every_distance(lower: Array, upper: Array) -> Points:
 
 
 def sampled(points: Points, seed: int) -> Points:
-    """All distances up to 256, then a random one of each of about 1800 stretches of equal ratio.
+    """All distances up to 256, then a random one of each of about 1800 intervals of equal ratio.
 
-    Each has the weight of its stretch.
+    Each random distance has the total weight of its interval.
     """
     length = len(points.at)
     ends = np.geomspace(_EVERY, length, _SAMPLE - _EVERY) if length > _EVERY else np.zeros(0)
@@ -73,7 +73,7 @@ def sampled(points: Points, seed: int) -> Points:
 
 
 def mean_cosine(theta: Array, length: int, share: Array | None = None) -> Array:
-    """(length,) float64: the mean of cos(m theta) at m = 1 .. length, by shares if given."""
+    """(length,) float64: mean of cos(m theta) at m = 1 .. length, weighted by `share` if given."""
     share = np.full(len(theta), 1.0 / len(theta)) if share is None else share
     size = max(2**20 // len(theta), 1)
     blocks = [np.arange(first, min(first + size, length + 1))
@@ -88,8 +88,8 @@ def _cosines(distances: Distances, theta: Array) -> Array:
 def nearest_measure(points: Points, slowest: float, fastest: float) -> tuple[Array, Array]:
     """(theta rising, shares): a measure whose curve is nearly the nearest to what is wanted.
 
-    Conditional gradient, fully corrected: the shares of the frequencies at hand by Newton's method,
-    then those frequencies are added that would lower the error most.
+    This is the fully corrective conditional gradient method. A round finds the best shares of its
+    frequencies by Newton's method, then adds the frequencies that would lower the error most.
     """
     theta = np.geomspace(slowest, fastest, _ATOMS)
     share = np.full(_ATOMS, 1.0 / _ATOMS)
@@ -116,7 +116,7 @@ def nearest_measure(points: Points, slowest: float, fastest: float) -> tuple[Arr
 
 
 def _shares(points: Points, table: Array, share: Array) -> Array:
-    """The shares of given frequencies whose curve is nearest; `share` is where to begin."""
+    """Return the shares of fixed frequencies whose curve is nearest, starting from `share`."""
     gap = points.gap(table @ share)
     value = points.weight @ gap**2
     for _ in range(20):
@@ -140,9 +140,10 @@ def _shares(points: Points, table: Array, share: Array) -> Array:
 
 
 def _least_on_simplex(hessian: Array, linear: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """The minimum of x H x / 2 - linear x over x >= 0 with sum 1, begun where `free` is positive.
+    """Return the x >= 0 of sum 1 with the least x H x / 2 - linear x; it starts > 0 at `free`.
 
-    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23; the sum is a heavy row.
+    Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23. The condition on the sum
+    is a row of large weight.
     """
     scale = float(np.trace(hessian)) / len(hessian) + 1e-12
     hessian = hessian + 1e4 * scale + 1e-10 * scale * np.eye(len(hessian))
@@ -168,7 +169,7 @@ def _least_on_simplex(hessian: Array, linear: Array, free: npt.NDArray[np.bool_]
 
 
 def _waves(pull: Array, slowest: float, fastest: float, size: int) -> tuple[Array, Array, Array]:
-    """theta of a grid over slowest .. fastest, h = sum_m pull_m cos(m theta), and dh / dtheta."""
+    """Return a grid of theta in slowest .. fastest, h = sum_m pull_m cos(m theta), dh / dtheta."""
     size = min(1 << max(size - 1, 1).bit_length(), max(_GRID, 2 << len(pull).bit_length()))
     width = 2 * np.pi / size
     inside = slice(int(slowest / width), min(int(np.ceil(fastest / width)), size // 2) + 1)
@@ -182,15 +183,15 @@ def _waves(pull: Array, slowest: float, fastest: float, size: int) -> tuple[Arra
 
 
 def lower_bound(points: Points, curve: Array, slowest: float, fastest: float) -> float:
-    """An error that no frequencies in slowest .. fastest come below, whatever their number.
+    """Return an error that no frequencies in slowest .. fastest, however many, can go below.
 
     points  every distance 1 .. length
-    curve   of a measure: the nearer to the nearest, the higher the bound
+    curve   of a measure: the nearer it is to the nearest one, the higher the bound
     With r the gap of the curve and <,> the weighted product, every measure's curve c has
     <r, c> <= max h for h(theta) = sum_m w_m r_m cos(m theta), and every wanted curve y has
-    <r, y> >= sum_m w_m r_m (lower_m where r_m > 0, upper_m where r_m < 0). So they are apart by at
-    least the difference over the norm of r. The maximum of h is taken from above: in each cell of a
-    grid, its value, its slope there, and a bound of its second derivative.
+    <r, y> >= sum_m w_m r_m (lower_m where r_m > 0, upper_m where r_m < 0). So c and y are apart by
+    at least the difference of these two over the norm of r. The maximum of h is bounded from above
+    in each cell of a grid, by h and its slope at the grid point and a bound of h''.
     """
     gap = points.gap(curve)
     norm = points.error(curve)
@@ -208,7 +209,7 @@ def lower_bound(points: Points, curve: Array, slowest: float, fastest: float) ->
 def quantiles(theta: Array, share: Array, count: int) -> Array:
     """(count,) frequencies, falling, at the quantiles (i + 1/2) / count of a measure.
 
-    Between two of its frequencies the share grows evenly in ln theta.
+    Between two frequencies of the measure, the share grows linearly in ln theta.
     """
     middle = np.cumsum(share) - share / 2
     at = (np.arange(count) + 0.5) / count
@@ -237,7 +238,7 @@ def polished(points: Points, theta: Array, slowest: float, fastest: float) -> Ar
         while damping < 1e9 and len(free):
             damped = normal[np.ix_(free, free)] + np.diag(damping * size[free])
             trial = x.copy()
-            trial[free] -= np.linalg.solve(damped, slope[free]).clip(-_LEAP, _LEAP)
+            trial[free] -= np.linalg.solve(damped, slope[free]).clip(-_MAX_STEP, _MAX_STEP)
             trial = np.clip(trial, low, high)
             remaining = missed(trial)
             gained = value - float(remaining @ remaining)

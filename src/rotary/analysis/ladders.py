@@ -1,7 +1,7 @@
-"""Frequencies by design: those whose B_m / B_0 comes nearest to a wanted favour by distance.
+"""Designs frequencies whose B_m / B_0 comes nearest to a wanted curve over distance.
 
-B_m / B_0, the mean of cos(m theta_i) over the pairs, is by how much attention favours a similar key
-at distance m (`bounds.similarity`). It is a sum over the pairs, so their order does not matter:
+B_m / B_0, the mean of cos(m theta_i) over the pairs, says how much attention favors a similar key
+at distance m (`bounds.similarity`). The order of the pairs does not matter in a mean, so
 frequencies are returned fastest first. `fitting` has the numerics.
 """
 
@@ -22,17 +22,17 @@ from .spectrum import Array, frequencies, number, still_pairs, whole_number, who
 
 MAX_DESIGN = 2**18  # tokens
 _STARTS = 48  # ladders of one base that a descent may begin from
-_ENOUGH = 1e-6  # above the lower bound: no other descent is tried
-_HELD = 12  # descents in which distances below the floor are added
-# above the floor, of B_m / B_0, so that float64 and frequencies in float32 prove it
+_ENOUGH = 1e-6  # an error this little above the lower bound ends the search
+_FLOOR_ROUNDS = 12  # descents of a start; each adds the distances that are still below the floor
+# B_m / B_0 this far above the floor can be proved, in float64 and for frequencies in float32
 _PROVABLE = 1e-7
-_MARGIN = 1e-3  # above the floor, of B_m / B_0, that they are sent to
+_MARGIN = 1e-3  # added distances are to be this far above the floor, in B_m / B_0
 
 
 class Wanted(NamedTuple):
-    """What B_m / B_0 shall be at m = 1 .. length: between `lower` and `upper`, both (length,).
+    """The wanted B_m / B_0 at m = 1 .. length: between `lower` and `upper`, both (length,).
 
-    floor  (length,): what it must not fall below anywhere, which `design` keeps first of all
+    floor  (length,): the least allowed value, to which `design` gives priority over the error
     """
 
     lower: Array
@@ -44,9 +44,9 @@ class Design(NamedTuple):
     """What `design` found.
 
     spec         the RoPE with these frequencies: schedule "custom"
-    error        root mean square of the distance from what is wanted, of B_m / B_0, every octave of
-                 distances counting alike
-    lower_bound  no frequencies within the same bounds have a smaller error, whatever their number
+    error        root mean square of the gap between B_m / B_0 and the wanted values; every octave
+                 of distances counts alike
+    lower_bound  no frequencies within the same bounds, however many, have a smaller error
     certificate  whether B_m keeps the floor at every distance, and by how much
     """
 
@@ -60,13 +60,13 @@ def wanted_curve(
     curve: Callable[[Array], Array] | npt.ArrayLike, length: int, distances: object = None,
     *, floor: float | None = 0.0,
 ) -> Wanted:  # fmt: skip
-    """A curve of B_m / B_0 as what is wanted.
+    """Return a `Wanted` from a curve of B_m / B_0.
 
-    curve      a function of the distances (length,), or values at `distances`, between which it is
-               linear in ln m, and flat outside of them
+    curve      a function of the distances (length,), or values at `distances`: linear in ln m
+               between these distances, and flat outside of them
     distances  (len,) whole numbers >= 1, rising; None: 1 .. length
-    floor      what B_m / B_0 must not fall below; None: anything
-    Raises ValueError for values that are not finite numbers in -1 .. 1 or do not fit.
+    floor      the least allowed B_m / B_0; None: no floor
+    Raises ValueError for values that are not in -1 .. 1 or not one for each distance.
 
     >>> wanted_curve(lambda m: 1 / m, 4).lower
     array([1.        , 0.5       , 0.33333333, 0.25      ])
@@ -85,8 +85,10 @@ def wanted_curve(
             f"a curve must be {len(places)} numbers, one for each distance, got {values.dtype} of "
             f"shape {values.shape}"
         )
-    if (np.diff(places) <= 0).any():
-        raise ValueError("distances must rise")
+    falls = np.flatnonzero(np.diff(places) <= 0)
+    if len(falls):
+        first, second = places[falls[0] : falls[0] + 2]
+        raise ValueError(f"distances must rise, got {first:,} before {second:,}")
     outside = ~(np.abs(values) <= 1)
     if outside.any():
         raise ValueError(f"B_m / B_0 is in -1 .. 1, got {values[outside][0]} in the curve")
@@ -98,14 +100,15 @@ def wanted_level(
     at_least: float, until: int, length: int, *, power: float | None = None,
     scale: float | None = None, at_most: float | None = None,
 ) -> Wanted:  # fmt: skip
-    """At least so much up to a distance, and what then.
+    """Return a `Wanted` with a least value up to a distance, and a choice of the rest.
 
-    at_least  of B_m / B_0 at m = 1 .. until, which is its floor there; beyond, the floor is 0
-    power     beyond: at_least (m / until)^-power
-    scale     beyond: at_least exp(-(m - until) / scale), in tokens
-    at_most   beyond: between 0 and so much
-    One of the three at most; without, anything above 0 is wanted beyond. Raises ValueError for
-    more of them, for numbers that are not in 0 .. 1 or not > 0, and for until > length.
+    at_least  the least B_m / B_0 at m = 1 .. until, and the floor there; beyond, the floor is 0
+    power     wanted beyond `until`: at_least (m / until)^-power
+    scale     wanted beyond `until`: at_least exp(-(m - until) / scale), scale in tokens
+    at_most   wanted beyond `until`: between 0 and at_most
+    Give at most one of the last three; without them, any value >= 0 is wanted beyond `until`.
+    Raises ValueError for two of them, for at_least or at_most outside of 0 .. 1, for a power or
+    scale <= 0, and for until > length.
 
     >>> wanted_level(0.5, 2, 4, power=1).upper
     array([1.        , 1.        , 0.33333333, 0.25      ])
@@ -135,9 +138,9 @@ def wanted_level(
 
 
 def wanted_reach(spec: Rotary, until: int, length: int) -> Wanted:
-    """What `spec` gives up to a distance, and B_m >= 0 on to `length`.
+    """Return a `Wanted` with the B_m / B_0 of `spec` up to `until`, and B_m >= 0 up to `length`.
 
-    Where its own B_m is negative before `until`, 0 is wanted. Raises ValueError for until > length.
+    Where the B_m of `spec` is negative, 0 is wanted. Raises ValueError for until > length.
 
     >>> wanted_reach(Rotary(head_dim=64), 100, 800).upper[[99, 100]].round(3)
     array([0.559, 1.   ])
@@ -159,21 +162,22 @@ def design(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> Design:
-    """Frequencies whose B_m / B_0 comes nearest to what is wanted, above its floor if it can be.
+    """Find frequencies whose B_m / B_0 comes nearest to `wanted`, above its floor if possible.
 
-    spec      whose head, slice, layout and direction stay; its frequencies are replaced
-    wanted    of `wanted_curve`, `wanted_level` or `wanted_reach`, over m = 1 .. length
+    spec      gives the head, slice, layout and sign; its frequencies are replaced
+    wanted    from `wanted_curve`, `wanted_level` or `wanted_reach`, over m = 1 .. length
     fastest   the largest frequency in rad per token, up to pi
-    longest_wavelength  of the slowest pair in tokens; default 64 length, a tenth of a radian there
-    starts    how many descents; seed: which distances are fitted
-    Minimised is sum_m w_m dist(B_m / B_0, [lower_m, upper_m])^2 with w_m in proportion to 1 / m.
-    It has many local minima: descents start from the frequencies of `spec`, from the quantiles of
-    the nearest measure (`fitting`) and from the best ladders of one base; distances below the floor
-    are then added with a large weight. The result keeps the floor if any descent does, and has
-    the least error of those; if none does, it is the one that falls the least below.
-    `lower_bound` says how much nearer others could be, were there no floor. The same arguments
-    give the same result on one machine.
-    Raises ValueError for several axes, for lengths over 2^18 and for bounds that do not fit.
+    longest_wavelength  of the slowest pair in tokens; default 64 length: 0.1 rad at `length`
+    starts    the number of descents
+    seed      chooses the distances that are fitted
+    The minimized error is sum_m w_m dist(B_m / B_0, [lower_m, upper_m])^2, w_m proportional to
+    1 / m. It has many local minima: descents start from the frequencies of `spec`, from the
+    quantiles of the nearest measure (`fitting`) and from the best ladders of one base; distances
+    below the floor are then added with a large weight. If some descents keep the floor, the result
+    is the one of them with the least error; if none does, the one that falls the least below.
+    `lower_bound` limits how much nearer other frequencies could come, even without a floor. The
+    same arguments give the same result on one machine.
+    Raises ValueError for a spec of several axes, and for numbers out of range.
 
     >>> head = Rotary(head_dim=32)  # its B_m is negative at 474 tokens
     >>> found = design(head, wanted_reach(head, 128, 1024))
@@ -183,40 +187,40 @@ def design(
     length = len(wanted.lower)
     slowest = _slowest(spec, length, fastest, longest_wavelength)
     starts = whole_number("starts", starts, 1, _STARTS)
-    tell = progress or (lambda share: None)
+    report = progress or (lambda share: None)
     pairs = spec.rotary_dim // 2
-    turning = pairs / (pairs + still_pairs(spec))  # c_m makes this share of B_m / B_0
+    turning = pairs / (pairs + still_pairs(spec))  # B_m / B_0 = turning * c_m + 1 - turning
 
     def of_pairs(values: Array) -> Array:
         return (values - (1 - turning)) / turning
 
     floor = of_pairs(wanted.floor)
     points = fitting.every_distance(of_pairs(wanted.lower), of_pairs(wanted.upper))
-    few = fitting.sampled(points, whole_number("seed", seed, 0, 2**63 - 1))
-    theta, share = fitting.nearest_measure(few, slowest, fastest)
+    sample = fitting.sampled(points, whole_number("seed", seed, 0, 2**63 - 1))
+    theta, share = fitting.nearest_measure(sample, slowest, fastest)
     bound = fitting.lower_bound(points, fitting.mean_cosine(theta, length, share), slowest, fastest)
     own = np.clip(frequencies(spec, length), slowest, fastest)
-    ladders = _ladders(few, pairs, slowest, fastest)
-    begun = [own, fitting.quantiles(theta, share, pairs), *ladders]
+    ladders = _ladders(sample, pairs, slowest, fastest)
+    candidates = [own, fitting.quantiles(theta, share, pairs), *ladders]
     descents = []
-    for index, start in enumerate(begun[:starts]):
-        tell((index + 1) / (starts + 1))
-        descents.append(_descended(points, few, floor, start, slowest, fastest))
+    for index, start in enumerate(candidates[:starts]):
+        report((index + 1) / (starts + 1))
+        descents.append(_descended(points, sample, floor, start, slowest, fastest))
         if descents[-1][0] == 0 and descents[-1][1] <= bound + _ENOUGH:
             break
     _, error, best = min(descents, key=lambda each: each[:2])
     params = {"inv_freq": best.tolist()}
     designed = dataclasses.replace(spec, schedule="custom", params=params)
-    tell(1.0)
+    report(1.0)
     return Design(
         designed, turning * error, turning * bound, certify(designed, length, wanted.floor)
     )
 
 
 def misses(spec: Rotary, wanted: Wanted, *, seq_len: int | None = None) -> float:
-    """The error of any RoPE against what is wanted, as `Design.error`: 0 where it is met.
+    """Return the error of `spec` against `wanted`, as in `Design.error`: 0 if all of it is met.
 
-    seq_len  length of the row, for the schedules that depend on it; default that of `wanted`
+    seq_len  length of the sequence, for schedules that depend on it; default that of `wanted`
 
     >>> head = Rotary(head_dim=64)
     >>> misses(head, wanted_reach(head, 100, 100))
@@ -231,12 +235,12 @@ def alternatives(
     spec: Rotary, length: int, trained: int | None = None, *,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, Rotary]:  # fmt: skip
-    """Name -> other ways to reach `length`, to compare a design with by `misses`.
+    """Name -> RoPEs that may reach `length`, to be compared with a design by `misses`.
 
-    spec     "as it is"
-    trained  a shorter length from which the published methods of `extension.methods` stretch it
-    Then the smallest base of `min_base`, and those methods. A spec of base 1, of several axes or
-    with a schedule of its own has none but itself. `progress` is that of `min_base`.
+    spec     is "as it is"; next comes the smallest base of `min_base`, rounded up
+    trained  a shorter length, from which the methods of `extension.methods` stretch `spec`
+    For a spec with base 1, with several axes or with a schedule other than "default" there is only
+    "as it is". `progress` is that of `min_base`.
 
     >>> list(alternatives(Rotary(head_dim=64), 512, 128))
     ['as it is', 'base 3,438.91', 'linear', 'ntk', 'ntk_mixed', 'yarn', 'llama3', 'longrope']
@@ -256,12 +260,12 @@ def alternatives(
 
 
 def _descended(
-    points: Points, few: Points, floor: Array, theta: Array, slowest: float, fastest: float
+    points: Points, sample: Points, floor: Array, theta: Array, slowest: float, fastest: float
 ) -> tuple[float, float, Array]:
-    """(how far below its floor, error, frequencies) of a descent from `theta`."""
+    """(how far it falls below the floor, error, frequencies) of a descent from `theta`."""
     best = None
-    for heavy in range(_HELD):
-        theta = fitting.polished(few, theta, slowest, fastest)
+    for doublings in range(_FLOOR_ROUNDS):
+        theta = fitting.polished(sample, theta, slowest, fastest)
         curve = fitting.mean_cosine(theta, len(floor))
         above = curve - floor
         reached = (max(0.0, _PROVABLE - float(above.min())), points.error(curve), theta)
@@ -271,18 +275,19 @@ def _descended(
         ends = np.concatenate([[np.inf], above, [np.inf]])
         dips = np.flatnonzero((above <= _PROVABLE) & (above <= ends[:-2]) & (above < ends[2:]))
         at = dips[np.argsort(above[dips])[:256]] + 1
-        weight = np.full(len(at), 2.0**heavy / 256)
-        few = few.joined(Points(at, weight, floor[at - 1] + _MARGIN, np.full(len(at), np.inf)))
+        weight = np.full(len(at), 2.0**doublings / 256)
+        added = Points(at, weight, floor[at - 1] + _MARGIN, np.full(len(at), np.inf))
+        sample = sample.joined(added)
     assert best is not None
     return best
 
 
-def _ladders(few: Points, pairs: int, slowest: float, fastest: float) -> list[Array]:
-    """Ladders of one base between the bounds, the one with the least error first."""
+def _ladders(sample: Points, pairs: int, slowest: float, fastest: float) -> list[Array]:
+    """Return ladders of one base between the bounds, the one with the least error first."""
     grid = np.geomspace(1.0, max(fastest / slowest, 2.0), _STARTS + 1)[1:]
     ladders = [fastest * base ** (-np.arange(pairs) / pairs) for base in grid]
-    return sorted(ladders, key=lambda each: few.error(
-        np.cos(few.at[:, None] * each).mean(axis=1)))  # fmt: skip
+    return sorted(ladders, key=lambda each: sample.error(
+        np.cos(sample.at[:, None] * each).mean(axis=1)))  # fmt: skip
 
 
 def _slowest(spec: Rotary, length: int, fastest: float, longest: float | None) -> float:

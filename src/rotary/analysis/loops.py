@@ -2,8 +2,8 @@
 
 With x = ln b and u_i = m theta_i(x), each derivative of B_m by x is a sum over pairs of (2i/d)^p
 times a function of u_i, and u_i only falls as x grows. So the Taylor polynomial at x, with a bound
-of the third derivative that is taken at x, is above B_m everywhere to the right: as long as it is
-negative every base there fails at m, and the search steps to its root.
+of the third derivative that is taken at x, is above B_m for all larger x. Where the polynomial is
+negative, every base fails at m, and the search steps to its root.
 """
 
 # mypy: ignore-errors
@@ -16,11 +16,11 @@ import numpy as np
 from ..kernels.cpu.compiled import compiled
 
 GAP = 5e-10  # of ln b: steps shorter than this are counted as undecided
-_BLOCK = 128  # distances of one product
+_BLOCK = 128  # distances that `_scan` computes at a time
 _POOL = 128  # distances that are tried again at the next bases
 
 
-# --- B_m of many distances at one base, float32: only says where to look ---
+# --- B_m of many distances at one base, in float32: finds distances for the float64 code ---
 
 
 @compiled()
@@ -52,9 +52,9 @@ def _add(cos, sin, c, s, i, total):
 
 @compiled()
 def _scan(theta, cos, sin, still, first, last, threshold, below):
-    """Distances of first .. last whose similarity is below `threshold`, into `below`.
+    """Write to `below` the distances of first .. last whose similarity is below `threshold`.
 
-    Returns (count, next): stops when `below` is full; `next` is the first distance not looked at.
+    Returns (count, next): stops when `below` is full; `next` is the first distance not scanned.
     """
     padded, pairs = cos.shape[0], theta.size
     c, s = np.cos(first * theta), np.sin(first * theta)
@@ -95,7 +95,7 @@ _C = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(10, -1, -1))
 
 @compiled(fastmath={"contract"})
 def _turned(m, theta, u, cos, sin):
-    """u = m theta and its cos and sin, to 1e-15, in loops that become vector instructions."""
+    """Compute u = m theta, cos u and sin u, to 1e-15, in loops that compile to vector code."""
     for i in range(theta.size):
         angle = m * theta[i]
         half_turns = (angle * (1 / math.pi) + _ROUND) - _ROUND
@@ -113,7 +113,7 @@ def _turned(m, theta, u, cos, sin):
 
 @compiled(fastmath=True)
 def _sums(k, u, cos, sin):
-    """B_m, its first two derivatives by ln b, and a bound of the third for all larger bases.
+    """Return B_m, its first two derivatives by ln b, and a bound of the third for larger bases.
 
     With ' = d/dx and u' = -k u: cos(u)' = k u sin u, cos(u)'' = -k^2 u (sin u + u cos u), and
     |cos(u)'''| = k^3 u |(1 - u^2) sin u + 3 u cos u| <= k^3 u min(u^2 + 3.5, u^3 + 4 u).
@@ -131,7 +131,7 @@ def _sums(k, u, cos, sin):
 
 @compiled()
 def _step(value, slope, curve, bound):
-    """A length s such that value + slope t + curve t^2/2 + bound t^3/6 < 0 for all t in [0, s]."""
+    """Return s such that value + slope t + curve t^2/2 + bound t^3/6 < 0 for all t in [0, s]."""
     # with a rising slope the polynomial may turn twice; without the falling term it is convex
     half = 0.5 * curve if curve > 0.0 or slope <= 0.0 else 0.0
     sixth = bound / 6.0
@@ -154,7 +154,7 @@ def _step(value, slope, curve, bound):
 
 @compiled()
 def _reach(m, k, theta, still, noise, u, cos, sin):
-    """How far to the right of this base every base fails at m; 0 if this one may pass at m."""
+    """Return how far above ln b of this base all bases fail at m; 0 if this base may pass at m."""
     _turned(float(m), theta, u, cos, sin)
     value, slope, curve, bound = _sums(k, u, cos, sin)
     value += still + noise * m + 1e-14 + 3e-16 * k.size * (k.size + still)
@@ -163,15 +163,16 @@ def _reach(m, k, theta, still, noise, u, cos, sin):
 
 @compiled()
 def search(low, high, k, still, context, stop):
-    """Exclude bases from x = low on; (x, last distance, undecided, largest distance).
+    """Exclude bases from x = low on; return (x, last distance, undecided, largest distance).
 
-    x >= high: all of the chunk is excluded; else x is the first base that passes. The
-    distances are those that excluded an interval: the last one, and the largest of all.
+    x >= high: the whole chunk is excluded; else x is the first base that passes. The two
+    distances are the last and the largest of those that excluded an interval. A `stop[0]` other
+    than 0 ends the search.
     """
     theta, u, c, s, cos, sin = _workspace(k.size)
     pool, size = np.empty(_POOL, np.int64), 0
-    # distances that are only small here may fail soon
-    threshold = max(0.25 * math.sqrt(k.size), _unsure(k.size, still))
+    # distances with a small B_m at this base may fail at the next bases
+    threshold = max(0.25 * math.sqrt(k.size), _scan_error(k.size, still))
     x, usual, undecided, binding, largest, jumped = low, 0.0, 0, 0, 0, False
     while x < high and stop[0] == 0:
         noise = 0.0
@@ -209,14 +210,14 @@ def search(low, high, k, still, context, stop):
 
 @compiled()
 def passing(logs, k, still, context, stop):
-    """Whether B_m >= 0 at every distance of the context, of bases e^x, x = `logs`, which rise.
+    """Whether B_m >= 0 at every distance of the context, for each base e^x, x in rising `logs`.
 
-    |dB_m/dx| <= m sum_i k_i theta_i, which falls with x. So after a look at every distance, only
-    those with B_m below `margin` can become negative before B has had the way to fall that far.
+    |dB_m/dx| <= m sum_i k_i theta_i, which falls with x. So after a scan of every distance, those
+    with B_m above `margin` stay >= 0 until x has grown enough for B_m to fall by `margin`.
     """
     theta, u, c, s, cos, sin = _workspace(k.size)
     pool, size, failing = np.empty(8 * _POOL, np.int64), 0, 0
-    unsure = _unsure(k.size, still)
+    unsure = _scan_error(k.size, still)
     known_to, margin = -1.0, 1.0 + unsure
     passes = np.zeros(logs.size, np.bool_)
     for n in range(logs.size):
@@ -234,7 +235,7 @@ def passing(logs, k, still, context, stop):
                 size, begin = _scan(theta, cos, sin, still, begin, context, margin, pool)
                 failing = _negative(pool, size, 0, k, theta, still, u, c, s)
                 looks += 1
-            known_to = -1.0  # unless one look has put all that matters in the pool
+            known_to = -1.0  # unless the pool was large enough for one scan of all distances
             if looks == 1 and begin > context:
                 known_to = logs[n] + (margin - unsure) / (context * slope + 1e-9)
             margin = max(unsure, margin * (1.5 if looks == 1 and size < _POOL else 0.7))
@@ -243,14 +244,14 @@ def passing(logs, k, still, context, stop):
 
 
 @compiled()
-def _unsure(pairs, still):
-    """Above the error of a float32 similarity of `_scan`: 2 pairs additions, each rounded."""
+def _scan_error(pairs, still):
+    """Return a bound of the float32 error of `_scan`, which makes 2 * pairs rounded additions."""
     return 1e-4 + 2e-7 * pairs * (pairs + still)
 
 
 @compiled()
 def _negative(pool, size, first, k, theta, still, u, cos, sin):
-    """Index of a distance of the pool with B_m < 0, looking from `first` on; `size` if none."""
+    """Index of a distance of the pool with B_m < 0, tried from `first` on; `size` if none."""
     for n in range(size):
         at = n + first if n + first < size else n + first - size
         _turned(float(pool[at]), theta, u, cos, sin)

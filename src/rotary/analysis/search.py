@@ -2,8 +2,8 @@
 
 Men et al. (arXiv 2405.14591, Eq. 11) ask for B_m(b) = sum_i cos(m b^(-2i/d)) >= 0 at every distance
 m of the context. `loops.py` excludes bases interval by interval. Here the range of ln b is split
-into chunks, for threads or an executor like those of concurrent.futures. Results are used in
-order, so they do not depend on the number of workers, if all processors are of one kind.
+into chunks, for threads or an executor like those of concurrent.futures. Their results are used in
+order, so the answer does not depend on the number of workers, if all processors are of one kind.
 """
 
 import math
@@ -28,12 +28,12 @@ Progress = Callable[[float], None] | None
 MAX_CONTEXT = 2**22
 MAX_HEAD_DIM = 2**14
 MAX_LOG_BASE = math.log(1e37)  # a larger base has frequencies that 64-bit turns cannot hold
-_CHUNK = 1 / 32  # of ln b: what one job searches
-_AHEAD = 64  # jobs that an executor has at a time
+_CHUNK = 1 / 32  # the range of ln b that one job searches
+_AHEAD = 64  # jobs that wait in an executor at a time
 
 
 def _silent(share: float) -> None:
-    """Progress that nobody asks for."""
+    """Ignore the progress: the default of `progress`."""
 
 
 class MinBase(NamedTuple):
@@ -63,17 +63,17 @@ def min_base(
     progress: Progress = None,
     executor: Executor | None = None,
 ) -> MinBase:
-    """The smallest base whose similarity B_m is negative nowhere in 1 .. context, certified.
+    """Find the smallest base with B_m >= 0 at every distance 1 .. context, certified.
 
     base          inf {b > 1 : B_m(b) >= 0 for m = 1 .. context}, from above, to 1e-9
-    binding       the distance that fails just below it; None if no base fails
-    next_failing  the first distance above the context that fails at it; None if none up to 2**24
-    undecided     how many intervals below, of relative width 5e-10, are not proved to fail
-    Some larger bases fail: see `comb` and `safe_base`. Where no more than half of the head turns,
-    nothing ever fails and the base is 1. context <= 2**22, head_dim even and <= 2**14; `progress`
-    is called with a share that grows from 0 to 1. `executor` computes (of Dask,
-    `client.get_executor(pure=False)`), by default Numba's number of threads; the result does not
-    depend on it. Raises ValueError for another size, and if no base up to 1e37 passes;
+    binding       the distance that fails just below `base`; None if no base fails
+    next_failing  the first distance > context that fails at `base`; None if none up to 2**24
+    undecided     how many intervals below `base`, of relative width 5e-10, are not proved to fail
+    Some larger bases fail: see `comb` and `safe_base`. If at most half of the head is rotated, no
+    base fails and the result is 1. context <= 2**22, head_dim even and <= 2**14; `progress` is
+    called with a share that grows from 0 to 1. `executor` runs the search (with Dask,
+    `client.get_executor(pure=False)`); by default as many threads as Numba uses. The result does
+    not depend on it. Raises ValueError for another size, and if no base up to 1e37 passes;
     ImportError without Numba.
     Source: Men et al., arXiv 2405.14591, Eq. 11 and Table 2, with the whole head rotated.
 
@@ -102,15 +102,15 @@ def safe_base(
     progress: Progress = None,
     executor: Executor | None = None,
 ) -> SafeBase:
-    """A base above every failing one of a grid from the smallest passing base b* to 12 b* or more.
+    """Find a base above all failing bases of a grid, from the smallest passing base b* to >= 12 b*.
 
-    base             the first of the grid above `largest_failing`
+    base             the first base of the grid above `largest_failing`
     largest_failing  the largest base of the grid with B_m < 0 in 1 .. context; b* if there is none
-    passing_share    the share of the grid that passes, even in ln b
-    searched_to      the end of the grid: 12 b*, and on while its last tenth has a failing base
+    passing_share    the share of the grid that passes; the grid is even in ln b
+    searched_to      the end of the grid: 12 b*, extended while its last tenth has a failing base
     step             of the grid, in ln b: 1e-5 up to 8192 tokens, 2e-4 at 131,072
-    Not certified: a base between two points of the grid, or above it, may fail. `start` is b* where
-    it is known. `executor`, limits and errors are those of `min_base`.
+    Not certified: a base between two points of the grid, or above it, may fail. `start` is b*, if
+    known. `executor`, limits and errors are those of `min_base`.
 
     >>> safe = safe_base(1024)
     >>> round(safe.largest_failing), round(safe.passing_share, 2)
@@ -138,7 +138,7 @@ def safe_base(
     while not passes[-(count // 10) :].all():
         more = low + step * (len(passes) + np.arange(count // 10))
         if more[-1] > MAX_LOG_BASE:
-            raise ValueError(f"bases up to 1e37 fail at {context:,} distances: none is safe")
+            raise ValueError(f"no base is safe for {context:,} tokens: bases up to 1e37 fail")
         passes = np.append(passes, _comb(context, more, k, still, executor))
     failing = np.flatnonzero(~passes)
     last, above = (failing[-1], failing[-1] + 1) if len(failing) else (0, 0)
@@ -182,12 +182,13 @@ def rounded_up(
     rotary_dim: int | None = None,
     digits: int = 6,
 ) -> Decimal:
-    """A passing base as a number to print: rounded up, and it passes as it is printed.
+    """Round a passing base up to a decimal number for printing that passes too.
 
-    The first decimal number at or above `base` of `digits` significant digits, or of as many more
-    as it takes until `Rotary(base=...)` has B_m >= 0 at every m in 1 .. context. A base rounded to
-    the nearest may be below the smallest that passes; one rounded up may fail, too, for the bases
-    that pass are no interval. Raises ValueError if `base` itself fails; sizes as in `min_base`.
+    It is the first decimal number at or above `base` of `digits` significant digits, or of as many
+    more as it takes until `Rotary(base=...)` has B_m >= 0 at every m in 1 .. context. A base
+    rounded to the nearest may be below the smallest that passes. One rounded up may fail too,
+    because the bases that pass are not an interval. Raises ValueError if `base` itself fails; sizes
+    as in `min_base`.
 
     >>> base = min_base(4096).base  # 26,952.33923
     >>> f"{rounded_up(base, 4096):,f}", f"{rounded_up(base, 4096, digits=2):,f}"  # 27,000 fails
@@ -197,20 +198,20 @@ def rounded_up(
     digits = whole_number("digits", digits, 1, 17)
     _geometry(head_dim, rotary_dim)
     _logs([base])
-    for count in range(digits, 18):  # 17 digits tell every float64
+    for count in range(digits, 18):  # 17 digits identify every float64
         shown = Context(prec=count, rounding=ROUND_CEILING).create_decimal(Decimal(base))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # base 1, where nothing fails
+            warnings.simplefilter("ignore")  # of base 1, where no distance fails
             spec = Rotary(head_dim=head_dim, rotary_dim=rotary_dim, base=float(shown))  # type: ignore[arg-type]
         if first_failure(spec, context) is None:
             return shown
     raise ValueError(
-        f"base {base!r} has B_m < 0 at a distance below {context:,}, with head_dim {head_dim}"
+        f"base {base!r} has B_m < 0 at a distance up to {context:,}, with head_dim {head_dim}"
     )
 
 
 def _geometry(head_dim: int, rotary_dim: int | None) -> tuple[Array, float]:
-    """2i/d of every pair, and how many pairs the channels make that do not turn."""
+    """Return 2i/d of every pair, and half the number of channels that are not rotated."""
     head_dim = whole_number("head_dim", head_dim, 2, MAX_HEAD_DIM)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
@@ -256,7 +257,7 @@ def _first_passing(
                 progress(1.0)
                 return x, binding or before, undecided
             before = binding
-            # the work of a chunk goes with the square of the distances that fail in it
+            # the work of a chunk is proportional to the square of the distances that fail in it
             share = max(share, min(0.99, (largest / context) ** 2))
             progress(share)
     raise ValueError(
@@ -267,9 +268,9 @@ def _first_passing(
 def _refined(
     x: float, binding: int, k: Array, still: float, context: int
 ) -> tuple[float, int, int]:
-    """(ln of the base where B of the binding distance turns positive, that distance, undecided).
+    """(ln of the base where B_m turns positive at the binding distance m, that m, undecided).
 
-    Where rounding hid a sign from the search, other distances bind above x; each counts.
+    If rounding hid a sign from the search, another distance binds above x; each is undecided.
     """
     from .loops import GAP
 
@@ -284,7 +285,7 @@ def _refined(
         while high - low > 1e-13 * max(1.0, x):
             middle = (low + high) / 2
             low, high = (low, middle) if value(middle) >= 0 else (middle, high)
-        for margin in (1e-12, 1e-11, 1e-10):  # of ln b, until rounding cannot make it fail
+        for margin in (1e-12, 1e-11, 1e-10):  # in ln b, tried until no distance fails
             x = high + margin
             failing = first_failure(_spec(x, k), context, still=still)
             if failing is None:
@@ -314,7 +315,7 @@ def _comb(
 
 
 def _loop(name: str, *arguments: object) -> Any:
-    """What a loop of `loops.py` returns; Numba is loaded here, when a search begins."""
+    """Run a function of `loops.py`. The import is here so that only a search loads Numba."""
     from . import loops
 
     return getattr(loops, name)(*arguments)
@@ -323,9 +324,10 @@ def _loop(name: str, *arguments: object) -> Any:
 def _in_order(
     name: str, jobs: Iterable[tuple[object, ...]], executor: Executor | None
 ) -> Generator[Any]:
-    """Results of a loop, of `(*job, stop)`, in the order of the jobs, which end when they are left.
+    """Yield the results of function `name` of `loops.py` for `(*job, stop)`, in the jobs' order.
 
-    An executor of this process sees `stop`; others finish the few jobs that they have begun.
+    Closing the generator cancels the jobs that wait. Jobs that run in this process see `stop` and
+    end early; those in other processes run to their end.
     """
     try:
         import numba

@@ -10,13 +10,13 @@ from ..angles import inv_freq
 from ..spec import Rotary
 
 Array = npt.NDArray[np.float64]
-Axes = tuple[int, ...] | None  # which axes of the position move; None: all, as in text
-MAX_LENGTH = 2**24  # tokens; what one array of float64 holds in 128 MiB
-MAX_ANGLES = 2**27  # in one answer that has a value for every position and pair: 1 GiB
+Axes = tuple[int, ...] | None  # which axes of the position change; None: all, as in text
+MAX_LENGTH = 2**24  # tokens: 128 MiB in one array of float64
+MAX_ANGLES = 2**27  # positions times pairs in one result: 1 GiB
 
 
 def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGTH) -> int:
-    """`value`, if it is a whole number in `least` .. `most`; else ValueError."""
+    """Return `value` if it is a whole number in `least` .. `most`; else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     if not least <= value <= most:
@@ -25,10 +25,10 @@ def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGT
 
 
 def frequencies(spec: Rotary, seq_len: int | None = None, *, axes: Axes = None) -> Array:
-    """(pairs,) float64: |inv_freq| in rad per token; 0 where no axis of `axes` moves the pair.
+    """(pairs,) float64: |inv_freq| in rad per token; 0 for pairs whose axis is not in `axes`.
 
-    seq_len  length of the row, for the schedules that depend on it
-    axes     which axes of the position move; None: all of them, as in text
+    seq_len  length of the sequence, for the schedules that depend on it
+    axes     which axes of the position change; None: all of them, as in text
 
     >>> frequencies(Rotary(head_dim=4, base=100.0))
     array([1. , 0.1])
@@ -47,7 +47,7 @@ def frequencies(spec: Rotary, seq_len: int | None = None, *, axes: Axes = None) 
 
 
 def still_pairs(spec: Rotary) -> float:
-    """How many pairs the channels make that are not rotated.
+    """Return how many pairs the channels that are not rotated make: half their number.
 
     >>> still_pairs(Rotary(head_dim=128, rotary_dim=32))
     48.0
@@ -58,7 +58,7 @@ def still_pairs(spec: Rotary) -> float:
 def whole_numbers(
     name: str, values: object, least: int = 0, most: int = MAX_LENGTH
 ) -> npt.NDArray[np.int64]:
-    """`values` as (len,) int64, if all are whole numbers in `least` .. `most`; else ValueError.
+    """Return `values` as (len,) int64; ValueError if not whole numbers in `least` .. `most`.
 
     >>> whole_numbers("positions", [0, 4096])
     array([   0, 4096])
@@ -76,7 +76,7 @@ def whole_numbers(
 
 
 def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None:
-    """ValueError if `count` times `each` numbers are more than `most`, a power of two."""
+    """Raise ValueError if `count` times `each` numbers are more than `most`, a power of two."""
     if count * each > most:
         raise ValueError(
             f"{count:,} {name} x {each:,} are more than 2^{most.bit_length() - 1}; "
@@ -85,7 +85,7 @@ def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None
 
 
 def number(name: str, value: object) -> float:
-    """`value` as a float, if it is a finite number; else ValueError."""
+    """Return `value` as a float if it is a finite number; else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):
@@ -94,10 +94,10 @@ def number(name: str, value: object) -> float:
 
 
 def before_scaling(spec: Rotary) -> Rotary:
-    """The RoPE that the training before any scaling had; the spec itself where it was not scaled.
+    """Return the RoPE that the model was trained with before a scaling; `spec` if it has none.
 
-    A scaling is known by its `original_max_position_embeddings`, the length of that training. One
-    that names none (linear, ntk) is taken as part of the training.
+    A scaling is recognized by its `original_max_position_embeddings`, the length of that training.
+    A scaling without it (linear, ntk) is taken as part of the training.
 
     >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
     >>> before_scaling(Rotary(head_dim=8, schedule="yarn", params=params))
@@ -162,9 +162,9 @@ def extrapolation_length(base: float, critical_dim: int, head_dim: int) -> float
     """Tokens to which a model tuned with `base` extrapolates: 2 pi base^(critical_dim / head_dim).
 
     critical_dim  of the model before tuning, from `critical_dimension`
-    The wavelength of the first pair that is not trained on whole turns. Source: Liu et al. (arXiv
-    2310.05209), where it is T_extra. Raises ValueError for a base that is not finite and >= 1, and
-    for a critical_dim beyond head_dim.
+    It is the wavelength of the first pair that is not trained on whole turns. Source: Liu et al.
+    (arXiv 2310.05209), where it is T_extra. Raises ValueError for a base that is not finite and
+    >= 1, and for a critical_dim beyond head_dim.
 
     >>> round(extrapolation_length(1e6, 92, 128))
     129027
@@ -175,7 +175,7 @@ def extrapolation_length(base: float, critical_dim: int, head_dim: int) -> float
 
 
 def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None = None) -> float:
-    """Index of the pair that makes `turns` turns in `length` tokens, with a fraction.
+    """Return the index, with a fraction, of the pair that makes `turns` turns in `length` tokens.
 
     Between two pairs, and before the first and beyond the last one, the logarithm of the frequency
     is a straight line, as it is all along the ladder of the paper. Pairs at the end that stand
@@ -211,10 +211,10 @@ def yarn_band(
     beta_slow: float = 1.0,
     seq_len: int | None = None,
 ) -> tuple[float, float]:
-    """(first, last): pairs before the first YaRN keeps, those after the last it interpolates.
+    """(first, last): YaRN keeps the pairs before `first` and interpolates those after `last`.
 
     `first` makes beta_fast turns in `trained` tokens, `last` beta_slow; neither is rounded or
-    clipped to the pairs there are. `spec` is the one that was trained, before any scaling.
+    clipped to existing pairs. `spec` is the one that was trained, before any scaling.
     Source: Peng et al., YaRN (arXiv 2309.00071), section 3.2. Raises as `pair_with_turns`, and
     ValueError if beta_fast < beta_slow.
 
@@ -232,10 +232,10 @@ def digits(position: int, base: float, head_dim: int) -> Array:
     """(head_dim / 2,) float64: the digits of `position` in base beta = base^(2 / head_dim).
 
     Digit i is floor(position / beta^i) mod beta, the lowest first. Beta is rarely whole, and then
-    a digit is a fraction below beta. RoPE shows pair i the phase position / beta^i: the same
+    a digit may be a fraction, below beta. The angle of pair i is position / beta^i: the same
     number, with a circle in place of floor and mod. Source: Su, kexue.fm 9675.
-    Raises ValueError for an odd head_dim, a base that is not finite and >= 1, a position outside of
-    0 .. 2^24.
+    Raises ValueError for an odd head_dim, a base that is not finite and >= 1, and a position
+    outside of 0 .. 2^24.
 
     >>> digits(2024, 1e4, 8)
     array([4., 2., 0., 2.])

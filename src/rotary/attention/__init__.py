@@ -1,13 +1,13 @@
-"""The systems of the papers, small and readable: attention with RoPE and what grew out of it.
+"""Attention with RoPE and its variants from papers, as small and readable functions.
 
-Written over the array library of the input, NumPy, torch or JAX; on the last two gradients flow,
-and on JAX all of it can be traced and mapped. q, k and v are (..., seq, head_dim), k and v with
-fewer heads where several queries share one.
+They compute in the array library of their input: NumPy, torch or JAX. torch and JAX differentiate
+through them, and JAX can trace and vmap them. q, k and v are (..., seq, head_dim); k and v may have
+fewer heads where several heads of q share one.
 
-Two systems need no function here, for they are specs: partial rotation is `Rotary(head_dim,
-rotary_dim)`, and p-RoPE (Barbero et al., arXiv 2410.06205), which keeps the int(p d / 2) fastest
-pairs on the grid of the full width and lets the rest stand still, is the schedule "proportional"
-with partial_rotary_factor = p.
+Two variants need no function, because a spec defines them: partial rotation is `Rotary(head_dim,
+rotary_dim)`; p-RoPE (Barbero et al., arXiv 2410.06205), which keeps the int(p d / 2) fastest pairs
+of all d / 2 and does not rotate the others, is the schedule "proportional" with
+partial_rotary_factor = p.
 """
 
 from .cumulative import cumulative_cos_sin as cumulative_cos_sin

@@ -1,4 +1,4 @@
-"""What the systems ask of an array: its library, its positions, its type, the heads it shares."""
+"""Array helpers of the attention functions: library, positions, types and shared heads."""
 
 import sys
 from typing import Any
@@ -10,23 +10,24 @@ from ..kernels import kernel_of
 
 
 def namespace(array: Array) -> Any:
-    """`numpy`, `torch` or `jax.numpy`; TypeError, naming the known libraries, for another array.
+    """Return `numpy`, `torch` or `jax.numpy`, for an array of it; TypeError for another array.
 
-    They are called by the names they share: exp, where, amax, stack, with `axis` and `keepdims`.
+    Callers use names that all three have: exp, where, amax, stack, with `axis` and `keepdims`.
     """
     kernel = kernel_of(array)
     if kernel.name == "mlx":
         raise TypeError(
-            "rotary.attention takes arrays of NumPy, torch and JAX: go on with numpy.array(x)"
+            "rotary.attention takes arrays of NumPy, torch and JAX, got MLX: pass numpy.array(x)"
         )
     return sys.modules[kernel.namespace]
 
 
 def positions_of(positions: object, x: Array) -> Array:
-    """`positions` as an array of the library and on the device of x; None is 0 .. seq - 1.
+    """Return `positions` as an array of the library and device of x; None: 0 .. seq - 1.
 
-    Whole numbers come in the widest signed type, where a difference can be below 0: int64, on JAX
-    without 64-bit types int32. Raises ValueError for one beyond it, if on the host and not traced.
+    Whole numbers become the widest signed type, in which differences can be negative: int64, or
+    int32 on JAX without 64-bit types. Raises ValueError for a position that does not fit, if it is
+    on the host and not traced.
 
     >>> positions_of(np.array([0, 255], np.uint8), np.zeros((2, 4))) + 1
     array([  1, 256])
@@ -50,16 +51,16 @@ def _signed(positions: Array) -> Array:
 
 
 def _widest(xp: Any) -> Any:
-    """The widest type of whole numbers of a library that are signed."""
+    """Return the widest signed integer type of a library."""
     return xp.asarray(0).dtype if xp.__name__ == "jax.numpy" else xp.int64
 
 
 def positions_of_both(
     q_positions: object, q: Array, k_positions: object, k: Array
 ) -> tuple[Array, Array]:
-    """`positions_of` queries and keys; on JAX a NumPy array beside a JAX array becomes one.
+    """Return `positions_of` for queries and for keys; if one is a JAX array, both are.
 
-    Raises ValueError for NumPy positions beyond the integers of JAX: it would wrap them.
+    Raises ValueError for NumPy positions beyond the integers of JAX, which would wrap.
 
     >>> positions_of_both(None, np.zeros((2, 4)), [5, 6, 7], np.zeros((3, 4)))[1]
     array([5, 6, 7])
@@ -78,7 +79,7 @@ def positions_of_both(
 
 
 def float64_of(x: Array) -> Any:
-    """The type float64 of the library of x; TypeError on JAX without 64-bit types."""
+    """Return the float64 type of the library of x; TypeError on JAX without 64-bit types."""
     xp = namespace(x)
     if xp.__name__ == "jax.numpy" and xp.asarray(0.0).dtype != np.float64:
         raise TypeError(
@@ -89,18 +90,18 @@ def float64_of(x: Array) -> Any:
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """x in another type, differentiably."""
+    """Convert x to another type; gradients pass through."""
     return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
 
 
 def at_least_float32(x: Array) -> Array:
-    """x with its 16-bit types widened, for sums over a sequence."""
+    """Widen x of a 16-bit type to float32, for sums over a sequence."""
     xp = namespace(x)
     return cast(x, xp.promote_types(x.dtype, xp.float32))
 
 
 def has_shared_heads(q: Array, k: Array) -> bool:
-    """Whether several heads of q share one of k (GQA); ValueError if they cannot be shared out."""
+    """Whether several heads of q share one of k (GQA); ValueError if q has no multiple of them."""
     if q.ndim < 3 or q.shape[-3] == k.shape[-3]:
         return False
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
@@ -112,7 +113,7 @@ def has_shared_heads(q: Array, k: Array) -> bool:
 
 
 def per_query_head(q: Array, k: Array) -> Array:
-    """k, or v, with one head for each of q: heads of q in a row share one.
+    """Repeat the heads of k or v to as many as q has: adjacent heads of q share one.
 
     >>> per_query_head(np.zeros((4, 1, 1)), np.arange(2.0).reshape(2, 1, 1)).ravel()
     array([0., 0., 1., 1.])
@@ -126,7 +127,7 @@ def per_query_head(q: Array, k: Array) -> Array:
 
 
 def per_head(pairs: Array, num_dims: int) -> Array:
-    """A matrix for each row of a batch, made the same for every head of 4-D scores.
+    """Add an axis for heads to (batch, ...) arrays of 3 axes, if the scores have 4 axes.
 
     >>> per_head(np.zeros((2, 5, 5)), 4).shape
     (2, 1, 5, 5)

@@ -1,12 +1,12 @@
-"""Data-dependent angles: every token says how far it turns those after it.
+"""Data-dependent angles: the angle of a token is a sum of steps computed from the tokens.
 
-    phi_m = sum_{n <= m} delta_n,   q and k at m turned by phi_m
+    phi_m = sum_{n <= m} delta_n,   q and k at m are rotated by phi_m
 
-delta (rad, one per pair) is computed from the token; RoPE is delta = theta for every token. A score
-depends on what lies between two tokens, the sum of delta from behind n up to m, and on nothing
-before. The state of a decoder is one angle for each pair.
+delta (rad, one per pair) is computed from the token; RoPE is delta = theta for every token. The
+score of a query at m and a key at n depends only on the tokens n + 1 .. m: on their sum of delta.
+The state of a decoder is one angle for each pair.
 Mamba-3: delta = pi tanh(a_m) dt_m, on interleaved pairs of the first channels. Selective RoPE:
-delta = temperature times a short causal convolution of a projection of the normed token.
+delta = temperature times a short causal convolution of a projection of the normalized token.
 Source: Lahoti et al., Mamba-3 (ICLR 2026), and `angle_dt` of the authors' code; Movahedi et al.,
 Selective Rotary Position Embedding (ICLR 2026), and the authors' `SelectiveRoPE`.
 """
@@ -18,14 +18,15 @@ from .arrays import Array, at_least_float32, cast, namespace
 
 
 def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array, Array, Array]:
-    """cos and sin of the running sum of steps, and the sum behind the last token: the state.
+    """Return cos and sin of the running sum of steps, and the state: the sum at the last token.
 
     steps  (batch, heads, seq, pairs) or (seq, pairs), in rad: how far each token turns each pair
-    state  (batch, heads, pairs) or (pairs,), of the piece before; 0 at first
-    Go on with `rotate((q, k), cos, sin, layout=...)`, with fewer pairs than the head has turn its
-    first channels: `q[..., : 2 * pairs]`. Rotated keys can be cached. Sums are float64 (float32 on
-    JAX without 64-bit types) and kept within one turn, so that long rows lose nothing. Pieces of
-    any length, one after another, give what the whole gives. Raises ValueError for another state.
+    state  (batch, heads, pairs) or (pairs,), returned for the previous piece; None: zeros
+    Pass cos and sin to `rotate((q, k), cos, sin, layout=...)`. If there are fewer pairs than a head
+    has, rotate its first channels, `q[..., : 2 * pairs]`. Rotated keys can be cached. Sums are
+    float64 (float32 on JAX without 64-bit types) and reduced to one turn, so that long sequences
+    lose no precision. Pieces of any length, one after another, give the result of the whole
+    sequence. Raises ValueError for a state of another shape.
 
     >>> import numpy as np
     >>> steps = np.array([[0.5], [1.0], [2.0]])
@@ -70,15 +71,15 @@ def mamba3_steps(angles: Array, dt: Array) -> Array:
 def selective_steps(
     phi: Array, kernel: Array, temperature: Array, tail: Array | None = None
 ) -> tuple[Array, Array]:
-    """temperature times a causal convolution of phi: the steps of Selective RoPE, and their tail.
+    """Return the steps of Selective RoPE, temperature times a causal convolution of phi, and tail.
 
-    phi          (..., seq, pairs): a projection of each token, divided by its length
-    kernel       (..., width, pairs): weights of a depthwise convolution; the last is of the token
-                 itself, the first of that width - 1 tokens before
+    phi          (..., seq, pairs): a projection of each token, divided by its norm
+    kernel       (..., width, pairs): weights of a depthwise convolution; the last is for the token
+                 itself, the first for the token width - 1 before it
     temperature  (pairs,): rad; the authors' are the frequencies of RoPE, `rotary.inv_freq(spec)[0]`
-    tail         (..., width - 1, pairs): the last phi of the piece before; zeros at first
-    Returns steps, for `cumulative_cos_sin`, and the tail for the next piece. A gate, where a model
-    has one, multiplies phi behind the convolution: pass the steps times it.
+    tail         (..., width - 1, pairs): returned for the previous piece; None: zeros
+    The steps are for `cumulative_cos_sin`; the tail, the last phi, is for the next piece. If the
+    model has a gate, which multiplies phi after the convolution, multiply the steps by it.
     Raises ValueError for shapes that do not fit.
 
     >>> import numpy as np

@@ -1,8 +1,8 @@
 """Attention over mapped distances: ReRoPE, leaky ReRoPE and self-extend.
 
-A model that was trained on short rows has never seen large distances. These maps keep the distances
-inside a window and make those beyond it smaller, without any training. What is beyond the window is
-again a rotation, by other angles, so two score matrices hold all of it.
+A model that was trained on short sequences has never seen large distances. These maps keep the
+distances inside a window and make those beyond it smaller, without any training. Beyond the window
+scores come from a rotation too, by other angles, so two score matrices are enough.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from .softmax import weighted
 
 @dataclasses.dataclass(frozen=True)
 class DistanceMap:
-    """How far apart a query at m and a key at n are for the rotation.
+    """A map from a query at m and a key at n to the distance that the rotation uses.
 
         m - n < window:  m - n
         beyond it:       slope (m // group - n // group) + window - slope (window // group)
 
-    The maps of the literature are made by `rerope`, `leaky_rerope` and `self_extend`. With group 1
-    the result depends on m - n alone; with a larger one also on where the groups begin, so it stays
-    the same only if both move by a multiple of `group`.
+    `rerope`, `leaky_rerope` and `self_extend` make the maps of the literature. With group 1 the
+    result depends on m - n alone. With a larger group it also depends on where the groups begin: it
+    stays the same only if m and n move by the same multiple of `group`.
     Raises ValueError for a window or group below 1 and for a slope outside [0, 1].
 
     >>> import numpy as np
@@ -50,7 +50,7 @@ class DistanceMap:
             raise ValueError(f"slope must be in [0, 1], got {self.slope!r}")
 
     def __call__(self, q_positions: Array, k_positions: Array) -> Array:
-        """The mapped distance of every query position and key position, broadcast together."""
+        """Return the mapped distances of query and key positions, which are broadcast."""
         like = q_positions - k_positions
         m, n = positions_of_both(q_positions, like, k_positions, like)
         distance, blocks = m - n, m // self.group - n // self.group
@@ -59,7 +59,7 @@ class DistanceMap:
 
     @property
     def shift(self) -> float:
-        """The distance that is added beyond the window, so that both parts meet at its end.
+        """The distance added beyond the window, so that both parts meet at its end.
 
         >>> DistanceMap(window=7, group=2).shift
         4.0
@@ -97,12 +97,12 @@ def leaky_rerope(window: int, factor: float) -> DistanceMap:
 
 
 def self_extend(window: int, group: int) -> DistanceMap:
-    """Self-extend: beyond the window positions count in groups, all whole numbers.
+    """Self-extend: beyond the window, positions are divided by `group` and rounded down.
 
         m // group - n // group + window - window // group
 
     Source: Jin et al. (arXiv 2401.01325), section 3. The authors' code divides window by group
-    without rounding, and drops the shift for rows shorter than the window; here it is the paper's.
+    without rounding, and drops the shift for sequences shorter than the window; the paper does not.
 
     >>> import numpy as np
     >>> self_extend(window=4, group=2)(np.arange(8), 0).tolist()
@@ -123,10 +123,10 @@ def distance_attention(
 ) -> Array:
     """Causal softmax attention in which q and k are rotated by mapped distances, exactly.
 
-    Two score matrices: one of RoPE as it is, for the pairs inside the window, and one beyond it, of
-    positions m // group whose frequencies are `slope` times those of the spec, q turned by the
-    shift besides. Angles are 64-bit turns in both, so any offset gives the same. Cache k as it
-    comes, not rotated. Positions and heads as in `softmax_attention`.
+    It computes two score matrices. For distances inside the window, q and k are rotated as usual.
+    Beyond it, positions are m // group, frequencies are `slope` times those of the spec, and q is
+    also rotated by the shift. Angles of both are 64-bit turns, so they are exact at any offset.
+    Cache k unrotated. Positions and heads are as in `softmax_attention`.
     Raises ValueError for a spec of several axes or one that depends on the length.
 
     >>> import numpy as np
@@ -143,12 +143,12 @@ def distance_attention(
     k, v = per_query_head(q, k), per_query_head(q, v)
     q, k = at_least_float32(q), at_least_float32(k)
     frequencies, factor = inv_freq(spec)
-    slow = _with_frequencies(spec, distances.slope * frequencies, float(factor))
-    ahead = _with_frequencies(spec, distances.shift * frequencies, 1.0)
-    ahead = dataclasses.replace(ahead, layout=spec.out_layout)
-    far_q = apply(slow, q, positions=m // distances.group, seq_dim=-2)
-    far_q = apply(ahead, far_q, positions=0 * m + 1, seq_dim=-2)
-    far_k = apply(slow, k, positions=n // distances.group, seq_dim=-2)
+    far_spec = _with_frequencies(spec, distances.slope * frequencies, float(factor))
+    shift_spec = _with_frequencies(spec, distances.shift * frequencies, 1.0)
+    shift_spec = dataclasses.replace(shift_spec, layout=spec.out_layout)
+    far_q = apply(far_spec, q, positions=m // distances.group, seq_dim=-2)
+    far_q = apply(shift_spec, far_q, positions=0 * m + 1, seq_dim=-2)
+    far_k = apply(far_spec, k, positions=n // distances.group, seq_dim=-2)
     near_q = apply(spec, q, positions=m, seq_dim=-2)
     near_k = apply(spec, k, positions=n, seq_dim=-2)
     m, n = m[..., :, None], n[..., None, :]

@@ -1,4 +1,4 @@
-"""Encodings beside plain RoPE: the sinusoidal one it replaces, xPos, and learned 2-D directions."""
+"""Position encodings other than RoPE: the sinusoidal embedding, xPos, learned 2-D directions."""
 
 import math
 import sys
@@ -15,10 +15,10 @@ from .arrays import Array, cast, float64_of, namespace, positions_of
 
 
 def sinusoidal(positions: Numbers, dim: int, base: float = 10_000.0) -> npt.NDArray[np.float64]:
-    """The additive embedding that RoPE replaces: (..., dim) float64, a NumPy array.
+    """Return the additive embedding that RoPE replaces: (..., dim) float64, a NumPy array.
 
-    p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same. It is added to the token
-    embeddings, before W_q, W_k and W_v. Its inner product depends on distance alone:
+    p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same angle. It is added to the
+    token embeddings, before W_q, W_k and W_v. Its inner product depends on distance alone:
     p_m . p_n = sum_t cos((m - n) base^(-2t/dim)).
     Source: Vaswani et al. (arXiv 1706.03762), section 3.5.
 
@@ -41,16 +41,16 @@ def xpos(
     scale_base: float = 512.0,
     gamma: float = 0.4,
 ) -> tuple[Array, Array]:
-    """q and k rotated as `spec` says, q times zeta^m and k times zeta^-n: scores decay.
+    """Return q and k rotated by `spec`, q times zeta^m and k times zeta^-n: scores decay.
 
-    Pair i of d/2 has zeta_i = ((i / (d/2) + gamma) / (1 + gamma))^(1 / scale_base), m and n count
-    from `origin`, so that the score of pair i has the factor zeta_i^(m - n) and a causal score
-    decays. The origin cancels, as long as it is the same for q and for every key: keys in a cache
-    stay right for as many tokens as follow. An origin in the middle of the row at hand, as in the
-    authors' code, moves while decoding.
+    Pair i of d/2 has zeta_i = ((i / (d/2) + gamma) / (1 + gamma))^(1 / scale_base). Positions m and
+    n count from `origin`. The score of pair i has the factor zeta_i^(m - n), so a causal score
+    decays. The origin cancels if it is the same for q and for every key, so cached keys stay right
+    while decoding. An origin in the middle of the current sequence, as in the authors' code, moves
+    while decoding.
     Raises ValueError for several axes, and for a position so far from the origin that a factor is
-    beyond 2^64: 18,000 tokens, for gamma 0.4 and scale_base 512. For float16 that is 2^8, for
-    float64 2^512. Traced positions are not checked: too far, they give infinity or NaN.
+    beyond 2^64 (float16: 2^8, float64: 2^512): 18,000 tokens, for gamma 0.4 and scale_base 512.
+    Traced positions are not checked; those too far from the origin give infinity or NaN.
     On JAX it needs 64-bit types, as `mixed_cos_sin` does; without them it raises a TypeError.
     Source: Sun et al. (arXiv 2212.10554), algorithm 1.
 
@@ -77,7 +77,7 @@ def xpos(
     )
 
 
-_BITS = {"float16": 8, "float64": 512}  # half of the exponents of a type; 64 for the others
+_BITS = {"float16": 8, "float64": 512}  # half the exponent range of a type; 64 for other types
 
 
 def _check_distance(from_origin: Array, rate: float, dtype: object) -> None:
@@ -87,19 +87,20 @@ def _check_distance(from_origin: Array, rate: float, dtype: object) -> None:
     farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)
     if farthest > limit:
         raise ValueError(
-            f"a position is {farthest} tokens from the origin, the factors of xPos hold for {limit}"
-            ": pass an origin near the row, the same for all its q and k, or a larger scale_base"
+            f"a position is {farthest} tokens from the origin, but the factors of xPos allow "
+            f"{limit}: pass an origin near the positions, the same for q and all its keys, or a "
+            "larger scale_base"
         )
 
 
 def mixed_directions(
     head_dim: int, phases: npt.ArrayLike, base: float = 10.0
 ) -> npt.NDArray[np.float64]:
-    """Where the directions of RoPE-mixed start: (2, heads, head_dim / 2) float64, rad per patch.
+    """Return initial directions of RoPE-mixed: (2, heads, head_dim / 2) float64, rad per patch.
 
-    Each head has two orthogonal bundles of head_dim / 4 frequencies base^(-4t/head_dim), turned by
-    its phase: at `phases[h]` and at a quarter turn more. phases (heads,) in rad are drawn evenly
-    from a full turn, for each layer anew; 0 is axial RoPE. Then they are learned.
+    Each head has head_dim / 4 frequencies base^(-4t/head_dim) in two orthogonal directions: at the
+    angle `phases[h]` and a quarter turn further. Draw phases (heads,), in rad, uniformly from a
+    full turn, separately for each layer; 0 is axial RoPE. Training then learns the directions.
     Raises ValueError unless head_dim is a multiple of 4 and phases is 1-D.
     Source: Heo et al. (arXiv 2403.13298), section 3.2, and the authors' `init_random_2d_freqs`.
 
@@ -119,13 +120,13 @@ def mixed_directions(
 
 
 def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
-    """cos and sin of RoPE-mixed, where pair t of head h turns by x theta_x + y theta_y.
+    """Return cos and sin of RoPE-mixed, where pair t of head h turns by x theta_x + y theta_y.
 
     directions  (axes, heads, pairs), float32 or float64, in rad per patch: theta_x, theta_y of each
                 head of one layer; on torch a parameter, which gets its gradient
-    positions   (seq, axes) or (batch, seq, axes). Whole numbers are exact turns: any offset gives
-                the same scores. Fractions are a float64 product.
-    Returns tables for a 4-D q and k, (1 or batch, heads, seq, pairs) in the type of directions:
+    positions   (seq, axes) or (batch, seq, axes). Whole numbers give exact turns: any offset gives
+                the same scores. Fractions give float64 products.
+    The tables are (1 or batch, heads, seq, pairs) in the type of directions, for 4-D q and k:
     `rotate((q, k), cos, sin, layout="interleaved")`, or "half", as the model pairs its channels.
     Raises ValueError for shapes that do not fit.
     Source: Heo et al. (arXiv 2403.13298), section 3.2, mixed learnable frequencies.
@@ -146,16 +147,16 @@ def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
     steps = cast(directions, float64_of(directions))
     factors = cast(positions, xp.float64)
     if "int" in str(positions.dtype):
-        # turns wrap without rounding; the sum beside them is 0 and only carries the gradient
-        held = _constant(steps)
-        angles = _exact(xp, positions, held) + _summed(factors, steps - held)
+        # turns wrap without rounding; the second term is 0 and only carries the gradient
+        constant = _constant(steps)
+        angles = _exact(xp, positions, constant) + _summed(factors, steps - constant)
     else:
         angles = _summed(factors, steps)
     return cast(xp.cos(angles), directions.dtype), cast(xp.sin(angles), directions.dtype)
 
 
 def _constant(x: Array) -> Array:
-    """x without its derivative."""
+    """Return x detached from its gradient."""
     if namespace(x).__name__ == "jax.numpy":
         return sys.modules["jax"].lax.stop_gradient(x)
     return x.detach() if hasattr(x, "detach") else x

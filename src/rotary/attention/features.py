@@ -1,7 +1,7 @@
 """Feature maps of linear attention: non-negative functions of a query or a key.
 
-A function from (..., seq, head_dim) to (..., seq, features), in the array library of its input,
-can be one: `numpy.exp`, `torch.relu`, `jax.nn.relu`, or a function of yours.
+Any function from (..., seq, head_dim) to (..., seq, features) in the array library of its input
+can be a feature map: `numpy.exp`, `torch.relu`, `jax.nn.relu`, or your own.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ class FavorFeatures:
         phi(x)_i = exp(w_i . y - |y|^2 / 2) / sqrt(features),   y = x / head_dim^(1/4)
 
     w_i are the rows of `directions`, (features, head_dim). The mean of phi(q) . phi(k) over w is
-    exp(q . k / sqrt(head_dim)), so that linear attention without a spec comes near softmax
-    attention. Features are at least float32, and vanish for very long x: keep |y| below 10.
-    The authors' code also divides by the largest feature of a row and adds 1e-6, which keeps
-    features from 0 but lets a key depend on those after it; that is left out.
+    exp(q . k / sqrt(head_dim)), so linear attention without a spec approximates softmax attention.
+    Features are at least float32, and vanish for very long x: keep |y| below 10.
+    The authors' code also divides by the largest feature of a row and adds 1e-6. This keeps
+    features above 0, but a key then depends on later keys; so it is left out here.
     Make it with `favor_features`. Raises ValueError for x of another width.
     """
 
     directions: npt.NDArray[np.float64]
 
     def __call__(self, x: Array) -> Array:
-        """The features of x."""
+        """Return the features of x."""
         num_features, head_dim = self.directions.shape
         if x.shape[-1] != head_dim:
             raise ValueError(f"these features are for head_dim {head_dim}, got x of {x.shape[-1]}")
@@ -56,10 +56,10 @@ class FavorFeatures:
 
 
 def favor_features(head_dim: int, num_features: int, *, seed: int) -> FavorFeatures:
-    """The FAVOR+ map of Performer with orthogonal directions, drawn from `seed`.
+    """Draw the FAVOR+ map of Performer, with orthogonal directions, from `seed`.
 
-    Directions come in blocks of head_dim orthogonal ones, each as long as a vector of head_dim
-    independent normal numbers, which makes the error smaller than that of independent directions.
+    Directions come in blocks of head_dim orthogonal vectors, each as long as a vector of head_dim
+    independent normal numbers. Their error is smaller than that of independent directions.
     With RoPE the features are rotated, so the spec has head_dim = num_features.
     Raises ValueError unless both sizes are whole numbers >= 1.
     Source: Choromanski et al., Performer (arXiv 2009.14794), section 2 and lemma 1.

@@ -2,11 +2,11 @@
 
     cos_p(m) = sum_j a_pj cos(m theta_j),   sin_p(m) = sum_j b_pj sin(m theta_j)
 
-over the frequencies theta_j that make a whole turn in the trained length. The others were never
-seen whole, so they are left out: their pairs have cos 1 and sin 0, position does not reach them. A
-score is not a function of the distance alone, and lengths are not kept: these are no rotations.
+over the frequencies theta_j that make a whole turn in the trained length. Training shows no whole
+turn of the others, so they are left out: their pairs have cos 1 and sin 0 at every position. A
+score is not a function of the distance alone, and vectors change length: these are not rotations.
 Source: Hua et al. (arXiv 2412.17739), section 3 and the authors' `FourierEmbedding`, which gives
-the pairs left out sin 1: turned by 45 degrees and longer by sqrt(2) wherever they stand. vLLM's
+the pairs left out sin 1: turned by 45 degrees and longer by sqrt(2) at every position. vLLM's
 class for Intern-S1-Pro has sin 0, as the paper and as here.
 """
 
@@ -29,15 +29,15 @@ def fourier_coefficients(
     gain: float = 0.3,
     outputs: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Where the coefficients of FoPE start: (2, heads, frequencies, outputs), of cos and of sin.
+    """Return initial coefficients of FoPE: (2, heads, frequencies, outputs), of cos and of sin.
 
-    frequencies  those of the spec that make a turn in `trained_length` tokens, 2 pi / theta <= L
-    outputs      how many pairs they make, at most head_dim / 2; all frequencies by default, as in
+    frequencies  how many of the spec make a turn in `trained_length` tokens, 2 pi / theta <= L
+    outputs      how many pairs get sums of them: 1 .. frequencies; all by default, as in
                  Intern-S1-Pro; the authors' models have min(frequencies, head_dim / 4)
-    Pair p starts with the frequency of number p (every n-th where there are n times as many
-    frequencies as outputs), plus normal numbers of standard deviation gain sqrt(2 / (outputs
-    (frequencies + heads))): what torch's `xavier_normal_` makes of three dimensions. Then they are
-    learned, or stay, as the authors' do. Raises ValueError for a spec that depends on the
+    Pair p starts with frequency number p (every n-th where there are n times as many frequencies as
+    outputs), plus normal numbers of standard deviation gain sqrt(2 / (outputs (frequencies +
+    heads))), as torch's `xavier_normal_` computes it for three dimensions. They are then learned,
+    or stay fixed as in the authors' models. Raises ValueError for a spec that depends on the
     length, whose frequencies do not fall or where none makes a turn, and for sizes below 1.
 
     >>> fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0).shape
@@ -64,13 +64,14 @@ def fourier_coefficients(
 def fourier_cos_sin(
     spec: Rotary, coefficients: Array, positions: object = None, *, seq_len: int | None = None
 ) -> tuple[Array, Array]:
-    """cos and sin of FoPE: (1 or batch, heads, seq, rotary_dim / 2), as `coefficients` are.
+    """Return cos and sin of FoPE, (1 or batch, heads, seq, rotary_dim / 2), like `coefficients`.
 
-    coefficients  (2, heads, frequencies, outputs), of `fourier_coefficients`; on torch a parameter,
-                  which gets its gradient
+    coefficients  (2, heads, frequencies, outputs), from `fourier_coefficients`; on torch a
+                  parameter, which gets its gradient
     positions     (seq,) or (batch, seq) of whole numbers; or give seq_len for 0 .. seq_len - 1
-    Go on with `rotate((q, k), cos, sin, spec)`; for fewer key heads make tables of their
-    coefficients. A rotated key can be cached, for a table depends on its own position alone.
+    Pass them to `rotate((q, k), cos, sin, spec)`; for fewer key heads, make tables from the
+    coefficients of these heads. Rotated keys can be cached, because a row of the tables depends on
+    its own position alone.
     Raises ValueError for shapes that do not fit the spec, and as `fourier_coefficients` does.
 
     >>> learned = fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0)
@@ -85,7 +86,8 @@ def fourier_cos_sin(
             f"coefficients must be (2, heads, frequencies, outputs) for {pairs} pairs, got {shape}"
         )
     if (positions is None) == (seq_len is None):
-        raise ValueError("give positions or seq_len, one of them")
+        given = "neither" if positions is None else "both"
+        raise ValueError(f"give either positions or seq_len, got {given}")
     at = positions_of(np.arange(seq_len or 0) if positions is None else positions, coefficients)
     at = at if at.ndim == 2 else at[None]
     wide = at_least_float32(coefficients)
@@ -107,5 +109,7 @@ def _frequencies(spec: Rotary) -> npt.NDArray[np.float64]:
         )
     frequencies, factor = inv_freq(spec)
     if (np.diff(frequencies) > 0).any() or factor != 1:
-        raise ValueError("FoPE needs frequencies that fall from pair to pair, and amplitude 1")
+        raise ValueError(
+            "FoPE needs frequencies that fall from pair to pair, and attention factor 1"
+        )
     return frequencies

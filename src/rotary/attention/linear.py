@@ -1,15 +1,15 @@
-"""Linear attention with RoPE: by all pairs, token by token, and in chunks with a state.
+"""Linear attention with RoPE: over all pairs of tokens, token by token, or by chunks with a state.
 
     o_m = sum_n (R_m phi(q_m))^T (R_n varphi(k_n)) v_n  /  sum_n phi(q_m)^T varphi(k_n)
 
-The sums are over the tokens n <= m, or over all N without `causal`. Rotated after the feature maps;
-the denominator is not rotated, so it stays positive. The weights may be negative and need not sum
-to one. Without a spec nothing is rotated, and they do.
+The sums are over the tokens n <= m, or over all N without `causal`. The rotation comes after the
+feature maps. The denominator is not rotated, so it stays positive. The weights may be negative and
+need not sum to one. Without a spec nothing is rotated, and the weights sum to one.
 
-phi and varphi are `q_features` and `k_features`, any non-negative maps (`features.FeatureMap`); a
-spec has as many channels as they have features. Where a denominator is 0 (relu, or exp of numbers
-far below 0) the output is 0. Where it is tiny beside a rotated numerator the output is large:
-elu + 1, which is positive, keeps away from both.
+phi and varphi are `q_features` and `k_features`, any non-negative maps (`features.FeatureMap`); the
+head_dim of the spec is the number of their features. Where a denominator is 0 (relu, or exp of
+numbers far below 0) the output is 0. Where it is tiny beside a rotated numerator the output is
+large. elu + 1, which is positive, avoids both.
 Source: Su et al., RoFormer (arXiv 2104.09864), equation 19; Katharopoulos et al. (arXiv
 2006.16236), equations 16 to 20, for the recurrent form.
 """
@@ -29,11 +29,12 @@ def linear_attention(
     positions: object = None, allow_negative: bool = False, causal: bool = True,
     q_features: FeatureMap[Array] = elu_plus_one, k_features: FeatureMap[Array] = elu_plus_one,
 ) -> Array:  # fmt: skip
-    """Linear attention with RoPE: the definition.
+    """Compute linear attention with RoPE, as it is defined.
 
-    q, k are (..., seq, head_dim), v is (..., seq, value_dim), with as many heads each. `positions`
-    are those of `rotary.apply`. With `causal` a token sees itself and those before it in the
-    sequence, and all pairs are computed; without it each sees all, in time linear in seq.
+    q, k are (..., seq, head_dim), v is (..., seq, value_dim), all with the same number of heads.
+    `positions` and `allow_negative` are those of `rotary.apply`. With `causal` a token sees itself
+    and the tokens before it, and all pairs of tokens are computed. Without `causal` each token sees
+    all tokens, in time linear in seq.
     Raises ValueError for a feature map that does not return (..., seq, features), or in NumPy
     returns negative numbers.
 
@@ -63,7 +64,9 @@ def recurrent_linear_attention(
     positions: object = None, allow_negative: bool = False,
     q_features: FeatureMap[Array] = elu_plus_one, k_features: FeatureMap[Array] = elu_plus_one,
 ) -> Array:  # fmt: skip
-    """Causal, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n), in constant memory.
+    """Causal linear attention, token by token: S += (R_n phi(k_n)) v_n^T and z += phi(k_n).
+
+    The state S, z has a constant size. Arguments are those of `linear_attention`.
 
     >>> x = np.ones((1, 2))
     >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
@@ -74,11 +77,11 @@ def recurrent_linear_attention(
 
 
 class LinearState(NamedTuple):
-    """All that linear attention keeps of the tokens it has seen.
+    """The state of linear attention after the tokens so far.
 
     s         (..., features, value_dim), sum of (R_n phi(k_n)) v_n^T; at least float32
     z         (..., features), sum of phi(k_n); elu + 1 has head_dim features
-    position  of the next token: a number, or (batch,) where rows differ
+    position  of the next token: a number, or (batch,) if it differs by row
 
     On JAX it is a pytree, so it can be the carry of `jax.lax.scan` and cross `jax.jit`.
 
@@ -104,12 +107,12 @@ def chunked_linear_attention(
     q_features: FeatureMap[Array] = elu_plus_one,
     k_features: FeatureMap[Array] = elu_plus_one,
 ) -> tuple[Array, LinearState]:
-    """Causal, in chunks, all pairs inside a chunk and the state S, z between: (output, state).
+    """(output, state) of causal linear attention: all pairs within a chunk, S and z across chunks.
 
-    Goes on behind `state`, so pieces of any length, fed one after another, give what the whole
-    gives. Without `positions` the tokens stand at state.position and after, from 0 at first.
+    It continues from `state`, so pieces of any length, one after another, give the result of the
+    whole sequence. Without `positions` the first token is at state.position, or 0 without a state.
     Raises ValueError if chunk_size < 1, and for a spec of several axes or one that depends on the
-    length: what the state holds cannot be turned again.
+    length: the keys summed in a state cannot be rotated again.
     Source: the chunkwise form of Hua et al. (arXiv 2202.10447), section 3.2, with equation 19.
 
     >>> x, spec = np.ones((3, 2)), Rotary(head_dim=2)
@@ -127,7 +130,7 @@ def chunked_linear_attention(
         )
     first: Any = 0 if state is None else state.position
     if positions is None:
-        # what the 32-bit integers of JAX cannot hold stays a NumPy array
+        # positions beyond the 32-bit integers of JAX stay in a NumPy array
         is_numpy = isinstance(first, np.ndarray | np.generic)
         is_far = isinstance(first, int) and first + q.shape[-2] > 2**31
         order = np.arange(q.shape[-2]) if is_numpy or is_far else positions_of(None, q)
@@ -143,7 +146,7 @@ def chunked_linear_attention(
 def _by_chunks(
     features: tuple[Array, Array, Array, Array], v: Array, state: LinearState | None, size: int
 ) -> tuple[Array, Array, Array]:
-    """The output, in the type of v, and the sums s and z behind the last token."""
+    """Return the output, in the type of v, and the sums s and z after the last token."""
     q, k, rotated_q, rotated_k = features
     xp, out_type, v = namespace(q), v.dtype, at_least_float32(v)
     if state is None:
@@ -163,7 +166,7 @@ def _by_chunks(
 
 
 def _divided(total: Array, norms: Array) -> Array:
-    """total / norms, and 0 where a norm is 0."""
+    """Return total / norms, and 0 where a norm is 0."""
     where, is_zero = namespace(total).where, norms == 0
     return where(is_zero, 0.0, total / where(is_zero, 1.0, norms))
 
@@ -172,15 +175,15 @@ def _features(
     q: Array, k: Array, spec: Rotary | None, positions: object, allow_negative: bool,
     maps: tuple[FeatureMap[Array], FeatureMap[Array]],
 ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
-    """The features of q and of k, as they are and rotated."""
+    """Return the features of q and k, then the same features rotated."""
     q, k = (
         _mapped(name, feature_map, x)
         for name, feature_map, x in zip(("q_features", "k_features"), maps, (q, k), strict=True)
     )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"q_features gives {q.shape[-1]} features and k_features {k.shape[-1]}: their product "
-            "needs as many of each"
+            f"q_features gives {q.shape[-1]} features and k_features {k.shape[-1]}: they must give "
+            "the same number"
         )
     if spec is None:
         return q, k, q, k

@@ -1,8 +1,8 @@
-"""Softmax attention with rotary q and k, in a window, with rotary v; scaling of q, norms of k.
+"""Softmax attention with rotary q and k, with a window or rotary v; scaling of q, norms of k.
 
-Three ways for a model that is to read longer rows than it was trained on need no function of their
-own. Window attention is `window=`. HWFA (Su, kexue.fm 9603) is window attention with RoPE in all
-layers but the last, which sees everything and has no positions: `softmax_attention(q, k, v, spec,
+Three methods for sequences longer than those of the training need no function of their own. Window
+attention is `window=`. HWFA (Su, kexue.fm 9603) is window attention with RoPE in all layers but the
+last, which sees everything and has no positions: `softmax_attention(q, k, v, spec,
 window=hybrid_window(...))`, and `softmax_attention(scale_by_log_n(q, ...), k, v)`. HWFA2 (Su,
 kexue.fm 9731) has a larger window and some full layers with RoPE, trained with `softmax_attention`
 and run with `distance_attention` and `rerope`.
@@ -40,13 +40,13 @@ def softmax_attention(
     """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
 
     Positions are (seq,) or (batch, seq), by default 0 .. seq - 1; `causal` hides the keys at larger
-    ones, and a query that sees no key gives zeros. k and v may have fewer heads (axis -3) than q.
+    positions. A query that sees no key gives zeros. k and v may have fewer heads (axis -3) than q.
     With `window` a query at m sees the keys at m - window + 1 .. m only: the last `window` tokens,
-    itself among them, so that no distance is larger than window - 1.
+    including itself, so that no distance is larger than window - 1.
     A spec that depends on the length is scaled for the largest position of the keys.
     On torch this is `scaled_dot_product_attention`, on NumPy and JAX the formula.
-    Raises ValueError for heads that cannot be shared out, for causal=True with several axes, and
-    for a window below 1 or without causal=True.
+    Raises ValueError if the heads of q are not a multiple of those of k, for causal=True with
+    several axes, and for a window below 1 or without causal=True.
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16; Su, kexue.fm 9431, for the
     window.
 
@@ -69,9 +69,9 @@ def softmax_attention(
         q = apply(spec, q, positions=q_positions, seq_dim=-2, seq_len=seq_len)
         k = apply(spec, k, positions=k_positions, seq_dim=-2, seq_len=seq_len)
     is_torch = namespace(q).__name__ == "torch"
-    is_counted = q_positions is None and k_positions is None
+    has_default_positions = q_positions is None and k_positions is None
     visible = None
-    if causal and not (is_torch and is_counted and window is None):
+    if causal and not (is_torch and has_default_positions and window is None):
         m, n = positions_of_both(q_positions, q, k_positions, k)
         distance = m[..., :, None] - n[..., None, :]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -91,7 +91,7 @@ def softmax_attention(
 
 
 def weighted(scores: Array, visible: Array | None, v: Array) -> Array:
-    """softmax(scores) v over the visible keys, in the type of v; zeros where there are none."""
+    """Return softmax(scores) v over the visible keys, in the type of v; zeros if there are none."""
     xp = namespace(scores)
     if not scores.shape[-1]:
         return cast(scores, v.dtype) @ v
@@ -114,12 +114,12 @@ def vo_rope_attention(
     k_positions: object = None,
     causal: bool = True,
 ) -> Array:
-    """Softmax attention whose values are rotated, and whose output is rotated back: VO-RoPE.
+    """VO-RoPE: softmax attention with rotated values, whose output is rotated back.
 
         o_m = R_m^T sum_n a_mn R_n v_n = sum_n a_mn R_{n-m} v_n
 
-    `value_spec` is of the width of v; its attention factor has no effect. With `spec` q and k are
-    rotated as well. Other arguments as in `softmax_attention`.
+    The head_dim of `value_spec` is that of v; its attention factor has no effect. With `spec`, q
+    and k are rotated as well. Other arguments are those of `softmax_attention`.
     Source: Su, kexue.fm 10862, the second kind of rotary embedding.
 
     >>> import numpy as np
@@ -144,10 +144,10 @@ def vo_rope_attention(
 
 
 def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
-    """q times max(1, ln n / ln trained_length), for queries that see n keys each.
+    """Return q times max(1, ln n / ln trained_length), for queries that see n keys each.
 
-    Keeps the entropy of the weights from growing with the number of keys. `counts` is (seq,) or
-    (batch, seq): position + 1 in a row that starts at 0. It scales before or after the rotation.
+    This keeps the entropy of the weights from growing with the number of keys. `counts`, the n, are
+    (seq,) or (batch, seq): position + 1 if positions start at 0. q may be rotated before or after.
     Raises ValueError if trained_length < 2.
     Source: Su, kexue.fm 8823 (log n) and 9708 (never below 1, for a model trained without it).
 
@@ -164,10 +164,10 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
 
 
 def hybrid_window(trained_length: int, num_layers: int, share: float = 0.75) -> int:
-    """The largest window of HWFA: what num_layers - 1 window layers see is in the trained length.
+    """Return the largest window of HWFA for num_layers - 1 window layers and a trained length.
 
-    (window - 1)(num_layers - 1) + 1 <= share trained_length, at least 1: then the last layer, which
-    sees everything, is given features of no more tokens than in training. `share` is in (0, 1].
+    (window - 1)(num_layers - 1) + 1 <= share trained_length, at least 1: then a feature that the
+    last layer gets depends on no more tokens than in training. `share` is in (0, 1].
     Raises ValueError for sizes that are not whole numbers >= 1, num_layers 1 and another share.
     Source: Su, kexue.fm 9603, which advises a share up to 3/4; there 16 for 24 layers and 512.
 
@@ -184,12 +184,12 @@ def hybrid_window(trained_length: int, num_layers: int, share: float = 0.75) -> 
 
 
 def key_norm(k: Array) -> Array:
-    """k with every vector as long as sqrt(head_dim): KeyNorm, for `softmax_attention`.
+    """Scale every vector of k to length sqrt(head_dim): KeyNorm, for `softmax_attention`.
 
-    Its scores q . k / sqrt(head_dim) are then q . (k / |k|), so a key stands out by its direction
-    alone. Before or after a rotation is the same; a vector of zeros stays. The same of q alone is
-    QueryNorm (QNA). CosA is `key_norm` of both, one of them times 4 ln(n) / sqrt(head_dim), with n
-    half the trained length or the position + 1.
+    Its scores q . k / sqrt(head_dim) are then q . (k / |k|): they depend on the direction of a key
+    alone. It gives the same before or after a rotation. Zero vectors stay zero. Applied to q alone
+    it is QueryNorm (QNA). CosA is `key_norm` of both, one of them times 4 ln(n) / sqrt(head_dim),
+    with n half the trained length or the position + 1.
     Source: Su, kexue.fm 9859, in whose experiment it kept 47.7 % of the tokens right at 8 times the
     trained length, where the same model without it fell from 49.4 % to 23.2 %.
 
@@ -206,7 +206,7 @@ def key_norm(k: Array) -> Array:
 
 
 def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
-    """The length that a spec which depends on it is scaled for: that of the keys; else None."""
+    """Return the length of the keys for a spec that depends on the length; else None."""
     if not (spec.depends_on_length and k.shape[-2]):
         return None
     if k_positions is None:

@@ -50,9 +50,9 @@ class Answer:
 
 
 class Turning(NamedTuple):
-    """Pairs whose blocks are (runs, 3, pairs, 2, 2), at `numbers` (runs, 3) along `axis` (runs,).
+    """Measured pairs: blocks (runs, 3, pairs, 2, 2) at positions `numbers` (runs, 3).
 
-    Each run is three positions p - 1, p, p + 1 along one axis, with p = 1, 2, 4, ...
+    Each run is three positions p - 1, p, p + 1 along one axis of `axis` (runs,), p = 1, 2, 4, ...
     """
 
     pairs: Pairs
@@ -62,11 +62,11 @@ class Turning(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The largest position that was asked on every axis."""
+        """The largest position that was measured on every axis."""
         return min(int(self.numbers[self.axis == axis, 1].max()) for axis in set(self.axis))
 
     def up_to(self, position: int) -> "Turning":
-        """The runs whose middle is at most `position`."""
+        """Return the runs whose middle position is at most `position`."""
         near = self.numbers[:, 1] <= position
         pairs = self.pairs._replace(blocks=self.pairs.blocks[near])
         return self._replace(pairs=pairs, numbers=self.numbers[near], axis=self.axis[near])
@@ -78,15 +78,18 @@ class Turning(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """How far off an angle may be, rad."""
+        """The possible error of an angle, rad."""
         return ANGLE_NOISE[self.type]
 
 
 class Rates(NamedTuple):
-    """Frequencies (pairs,), >= 0 after `sign`; the axis that drives each; the last safe position.
+    """How the angles of the pairs follow from the position.
 
-    `offset`: position 0 is rotated as if it were this position; `phase` (pairs,): by which angles
-    it is rotated otherwise.
+    inv_freq  (pairs,) frequencies times `sign`; >= 0 unless pairs rotate in different directions
+    axes      (pairs,) the position axis of each pair
+    last      the last position whose angles fit the frequencies
+    offset    position 0 is rotated as if it were this position
+    phase     (pairs,) the angles of position 0, if no offset explains them
     """
 
     inv_freq: Array
@@ -98,7 +101,7 @@ class Rates(NamedTuple):
 
 
 def examine(box: Box, max_position: int) -> Answer:
-    """Everything about one box. Raises ValueError if it fails at its first positions."""
+    """Return the answer about one box. Raises ValueError if it fails at its first positions."""
     findings = check(box)
     codes = {finding.code for finding in findings}
     if codes & FATAL:
@@ -113,7 +116,7 @@ def examine(box: Box, max_position: int) -> Answer:
     shared = 1 if box.num_axes > 1 else shared_positions(box)
     if shared > 1:
         text = f"{shared} neighbours share a position: it is divided by {shared} and rounded down"
-        findings.append(Finding("positions_shared", text + "; what follows is in such steps"))
+        findings.append(Finding("positions_shared", text + "; other findings count these steps"))
         box, limit = dataclasses.replace(box, step=shared), limit // shared
     matrices, numbers, axis, refusal = _runs(box, limit)
     if refusal:
@@ -136,7 +139,7 @@ def examine(box: Box, max_position: int) -> Answer:
 
 
 def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
-    """Matrices (runs, 3, out, in), their positions and axes; and why it stopped, if early."""
+    """Return matrices (runs, 3, out, in), their positions, their axes, and why it ended early."""
     matrices, numbers, axes = [], [], []
     refusal = None
     for axis in range(box.num_axes):
@@ -156,7 +159,7 @@ def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
 
 
 def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: int) -> Answer:
-    """What the blocks of the pairs say: the spec, and what is odd about it."""
+    """Return the answer from the blocks of the pairs: the spec, and what is unusual about it."""
     pairs = turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
         return Answer(None, (*findings, *_unequal_channels(turning, box.num_axes)))
@@ -186,7 +189,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     answer = Answer(None, tuple(findings), not uneven, amplitude, rates.inv_freq)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd is what was asked for
+            warnings.simplefilter("ignore")  # findings report unusual values
             spec = Rotary(
                 head_dim=box.head_dim,
                 rotary_dim=pairs.rotary_dim,
@@ -209,7 +212,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
 
 
 def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
-    """Why the two channels of a pair are not turned by one angle, and by how much scores change."""
+    """Explain pairs whose channels are not rotated by one angle, and how much scores change."""
     pairs = turning.pairs
     error = np.abs(pairs.blocks - np.eye(2)).max(axis=(1, 4))  # (runs, pairs, channels)
     by_axis = np.stack([error[turning.axis == axis].max(axis=0) for axis in range(num_axes)])
@@ -231,13 +234,13 @@ def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
 
 
 def _no_angle(turning: Turning) -> Finding | None:
-    """A cos and sin that are not those of one angle, if a published fault gives them."""
+    """Return the published fault that makes cos and sin not those of one angle, if there is one."""
     cos, sin = turning.pairs.cos, turning.pairs.sin
     allowed = 4 * turning.noise + 1e-5
     if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
         return Finding("sin_missing", "pairs are multiplied by cos and sin is missing: a complex "
                        "table cast to a real type loses it")  # fmt: skip
-    if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # never cos 0: its cosine is taken again
+    if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # position 0 has cos(cos(0)), not cos(0) = 1
         of_angles = np.arccos(cos) ** 2 + np.arcsin(sin) ** 2  # cos(a)^2 + sin(a)^2
         if np.abs(of_angles - 1).max() <= 1e-3:
             return Finding("cos_of_cos", "cos and sin are taken of a table that holds cos and sin "
@@ -248,7 +251,7 @@ def _no_angle(turning: Turning) -> Finding | None:
 def _fitted(
     turning: Turning, rates: Rates, amplitude: float, num_axes: int
 ) -> tuple[Measured, Fit]:
-    """The frequencies with their uncertainty, and the schedule that gives them."""
+    """Return the frequencies with their uncertainty, and the schedule that gives them."""
     noise = np.full(len(rates.inv_freq), 4 * turning.noise / rates.last)
     amplitude_noise = 2e-6 if turning.type == "float32" else 8e-3
     # a float32 angle at 2^n is 2^n times a float32 number, unless something was added to it
@@ -268,7 +271,7 @@ def _with_length(
     """Pairs and frequencies of short rows, and the rule for long ones; None if there is no rule."""
     if box.num_axes > 1 or rates.last < 8:
         return None
-    if rates.last < turning.last:  # uneven: its last run may already be a little off
+    if rates.last < turning.last:  # uneven beyond `last`, whose run may already be a little off
         turning = turning.up_to(rates.last // 2)
         near = _rates(turning, 1)
         if near is None:
@@ -282,7 +285,7 @@ def _with_length(
 
 
 def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
-    """The factor of cos and sin; or None and what is wrong, if it is not one number."""
+    """Return the factor of cos and sin; or None and the finding, if it is not one number."""
     size = np.hypot(turning.pairs.sin, turning.pairs.cos)
     common = float(np.median(size[0]))
     allowed = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[turning.type] * common
@@ -297,7 +300,7 @@ def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
 
 
 def _rates(turning: Turning, num_axes: int) -> Rates | None:
-    """Frequencies from the angles at 1, 2, 4, ...; None if two axes drive one pair."""
+    """Return frequencies from the angles at 1, 2, 4, ...; None if two axes rotate one pair."""
     relative = wrapped(turning.pairs.angles[:, 1] - turning.start)
     rows = [turning.axis == axis for axis in range(num_axes)]
     rates = [unwrapped_frequencies(relative[row], turning.numbers[row, 1]) for row in rows]
@@ -313,7 +316,7 @@ def _rates(turning: Turning, num_axes: int) -> Rates | None:
 
 
 def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
-    """The position c with angle c inv_freq at position 0, or (0, those angles) if there is none."""
+    """Return (c, zeros) if position 0 has the angles c inv_freq, else (0, its angles)."""
     usable = (np.abs(start) > 100 * noise) & (np.abs(inv_freq) > 0)
     if np.abs(start).max() <= noise:
         return 0.0, np.zeros_like(start)
@@ -349,7 +352,7 @@ def _odd_angles(turning: Turning, rates: Rates, num_axes: int) -> list[Finding]:
 def _with_precision(
     box: Box, turning: Turning, rates: Rates, explained: Fit, spec: Rotary, answer: Answer
 ) -> Answer:
-    """The answer with what the angles are computed in, and how far they are right."""
+    """Add to the answer the arithmetic of the angles, and up to which position they are right."""
     numbers = np.where(turning.axis[:, None, None] == rates.axes, turning.numbers[..., None], 0)
     measured = wrapped(rates.sign * turning.pairs.angles - rates.phase)
     wraps = numbers.astype(np.uint64) * turns(spec)  # exact, modulo one turn
@@ -378,11 +381,11 @@ def _with_precision(
     if rates.last < probed:
         far = Far(box, turning.pairs, rates.sign, turning.start)
         text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, or a "
-        uneven = Finding("uneven", text + "table that ends in a way not known")
+        uneven = Finding("uneven", text + "table that ends in an unknown way")
         end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
         findings.append(end or uneven)
     elif until and not findings:
-        findings.append(Finding("angles_drift", f"angles drift{until}, for a reason not known"))
+        findings.append(Finding("angles_drift", f"angles drift{until}, for an unknown reason"))
     return dataclasses.replace(
         answer,
         findings=(*answer.findings, *findings),

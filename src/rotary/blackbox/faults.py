@@ -17,7 +17,7 @@ from .probe import Finding
 Array = npt.NDArray[np.float64]
 
 
-# code, the power (of rotary_dim and head_dim) to which a measured base is a usual one, and text
+# code, text, and the exponent (from rotary_dim, head_dim) that makes the measured base a usual one
 EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (
     (
         "denominator", lambda d, width: width / d,
@@ -31,17 +31,17 @@ EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (
     ),
 )  # fmt: skip
 
-# code, an amplitude of YaRN that is not g = 0.1 ln(factor) + 1, and text
+# code, text, and a wrong amplitude of YaRN from the right one, g = 0.1 ln(factor) + 1
 AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
     (
         "no_attention_factor", lambda g: 1.0,
-        "cos and sin are not multiplied by the {g:.6g} of YaRN by {factor:g}: it is left out, or "
-        "stands in the scale of the softmax (DeepSeek)",
+        "cos and sin are not multiplied by the {g:.6g} of YaRN by {factor:g}: it is missing, or "
+        "is part of the softmax scale (DeepSeek)",
     ),
     (
         "attention_factor_twice", lambda g: g * g,
         "cos and sin are multiplied by {g:.6g} twice: the attention factor of YaRN by {factor:g} "
-        "is applied by the tables and once more",
+        "is applied in the tables and again after them",
     ),
     (
         "attention_factor_divides", lambda g: 1 / g,
@@ -52,9 +52,9 @@ AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
 
 
 def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
-    """What is unusual about the frequencies, if a published fault gives them."""
+    """Return findings about frequencies that published faults give."""
     findings, d = [], measured.rotary_dim
-    if explained.schedule == "custom":  # an amplitude that no schedule has hides the schedule
+    if explained.schedule == "custom":  # perhaps only because no schedule has this amplitude
         explained = fit(measured._replace(amplitude=1.0))
     name, base = explained.schedule, explained.base
     if name == "custom":
@@ -78,7 +78,7 @@ def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[F
 
 
 def _odd_factor(factor: float, base: float, d: int) -> list[Finding]:
-    """Which fault gives a factor of linear scaling that is not round."""
+    """Return the fault that gives a factor of linear scaling that is not round, if there is one."""
     if d == 2 or float(f"{factor:.3e}") == factor:
         return []
     if abs(math.log(factor) * d / 2 - math.log(base)) < FLOAT32_RATIO * d:
@@ -92,7 +92,7 @@ def _odd_factor(factor: float, base: float, d: int) -> list[Finding]:
 
 
 def _odd_list(measured: Measured) -> list[Finding]:
-    """What is odd about frequencies that no schedule gives."""
+    """Return findings about frequencies that no schedule gives."""
     findings, size = [], measured.inv_freq
     index = np.arange(len(size))
     for base in BASES:
@@ -126,7 +126,7 @@ def _odd_list(measured: Measured) -> list[Finding]:
 
 
 def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
-    """What is unusual about the number that multiplies cos and sin."""
+    """Return findings about the number that multiplies cos and sin."""
     findings, size, noise = [], measured.amplitude, measured.amplitude_noise
     if abs(size - 1) > noise:
         findings.append(Finding("amplitude", f"cos and sin are multiplied by {size:.6g}"))
@@ -148,9 +148,9 @@ def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
 
 
 def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
-    """YaRN whose ramp runs the wrong way: w + w / factor - yarn(w) instead of yarn(w).
+    """Explain frequencies by YaRN with an inverted ramp: w + w / factor - yarn(w).
 
-    Returns what it computes and the finding; None if that does not explain the frequencies.
+    Returns the fit and the finding; None if this does not give the frequencies.
     """
     size, pairs = measured.inv_freq, len(measured.inv_freq)
     if pairs < 4 or not 0 < size[-1] < size[0] < 0.9:

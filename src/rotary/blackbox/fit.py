@@ -1,9 +1,10 @@
 """Finds the simplest schedule that explains measured frequencies.
 
-Candidates are computed from the measured values, rounded to as few digits as possible,
-and each is computed by the schedule itself and compared with what was measured, at four levels:
-as precisely as the measurement, as precisely as float32 formulas, and as frequencies that were
-rounded to float16 or bfloat16. The first match wins; without one, the schedule is `custom`.
+The parameters of candidates are computed from the measured values and rounded to as few digits as
+possible. The frequencies of a candidate come from the schedule itself. They are compared with the
+measured ones at four levels: as precisely as the measurement, as precisely as float32 formulas, and
+as frequencies that were rounded to float16 or bfloat16. The first match wins; without one, the
+schedule is `custom`.
 """
 
 import math
@@ -17,15 +18,15 @@ from ..kernels import Numbers as Array
 from ..schedules import SCHEDULES
 from ..strict_json import JSON
 
-# rope_theta of released models: from one of them a base that is not round may come
+# rope_theta of released models; a base that is not round may be derived from one of them
 BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
-LENGTHS = [2**n for n in range(8, 22)]  # trained lengths are powers of two, nearly always
+LENGTHS = [2**n for n in range(8, 22)]  # nearly all trained lengths are powers of two
 FLOAT32_RATIO = 3e-6  # base^x in float32, of transformers: 13 ln units times 2^-24, and a margin
 
 
 class Measured(NamedTuple):
-    """Frequencies (pairs,) in rad per token, how far off each may be, and the amplitude.
+    """Measured frequencies (pairs,) in rad per token, their possible errors, and the amplitude.
 
     `is_float32` says that the frequencies may come from float32 formulas.
     """
@@ -53,7 +54,7 @@ Candidate = tuple[str, float, dict[str, JSON]]
 
 
 def fit(measured: Measured) -> Fit:
-    """The simplest schedule that gives the measured frequencies and amplitude.
+    """Return the simplest schedule that gives the measured frequencies and amplitude.
 
     >>> fit(Measured(np.array([1.0, 0.01]), np.full(2, 1e-9), 4))[:2]
     ('default', 10000.0)
@@ -66,13 +67,13 @@ def fit(measured: Measured) -> Fit:
     if abs(measured.amplitude - 1) <= measured.amplitude_noise:
         params = {"inv_freq": measured.inv_freq.tolist()}
         return Fit("custom", 10_000.0, params, measured.inv_freq)
-    plain = fit(measured._replace(amplitude=1.0))  # a factor that no schedule has
+    plain = fit(measured._replace(amplitude=1.0))  # no schedule has this amplitude
     params = {"inv_freq": plain.inv_freq.tolist(), "attention_factor": measured.amplitude}
     return plain._replace(schedule="custom", base=10_000.0, params=params)
 
 
 def _computed(name: str, base: float, params: dict[str, JSON], rotary_dim: int) -> Fit | None:
-    """The schedule of a candidate; None if it makes no sense."""
+    """Compute the schedule of a candidate; None if it refuses the parameters."""
     try:
         inv_freq, factor = SCHEDULES[name](rotary_dim, base, **params)
     except (ValueError, OverflowError, ZeroDivisionError):
@@ -81,7 +82,7 @@ def _computed(name: str, base: float, params: dict[str, JSON], rotary_dim: int) 
 
 
 def _tolerance(measured: Measured, level: str) -> Array:
-    """How far a frequency may be from the formula's, before rounding is taken into account."""
+    """Return how far frequencies may be from the formula's, which are not rounded."""
     shares = {"": 0.0, "float32": FLOAT32_RATIO, "float16": 2.0**-11, "bfloat16": 2.0**-8}
     least = 2.0**-25 if level == "float16" else 0.0  # half of its smallest step
     return measured.noise + np.abs(measured.inv_freq) * shares[level] + least
@@ -99,7 +100,7 @@ def _matches(computed: Fit, measured: Measured, level: str) -> bool:
 
 
 def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
-    """Schedules with their parameters, the simplest first."""
+    """Yield schedules with their parameters, the simplest first."""
     size, tolerance = measured.inv_freq, _tolerance(measured, level)
     if (size < 0).any() or not size.any():
         return
@@ -126,7 +127,7 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
 
 
 def _unequal(size: Array, tolerance: Array, num_axes: int) -> Iterator[Candidate]:
-    """Axes of unequal shares: each starts again from 1."""
+    """Yield `axial` with axes of unequal shares: the frequencies of each axis start again at 1."""
     starts = np.flatnonzero(np.abs(size - 1) <= tolerance)
     if num_axes == 1 or len(starts) != num_axes or starts[0] != 0:
         return
@@ -155,7 +156,7 @@ def _ntk(grown: float, rotary_dim: int) -> Iterator[Candidate]:
 
 
 def _ntk_mixed(size: Array) -> Iterator[Candidate]:
-    """Pair m = 1 .. n divided by exp(a m^b): the last tells the factor, the first tells b."""
+    """Yield `ntk_mixed`, which divides pair m = 1 .. n by exp(a m^b): n gives factor, 1 gives b."""
     count = len(size)
     for base in BASES if count > 1 else ():
         first, last = 1 / size[0], base ** (-(count - 1) / count) / size[-1]
@@ -167,7 +168,7 @@ def _ntk_mixed(size: Array) -> Iterator[Candidate]:
 
 
 def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
-    """llama3 and yarn: a ladder at first, `factor` times slower at the end, a blend between."""
+    """Yield llama3 and yarn: first a ladder, then a blend, at the end `factor` times slower."""
     size, d = measured.inv_freq, measured.rotary_dim
     index = np.arange(len(size))
     straight = _prefix(size, tolerance)
@@ -192,7 +193,7 @@ def _bent(measured: Measured, tolerance: Array) -> Iterator[Candidate]:
 
 
 def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[Candidate]:
-    """The kept share is a straight line in the frequency; only ratios of its ends can be seen."""
+    """Yield llama3: the kept share is linear in the frequency; only ratios of its ends show."""
 
     def candidate(high: float, length: int) -> Candidate:
         return "llama3", base, {
@@ -214,7 +215,7 @@ def _llama3(base: float, factor: float, kept: Array, plain: Array) -> Iterator[C
 def _yarn(
     base: float, factor: float, ramp: tuple[Array, Array, float], amplitude: float, d: int
 ) -> Iterator[Candidate]:
-    """The kept share is a straight line in the index; many trained lengths give the same line."""
+    """Yield yarn: the kept share is linear in the index; many trained lengths give one line."""
     kept, index, margin = ramp
     lengths, exact = list(LENGTHS), []
     if len(kept) > 1:
@@ -223,7 +224,7 @@ def _yarn(
             return
         low = (1 - intercept) / slope  # where the line reaches 1
         near = 32 * math.tau * base ** (2 * low / d)  # 32: beta_fast
-        above = [near * base ** (step / 16 / d) for step in range(33)]  # low is a floor
+        above = [near * base ** (step / 16 / d) for step in range(33)]  # low is rounded down
         several = (round(n) for digits in range(1, 8) for a in above for n in rounded(a, [digits]))
         lengths += dict.fromkeys(several)
         exact = [round(near)]
@@ -239,7 +240,7 @@ def _yarn(
 
 
 def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[float, float]:
-    """(base, scale) of size_i = scale base^(-i / pairs): least squares where it is precise."""
+    """(base, scale) of size_i = scale base^(-i / pairs): least squares, weighted by precision."""
     pairs = pairs or len(size)
     index = np.arange(len(size))
     if len(size) == 1:
@@ -255,7 +256,7 @@ def _ladder(size: Array, tolerance: Array, pairs: int | None = None) -> tuple[fl
 
 
 def _prefix(size: Array, tolerance: Array) -> int:
-    """How many of the first pairs lie on one ladder that starts at 1."""
+    """Return how many of the first pairs lie on one ladder that starts at 1."""
     if abs(size[0] - 1) > tolerance[0]:
         return 0
     count = len(size)
@@ -268,14 +269,14 @@ def _prefix(size: Array, tolerance: Array) -> int:
 
 
 def rounded(value: float, digits: Iterable[int]) -> list[float]:
-    """The value rounded to each number of digits, without repetition; none if not finite."""
+    """Round to each number of digits, without repetition; no values unless 0 < value < inf."""
     if not 0 < value < math.inf:
         return []
     return list(dict.fromkeys(float(f"{value:.{count - 1}e}") for count in digits))
 
 
 def nearest_length(trained: float) -> int:
-    """The power of two that a length is within its noise, 1e-3; else the whole number next to it.
+    """Round a length to a power of two if that is within 1e-3 of it, else to a whole number.
 
     >>> nearest_length(4096.7), nearest_length(3000.2)
     (4096, 3000)
@@ -287,9 +288,10 @@ def nearest_length(trained: float) -> int:
 def dynamic(
     base: float, rotary_dim: int, one: tuple[int, float], two: tuple[int, float]
 ) -> Fit | None:
-    """Dynamic NTK from two (length, growth): by how much the slowest pair is slower in long rows.
+    """Fit dynamic NTK to two (length n, growth); None if it does not fit.
 
-    growth = factor n / L - (factor - 1), a straight line in the length n.
+    growth is how many times slower the slowest pair is in a row of n tokens: factor n / L -
+    (factor - 1) for the trained length L, a straight line in n.
 
     >>> dynamic(1e4, 4, (4096, 5.0), (8192, 13.0)).params
     {'factor': 4.0, 'original_max_position_embeddings': 2048}

@@ -1,8 +1,8 @@
-"""Finds the rotations in one forward of a torch module, whatever its functions are called.
+"""Finds the rotations in one forward of a torch module, whatever the names of its functions.
 
-The result of every operator is compared with earlier arrays: `turned` tells from the numbers if it
-is one of them, rotated. So a rotation is found wherever it is computed: in a function, a method, a
-module, a nested function, an operator in place, or written out in the attention.
+The result of every operator is compared with earlier arrays: `turned` decides from the numbers if
+it is a rotation of one of them. So a rotation is found wherever it is computed: in a function, a
+method, a module, a nested function, an operator in place, or written out in the attention.
 """
 
 import math
@@ -18,7 +18,7 @@ from ..kernels.torch.private import OperatorMode
 from .probe import one_line
 from .turned import Turned, turned
 
-KEPT = 24  # arrays of one shape that a later one is compared with
+KEPT = 24  # the latest arrays of one shape, with which the next array is compared
 MAX_CHANNELS = 1024  # of a head
 _TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -40,9 +40,9 @@ class Rotation(NamedTuple):
 def watch(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], tokens: int
 ) -> tuple[list[Rotation], str | None]:
-    """Rotations of one forward along an axis of `tokens`, and why it stopped, if it raised.
+    """Return the rotations in one forward along axes of `tokens` entries, and its error or None.
 
-    The model is in evaluation mode meanwhile, and no gradient is recorded.
+    The model runs in evaluation mode and without gradients.
 
     >>> watch(nn.Linear(2, 2), (torch.ones(3, 2),), {}, 3)
     ([], None)
@@ -77,11 +77,11 @@ def watch(
 class _Snapshot(NamedTuple):
     values: Array
     dtype: str
-    root: int  # number of the array that it comes from by rotations
+    root: int  # number of the array that rotations made this one from
 
 
 class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
-    """Sees the result of every operator, and keeps the rotations among them."""
+    """Compares the result of every operator with earlier ones, and records rotations."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
     __torch_function__ = __torch_dispatch__
 
     def see(self, tensor: Tensor) -> None:
-        """Keep what a tensor holds, and note it if it is an earlier one rotated."""
+        """Keep the values of a tensor, and record it if it is a rotation of an earlier one."""
         if tensor.dtype not in _TYPES or tensor.ndim < 2 or tensor.is_meta:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -143,29 +143,29 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
 
 
 def _hide(fresh: object) -> None:
-    """Write nan, which `_by_token` skips, over what memory that nobody has written still holds.
+    """Fill a tensor that an operator left uninitialized with nan, which `_by_token` skips.
 
-    It may be the queries or keys of an earlier forward, rotated by other angles.
+    Its memory may hold queries or keys of an earlier forward, rotated by other angles.
     """
     if isinstance(fresh, Tensor) and fresh.dtype in _TYPES and not fresh.is_meta:
         fresh.fill_(math.nan)
 
 
 def _by_token(tensor: Tensor, tokens: int) -> Iterator[Array]:
-    """A tensor as (tokens, heads, channels), for each axis that may be that of the tokens."""
+    """Yield a tensor as (tokens, heads, channels), for each axis of `tokens` entries."""
     *rows, channels = tensor.shape
     if channels < 2 or channels > MAX_CHANNELS or math.prod(rows) < 2 * tokens:
         return
     for axis, size in enumerate(rows):
         if size == tokens:
             moved = tensor.detach().movedim(axis, 0).reshape(tokens, -1, channels)
-            values = moved.to("cpu", torch.float64, copy=True).numpy()  # the model may write there
+            values = moved.to("cpu", torch.float64, copy=True).numpy()  # the model may overwrite it
             if np.isfinite(values).all():
                 yield values
 
 
 def _last_of_each(seen: Sequence[tuple[int, Rotation]]) -> Iterator[Rotation]:
-    """For each array the last of its rotations with the amplitude nearest to 1."""
+    """Yield, for each root, the last of its rotations with the amplitude nearest to 1."""
     roots: dict[int, Rotation] = {}
     for root, rotation in seen:
         before = roots.get(root)
@@ -175,5 +175,5 @@ def _last_of_each(seen: Sequence[tuple[int, Rotation]]) -> Iterator[Rotation]:
 
 
 def _scaling(rotation: Rotation) -> float:
-    """How far the amplitude is from 1: queries are often scaled as well."""
+    """Return how far the amplitude is from 1: queries are often scaled as well."""
     return round(abs(math.log(rotation.turned.amplitude)), 2)

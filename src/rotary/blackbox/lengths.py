@@ -1,7 +1,7 @@
 """Finds changes at far positions: frequencies that depend on the length, tables that end.
 
-Both are measured at single positions beyond the last one that is understood, and are only
-claimed if a formula gives every measured angle there.
+Both are measured at single positions beyond the last one that a schedule explains. They are
+reported only if a formula gives every measured angle there.
 """
 
 from bisect import bisect
@@ -17,12 +17,12 @@ from .fit import Fit, dynamic, nearest_length
 from .pairs import Pairs, wrapped
 from .probe import Box, Finding
 
-CLOSE = 0.02  # rad, beside what float32 angles may be off at a position
-FLOAT32_ANGLE = 5e-6  # rad per rad: float32 angles from float32 formulas
+CLOSE = 0.02  # rad: allowed error, in addition to that of float32 angles
+FLOAT32_ANGLE = 5e-6  # rad per rad: error of float32 angles from float32 formulas
 
 
 class Far(NamedTuple):
-    """What a box does at far positions: angles of its pairs, counted from position 0 by `sign`."""
+    """The angles of a box at far positions, from those at position 0 on and times `sign`."""
 
     box: Box
     pairs: Pairs
@@ -30,17 +30,17 @@ class Far(NamedTuple):
     start: Array
 
     def angles(self, positions: Sequence[int], token: int = 0) -> tuple[Array, float]:
-        """Angles (pairs,) of one token of a row at consecutive positions, and its amplitude."""
+        """Return angles (pairs,) and amplitude of one token of a row at these positions."""
         there = self.pairs.of(self.box.matrices(positions))
         turned = wrapped(self.sign * (there.angles[token] - self.start))
         return turned, float(np.median(np.hypot(there.sin[token], there.cos[token])))
 
 
 def shared_positions(box: Box) -> int:
-    """How many positions from 0 on are rotated alike, before a clear step; 1 if there is no step.
+    """Return how many positions from 0 on are rotated alike, before a clear step; 1 without a step.
 
-    A slow pair moves a little at every position. Where positions are divided by 4 and rounded down,
-    it stands still for three positions and then moves.
+    Usually even a slow pair moves a little at every position. If positions are divided by 4 and
+    rounded down, it stands still for three positions and then moves.
     """
     if box.by_index:
         return 1
@@ -58,13 +58,13 @@ def shared_positions(box: Box) -> int:
 def with_length(
     far: Far, ladder: Fit, last: int, limit: int, amplitude: float | None
 ) -> tuple[Fit, Finding] | None:
-    """How frequencies follow the length of the row: the schedule, and what to say; None if unknown.
+    """Return the schedule and the finding if frequencies follow the length of the row; else None.
 
     ladder     the schedule of short rows, up to position `last`
     amplitude  of short rows
 
-    The slowest pair tells by how much frequencies have shrunk, for it has not yet turned once; the
-    formula with that growth must then give the angle of every pair.
+    The slowest pair has not yet made a turn, so its angle shows by how much frequencies have
+    shrunk. The formula with that factor must then give the angle of every pair.
     """
     middles = [p for p in (4 * last, 8 * last, 16 * last) if p < limit]
     if len(middles) < 2:
@@ -76,7 +76,7 @@ def with_length(
         measured = [far.angles([p - 1, p, p + 1], 1) for p in middles]
     except ValueError:
         return None
-    # a token that keeps its angle when others follow it has a length of its own
+    # if a token keeps its angle when others follow it, the length is counted to that token
     by_token = bool(np.abs(wrapped(alone - followed)).max() < 1e-4)
     lengths = [p + (1 if by_token else 2) for p in middles]
     angles, sizes = zip(*measured, strict=True)
@@ -93,7 +93,9 @@ def with_length(
     if explains(lambda length: ladder.inv_freq):
         if amplitude and max(abs(size / amplitude - 1) for size in sizes) > 1e-3:
             text = f"long rows are times {sizes[0]:.6g}, short ones times {amplitude:.6g}, and "
-            text += "frequencies stay (Phi-3.5-MoE in transformers takes the long amplitude alone)"
+            text += (
+                "frequencies do not change (Phi-3.5-MoE in transformers: the long amplitude only)"
+            )
             return ladder, Finding("amplitude_depends_on_length", text)
         return None
     slow = int(np.argmin(ladder.inv_freq))
@@ -126,7 +128,7 @@ def with_length(
     return grown, Finding("depends_on_length", text + "the call that rotated them")
 
 
-# code, text, and as which positions the first wrong one, E, and E + 5 are rotated
+# code, text, and the positions as which E, the first wrong one, and E + 5 are rotated
 ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
     (
         "positions_clamped",
@@ -153,9 +155,9 @@ ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
 
 
 def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | None:
-    """What happens at the first position that is turned wrongly, between `last` and twice that.
+    """Explain the first position that is rotated wrongly, between `last` and twice that.
 
-    None if it cannot be asked, or none of `ENDS` explains it.
+    None if the box refuses a position, or none of `ENDS` explains it.
     """
     allowed = min(0.25, float(np.abs(inv_freq).max()) / 4)
 

@@ -1,4 +1,4 @@
-"""Finds pairs and angles from what a function does to each channel, and their arithmetic."""
+"""Finds pairs and angles from what a function does to each channel, and how it computes angles."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from ..kernels import Numbers as Array
 from ..layouts import pair_indices
 
 FLOATS = ("float32", "float16", "bfloat16")
-LOST = 0.3  # rad: a position that is this far from the expected angle no longer says which turn
+LOST = 0.3  # rad: an angle this far from the expected one no longer tells the number of turns
 RESTING = 1e-6  # rad: a pair that has turned less stands still; small angles are held precisely
 FAST = 1e5  # rad: float32 angles beyond this depend on how exactly inv_freq was rounded
 
@@ -53,18 +53,18 @@ class Pairs(NamedTuple):
 
     @property
     def channels(self) -> tuple[Array, Array]:
-        """Where the blocks are in a matrix (head_dim, head_dim): index it with this."""
+        """The index of the blocks in a matrix (head_dim, head_dim)."""
         read = pair_indices(self.rotary_dim, self.layout, self.start)
         written = pair_indices(self.rotary_dim, self.out_layout, self.start)
         return written[:, :, None], read[:, None, :]
 
     def of(self, matrices: Array) -> "Pairs":
-        """The same pairs of other matrices (..., head_dim, head_dim)."""
+        """Return these pairs with the blocks of other matrices (..., head_dim, head_dim)."""
         return self._replace(blocks=matrices[(..., *self.channels)].astype(np.float64))
 
 
 def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
-    """The pairs of matrices (runs, tokens, head_dim, head_dim); None if they mix other channels.
+    """Return the pairs of matrices (runs, tokens, head_dim, head_dim); None if more is mixed.
 
     Raises ValueError if every matrix is the identity.
 
@@ -122,7 +122,7 @@ def tables_in_other_layout(pairs: Pairs) -> bool:
 
 
 def wrapped(angles: Array) -> Array:
-    """Angles brought to [-pi, pi).
+    """Return angles modulo a turn, in [-pi, pi).
 
     >>> wrapped(np.array([6.283185307179586 + 0.5]))
     array([0.5])
@@ -131,7 +131,7 @@ def wrapped(angles: Array) -> Array:
 
 
 def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
-    """Frequencies of angles (runs, pairs) at `numbers` (runs,), which are 1, 2, 4, ...
+    """Return frequencies from angles (runs, pairs) at positions `numbers` (runs,): 1, 2, 4, ...
 
     Each run doubles the precision, which is enough to count the whole turns of the next one.
     Returns frequencies in (-pi, pi] rad per position, and the last number whose angles fit them.
@@ -193,11 +193,12 @@ def is_running_product(
     """Whether the angle of a pair is that of the pair before it times one ratio, in float32.
 
     numbers, angles  as for `arithmetic`
-    inv_freq         (pairs,) of the schedule; `measured` what it is in float32
-    base             that the frequencies were scaled from
+    inv_freq         (pairs,) of the schedule
+    measured         (pairs,) measured frequencies
+    base             the base of the frequencies before scaling
 
-    llama.cpp computes angles so, and scales them afterwards. Each product is rounded; angles with
-    these roundings are several times nearer to the measured ones than position times frequency.
+    llama.cpp computes angles this way, and scales them afterwards. Each product is rounded; angles
+    with these roundings must be 4 times nearer to the measured ones than position times frequency.
     """
     count, usable = len(inv_freq), (numbers > 0) & (np.abs(numbers * inv_freq) < FAST)
     if count < 4 or not inv_freq.all() or not usable.any():

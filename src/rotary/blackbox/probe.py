@@ -21,7 +21,7 @@ Converter = Callable[[Array], Any]  # to an array of any library
 LIBRARIES = ("numpy", "torch")
 UNITS = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of x
 LONG_ROWS = (1024, 4096, 16384)  # tokens: enough to pass the usual trained lengths
-TABLES: Mapping[str, Callable[[Array], Array]] = {  # how the columns of a table follow each other
+TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a table
     "tile": lambda table: np.concatenate([table, table], -1),
     "repeat": lambda table: np.repeat(table, 2, -1),
     "half": lambda table: table,
@@ -42,7 +42,7 @@ class Box:
 
     `invoke` takes x in the callable's own library and positions, and returns the rotated x.
     With `by_index` it counts tokens from 0 instead, so a run is put at the end of a longer row.
-    Positions are multiples of `step`; with `by_row` each row may have its own, (batch, seq).
+    Positions are multiples of `step`; with `by_row` each row may have its own: (batch, seq).
     """
 
     invoke: Callable[[Array, Array], Any]
@@ -56,15 +56,15 @@ class Box:
     by_row: bool = False
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
+        """Return x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
         return self.call(x, positions)[0]
 
     def call(self, x: Array, positions: Array) -> tuple[Array, bool]:
-        """The rotated x, and whether the callable wrote over the x it was given."""
+        """Return the rotated x, and whether the callable overwrote its input."""
         converted = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
         before = to_numpy(converted)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a box may complain about far positions
+            warnings.simplefilter("ignore")  # a box may warn of far positions
             try:
                 result = self.invoke(converted, positions)
                 shape, values = np.shape(result), to_numpy(result)
@@ -80,7 +80,7 @@ class Box:
         return values, not np.array_equal(before, to_numpy(converted))
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
-        """Positions (seq,) or (seq, axes): on one axis, the others 0, or the same on all."""
+        """Return positions (seq,) or (seq, axes): `numbers` on `axis`, others 0; None: on all."""
         numbers = np.asarray(numbers, np.int64) * self.step
         if self.num_axes == 1:
             return numbers
@@ -89,14 +89,14 @@ class Box:
         return columns
 
     def matrices(self, numbers: Sequence[int], axis: int | None = None) -> Array:
-        """What the box does to channels at each of these positions: (numbers, out, in).
+        """Return the matrix that the box applies to channels at each position: (numbers, out, in).
 
         With `by_index` the numbers must be consecutive.
         """
         lead = numbers[0] if self.by_index else 0
         tokens = np.concatenate([np.arange(lead), numbers])
-        # head h carries the h-th basis vector, at every token; there is one more head where there
-        # would be as many as tokens, which a callable may refuse
+        # head h holds the h-th basis vector, at every token; one more head avoids equal numbers of
+        # heads and tokens, which a callable may refuse
         heads = self.head_dim + (len(tokens) == self.head_dim)
         eye = np.eye(heads, self.head_dim)
         x = np.broadcast_to(eye[None, :, None], (1, heads, len(tokens), self.head_dim))
@@ -105,29 +105,29 @@ class Box:
 
 
 def to_numpy(array: object) -> Array:
-    """A float64 NumPy copy of an array of any library."""
+    """Return a float64 NumPy copy of an array of any library."""
     if hasattr(array, "detach"):  # torch has no NumPy dtype for bfloat16
         array = array.detach().cpu().double().numpy()
     return np.array(array, np.float64)
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def form_of(fn: Callable[..., Any]) -> str:
-    """The form of a callable, from its signature: "positions" or "tables"; else ValueError.
+    """Return the form of a callable by its signature: "positions" or "tables"; else ValueError.
 
     >>> form_of(lambda x, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
     ('positions', 'tables')
     """
-    say = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
+    hint = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the callable has no signature to read{say}") from error
+        raise ValueError(f"the callable has no signature to read{hint}") from error
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p.name for p in plain if p.default is p.empty]
     names = [p.name for p in plain[:4]]
@@ -136,13 +136,13 @@ def form_of(fn: Callable[..., Any]) -> str:
     if len(required) == 2 and not {"cos", "sin", "k", "key", "keys"} & set(required):
         return "positions"
     shown = ", ".join(p.name for p in parameters) or "nothing"
-    raise ValueError(f"the callable takes ({shown}), which is neither form{say}")
+    raise ValueError(f"the callable takes ({shown}), which is neither form{hint}")
 
 
 def boxes_with_positions(
     fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, axes: int
 ) -> Iterator[tuple[str, Box]]:
-    """Ways to call f(x, positions): by library, and positions without and with a batch axis."""
+    """Yield ways to call f(x, positions): by library, positions without and with a batch axis."""
     for name, convert in _converters(library, dtype):
         for by_row in (False, True):
 
@@ -164,7 +164,7 @@ def boxes_with_tables(
     inv_freq: Array,
     order: str,
 ) -> Iterator[tuple[str, tuple[Box, Box]]]:
-    """Ways to call f(q, k, cos, sin), with cos and sin in one `order`: boxes of q and of k."""
+    """Yield ways to call f(q, k, cos, sin), tables in one `order`: a box of q and one of k each."""
     for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
 
@@ -174,7 +174,7 @@ def boxes_with_tables(
                 angles = p[:, None] * inv_freq
                 tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
                 cos, sin = (convert(t.reshape(lead + t.shape)) for t in tables)
-                other = x * 1  # rotated as well, and of no interest
+                other = x * 1  # rotated as well, but its result is not used
                 results = fn(x, other, cos, sin) if which == 0 else fn(other, x, cos, sin)
                 if not isinstance(results, tuple | list) or len(results) != 2:
                     raise ValueError(f"it must return (q, k), got {type(results).__name__}")
@@ -188,8 +188,8 @@ def boxes_with_tables(
 
 
 def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
-    """By library: the function from a NumPy array to its array; integers stay integers."""
-    if library != "torch" and dtype != "bfloat16":  # which NumPy has not
+    """Yield each library and a function that converts NumPy arrays to it; integers stay so."""
+    if library != "torch" and dtype != "bfloat16":  # NumPy has no bfloat16
         yield "numpy", lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
     if library == "numpy":
         return
@@ -207,7 +207,7 @@ def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable
 
 
 def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
-    """The first way to call that returns finite numbers of the right shape; ValueError if none."""
+    """Return the first way to call that gives finite numbers of the right shape, or ValueError."""
     refusals: dict[str, str] = {}  # the error, and the first way that gave it
     for name, way in ways:
         try:
@@ -223,13 +223,13 @@ def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
 
 
 def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
-    """x (batch, heads, seq, head_dim) of numbers that every float type holds exactly."""
+    """Return x (batch, heads, seq, head_dim) of numbers that every float type holds exactly."""
     shape = (batch, heads, seq, box.head_dim)
     return np.random.default_rng(seed).integers(-8, 9, shape) / 4
 
 
 def check(box: Box) -> list[Finding]:
-    """Findings from a few small calls: what no rotation of each token by itself would do."""
+    """Return findings of a few small calls: effects that no rotation of single tokens has."""
     numbers = np.arange(3, 8)
     x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
     y, wrote = box.call(x, positions)
@@ -253,15 +253,15 @@ def check(box: Box) -> list[Finding]:
     lone[:, 1:] = 0
     add_if(differ(box(lone, positions)[:, 1:], lone[:, 1:]),
            "mixes_heads", "the result of one head depends on another head")  # fmt: skip
-    order = [1, 2, 0]  # not its own inverse, which a box that swaps heads might be as well
+    order = [1, 2, 0]  # not a swap, which would commute with a box that swaps the same heads
     if differ(box(x[:, order], positions), y[:, order]):
         turned = box(np.broadcast_to(x[:, :1, :1], x.shape), positions)
         size = np.linalg.norm(turned, axis=-1)
         if not differ(turned, turned[:, :, :1]) and np.ptp(size) < 1e-3 * size.max():
-            return [*findings, Finding("heads_as_positions", "each head is turned by an angle of "
+            return [*findings, Finding("heads_as_positions", "each head is rotated by an angle of "
                                        "its own and tokens are not: heads are taken for tokens, or "
                                        "seq_dim is the other one")]  # fmt: skip
-        findings.append(Finding("heads_differ", "heads are not all treated alike"))
+        findings.append(Finding("heads_differ", "not all heads are rotated alike"))
     others = [0, 2, 3, 4]
     lone = x.copy()
     lone[:, :, others] = 0
@@ -269,10 +269,10 @@ def check(box: Box) -> list[Finding]:
            "mixes_tokens", "the result of one token depends on another token")  # fmt: skip
     for what, lone in (("head", x[:, :1]), ("token", x[:, :, :1])) if not findings else ():
         for rows in (1, 2):  # 2: a kernel may forget all rows of a batch but the first
-            with suppress(ValueError):  # to refuse is not wrong
+            with suppress(ValueError):  # it may refuse such a call
                 alone = box(np.repeat(lone, rows, axis=0), positions[: lone.shape[2]])
                 add_if(differ(alone[-1:], y[:, : lone.shape[1], : lone.shape[2]]),
-                       "depends_on_shape", f"a {what} alone is turned otherwise than among "
+                       "depends_on_shape", f"a {what} alone is rotated differently than among "
                        f"others, in a batch of {rows}")  # fmt: skip
     try:
         both = box(np.concatenate([other, x]), positions)
@@ -285,13 +285,13 @@ def check(box: Box) -> list[Finding]:
         with suppress(ValueError):
             both = box(np.concatenate([x, x]), np.stack([positions, shifted]))
             add_if(differ(both, np.concatenate([y, later])), "rows_share_positions",
-                   "rows of a batch are not turned by positions of their own")  # fmt: skip
+                   "rows of a batch are not rotated by their own positions")  # fmt: skip
     if not differ(later, y):
-        add_if(True, "positions_ignored", "the positions it is given change nothing")
+        add_if(True, "positions_ignored", "the result does not depend on the given positions")
         return findings
     try:
         jumped = box(x, box.positions([3, 11, 4, 20, 9]))
-        text = "reads only where the positions begin: they must be consecutive, so packing and "
+        text = "reads only the first position: positions must be consecutive, so packing and "
         text += "padding go wrong"
         add_if(differ(jumped[:, :, 1], later[:, :, 1]), "positions_consecutive", text)
     except ValueError as error:
@@ -300,9 +300,9 @@ def check(box: Box) -> list[Finding]:
 
 
 def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, list[Finding]]:
-    """Whether a token depends on how long its row is; and the last position that is still safe.
+    """Return the last position before results depend on the row length, or None; and findings.
 
-    `jumps`: the box takes positions that are not consecutive, so a far one makes a row long.
+    `jumps`: the box takes positions that are not consecutive, so one far position makes a row long.
     """
     x = sample(box, 1, 2, 3)
     near = box.positions([17, 18, 19])
@@ -313,7 +313,7 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
         return bool(np.abs(one - two).max() > 2e-5 + 16 * UNITS[box.dtype])
 
     def changes(row: Array, numbers: Any) -> bool | None:
-        """Whether the first token of a row is turned otherwise; None if the row is refused."""
+        """Whether the first token of a row is rotated differently; None if the row is refused."""
         try:
             return differ(box(row, box.positions(numbers))[:, :, :1], before[:, :, :1])
         except ValueError:
@@ -331,14 +331,16 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
         with suppress(ValueError):
             rows = np.stack([near, box.positions([17, 18, far])])
             if differ(box(np.concatenate([x, x]), rows)[:1], box(x, near)):
-                text = "a short row is turned otherwise next to a long one: the length is that of "
-                findings.append(Finding("depends_on_batch", text + "the batch"))
+                text = "a short row is rotated differently beside a long one: the length is "
+                findings.append(Finding("depends_on_batch", text + "that of the batch"))
     for seq in [seq for seq in LONG_ROWS if seq <= limit and not findings]:
         row = np.concatenate([x, np.zeros((1, 2, seq - 3, box.head_dim))], axis=2)
         if changes(row, np.arange(17, 17 + seq)):
             safe = seq // 4
-            findings = [Finding("depends_on_length", f"rows of {seq} tokens are turned otherwise")]
+            text = f"rows of {seq} tokens are rotated differently"
+            findings = [Finding("depends_on_length", text)]
             break
     if differ(box(x, near), before):
-        findings.append(Finding("remembers_length", "after a long row a short one changes"))
+        text = "a short row is rotated differently after a long one"
+        findings.append(Finding("remembers_length", text))
     return safe, findings

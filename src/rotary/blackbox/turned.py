@@ -1,8 +1,8 @@
-"""Decides by the numbers alone whether one array is another one rotated, and by which angles.
+"""Decides from the numbers alone whether one array is a rotation of another, and by which angles.
 
-Both arrays are (tokens, heads, channels): what a head of a model was before and after its
-rotation. Of every token there are several heads, which hold different numbers and are rotated
-alike, so a rotation that fits all of them is no coincidence.
+Both arrays are (tokens, heads, channels): the heads of a model before and after their rotation.
+Every token has several heads, which hold different numbers and are rotated alike, so a rotation
+that fits all of them is no coincidence.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from .fit import Measured, fit
 from .pairs import LOST, wrapped
 
 TOLERANCES = {"float64": 2e-6, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
-_SAMPLE = 12  # heads that are looked at
+_SAMPLE = 12  # heads that are compared
 _UNLIKE = 9.0  # an amplitude below 3 on a part of the head changes squares by less
-_ALIKE = 1e-3  # relative: amplitudes closer than this are one
+_ALIKE = 1e-3  # an amplitude this close to 1 counts as 1
 
 
 class Turned(NamedTuple):
@@ -42,7 +42,7 @@ class Turned(NamedTuple):
 
 
 def turned(x: Array, y: Array, dtype: str) -> Turned | None:
-    """How y comes from x by a rotation of pairs; None if it does not, or if y is x.
+    """Return the rotation of pairs that makes y from x; None if there is none, or if y is x.
 
     x, y   (tokens, heads, channels) with two heads or more
     dtype  the coarsest type that the numbers were rounded to
@@ -57,7 +57,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
     """
     x, y = x[:, :_SAMPLE], y[:, :_SAMPLE]
     growth = (y**2).sum(axis=-1) / np.maximum((x**2).sum(axis=-1), 1e-30)
-    if growth.max() > _UNLIKE * growth.min():  # most arrays have nothing to do with each other
+    if growth.max() > _UNLIKE * growth.min():  # rules out most unrelated arrays quickly
         return None
     moved = np.flatnonzero((x != y).any(axis=(0, 1)))
     if x.shape[1] < 2 or not len(moved) or not _is_varied(x):
@@ -86,7 +86,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
 
 
 def _is_varied(x: Array) -> bool:
-    """Whether the heads of a token hold different numbers: equal ones prove no more than one."""
+    """Whether the heads of a token hold different numbers: equal heads prove no more than one."""
     first, others = x[:, :1], x[:, 1:]
     across = (first * others).sum(axis=-1) ** 2
     sizes = (first**2).sum(axis=-1) * (others**2).sum(axis=-1)
@@ -96,7 +96,7 @@ def _is_varied(x: Array) -> bool:
 def _guesses(
     x: Array, y: Array, moved: Array, allowed: float
 ) -> Iterator[tuple[str, str, int, int]]:
-    """(layout, out_layout, start, rotary_dim) that are possible for the partner of one channel."""
+    """Yield (layout, out_layout, start, rotary_dim) that the partner of one channel allows."""
     head_dim, start = x.shape[-1], int(moved[0])
     span = int(moved[-1]) + 1 - start
     span += span % 2
@@ -118,11 +118,11 @@ def _guesses(
 
 
 def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
-    """The spec that turns by these angles at positions (tokens, axes).
+    """Return the spec that rotates by these angles at positions (tokens, axes).
 
-    frequencies  all numbers that the model holds and that may be frequencies; where they agree with
-                 what was measured they are taken, for they are more precise
-    Raises ValueError where the angles do not follow from the positions.
+    frequencies  all numbers in the model that may be frequencies; if they agree with the measured
+                 frequencies they replace them, because they are more precise
+    Raises ValueError if the angles do not follow from the positions.
 
     >>> at = np.arange(9.0)[:, None]
     >>> spec_of(Turned(2, 2, 0, "half", "half", wrapped(at * 0.5), 1e-6, 1.0), at, np.zeros(0))
@@ -148,14 +148,14 @@ def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
             "number; pass its own positions as positions="
         )
     sign = -1 if (rates < 0).any() and not (rates > 0).any() else 1
-    # 1e-6: what float32 formulas are off
+    # 1e-6: the relative error of float32 formulas
     noise = 4 * rotation.noise / farthest[axes] + 1e-6 * np.abs(rates)
-    inv_freq = _held(sign * rates, noise, frequencies)
-    is_held = inv_freq is not None
+    inv_freq = _in_model(sign * rates, noise, frequencies)
+    is_in_model = inv_freq is not None
     inv_freq = sign * rates if inv_freq is None else inv_freq
     measured = Measured(
-        inv_freq, 1e-9 * inv_freq if is_held else noise, rotation.rotary_dim, rotation.amplitude,
-        4 * rotation.noise, len(by_axis),
+        inv_freq, 1e-9 * inv_freq if is_in_model else noise, rotation.rotary_dim,
+        rotation.amplitude, 4 * rotation.noise, len(by_axis),
     )  # fmt: skip
     explained = fit(measured)
     return Rotary(
@@ -173,13 +173,13 @@ def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
 
 
 def _slopes(rotation: Turned, positions: Array) -> tuple[Array, Array]:
-    """rad per position of each axis and pair, (axes, pairs), and how far each axis was seen."""
+    """Return rad per position, (axes, pairs), and the largest distance on each axis, (axes,)."""
     rows, farthest = [], []
     for axis in range(positions.shape[1]):
         rest = np.delete(positions, axis, axis=1)
         _, group = np.unique(rest, axis=0, return_inverse=True)
         group = group.reshape(-1)
-        alone = np.flatnonzero(group == np.bincount(group).argmax())  # they differ in axis alone
+        alone = np.flatnonzero(group == np.bincount(group).argmax())  # differ in this axis alone
         reference = alone[np.abs(positions[alone, axis]).argmin()]
         away = positions - positions[reference]
         tokens = alone[away[alone, axis] != 0]
@@ -200,8 +200,8 @@ def _slopes(rotation: Turned, positions: Array) -> tuple[Array, Array]:
     return np.array(rows), np.array(farthest)
 
 
-def _held(rates: Array, noise: Array, frequencies: Array) -> Array | None:
-    """The frequencies of the model nearest to the measured rates; None if one has none near it."""
+def _in_model(rates: Array, noise: Array, frequencies: Array) -> Array | None:
+    """Return the model's frequencies nearest to the measured rates; None if a rate has none."""
     if not len(frequencies):
         return None
     nearest = frequencies[np.abs(rates[:, None] - frequencies).argmin(axis=1)]

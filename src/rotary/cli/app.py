@@ -55,7 +55,7 @@ def start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Without a command: the help."""
+    """Print the version, or the help if no command is given."""
     if version:
         from .. import __version__
 
@@ -72,7 +72,7 @@ def is_gguf(config: str) -> bool:
 def read_specs(
     config: str, layer_type: str | None, part: str | None
 ) -> "dict[str | None, Rotary | None]":
-    """Layer type -> its RoPE; one entry if a layer type is asked for, or all have the same."""
+    """Return layer type -> RoPE; one entry for a given layer type, or if all have the same."""
     from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
 
     asked = (layer_type,) if layer_type else ()
@@ -91,7 +91,7 @@ def read_specs(
 
 
 def layers_differ(config: str, kinds: Iterable[str | None]) -> ValueError:
-    """The error of a command that needs one layer type."""
+    """Return the error of a command that needs one layer type."""
     listed = ", ".join(map(str, kinds))
     return ValueError(f"{config}: layers differ; pass --layer-type, one of {listed}")
 

@@ -38,7 +38,7 @@ def convert(
         bool,
         typer.Option(
             "--trust-source",
-            help="Believe --from, also against the config: for weights converted elsewhere.",
+            help="Trust --from even against the config: for weights converted elsewhere.",
         ),
     ] = False,
     leave: Annotated[
@@ -70,7 +70,7 @@ def convert(
     from ..checkpoint.convert import carry_out, prepare
 
     if target is None and not dry_run:
-        raise typer.BadParameter("TARGET is needed, a new folder; or ask with --dry-run")
+        raise typer.BadParameter("TARGET is needed, a new folder, unless --dry-run is given")
     config_path = None if config is None else str(config)
     work = prepare(
         source, target or source, from_layout, to_layout, config_path, trust_source, leave or (),
@@ -95,12 +95,12 @@ def convert(
         proof = done.proof
         document |= {"written": done.written, "proof": proof._asdict()}
         title = f"{target}: {to_layout}"
-        undone = f"{proof.tensors} tensors; moved back, they have the bytes of the source"
+        moved_back = f"{proof.tensors} tensors; moved back, they have the bytes of the source"
         rows = [
             ("tensors moved", str(len(todo.moves))),
             ("like q or k, left as they are", str(len(todo.left))),
             ("shards written", f"{len(done.written)} of {len(shards)}"),
-            ("read again", undone),
+            ("read again", moved_back),
             ("scores compared", f"layers {', '.join(map(str, proof.layers)) or 'none'}"),
             ("largest difference", f"{proof.error:.1e} of the largest score"),
         ]
@@ -117,7 +117,7 @@ def convert(
 
 
 def _row(move: "Move") -> tuple[str, ...]:
-    """What moves of a tensor: of each run of slices the first, and the distance to the next."""
+    """Return a row of the plan; slices are the first of each run, and the distance to the next."""
     slices = ", ".join(
         f"{run.begin}:{run.begin + move.rotary_dim}" + f" every {run.stride}" * (run.heads > 1)
         for run in move.runs
@@ -128,7 +128,7 @@ def _row(move: "Move") -> tuple[str, ...]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as an error does, so that no file is left half written."""
+    """Let SIGTERM and SIGHUP end the command like an error, so that no file is half written."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

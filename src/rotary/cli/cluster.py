@@ -1,4 +1,4 @@
-"""An executor from the address of a Dask cluster whose workers have our versions and files."""
+"""An executor of a Dask cluster whose workers have the versions and files of this machine."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ def cluster(
     files: "Mapping[Path, State] | None" = None,
     folder: Path | None = None,
 ) -> Iterator[Executor | None]:
-    """The executor of the Dask cluster at an address; None without an address.
+    """Yield the executor of the Dask cluster at an address; None without an address.
 
     packages  packages, besides PACKAGES, whose versions must be the same here and on the workers
     modules   modules that workers must be able to import
@@ -65,7 +65,7 @@ def cluster(
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """A client of the cluster, which has a worker; what Dask raises and logs becomes one line."""
+    """Yield a client of a cluster with a worker; errors and logs of Dask become one line."""
     try:
         from distributed import Client, TimeoutError
         from distributed.scheduler import KilledWorker
@@ -73,7 +73,7 @@ def _connected(address: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise ValueError(f"--dask needs {error.name}: pip install 'dask[distributed]'") from error
     with contextlib.ExitStack() as stack:
-        logger = logging.getLogger("distributed.client")  # says what is raised here in one line
+        logger = logging.getLogger("distributed.client")  # logs what is raised here in one line
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
         try:
@@ -107,7 +107,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
-    """Raise ValueError where a worker has other versions than are here."""
+    """Raise ValueError if a worker has other versions than this process."""
     versions = client.get_versions(packages=list(packages[1:]))
     ours = versions["client"]["packages"]
     for worker, installed in versions["workers"].items():
@@ -115,7 +115,7 @@ def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
             theirs = installed["packages"].get(name)
             if theirs != ours[name]:
                 raise ValueError(
-                    f"worker {worker} has {name} {theirs or 'not installed'}, and here is "
+                    f"worker {worker} has {name} {theirs or 'not installed'}, this machine has "
                     f"{ours[name]}; install the same"
                 )
 
@@ -123,31 +123,31 @@ def _check_versions(client: Any, packages: tuple[str, ...]) -> None:
 def problem_of(
     modules: tuple[str, ...], files: Mapping[str, tuple[int, ...]], folder: tuple[str, int] | None
 ) -> str:
-    """Why this process is no worker for a job; "" if it is one.
+    """Return why this process cannot be a worker of a job; "" if it can.
 
     folder  path and inode of a folder to write in
 
     >>> problem_of(("math",), {}, None)
     ''
     >>> problem_of((), {"no such file": (1, 2, 3)}, None)
-    'no such file: not the file that it is here; workers must see the same files'
+    'no such file: not the file of the calling machine; workers must see the same files'
     """
     from ..checkpoint.files import state_of
 
     for module in modules:
         try:
             spec = find_spec(module)
-        except ModuleNotFoundError:  # the package that it is in
+        except ModuleNotFoundError:  # its package is missing
             spec = None
         if spec is None:
-            return f"has no module {module!r}; start it with PYTHONPATH set to the folder of it"
+            return f"has no module {module!r}; start it with PYTHONPATH set to the module's folder"
     for path, state in files.items():
         if not os.path.isfile(path) or tuple(state_of(Path(path))) != tuple(state):
-            return f"{path}: not the file that it is here; workers must see the same files"
+            return f"{path}: not the file of the calling machine; workers must see the same files"
     if folder is not None:
         path, inode = folder
         if not os.path.isdir(path) or os.stat(path).st_ino != inode:
-            return f"{path}: not the folder that it is here; workers must see the same files"
+            return f"{path}: not the folder of the calling machine; workers must see the same files"
         if not os.access(path, os.W_OK | os.X_OK):
-            return f"{path}: may not be written in"
+            return f"{path}: this folder cannot be written to"
     return ""

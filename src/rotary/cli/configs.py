@@ -57,7 +57,7 @@ def inspect(
         else:
             print_table(title, _inspection_rows(report))
     if others:
-        typer.echo(f"other parts: {', '.join(others)}; ask with --part", err=True)
+        typer.echo(f"other parts: {', '.join(others)}; choose one with --part", err=True)
 
 
 def _inspected(spec: "Rotary | None") -> dict[str, JSON] | None:
@@ -194,7 +194,7 @@ def doctor(
         examine_ranks(target, config, seq_len, layer_type, as_json)
         return
     if (config, seq_len, layer_type) != (None, None, None):
-        raise ValueError("--config, --seq-len and --layer-type go with --distributed")
+        raise ValueError("--config, --seq-len and --layer-type need --distributed")
     if target is None:
         from ..doctor import examine
 
@@ -206,7 +206,7 @@ def doctor(
         subject: object = target
         if ":" in target and not os.path.exists(target):
             subject = load(target)
-            if not hasattr(subject, "modules"):  # no model: a function that makes one
+            if not hasattr(subject, "modules"):  # not a model but a function that makes one
                 subject = _made_by(subject, target)
         findings = [
             {"where": each.where, "found": each.found, "advice": each.advice,
@@ -263,7 +263,7 @@ def identify(
     from ..identify import load
 
     if allow and not check:
-        raise ValueError("--allow goes with --check")
+        raise ValueError("--allow needs --check")
     result = examine(load(target), head_dim, num_axes=num_axes)
     if as_json:
         print_json(result.to_dict())

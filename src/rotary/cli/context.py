@@ -182,13 +182,13 @@ def plan(
 
 
 def write_new(out: Path, document: "dict[str, JSON]") -> None:
-    """Write a config into a new file, whole or not at all."""
+    """Write a config into a new file; if that fails, leave no file."""
     text = json.dumps(document, indent=2) + "\n"
     with open(out, "x", encoding="utf-8") as file:
         try:
             file.write(text)
             file.flush()
-        except OSError:  # a full disk: leave no half of a config
+        except OSError:  # such as a full disk
             out.unlink()
             raise
 

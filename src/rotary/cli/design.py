@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from ..analysis.ladders import Design, Wanted
     from ..spec import Rotary
 
-LEFT_OUT = ("linear", "ntk_mixed", "llama3")  # of the plot, which is full without them
+LEFT_OUT = ("linear", "ntk_mixed", "llama3")  # not plotted: the plot has no room for them
 KINDS = "--keep N, --at-least X with --until N, or --curve FILE"
-ROUNDING = 1e-12  # an error below is that of the arithmetic
+ROUNDING = 1e-12  # a smaller error is rounding, and shown as 0
 
 
 @app.command()
 def design(
     length: Annotated[
-        int, typer.Option(min=2, help="Distances 1 to N count, in tokens.", metavar="N")
+        int, typer.Option(min=2, help="The largest distance that counts, in tokens.", metavar="N")
     ],
     config: Annotated[
         str | None,
@@ -66,8 +66,10 @@ def design(
     longest_wavelength: Annotated[
         float | None, typer.Option(help="Of the slowest pair, in tokens; default 64 x --length.")
     ] = None,
-    starts: Annotated[int, typer.Option(help="How many searches; more may find better.")] = 4,
-    seed: Annotated[int, typer.Option(help="Which distances are fitted.")] = 0,
+    starts: Annotated[
+        int, typer.Option(help="Number of searches; more may find better frequencies.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="Seed that chooses the fitted distances.")] = 0,
     layer_type: LayerType = None,
     part: Part = None,
     out: Annotated[
@@ -82,7 +84,7 @@ def design(
 ) -> None:
     """Find frequencies for a wanted decay by distance.
 
-    The decay says how much a similar key is favoured at each distance. For models that are trained
+    The decay says how much a similar key is favored at each distance. For models that are trained
     with these frequencies from the start. Prints how near they come, how near any could, and
     whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """
@@ -99,7 +101,7 @@ def design(
             head_dim=128 if head_dim is None else head_dim, base=10_000.0 if base is None else base
         )
     elif head_dim is not None or base is not None:
-        raise ValueError("--head-dim and --base cannot be given beside --from: the config says it")
+        raise ValueError("--head-dim and --base cannot be used with --from: the config has them")
     else:
         spec = read_spec(config, layer_type, part)
     wanted = _wanted(spec, length, keep, at_least, until, power, scale, at_most, curve)
@@ -147,11 +149,11 @@ def _wanted(
     spec: "Rotary", length: int, keep: int | None, at_least: float | None, until: int | None,
     power: float | None, scale: float | None, at_most: float | None, curve: Path | None,
 ) -> "Wanted":  # fmt: skip
-    """What is wanted, of the one way to say it that was used."""
+    """Return the `Wanted` of the one option that was given: --keep, --at-least or --curve."""
     from ..analysis import ladders
 
     if sum(each is not None for each in (keep, at_least, curve)) != 1:
-        raise ValueError(f"say what is wanted in one way: {KINDS}")
+        raise ValueError(f"say what is wanted, with exactly one of {KINDS}")
     beyond = {"--until": until, "--power": power, "--scale": scale, "--at-most": at_most}
     used = [name for name, value in beyond.items() if value is not None]
     if at_least is None and used:
@@ -212,7 +214,7 @@ def _verdict(result: "Design") -> str:
 
 
 def _read(path: Path) -> tuple[list[float], list[int]]:
-    """Values and distances of a file with one pair in a line; a first line of words is skipped."""
+    """Return values and distances of a file with one pair per line; skip a first line of words."""
     values, distances = [], []
     with open(path, encoding="utf-8", newline="") as file:
         for line, row in enumerate(csv.reader(file), 1):

@@ -15,8 +15,8 @@ def demo(as_json: Json = False) -> None:
     """Rotate q and k of Llama 3.1 8B; check and time it."""
     from .. import demo as job
 
-    with status() as tell:
-        report = job.run(tell)
+    with status() as show:
+        report = job.run(show)
     if as_json:
         print_json(report)
     else:
@@ -41,9 +41,9 @@ def bench(
     from ..spec import Rotary
 
     spec, shape = Rotary(head_dim=128, base=500_000.0, layout=layout), timing.Shape(seq)
-    with status() as tell:
+    with status() as show:
         dtypes = ("float32", "bfloat16", "float16")
-        times = timing.measure_libraries(spec, shape, dtypes, rounds, tell)
+        times = timing.measure_libraries(spec, shape, dtypes, rounds, show)
     if as_json:
         measured = {name: {case: each._asdict() for case, each in cases.items()}
                     for name, cases in times.items()}  # fmt: skip

@@ -25,7 +25,7 @@ def examine_ranks(
     if target is not None and seq_len is None:
         raise ValueError("--seq-len is needed, to compare the positions with the whole sequence")
     if "RANK" not in os.environ:
-        raise ValueError(f"--distributed is run on every rank: {_LAUNCH} ...")
+        raise ValueError(f"--distributed must run on every rank: {_LAUNCH} ...")
     import torch
     import torch.distributed as dist
 
@@ -40,7 +40,7 @@ def examine_ranks(
         else:
             rows = [(each.what, each.text) for each in report.findings]
             print_table(f"rotary doctor --distributed, {report.world} ranks", rows, ("", "found"))
-    dist.barrier()  # torchrun ends the others as soon as one rank leaves with 1
+    dist.barrier()  # torchrun ends all ranks as soon as one exits with 1
     dist.destroy_process_group()
     if not report.ok:
         raise typer.Exit(1)

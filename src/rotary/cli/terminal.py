@@ -1,4 +1,4 @@
-"""What the command prints: tables, one JSON document, a spinner; shared by all commands."""
+"""The output of all commands: tables, one JSON document, a spinner, a progress bar."""
 
 import json
 import math
@@ -13,7 +13,7 @@ def print_json(document: object) -> None:
 
 
 def _finite(document: object) -> object:
-    """The document with null for what JSON has no number for."""
+    """Return the document with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(document, dict):
         return {name: _finite(value) for name, value in document.items()}
     if isinstance(document, list | tuple):
@@ -22,20 +22,20 @@ def _finite(document: object) -> object:
 
 
 def printable(text: str) -> str:
-    """Text with control characters and undecodable bytes shown as escapes."""
+    """Return text with control characters and undecodable bytes as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_table(
     title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ("", "")
 ) -> None:
-    """A table; where the terminal is too narrow for its longest words, each row as a list."""
+    """Print a table, or each row as a list if the terminal is too narrow for its longest words."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    # a title of the table itself would be cut to its width
+    # the title of a Table is cut to the width of the table
     console.print(Text(printable(title), style="italic"))
     lines = [tuple(map(printable, row)) for row in rows]
     words = [max((len(word) for cell in column for word in cell.split()), default=0)
@@ -56,7 +56,7 @@ def print_table(
 
 
 def print_text(text: str) -> None:
-    """A paragraph, broken between words at the width of the terminal."""
+    """Print a paragraph, wrapped at the width of the terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -80,7 +80,7 @@ def short(value: object) -> str:
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, silent where that is no terminal; yields a way to change its text."""
+    """Show a spinner on stderr, if that is a terminal; yield a function that changes its text."""
     from rich.console import Console
 
     with Console(stderr=True).status("starting") as spinner:
@@ -89,10 +89,10 @@ def status() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None]]:
-    """A progress bar on stderr, silent where that is no terminal.
+    """Show a progress bar on stderr, if that is a terminal; yield a function that advances it.
 
-    What it yields is called with the share that is done, 0 .. 1; or, of `size` bytes, with those
-    just done.
+    Without `size` it takes the share that is done, 0 .. 1; with `size`, the number of bytes done
+    since its last call.
     """
     from rich import progress as rich
     from rich.console import Console

@@ -16,11 +16,11 @@ from .curves import spaced, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
 from .side import FieldError, Look, check_scaling
 
-ALIKE = 1e-9  # two frequencies that differ by less, relatively, are one
+ALIKE = 1e-9  # frequencies with a smaller relative difference count as equal
 
 
 def reach(look: Look) -> Picture:
-    """Every length that bounds a RoPE, beside the context that is asked for: `rotary.reach`."""
+    """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
     result = measure(look.spec, look.context, look.trained)
     first, context = result.first_failure, look.context
     beyond = f"none up to {context:,}"
@@ -47,7 +47,7 @@ def reach(look: Look) -> Picture:
 
 
 def plan(look: Look) -> Picture:
-    """What to do so that trained weights reach the context, and the config for it: `rotary.plan`.
+    """Draw how trained weights can reach the context, with the config for it: `rotary.plan`.
 
     Raises FieldError for a context beyond what `rotary plan` searches, ValueError as `recommend`.
     """
@@ -85,7 +85,7 @@ def plan(look: Look) -> Picture:
 
 
 def difference(a: Look, b: Look) -> Picture:
-    """The frequencies of two RoPEs over each other, the fields that differ, and what it means."""
+    """Draw the frequencies of two RoPEs in one figure; list and explain their differences."""
     speeds = [np.abs(inv_freq(each.spec, each.context)[0]) for each in (a, b)]
     count = max(map(len, speeds))
     columns: dict[str, Numbers] = {"pair": np.arange(count)}
@@ -108,7 +108,7 @@ def difference(a: Look, b: Look) -> Picture:
 
 
 def _fields(look: Look) -> dict[str, str]:
-    """What a RoPE says of itself, and the lengths around it, each as text."""
+    """Return the fields of a RoPE and its trained and advertised length, each as text."""
     spec = look.spec.to_dict()
     params = spec.pop("params")
     lengths = {"trained length": look.trained, "advertised length": look.advertised}
@@ -125,7 +125,7 @@ def _text(value: object) -> str:
 
 
 def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
-    """What the differences mean for weights and cached keys, in sentences."""
+    """Yield sentences that say what the differences mean for weights and cached keys."""
     one, other = a.spec, b.spec
     slices = [(each.head_dim, each.rotary_dim, each.start) for each in (one, other)]
     if slices[0] != slices[1]:

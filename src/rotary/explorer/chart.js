@@ -1,7 +1,7 @@
 // Draws the figures of figures.py as SVG: curves, lines, a band, rows of cells, over two axes.
 "use strict";
 
-const RIGHT = 14, BOTTOM = 42, LEFT = 60, TEXT = 6.6;  // pixels; the last: of a letter
+const RIGHT = 14, BOTTOM = 42, LEFT = 60, TEXT = 6.6;  // pixels; TEXT: the width of a letter
 
 function node(parent, tag, attributes = {}, text = "") {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -18,7 +18,7 @@ function short(value) {  // a number on an axis
   return value.toLocaleString("en", { maximumSignificantDigits: 6 });
 }
 
-function long(value) {  // the same with every digit that is worth reading
+function long(value) {  // a number beside a point
   return value && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e15)
     ? value.toExponential(4) : value.toLocaleString("en", { maximumSignificantDigits: 6 });
 }
@@ -61,7 +61,7 @@ function shade(share) {
 class Chart {
   constructor(svg) {
     this.svg = svg;
-    this.index = null;  // of the point that is told
+    this.index = null;  // index of the point whose numbers are shown
     this.moving = null;
     svg.tabIndex = 0;
     new ResizeObserver(() => this.render()).observe(svg);
@@ -90,7 +90,7 @@ class Chart {
     svg.addEventListener("keydown", event => this.key(event));
   }
 
-  // beside: a picture that is compared with this one, so both get axes that hold both
+  // beside: a picture that is compared with this one; both get axes that hold both
   draw(picture, beside = picture) {
     if (this.picture?.figure.x.title !== picture.figure.x.title) this.zoom = null;
     [this.picture, this.beside] = [picture, beside];
@@ -285,7 +285,7 @@ class Chart {
     this.tell(Math.min(Math.max((this.index ?? -1) + step, 0), this.x.length - 1));
   }
 
-  // Writes the numbers of one place beside it
+  // Writes the numbers of one point beside it
   tell(index, pixel = null) {
     this.index = index;
     if (!this.tip) return;
@@ -310,7 +310,7 @@ class Chart {
     lines.forEach((line, n) => node(this.tip, "text", { x: left + 6, y: top + 15 + 16 * n }, line));
   }
 
-  // The picture as a file that needs no style sheet
+  // Returns the picture as a file that needs no style sheet
   svgText() {
     const copy = this.svg.cloneNode(true);
     const [from, to] = [this.svg, copy].map(each => [each, ...each.querySelectorAll("*")]);

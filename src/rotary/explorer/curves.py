@@ -13,9 +13,9 @@ from ..kernels import Numbers
 from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
 from .side import Look
 
-POINTS = 1024  # of a curve: more than a screen has, and quick to send
+POINTS = 1024  # points of a curve: enough for a screen, and quick to send
 EXHAUSTIVE = 2**21  # pairs times distances up to which every distance is computed
-SEARCHED = 2**17  # distances that are searched while somebody waits
+SEARCHED = 2**17  # distances that are searched while the page waits
 TOLERANCE = 1e-3  # an error of cos or sin that bfloat16 q and k hide
 ARITHMETICS = {  # name -> colour and dash of its curve
     "bfloat16": ("red", "dotted"),
@@ -26,7 +26,7 @@ ARITHMETICS = {  # name -> colour and dash of its curve
 
 
 def wavelengths(look: Look) -> Picture:
-    """Tokens for one whole turn of each pair, and the turns in both lengths."""
+    """Draw the tokens for one turn of each pair; the columns also have the turns in two lengths."""
     waves = spectrum.wavelengths(look.spec, look.context)
     never = int(spectrum.never_turning(look.before, look.trained).sum())
     critical = spectrum.critical_dimension(look.before, look.trained)
@@ -57,7 +57,7 @@ def wavelengths(look: Look) -> Picture:
 
 
 def decay_curve(look: Look) -> Picture:
-    """Figure 2 of RoFormer: mean |S_j| against distance, the size a score can have at most."""
+    """Draw figure 2 of RoFormer: mean |S_j| against distance, a factor of the bound of scores."""
     distances = np.concatenate([[0], spaced(look.context)])
     mean = decay.decay_curve(look.spec, distances, seq_len=look.context)
     words = (
@@ -74,7 +74,7 @@ def decay_curve(look: Look) -> Picture:
 
 
 def similarity(look: Look) -> Picture:
-    """B_m, by which a similar key is preferred to a random one, and where it first is negative."""
+    """Draw B_m, the preference for a similar key over a random one, and where it is first < 0."""
     searched = min(look.context, SEARCHED)
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
     distances = np.union1d(outline(look), [] if first is None else [first]).astype(np.int64)
@@ -102,7 +102,7 @@ def similarity(look: Look) -> Picture:
 
 
 def outline(look: Look) -> npt.NDArray[np.int64]:
-    """Distances of the highest and lowest B_m of every stretch; samples where that is slow."""
+    """Return the distances of the highest and lowest B_m per interval; samples if that is slow."""
     every = min(look.context, EXHAUSTIVE // (look.spec.rotary_dim // 2))
     sums = bounds.similarity(look.spec, np.arange(1, every + 1), seq_len=look.context)
     kept = [1, every]
@@ -114,7 +114,7 @@ def outline(look: Look) -> npt.NDArray[np.int64]:
 
 
 def scaling(look: Look) -> Picture:
-    """How much the scaling slowed each pair down, beside the band that YaRN would draw."""
+    """Draw how much the scaling slowed each pair down, with the band in which YaRN blends."""
     (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
     ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
     first, last = spectrum.yarn_band(look.plain, look.trained)
@@ -146,7 +146,7 @@ def scaling(look: Look) -> Picture:
 
 
 def coverage(look: Look) -> Picture:
-    """The share of the circle each pair saw in training, and of the angles that are new to it."""
+    """Draw the share of its circle that each pair saw in training, and its share of new angles."""
     seen = extension.coverage(look.plain, look.trained)
     unseen = extension.unseen(
         look.plain, look.trained, look.spec, [look.context - 1], look.context
@@ -173,7 +173,7 @@ def coverage(look: Look) -> Picture:
 
 
 def error_of_angles(look: Look) -> Picture:
-    """The largest error of cos or sin near a position, in four arithmetics: `error_near`."""
+    """Draw the largest error of cos or sin near a position, in four arithmetics: `error_near`."""
     positions = spaced(look.context, 12)
     columns: dict[str, Numbers] = {"position": positions}
     for name in ARITHMETICS:
@@ -196,7 +196,7 @@ def error_of_angles(look: Look) -> Picture:
 
 
 def layout(look: Look) -> Picture:
-    """Which pair each channel belongs to, in the layout that is read and in the one written."""
+    """Draw the pair of each channel, in the layout that is read and in the one written."""
     spec, count = look.spec, look.spec.rotary_dim // 2
     columns: dict[str, Numbers] = {"channel": np.arange(spec.head_dim)}
     axes = np.array(spec.axes or (0,) * count)
@@ -224,10 +224,10 @@ def layout(look: Look) -> Picture:
 
 
 def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
-    """At most `count` whole numbers from 1 to `last`, evenly spaced on a log axis."""
+    """Return at most `count` whole numbers from 1 to `last`, evenly spaced on a log axis."""
     return np.unique(np.geomspace(1, last, count).round().astype(np.int64))
 
 
 def trained_line(look: Look) -> tuple[Line, ...]:
-    """The trained length as a line, where the figure reaches as far."""
+    """Return the trained length as a line, if the figure reaches that far."""
     return (Line("x", look.trained, "trained", "green"),) if look.trained <= look.context else ()

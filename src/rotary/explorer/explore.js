@@ -1,4 +1,4 @@
-// Sends what the controls say and shows what comes back; the server keeps nothing of it.
+// Sends the values of the controls and shows the answer; the server keeps no state.
 "use strict";
 
 const one = (selector, within = document) => within.querySelector(selector);
@@ -40,7 +40,7 @@ for (const control of every("#controls [name]:not([type=checkbox])")) {
   control.setAttribute("aria-describedby", line.id);
 }
 
-// On a phone the controls scroll below the pictures: how much these cover
+// On a phone the controls scroll below the pictures: sets the height that these cover
 new ResizeObserver(([{ target }]) => {
   document.documentElement.style.setProperty("--covered", `${target.offsetHeight}px`);
 }).observe(one("#pictures"));
@@ -65,7 +65,7 @@ async function run() {
     const { name, value } = queue[0];
     if (name) fields[name] = value;
     let answer = await post("draw", { fields, changed: name });
-    if (!last && !answer.pictures) {  // a link that makes no sense: its error, and the first view
+    if (!last && !answer.pictures) {  // an invalid link: shows its error and the first view
       const errors = answer.errors;
       answer = { ...await post("draw", { fields: {}, changed: "" }), errors };
     }
@@ -95,7 +95,7 @@ function show({ errors, ...answer }) {
 
 function showSide(side, { pictures, query, shown, figures, controls: sides }) {
   const isShown = figures.includes(side);
-  for (const id of [`picture-${side}`, `told-${side}`]) one(`#${id}`).hidden = !isShown;
+  for (const id of [`picture-${side}`, `notes-${side}`]) one(`#${id}`).hidden = !isShown;
   one(`#side-${side}`).hidden = !sides.includes(side);
   if (!isShown) charts[side].still();
   const controls = one(`#side-${side}`);
@@ -123,7 +123,7 @@ function showSide(side, { pictures, query, shown, figures, controls: sides }) {
   one(`#links-${side}`).replaceChildren(...[...links, save].flatMap(each => [each, " "]));
 }
 
-// Puts values into the controls, but for what somebody types or drags just now
+// Puts values into the controls, except the one that the user types in or drags
 function set(values) {
   const busy = queue.map(({ name }) => name);
   for (const [name, value] of Object.entries(values)) {

@@ -1,8 +1,8 @@
-"""What a picture holds: curves, lines, a band, bars or rows of cells over two axes, as plain data.
+"""The data of a picture: curves, lines, a band, bars or rows of cells over two axes.
 
-`chart.js` draws it as an SVG in the browser; what moves there is drawn by the script that `kind`
-names. A curve names the columns that it draws; colours are names of the style sheet, so that they
-follow the colour scheme.
+`chart.js` draws it as an SVG in the browser; the script named by `kind` draws the moving parts. A
+curve names the columns that it draws. Colours are names of the style sheet, so that they follow the
+colour scheme.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ..kernels import Numbers
 
 @dataclass(frozen=True)
 class Axis:
-    """The title of an axis, whether it is logarithmic, and its ends; None: those of the data."""
+    """The title of an axis, whether it is logarithmic, and its ends; None: ends of the data."""
 
     title: str
     is_log: bool = False
@@ -66,7 +66,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of cells, coloured by the number that a column holds; NaN leaves a cell blank."""
+    """A row of cells, coloured by the numbers of a column; NaN leaves a cell blank."""
 
     column: str
     name: str
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """A length on the x axis with its name, and what to write beside it; red where `is_short`."""
+    """A bar of this length on the x axis, with its name and a text beside it; red if `is_short`."""
 
     name: str
     length: float
@@ -99,7 +99,7 @@ class Hands:
 
 @dataclass(frozen=True)
 class Order:
-    """One order of the channels of a head: which turn together, and q and k in this order.
+    """One order of the channels of a head: which channels are pairs, and q and k in this order.
 
     column, colour  of the curve that `layouts.js` marks with the score of this order
     """
@@ -114,7 +114,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Orders:
-    """The same q and k in several orders of their channels, which `layouts.js` turns.
+    """The same q and k in several orders of their channels, for `layouts.js` to turn.
 
     inv_freq  radians per token of each pair;  last  the largest distance
     """
@@ -135,7 +135,7 @@ class Stretched:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What `methods.js` draws for each method: every pair as a dial with two hands.
+    """The data of `methods.js`, which draws every pair as a dial with two hands, per method.
 
     before  radians per token of each pair without scaling
     seen    radians that each pair made in training;  last  the largest position
@@ -150,7 +150,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Figure:
-    """Two axes and all that is drawn over them."""
+    """Two axes and everything drawn over them."""
 
     x: Axis
     y: Axis
@@ -173,7 +173,7 @@ class Table(NamedTuple):
 class Picture(NamedTuple):
     """What a view shows.
 
-    columns  arrays of one length;  words  what they say
+    columns  arrays of one length;  words  their meaning in sentences
     tables   numbers as text below the words;  config  text to copy into a config.json, or ""
     """
 
@@ -184,7 +184,7 @@ class Picture(NamedTuple):
     config: str = ""
 
     def csv(self) -> str:
-        """The columns as comma-separated text, one line of names, every digit.
+        """Return the columns as comma-separated text: a line of names, then numbers in full.
 
         >>> figure = Figure(Axis("pair"), Axis("x"))
         >>> columns = {"pair": np.arange(2), "x": np.array([0.5, 1e-9])}
@@ -198,7 +198,7 @@ class Picture(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def data(self) -> dict[str, object]:
-        """All of it as JSON can hold it: null for what is not finite."""
+        """Return all of it as JSON-ready data: None in place of NaN and infinities."""
         columns = {
             name: [value if np.isfinite(value) else None for value in column.tolist()]
             for name, column in self.columns.items()
@@ -209,7 +209,7 @@ class Picture(NamedTuple):
 
 
 def as_script(value: object) -> str:
-    """JSON that can stand inside a script of an HTML page: no tag ends it.
+    """Return JSON that is safe inside a script of an HTML page: no tag can end the script.
 
     >>> as_script("</script>")
     '"\\\\u003c/script>"'

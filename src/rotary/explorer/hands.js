@@ -13,7 +13,7 @@ class Hands {
     return { position: 5, distance: 20 };
   }
 
-  // Where the dials stand, left of the curve or above it; gives the room that the curve has left
+  // Places the dials left of the curve or above it; returns the space that is left for the curve
   place(width, height) {
     const shown = Math.min(this.speeds.length, 64), isBeside = width > 1.5 * height;
     const [wide, high] = isBeside ? [Math.min(width * 0.48, height) - 8, height - 26] : [width - 18, height * 0.5];

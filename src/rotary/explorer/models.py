@@ -1,4 +1,4 @@
-"""The RoPE that is looked at: of a published model, or of a config.json that somebody pasted."""
+"""The RoPE that the page shows: of a published model, or of a pasted config.json."""
 
 import json
 import warnings
@@ -15,18 +15,18 @@ from ..strict_json import JSON, parsed
 MAX_PASTED = 2**20  # characters, and bytes: a longer text is not a config.json
 MAX_HEAD_DIM = 1024
 MAX_LENGTH = 2**24  # tokens
-MAX_TRIED = 2**24  # characters of configs that are read while one is shortened
-READING = 2**15  # characters that take as long to read as any config, however short
+MAX_TRIED = 2**24  # characters that `cut` reads at most, counting READING more for each attempt
+READING = 2**15  # the fixed cost of reading a config, in characters
 PASTED = "a config.json, pasted below"
 
 
 class Model(NamedTuple):
     """A RoPE as its authors made it.
 
-    trained  tokens it was trained on before any extension; context  tokens it is sold for
-    layers   the layer types that have a RoPE of their own, where they differ
-    layer    the layer type this is, of those
-    name     what its config calls it: a stranger's text
+    trained  tokens it was trained on before any extension; context  tokens it is advertised for
+    layers   the layer types with different RoPEs; empty if all layers have the same
+    layer    the one of these layer types that `spec` belongs to
+    name     its name in the config: text that must not be trusted
     """
 
     spec: Rotary
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
 @cache
 def presets() -> Mapping[str, JSON]:
-    """Name of a published model -> its layer type and the keys of its config that make its RoPE.
+    """Return name -> layer type and config keys of the RoPE, for each published model.
 
     >>> presets()["llama-3-8b"]["config"]["rope_theta"]
     500000.0
@@ -49,7 +49,7 @@ def presets() -> Mapping[str, JSON]:
 
 @cache
 def published(name: str) -> Model:
-    """The RoPE of a published model; ValueError for a name that is not in `presets`."""
+    """Return the RoPE of a published model; ValueError for a name that is not in `presets`."""
     if name not in presets():
         raise ValueError(f"model {name[:80]!r} is not one of the {len(presets())} published ones")
     preset = presets()[name]
@@ -58,9 +58,9 @@ def published(name: str) -> Model:
 
 @lru_cache(maxsize=8)
 def pasted(text: str, layer_type: str | None = None) -> Model:
-    """The RoPE of a pasted config.json. The text is parsed as JSON and as nothing else.
+    """Return the RoPE of a pasted config.json. The text is parsed as JSON and as nothing else.
 
-    Raises ValueError of one line for what is too long, is not JSON, or is no RoPE.
+    Raises ValueError of one line for text that is too long, is not JSON, or gives no RoPE.
 
     >>> pasted('{"hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500}').spec
     Rotary(head_dim=64, base=500.0)
@@ -73,14 +73,14 @@ def pasted(text: str, layer_type: str | None = None) -> Model:
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each half of a character, which UTF-8 cannot hold."""
+    """Return the text with "?" for each unpaired surrogate, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
-    """The RoPE of a config that is a dict; errors as of `from_hf_config`, and for no rotation.
+    """Return the RoPE of a config dict; errors as of `from_hf_config`, and for no rotation.
 
-    Where layer types differ and it is none of them, the first one that rotates is taken.
+    If layer types differ and `layer_type` is none of them, the first one that rotates is taken.
     """
     layers = layer_types(config)
     if layer_type not in layers:
@@ -101,7 +101,7 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
 
 @lru_cache(maxsize=8)
 def shortened(text: str, layer_type: str | None = None) -> str:
-    """A pasted config without the parts that have no bearing; as it is if it gives no RoPE."""
+    """Return a pasted config without keys that do not affect its RoPE; unchanged if it has none."""
     try:
         pasted(text, layer_type)
     except ValueError:
@@ -112,9 +112,10 @@ def shortened(text: str, layer_type: str | None = None) -> str:
 
 
 def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
-    """A copy without the keys, at any depth and the longest first, that change nothing.
+    """Return a copy without the keys, at any depth, that do not affect the RoPE.
 
-    Each key that is tried costs a reading of what is left, so fewer are tried in a longer config.
+    The longest values are tried first. Each attempt reads all of the remaining config, so fewer
+    keys are tried in a longer config.
 
     >>> cut({"rope_theta": 5e5, "head_dim": 64, "id2label": {"0": "no"}}, None)
     {'rope_theta': 500000.0, 'head_dim': 64}
@@ -146,7 +147,7 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
 def _model(config: dict[str, JSON], layer_type: str | None) -> Model | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a config that lacks what it needs
+            warnings.simplefilter("ignore")  # an attempt may lack keys that it needs
             return read(config, layer_type)
     except ValueError:
         return None

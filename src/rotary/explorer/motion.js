@@ -1,7 +1,7 @@
-// What all moving pictures share: the sliders of positions, Play, and a marked point on a curve.
+// Shared by all moving pictures: the sliders of positions, Play, and a marked point on a curve.
 "use strict";
 
-const SECONDS = 20;  // that Play takes to the end of its slider
+const SECONDS = 20;  // the time in which Play reaches the end of its slider
 const LINEAR = 100;  // tokens up to which a slider is even; longer ones are even on a log scale
 const LEAST = { distance: 1, position: 0 };
 
@@ -34,7 +34,7 @@ class Motion {
     return { label, title, value, range };
   }
 
-  // The tokens at a share of a slider, and the share of so many tokens
+  // The number of tokens at a share of the slider, and the share for a number of tokens
   at(name, share) {
     const least = LEAST[name], size = this.most + 1 - least;
     return this.most <= LINEAR ? least + share * (size - 1) : size ** share - 1 + least;
@@ -55,7 +55,7 @@ class Motion {
     for (const each of this.movers) each.turn(this.values);
   }
 
-  // Moves between whole tokens too, to be smooth; from the start where it stands at the end
+  // Moves through fractions of tokens, to be smooth; starts again if it is at the end
   play() {
     const name = this.played, share = this.share(name, this.values[name]);
     const from = share < 1 ? share : 0;
@@ -94,7 +94,7 @@ class Motion {
       range.setAttribute("aria-label", `${titles[name]}, tokens`);
     }
     this.most = Math.max(...[...this.movers].map(each => each.last));
-    if (this.kind !== mover.constructor) {  // a view that is opened begins where there is something to see
+    if (this.kind !== mover.constructor) {  // a newly opened view starts at a position that shows something
       this.kind = mover.constructor;
       Object.assign(this.values, mover.start());
     }
@@ -115,7 +115,7 @@ class Marks {
     }));
   }
 
-  // Puts each point at the distance and its score; x and y are kept inside of the axes
+  // Moves each point to the distance and its score; x and y stay inside of the axes
   move(distance, scores) {
     const { xs, ys, box } = this.chart;
     const heights = [];

@@ -1,4 +1,4 @@
-"""Views that move in the browser: the scripts of their `kind` turn them without the server."""
+"""Views that move in the browser: the script named by `kind` animates them without the server."""
 
 import dataclasses
 import re
@@ -16,13 +16,13 @@ from .side import Look, check_scaling
 
 SHOWN = 4  # pairs of `two_layouts`: as many as there are colours
 REACH = 64  # tokens that `two_layouts` shows
-BACK = 16  # tokens before q where the key stands that q fits best
+BACK = 16  # q fits a key best that is this many tokens before it
 MIXED = "half, run as interleaved"
 METHODS = ("linear", "ntk", "yarn", "llama3", "longrope")
 
 
 def hands(look: Look) -> Picture:
-    """Each pair as two hands, of k and of q, and q . k of two alike vectors against distance."""
+    """Draw each pair as two hands, of k and q, and q . k of two equal vectors against distance."""
     distances = outline(look)
     scores = bounds.similarity(look.spec, distances, seq_len=look.context)
     speeds = look.spec.sign * inv_freq(look.spec, look.context)[0]
@@ -44,8 +44,8 @@ def hands(look: Look) -> Picture:
 
 
 def two_layouts(look: Look) -> Picture:
-    """One q and k in both layouts, and in one that is run as the other: q . k by distance."""
-    speeds = _some(look.spec.sign * inv_freq(look.spec, look.context)[0], SHOWN)
+    """Draw q . k by distance: in both layouts, and in one layout that is run as the other."""
+    speeds = _sampled(look.spec.sign * inv_freq(look.spec, look.context)[0], SHOWN)
     width = 2 * len(speeds)
     custom = {"inv_freq": np.abs(speeds).tolist()}
     small = Rotary(head_dim=width, layout="interleaved", schedule="custom", params=custom,
@@ -53,7 +53,7 @@ def two_layouts(look: Look) -> Picture:
     k = np.linspace(1, 0.4, width) * np.where(np.arange(width) % 3 == 2, -1, 1)
     k *= np.sqrt(width / (k @ k))
     pairs = layouts.pair_indices(width, "interleaved")
-    q = np.empty(width)  # k stands 16 tokens before q: there both are alike
+    q = np.empty(width)  # q is such that it equals k after rotation if k is 16 tokens before it
     turned = (k[pairs[:, 0]] + 1j * k[pairs[:, 1]]) * np.exp(-1j * BACK * speeds)
     q[pairs[:, 0]], q[pairs[:, 1]] = turned.real, turned.imag
     in_half = layouts.channel_permutation(width, "interleaved", "half")
@@ -95,13 +95,13 @@ def two_layouts(look: Look) -> Picture:
     return Picture(columns, words, figure)
 
 
-def _some(values: Numbers, count: int) -> Numbers:
-    """`count` of the values, evenly spaced from the first on; all where there are fewer."""
+def _sampled(values: Numbers, count: int) -> Numbers:
+    """Return `count` of the values, evenly spaced from the first on; all if there are fewer."""
     return values[:: max(1, len(values) // (2 * count))][:count]
 
 
 def methods(look: Look) -> Picture:
-    """What each scaling method does to each pair: its hand before and after, at one position."""
+    """Draw what each scaling method does to each pair: its hand before and after scaling."""
     before = inv_freq(look.plain)[0]
     ways = _methods(look)
     seen = np.minimum(look.trained * before, 2 * np.pi)
@@ -139,7 +139,7 @@ def methods(look: Look) -> Picture:
 
 
 def _methods(look: Look) -> dict[str, Rotary]:
-    """Name -> RoPE: without scaling, by each method, and as the model is where that differs."""
+    """Return name -> RoPE: without scaling, by each method, and that of the model if it differs."""
     ways = {"no scaling": look.plain}
     if look.plain.schedule == "default":
         check_scaling(look.plain, look.trained)

@@ -1,4 +1,4 @@
-"""What the page asks for: the page itself, pictures of a state, the smallest base, files."""
+"""The answers of the server: the page, pictures of a state, the smallest base, downloads."""
 
 import html
 import json
@@ -16,7 +16,7 @@ from .state import State, from_fields, shown, to_fields, to_query
 from .views import VIEWS, ViewOfTwo
 
 HERE = Path(__file__).parent
-SCRIPTS = ("chart.js", "motion.js", "hands.js", "layouts.js", "methods.js")  # of a figure alone
+SCRIPTS = ("chart.js", "motion.js", "hands.js", "layouts.js", "methods.js")  # needed by a figure
 FIGURE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{style}</style>
@@ -29,7 +29,7 @@ _min_base = lru_cache(maxsize=256)(search.min_base)
 
 @cache
 def page() -> str:
-    """The HTML of the page: `page.html` with the controls of both sides and the choices."""
+    """Return the HTML of the page: `page.html` with the controls of both sides and the choices."""
     sides = string.Template(file("side.html"))
     choices = {
         "models": _options([*presets(), PASTED]),
@@ -62,12 +62,12 @@ def page() -> str:
 
 
 def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
-    """What the page shows after the control `changed` was moved.
+    """Return what the page shows after the control `changed` was moved.
 
     fields, query, shown  the state by its controls, as a link (None: too long), and all values
     text, group, pictures the view in words; one picture for each side that has one
     figures, controls     the sides that have a picture and controls, "a" or "ab"
-    errors                name of a control -> one line; where it stands alone, nothing changes
+    errors                name of a control -> one line; if it is the only key, nothing changes
     """
     try:
         state = from_fields(fields, changed)
@@ -98,7 +98,7 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
 
 
 def _of_sides(state: State, letters: str) -> Picture:
-    """The picture of one side, or of both in one; FieldError names the control that is wrong."""
+    """Return the picture of one side, or of both; FieldError names the control that is wrong."""
     looks = [state.look(letter) for letter in letters]
     try:
         return _picture(state.view, *looks)
@@ -111,7 +111,7 @@ def _title(state: State, letters: str) -> str:
 
 
 def smallest_base(look: Look) -> str:
-    """Words on the smallest base that never fails in the context, where that is quickly found.
+    """Return a sentence on the smallest base that never fails in the context, if found quickly.
 
     >>> from rotary.explorer.side import Side, look
     >>> smallest_base(look(Side(model="llama-2-7b"), 1024))
@@ -130,7 +130,7 @@ smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
 
 
 def certified(fields: Mapping[str, object]) -> dict[str, object]:
-    """The smallest base for the context of a state, in words; or its error, as of `drawn`."""
+    """Return the smallest base for the context of a state, in words; or errors as in `drawn`."""
     try:
         return {"words": smallest_base(from_fields(fields).look("a"))}
     except FieldError as error:
@@ -138,12 +138,12 @@ def certified(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def numbers_csv(state: State, letter: str) -> str:
-    """The columns of the picture of one side."""
+    """Return the columns of the picture of one side, as CSV."""
     return _of_sides(state, _letters(state, letter)).csv()
 
 
 def figure_html(state: State, letter: str) -> str:
-    """The picture of one side as a page that needs nothing else: figure, words, script, style."""
+    """Return the picture of one side as a page of one file: figure, words, script, style."""
     letters = _letters(state, letter)
     picture = _of_sides(state, letters)
     title = f"{VIEWS[state.view].title}: {_title(state, letters)}"
@@ -157,25 +157,25 @@ def figure_html(state: State, letter: str) -> str:
 
 
 def _letters(state: State, letter: str) -> str:
-    """The sides that the picture of a side shows."""
+    """Return the sides that the picture of a side shows: both, for a view of two."""
     return "ab" if isinstance(VIEWS[state.view], ViewOfTwo) else letter
 
 
 def config_json(state: State, letter: str) -> str:
-    """The RoPE of one side as a config for transformers; ValueError where none can say it."""
+    """Return the RoPE of one side as a config for transformers; ValueError if none can hold it."""
     spec = state.look(letter).spec
     return json.dumps(to_hf_config(spec, max_position_embeddings=state.context), indent=2) + "\n"
 
 
 @cache
 def file(name: str) -> str:
-    """The text of a file of the page."""
+    """Return the text of a file of the page."""
     return (HERE / name).read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=32)
 def _picture(name: str, *looks: Look) -> Picture:
-    """The picture of a view, kept: of two sides that are compared one is moved at a time."""
+    """Return the picture of a view. It is cached: of two compared sides, one changes at a time."""
     view = VIEWS[name]
     return view.draw(*looks)
 

@@ -1,6 +1,6 @@
-"""The server of the page: whom it answers, how much it reads and computes, and from where.
+"""The server of the page, with limits on who may ask and on how much is read and computed.
 
-A download is a link that holds the whole state, so nothing is written to disk and nothing is kept.
+The link of a download holds the whole state, so the server writes no files and keeps no state.
 Requests that another site causes are refused before anything is read or computed for them.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 PORTS = range(7860, 7960)
 MAX_HEAD = 2**16  # bytes of path, query and headers: two long configs in a link are 48,000
 MAX_BODY = 5 * 2**20  # bytes: two pasted configs with every quote and line end escaped
-BODY_SECONDS = 30.0  # that a body may take to arrive
+BODY_SECONDS = 30.0  # in which the body of a request must arrive
 HEADERS = {  # of every answer; scripts and styles come from this server and are never inline
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -48,7 +48,7 @@ STATIC = {
     "explore.css": "text/css",
     "favicon.svg": "image/svg+xml",
 }
-DOWNLOADS: dict[str, tuple[str, Callable[[State, str], str]]] = {  # media type, and what writes it
+DOWNLOADS: dict[str, tuple[str, Callable[[State, str], str]]] = {  # media type, function of text
     "numbers.csv": ("text/csv", page.numbers_csv),
     "figure.html": ("text/html", page.figure_html),
     "config.json": ("application/json", page.config_json),
@@ -56,9 +56,9 @@ DOWNLOADS: dict[str, tuple[str, Callable[[State, str], str]]] = {  # media type,
 
 
 class Guard:
-    """Middleware that refuses strangers and sets `HEADERS` on every answer.
+    """Middleware that refuses requests by `refused` and sets `HEADERS` on every answer.
 
-    host  where the page is served; on this machine's own, no other name is answered to
+    host  the address that is served; if it is a loopback address, requests must name one
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -76,7 +76,7 @@ class Guard:
 
 
 def refused(scope: Scope, host: str) -> "Response | None":
-    """The answer to a request for another name, from another site, or too large; else None.
+    """Return a refusal of a request for another host, from another site, or too large; else None.
 
     Browsers say in `Sec-Fetch-Site` and `Origin` which site causes a request, and no script can
     change these. "none": a person typed the address. A program such as curl says neither.
@@ -103,7 +103,7 @@ def _line(status: int, why: str) -> Response:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name is this machine's own."""
+    """Whether a host name is localhost or a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -111,7 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Workers:
-    """Threads beside the event loop: `at_once` calls run, `waiting` wait, more are refused."""
+    """Runs calls in threads: `at_once` at a time, `waiting` more wait, others are refused."""
 
     def __init__(self, at_once: int, waiting: int) -> None:
         self.places = asyncio.Semaphore(at_once)
@@ -119,7 +119,7 @@ class Workers:
         self.calls = 0
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """The result of the function; status 503 where too many calls wait."""
+        """Return the result of the function; status 503 if too many calls wait."""
         if self.calls >= self.room:
             raise HTTPException(503, "too many requests are being computed; ask again later")
         self.calls += 1
@@ -131,9 +131,9 @@ class Workers:
 
 
 def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -> Starlette:
-    """The page as an ASGI app, not yet served; `serve` does that, and keeps it to this machine.
+    """Return the page as an ASGI app; `serve` serves it, by default to this machine only.
 
-    host   where it will be served; on this machine's own, no other name is answered to
+    host   the address to serve; if it is a loopback address, requests must name one
     ready  called once, when it starts
 
     >>> [route.path for route in build().routes][:2]
@@ -200,10 +200,11 @@ def serve(
     open_browser: bool = False,
     ready: Callable[[str], object] | None = None,
 ) -> None:
-    """Show the page until interrupted. `ready` is called with its address when it can be opened.
+    """Serve the page until interrupted. `ready` is called with its address when it can be opened.
 
     port  None: the first free one from 7860 on
-    Raises ValueError for a port that is none, OSError if it is taken or the host is not ours.
+    Raises ValueError for a port outside of 1 .. 65535, OSError if it is taken or the host is not an
+    address of this machine.
 
     >>> serve(port=70000)
     Traceback (most recent call last):
@@ -219,7 +220,7 @@ def serve(
             if ready:
                 ready(address)
 
-        config = uvicorn.Config(  # h11 bounds what it reads before the guard sees a request
+        config = uvicorn.Config(  # h11 limits how much it reads before the guard sees a request
             build(host, up), http="h11", ws="none", log_level="warning", server_header=False
         )
         with contextlib.suppress(KeyboardInterrupt):
@@ -227,7 +228,7 @@ def serve(
 
 
 async def _posted(request: Request) -> dict[str, object]:
-    """The JSON object that a request holds, which must be small and arrive in time."""
+    """Return the JSON object of a request, which must be small and arrive in time."""
 
     async def read() -> bytes:
         body = bytearray()
@@ -259,7 +260,7 @@ def _json(answer: object) -> Response:
 
 
 def _listening(host: str, port: int | None) -> socket.socket:
-    """A socket that listens on the port, or on the first free one."""
+    """Return a socket that listens on the port, or on the first free one."""
     if port is not None and not 1 <= port <= 65535:
         raise ValueError(f"port must be in 1 .. 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""One RoPE of the page: what controls or a link say of it, checked, and what it is then."""
+"""One RoPE of the page: reads and checks its controls or its link, and makes the RoPE."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from .models import (
 
 MAX_LINK = 8000  # characters of a config in a link; servers refuse far longer ones
 AS_MADE = "as published"
-LIMITS = {  # of each control that holds a number
+LIMITS = {  # the least and the largest value of each control that holds a number
     "base": (1, 10**15),
     "head_dim": (2, MAX_HEAD_DIM),
     "trained": (1, MAX_LENGTH),
@@ -32,9 +32,9 @@ METHODS = (AS_MADE, "none", "linear", "ntk", "ntk_mixed", "yarn", "llama3", "lon
 
 
 class FieldError(ValueError):
-    """A value that makes no sense, and the control that it stands in.
+    """An invalid value of a control, `field`, such as "context" or "a.base".
 
-    A field of a side without its letter is that of the side that is looked at: `of`.
+    A field of a side may lack the letter of its side: `of` adds it.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -42,14 +42,14 @@ class FieldError(ValueError):
         self.field = field
 
     def of(self, letter: str) -> "FieldError":
-        """The same at the control of a side."""
+        """Return this error with the letter of a side in its field, where it is missing."""
         is_of_side = "." not in self.field and self.field not in ("context", "view")
         return FieldError(f"{letter}.{self.field}", str(self)) if is_of_side else self
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One RoPE of the page: a model, and what was changed of it; None: as the model has it."""
+    """One RoPE of the page: a model and changes to it; None: the value of the model."""
 
     model: str = "llama-3-8b"
     config: str = ""
@@ -60,7 +60,7 @@ class Side:
     trained: int | None = None
 
     def original(self) -> Model:
-        """The RoPE before any change; ValueError as of `pasted` and `published`."""
+        """Return the RoPE before any change; ValueError as of `pasted` and `published`."""
         if self.model == PASTED:
             if not self.config.strip():
                 raise ValueError("paste a config.json, or choose a published model")
@@ -68,7 +68,7 @@ class Side:
         return published(self.model)
 
     def title(self) -> str:
-        """The name of the model, and what was changed of it."""
+        """Return the name of the model and the changes."""
         original = self.original()
         parts = [original.name or self.model]
         if self.base not in (None, original.spec.base):
@@ -80,7 +80,7 @@ class Side:
         return ", ".join(parts + [self.method] * (self.method != AS_MADE))
 
     def link_config(self) -> str | None:
-        """The config as it stands in a link, cut if it is long; None where that is not enough."""
+        """Return the config for a link, shortened if it is long; None if it is still too long."""
         if self.model != PASTED or len(self.config) <= MAX_LINK:
             return self.config if self.model == PASTED else ""
         short = shortened(self.config, self.layer or None)
@@ -89,12 +89,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What one figure is about: a RoPE, the plain one it was made from, and two lengths in tokens.
+    """The subject of one figure: a RoPE, the RoPEs it was made from, and lengths in tokens.
 
     plain    the same base and channels without any scaling
-    before   what the training had, by `spectrum.before_scaling`: the critical dimension is of it
-    trained  length of the training before an extension;  context  length that is asked about
-    start    what a plan begins with: the model's RoPE, without a method that was chosen here
+    before   the RoPE of the training, by `spectrum.before_scaling`; gives the critical dimension
+    trained  length of the training before an extension;  context  the requested length
+    start    where a plan begins: the RoPE without a method that was chosen on the page
     advertised  the length that `start` reaches
     """
 
@@ -108,7 +108,7 @@ class Look:
 
 
 def look(side: Side, context: int) -> Look:
-    """The RoPE that one side asks for; ValueError of one line where that makes no sense.
+    """Return the RoPE and lengths that one side asks for; ValueError of one line if invalid.
 
     >>> look(Side(model="llama-2-7b", method="linear"), 8192).spec.params["factor"]
     2.0
@@ -132,7 +132,7 @@ def look(side: Side, context: int) -> Look:
 
 
 def check_scaling(plain: Rotary, trained: int) -> None:
-    """FieldError where no method can stretch a RoPE; ValueError of a view names the rest."""
+    """Raise FieldError if `trained` or the base rules out scaling; views check the rest."""
     if trained < 2:
         raise FieldError("trained", "scaling needs a trained length of 2 tokens or more, got 1")
     if plain.base == 1:
@@ -140,7 +140,7 @@ def check_scaling(plain: Rotary, trained: int) -> None:
 
 
 def _changed(spec: Rotary, side: Side) -> Rotary:
-    """The spec with the base and the width of the side; the rotated share of the head is kept."""
+    """Return the spec with the base and head_dim of the side; the rotated share does not change."""
     if side.base is not None and side.base != spec.base:
         spec = dataclasses.replace(spec, base=side.base)
     if side.head_dim is None or side.head_dim == spec.head_dim:
@@ -152,9 +152,9 @@ def _changed(spec: Rotary, side: Side) -> Rotary:
 
 
 def side(letter: str, default: Side, fields: Mapping[str, object]) -> Side:
-    """Side "a" or "b" from what controls or a link say, checked; None and "" say nothing.
+    """Return side "a" or "b" from the fields of controls or a link; None and "" mean the default.
 
-    Raises FieldError of one line for a value that makes no sense.
+    Raises FieldError of one line for an invalid value.
 
     >>> side("a", Side(), {"a.base": "1e15", "a.head_dim": 96}) == Side(base=1e15, head_dim=96)
     True
@@ -175,11 +175,11 @@ def side(letter: str, default: Side, fields: Mapping[str, object]) -> Side:
 
 
 def number(field: str, value: object) -> float:
-    """`value` within the limits of its control, whole but for a base; else FieldError."""
+    """Return `value` if in the limits of its control and, unless a base, whole; or FieldError."""
     name = field.rpartition(".")[2]
     least, most = LIMITS[name]
     try:
-        read = float(value)  # type: ignore[arg-type]  # what is no number raises
+        read = float(value)  # type: ignore[arg-type]  # raises for what is not a number
     except (TypeError, ValueError, OverflowError):
         read = math.nan
     if math.isnan(read):
@@ -196,7 +196,7 @@ def number(field: str, value: object) -> float:
 
 
 def one_of(field: str, value: object, choices: Collection[str]) -> str:
-    """`value` if it is one of `choices`; else FieldError, with the nearest one."""
+    """Return `value` if it is one of `choices`; else raise FieldError that suggests the nearest."""
     if value in choices:
         return str(value)
     short = str(value)[:40]

@@ -1,6 +1,6 @@
-"""What the page shows, as plain data that goes into a link and comes back from it.
+"""The state of the page, as plain data that is written to a link and read from it.
 
-Everything that arrives, from a control or from a link, is checked here.
+All values from controls and links are checked here and in `side`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from .views import VIEWS
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Everything that the controls of the page say."""
+    """The values of all controls of the page."""
 
     a: Side = Side()  # noqa: RUF009  # frozen
     b: Side = Side(method="yarn")  # noqa: RUF009
@@ -24,7 +24,7 @@ class State:
     context: int = 32768
 
     def look(self, letter: str) -> Look:
-        """The RoPE of side "a" or "b"; FieldError where it makes no sense."""
+        """Return the RoPE and lengths of side "a" or "b"; FieldError if a value is invalid."""
         one: Side = getattr(self, letter)
         try:
             one.original()
@@ -40,7 +40,7 @@ class State:
 
 
 def to_fields(state: State) -> dict[str, str]:
-    """The state by the names of its controls; what is at its default is left out.
+    """Return control name -> text; controls at their default are left out.
 
     >>> to_fields(State(context=4096, a=Side(base=1e4)))
     {'context': '4096', 'a.base': '10000'}
@@ -50,7 +50,7 @@ def to_fields(state: State) -> dict[str, str]:
 
 
 def _texts(state: State) -> dict[str, str]:
-    """What each control says, but for those that say nothing."""
+    """Return control name -> text, for all controls that are used and not empty."""
     values = {"view": state.view, "context": state.context, "compared": int(state.compared)}
     for letter in ("a", "b"):
         one: Side = getattr(state, letter)
@@ -62,7 +62,7 @@ def _texts(state: State) -> dict[str, str]:
 
 
 def to_query(state: State) -> str | None:
-    """The state as the query of a link; None where a config is too long for one.
+    """Return the state as the query of a link; None if a config is too long for a link.
 
     >>> to_query(State(context=4096, a=Side(base=1e4)))
     'context=4096&a.base=10000'
@@ -78,10 +78,10 @@ def to_query(state: State) -> str | None:
 
 
 def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
-    """The state that a link or the controls say; FieldError for a value that makes no sense.
+    """Return the state of a link or of the controls; FieldError for an invalid value.
 
-    changed  the control that was moved: another model brings its own numbers
-    Keys that are not known are passed over: hosts and browsers add their own.
+    changed  the control that was moved: a new model replaces the numbers of its side
+    Unknown keys are ignored: hosts and browsers add some.
 
     >>> from_fields({"context": "4096", "a.base": "10000"}) == State(context=4096, a=Side(base=1e4))
     True
@@ -104,7 +104,7 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
 
 
 def shown(state: State) -> dict[str, object]:
-    """What each control shows in a state, but for configs; and the layer types to choose from."""
+    """Return the values that the controls show, except configs; and the layer types on offer."""
     values: dict[str, object] = {
         name: getattr(state, name) for name in ("view", "compared", "context")
     }

@@ -28,7 +28,7 @@ function configOf(config) {
     try {
       await navigator.clipboard.writeText(config);
       button.textContent = "Copied";
-    } catch {  // a browser that does not let a page write to the clipboard
+    } catch {  // the browser does not let the page write to the clipboard
       getSelection().selectAllChildren(text);
       button.textContent = "Selected: press Ctrl+C";
     }

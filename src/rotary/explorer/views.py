@@ -1,8 +1,8 @@
-"""The views of the page, each one entry of `VIEWS`: a name, a title, a text, and what draws it.
+"""The views of the page, each one entry of `VIEWS`: a name, a title, a text and a function.
 
-Each `draw` answers a `Look` with a `Picture`: the numbers, what they say in words, the figure.
+The function, `draw`, makes a `Picture` of a `Look`: numbers, their meaning in words, a figure.
 `moving.py` has views that move in the browser, `curves.py` those of one number, `advice.py` those
-that say what to do.
+that recommend something.
 """
 
 from collections.abc import Callable

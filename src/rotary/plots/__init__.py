@@ -1,8 +1,9 @@
 """Functions that draw the numbers of `rotary.analysis` for one or several specs, as figures.
 
-Figures are plain `matplotlib.figure.Figure`, free of pyplot and of any global state; `save` writes
-them, after `dark` for a dark page. Where one spec is drawn, give the `Rotary`, or {name: Rotary}
-for a heading of your own. A curve has at most 4096 points; a longer one says which are drawn.
+Figures are plain `matplotlib.figure.Figure`, without pyplot or other global state; `save` writes
+them, after `dark` for a dark page. A function that draws one spec takes a `Rotary`, or
+{name: Rotary} to choose the heading. A curve has at most 4096 points; the docstrings say which
+points of a longer curve are drawn.
 """
 
 try:

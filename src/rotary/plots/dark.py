@@ -13,13 +13,13 @@ from matplotlib.typing import ColorType
 from .style import ON_COLOUR
 
 RGBA = tuple[float, float, float, float]
-DARKEST, LIGHTEST = 0.09, 0.95  # of grey: what is white and what is black on a light page
+DARKEST, LIGHTEST = 0.09, 0.95  # greys on a dark page, in place of white and black
 
 
 def dark(figure: Figure) -> Figure:
-    """The same figure, changed for a dark page: greys are mirrored, colours are a little lighter.
+    """Change a figure for a dark page and return it: greys are inverted, colours a little lighter.
 
-    Heat maps and what is written inside them stay as they are.
+    Heat maps and the text inside them do not change.
 
     >>> from rotary import Rotary, plots
     >>> figure = plots.dark(plots.walk(Rotary(head_dim=8)))
@@ -41,12 +41,12 @@ def dark(figure: Figure) -> Figure:
             artist.set_facecolor([night(color) for color in artist.get_facecolor()])
             artist.set_edgecolor([night(color) for color in artist.get_edgecolor()])
     for panel in figure.axes:
-        panel.tick_params(colors=night("black"))  # also of ticks that are not made yet
+        panel.tick_params(colors=night("black"))  # also for ticks that do not exist yet
     return figure
 
 
 def night(color: ColorType | float) -> RGBA:
-    """What stands for a colour on a dark page: 0 .. 1 each, its alpha kept.
+    """Return the colour on a dark page for a colour on a light one: RGBA in 0 .. 1, same alpha.
 
     >>> night("black"), night("white")
     ((0.95, 0.95, 0.95, 1.0), (0.09, 0.09, 0.09, 1.0))

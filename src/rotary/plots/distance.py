@@ -37,11 +37,11 @@ DISTANCE = "distance, tokens"
 def decay(
     specs: Specs, length: int = 4096, *, seq_len: int | None = None, axes: Axes = None
 ) -> Figure:
-    """Mean |S_j| against distance, log scale: the factor of the bound that decays with distance.
+    """Draw mean |S_j| against distance, log scale: the factor of the bound that decays.
 
-    Figure 2 of RoFormer (arXiv 2104.09864). Every distance to `length` is computed. Up to 400 each
-    is drawn; beyond, 400 log-wide bins: the line is their mean, the band from lowest to highest.
-    seq_len and axes as in `rotary.analysis.decay.decay_curve`.
+    Figure 2 of RoFormer (arXiv 2104.09864). Every distance up to `length` is computed. If there are
+    at most 400, each is drawn; else 400 bins of equal width on the log scale, as a line at the mean
+    and a band from lowest to highest. seq_len and axes as in `rotary.analysis.decay.decay_curve`.
 
     >>> from rotary import Rotary
     >>> decay(Rotary(head_dim=128)).axes[0].lines[0].get_ydata()[0].round(3)
@@ -71,12 +71,13 @@ def scores(
     seq_len: int | None = None,
     axes: Axes = None,
 ) -> Figure:
-    """Scores of random queries and keys against distance, beside their bound; both log scales.
+    """Draw scores of random queries and keys against distance, with their bound; log scales.
 
     Left: the bound of equation 37 of RoFormer, and the root mean square of the scores of 32
-    independent normal pairs: the bound decays, they do not. Right: the mean score of a query with
-    itself as the key, which falls and wiggles. Scores are divided by sqrt(head_dim) and carry the
-    square of the attention factor. 256 distances: every one at first, then log-spaced.
+    independent normal queries and keys: the bound decays, the scores do not. Right: the mean score
+    of a query with itself as the key, which falls and wiggles. Scores are divided by sqrt(head_dim)
+    and include the square of the attention factor. At most 256 distances: all small ones, then
+    log-spaced.
 
     >>> from rotary import Rotary
     >>> len(scores(Rotary(head_dim=8), length=64).axes)
@@ -113,10 +114,10 @@ def walk(
     seq_len: int | None = None,
     axes: Axes = None,
 ) -> Figure:
-    """S_j as a walk in the plane, one step of length 1 for each pair, for up to 7 distances.
+    """Draw S_j as a walk in the plane, one step of length 1 per pair, for up to 7 distances.
 
-    Every walk starts at 0, marked by a ring; a dot marks its end, which is far off where the pairs
-    agree. The slow pairs at the end of a walk go straight on. Su, kexue.fm 8265.
+    Every walk starts at 0, marked by a ring; a dot marks its end, which is far from 0 if the angles
+    of the pairs are similar. The slow pairs at the end of a walk go straight on. Su, kexue.fm 8265.
 
     >>> from rotary import Rotary
     >>> len(walk(Rotary(head_dim=128), [1, 100]).axes[0].lines)
@@ -145,10 +146,10 @@ def walk(
 def terms(
     spec: Specs, q: npt.ArrayLike, k: npt.ArrayLike, distance: int, *, seq_len: int | None = None
 ) -> Figure:
-    """What each pair adds to the score of a query and a key, and how the sum grows over the pairs.
+    """Draw what each pair adds to the score of a query and a key, and the sum over the pairs.
 
-    q, k are (head_dim,), channels in `spec.layout`. The last point of the sum is the score; the
-    channels that are not rotated are a bar of their own behind the last pair.
+    q, k are (head_dim,), with channels in `spec.layout`. The last point of the sum is the score;
+    the channels that are not rotated are a separate bar after the last pair.
 
     >>> from rotary import Rotary
     >>> terms(Rotary(head_dim=4), [1, 0, 1, 0], [1, 0, 1, 0], 5).axes[1].get_xlabel()

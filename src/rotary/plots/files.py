@@ -1,4 +1,4 @@
-"""Writes a figure to a file: never a part of one, and always the same bytes."""
+"""Writes figures to files: completely or not at all, and with the same bytes every time."""
 
 import contextlib
 import io
@@ -17,15 +17,14 @@ METADATA = {
     ".pdf": {"CreationDate": None, "Creator": "rotary", "Producer": None},
 }
 DPI = 150
-_settings = threading.Lock()  # matplotlib has one salt of SVG names for the whole process
+_settings = threading.Lock()  # the settings of matplotlib, such as the salt, are per process
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to `path` as PNG, SVG or PDF, by its suffix.
 
-    The old file stays until the new one is complete. No folder is made for it.
-    Raises ValueError for another suffix and where the folder does not exist; OSError where it
-    cannot be written.
+    An old file stays until the new one is complete. No folder is created.
+    Raises ValueError for another suffix or a missing folder; OSError if the file cannot be written.
 
     >>> save(Figure(), "picture.jpg")
     Traceback (most recent call last):
@@ -33,7 +32,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     if not isinstance(figure, Figure):
         raise ValueError(f"save writes a matplotlib Figure, got {type(figure).__name__}")
-    target = Path(os.path.realpath(path))  # a link stays a link
+    target = Path(os.path.realpath(path))  # a symbolic link is followed, not replaced
     _check_suffix(target.suffix.lower(), os.fspath(path))
     if not target.parent.is_dir():
         raise ValueError(f"no folder {str(target.parent)!r} to write {target.name!r} in; make it")
@@ -43,7 +42,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def rendered(figure: Figure, suffix: str) -> bytes:
-    """The bytes of a figure as ".png", ".svg" or ".pdf". Raises ValueError for another suffix.
+    """Return the bytes of a figure as ".png", ".svg" or ".pdf"; ValueError for another suffix.
 
     >>> rendered(Figure(), ".png")[1:4]
     b'PNG'

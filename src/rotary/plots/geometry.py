@@ -43,11 +43,11 @@ def unit_circle(
     pairs: Sequence[int] | None = None,
     seq_len: int | None = None,
 ) -> Figure:
-    """Where chosen pairs point at a position, and `distance` tokens on; one circle for each pair.
+    """Draw the angles of chosen pairs at `position` and `distance` tokens on, one circle each.
 
     pairs  up to 8 of them; default: 6 from the fastest to the slowest
-    A frame of an animation: call it for one position after another. Raises ValueError for a pair
-    that is not there.
+    For an animation, call it for one position after another. Raises ValueError for a pair that
+    does not exist.
 
     >>> len(unit_circle(Rotary(head_dim=128), 100, 10).axes)
     6
@@ -90,11 +90,11 @@ def unit_circle(
 
 
 def layout(spec: Specs, *, num_heads: int = 4, num_key_heads: int = 2) -> Figure:
-    """Which channels are pairs in either layout, and how rows of W_q and W_k move between the two.
+    """Draw the pairs of channels in both layouts, and how rows of W_q and W_k move between them.
 
-    Above: the channels of a head, coloured by their pair, grey where they are not rotated; small
-    heads carry the number of the pair. Below: the permutations of the rows of the projections of
-    queries and of keys from `spec.layout` to the other one; lines part the heads.
+    Above: the channels of a head, coloured by their pair, grey if they are not rotated; small heads
+    show the number of the pair. Below: the permutations of the rows of the query and key
+    projections from `spec.layout` to the other layout; lines separate the heads.
     Raises ValueError for more than 4096 rows.
 
     >>> len(layout(Rotary(head_dim=8)).axes)
@@ -153,12 +153,13 @@ def _write_inside(panel: Axes, x: float, y: float, text: str, *, is_dark: bool) 
 
 
 def grid(spec: Specs, *, positions: npt.ArrayLike | None = None, ranks: int = 4) -> Figure:
-    """Which axis drives each pair, the position of every token on each axis, and who computes it.
+    """Draw the axis of each pair, the position of every token on each axis, and its rank.
 
     positions  (tokens,) or (tokens, axes), from `rotary.positions`; default: text for one axis, an
-               image of 4 x 8 patches for two, text, an image of 4 x 6 and text for three
-    ranks      of context parallelism: in one piece each ("contiguous"), and with the first and the
-               last of 2 x ranks pieces paired ("head-tail"), which evens out causal attention
+               image of 4 x 8 patches for two axes, text, an image of 4 x 6 and text for three
+    ranks      number of ranks of context parallelism, with one piece each ("contiguous"), or with
+               the first and the last of 2 x ranks pieces paired ("head-tail"), which balances
+               causal attention
     Up to 4096 tokens. Raises ValueError for positions that do not fit the axes.
 
     >>> vision = Rotary(head_dim=128, axes=builders.sections(16, 24, 24))
@@ -220,7 +221,7 @@ def _ranks(panel: Axes, tokens: int, ranks: int) -> None:
     for row, owner in enumerate(rows.values()):
         starts = np.flatnonzero(np.diff(owner, prepend=-1))
         for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
-            if stop - start >= tokens / 40:  # else there is no room for its number
+            if stop - start >= tokens / 40:  # a narrower piece has no room for its number
                 middle, rank = (start + stop - 1) / 2, owner[start]
                 _write_inside(panel, middle, row, str(rank), is_dark=rank < ranks / 2)
     label(panel, "token", "", f"Rank of each token, of {ranks} in context parallelism")

@@ -25,7 +25,7 @@ from .style import (
 MAX_ROWS = 40
 MAX_MEASURED = 4096
 SPEEDS = 10.0 ** np.arange(6, 14)  # bytes per second
-# heading, and where the column begins, as a share of the width
+# heading of each column, and its start as a share of the width
 COLUMNS = (
     ("model", 0.0), ("rotated", 0.155), ("layout", 0.23), ("base", 0.345), ("schedule", 0.42),
     ("longest wavelength", 0.555), ("first failure", 0.685),
@@ -37,13 +37,13 @@ UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("B", 1.0))
 def gallery(
     specs: Specs, length: int = 2**20, *, seq_len: int | Mapping[str, int] | None = None
 ) -> Figure:
-    """Models side by side, one row each: what their RoPE is, and the wavelengths of their pairs.
+    """Draw a table of models, one row each: their RoPE, and the wavelengths of their pairs.
 
-    length   up to where the first failure is searched for
-    seq_len  length of the row, {name in specs: length} for several: wavelengths and first failures
-             are those after scaling, and LongRoPE and dynamic NTK take effect at this length
-    Cells that differ from the first row are black, the others grey. The strip is the wavelength of
-    every pair, from the first to the last, on one log scale for all rows; pairs that stand still
+    length   the largest distance at which a first failure is searched for
+    seq_len  length of the sequence, or {name in specs: length}: wavelengths and first failures are
+             those after scaling, and LongRoPE and dynamic NTK take effect at this length
+    Cells that differ from the first row are black, the others grey. The strip shows the wavelength
+    of every pair, from the first to the last, on one log scale for all rows; pairs that stand still
     are white. Up to 40 specs. Raises ValueError for a name in seq_len that is not in specs.
 
     >>> figure = gallery({"Llama 2": Rotary(head_dim=128)}, length=4096)
@@ -106,11 +106,11 @@ def roofline(
     bandwidth: float | None = None,
     setting: str = "",
 ) -> Figure:
-    """Time against bytes moved, both log scales, a curve for each kernel, and lines of equal speed.
+    """Draw time against bytes moved, log scales, one curve per kernel, and lines of equal speed.
 
     measured   {name: [(bytes read and written, seconds), ...]}, as benchmarks give them
-    bandwidth  of the memory, bytes per second: the roof, which nothing that leaves the caches beats
-    setting    what was measured, and where: shapes, type of the numbers, machine
+    bandwidth  of the memory, bytes per second: the roof for arrays that do not fit in the caches
+    setting    what was measured, and where: shapes, dtype, machine
     Rotation does few operations for each byte, so its roof is the memory's speed. Raises ValueError
     for numbers that are not finite and above 0.
 

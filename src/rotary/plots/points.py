@@ -1,4 +1,4 @@
-"""Which points of a long curve are drawn: never more than 4096, and never without the extremes."""
+"""Chooses the points of a long curve that are drawn: at most 4096; extremes and means of bins."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ Values = npt.NDArray[np.float64]
 
 
 def spaced(length: int, most: int = MAX_POINTS) -> Indices:
-    """Whole numbers from 1 to `length`, at most `most`: every one at first, then log-spaced.
+    """Return at most `most` whole numbers from 1 to `length`: all small ones, then log-spaced.
 
     >>> spaced(5).tolist()
     [1, 2, 3, 4, 5]
@@ -19,16 +19,16 @@ def spaced(length: int, most: int = MAX_POINTS) -> Indices:
     """
     if length <= most:
         return np.arange(1, length + 1)
-    # rounding merges the small ones, so there is room: the first `most // 4` are all kept
+    # log-spaced small numbers would coincide after rounding, so the first `most // 4` are all kept
     start = most // 4
     tail = np.geomspace(start, length, most - start).round().astype(np.int64)
     return np.unique(np.concatenate([np.arange(1, start + 1), tail]))
 
 
 def log_bins(length: int, most: int = BINS) -> Indices:
-    """First distance of each of at most `most` bins of 1 .. length, equally wide on a log axis.
+    """Return the first distance of at most `most` bins of 1 .. length, equally wide on a log axis.
 
-    A bin ends where the next one begins; near 1 every distance is a bin of its own.
+    A bin ends where the next one begins; near 1 every distance is a separate bin.
 
     >>> log_bins(100, 8).tolist()
     [1, 2, 3, 6, 10, 18, 32, 57]
@@ -39,9 +39,9 @@ def log_bins(length: int, most: int = BINS) -> Indices:
 
 
 def extremes(values: Values, starts: Indices) -> tuple[Indices, Indices]:
-    """Where a curve is lowest and where it is highest in each bin: two index arrays, one per bin.
+    """Return the index of the lowest and of the highest value in each bin: two arrays.
 
-    values  one for each of the distances 0, 1, 2 ..; a log axis has no place for 0
+    values  one for each of the distances 0, 1, 2 ..; that at 0 is in no bin, for a log axis
     starts  from `log_bins`
     """
     ends = [*starts[1:].tolist(), len(values)]
@@ -52,6 +52,6 @@ def extremes(values: Values, starts: Indices) -> tuple[Indices, Indices]:
 
 
 def means(values: Values, starts: Indices) -> Values:
-    """Mean of the curve in each bin; arguments as in `extremes`."""
+    """Return the mean of the curve in each bin; arguments as in `extremes`."""
     sums: Values = np.add.reduceat(values, starts)
     return sums / np.diff(starts, append=len(values))

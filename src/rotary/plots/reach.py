@@ -29,19 +29,20 @@ from .style import (
     write,
 )
 
-PLACES = 64  # of precision, along the log axis
-LOWEST = 80  # bins of similarity: fewer than waves, so that the line is the lower edge of them
+PLACES = 64  # positions that `precision` draws, along the log axis
+LOWEST = 80  # bins of `similarity`: wider than the waves of the curve, so their lowest values join
 
 
 def similarity(
     specs: Specs, length: int = 131_072, *, seq_len: int | None = None, axes: Axes = None
 ) -> Figure:
-    """Similarity B_m over its value at distance 0, against distance, with the first failure marked.
+    """Draw similarity B_m / B_0 against distance, and mark the first failure.
 
-    Men et al. (arXiv 2405.14591): below 0 a random key beats one like the query, in the mean over
-    independent queries and keys. A diagnostic, not a limit: many good models violate it. Every
-    distance to `length` is computed. Drawn is a line through the lowest of each of 80 log-wide
-    bins, and a dot at the first failure: no failure is hidden.
+    Men et al. (arXiv 2405.14591): below 0 a random key scores higher than a key that is similar to
+    the query, in the mean over independent queries and keys. A diagnostic, not a limit: many good
+    models violate it. Every distance up to `length` is computed. The line goes through the lowest
+    value of each of 80 bins, equally wide on the log scale, so no failure is hidden; a dot marks
+    the first failure.
 
     >>> from rotary import Rotary
     >>> figure = similarity(Rotary(head_dim=128), length=4096)
@@ -76,13 +77,14 @@ def similarity(
 def design(
     specs: Specs, wanted: ladders.Wanted, *, seq_len: int | None = None, axes: Axes = None
 ) -> Figure:
-    """B_m / B_0 of each spec against distance, over what was wanted of it.
+    """Draw B_m / B_0 of each spec against distance, over the wanted values.
 
-    wanted  of `rotary.analysis.ladders`; it says to which length is drawn. Grey is what was asked
-            for: a line, or a band where anything between two values will do
-    Every distance is computed. Up to 400 each is drawn; beyond, the mean of 400 log-wide bins, and
-    a band from lowest to highest of the first spec. The legend says by how much each misses what
-    is wanted, `rotary.analysis.misses`, and where it fails: its first distance with B_m < 0.
+    wanted  from `rotary.analysis.ladders`; its length is the largest distance. Grey shows it: a
+            line, or a band between the two wanted values
+    Every distance is computed. If there are at most 400, each is drawn; else the mean of 400 bins
+    of equal width on the log scale, with a band from lowest to highest for the first spec. The
+    legend has the error of each spec, `rotary.analysis.misses`, and its first distance with
+    B_m < 0.
 
     >>> from rotary import Rotary
     >>> from rotary.analysis import wanted_reach
@@ -124,12 +126,12 @@ def base_bound(
     specs: Specs | None = None,
     contexts: Mapping[str, int] | None = None,
 ) -> Figure:
-    """Smallest base that keeps B_m >= 0 up to a context, both log scales, and where specs stand.
+    """Draw the smallest base with B_m >= 0 up to a context, both log scales, and specs as dots.
 
     smallest  {head_dim: {context: base}}, from `rotary.analysis.search.min_base(...).base`
-    specs     each is a dot at its base and its first failure, searched for up to 2^20
-    contexts  {name in specs: context of the model}: a line from the first failure to there, and
-              LongRoPE and dynamic NTK take effect at it
+    specs     each is a dot at its base and its first failure, which is searched for up to 2^20
+    contexts  {name in specs: context of the model}: a line goes from the first failure to the
+              context, and LongRoPE and dynamic NTK take effect at it
     Men et al. (arXiv 2405.14591). A diagnostic, not a limit. Raises ValueError for an empty table.
 
     >>> figure = base_bound({128: {1024: 4293.44, 8192: 83763.85}})
@@ -182,11 +184,11 @@ def comb(
     rotary_dim: int | None = None,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Which bases keep B_m >= 0 up to a context: a comb, because a larger base may fail again.
+    """Draw which bases keep B_m >= 0 up to a context: a comb, because a larger base may fail again.
 
     bases  up to 4096, rising, log scale; each is drawn up to half way to its neighbours
-    marks  {name: base} drawn as lines, for example of `min_base` and `safe_base`; one that passes
-           is rounded up in the legend, so that it passes as it is read
+    marks  {name: base} drawn as lines, for example of `min_base` and `safe_base`; the legend rounds
+           a base that passes up, to a number that also passes
     Raises ValueError for bases that do not rise.
 
     >>> comb(64, [10.0, 100.0, 1000.0]).axes[0].get_xscale()
@@ -229,13 +231,12 @@ def precision(
     arithmetics: Sequence[str] = ARITHMETICS,
     seq_len: int | None = None,
 ) -> Figure:
-    """Largest error of cos or sin near a position, both log scales, for each arithmetic.
+    """Draw the largest error of cos or sin near a position, both log scales, for each arithmetic.
 
-    `rotary.analysis.error_near` at 64 log-spaced places: the worst of all pairs and of 64 positions
-    before each. Where it is near 1 an angle says nothing, and 2 is the most. An error of exactly
-    0 has no place on a log scale, nor have positions that a type cannot hold (float16 beyond
-    65,504).
-    Several specs are drawn for one arithmetic each, several arithmetics for one spec.
+    It is `rotary.analysis.error_near` at 64 log-spaced positions: the largest error of all pairs at
+    64 positions before each. Near 1, an angle is meaningless; 2 is the maximum. Errors of exactly 0
+    are not drawn, nor positions that a type cannot hold (float16 beyond 65,504).
+    Give several specs with one arithmetic, or one spec with several arithmetics.
     Raises ValueError for an unknown arithmetic.
 
     >>> from rotary import Rotary

@@ -1,4 +1,4 @@
-"""Pictures of the frequencies: wavelengths, what an extension does to them, what was trained."""
+"""Pictures of frequencies: wavelengths, their change by an extension, angles seen in training."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ from .style import (
 )
 
 PAIR = "pair"
-MAX_COLUMNS, MAX_ROWS = 1024, 256  # of a heat map: more cannot be seen
+MAX_COLUMNS, MAX_ROWS = 1024, 256  # of a heat map: more would not be visible
 
 
 def wavelengths(
@@ -40,14 +40,14 @@ def wavelengths(
     target: int | None = None,
     seq_len: int | None = None,
 ) -> Figure:
-    """Wavelength of every pair in tokens, after scaling, log scale: which pairs turn in a length.
+    """Draw the wavelength of every pair in tokens, after scaling, log scale.
 
     trained  length trained on; pairs above its line complete no turn within it, and the legend
-             gives the critical dimension (Liu et al., arXiv 2310.05209), that of the spec before
-             scaling, as `rotary.reach` counts it
+             gives the critical dimension (Liu et al., arXiv 2310.05209) of the spec before scaling,
+             as `rotary.reach` counts it
     target   length to reach
-    Pairs that stand still have no wavelength: triangles at the top. Points are not joined where
-    several axes share the pairs. Raises ValueError for no spec or for a length that is none.
+    Pairs that stand still have no wavelength: they are triangles at the top. If several axes share
+    the pairs, points are not joined. Raises ValueError if there is no spec or a length is invalid.
 
     >>> wavelengths(Rotary(head_dim=128), trained=4096).axes[0].get_yscale()
     'log'
@@ -82,7 +82,7 @@ def wavelengths(
 
 
 def _joined(spec: Rotary) -> dict[str, str]:
-    """What keeps the points of pairs of several axes apart."""
+    """Return line options that do not join the points of pairs of several axes."""
     return {} if spec.num_axes == 1 else {"linestyle": "none", "marker": "."}
 
 
@@ -95,7 +95,7 @@ def _lengths(panel: Axes, trained: int | None, target: int | None) -> None:
     lines = [(n, what) for n, what in ((trained, "trained"), (target, "target")) if n is not None]
     for length, what in lines:
         panel.axhline(length, color=GREY, linewidth=0.8, linestyle=":")
-        # the lower of the two hangs below its line, so that they cannot meet
+        # the lower text is below its line, so that the two cannot overlap
         below = len(lines) == 2 and (length, what) == min(lines)
         write(
             panel, 1.01, length, f"{what} {length:,}", va="top" if below else "bottom",
@@ -110,14 +110,14 @@ def frequency_ratio(
     trained: int | None = None,
     seq_len: int | None = None,
 ) -> Figure:
-    """Frequency of every pair over what it was before the extension: 1 is kept, 1/8 stretched by 8.
+    """Draw the frequency of every pair over its original frequency: 1 is kept, 1/8 stretched by 8.
 
-    original  what to divide by; default: the same base and width without any scaling
+    original  the RoPE before the extension; default: the same base and width without any scaling
     trained   length trained on: shades the band in which YaRN goes from kept to interpolated,
               pairs of 32 turns to pairs of 1 (Peng et al., arXiv 2309.00071, equation 17)
     `rotary.analysis.extension.methods` gives all the methods for one target length; LongRoPE and
-    dynamic NTK take effect at `seq_len`, the length of the row.
-    Raises ValueError where widths differ.
+    dynamic NTK take effect at `seq_len`, the length of the sequence.
+    Raises ValueError if the rotary_dim of a spec differs from that of its original.
 
     >>> spec = Rotary(head_dim=8, schedule="linear", params={"factor": 4.0})
     >>> frequency_ratio(spec).axes[0].lines[0].get_ydata()
@@ -132,7 +132,7 @@ def frequency_ratio(
     for index, (name, spec, style) in enumerate(models):
         ratio = _ratio(spec, original, seq_len)
         style |= _joined(spec)
-        width = 1.2 + 0.35 * (len(models) - 1 - index)  # curves that coincide show all the same
+        width = 1.2 + 0.35 * (len(models) - 1 - index)  # so that coinciding curves are all visible
         line = panel.plot(np.arange(ratio.size), ratio, linewidth=width, **style)[0]
         entries.append((name + amplitude(spec, seq_len), line))
     panel.set_yscale("log", base=2)
@@ -159,7 +159,7 @@ def _ratio(spec: Rotary, original: Rotary | None, seq_len: int | None) -> spectr
             f"original must have the same rotary_dim, {spec.rotary_dim}, got {before.rotary_dim}"
         )
     old, new = spectrum.frequencies(before, seq_len), spectrum.frequencies(spec, seq_len)
-    # what stands still before or after has no ratio on a log scale
+    # a pair that stands still before or after has no ratio on a log scale
     nothing = np.full_like(new, np.nan)
     return np.divide(new, old, out=nothing, where=(old > 0) & (new > 0))
 
@@ -172,12 +172,12 @@ def angle_coverage(
     original: Rotary | None = None,
     seq_len: int | None = None,
 ) -> Figure:
-    """Share of the circle each pair saw in training, and which angles are new beyond it.
+    """Draw the share of its circle that each pair saw in training, and which angles are new.
 
-    Above, for the spec that was trained (`original`; default: each spec without its scaling), the
-    share of all angles that lengths up to `trained` show. Below, for each spec, the share of a
-    pair's angles at a position up to `target` that training never showed: dark is unknown ground.
-    seq_len is the length of the row; default: `target`.
+    Above: for the spec that was trained (`original`; default: each spec without its scaling), the
+    share of all angles that lengths up to `trained` show. Below: for each spec, the share of a
+    pair's angles up to a position that training never showed; dark means many. Positions go up to
+    `target`. seq_len is the length of the sequence; default: `target`.
     Raises ValueError for a target below the trained length.
 
     >>> figure = angle_coverage(Rotary(head_dim=128), trained=4096, target=16384)
@@ -220,11 +220,11 @@ def angle_coverage(
 
 
 def cosine_map(spec: Specs, length: int = 256, *, seq_len: int | None = None) -> Figure:
-    """cos(position x inv_freq) for every position below `length` and every pair.
+    """Draw cos(position x inv_freq) for every position below `length` and every pair.
 
-    More than 1024 positions are thinned to every k-th one, and the axis says so: fast pairs then
-    show patterns that are not there. All axes of a grid move together, as in text; the attention
-    factor is not in it.
+    Of more than 1024 positions only every k-th is drawn, as the axis says: fast pairs then show
+    patterns that are an artifact. All axes of a grid have the same position, as in text; the
+    attention factor is left out.
 
     >>> cosine_map(Rotary(head_dim=8), length=64).axes[0].images[0].get_array().shape
     (4, 64)

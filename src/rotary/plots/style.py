@@ -1,4 +1,4 @@
-"""What all pictures share: colours, names of curves, empty panels, the legend."""
+"""Shared parts of all pictures: colours, names of curves, empty panels, the legend."""
 
 import math
 import textwrap
@@ -16,7 +16,7 @@ from .points import MAX_POINTS
 Style = dict[str, Any]  # colour and dashes of a curve, as options of matplotlib
 Specs = Rotary | Mapping[str, Rotary] | Sequence[Rotary]
 
-# Okabe and Ito, Color Universal Design (2008), without its yellow, which white paper swallows
+# Okabe and Ito, Color Universal Design (2008), without its yellow, which is hard to see on white
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 BLUE, VERMILLION, GREEN = PALETTE[:3]
 DASHES = ("-", "--")
@@ -25,13 +25,13 @@ GREY, SHADE = "0.45", "0.92"
 MAX_CURVES = len(PALETTE) * len(DASHES)
 MAX_NAME = 44
 MAX_HEAD_DIM = 2 * MAX_POINTS
-CHARACTERS_PER_INCH = 13  # of the legend's 9 point letters
+CHARACTERS_PER_INCH = 13  # of a 9 point font
 
 
 def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
-    """The specs to draw by the name to show: their own, or what they are.
+    """Return name -> spec to draw: the given names, or `described` for specs without names.
 
-    Raises ValueError for none, for more than `most`, and for what is no `Rotary`.
+    Raises ValueError for no specs, for more than `most`, and for an object that is not a `Rotary`.
     """
     if isinstance(specs, Rotary):
         specs = [specs]
@@ -59,13 +59,13 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
 
 
 def curves(specs: Specs) -> Iterator[tuple[str, Rotary, Style]]:
-    """The name, the spec, and the colour and dashes of the curve of each spec."""
+    """Yield the name, the spec, and the colour and dashes of the curve of each spec."""
     for index, (name, spec) in enumerate(named(specs).items()):
         yield name, spec, curve(index)
 
 
 def described(spec: Rotary) -> str:
-    """A spec in a few words, for a legend.
+    """Describe a spec in a few words, for a legend.
 
     >>> described(Rotary(head_dim=8, rotary_dim=4, schedule="linear", params={"factor": 2.0}))
     'base 10,000, linear x 2, 4 of 8 channels'
@@ -84,7 +84,7 @@ def described(spec: Rotary) -> str:
 
 
 def scaling(spec: Rotary) -> str:
-    """The schedule and its factor.
+    """Return the schedule and its factor as text.
 
     >>> scaling(Rotary(head_dim=8, schedule="linear", params={"factor": 2.0}))
     'linear x 2'
@@ -94,13 +94,13 @@ def scaling(spec: Rotary) -> str:
 
 
 def amplitude(spec: Rotary, seq_len: int | None) -> str:
-    """What the name of a curve says of the attention factor: nothing where it is 1."""
+    """Return the attention factor as a suffix of a curve's name: "" if it is 1."""
     factor = inv_freq(spec, seq_len)[1]
     return "" if factor == 1 else f", attention factor {factor:.4g}"
 
 
 def plain(name: object, most: int = MAX_NAME) -> str:
-    """A name as one short line: control characters escaped, a long middle left out.
+    """Return a name as one short line: control characters escaped, a long middle left out.
 
     >>> plain("a\\nb"), plain("x" * 50, 9)
     ('a\\\\nb', 'xxxxx…xxx')
@@ -112,7 +112,7 @@ def plain(name: object, most: int = MAX_NAME) -> str:
 
 
 def curve(index: int) -> Style:
-    """Colour and dashes of the curve `index`."""
+    """Return colour and dashes of curve number `index`."""
     return {
         "color": PALETTE[index % len(PALETTE)],
         "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
@@ -121,7 +121,7 @@ def curve(index: int) -> Style:
 
 def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 4.5,
            log: str = "", **options: Any) -> tuple[Figure, list[Axes]]:  # fmt: skip
-    """A new figure and its panels, row by row; `width` and `height` of the whole in inches.
+    """Return a new figure and its panels, row by row; `width` and `height` of the figure in inches.
 
     log  which axes have a log scale: "x", "y" or "xy"
     """
@@ -135,7 +135,7 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float
 
 
 def label(panel: Axes, x: str, y: str, title: str = "") -> None:
-    """Write what the axes hold, with units, and a short title, as plain text."""
+    """Write the labels of the axes, with units, and a short title, as plain text."""
     panel.set_xlabel(x, parse_math=False)
     panel.set_ylabel(y, parse_math=False)
     if title:
@@ -143,7 +143,7 @@ def label(panel: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def heading(figure: Figure, name: str) -> None:
-    """Write above all panels which spec, or which measurement, the figure shows."""
+    """Write the name of the spec or measurement above all panels."""
     wide = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
     figure.suptitle(
         textwrap.fill(name, wide), x=0.01, ha="left", fontsize=9, color=GREY, parse_math=False
@@ -151,12 +151,12 @@ def heading(figure: Figure, name: str) -> None:
 
 
 def write(panel: Axes, x: float, y: float, text: str, **options: Any) -> None:
-    """Write plain text into a panel, at a place in its data unless `transform` says otherwise."""
+    """Write plain text into a panel, at data coordinates (x, y) unless `transform` is given."""
     panel.text(x, y, text, **{"parse_math": False, "fontsize": 9, "color": GREY, **options})
 
 
 def legend(figure: Figure, entries: Sequence[tuple[str, Artist]]) -> Figure:
-    """The figure with its curves named under the panels, where no data is; no name is markup."""
+    """Add a legend below the panels, where no data is, and return the figure; names are plain."""
     if not entries:
         return figure
     names, artists = zip(*entries, strict=True)

@@ -1,13 +1,13 @@
 """Tests whether a function of yours rotates as a spec says.
 
 `check(fn, spec)` compares a function with the plain formula in float64, and names the mistake where
-they differ. `vectors(specs)` gives the numbers themselves, for programs that Python cannot call:
+they differ. `vectors(specs)` gives the right numbers, for programs that Python cannot call:
 `rotary vectors` writes them into a file. pytest has the fixture `rotary_check`
 (`rotary.pytest_plugin`).
 
-Use `rotary.identify` where the right RoPE is not known: it measures which one a function computes.
-Use `check` where it is known: then a base, a factor or a slice of another model is a mistake as
-well, which `identify` cannot know.
+Use `rotary.identify` if the right RoPE is not known: it measures which one a function computes. Use
+`check` if it is known: then it also finds the base, factor or slice of another model, which
+`identify` cannot know to be wrong.
 """
 
 from .compare import CASES as CASES

@@ -25,8 +25,8 @@ from ..spec import Rotary, check_whole
 from .formula import rotated, tables
 from .mistakes import mistakes
 
-FAR = 4095  # a table of 4096 rows has it, and float32 angles are right to 1e-3 rad there
-# what a function is asked: the codes of identify that are about it alone
+FAR = 4095  # the last row of a table of 4096; float32 angles are right to 1e-3 rad there
+# the cases of a check, and the codes of identify that concern only this case
 CASES = {
     "near": (),
     "gaps": ("positions_consecutive",),
@@ -44,7 +44,7 @@ CASES = {
 class WrongRotationError(AssertionError):
     """A function does not rotate as its spec says.
 
-    findings  why, (code, text) each, never empty
+    findings  the reasons, (code, text) each, never empty
 
     >>> WrongRotationError("it turns nothing", (Finding("no_rotation", "it turns nothing"),)).codes
     ('no_rotation',)
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What is asked, and when a result is right."""
+    """Which calls are made, and when a result is right."""
 
     max_position: int
     seq_len: int | None
@@ -102,18 +102,18 @@ def check(
                   columns as cat(c, c), as repeat_interleave(c, 2), or as c alone
     seq_len       length that `dynamic` and `longrope` are scaled for; default: that of each row,
                   its largest position plus one
-    max_position  the farthest position that is asked. Default 4095; twice the trained length where
-                  frequencies depend on the length
-    tolerance     of the results, relative to the largest number of a call, beside the rounding of
-                  `dtype`; 1e-3 is what float32 angles reach near position 8000
-    skip          cases that are not asked, of `CASES`: "gaps" for a function that takes one offset,
+    max_position  the largest position that is tested. Default 4095; if frequencies depend on the
+                  length, twice the trained length where that is more
+    tolerance     of the results, relative to the largest number of a call, in addition to the
+                  rounding of `dtype`; float32 angles reach 1e-3 near position 8000
+    skip          cases of `CASES` to leave out: "gaps" for a function that takes one offset,
                   "input" for one that works in place, "batch", "rows", ...
 
     Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
-    row of 1024 tokens, one head, one token, a batch, a batch whose rows have positions of their own
-    where the function takes them, far positions, the first call again, and whether x was written
-    over. If anything differs, the mistake is looked for among `mistakes`, then by `identify`.
-    Raises ValueError for a callable that no way to call works for, and for a bad argument.
+    row of 1024 tokens, one head, one token, a batch, a batch whose rows have different positions if
+    the function takes them, far positions, the first call again, and whether x was overwritten. If
+    anything differs, it looks for the mistake among `mistakes`, then by `identify`.
+    Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
     >>> spec = Rotary(head_dim=16, base=500_000.0)
@@ -133,16 +133,16 @@ def check(
     spec = _of_tables(spec) if kind == "tables" else spec
     trials = [
         [call for box in boxes for call in _calls(box, spec, rules)]
-        for boxes in _ways(fns, kind, spec, seq_dim, library, dtype)
+        for boxes in _boxes(fns, kind, spec, seq_dim, library, dtype)
     ]
     wrong = [[call for call in calls if _differs(call, spec, rules)] for calls in trials]
     if not all(wrong):
         return
-    ask = partial(identify, fn, spec.head_dim, form=kind, seq_dim=seq_dim, library=library,
-                  dtype=dtype, max_position=rules.max_position)  # fmt: skip
+    identify_fn = partial(identify, fn, spec.head_dim, form=kind, seq_dim=seq_dim, library=library,
+                          dtype=dtype, max_position=rules.max_position)  # fmt: skip
     findings = (
         _known(spec, trials, rules)
-        or _measured(ask, spec, kind, rules)
+        or _measured(identify_fn, spec, kind, rules)
         or (Finding("differs", "for a reason not known"),)
     )
     where = _where(min(wrong, key=len), spec, rules, len(trials[0]))
@@ -165,16 +165,16 @@ def _rules(
 
 
 def _of_tables(spec: Rotary) -> Rotary:
-    """The spec of a function that is given tables: one axis, no amplitude, these frequencies."""
+    """Return the spec for a function that is given tables: one axis, no amplitude."""
     params = {"inv_freq": inv_freq(spec)[0].tolist()}
     return dataclasses.replace(spec, schedule="custom", params=params, axes=())
 
 
-def _ways(
+def _boxes(
     fns: Sequence[Callable[..., object]], kind: str, spec: Rotary, seq_dim: int,
     library: str | None, dtype: str,
 ) -> Iterator[Sequence[Box]]:  # fmt: skip
-    """The boxes of q and k; for tables once for every order of their columns that is taken."""
+    """Yield the boxes of q and k; for tables once for every order of columns that fn accepts."""
     how = (spec.head_dim, seq_dim, library, dtype)
     if kind == "positions":
         yield [first_that_works(boxes_with_positions(fn, *how, spec.num_axes)) for fn in fns]
@@ -190,17 +190,17 @@ def _ways(
 
 
 def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
-    """Every call of the cases that are not skipped, in their order."""
+    """Yield every call of the cases that are not skipped, in their order."""
 
     def at(*numbers: int) -> Array:
-        """Positions (seq,) or (seq, axes); each axis has numbers of its own."""
+        """Return positions (seq,) or (seq, axes), with different numbers on each axis."""
         row = np.array(numbers, np.int64)
         axes = np.arange(1, spec.num_axes + 1)
         several = (row[:, None] * axes + axes - 1) % (row.max() + 1)
         return row if spec.num_axes == 1 else several
 
     near, five, token = at(*range(16)), at(*range(3, 8)), at(17)
-    asked = [
+    inputs = [
         ("near", sample(box, 1, 2, 16), near),
         ("gaps", sample(box, 1, 2, 5), at(3, 11, 4, 20, 9)),
         ("row", sample(box, 1, 2, min(1024, rules.max_position + 1)),
@@ -210,13 +210,13 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
         ("batch", sample(box, 3, 2, 5), five),
     ]  # fmt: skip
     if box.by_row:
-        asked.append(("rows", sample(box, 2, 2, 5), np.stack([five, at(*range(20, 25))])))
+        inputs.append(("rows", sample(box, 2, 2, 5), np.stack([five, at(*range(20, 25))])))
     middles = [1 << n for n in range(5, rules.max_position.bit_length())]
     for axis, middle in itertools.product(range(spec.num_axes), [*middles, rules.max_position]):
         run = box.positions([middle - 2, middle - 1, middle], axis)
-        asked.append(("far", sample(box, 1, 2, 3), run))
-    asked.append(("again", *asked[0][1:]))
-    for case, x, positions in asked:
+        inputs.append(("far", sample(box, 1, 2, 3), run))
+    inputs.append(("again", *inputs[0][1:]))
+    for case, x, positions in inputs:
         if case in rules.skip:
             continue
         try:
@@ -245,7 +245,7 @@ def _differs(call: Call, spec: Rotary, rules: Rules) -> bool:
 
 
 def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tuple[Finding, ...]:
-    """The first known mistake that explains every result of a trial."""
+    """Return the first known mistake that explains every result of a trial."""
     for code, text, wrong in mistakes(spec):
         if wrong.num_axes == spec.num_axes and any(
             not any(_differs(call, wrong, rules) for call in calls) for calls in trials
@@ -255,22 +255,22 @@ def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tupl
 
 
 def _measured(
-    ask: Callable[..., Identification], spec: Rotary, kind: str, rules: Rules
+    identify_fn: Callable[..., Identification], spec: Rotary, kind: str, rules: Rules
 ) -> tuple[Finding, ...]:
-    """What `identify` finds in the function and not in the formula, and how the specs differ."""
-    if kind == "tables":  # whose frequencies are those of base 10,000 when identify calls it
+    """Return what `identify` finds in fn and not in the formula, and how the specs differ."""
+    if kind == "tables":  # identify calls it with the frequencies of base 10,000
         plain = dataclasses.replace(spec, schedule="default", params={}, base=1e4)
         right = Identification(plain, amplitude=1.0)
-        asked = {"rotary_dim": spec.rotary_dim}
+        options = {"rotary_dim": spec.rotary_dim}
     else:
         right = identify(
             lambda x, positions: rotated(spec, x, *tables(spec, positions, rules.seq_len)),
             spec.head_dim, form="positions", library="numpy", num_axes=spec.num_axes,
             max_position=rules.max_position,
         )  # fmt: skip
-        asked = {"num_axes": spec.num_axes}
+        options = {"num_axes": spec.num_axes}
     try:
-        result = ask(**asked)
+        result = identify_fn(**options)
     except ValueError as error:
         return (Finding("refuses", str(error)),)
     usual = {*right.codes, *(code for case in rules.skip for code in CASES[case])}
@@ -280,7 +280,7 @@ def _measured(
 
 
 def _other(other: Identification, right: Identification, allowed: float) -> Iterator[Finding]:
-    """In which fields the RoPE that was found differs from the right one."""
+    """Yield the fields in which the RoPE that was found differs from the right one."""
     if other.amplitude and right.amplitude and abs(other.amplitude / right.amplitude - 1) > allowed:
         text = f"cos and sin are multiplied by {other.amplitude:.6g}, not by {right.amplitude:.6g}"
         yield Finding("other_amplitude", text)
@@ -300,17 +300,17 @@ def _other(other: Identification, right: Identification, allowed: float) -> Iter
 
 
 def _where(wrong: Sequence[Call], spec: Rotary, rules: Rules, count: int) -> str:
-    """How many calls differ, and what the first of them gave."""
+    """Return a sentence: how many calls differ, and the result of the first of them."""
     names = ", ".join(dict.fromkeys(call.case for call in wrong))
     first = wrong[0]
-    said = f"{len(wrong)} of {count} calls differ ({names}); "
+    summary = f"{len(wrong)} of {count} calls differ ({names}); "
     if first.y is None:
-        return f"{said}the first: {first.refusal}"
+        return f"{summary}the first: {first.refusal}"
     expected = _expected(first, spec, rules.seq_len)
     place = np.unravel_index(np.abs(first.y - expected).argmax(), first.y.shape)
     row, head, token, channel = map(int, place)
     at = first.positions[row] if first.case == "rows" else first.positions
     return (
-        f"{said}the first: row {row}, head {head}, position {at[token].tolist()}, channel "
+        f"{summary}the first: row {row}, head {head}, position {at[token].tolist()}, channel "
         f"{channel} is {first.y[place]:.6g}, should be {expected[place]:.6g}"
     )

@@ -1,9 +1,9 @@
-"""The rotation by its formula, in float64 NumPy: what everything here is compared with.
+"""The rotation by its formula, in float64 NumPy: the reference of `rotary.testing`.
 
     first  of a pair:  x cos - y sin
     second of a pair:  y cos + x sin
 
-It shares the frequencies with the rest of the library and nothing else: neither tables nor kernels.
+It shares only the frequencies with the rest of the library: neither tables nor kernels.
 """
 
 import math
@@ -17,7 +17,7 @@ from ..spec import Rotary
 
 
 def row_length(spec: Rotary, positions: Array, seq_len: int | None = None) -> int | None:
-    """The length that one row is scaled for: `seq_len`, or its largest position plus one.
+    """Return the length for which one row is scaled: `seq_len`, or its largest position plus one.
 
     >>> spec = Rotary(head_dim=4, schedule="dynamic",
     ...               params={"factor": 2.0, "original_max_position_embeddings": 8})
@@ -30,7 +30,7 @@ def row_length(spec: Rotary, positions: Array, seq_len: int | None = None) -> in
 
 
 def tables(spec: Rotary, positions: Array, seq_len: int | None = None) -> tuple[Array, Array]:
-    """cos and sin of one row, times the attention factor and with the sign of the spec in sin.
+    """Return cos and sin of one row, times the attention factor; sin times the sign of the spec.
 
     positions  (seq,) or (seq, axes), int64
     Returns (cos, sin), each (seq, rotary_dim / 2) float64, right to 1e-15.
@@ -47,7 +47,7 @@ def tables(spec: Rotary, positions: Array, seq_len: int | None = None) -> tuple[
 
 
 def rotated(spec: Rotary, x: Array, cos: Array, sin: Array) -> Array:
-    """x (..., seq, head_dim) rotated by tables (seq, rotary_dim / 2), float64.
+    """Return x (..., seq, head_dim) rotated by tables (seq, rotary_dim / 2), float64.
 
     >>> rotated(Rotary(head_dim=2), np.array([[3.0, 4.0]]), np.zeros((1, 1)), np.ones((1, 1)))
     array([[-4.,  3.]])

@@ -19,18 +19,18 @@ from .formula import rotated, tables
 FORMAT, VERSION = "rotary-vectors", 1
 # where 16-bit positions, short tables and float32 angles begin to go wrong
 POSITIONS = (0, 1, 2, 3, 15, 64, 255, 257, 1000, 4095, 4097, 32767, 131_071)
-EXACT = 3e-7  # of cos and sin: twice what float32 tables and polynomials are off by
-PER_POSITION = 2.4e-7  # what float32 angles are off by, in rad per position at 1 rad per token
+EXACT = 3e-7  # of cos and sin: twice the error of float32 tables and polynomials
+PER_POSITION = 2.4e-7  # the error of float32 angles, in rad per position at 1 rad per token
 
 
 def vectors(specs: Rotary | Mapping[str | None, Rotary | None]) -> dict[str, JSON]:
-    """Golden vectors of a spec, or of one spec per layer type, as JSON-ready data.
+    """Return golden vectors of a spec, or of one spec per layer type, as JSON-ready data.
 
-    specs  as `rotary.from_hf_config` gives them for each layer type; None: layers that rotate
+    specs  a spec, or {layer type: spec} as from `rotary.from_hf_config`; None: layers that rotate
            nothing. A spec whose frequencies depend on the length has two cases: a row of the
            trained length, and one of twice that.
-    Computed in float64 and rounded once to float32. q has two heads and k one, their numbers are
-    multiples of 1/8 from -1 to 1, which every float type holds exactly.
+    The numbers are computed in float64 and rounded once to float32. q has two heads and k one; they
+    hold multiples of 1/8 from -1 to 1, which every float type holds exactly.
 
     >>> document = vectors(Rotary(head_dim=4))
     >>> document["cases"][0]["cos"]["bits"][:35]
@@ -51,7 +51,7 @@ def vectors(specs: Rotary | Mapping[str | None, Rotary | None]) -> dict[str, JSO
 
 
 def to_json(document: Mapping[str, JSON]) -> str:
-    """The document as JSON text with one line for each array.
+    """Return the document as JSON text with one line for each array.
 
     >>> print(to_json({"version": 1, "cases": [{"spec": None}]}), end="")
     {

@@ -1,7 +1,7 @@
 """Published mistakes that give another valid RoPE; only the config shows that it is wrong.
 
 Each is the spec that a program computes in place of the right one. A function makes the mistake if
-it agrees with that spec in everything it was asked.
+all its results agree with that spec.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ..spec import Rotary
 
 
 class Mistake(NamedTuple):
-    """A stable `code`, what a program does wrong in plain words, and the RoPE that it has then."""
+    """A stable `code`, what a program does wrong, and the RoPE that it computes then."""
 
     code: str
     text: str
@@ -29,7 +29,7 @@ class Mistake(NamedTuple):
 
 
 def mistakes(spec: Rotary) -> Iterator[Mistake]:
-    """Every known mistake that can be made with a spec.
+    """Yield every known mistake that can be made with a spec.
 
     Sources are repository#number of the public threads in the comments; docs/conformance.md has
     them in a table.
@@ -85,8 +85,8 @@ def _of_slice(spec: Rotary) -> Iterator[Row]:
         wrong = spec.base ** (-np.arange(0, width, 2) / head_dim)
         text = f"the exponents are divided by head_dim {head_dim}, not by rotary_dim {width}"
         yield "denominator", text, _custom(spec, wrong, inv_freq(spec)[1])
-        text = "every pair of the head has its place and the slow ones stand still (proportional), "
-        text += "where a slice is rotated"
+        text = "frequencies span the whole head and the slow pairs stand still (proportional), but "
+        text += "a slice must be rotated"
         share = {"partial_rotary_factor": width / head_dim}
         yield (
             "slice_as_proportional",
@@ -186,7 +186,7 @@ def _of_amplitude(spec: Rotary) -> Iterator[Row]:
     for code, wrong, text in (
         ("no_attention_factor", 1.0, "left out"),  # prime-rl#2802, mlx-lm#1507
         ("attention_factor_twice", factor * factor, "applied twice"),  # LMCache 0.5.6
-        ("attention_factor_divides", 1 / factor, "divided by, not multiplied with"),
+        ("attention_factor_divides", 1 / factor, "a divisor, where it must multiply"),
     ):
         if factor != 1:
             text = f"the {factor:.6g} of cos and sin (attention factor) is {text}"
@@ -194,7 +194,7 @@ def _of_amplitude(spec: Rotary) -> Iterator[Row]:
 
 
 def _changed(spec: Rotary, **changes: object) -> Rotary | None:
-    """The spec with other fields; None where there is no such RoPE."""
+    """Return the spec with other fields; None if `Rotary` refuses them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -208,6 +208,6 @@ def _with(spec: Rotary, **params: object) -> Rotary | None:
 
 
 def _custom(spec: Rotary, frequencies: Array, factor: float) -> Rotary | None:
-    """The spec with these frequencies, and this number times cos and sin."""
+    """Return the spec with these frequencies and this attention factor."""
     params = {"inv_freq": frequencies.tolist(), "attention_factor": factor}
     return _changed(spec, schedule="custom", rotary_dim=2 * len(frequencies), params=params)
