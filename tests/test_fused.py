@@ -472,7 +472,7 @@ REFUSED = {
     "an array of eps": (
         lambda f: Norm(None, None, np.array(1e-6)), TypeError, "eps must be a number, as 1e-6, got"
     ),
-    "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "of q, k and v"),
+    "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "for q, k and v"),
     "token scales of floats": (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
     "another word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
     "slots": (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),
