@@ -9,6 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
+from .instructions import compiles_for
 from .vectors import F32, F64, I32, I64
 
 
@@ -96,14 +97,17 @@ def store_double(context, address, value):
     return types.void(types.int64, types.float64), generate
 
 
-# sin(x)/x and cos(x) as polynomials in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2]; their
-# errors are 3e-9 and 5e-11
-SIN = (0.9999999969177036, -0.16666650673996775, 0.00833203578559731, -0.000195039042508408)
-COS = (
+# coefficients of sin(x) / x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2];
+# errors 3e-9 and 5e-11
+_SIN = (0.9999999969177036, -0.16666650673996775, 0.00833203578559731, -0.000195039042508408)
+_COS = (
     0.9999999999524894, -0.4999999961485761, 0.041666616692532826, -0.0013886617999647076,
     2.4379831251175367e-05,
 )  # fmt: skip
-_TURN = 2 * np.pi / 2**32
+# the same for x in units of 2^-64 quarter turns
+_UNIT = np.pi / 2 / 2**64
+SIN = tuple(each * _UNIT ** (2 * power + 1) for power, each in enumerate(_SIN))
+COS = tuple(each * _UNIT ** (2 * power) for power, each in enumerate(_COS))
 
 
 def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -> ir.Value:
@@ -113,6 +117,21 @@ def _polynomial(b: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ...]) -
         product = b.fmul(total, x, flags=("contract",))  # a fused multiply-add where there is one
         total = b.fadd(product, vec.constant(F64, lanes, coefficient), flags=("contract",))
     return total
+
+
+def _as_double(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Convert signed 64-bit integers to float64, for which AVX2 has no instruction."""
+    lanes = vec.lanes_of(x)
+    double = vec.vector(F64, lanes)
+    if compiles_for("avx512dq", elsewhere=True):
+        return b.sitofp(x, double)
+    # the bits of each half are those of a float64: 2^84 + 2^63 + upper * 2^32, and 2^52 + lower
+    upper = b.lshr(x, vec.constant(I64, lanes, 32))
+    upper = b.xor(upper, vec.constant(I64, lanes, 0x4530000080000000))
+    lower = b.and_(x, vec.constant(I64, lanes, 2**32 - 1))
+    lower = b.or_(lower, vec.constant(I64, lanes, 0x4330000000000000))
+    upper = b.fsub(b.bitcast(upper, double), vec.constant(F64, lanes, 2.0**84 + 2.0**63 + 2.0**52))
+    return b.fadd(upper, b.bitcast(lower, double))
 
 
 def _table_filler(per_pair: bool) -> Callable[..., object]:
@@ -126,11 +145,11 @@ def _table_filler(per_pair: bool) -> Callable[..., object]:
     def table_row(context, positions, turns, pairs, scale, backwards, cos, sin):
         def generate(context, b, signature, arguments):
             positions, turns, pairs, scale, backwards, cos, sin = arguments
-            backwards = b.trunc(backwards, I32)
+            backwards = b.shl(backwards, vec.constant(I64, 1, 63))
 
             def fill(index: ir.Value, lanes: int) -> None:
                 def bits(value: int) -> ir.Constant:
-                    return vec.constant(I32, lanes, value)
+                    return vec.constant(I64, lanes, value)
 
                 position = (
                     vec.load(b, I64, vec.at(b, positions, index, 8), lanes)
@@ -139,29 +158,22 @@ def _table_filler(per_pair: bool) -> Callable[..., object]:
                 )
                 step = vec.load(b, I64, vec.at(b, turns, index, 8), lanes)
                 angle = b.mul(position, step)  # wraps modulo one turn: exact
-                upper = b.trunc(b.lshr(angle, vec.constant(I64, lanes, 32)), vec.vector(I32, lanes))
-                lower = b.trunc(angle, vec.vector(I32, lanes))
-                quadrant = b.lshr(b.add(upper, bits(2**29)), bits(30))
-                rest = b.sub(upper, b.shl(quadrant, bits(30)))  # in [-1/8, 1/8) turn
-                double = vec.vector(F64, lanes)
-                x = b.fmul(b.uitofp(lower, double), vec.constant(F64, lanes, 2.0**-32))
-                x = b.fadd(b.sitofp(rest, double), x)
-                x = b.fmul(x, vec.constant(F64, lanes, _TURN))
+                x = _as_double(b, b.shl(angle, bits(2)))  # from the nearest quarter turn
                 square = b.fmul(x, x)
                 a = vec.splat(b, scale, lanes)
                 s = b.fmul(b.fmul(x, a), _polynomial(b, square, SIN))
                 c = b.fmul(a, _polynomial(b, square, COS))
-                c, s = (b.fptrunc(value, vec.vector(F32, lanes)) for value in (c, s))
 
-                is_odd = b.trunc(quadrant, vec.vector(ir.IntType(1), lanes))
-                flip_cos = b.add(quadrant, bits(1))
-                flip_sin = b.xor(
-                    quadrant, vec.splat(b, b.shl(backwards, vec.constant(I32, 1, 1)), lanes)
-                )
+                quadrant = b.add(angle, bits(2**61))  # number of that quarter, in the upper 2 bits
+                lower_bit = b.shl(quadrant, bits(1))
+                is_odd = b.icmp_signed("<", lower_bit, bits(0))
+                flip_cos = b.xor(quadrant, lower_bit)
+                flip_sin = b.xor(quadrant, vec.splat(b, backwards, lanes))
                 for address, one, other, flip in ((cos, c, s, flip_cos), (sin, s, c, flip_sin)):
-                    value = b.bitcast(b.select(is_odd, other, one), vec.vector(I32, lanes))
-                    sign = b.and_(b.shl(flip, bits(30)), bits(-(2**31)))
-                    value = b.bitcast(b.xor(value, sign), vec.vector(F32, lanes))
+                    value = b.bitcast(b.select(is_odd, other, one), vec.vector(I64, lanes))
+                    sign = b.and_(flip, bits(-(2**63)))
+                    value = b.bitcast(b.xor(value, sign), vec.vector(F64, lanes))
+                    value = b.fptrunc(value, vec.vector(F32, lanes))
                     vec.store(b, value, vec.at(b, address, index, 4))
 
             vec.each(b, pairs, (16,), fill)
