@@ -62,6 +62,20 @@ def test_what_vllm_reads_otherwise_is_refused(schedule, params, message):
         to_vllm(Rotary(head_dim=8, schedule=schedule, params=params))
 
 
+@pytest.mark.parametrize("schedule", ["default", "ntk"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"layout": "interleaved"}, {"out_layout": "interleaved"}, {"sign": -1},
+        {"rotary_dim": 4, "start": 4}, {"axes": (0, 0, 1, 1)},
+    ],
+)  # fmt: skip
+def test_what_a_plain_config_cannot_say_is_refused_for_ntk_too(schedule, field):
+    params = {"factor": 4.0} if schedule == "ntk" else {}
+    with pytest.raises(ValueError, match="a plain config cannot say"):
+        to_vllm(Rotary(head_dim=8, schedule=schedule, params=params, **field))
+
+
 def test_vllm_is_given_no_int_factor():
     rope = to_vllm(Rotary(head_dim=64, schedule="linear", params={"factor": 8}))["rope_parameters"]
     assert isinstance(rope["factor"], float)

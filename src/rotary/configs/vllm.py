@@ -1,5 +1,7 @@
 """Writes a `Rotary` as vLLM's `--hf-overrides`."""
 
+from dataclasses import replace
+
 from ..angles import inv_freq
 from ..schedules import grown_base
 from ..spec import Rotary
@@ -24,7 +26,7 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
     if spec.schedule == "proportional" and spec.params.get("factor", 1.0) != 1.0:
         raise ValueError("vLLM drops the factor of proportional")
     if spec.schedule == "ntk":
-        plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim, base=spec.base)
+        plain = replace(spec, schedule="default", params={})
         written = to_hf_config(plain, max_position_embeddings=max_position_embeddings)
         written["rope_parameters"]["rope_theta"] = grown_base(
             spec.rotary_dim, spec.base, spec.params["factor"]
