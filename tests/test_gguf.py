@@ -129,6 +129,8 @@ def test_the_amplitude_of_yarn_is_written_as_llama_cpp_reads_it():
         ("deepseek2", Rotary(head_dim=192, rotary_dim=64, start=128, layout="interleaved",
                              schedule="yarn", params=YARN), "scale of the scores"),
         ("phi3", Rotary(head_dim=8, schedule="longrope", params=TWO_AMPLITUDES), "one amplitude"),
+        ("deepseek4", Rotary(head_dim=8, layout="interleaved", schedule="linear",
+                             params={"factor": 40.0}), "does not read the scaling"),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_does_not_compute_is_refused(architecture, spec, message):

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from ..angles import inv_freq
 from ..schedules import yarn_amplitude
 from ..spec import Rotary
@@ -24,7 +26,7 @@ def to_gguf(
 
     context_length  positions the model is made for; longrope is told apart by it
     Raises ValueError for what llama.cpp does not compute in that architecture: another layout,
-    slice or axes, divisors it does not read, betas it does not read, dynamic, another direction.
+    slice or axes, scaling, divisors or betas it does not read, dynamic, another direction.
 
     >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
     1000000.0
@@ -55,7 +57,23 @@ def to_gguf(
                 f"{architecture!r}, the spec has {getattr(spec, field)!r}"
                 f"{hint if field == 'layout' else ''}"
             )
+    if not _is_same(read, spec):
+        raise ValueError(
+            f"llama.cpp does not read the scaling of schedule {spec.schedule!r} in the "
+            f"architecture {architecture!r}"
+        )
     return written
+
+
+def _is_same(read: Rotary, spec: Rotary) -> bool:
+    """Whether two specs have the same frequencies and amplitude, up to float32, at any length."""
+    trained = spec.params.get("original_max_position_embeddings")
+    lengths = (trained, trained + 1) if spec.depends_on_length and trained else (None,)
+    return all(
+        np.allclose(one, other, rtol=1e-5, atol=1e-20)
+        for length in lengths
+        for one, other in zip(inv_freq(read, length), inv_freq(spec, length), strict=True)
+    )
 
 
 def _scaling(

@@ -25,6 +25,7 @@ def to_hf_config(
 
     version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
     `max_position_embeddings` is written if given; `dynamic` sets it to its trained length.
+    In transformers only PhiMoE reads the short_mscale and long_mscale of longrope.
     Raises ValueError for what such a config cannot express: another layout, several axes, a slice
     that does not start the head, a schedule transformers does not have.
 
