@@ -324,6 +324,52 @@ def test_what_cannot_be_compared_is_refused():
         compare(SPEC, torch.arange(4), torch.ones(4, 32), seq_len=4)
 
 
+# --- a spec that depends on the length of the whole sequence ---
+
+SHORT, LONG = [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 8.0]
+LONGROPE = Rotary(head_dim=8, schedule="longrope", params={
+    "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 16,
+    "factor": 2.0})  # fmt: skip
+
+
+def longrope_tables(at, divisors):
+    """cos and sin of LONGROPE, in float64 by its formula; `divisors` one list or one for a row."""
+    per_row = np.expand_dims(divisors, -2)
+    angles = np.asarray(at)[..., None] / (per_row * 1e4 ** (np.arange(4) / 4))
+    return np.sqrt(1 + np.log(2) / np.log(16)) * np.stack((np.cos(angles), np.sin(angles)))
+
+
+def of_half(rank, whole, divisors):
+    """The arguments of one of two ranks, with tables that divide by `divisors`."""
+    held = np.asarray(whole)[..., 16 * rank : 16 * (rank + 1)]
+    cos, sin = longrope_tables(held, divisors)
+    return {"spec": LONGROPE, "positions": held, "cos": cos, "sin": sin, "expected": whole}
+
+
+def test_expected_positions_say_how_long_the_whole_sequence_is():
+    whole = np.arange(32)
+    assert compared(of_half(0, whole, LONG), of_half(1, whole, LONG)).ok
+    (finding,) = compared(of_half(0, whole, SHORT), of_half(1, whole, LONG)).findings
+    assert finding[:2] == ("tables", (0,))
+
+
+def test_every_row_is_as_long_as_its_largest_expected_position_plus_one():
+    whole = np.stack([positions.packed([0, 16, 32]), np.arange(32)])
+    right = [SHORT, LONG]
+    assert compared(of_half(0, whole, right), of_half(1, whole, right)).ok
+    (finding,) = compared(of_half(0, whole, right), of_half(1, whole, LONG)).findings
+    assert finding[:2] == ("tables", (1,))
+    given = [{**of_half(rank, whole, LONG), "seq_len": 32} for rank in (0, 1)]  # as transformers
+    assert compared(*given).ok
+
+
+def test_a_rank_without_positions_is_not_blamed_for_the_frequencies():
+    calls = [of_half(rank % 2, np.arange(32), LONG) for rank in range(4)]
+    calls[1]["positions"] = calls[1]["positions"] + 0.5
+    (finding,) = compared(*calls).findings
+    assert finding[:2] == ("positions", (1,))
+
+
 # --- the command ---
 
 JOB = """

@@ -84,7 +84,8 @@ def compare(
     cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
     seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
     expected   the positions of the whole sequence, if they are others (packed, padded, images):
-               (seq,) or (batch, seq), with several axes (..., seq, axes)
+               (seq,) or (batch, seq), with several axes (..., seq, axes). Without `seq_len` each
+               row is as long as its largest of them plus one, for specs that depend on the length
     tolerance  largest error of cos and sin, relative to the attention factor
     group      the ranks that share the sequence; default: all
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
@@ -104,23 +105,20 @@ def compare(
     if cos is not None and (sin is None or positions is None):
         raise ValueError("to check tables pass positions, cos and sin: all three are needed")
     rank = dist.get_rank(group)
-    digest, error = _turns_and_error(spec, seq_len)
     facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
         **{("spec", name): value for name, value in spec.to_dict().items()},
-        ("spec", "turns"): digest,
     }
     faults = []
-    if error > TOLERANCE:
-        text = f"tables made on rank {rank} are off by {error:.1e}; run rotary doctor there"
-        faults.append(("kernel", text))
     held = whole = None
+    lengths = [] if seq_len is None else [seq_len]  # of the rows, or of all
     try:
         if positions is not None:
             held = _rows_of(positions, spec.num_axes)
             whole = _whole(expected, seq_len, held)
+            lengths = lengths or (whole.max(axis=(1, 2), initial=-1) + 1).tolist()
         if cos is not None and (
-            fault := _table_fault(spec, positions, cos, sin, tolerance, seq_len)
+            fault := _table_fault(spec, positions, cos, sin, tolerance, lengths)
         ):
             faults.append(("tables", f"those of rank {rank} are {fault}"))
         facts["positions", "batch"] = None if held is None else len(held)
@@ -128,6 +126,12 @@ def compare(
             facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
     except (ValueError, TypeError) as wrong:
         faults.append(("positions", f"rank {rank}: {wrong}"))
+    digest, error = _turns_and_error(spec, max(lengths, default=1))
+    if lengths or positions is None:  # else the length is not known here
+        facts["spec", "turns"] = digest
+    if error > TOLERANCE:
+        text = f"tables made on rank {rank} are off by {error:.1e}; run rotary doctor there"
+        faults.append(("kernel", text))
     shown = {key: repr(value) for key, value in facts.items()}
     ranks = gathered((shown, held, faults), group)  # plain data: versions may differ
     findings = [*_differing([shown for shown, _, _ in ranks])]
@@ -153,9 +157,8 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 # --- the facts of one rank ---
 
 
-def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
+def _turns_and_error(spec: Rotary, length: int) -> tuple[str, float]:
     """Return a digest of the turns, and the error of this machine's tables against float64."""
-    length = 1 if seq_len is None else seq_len  # with None, tables take it from the samples
     steps, factor = turns(spec, length), inv_freq(spec, length)[1]
     at = np.array(_SAMPLES)
     per_axis = np.stack([at] * spec.num_axes, axis=-1) if spec.num_axes > 1 else at
@@ -201,18 +204,22 @@ def _whole(expected: object, seq_len: int | None, held: Array) -> Array:
 
 
 def _table_fault(
-    spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, seq_len: int | None
+    spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, lengths: list[int]
 ) -> str:
-    """Return what is wrong with the tables of a rank, or ""; ValueError for another shape."""
+    """Return what is wrong with the tables of a rank, or ""; ValueError for another shape.
+
+    lengths  of the whole sequence: one for each row of positions, or one for all
+    """
     at = _numpy(positions)
-    gaps = np.zeros(at.size // spec.num_axes)  # of every token, amplitude 1
+    gaps = np.zeros(at.size // spec.num_axes)  # of every token, relative to the attention factor
+    seq_len = lengths[0] if len(lengths) == 1 else lengths
     exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
+    amplitude = np.hypot(exact[0][..., 0], exact[1][..., 0])
     for name, table, right in zip(("cos", "sin"), map(_numpy, (cos, sin)), exact, strict=True):
         if table.size != right.size or table.shape[-1] != right.shape[-1]:
             raise ValueError(f"{name} must be {right.shape}, got shape {table.shape}")
-        gap = np.abs(table.reshape(right.shape) - right).max(axis=-1).ravel()
-        gaps = np.maximum(gaps, np.where(np.isnan(gap), np.inf, gap))
-    gaps /= abs(inv_freq(spec, seq_len)[1])
+        gap = np.abs(table.reshape(right.shape) - right).max(axis=-1) / amplitude
+        gaps = np.maximum(gaps, np.where(np.isnan(gap), np.inf, gap).ravel())
     if not (gaps > tolerance).any():
         return ""
     first = at.reshape(len(gaps), -1)[np.argmax(gaps > tolerance)].tolist()
@@ -222,8 +229,8 @@ def _table_fault(
         return f"{text}: angles or tables of low precision"
     if spec.num_axes == 1:
         count = at.shape[-1]
-        local = cos_sin(spec, np.arange(count), seq_len=seq_len)[0]
-        if np.abs(_numpy(cos).reshape(-1, *local.shape) - local).max() <= tolerance:
+        local = cos_sin(spec, np.broadcast_to(np.arange(count), at.shape), seq_len=seq_len)[0]
+        if np.abs(_numpy(cos).reshape(local.shape) - local).max() <= tolerance:
             return f"{text}: they are those of 0..{count - 1}, arange(local length)"
     return f"{text}: they are those of other positions or frequencies"
 
