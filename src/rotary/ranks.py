@@ -79,8 +79,8 @@ def compare(
 
     spec       of the model, the same on every rank
     positions  of the tokens of this rank, (seq,) or (batch, seq), with several axes (..., seq,
-               axes). Every position must be held by the same number of ranks: with tensor
-               parallelism over 2 by two.
+               axes). Every position must be held by the same number of ranks, with tensor
+               parallelism over 2 by two, and once by each (or as often as it occurs).
     cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
     seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
     expected   the positions of the whole sequence, if they are others (packed, padded, images):
@@ -255,16 +255,21 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
     """Return the ranks to blame, and the positions that too many or too few ranks hold, in words.
 
     held   positions of each rank, (seq, axes) int64
-    whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks
+    whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks,
+           and by no rank more often than the sequence has it
     """
     points = np.concatenate([whole, *held])
     points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
     names, ids = np.unique(points, axis=0, return_inverse=True)
     expected, holding = np.split(ids.ravel(), [len(whole)])
-    replicas = max(1, round(len(holding) / max(1, len(whole))))
-    right = np.bincount(expected, minlength=len(names)) * replicas
+    once = np.bincount(expected, minlength=len(names))
     counts = np.bincount(holding, minlength=len(names))
     owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
+    pairs, times = np.unique(holding * len(held) + owners, return_counts=True)
+    place = pairs // len(held)  # without what a rank holds more often than the sequence has it:
+    useful = np.bincount(place, np.minimum(times, once[place]), len(names)).astype(int)
+    replicas = max(1, round(useful.sum() / max(1, len(whole))))
+    right = once * replicas
     owners, ends = owners[np.argsort(holding, kind="stable")], np.cumsum(counts)
 
     def by_owners(chosen: Array) -> Iterable[tuple[tuple[int, ...], list[int]]]:
@@ -282,16 +287,17 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
     copies = Counter(part.tobytes() for part in held)
     blamed: set[int] = set()
     texts = []
-    for ranks, numbers in by_owners((counts > right) & (right > 0)):
+    for ranks, numbers in by_owners((counts > np.minimum(right, useful)) & (right > 0)):
         # blame a rank that holds it twice, then one that counts from zero, then the least common
         order = [(ranks[:n].count(rank), rank in from_zero, -copies[held[rank].tobytes()], rank)
                  for n, rank in enumerate(ranks)]  # fmt: skip
-        extra = {rank for *_, rank in sorted(order)[right[numbers[0]] :]}
+        kept = min(right[numbers[0]], useful[numbers[0]])
+        extra = {rank for *_, rank in sorted(order)[kept:]}
         others = set(ranks) - extra
         also = f", which {_named(others)} {_verb(others)} as well" if others else " more than once"
         texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[numbers])}{also}")
         blamed |= extra
-    for ranks, numbers in by_owners(counts < right):
+    for ranks, numbers in by_owners(useful < right):
         whom = f"{_named(ranks)} alone" if ranks else "nobody"
         texts.append(f"{_spans(names[numbers])} {_verb(numbers, 'is', 'are')} held by {whom}")
     for ranks, numbers in by_owners(right == 0):
