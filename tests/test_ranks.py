@@ -332,6 +332,10 @@ def test_what_cannot_be_compared_is_refused():
         compare(SPEC, torch.arange(4))
     with pytest.raises(ValueError, match="all three are needed"):
         compare(SPEC, torch.arange(4), torch.ones(4, 32), seq_len=4)
+    with pytest.raises(ValueError, match="all three are needed"):
+        compare(SPEC, torch.arange(4), sin=torch.ones(4, 32), seq_len=4)
+    with pytest.raises(ValueError, match="all three are needed"):
+        compare(SPEC, cos=torch.ones(4, 32), sin=torch.ones(4, 32))
 
 
 # --- a spec that depends on the length of the whole sequence ---

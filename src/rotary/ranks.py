@@ -91,8 +91,8 @@ def compare(
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
     wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
-    Raises ValueError for positions with neither seq_len nor expected, and for tables without
-    positions.
+    Raises ValueError for positions with neither seq_len nor expected, for tables without
+    positions, and for one table without the other.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     >>> dist.init_process_group("gloo", **alone)
@@ -102,7 +102,7 @@ def compare(
     """
     if positions is not None and seq_len is None and expected is None:
         raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
-    if cos is not None and (sin is None or positions is None):
+    if (cos is None) != (sin is None) or (cos is not None and positions is None):
         raise ValueError("to check tables pass positions, cos and sin: all three are needed")
     rank = dist.get_rank(group)
     facts: dict[tuple[str, str], object] = {
