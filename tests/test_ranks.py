@@ -299,12 +299,17 @@ def test_axes_pass_against_the_positions_of_the_whole_sequence():
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda cos, at: cos.bfloat16(), "first at position 1: angles or tables of low precision"),
-        (lambda cos, at: cos_sin(SPEC, torch.arange(8))[0],
+        (lambda cos, sin, at: (cos.bfloat16(), sin),
+         "first at position 1: angles or tables of low precision"),
+        (lambda cos, sin, at: cos_sin(SPEC, torch.arange(8)),
          "first at position 100: they are those of 0..7, arange(local length)"),
-        (lambda cos, at: cos_sin(SPEC, at + 3)[0], "those of other positions or frequencies"),
-        (lambda cos, at: torch.full_like(cos, float("nan")), "off by inf"),
-        (lambda cos, at: torch.cat((cos, cos), -1), "cos must be (8, 32), got shape (8, 64)"),
+        (lambda cos, sin, at: cos_sin(SPEC, at + 3), "those of other positions or frequencies"),
+        (lambda cos, sin, at: (cos_sin(SPEC, torch.arange(8))[0], sin),
+         "those of other positions or frequencies"),
+        (lambda cos, sin, at: (torch.full_like(cos, float("nan")), sin), "off by inf"),
+        (lambda cos, sin, at: (cos, torch.full_like(sin, float("nan"))), "off by inf"),
+        (lambda cos, sin, at: (torch.cat((cos, cos), -1), sin),
+         "cos must be (8, 32), got shape (8, 64)"),
     ],
 )  # fmt: skip
 def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
@@ -315,7 +320,15 @@ def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
     if said.startswith("first at position 1:"):
         at = torch.arange(8)
         cos, sin = cos_sin(SPEC, at)
-    assert said in str(compare(SPEC, at, break_it(cos, at), sin, expected=at))
+    assert said in str(compare(SPEC, at, *break_it(cos, sin, at), expected=at))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sin_of_the_other_sign_is_not_taken_for_local_positions():
+    at = torch.arange(8)
+    cos, sin = cos_sin(SPEC, at)
+    said = str(compare(SPEC, at, cos, -sin, seq_len=8))
+    assert said.endswith("first at position 1: they are those of other positions or frequencies")
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,6 +6,7 @@ Every rank sends its data to all ranks, and every rank compares.
 import dataclasses
 import hashlib
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -211,15 +212,13 @@ def _table_fault(
     lengths  of the whole sequence: one for each row of positions, or one for all
     """
     at = _numpy(positions)
-    gaps = np.zeros(at.size // spec.num_axes)  # of every token, relative to the attention factor
     seq_len = lengths[0] if len(lengths) == 1 else lengths
     exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
-    amplitude = np.hypot(exact[0][..., 0], exact[1][..., 0])
-    for name, table, right in zip(("cos", "sin"), map(_numpy, (cos, sin)), exact, strict=True):
-        if table.size != right.size or table.shape[-1] != right.shape[-1]:
-            raise ValueError(f"{name} must be {right.shape}, got shape {table.shape}")
-        gap = np.abs(table.reshape(right.shape) - right).max(axis=-1) / amplitude
-        gaps = np.maximum(gaps, np.where(np.isnan(gap), np.inf, gap).ravel())
+    shape, tables = exact[0].shape, (_numpy(cos), _numpy(sin))
+    for name, table in zip(("cos", "sin"), tables, strict=True):
+        if table.size != math.prod(shape) or table.shape[-1] != shape[-1]:
+            raise ValueError(f"{name} must be {shape}, got shape {table.shape}")
+    gaps = _gaps(tables, exact)
     if not (gaps > tolerance).any():
         return ""
     first = at.reshape(len(gaps), -1)[np.argmax(gaps > tolerance)].tolist()
@@ -229,10 +228,20 @@ def _table_fault(
         return f"{text}: angles or tables of low precision"
     if spec.num_axes == 1:
         count = at.shape[-1]
-        local = cos_sin(spec, np.broadcast_to(np.arange(count), at.shape), seq_len=seq_len)[0]
-        if np.abs(_numpy(cos).reshape(local.shape) - local).max() <= tolerance:
+        local = cos_sin(spec, np.broadcast_to(np.arange(count), at.shape), seq_len=seq_len)
+        if _gaps(tables, local).max() <= tolerance:
             return f"{text}: they are those of 0..{count - 1}, arange(local length)"
     return f"{text}: they are those of other positions or frequencies"
+
+
+def _gaps(tables: tuple[Array, Array], exact: tuple[Array, Array]) -> Array:
+    """Return the error of every token, relative to the attention factor; of NaN it is infinite."""
+    cos, sin = (
+        np.abs(table.reshape(right.shape) - right).max(axis=-1)
+        for table, right in zip(tables, exact, strict=True)
+    )
+    gaps = np.maximum(cos, sin) / np.hypot(exact[0][..., 0], exact[1][..., 0])
+    return np.where(np.isnan(gaps), np.inf, gaps).ravel()
 
 
 # --- ranks beside each other ---
