@@ -56,6 +56,53 @@ def test_frequencies_of_another_config(model):
     assert "3 frequencies, the config says 8" in advice(model)
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8, "original_max_position_embeddings": 64,
+}  # fmt: skip
+KINDS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": DYNAMIC,
+}
+SIZES = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "pad_token_id": 0,
+}  # fmt: skip
+LENGTHENING = {
+    "dynamic": ("Llama", 64, DYNAMIC, {}),
+    "longrope": ("Phi3", 256, LONGROPE, {"original_max_position_embeddings": 64}),
+    "two types of layers": (
+        "Gemma3Text",
+        64,
+        KINDS,
+        {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHENING)
+def test_frequencies_that_a_long_prompt_leaves_are_sound(name):
+    family, context, rope, more = LENGTHENING[name]
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, **more, max_position_embeddings=context, rope_parameters=rope
+    )
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    (buffer,) = {"inv_freq", "full_attention_inv_freq"} & dict(
+        model.rotary_emb.named_buffers()
+    ).keys()
+    fresh = getattr(model.rotary_emb, buffer).clone()
+    assert advice(model) == ""
+    for tokens in (100, 80, 20, 130):  # beyond the trained length, and back
+        with torch.no_grad():
+            model(torch.arange(tokens)[None] % 90)
+        frequencies = getattr(model.rotary_emb, buffer)
+        assert torch.equal(frequencies, fresh) == (tokens == 20)
+        assert advice(model) == ""
+    frequencies.mul_(0.9)
+    assert "differ from the config by" in advice(model)
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_weights_in_the_other_layout(layout):
     config = transformers.LlamaConfig(

@@ -660,6 +660,29 @@ def test_an_exported_program_of_any_length_asks_for_the_length(strict):
     torch.testing.assert_close(program(q), module(q), rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit.trace: shapes are constants
+@pytest.mark.parametrize("precision", ["exact", "float32"])
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_a_traced_program_asks_for_the_length(name, precision):
+    """The frequencies of the traced length were kept for every other length."""
+    spec, q = BY_LENGTH[name], torch.from_numpy(numbers(1, 2, 5, 8, seed=0))
+    longer = torch.from_numpy(numbers(1, 2, 9, 8, seed=1))
+    for options in ({}, {"seq_len": torch.tensor(5)}):
+        with pytest.raises(ValueError, match="needs seq_len as a whole number"):
+            torch.jit.trace(
+                lambda q, options=options: rotary.apply(spec, q, precision=precision, **options),
+                (q,),
+            )
+    program = torch.jit.trace(
+        lambda q: rotary.apply(spec, q, precision=precision, seq_len=9), (q,), check_trace=False
+    )
+    cos, sin = rotary.cos_sin(spec, np.arange(9), precision, 9)
+    wanted = rotary.rotate(longer.numpy(), cos, sin, spec)
+    torch.testing.assert_close(program(longer), torch.from_numpy(wanted), rtol=0, atol=1e-6)
+    program = torch.jit.trace(lambda q: rotary.apply(SPEC, q, precision=precision), (q,))
+    torch.testing.assert_close(program(longer), rotary.apply(SPEC, longer, precision=precision))
+
+
 def test_positions_under_a_transform_say_the_length_unless_they_are_mapped():
     spec, q, ids = BY_LENGTH["dynamic"], Torch.array(X), torch.arange(5) + 4
 

@@ -318,8 +318,11 @@ def test_a_centred_grid_and_its_spacing():
     assert positions.grid(3, origin="center", spacing=2).tolist() == [[-2.0], [0.0], [2.0]]
     edge = positions.grid(4, 4, origin="edge", spacing=2 / 4) - 1  # DINOv3: -1 .. 1
     assert (edge.min(), edge.max()) == (-0.75, 0.75)
-    assert positions.grid(4, origin="middle").dtype == np.int64
-    assert positions.grid(4, origin="middle").ravel().tolist() == [-2, -1, 0, 1]
+    for kind in (int, np.int64, np.uint8):
+        middle = positions.grid(kind(4), origin="middle")
+        assert (middle.dtype, middle.ravel().tolist()) == (np.int64, [-2, -1, 0, 1])
+        center = positions.grid(kind(4), origin="center")
+        assert (center.dtype, center.ravel().tolist()) == (np.float64, [-1.5, -0.5, 0.5, 1.5])
 
 
 def test_a_grid_that_makes_no_sense_is_refused():

@@ -79,16 +79,17 @@ def test_whatever_is_dealt_wrongly_is_counted_as_it_is(data):
     numbers = st.lists(st.integers(-2, 9), max_size=6)
     parts = data.draw(st.lists(numbers, min_size=1, max_size=4))
     held = [number for part in parts for number in part]
-    times = max(1, round(len(held) / 8))
+    ranks_with = [sum(number in part for part in parts) for number in range(8)]
+    times = max(1, round(sum(ranks_with) / 8))
     found = dealt(parts, np.arange(8))
-    assert (found is None) == (sorted(held) == sorted(list(range(8)) * times))
+    assert (found is None) == (ranks_with == [times] * 8 and len(held) == 8 * times)
     if found is not None:
         text = found[1]
         assert ("by nobody" in text) == (not set(range(8)) <= set(held))
         assert ("outside" in text) == (not set(held) <= set(range(8)))
-        several = any(held.count(number) > times for number in range(8))
+        several = any(held.count(number) > min(times, ranks_with[number]) for number in range(8))
         assert several == ("as well" in text or "more than once" in text)
-        few = any(0 < held.count(number) < times for number in range(8))
+        few = any(0 < ranks < times for ranks in ranks_with)
         assert few == (" alone" in text)
 
 
@@ -144,6 +145,15 @@ WORDS = {
     "an offset": (
         [range(4), range(5, 9)], 8, (1,),
         "4 is held by nobody; 8 is outside of the sequence, on rank 1",
+    ),
+    "every token twice on its rank": (
+        [[0, 1, 0, 1], [2, 2, 3, 3]], 4, (0, 1),
+        "rank 0 holds 0..1 more than once; rank 1 holds 2..3 more than once",
+    ),
+    "twice on one rank in place of once on two": (
+        [[0, 1, 2, 2], [0, 1, 3, 3]], 4, (0, 1),
+        "rank 0 holds 2 more than once; rank 1 holds 3 more than once; "
+        "2 is held by rank 0 alone; 3 is held by rank 1 alone",
     ),
     "a rank with no token": ([range(4), ()], 8, (), "4..7 are held by nobody"),
     "many gaps": (
@@ -289,12 +299,17 @@ def test_axes_pass_against_the_positions_of_the_whole_sequence():
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda cos, at: cos.bfloat16(), "first at position 1: angles or tables of low precision"),
-        (lambda cos, at: cos_sin(SPEC, torch.arange(8))[0],
+        (lambda cos, sin, at: (cos.bfloat16(), sin),
+         "first at position 1: angles or tables of low precision"),
+        (lambda cos, sin, at: cos_sin(SPEC, torch.arange(8)),
          "first at position 100: they are those of 0..7, arange(local length)"),
-        (lambda cos, at: cos_sin(SPEC, at + 3)[0], "those of other positions or frequencies"),
-        (lambda cos, at: torch.full_like(cos, float("nan")), "off by inf"),
-        (lambda cos, at: torch.cat((cos, cos), -1), "cos must be (8, 32), got shape (8, 64)"),
+        (lambda cos, sin, at: cos_sin(SPEC, at + 3), "those of other positions or frequencies"),
+        (lambda cos, sin, at: (cos_sin(SPEC, torch.arange(8))[0], sin),
+         "those of other positions or frequencies"),
+        (lambda cos, sin, at: (torch.full_like(cos, float("nan")), sin), "off by inf"),
+        (lambda cos, sin, at: (cos, torch.full_like(sin, float("nan"))), "off by inf"),
+        (lambda cos, sin, at: (torch.cat((cos, cos), -1), sin),
+         "cos must be (8, 32), got shape (8, 64)"),
     ],
 )  # fmt: skip
 def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
@@ -305,7 +320,15 @@ def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
     if said.startswith("first at position 1:"):
         at = torch.arange(8)
         cos, sin = cos_sin(SPEC, at)
-    assert said in str(compare(SPEC, at, break_it(cos, at), sin, expected=at))
+    assert said in str(compare(SPEC, at, *break_it(cos, sin, at), expected=at))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sin_of_the_other_sign_is_not_taken_for_local_positions():
+    at = torch.arange(8)
+    cos, sin = cos_sin(SPEC, at)
+    said = str(compare(SPEC, at, cos, -sin, seq_len=8))
+    assert said.endswith("first at position 1: they are those of other positions or frequencies")
 
 
 @pytest.mark.usefixtures("alone")
@@ -322,6 +345,56 @@ def test_what_cannot_be_compared_is_refused():
         compare(SPEC, torch.arange(4))
     with pytest.raises(ValueError, match="all three are needed"):
         compare(SPEC, torch.arange(4), torch.ones(4, 32), seq_len=4)
+    with pytest.raises(ValueError, match="all three are needed"):
+        compare(SPEC, torch.arange(4), sin=torch.ones(4, 32), seq_len=4)
+    with pytest.raises(ValueError, match="all three are needed"):
+        compare(SPEC, cos=torch.ones(4, 32), sin=torch.ones(4, 32))
+
+
+# --- a spec that depends on the length of the whole sequence ---
+
+SHORT, LONG = [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 8.0]
+LONGROPE = Rotary(head_dim=8, schedule="longrope", params={
+    "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 16,
+    "factor": 2.0})  # fmt: skip
+
+
+def longrope_tables(at, divisors):
+    """cos and sin of LONGROPE, in float64 by its formula; `divisors` one list or one for a row."""
+    per_row = np.expand_dims(divisors, -2)
+    angles = np.asarray(at)[..., None] / (per_row * 1e4 ** (np.arange(4) / 4))
+    return np.sqrt(1 + np.log(2) / np.log(16)) * np.stack((np.cos(angles), np.sin(angles)))
+
+
+def of_half(rank, whole, divisors):
+    """The arguments of one of two ranks, with tables that divide by `divisors`."""
+    held = np.asarray(whole)[..., 16 * rank : 16 * (rank + 1)]
+    cos, sin = longrope_tables(held, divisors)
+    return {"spec": LONGROPE, "positions": held, "cos": cos, "sin": sin, "expected": whole}
+
+
+def test_expected_positions_say_how_long_the_whole_sequence_is():
+    whole = np.arange(32)
+    assert compared(of_half(0, whole, LONG), of_half(1, whole, LONG)).ok
+    (finding,) = compared(of_half(0, whole, SHORT), of_half(1, whole, LONG)).findings
+    assert finding[:2] == ("tables", (0,))
+
+
+def test_every_row_is_as_long_as_its_largest_expected_position_plus_one():
+    whole = np.stack([positions.packed([0, 16, 32]), np.arange(32)])
+    right = [SHORT, LONG]
+    assert compared(of_half(0, whole, right), of_half(1, whole, right)).ok
+    (finding,) = compared(of_half(0, whole, right), of_half(1, whole, LONG)).findings
+    assert finding[:2] == ("tables", (1,))
+    given = [{**of_half(rank, whole, LONG), "seq_len": 32} for rank in (0, 1)]  # as transformers
+    assert compared(*given).ok
+
+
+def test_a_rank_without_positions_is_not_blamed_for_the_frequencies():
+    calls = [of_half(rank % 2, np.arange(32), LONG) for rank in range(4)]
+    calls[1]["positions"] = calls[1]["positions"] + 0.5
+    (finding,) = compared(*calls).findings
+    assert finding[:2] == ("positions", (1,))
 
 
 # --- the command ---

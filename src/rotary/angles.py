@@ -332,7 +332,7 @@ def _check_known(seq_len: object) -> None:
             "seq_len must be known when the call is traced: make it a static argument of jax.jit"
         )
     if is_symbolic(seq_len):
-        raise ValueError(f"where torch.export leaves the length open {NEEDS_LENGTH}")
+        raise ValueError(f"where torch.export or jit.trace leaves the length open {NEEDS_LENGTH}")
 
 
 def _row_lengths(

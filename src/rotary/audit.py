@@ -14,6 +14,7 @@ from .checkpoint.files import CONFIG, MANIFEST, read_manifest
 from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
 from .configs import choose, from_hf_config, layer_types, parts
 from .configs.hf import LAYOUT_MARK, rotary_of
+from .kernels import Numbers
 from .layouts import LAYOUTS
 from .spec import Rotary
 
@@ -58,7 +59,8 @@ def audit(subject: object) -> list[Remark]:
     the layout that a conversion recorded, or else the one that the norms of the weights show.
     In a model it checks `model.config` and the weights in the same ways, and finds buffers of
     frequencies that are in half precision, on the meta device, not finite, or not those of the
-    config. Raises ValueError for a config that cannot be read at all.
+    config: for a schedule that depends on the length, neither those within the trained length nor
+    those that a long prompt leaves. Raises ValueError for a config that cannot be read at all.
 
     >>> [each.where for each in audit({"model_type": "llama", "rope_thata": 1e4}) if each.advice]
     ['config']
@@ -156,10 +158,10 @@ def _buffers(model: Any) -> Iterator[Remark]:
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
                 path = f"{where}.{name}" if where else name
-                yield Remark(path, *_buffer_state(buffer, name, getattr(module, "config", None)))
+                yield Remark(path, *_buffer_state(module, name, buffer))
 
 
-def _buffer_state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
+def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
     """Compare a buffer of frequencies with its config; return what was found, and advice or ""."""
     if buffer.device.type == "meta":
         return "on the meta device", "it has no values: load or build it again"
@@ -174,23 +176,34 @@ def _buffer_state(buffer: Any, name: str, config: Any) -> tuple[str, str]:
             "angles are wrong after some hundred tokens: cast the model without it",
         )
     count = f"{len(values)} frequencies"
+    config, prefix = getattr(module, "config", None), name.removesuffix("inv_freq")
     if config is None:
         return f"{count}, float32 or better", ""
     try:
-        spec = from_hf_config(
-            config, name.removesuffix("inv_freq").rstrip("_") or None, strict=False
-        )
+        spec = from_hf_config(config, prefix.rstrip("_") or None, strict=False)
     except ValueError as error:
         return count, f"not compared: {error}"
-    expected = None if spec is None else inv_freq(spec)[0]
-    if expected is None or expected.shape != values.shape:
-        others = "no" if expected is None else len(expected)
+    if spec is None or values.shape != (spec.rotary_dim // 2,):
+        others = "no" if spec is None else spec.rotary_dim // 2
         return f"{count}, the config says {others}", "the module was built from another config"
-    apart = float(np.max(np.abs(values - expected) / np.maximum(np.abs(expected), 1e-30)))
+    apart = min(
+        float(np.max(np.abs(values - each) / np.maximum(np.abs(each), 1e-30)))
+        for each in _frequencies_in_use(spec, module, prefix)
+    )
     if apart > 1e-4:
         advice = "loaded from a checkpoint, or changed since: build the module again"
         return f"frequencies differ from the config by {apart:.1e}", advice
     return f"{count}, as the config says", ""
+
+
+def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numbers]:
+    """Yield the frequencies that a sound module may have: also those that a long prompt left."""
+    yield inv_freq(spec)[0]
+    if spec.schedule == "longrope":  # max_seq_len_cached does not say which list is in use
+        yield inv_freq(spec, spec.params["original_max_position_embeddings"] + 1)[0]
+    elif spec.depends_on_length:
+        longest = getattr(module, "max_seq_len_cached", 0)
+        yield inv_freq(spec, int(getattr(module, f"{prefix}max_seq_len_cached", longest)))[0]
 
 
 # --- the layout of the weights ---

@@ -333,8 +333,10 @@ def grid(
         raise ValueError(f"prefix must be >= 0, got {prefix}")
     if origin not in ORIGINS:
         raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got {origin!r}")
+    # sizes of NumPy may be unsigned; others may be symbols of torch.export
+    sizes = tuple(size.item() if isinstance(size, np.integer) else size for size in sizes)
     place, starts = Place(like), [ORIGINS[origin](size) for size in sizes]
-    is_whole = spacing is None and all(isinstance(start, int) for start in starts)
+    is_whole = spacing is None and origin in ("first", "middle")
     one = (
         1 if is_whole else place.converted(np.ones(1))
     )  # float64, of JAX only with x64, float32 of MLX

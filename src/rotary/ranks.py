@@ -6,6 +6,7 @@ Every rank sends its data to all ranks, and every rank compares.
 import dataclasses
 import hashlib
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,19 +80,20 @@ def compare(
 
     spec       of the model, the same on every rank
     positions  of the tokens of this rank, (seq,) or (batch, seq), with several axes (..., seq,
-               axes). Every position must be held by the same number of ranks: with tensor
-               parallelism over 2 by two.
+               axes). Every position must be held by the same number of ranks, with tensor
+               parallelism over 2 by two, and once by each (or as often as it occurs).
     cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
     seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
     expected   the positions of the whole sequence, if they are others (packed, padded, images):
-               (seq,) or (batch, seq), with several axes (..., seq, axes)
+               (seq,) or (batch, seq), with several axes (..., seq, axes). Without `seq_len` each
+               row is as long as its largest of them plus one, for specs that depend on the length
     tolerance  largest error of cos and sin, relative to the attention factor
     group      the ranks that share the sequence; default: all
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
     wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
-    Raises ValueError for positions with neither seq_len nor expected, and for tables without
-    positions.
+    Raises ValueError for positions with neither seq_len nor expected, for tables without
+    positions, and for one table without the other.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     >>> dist.init_process_group("gloo", **alone)
@@ -101,26 +103,23 @@ def compare(
     """
     if positions is not None and seq_len is None and expected is None:
         raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
-    if cos is not None and (sin is None or positions is None):
+    if (cos is None) != (sin is None) or (cos is not None and positions is None):
         raise ValueError("to check tables pass positions, cos and sin: all three are needed")
     rank = dist.get_rank(group)
-    digest, error = _turns_and_error(spec, seq_len)
     facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
         **{("spec", name): value for name, value in spec.to_dict().items()},
-        ("spec", "turns"): digest,
     }
     faults = []
-    if error > TOLERANCE:
-        text = f"tables made on rank {rank} are off by {error:.1e}; run rotary doctor there"
-        faults.append(("kernel", text))
     held = whole = None
+    lengths = [] if seq_len is None else [seq_len]  # of the rows, or of all
     try:
         if positions is not None:
             held = _rows_of(positions, spec.num_axes)
             whole = _whole(expected, seq_len, held)
+            lengths = lengths or (whole.max(axis=(1, 2), initial=-1) + 1).tolist()
         if cos is not None and (
-            fault := _table_fault(spec, positions, cos, sin, tolerance, seq_len)
+            fault := _table_fault(spec, positions, cos, sin, tolerance, lengths)
         ):
             faults.append(("tables", f"those of rank {rank} are {fault}"))
         facts["positions", "batch"] = None if held is None else len(held)
@@ -128,6 +127,12 @@ def compare(
             facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
     except (ValueError, TypeError) as wrong:
         faults.append(("positions", f"rank {rank}: {wrong}"))
+    digest, error = _turns_and_error(spec, max(lengths, default=1))
+    if lengths or positions is None:  # else the length is not known here
+        facts["spec", "turns"] = digest
+    if error > TOLERANCE:
+        text = f"tables made on rank {rank} are off by {error:.1e}; run rotary doctor there"
+        faults.append(("kernel", text))
     shown = {key: repr(value) for key, value in facts.items()}
     ranks = gathered((shown, held, faults), group)  # plain data: versions may differ
     findings = [*_differing([shown for shown, _, _ in ranks])]
@@ -153,9 +158,8 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 # --- the facts of one rank ---
 
 
-def _turns_and_error(spec: Rotary, seq_len: int | None) -> tuple[str, float]:
+def _turns_and_error(spec: Rotary, length: int) -> tuple[str, float]:
     """Return a digest of the turns, and the error of this machine's tables against float64."""
-    length = 1 if seq_len is None else seq_len  # with None, tables take it from the samples
     steps, factor = turns(spec, length), inv_freq(spec, length)[1]
     at = np.array(_SAMPLES)
     per_axis = np.stack([at] * spec.num_axes, axis=-1) if spec.num_axes > 1 else at
@@ -201,18 +205,20 @@ def _whole(expected: object, seq_len: int | None, held: Array) -> Array:
 
 
 def _table_fault(
-    spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, seq_len: int | None
+    spec: Rotary, positions: object, cos: object, sin: object, tolerance: float, lengths: list[int]
 ) -> str:
-    """Return what is wrong with the tables of a rank, or ""; ValueError for another shape."""
+    """Return what is wrong with the tables of a rank, or ""; ValueError for another shape.
+
+    lengths  of the whole sequence: one for each row of positions, or one for all
+    """
     at = _numpy(positions)
-    gaps = np.zeros(at.size // spec.num_axes)  # of every token, amplitude 1
+    seq_len = lengths[0] if len(lengths) == 1 else lengths
     exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
-    for name, table, right in zip(("cos", "sin"), map(_numpy, (cos, sin)), exact, strict=True):
-        if table.size != right.size or table.shape[-1] != right.shape[-1]:
-            raise ValueError(f"{name} must be {right.shape}, got shape {table.shape}")
-        gap = np.abs(table.reshape(right.shape) - right).max(axis=-1).ravel()
-        gaps = np.maximum(gaps, np.where(np.isnan(gap), np.inf, gap))
-    gaps /= abs(inv_freq(spec, seq_len)[1])
+    shape, tables = exact[0].shape, (_numpy(cos), _numpy(sin))
+    for name, table in zip(("cos", "sin"), tables, strict=True):
+        if table.size != math.prod(shape) or table.shape[-1] != shape[-1]:
+            raise ValueError(f"{name} must be {shape}, got shape {table.shape}")
+    gaps = _gaps(tables, exact)
     if not (gaps > tolerance).any():
         return ""
     first = at.reshape(len(gaps), -1)[np.argmax(gaps > tolerance)].tolist()
@@ -222,10 +228,20 @@ def _table_fault(
         return f"{text}: angles or tables of low precision"
     if spec.num_axes == 1:
         count = at.shape[-1]
-        local = cos_sin(spec, np.arange(count), seq_len=seq_len)[0]
-        if np.abs(_numpy(cos).reshape(-1, *local.shape) - local).max() <= tolerance:
+        local = cos_sin(spec, np.broadcast_to(np.arange(count), at.shape), seq_len=seq_len)
+        if _gaps(tables, local).max() <= tolerance:
             return f"{text}: they are those of 0..{count - 1}, arange(local length)"
     return f"{text}: they are those of other positions or frequencies"
+
+
+def _gaps(tables: tuple[Array, Array], exact: tuple[Array, Array]) -> Array:
+    """Return the error of every token, relative to the attention factor; of NaN it is infinite."""
+    cos, sin = (
+        np.abs(table.reshape(right.shape) - right).max(axis=-1)
+        for table, right in zip(tables, exact, strict=True)
+    )
+    gaps = np.maximum(cos, sin) / np.hypot(exact[0][..., 0], exact[1][..., 0])
+    return np.where(np.isnan(gaps), np.inf, gaps).ravel()
 
 
 # --- ranks beside each other ---
@@ -248,16 +264,21 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
     """Return the ranks to blame, and the positions that too many or too few ranks hold, in words.
 
     held   positions of each rank, (seq, axes) int64
-    whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks
+    whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks,
+           and by no rank more often than the sequence has it
     """
     points = np.concatenate([whole, *held])
     points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
     names, ids = np.unique(points, axis=0, return_inverse=True)
     expected, holding = np.split(ids.ravel(), [len(whole)])
-    replicas = max(1, round(len(holding) / max(1, len(whole))))
-    right = np.bincount(expected, minlength=len(names)) * replicas
+    once = np.bincount(expected, minlength=len(names))
     counts = np.bincount(holding, minlength=len(names))
     owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
+    pairs, times = np.unique(holding * len(held) + owners, return_counts=True)
+    place = pairs // len(held)  # without what a rank holds more often than the sequence has it:
+    useful = np.bincount(place, np.minimum(times, once[place]), len(names)).astype(int)
+    replicas = max(1, round(useful.sum() / max(1, len(whole))))
+    right = once * replicas
     owners, ends = owners[np.argsort(holding, kind="stable")], np.cumsum(counts)
 
     def by_owners(chosen: Array) -> Iterable[tuple[tuple[int, ...], list[int]]]:
@@ -275,16 +296,17 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
     copies = Counter(part.tobytes() for part in held)
     blamed: set[int] = set()
     texts = []
-    for ranks, numbers in by_owners((counts > right) & (right > 0)):
+    for ranks, numbers in by_owners((counts > np.minimum(right, useful)) & (right > 0)):
         # blame a rank that holds it twice, then one that counts from zero, then the least common
         order = [(ranks[:n].count(rank), rank in from_zero, -copies[held[rank].tobytes()], rank)
                  for n, rank in enumerate(ranks)]  # fmt: skip
-        extra = {rank for *_, rank in sorted(order)[right[numbers[0]] :]}
+        kept = min(right[numbers[0]], useful[numbers[0]])
+        extra = {rank for *_, rank in sorted(order)[kept:]}
         others = set(ranks) - extra
         also = f", which {_named(others)} {_verb(others)} as well" if others else " more than once"
         texts.append(f"{_named(extra)} {_verb(extra)} {_spans(names[numbers])}{also}")
         blamed |= extra
-    for ranks, numbers in by_owners(counts < right):
+    for ranks, numbers in by_owners(useful < right):
         whom = f"{_named(ranks)} alone" if ranks else "nobody"
         texts.append(f"{_spans(names[numbers])} {_verb(numbers, 'is', 'are')} held by {whom}")
     for ranks, numbers in by_owners(right == 0):

@@ -328,10 +328,15 @@ def is_traced(value: object) -> bool:
 
 
 def is_symbolic(value: object) -> bool:
-    """Whether a value is a symbolic size of torch, as torch.export has for a dynamic dimension.
+    """Whether a value is a size that a recorded program of torch leaves open.
+
+    torch.export has symbols for dynamic dimensions, and torch.jit.trace has tensors for all sizes.
 
     >>> is_symbolic(3)
     False
     """
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.SymInt)
+    return torch is not None and (
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, torch.Tensor) and torch.jit.is_tracing())
+    )
