@@ -379,6 +379,17 @@ def in_place(x, positions):
     return x
 
 
+def into_one_buffer():
+    buffers = {}
+
+    def fn(x, positions):
+        buffer = buffers.setdefault(x.shape, np.empty_like(x))
+        buffer[...] = right(x, positions)
+        return buffer
+
+    return fn
+
+
 def where(condition, change=lambda x, p: x.copy()):
     return lambda x, p: change(x, p) if condition(x, p) else right(x, p)
 
@@ -394,6 +405,7 @@ WRONG_IN = {  # a case: a function that is right in all others, made anew for ea
     "far": lambda: where(lambda x, p: p.max() > 2000),
     "again": remembering,
     "input": lambda: in_place,
+    "output": into_one_buffer,
 }
 
 

@@ -9,7 +9,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,48 +35,66 @@ class Finding(NamedTuple):
     text: str
 
 
+class Called(NamedTuple):
+    """What a call did.
+
+    y            (batch, heads, seq, head_dim), the rotated x
+    returned     the array that was returned, in the callable's own library
+    overwritten  names of the arguments that have other numbers now
+    """
+
+    y: Array
+    returned: object
+    overwritten: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Box:
     """A callable and the form of its arguments.
 
-    `invoke` takes x in the callable's own library and positions, and returns the rotated x.
+    `arguments` returns, for x and positions, NumPy arrays by their names, in the order in which
+    the callable takes them; it returns x, or with `which` a tuple with x at this index.
     With `by_index` it counts tokens from 0 instead, so a run is put at the end of a longer row.
     Positions are multiples of `step`; with `by_row` each row may have its own: (batch, seq).
     """
 
-    invoke: Callable[[Array, Array], Any]
+    fn: Callable[..., Any]
     convert: Converter
     head_dim: int
     seq_dim: int
     num_axes: int
     dtype: str
+    arguments: Callable[[Array, Array], Mapping[str, Array]] = lambda x, p: {"x": x, "positions": p}
+    which: int | None = None
     by_index: bool = False
     step: int = 1
     by_row: bool = False
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Return x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
-        return self.call(x, positions)[0]
+        return self.call(x, positions).y
 
-    def call(self, x: Array, positions: Array) -> tuple[Array, bool]:
-        """Return the rotated x, and whether the callable overwrote its input."""
-        converted = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
-        before = to_numpy(converted)
+    def call(self, x: Array, positions: Array) -> Called:
+        """Return the rotated x and what else the call did."""
+        arrays = self.arguments(x if self.seq_dim == -2 else x.swapaxes(1, 2), positions)
+        given = {name: self.convert(array) for name, array in arrays.items()}
+        before = {name: to_numpy(array) for name, array in given.items()}
+        asked = next(iter(before.values())).shape
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a box may warn of far positions
             try:
-                result = self.invoke(converted, positions)
+                result = self.fn(*given.values())
+                result = result if self.which is None else _chosen(result, self.which)
                 shape, values = np.shape(result), to_numpy(result)
             except Exception as error:  # whatever a stranger's code raises
                 raise ValueError(f"the callable raised {one_line(error)}") from error
-        if tuple(shape) != before.shape:
-            raise ValueError(
-                f"the callable returned shape {tuple(shape)} for x of shape {before.shape}"
-            )
+        if tuple(shape) != asked:
+            raise ValueError(f"the callable returned shape {tuple(shape)} for x of shape {asked}")
         if not np.isfinite(values).all():
             raise ValueError("the callable returned numbers that are not finite")
         values = values if self.seq_dim == -2 else values.swapaxes(1, 2)
-        return values, not np.array_equal(before, to_numpy(converted))
+        overwritten = [n for n in given if not np.array_equal(before[n], to_numpy(given[n]))]
+        return Called(values, result, tuple(overwritten))
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
         """Return positions (seq,) or (seq, axes): `numbers` on `axis`, others 0; None: on all."""
@@ -144,15 +161,14 @@ def boxes_with_positions(
 ) -> Iterator[tuple[str, Box]]:
     """Yield ways to call f(x, positions): by library, positions without and with a batch axis."""
     for name, convert in _converters(library, dtype):
-        for by_row in (False, True):
+        for lead in ((), (1,)):
 
-            def invoke(x: Any, p: Array, convert: Any = convert, by_row: bool = by_row) -> Any:
-                is_one_row = by_row and p.ndim == (1 if axes == 1 else 2)
-                return fn(x, convert(p[None] if is_one_row else p))
+            def arguments(x: Array, p: Array, lead: Any = lead) -> Mapping[str, Array]:
+                is_one_row = p.ndim == (1 if axes == 1 else 2)
+                return {"x": x, "positions": p.reshape(lead + p.shape) if is_one_row else p}
 
-            shape = "(1, seq" if by_row else "(seq"
-            box = Box(invoke, convert, head_dim, seq_dim, axes, dtype, by_row=by_row)
-            yield f"{name}, positions {shape})", box
+            box = Box(fn, convert, head_dim, seq_dim, axes, dtype, arguments, by_row=bool(lead))
+            yield f"{name}, positions {'(1, seq' if lead else '(seq'})", box
 
 
 def boxes_with_tables(
@@ -168,23 +184,23 @@ def boxes_with_tables(
     for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
 
-            def invoke(
-                which: int, x: Any, p: Array, convert: Any = convert, lead: Any = lead
-            ) -> Any:
-                angles = p[:, None] * inv_freq
+            def arguments(x: Array, p: Array, lead: Any = lead) -> Mapping[str, Array]:
+                angles = p[..., None] * inv_freq
                 tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
-                cos, sin = (convert(t.reshape(lead + t.shape)) for t in tables)
-                other = x * 1  # rotated as well, but its result is not used
-                results = fn(x, other, cos, sin) if which == 0 else fn(other, x, cos, sin)
-                if not isinstance(results, tuple | list) or len(results) != 2:
-                    raise ValueError(f"it must return (q, k), got {type(results).__name__}")
-                return results[which]
+                rows = p.shape[:-1] + lead[p.ndim - 1 :]
+                cos, sin = (t.reshape(rows + t.shape[-2:]) for t in tables)
+                return {"q": x, "k": x, "cos": cos, "sin": sin}
 
             q, k = (
-                Box(partial(invoke, which), convert, head_dim, seq_dim, 1, dtype)
-                for which in (0, 1)
+                Box(fn, convert, head_dim, seq_dim, 1, dtype, arguments, which) for which in (0, 1)
             )
             yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
+
+
+def _chosen(results: Any, which: int) -> Any:
+    if not isinstance(results, tuple | list) or len(results) != 2:
+        raise ValueError(f"it must return (q, k), got {type(results).__name__}")
+    return results[which]
 
 
 def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
@@ -228,12 +244,25 @@ def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(-8, 9, shape) / 4
 
 
+def overwriting(box: Box, x: Array, other: Array, positions: Array) -> list[Finding]:
+    """Return findings about arguments, and results of an earlier call, that a call overwrites."""
+    first, findings = box.call(x, positions), []
+    kept = to_numpy(first.returned)
+    box(other, positions)
+    if first.overwritten:
+        text = f"overwrites the {' and '.join(first.overwritten)} that it gets"
+        findings.append(Finding("overwrites_input", text))
+    if not np.array_equal(kept, to_numpy(first.returned)):
+        text = "overwrites the result of the call before: every call returns the same buffer"
+        findings.append(Finding("overwrites_output", text))
+    return findings
+
+
 def check(box: Box) -> list[Finding]:
     """Return findings of a few small calls: effects that no rotation of single tokens has."""
     numbers = np.arange(3, 8)
     x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
-    y, wrote = box.call(x, positions)
-    findings = [Finding("overwrites_input", "overwrites the x that it gets")] if wrote else []
+    y, findings = box(x, positions), overwriting(box, x, other, positions)
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * (float(np.abs(y).max()) or 1.0)
 
     def differ(one: Array, two: Array) -> bool:

@@ -17,6 +17,7 @@ from ..blackbox.probe import (
     boxes_with_positions,
     boxes_with_tables,
     first_that_works,
+    overwriting,
     sample,
 )
 from ..identify import Identification, brief, callables, identify
@@ -38,6 +39,7 @@ CASES = {
     "far": (),
     "again": ("remembers_length",),
     "input": ("overwrites_input",),
+    "output": ("overwrites_output",),
 }
 
 
@@ -107,12 +109,14 @@ def check(
     tolerance     of the results, relative to the largest number of a call, in addition to the
                   rounding of `dtype`; float32 angles reach 1e-3 near position 8000
     skip          cases of `CASES` to leave out: "gaps" for a function that takes one offset,
-                  "input" for one that works in place, "batch", "rows", ...
+                  "input" for one that works in place, "output" for one that writes into one
+                  buffer, "batch", "rows", ...
 
     Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
     row of 1024 tokens, one head, one token, a batch, a batch whose rows have different positions if
-    the function takes them, far positions, the first call again, and whether x was overwritten. If
-    anything differs, it looks for the mistake among `mistakes`, then by `identify`.
+    the function takes them, far positions, the first call again, and whether an argument or the
+    result of an earlier call was overwritten. If anything differs, it looks for the mistake among
+    `mistakes`, then by `identify`.
     Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
@@ -220,13 +224,15 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
         if case in rules.skip:
             continue
         try:
-            y, wrote = box.call(x, positions)
+            y = box(x, positions)
+            written = overwriting(box, x, -x, positions) if case == "near" else ()
         except ValueError as error:
             yield Call(case, x, positions, None, str(error))
         else:
             yield Call(case, x, positions, y, "")
-            if wrote and case == "near" and "input" not in rules.skip:
-                yield Call("input", x, positions, None, "overwrites the x that it gets")
+            for code, text in written:
+                if (name := code.removeprefix("overwrites_")) not in rules.skip:
+                    yield Call(name, x, positions, None, text)
 
 
 def _expected(call: Call, spec: Rotary, seq_len: int | None) -> Array:
