@@ -356,6 +356,7 @@ def test_bugs_of_a_function_that_is_given_tables(code):
 
 def test_a_function_with_tables_that_treats_q_and_k_differently():
     def apply(q, k, cos, sin):
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
         return q * cos + half(q) * sin, k * cos - half(k) * sin
 
     found = identify(apply, D)
@@ -365,6 +366,7 @@ def test_a_function_with_tables_that_treats_q_and_k_differently():
 
 def test_one_wrong_sign_does_not_hide_the_order_of_the_tables():
     def apply(q, k, cos, sin):
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
         return q * cos + adjacent(q) * sin, k * cos - adjacent(k) * sin
 
     found = identify(apply, D)
@@ -374,7 +376,7 @@ def test_one_wrong_sign_does_not_hide_the_order_of_the_tables():
 
 def test_given_tables_that_are_cast_to_bfloat16():
     def apply(q, k, cos, sin):
-        cos, sin = (BF16(table).astype(q.dtype) for table in (cos, sin))
+        cos, sin = (BF16(table).astype(q.dtype)[..., None, :, :] for table in (cos, sin))
         return q * cos + half(q) * sin, k * cos + half(k) * sin
 
     assert identify(apply, D).codes == ("bfloat16_tables",)

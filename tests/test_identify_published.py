@@ -277,7 +277,7 @@ def running_product(x, positions, base=1e4, d=D, scale=1.0):
     for _ in range(d // 2):
         columns.append(np.float32(scale) * angle)
         angle = angle * step
-    angles = np.tile(np.stack(columns, axis=-1).astype(np.float64), 2)
+    angles = np.tile(np.stack(columns, axis=-1).astype(np.float64), 2)[..., None, :, :]
     return (x * np.cos(angles) + half(x) * np.sin(angles)).astype(x.dtype)
 
 

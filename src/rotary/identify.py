@@ -20,18 +20,15 @@ from typing import Any
 import numpy as np
 
 from .blackbox.examine import Answer, examine
-from .blackbox.probe import (
+from .blackbox.forms import (
     LIBRARIES,
     TABLES,
-    UNITS,
-    Box,
-    Finding,
     boxes_with_positions,
     boxes_with_tables,
     first_that_works,
     form_of,
-    one_line,
 )
+from .blackbox.probe import UNITS, Box, Finding, one_line
 from .kernels import Numbers as Array
 from .spec import Rotary, check_whole
 from .strict_json import JSON
@@ -124,7 +121,8 @@ def identify(
     form          "positions" or "tables"; default: read from the signature
     seq_dim       -2: x is (1, heads, seq, head_dim); -3: (1, seq, heads, head_dim). The number of
                   heads differs between calls, and is often head_dim. Positions are int64, (seq,) or
-                  (1, seq), with several axes (seq, axes) or (1, seq, axes)
+                  (1, seq), with several axes (seq, axes) or (1, seq, axes). A batch of two is also
+                  asked with positions, or tables, of two rows: (2, seq)
     library       "numpy" or "torch"; default: the first that the callable takes
     dtype         of x: "float32", "float64", "float16", "bfloat16"
     num_axes      how many numbers a position has, for f(x, positions)

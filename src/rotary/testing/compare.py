@@ -9,17 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..angles import inv_freq
-from ..blackbox.probe import (
+from ..blackbox.forms import (
     TABLES,
-    UNITS,
-    Box,
-    Finding,
     boxes_with_positions,
     boxes_with_tables,
     first_that_works,
-    overwriting,
-    sample,
 )
+from ..blackbox.probe import ROWS, UNITS, Box, Finding, overwriting, sample
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
 from ..spec import Rotary, check_whole
@@ -35,7 +31,7 @@ CASES = {
     "one head": ("depends_on_shape",),
     "one token": ("depends_on_shape",),
     "batch": ("mixes_batch", "refuses_batch"),
-    "rows": ("rows_share_positions", "depends_on_batch"),
+    "rows": (*ROWS, "depends_on_batch"),
     "far": (),
     "again": ("remembers_length",),
     "input": ("overwrites_input",),
@@ -114,9 +110,9 @@ def check(
 
     Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
     row of 1024 tokens, one head, one token, a batch, a batch whose rows have different positions if
-    the function takes them, far positions, the first call again, and whether an argument or the
-    result of an earlier call was overwritten. If anything differs, it looks for the mistake among
-    `mistakes`, then by `identify`.
+    the function takes them without an error, far positions, the first call again, and whether an
+    argument or the result of an earlier call was overwritten. If anything differs, it looks for the
+    mistake among `mistakes`, then by `identify`.
     Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
