@@ -309,6 +309,18 @@ def test_functions_of_transformers_that_are_given_tables(family):
     assert found.codes == (("clockwise",) if family == "nanochat" else ())
 
 
+def test_arguments_that_are_keyword_only():
+    def rotate(x, *, positions):
+        return rotary.apply(Rotary(head_dim=16), x, positions=positions)
+
+    def apply(q, k, *, cos, sin, unsqueeze_dim=1):
+        return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    for fn, form in ((rotate, "positions"), (apply, "tables")):
+        for found in (identify(fn, 16), identify(fn, 16, form=form)):
+            assert (found.spec, found.findings) == (Rotary(head_dim=16), ())
+
+
 def test_tables_narrower_than_the_head():
     found = identify(glm.apply_rotary_pos_emb, 64, rotary_dim=16)
     assert found.spec == Rotary(head_dim=64, rotary_dim=16, layout="interleaved")

@@ -25,6 +25,7 @@ from .blackbox.forms import (
     TABLES,
     boxes_with_positions,
     boxes_with_tables,
+    by_place,
     first_that_works,
     form_of,
 )
@@ -116,7 +117,8 @@ def identify(
     """Find out which RoPE a callable computes, and what is unusual or wrong with it.
 
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
-                  or two callables of the first form, for q and for k
+                  or two callables of the first form, for q and for k; arguments may be
+                  keyword-only, in this order
     head_dim      channels of a head
     form          "positions" or "tables"; default: read from the signature
     seq_dim       -2: x is (1, heads, seq, head_dim); -3: (1, seq, heads, head_dim). The number of
@@ -189,7 +191,7 @@ def callables(
     forms = {form or form_of(f) for f in fns}
     if len(fns) == 2 and forms != {"positions"}:
         raise ValueError("two callables must both be f(x, positions)")
-    return fns, forms.pop()
+    return tuple(map(by_place, fns)), forms.pop()
 
 
 def load(target: str) -> Callable[..., object]:

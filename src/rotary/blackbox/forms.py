@@ -20,7 +20,7 @@ TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a
 def form_of(fn: Callable[..., Any]) -> str:
     """Return the form of a callable by its signature: "positions" or "tables"; else ValueError.
 
-    >>> form_of(lambda x, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+    >>> form_of(lambda x, *, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
     ('positions', 'tables')
     """
     hint = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
@@ -28,15 +28,36 @@ def form_of(fn: Callable[..., Any]) -> str:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError) as error:
         raise ValueError(f"the callable has no signature to read{hint}") from error
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in plain if p.default is p.empty]
-    names = [p.name for p in plain[:4]]
-    if len(required) == 4 and "cos" in names[2] and "sin" in names[3]:
+    required = [p.name for p in parameters if _is_required(p)]
+    if len(required) == 4 and "cos" in required[2] and "sin" in required[3]:
         return "tables"
     if len(required) == 2 and not {"cos", "sin", "k", "key", "keys"} & set(required):
         return "positions"
     shown = ", ".join(p.name for p in parameters) or "nothing"
     raise ValueError(f"the callable takes ({shown}), which is neither form{hint}")
+
+
+def by_place(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes by their place also the arguments that fn takes by keyword only.
+
+    >>> by_place(lambda x, *, positions: (x, positions))(1, 2)
+    (1, 2)
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return fn
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and _is_required(p)]
+
+    def called(*given: Any) -> Any:
+        places = len(given) - len(names)
+        return fn(*given[:places], **dict(zip(names, given[places:], strict=False)))
+
+    return called if names else fn
+
+
+def _is_required(p: inspect.Parameter) -> bool:
+    return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
 
 
 def boxes_with_positions(
