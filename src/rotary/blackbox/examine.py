@@ -380,8 +380,9 @@ def _with_precision(
     ]
     if rates.last < probed:
         far = Far(box, turning.pairs, rates.sign, turning.start)
-        text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, or a "
-        uneven = Finding("uneven", text + "table that ends in an unknown way")
+        text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, a table "
+        text += "that ends in an unknown way, or frequencies that follow the length"
+        uneven = Finding("uneven", text)
         end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
         findings.append(end or uneven)
     elif until and not findings:
