@@ -374,9 +374,48 @@ def by_row(change=lambda positions: positions):
     return fn
 
 
+def with_positions(change):
+    """f(x, positions) whose angles (..., seq, pairs) are changed before they meet the heads."""
+    return lambda x, positions: turned(x, change(positions[..., None] * ladder(1e6, 128)))
+
+
+def with_tables(change):
+    """f(q, k, cos, sin) whose tables (..., seq, 128) are changed before they meet the heads."""
+
+    def rotate(x, cos, sin):
+        return x * change(cos) + np.concatenate([-x[..., 64:], x[..., :64]], -1) * change(sin)
+
+    return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
+
+
+def on_all_heads(t):
+    return t[..., None, :, :]
+
+
+ROWS_RIGHT = [with_positions(on_all_heads), with_tables(on_all_heads)]
+ROWS_WRONG = {
+    "rows_share_positions": [
+        with_positions(lambda t: t[0] if t.ndim == 3 else t),
+        with_tables(lambda t: on_all_heads(t[:1] if t.ndim == 3 else t)),
+    ],
+    "rows_on_heads": [with_positions(lambda t: t), with_tables(lambda t: t)],
+}
+
+
 def in_place(x, positions):
     x[...] = right(x, positions)
     return x
+
+
+def into_one_buffer():
+    buffers = {}
+
+    def fn(x, positions):
+        buffer = buffers.setdefault(x.shape, np.empty_like(x))
+        buffer[...] = right(x, positions)
+        return buffer
+
+    return fn
 
 
 def where(condition, change=lambda x, p: x.copy()):
@@ -394,6 +433,7 @@ WRONG_IN = {  # a case: a function that is right in all others, made anew for ea
     "far": lambda: where(lambda x, p: p.max() > 2000),
     "again": remembering,
     "input": lambda: in_place,
+    "output": into_one_buffer,
 }
 
 
@@ -407,6 +447,34 @@ def test_a_function_that_is_wrong_in_one_case_alone(case):
 
 def test_a_batch_whose_rows_have_positions_of_their_own_passes():
     check(by_row(), QWEN3)
+    for form in ROWS_RIGHT:
+        check(form, QWEN3)
+
+
+@pytest.mark.parametrize("code", ["rows_share_positions", "rows_on_heads"])
+def test_rows_that_are_not_rotated_by_their_own_positions_are_named(code):
+    """Functions that are right for one row of positions, or of tables."""
+    for form in ROWS_WRONG[code]:
+        assert codes(form, QWEN3) == identify(form, 128).codes == (code,)
+        assert identify(form, 128).is_rotation
+        check(form, QWEN3, skip=["rows"])
+
+
+def test_a_function_for_one_row_that_refuses_two_or_takes_them_for_axes_passes():
+    def one_row(x, positions):
+        if positions.ndim != 1:
+            raise TypeError("positions of one axis")
+        return right(x, positions)
+
+    def two_axes(x, positions):
+        """Positions (seq,), or one row for each of two axes, as M-RoPE takes them."""
+        if positions.ndim == 1:
+            return right(x, positions)
+        return turned(x, positions[np.arange(64) % 2].T * ladder(1e6, 128))
+
+    for fn in (one_row, two_axes):
+        check(fn, QWEN3)
+        assert identify(fn, 128).findings == ()
 
 
 def test_what_is_skipped_is_not_named_either():
@@ -444,7 +512,8 @@ def test_tables_in_any_order_of_their_columns(order):
     def apply(q, k, cos, sin):
         if cos.shape[-1] != (64 if order == "half" else 128):
             raise ValueError("another width")
-        c, s = (t[..., ::2] if order == "repeat" else t[..., :64] for t in (cos, sin))
+        c, s = (t[..., None, :, ::2] if order == "repeat" else t[..., None, :, :64]
+                for t in (cos, sin))  # fmt: skip
         u, v, w, z = q[..., :64], q[..., 64:], k[..., :64], k[..., 64:]
         return (np.concatenate([u * c - v * s, v * c + u * s], -1),
                 np.concatenate([w * c - z * s, z * c + w * s], -1))  # fmt: skip
@@ -464,6 +533,7 @@ def test_a_spec_with_axes_and_tables():
     """Which axis a pair reads is up to the tables."""
 
     def apply(q, k, cos, sin):
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
         half = [np.concatenate([-x[..., 64:], x[..., :64]], -1) for x in (q, k)]
         return q * cos + half[0] * sin, k * cos + half[1] * sin
 

@@ -165,6 +165,32 @@ def test_x_of_every_dtype(dtype):
     assert (found.spec, found.findings) == (Rotary(head_dim=32), ())
 
 
+@pytest.mark.parametrize(("head_dim", "base", "factor"), [
+    (32, 409441.0, 8.0), (32, 1825491.0, 1.0), (128, 563535.0, 1.0),
+])  # fmt: skip
+def test_exact_angles_of_bfloat16_x_are_exact_for_a_base_that_is_not_round(head_dim, base, factor):
+    inv_freq = torch.tensor(base ** (-np.arange(0, head_dim, 2) / head_dim) / factor)
+
+    def rotate(x, positions):
+        angle = positions.double()[:, None] * inv_freq
+        cos, sin = angle.cos().tile(2), angle.sin().tile(2)
+        first, second = x.double().chunk(2, -1)
+        return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+    found = identify(rotate, head_dim, library="torch", dtype="bfloat16")
+    assert (found.findings, found.arithmetic, found.right_up_to) == ((), "exact", 2**20)
+    near = 1024 * np.abs(rotary.inv_freq(found.spec)[0] - inv_freq.numpy())
+    assert near.max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_angles_are_found_whatever_the_type_of_x(dtype):
+    rotate = applied(Rotary(head_dim=64, base=5e5), precision="float32")
+    found = identify(rotate, 64, library="torch", dtype=dtype)
+    assert found.codes == ("float32_angles",)
+    assert found.right_up_to < found.probed_up_to == 2**20
+
+
 def test_float32_angles_of_our_own():
     found = identify(applied(Rotary(head_dim=64), precision="float32"), 64)
     assert found.codes == ("float32_angles",)
@@ -307,6 +333,18 @@ def test_functions_of_transformers_that_are_given_tables(family):
     assert found.spec == Rotary(head_dim=64, **expected)
     assert (found.tables, found.is_rotation, found.inv_freq) == (tables, True, None)
     assert found.codes == (("clockwise",) if family == "nanochat" else ())
+
+
+def test_arguments_that_are_keyword_only():
+    def rotate(x, *, positions):
+        return rotary.apply(Rotary(head_dim=16), x, positions=positions)
+
+    def apply(q, k, *, cos, sin, unsqueeze_dim=1):
+        return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    for fn, form in ((rotate, "positions"), (apply, "tables")):
+        for found in (identify(fn, 16), identify(fn, 16, form=form)):
+            assert (found.spec, found.findings) == (Rotary(head_dim=16), ())
 
 
 def test_tables_narrower_than_the_head():

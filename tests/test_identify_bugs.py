@@ -217,6 +217,18 @@ def overwrite(x, positions):
     return x
 
 
+def overwrite_positions(x, positions):
+    rotated = rope(x, positions)
+    positions += 1
+    return rotated
+
+
+def one_buffer(x, positions, buffers={}):  # noqa: B006  # kept between calls
+    buffer = buffers.setdefault(x.shape, x.copy())
+    buffer[...] = rope(x, positions)
+    return buffer
+
+
 def one_head(x, positions):
     rotated = x.copy()
     rotated[:, :1] = rope(x[:, :1], positions)
@@ -240,6 +252,7 @@ def in_order(x, positions):
 noise = np.random.default_rng(0)
 HABITS = {  # what it does beside rotating: code, and whether a spec can still be given
     "overwrites_input": (overwrite, True),
+    "overwrites_output": (one_buffer, True),
     "mixes_heads": (lambda x, p: rope(x, p) + x.mean(1, keepdims=True) / 8, False),
     "heads_differ": (one_head, False),
     "mixes_tokens": (lambda x, p: rope(x, p) + x.mean(2, keepdims=True) / 8, False),
@@ -262,6 +275,18 @@ def test_what_a_callable_does_beside_rotating(code):
     assert found.codes == (code,)
     assert found.spec == (Rotary(head_dim=D) if has_spec else None)
     assert found.is_rotation is has_spec
+
+
+def test_an_argument_that_is_overwritten_is_named():
+    def clear_cos(q, k, cos, sin):
+        rotated = tuple(x * cos[:, None] + half(x) * sin[:, None] for x in (q, k))
+        cos[...] = 0
+        return rotated
+
+    for fn, name in ((overwrite, "x"), (overwrite_positions, "positions"), (clear_cos, "cos")):
+        found = identify(fn, D)
+        assert found.findings == (("overwrites_input", f"overwrites the {name} that it gets"),)
+        assert found.spec == Rotary(head_dim=D)
 
 
 def test_heads_or_tokens_in_reverse_are_mixed():
@@ -331,6 +356,7 @@ def test_bugs_of_a_function_that_is_given_tables(code):
 
 def test_a_function_with_tables_that_treats_q_and_k_differently():
     def apply(q, k, cos, sin):
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
         return q * cos + half(q) * sin, k * cos - half(k) * sin
 
     found = identify(apply, D)
@@ -340,6 +366,7 @@ def test_a_function_with_tables_that_treats_q_and_k_differently():
 
 def test_one_wrong_sign_does_not_hide_the_order_of_the_tables():
     def apply(q, k, cos, sin):
+        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
         return q * cos + adjacent(q) * sin, k * cos - adjacent(k) * sin
 
     found = identify(apply, D)
@@ -349,7 +376,7 @@ def test_one_wrong_sign_does_not_hide_the_order_of_the_tables():
 
 def test_given_tables_that_are_cast_to_bfloat16():
     def apply(q, k, cos, sin):
-        cos, sin = (BF16(table).astype(q.dtype) for table in (cos, sin))
+        cos, sin = (BF16(table).astype(q.dtype)[..., None, :, :] for table in (cos, sin))
         return q * cos + half(q) * sin, k * cos + half(k) * sin
 
     assert identify(apply, D).codes == ("bfloat16_tables",)

@@ -10,6 +10,7 @@ import pytest
 from rotary import Rotary, blackbox
 from rotary.blackbox.faults import AMPLITUDES, EXPONENTS
 from rotary.blackbox.lengths import ENDS
+from rotary.blackbox.probe import ROWS
 from rotary.identify import identify, load
 
 
@@ -96,6 +97,7 @@ def test_the_page_lists_every_code_of_a_finding_and_no_other():
     text = "".join(path.read_text() for path in sources)
     codes = set(re.findall(r'(?:Finding\(\s*|add_if\([^"]*)"(\w+)"', text))
     codes |= {entry[0] for entry in (*ENDS, *AMPLITUDES, *EXPONENTS)}
+    codes |= set(ROWS)
     assert {"mixes_heads", "refuses_batch", "offset", "q_k_differ"} <= codes
     page = (Path(__file__).parents[1] / "docs" / "identify.md").read_text()
     table = page[page.index("| finding |") : page.index("## What can")]

@@ -249,6 +249,23 @@ def test_positions_of_32_bits():
     assert "2,147,483,648" in found.findings[0].text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("factor", "trained"), [(1.0, 4096), (1.0, 2048), (2.0, 2048)])
+def test_frequencies_that_follow_the_length_are_no_table_that_ends(dtype, factor, trained):
+    torch = pytest.importorskip("torch")
+
+    def rotate(x, positions):  # a token alone at p >= trained has the angles of p L / (p + 1)
+        divided = max(1.0, (int(positions.max()) + 1) / trained / factor) * factor
+        angle = positions.double()[:, None] * torch.tensor(LADDER) / divided
+        cos, sin = angle.cos().tile(2), angle.sin().tile(2)
+        first, second = x.double().chunk(2, -1)
+        return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+    codes = found_in(rotate, dtype=dtype, library="torch").codes
+    assert "depends_on_length" in codes
+    assert not {"positions_clamped", "positions_restart", "not_rotated_far"} & set(codes)
+
+
 def test_a_table_that_ends_in_another_way_is_uneven():
     found = found_in(lambda x, p: rope(x, np.where(p < 4096, p, 17)))
     assert found.codes == ("uneven",)
@@ -277,7 +294,7 @@ def running_product(x, positions, base=1e4, d=D, scale=1.0):
     for _ in range(d // 2):
         columns.append(np.float32(scale) * angle)
         angle = angle * step
-    angles = np.tile(np.stack(columns, axis=-1).astype(np.float64), 2)
+    angles = np.tile(np.stack(columns, axis=-1).astype(np.float64), 2)[..., None, :, :]
     return (x * np.cos(angles) + half(x) * np.sin(angles)).astype(x.dtype)
 
 

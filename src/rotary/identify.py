@@ -20,18 +20,16 @@ from typing import Any
 import numpy as np
 
 from .blackbox.examine import Answer, examine
-from .blackbox.probe import (
+from .blackbox.forms import (
     LIBRARIES,
     TABLES,
-    UNITS,
-    Box,
-    Finding,
     boxes_with_positions,
     boxes_with_tables,
+    by_place,
     first_that_works,
     form_of,
-    one_line,
 )
+from .blackbox.probe import UNITS, Box, Finding, one_line
 from .kernels import Numbers as Array
 from .spec import Rotary, check_whole
 from .strict_json import JSON
@@ -119,12 +117,14 @@ def identify(
     """Find out which RoPE a callable computes, and what is unusual or wrong with it.
 
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
-                  or two callables of the first form, for q and for k
+                  or two callables of the first form, for q and for k; arguments may be
+                  keyword-only, in this order
     head_dim      channels of a head
     form          "positions" or "tables"; default: read from the signature
     seq_dim       -2: x is (1, heads, seq, head_dim); -3: (1, seq, heads, head_dim). The number of
                   heads differs between calls, and is often head_dim. Positions are int64, (seq,) or
-                  (1, seq), with several axes (seq, axes) or (1, seq, axes)
+                  (1, seq), with several axes (seq, axes) or (1, seq, axes). A batch of two is also
+                  asked with positions, or tables, of two rows: (2, seq)
     library       "numpy" or "torch"; default: the first that the callable takes
     dtype         of x: "float32", "float64", "float16", "bfloat16"
     num_axes      how many numbers a position has, for f(x, positions)
@@ -191,7 +191,7 @@ def callables(
     forms = {form or form_of(f) for f in fns}
     if len(fns) == 2 and forms != {"positions"}:
         raise ValueError("two callables must both be f(x, positions)")
-    return fns, forms.pop()
+    return tuple(map(by_place, fns)), forms.pop()
 
 
 def load(target: str) -> Callable[..., object]:

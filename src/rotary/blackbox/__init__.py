@@ -1,4 +1,5 @@
 """How `rotary.identify` works: `probe` calls the function, `pairs` and `fit` explain what it does.
 
-`lengths` tests far positions, `faults` tests for published mistakes, and `examine` combines them.
+`forms` finds out how to call it, `lengths` tests far positions, `faults` tests for published
+mistakes, and `examine` combines them.
 """

@@ -26,6 +26,7 @@ from .pairs import (
 from .probe import MAX_INDEXED, UNITS, Box, Finding, check, length_dependence
 
 RIGHT = 1e-3  # rad
+FIT_NOISE = 4  # how many times the noise of an angle a schedule may be off at the last position
 COARSE = ("bfloat16", "float16")
 FATAL = {
     *("not_repeatable", "not_linear", "mixes_heads", "mixes_tokens"),
@@ -252,7 +253,7 @@ def _fitted(
     turning: Turning, rates: Rates, amplitude: float, num_axes: int
 ) -> tuple[Measured, Fit]:
     """Return the frequencies with their uncertainty, and the schedule that gives them."""
-    noise = np.full(len(rates.inv_freq), 4 * turning.noise / rates.last)
+    noise = np.full(len(rates.inv_freq), FIT_NOISE * turning.noise / rates.last)
     amplitude_noise = 2e-6 if turning.type == "float32" else 8e-3
     # a float32 angle at 2^n is 2^n times a float32 number, unless something was added to it
     rounded = np.abs(round_to(rates.inv_freq, "float32") - rates.inv_freq) <= noise
@@ -360,12 +361,14 @@ def _with_precision(
     error = np.abs(wrapped(measured - exact)).max(axis=(1, 2))
     middles = turning.numbers[:, 1]
     probed = turning.last
-    wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0)]
+    of_fit = FIT_NOISE * turning.noise / rates.last  # per token; frequencies are not known better
+    wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0) + of_fit * middles]
     right = int(wrong.min()) // 2 if len(wrong) else probed
 
     safe, count = middles <= rates.last, len(rates.inv_freq)
     angles = (numbers[safe] + rates.offset).reshape(-1, count), measured[safe].reshape(-1, count)
-    kinds = arithmetic(*angles, explained.inv_freq, max(5e-6, turning.noise))
+    unit = max(5e-6, turning.noise) + of_fit * np.abs(angles[0])
+    kinds = arithmetic(*angles, explained.inv_freq, unit)
     if kinds in ((), ("float32 angles",)) and is_running_product(
         *angles, explained.inv_freq, rates.inv_freq, explained.base
     ):
@@ -380,8 +383,9 @@ def _with_precision(
     ]
     if rates.last < probed:
         far = Far(box, turning.pairs, rates.sign, turning.start)
-        text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, or a "
-        uneven = Finding("uneven", text + "table that ends in an unknown way")
+        text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, a table "
+        text += "that ends in an unknown way, or frequencies that follow the length"
+        uneven = Finding("uneven", text)
         end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
         findings.append(end or uneven)
     elif until and not findings:

@@ -157,7 +157,8 @@ ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
 def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | None:
     """Explain the first position that is rotated wrongly, between `last` and twice that.
 
-    None if the box refuses a position, or none of `ENDS` explains it.
+    None if the box refuses a position, or none of `ENDS` explains it, or it is rotated differently
+    in a longer row: frequencies that follow the length, as L / n, look like a clamped index too.
     """
     allowed = min(0.25, float(np.abs(inv_freq).max()) / 4)
 
@@ -170,6 +171,9 @@ def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | 
         if not is_turned_as(right, right) or is_turned_as(wrong, wrong):
             return None
         wrong = right + 1 + bisect(range(right + 1, wrong), 0, key=lambda p: not is_turned_as(p, p))
+        longer = far.angles(range(wrong, wrong + 6))[0]
+        if np.abs(wrapped(longer - far.angles([wrong])[0])).max() >= allowed:
+            return None
         for code, text, turned_as in ENDS:
             if all(is_turned_as(wrong + step, each)
                    for step, each in zip((0, 5), turned_as(wrong), strict=True)):  # fmt: skip

@@ -152,12 +152,14 @@ def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
     return np.where(np.abs(frequencies) * last > RESTING, frequencies, 0.0), last
 
 
-def arithmetic(numbers: Array, angles: Array, inv_freq: Array, unit: float) -> tuple[str, ...]:
+def arithmetic(
+    numbers: Array, angles: Array, inv_freq: Array, unit: Array | float
+) -> tuple[str, ...]:
     """Which roundings explain the measured angles: ("exact",), ("float32 angles",), ...
 
     numbers, angles  (tokens, pairs): the position that drives a pair, and the angle measured there
     inv_freq         (pairs,) of the schedule, before any rounding
-    unit             how far off an angle may be because of the tables and of x
+    unit             how far off an angle may be because of the tables, x, and the schedule found
     Returns () if no combination of rounded positions, frequencies and angles explains them.
 
     >>> numbers = np.array([[255.0], [256.0], [257.0]])

@@ -1,15 +1,13 @@
-"""Calls a function: finds out which arguments it takes, and what it does to one vector.
+"""Calls a function, and finds out what it does beside rotating single tokens.
 
 Every call goes through `Box`, which takes and returns float64 NumPy arrays and turns any error into
 a ValueError of one line.
 """
 
 import dataclasses
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +16,14 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Converter = Callable[[Array], Any]  # to an array of any library
 
-LIBRARIES = ("numpy", "torch")
 UNITS = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of x
 LONG_ROWS = (1024, 4096, 16384)  # tokens: enough to pass the usual trained lengths
-TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a table
-    "tile": lambda table: np.concatenate([table, table], -1),
-    "repeat": lambda table: np.repeat(table, 2, -1),
-    "half": lambda table: table,
+ROWS = {  # how two rows of positions, or of tables, can rotate two rows of x wrongly
+    "rows_share_positions": "given {what} of two rows, row 1 of x is rotated by those of row 0: "
+    "right only if all rows share their positions",
+    "rows_on_heads": "given {what} of two rows and x of 2 heads, head 1 is rotated by row 1 in "
+    "both rows of x: an axis for heads is missing; right only if all rows share their positions",
+    "rows_differ": "given {what} of two rows, rows of x are not rotated by their own",
 }
 MAX_INDEXED = 256  # positions that are token numbers cost memory: head_dim^2 for each of them
 
@@ -36,48 +35,66 @@ class Finding(NamedTuple):
     text: str
 
 
+class Called(NamedTuple):
+    """What a call did.
+
+    y            (batch, heads, seq, head_dim), the rotated x
+    returned     the array that was returned, in the callable's own library
+    overwritten  names of the arguments that have other numbers now
+    """
+
+    y: Array
+    returned: object
+    overwritten: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Box:
     """A callable and the form of its arguments.
 
-    `invoke` takes x in the callable's own library and positions, and returns the rotated x.
+    `arguments` returns, for x and positions, NumPy arrays by their names, in the order in which
+    the callable takes them; it returns x, or with `which` a tuple with x at this index.
     With `by_index` it counts tokens from 0 instead, so a run is put at the end of a longer row.
     Positions are multiples of `step`; with `by_row` each row may have its own: (batch, seq).
     """
 
-    invoke: Callable[[Array, Array], Any]
+    fn: Callable[..., Any]
     convert: Converter
     head_dim: int
     seq_dim: int
     num_axes: int
     dtype: str
+    arguments: Callable[[Array, Array], Mapping[str, Array]] = lambda x, p: {"x": x, "positions": p}
+    which: int | None = None
     by_index: bool = False
     step: int = 1
     by_row: bool = False
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Return x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
-        return self.call(x, positions)[0]
+        return self.call(x, positions).y
 
-    def call(self, x: Array, positions: Array) -> tuple[Array, bool]:
-        """Return the rotated x, and whether the callable overwrote its input."""
-        converted = self.convert(x if self.seq_dim == -2 else x.swapaxes(1, 2))
-        before = to_numpy(converted)
+    def call(self, x: Array, positions: Array) -> Called:
+        """Return the rotated x and what else the call did."""
+        arrays = self.arguments(x if self.seq_dim == -2 else x.swapaxes(1, 2), positions)
+        given = {name: self.convert(array) for name, array in arrays.items()}
+        before = {name: to_numpy(array) for name, array in given.items()}
+        asked = next(iter(before.values())).shape
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a box may warn of far positions
             try:
-                result = self.invoke(converted, positions)
+                result = self.fn(*given.values())
+                result = result if self.which is None else _chosen(result, self.which)
                 shape, values = np.shape(result), to_numpy(result)
             except Exception as error:  # whatever a stranger's code raises
                 raise ValueError(f"the callable raised {one_line(error)}") from error
-        if tuple(shape) != before.shape:
-            raise ValueError(
-                f"the callable returned shape {tuple(shape)} for x of shape {before.shape}"
-            )
+        if tuple(shape) != asked:
+            raise ValueError(f"the callable returned shape {tuple(shape)} for x of shape {asked}")
         if not np.isfinite(values).all():
             raise ValueError("the callable returned numbers that are not finite")
         values = values if self.seq_dim == -2 else values.swapaxes(1, 2)
-        return values, not np.array_equal(before, to_numpy(converted))
+        overwritten = [n for n in given if not np.array_equal(before[n], to_numpy(given[n]))]
+        return Called(values, result, tuple(overwritten))
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
         """Return positions (seq,) or (seq, axes): `numbers` on `axis`, others 0; None: on all."""
@@ -104,6 +121,12 @@ class Box:
         return rotated.transpose(1, 2, 0).astype(np.float32 if self.dtype != "float64" else None)
 
 
+def _chosen(results: Any, which: int) -> Any:
+    if not isinstance(results, tuple | list) or len(results) != 2:
+        raise ValueError(f"it must return (q, k), got {type(results).__name__}")
+    return results[which]
+
+
 def to_numpy(array: object) -> Array:
     """Return a float64 NumPy copy of an array of any library."""
     if hasattr(array, "detach"):  # torch has no NumPy dtype for bfloat16
@@ -117,123 +140,52 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def form_of(fn: Callable[..., Any]) -> str:
-    """Return the form of a callable by its signature: "positions" or "tables"; else ValueError.
-
-    >>> form_of(lambda x, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
-    ('positions', 'tables')
-    """
-    hint = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the callable has no signature to read{hint}") from error
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in plain if p.default is p.empty]
-    names = [p.name for p in plain[:4]]
-    if len(required) == 4 and "cos" in names[2] and "sin" in names[3]:
-        return "tables"
-    if len(required) == 2 and not {"cos", "sin", "k", "key", "keys"} & set(required):
-        return "positions"
-    shown = ", ".join(p.name for p in parameters) or "nothing"
-    raise ValueError(f"the callable takes ({shown}), which is neither form{hint}")
-
-
-def boxes_with_positions(
-    fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, axes: int
-) -> Iterator[tuple[str, Box]]:
-    """Yield ways to call f(x, positions): by library, positions without and with a batch axis."""
-    for name, convert in _converters(library, dtype):
-        for by_row in (False, True):
-
-            def invoke(x: Any, p: Array, convert: Any = convert, by_row: bool = by_row) -> Any:
-                is_one_row = by_row and p.ndim == (1 if axes == 1 else 2)
-                return fn(x, convert(p[None] if is_one_row else p))
-
-            shape = "(1, seq" if by_row else "(seq"
-            box = Box(invoke, convert, head_dim, seq_dim, axes, dtype, by_row=by_row)
-            yield f"{name}, positions {shape})", box
-
-
-def boxes_with_tables(
-    fn: Callable[..., object],
-    head_dim: int,
-    seq_dim: int,
-    library: str | None,
-    dtype: str,
-    inv_freq: Array,
-    order: str,
-) -> Iterator[tuple[str, tuple[Box, Box]]]:
-    """Yield ways to call f(q, k, cos, sin), tables in one `order`: a box of q and one of k each."""
-    for name, convert in _converters(library, dtype):
-        for lead in ((1,), (), (1, 1)):
-
-            def invoke(
-                which: int, x: Any, p: Array, convert: Any = convert, lead: Any = lead
-            ) -> Any:
-                angles = p[:, None] * inv_freq
-                tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
-                cos, sin = (convert(t.reshape(lead + t.shape)) for t in tables)
-                other = x * 1  # rotated as well, but its result is not used
-                results = fn(x, other, cos, sin) if which == 0 else fn(other, x, cos, sin)
-                if not isinstance(results, tuple | list) or len(results) != 2:
-                    raise ValueError(f"it must return (q, k), got {type(results).__name__}")
-                return results[which]
-
-            q, k = (
-                Box(partial(invoke, which), convert, head_dim, seq_dim, 1, dtype)
-                for which in (0, 1)
-            )
-            yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
-
-
-def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
-    """Yield each library and a function that converts NumPy arrays to it; integers stay so."""
-    if library != "torch" and dtype != "bfloat16":  # NumPy has no bfloat16
-        yield "numpy", lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
-    if library == "numpy":
-        return
-    try:
-        import torch
-    except ImportError:
-        if library is not None:
-            raise ValueError(f"{library} is not installed") from None
-        return
-    kind = getattr(torch, dtype)
-    yield (
-        "torch",
-        lambda a: torch.tensor(a.copy(), dtype=kind if a.dtype.kind == "f" else torch.int64),
-    )
-
-
-def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
-    """Return the first way to call that gives finite numbers of the right shape, or ValueError."""
-    refusals: dict[str, str] = {}  # the error, and the first way that gave it
-    for name, way in ways:
-        try:
-            for box in way if isinstance(way, tuple) else (way,):
-                # 2 heads, 5 tokens: a wrong broadcast cannot pass as a right one
-                box(sample(box, 1, 2, 5), box.positions(np.arange(5)))
-        except ValueError as error:
-            refusals.setdefault(str(error), name)
-        else:
-            return way
-    shown = [f"{name}: {error}" for error, name in refusals.items()]
-    raise ValueError(f"no way to call it works: {'; '.join(shown[:3]) or 'no array library'}")
-
-
 def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
     """Return x (batch, heads, seq, head_dim) of numbers that every float type holds exactly."""
     shape = (batch, heads, seq, box.head_dim)
     return np.random.default_rng(seed).integers(-8, 9, shape) / 4
 
 
+def rotation_of_rows(box: Box) -> str | None:
+    """Return how two rows of positions rotate x: "own", each row by its own; or a code of `ROWS`.
+
+    None if a box that takes one row refuses two, or takes them for something else: two axes, say.
+    """
+    x = sample(box, 2, 2, 5)
+    near, later = (box.positions(np.arange(first, first + 5)) for first in (3, 10))
+    try:
+        y, one, two = (box(x, positions) for positions in (np.stack([near, later]), near, later))
+    except ValueError:
+        return None
+    ways = {
+        "own": np.stack([one[0], two[1]]),
+        "rows_share_positions": one,
+        "rows_on_heads": np.stack([one[:, 0], two[:, 1]], axis=1),
+    }
+    allowed = (2e-5 + 8 * UNITS[box.dtype]) * np.abs(y).max()
+    close = (way for way, expected in ways.items() if np.abs(y - expected).max() <= allowed)
+    return next(close, "rows_differ" if box.by_row else None)
+
+
+def overwriting(box: Box, x: Array, other: Array, positions: Array) -> list[Finding]:
+    """Return findings about arguments, and results of an earlier call, that a call overwrites."""
+    first, findings = box.call(x, positions), []
+    kept = to_numpy(first.returned)
+    box(other, positions)
+    if first.overwritten:
+        text = f"overwrites the {' and '.join(first.overwritten)} that it gets"
+        findings.append(Finding("overwrites_input", text))
+    if not np.array_equal(kept, to_numpy(first.returned)):
+        text = "overwrites the result of the call before: every call returns the same buffer"
+        findings.append(Finding("overwrites_output", text))
+    return findings
+
+
 def check(box: Box) -> list[Finding]:
     """Return findings of a few small calls: effects that no rotation of single tokens has."""
     numbers = np.arange(3, 8)
     x, other, positions = sample(box, 1, 3, 5), sample(box, 1, 3, 5, 1), box.positions(numbers)
-    y, wrote = box.call(x, positions)
-    findings = [Finding("overwrites_input", "overwrites the x that it gets")] if wrote else []
+    y, findings = box(x, positions), overwriting(box, x, other, positions)
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * (float(np.abs(y).max()) or 1.0)
 
     def differ(one: Array, two: Array) -> bool:
@@ -279,13 +231,10 @@ def check(box: Box) -> list[Finding]:
         add_if(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")
     except ValueError as error:
         add_if(True, "refuses_batch", f"refuses a batch of two: {error}")
-    shifted = box.positions(numbers + 7)
-    later = box(x, shifted)
-    if box.by_row:
-        with suppress(ValueError):
-            both = box(np.concatenate([x, x]), np.stack([positions, shifted]))
-            add_if(differ(both, np.concatenate([y, later])), "rows_share_positions",
-                   "rows of a batch are not rotated by their own positions")  # fmt: skip
+    if box.by_row and (code := rotation_of_rows(box)) in ROWS:
+        what = "positions" if box.which is None else "cos and sin"
+        findings.append(Finding(code, ROWS[code].format(what=what)))
+    later = box(x, box.positions(numbers + 7))
     if not differ(later, y):
         add_if(True, "positions_ignored", "the result does not depend on the given positions")
         return findings

@@ -9,16 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..angles import inv_freq
-from ..blackbox.probe import (
+from ..blackbox.forms import (
     TABLES,
-    UNITS,
-    Box,
-    Finding,
     boxes_with_positions,
     boxes_with_tables,
     first_that_works,
-    sample,
 )
+from ..blackbox.probe import ROWS, UNITS, Box, Finding, overwriting, sample
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
 from ..spec import Rotary, check_whole
@@ -34,10 +31,11 @@ CASES = {
     "one head": ("depends_on_shape",),
     "one token": ("depends_on_shape",),
     "batch": ("mixes_batch", "refuses_batch"),
-    "rows": ("rows_share_positions", "depends_on_batch"),
+    "rows": (*ROWS, "depends_on_batch"),
     "far": (),
     "again": ("remembers_length",),
     "input": ("overwrites_input",),
+    "output": ("overwrites_output",),
 }
 
 
@@ -107,12 +105,14 @@ def check(
     tolerance     of the results, relative to the largest number of a call, in addition to the
                   rounding of `dtype`; float32 angles reach 1e-3 near position 8000
     skip          cases of `CASES` to leave out: "gaps" for a function that takes one offset,
-                  "input" for one that works in place, "batch", "rows", ...
+                  "input" for one that works in place, "output" for one that writes into one
+                  buffer, "batch", "rows", ...
 
     Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
     row of 1024 tokens, one head, one token, a batch, a batch whose rows have different positions if
-    the function takes them, far positions, the first call again, and whether x was overwritten. If
-    anything differs, it looks for the mistake among `mistakes`, then by `identify`.
+    the function takes them without an error, far positions, the first call again, and whether an
+    argument or the result of an earlier call was overwritten. If anything differs, it looks for the
+    mistake among `mistakes`, then by `identify`.
     Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
@@ -220,13 +220,15 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
         if case in rules.skip:
             continue
         try:
-            y, wrote = box.call(x, positions)
+            y = box(x, positions)
+            written = overwriting(box, x, -x, positions) if case == "near" else ()
         except ValueError as error:
             yield Call(case, x, positions, None, str(error))
         else:
             yield Call(case, x, positions, y, "")
-            if wrote and case == "near" and "input" not in rules.skip:
-                yield Call("input", x, positions, None, "overwrites the x that it gets")
+            for code, text in written:
+                if (name := code.removeprefix("overwrites_")) not in rules.skip:
+                    yield Call(name, x, positions, None, text)
 
 
 def _expected(call: Call, spec: Rotary, seq_len: int | None) -> Array:
