@@ -398,7 +398,6 @@ ROWS_WRONG = {
         with_positions(lambda t: t[0] if t.ndim == 3 else t),
         with_tables(lambda t: on_all_heads(t[:1] if t.ndim == 3 else t)),
     ],
-    "rows_on_heads": [with_positions(lambda t: t), with_tables(lambda t: t)],
 }
 
 
@@ -451,7 +450,7 @@ def test_a_batch_whose_rows_have_positions_of_their_own_passes():
         check(form, QWEN3)
 
 
-@pytest.mark.parametrize("code", ["rows_share_positions", "rows_on_heads"])
+@pytest.mark.parametrize("code", ROWS_WRONG)
 def test_rows_that_are_not_rotated_by_their_own_positions_are_named(code):
     """Functions that are right for one row of positions, or of tables."""
     for form in ROWS_WRONG[code]:
@@ -472,7 +471,7 @@ def test_a_function_for_one_row_that_refuses_two_or_takes_them_for_axes_passes()
             return right(x, positions)
         return turned(x, positions[np.arange(64) % 2].T * ladder(1e6, 128))
 
-    for fn in (one_row, two_axes):
+    for fn in (one_row, two_axes, with_positions(lambda t: t), with_tables(lambda t: t)):
         check(fn, QWEN3)
         assert identify(fn, 128).findings == ()
 

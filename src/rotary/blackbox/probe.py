@@ -21,8 +21,6 @@ LONG_ROWS = (1024, 4096, 16384)  # tokens: enough to pass the usual trained leng
 ROWS = {  # how two rows of positions, or of tables, can rotate two rows of x wrongly
     "rows_share_positions": "given {what} of two rows, row 1 of x is rotated by those of row 0: "
     "right only if all rows share their positions",
-    "rows_on_heads": "given {what} of two rows and x of 2 heads, head 1 is rotated by row 1 in "
-    "both rows of x: an axis for heads is missing; right only if all rows share their positions",
     "rows_differ": "given {what} of two rows, rows of x are not rotated by their own",
 }
 MAX_INDEXED = 256  # positions that are token numbers cost memory: head_dim^2 for each of them
@@ -150,8 +148,9 @@ def rotation_of_rows(box: Box) -> str | None:
     """Return how two rows of positions rotate x: "own", each row by its own; or a code of `ROWS`.
 
     None if a box that takes one row refuses two, or takes them for something else: two axes, say.
+    Two rows that are not broadcast to heads are refused, for there are three heads.
     """
-    x = sample(box, 2, 2, 5)
+    x = sample(box, 2, 3, 5)
     near, later = (box.positions(np.arange(first, first + 5)) for first in (3, 10))
     try:
         y, one, two = (box(x, positions) for positions in (np.stack([near, later]), near, later))
@@ -160,7 +159,6 @@ def rotation_of_rows(box: Box) -> str | None:
     ways = {
         "own": np.stack([one[0], two[1]]),
         "rows_share_positions": one,
-        "rows_on_heads": np.stack([one[:, 0], two[:, 1]], axis=1),
     }
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * np.abs(y).max()
     close = (way for way, expected in ways.items() if np.abs(y - expected).max() <= allowed)
