@@ -6,9 +6,7 @@ angles. Where the config is known as well, its spec must give the same numbers.
 """
 
 import dataclasses
-import inspect
 import re
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from .analysis.precision import round_to
 from .angles import inv_freq
+from .blackbox.examples import examples
 from .blackbox.forward import Rotation, watch
 from .blackbox.turned import TOLERANCES, spec_of
 from .configs import MODELS, from_hf_config, layer_types
@@ -24,9 +23,6 @@ from .configs.diffusers import RULES, from_diffusers_config
 from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
-
-TOKENS = 37  # a prime, so that no other axis of a model has this size
-FARTHEST = 1024
 
 
 class ModelRotation(NamedTuple):
@@ -135,7 +131,7 @@ and positions=, those of its tokens
         note = "its parameters are on the meta device"
         return _from_config(config, note)
     seen: list[Rotation] = []
-    for args, kwargs, at in _examples(model, example, positions):
+    for args, kwargs, at in examples(model, example, positions):
         seen, error = watch(model, args, kwargs, len(at))
         note = f"its forward raised {error}" if error else ""
         if not error:
@@ -165,73 +161,6 @@ and positions=, those of its tokens
 
 
 # --- the forward ---
-
-
-def _examples(
-    model: nn.Module, example: object, positions: object
-) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield (args, kwargs, positions (seq, axes)) of forwards, to be tried until one runs."""
-    if example is None:
-        if positions is not None:
-            raise ValueError("positions= needs example=, whose tokens they belong to")
-        yield from _token_examples(model)
-        return
-    args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-    if isinstance(example, Mapping):
-        args, kwargs = (), dict(example)
-    if positions is None:
-        ids = [
-            each
-            for each in (*args, *kwargs.values())
-            if isinstance(each, Tensor) and not each.is_floating_point() and each.ndim == 2
-        ]
-        if not ids:
-            raise ValueError(
-                "pass positions=, the position of each token of the example: (seq,), or (seq, axes)"
-            )
-        positions = range(ids[0].shape[1])
-    at = np.asarray(list(positions) if isinstance(positions, range) else positions, np.float64)
-    if at.ndim not in (1, 2) or len(at) < 2:
-        raise ValueError(f"positions must be (seq,) or (seq, axes), got shape {at.shape}")
-    yield args, kwargs, at.reshape(len(at), -1)
-
-
-def _token_examples(
-    model: nn.Module,
-) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield random tokens: at distant positions if the model takes position_ids; then from 0."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if not embeddings:
-        raise ValueError(
-            f"{type(model).__qualname__} has no embedding of tokens: pass example=, the arguments "
-            "of one forward, and positions=, those of its tokens"
-        )
-    words = max(embeddings, key=lambda module: module.num_embeddings)
-    special = {number for name, number in _numbers(getattr(model, "config", None))
-               if name.endswith("token_id")}  # fmt: skip
-    usable = [n for n in range(min(words.num_embeddings, 4096)) if n not in special] or [0]
-    random = np.random.default_rng(0)
-    ids = torch.tensor(random.choice(usable, (2, TOKENS)), device=words.weight.device)
-    names = inspect.signature(model.forward).parameters
-    first = next(iter(names), "")
-    args: tuple[object, ...] = () if "input_ids" in names and first != "input_ids" else (ids,)
-    kwargs: dict[str, object] = {} if args else {"input_ids": ids}
-    if "use_cache" in names:
-        kwargs["use_cache"] = False
-    if "position_ids" in names:
-        far = [n + more for n in 2 ** np.arange(5, 11) for more in (0, 1)]
-        at = np.array([*range(TOKENS - len(far)), *far])[:TOKENS]
-        ids_of_positions = torch.tensor(at, device=ids.device)[None].expand(2, -1)
-        yield args, {**kwargs, "position_ids": ids_of_positions}, at.astype(np.float64)[:, None]
-    yield args, kwargs, np.arange(TOKENS, dtype=np.float64)[:, None]
-
-
-def _numbers(config: object) -> Iterator[tuple[str, object]]:
-    """Yield names in a config and its parts, with their values if they are whole numbers."""
-    data = config.to_dict() if hasattr(config, "to_dict") else config
-    for name, value in data.items() if isinstance(data, Mapping) else ():
-        yield str(name), value if isinstance(value, int) else None
-        yield from _numbers(value)
 
 
 def _vector_values(model: nn.Module) -> Array:
