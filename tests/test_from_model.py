@@ -336,6 +336,47 @@ def test_frequencies_that_a_cast_rounded():
         rotary.from_model(model)
 
 
+def llama3(factor):
+    return {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0,
+        "original_max_position_embeddings": 32768}  # fmt: skip
+# cos and sin of the model differ from those of its config by 0.098, 0.069 and 0.080
+WRONG = {
+    "llama3 by 8, not 32": (llama3(32.0), llama3(8.0), None),
+    "YaRN without its amplitude": (YARN, YARN, 1.0),
+    "an amplitude of 1.08": ({"rope_type": "default", "rope_theta": 1e4}, None, 1.08),
+}
+
+
+def in_16_bits(rope, dtype):
+    """A Llama whose weights, and not its frequencies, are rounded to 16 bits."""
+    if not hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        pytest.skip(f"transformers {transformers.__version__} has rope_scaling")
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 1, "hidden_size": 256, "head_dim": 128}
+    model = transformers.LlamaModel(transformers.LlamaConfig(
+        **sizes, max_position_embeddings=131072, rope_parameters=rope))  # fmt: skip
+    exact = model.rotary_emb.inv_freq.clone()
+    model = model.to(dtype)
+    model.rotary_emb.inv_freq = exact
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WRONG)
+def test_differences_of_some_percent_are_seen_in_16_bits(name, dtype):
+    stated, real, amplitude = WRONG[name]
+    assert rotary.from_model(in_16_bits(stated, dtype)).base == stated["rope_theta"]
+    model = in_16_bits(real or stated, dtype)
+    model.config.rope_parameters = transformers.LlamaConfig(rope_parameters=stated).rope_parameters
+    model.rotary_emb.attention_scaling = amplitude or model.rotary_emb.attention_scaling
+    with pytest.raises(ValueError, match="config and model disagree"):
+        rotary.from_model(model)
+
+
 def test_a_model_type_that_is_not_known_is_measured():
     class TomorrowConfig(transformers.LlamaConfig):
         model_type = "tomorrow"

@@ -277,7 +277,7 @@ def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
         ours = apply(spec, x, positions=positions, seq_dim=-2, allow_negative=True)
     except ValueError:
         return False
-    allowed = max(1e-3, 4 * TOLERANCES[rotation.dtype]) * np.abs(y).max()
+    allowed = max(1e-3, TOLERANCES[rotation.dtype]) * np.abs(y).max()
     return bool(np.abs(ours - y).max() <= allowed)
 
 
