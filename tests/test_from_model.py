@@ -1,5 +1,6 @@
 """`rotary.from_model`: classes nobody knows, configs that are known, and where both disagree."""
 
+import copy
 import math
 
 import numpy as np
@@ -225,6 +226,33 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class Remembers(InPlace):
+    """Overwrites a table through a view, replaces one and keeps a list of lengths it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2, 99, 4))
+        self.register_buffer("latest", torch.zeros(1))
+        self.tables = {}
+        self.stuff = nn.LazyLinear(3 * DIM)
+
+    def swirl(self, a, places):
+        n = len(places)
+        self.table[0, :n] = places[:, None] * ladder(1e5, 8)
+        self.tables[n] = self.latest = self.kept = self.table[0, :n].clone()
+        return super().swirl(a, places)
+
+
+def test_tables_that_a_forward_writes_are_given_back():
+    model = Bundle(Remembers())
+    tower, table = model.towers[0], model.towers[0].table
+    assert rotary.from_model(model) == R(16, rotary_dim=8, base=1e5)
+    assert tower.table is table
+    assert (tower.table.any(), tower.latest.tolist(), tower.tables) == (False, [0.0], {})
+    assert not hasattr(tower, "kept")
+    assert model(torch.arange(20)[None]).shape == (1, 20, DIM)  # the lazy layer is not half made
+
+
 # --- what is refused ---
 
 
@@ -375,6 +403,32 @@ def test_differences_of_some_percent_are_seen_in_16_bits(name, dtype):
     model.rotary_emb.attention_scaling = amplitude or model.rotary_emb.attention_scaling
     with pytest.raises(ValueError, match="config and model disagree"):
         rotary.from_model(model)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("model_type", ["llama", "tomorrow"])
+def test_frequencies_that_follow_the_length_are_left_as_they_were(rope, model_type):
+    """The watched forward has positions beyond the length of training, the one after it fewer."""
+    if not hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        pytest.skip(f"transformers {transformers.__version__} has rope_scaling")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, max_position_embeddings=64, rope_parameters=rope)
+    model = transformers.LlamaModel(config).eval()
+    ids = torch.randint(0, 99, (1, 100))
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(ids).last_hidden_state
+    config.model_type = model_type
+    before = {name: copy.deepcopy(value) for name, value in vars(model.rotary_emb).items()}
+    assert rotations(model)[0].source == ("config and forward" if model_type == "llama" else
+                                          "forward")  # fmt: skip
+    assert repr(vars(model.rotary_emb)) == repr(before)
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, expected)
 
 
 def test_a_model_type_that_is_not_known_is_measured():

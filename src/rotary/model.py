@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .analysis.precision import round_to
 from .angles import inv_freq
 from .blackbox.examples import examples
-from .blackbox.forward import Rotation, watch
+from .blackbox.forward import Rotation, unchanged, watch
 from .blackbox.turned import TOLERANCES, spec_of
 from .configs import MODELS, from_hf_config, layer_types
 from .configs.diffusers import RULES, from_diffusers_config
@@ -57,7 +57,8 @@ def from_model(
 ) -> Rotary:
     """Return the RoPE of a loaded torch model: of transformers, diffusers, timm, or your own.
 
-    model       runs once, on `example`, without gradients; on the meta device its config is read
+    model       runs once, on `example`, without gradients, and is left as it was; on the meta
+                device its config is read
     layer_type  which RoPE, if they differ by layer type ("full_attention", ...)
     part        which of several parts: a key of the config ("vision_config"), or the path of
                 a module, as `rotations` lists them
@@ -131,8 +132,11 @@ and positions=, those of its tokens
         note = "its parameters are on the meta device"
         return _from_config(config, note)
     seen: list[Rotation] = []
+    candidates = np.zeros(0)
     for args, kwargs, at in examples(model, example, positions):
-        seen, error = watch(model, args, kwargs, len(at))
+        with unchanged(model):
+            seen, error = watch(model, args, kwargs, len(at))
+            candidates = _vector_values(model)
         note = f"its forward raised {error}" if error else ""
         if not error:
             break
@@ -141,7 +145,6 @@ and positions=, those of its tokens
     by_module: dict[str, list[Rotation]] = {}
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
-    candidates = _vector_values(model)
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in by_module.items():
         part, config = configs[path]
