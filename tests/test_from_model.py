@@ -195,6 +195,20 @@ def test_matrices_with_an_amplitude_are_measured():
     assert (spec.layout, pytest.approx(factor, rel=1e-5)) == ("interleaved", 1.2)
 
 
+@pytest.mark.parametrize("scale", [0.25, 3**-0.5, 4.0])
+def test_queries_that_are_scaled_before_they_are_rotated(scale):
+    class Scaled(MixedLayout):
+        def forward(self, h):
+            a = self.stuff(h).view(*h.shape[:2], 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+            places = torch.arange(h.shape[1])
+            a, c = self.swirl(a[0] * scale, places), self.swirl(a[1], places)
+            return h + attention(a, c, c).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    expected = R(16, layout="interleaved", out_layout="half", sign=-1)
+    assert rotary.from_model(Bundle(Scaled())) == expected
+
+
 def test_a_grid_with_a_class_token_in_front():
     torch.manual_seed(0)
     grid = positions.grid(5, 7)
@@ -456,6 +470,7 @@ def test_weights_that_are_not_there_leave_the_config():
 
 # model -> arguments of its config; each has another layout, slice or place of the rotation
 FAMILIES = {
+    "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "pad_token_id": 1},
     "DeepseekV3": {"head_dim": None, "kv_lora_rank": 16, "q_lora_rank": 16, "n_group": 1,
                    "n_routed_experts": 4, "topk_group": 1, "num_experts_per_tok": 2,
                    "moe_intermediate_size": 32},

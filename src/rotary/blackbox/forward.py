@@ -129,15 +129,17 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
                 continue
             self.count += 1
             root = self.count
+            path = self.path[-1] if self.path else ""
+            found = []
             for before in kept:
                 coarser = max(dtype, before.dtype, key=["float64", "float32", "float16",
                                                         "bfloat16"].index)  # fmt: skip
                 if turns := turned(before.values, values, coarser):
-                    path = self.path[-1] if self.path else ""
                     rotation = Rotation(path, before.values, values, coarser, turns)
-                    self.seen.append((before.root, rotation))
-                    root = before.root
-                    break
+                    found.append((before.root, rotation))
+            if found:  # of queries before and after they were scaled, those it is a rotation of
+                self.seen.append(min(found, key=lambda each: _scaling(each[1])))
+                root = self.seen[-1][0]
             kept.append(_Snapshot(values, dtype, root))
             del kept[:-KEPT]
 
