@@ -353,6 +353,23 @@ def test_a_config_and_its_model_agree():
     assert (found.spec, found.source) == (rotary.from_hf_config(config), "config and forward")
 
 
+@pytest.mark.parametrize("rotated", ["q", "k"])
+def test_a_note_says_where_one_of_q_and_k_is_not_rotated(rotated, monkeypatch):
+    llama = transformers.models.llama.modeling_llama
+    rotate = llama.apply_rotary_pos_emb
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    assert [each.note for each in rotations(model)] == [""]
+
+    def one_of(q, k, cos, sin):
+        return tuple(rotate(x, x, cos, sin)[0] if name == rotated else x
+                     for name, x in (("q", q), ("k", k)))  # fmt: skip
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", one_of)
+    (found,) = rotations(model)
+    assert found.note == "one array is rotated, not q and k, in layers.*.self_attn"
+
+
 def test_layer_types_of_a_config():
     config = of_name("Gemma3TextConfig")(**{**SIZES, "num_hidden_layers": 6})
     model = transformers.Gemma3TextModel(config)

@@ -34,6 +34,8 @@ class ModelRotation(NamedTuple):
     modules     paths of the modules that rotate by it; empty where only the config was read
     source      "config and forward": both agree; "forward": measured, no config states it;
                 "config": the model could not run, `note` says why
+    note        what to look at: why the model could not run; modules in which one array rotates,
+                so that q and k are one array, or one of them is not rotated
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -71,7 +73,8 @@ def from_model(
     known and its spec gives the same numbers, that spec is returned; angles are compared up to the
     largest position of the example (1024 if the model takes position_ids). Without a known config
     the result is the simplest spec that gives the measured angles, as in `rotary.identify`;
-    frequencies that change beyond the length of the example cannot be detected.
+    frequencies that change beyond the length of the example cannot be detected. What the attention
+    makes of rotated arrays is not looked at: heads that it rotates and then drops count as rotated.
 
     Raises ValueError if config and model disagree (with both specs), if the model has several RoPEs
     and neither part nor layer_type chooses one, if nothing is rotated, and if the rotation cannot
@@ -145,11 +148,12 @@ and positions=, those of its tokens
     by_module: dict[str, list[Rotation]] = {}
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
+    rotated = {path: _of_widest_heads(own) for path, own in by_module.items()}
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
-    for path, own in by_module.items():
+    for path, own in rotated.items():
         part, config = configs[path]
         kind = _layer_type(config, path)
-        spec, source = _spec(path, _of_widest_heads(own), at, config, kind, candidates)
+        spec, source = _spec(path, own, at, config, kind, candidates)
         groups.setdefault((part, kind, spec, source), []).append(path)
     if not groups:
         raise ValueError(
@@ -157,10 +161,15 @@ and positions=, those of its tokens
             f"config says {_stated(config)}; pass an example with two heads or rows, and one "
             "position for each token as positions="
         )
-    return tuple(
-        ModelRotation(part, kind, spec, tuple(paths), source, note)
-        for (part, kind, spec, source), paths in groups.items()
-    )
+    found = []
+    for (part, kind, spec, source), paths in groups.items():
+        alone = tuple(path for path in paths if len(rotated[path]) == 1)
+        single = (
+            f"one array is rotated, not q and k, in {', '.join(_short(alone))}" if alone else ""
+        )
+        notes = "; ".join(filter(None, (note, single)))
+        found.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
+    return tuple(found)
 
 
 # --- the forward ---
