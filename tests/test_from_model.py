@@ -379,6 +379,18 @@ def test_layer_types_of_a_config():
         rotary.from_model(model)
 
 
+def test_layer_types_of_a_model_inside_of_another():
+    config = of_name("Gemma3TextConfig")(**{**SIZES, "num_hidden_layers": 6})
+    model = transformers.Gemma3ForCausalLM(config)
+    alone = [(each.layer_type, each.spec, each.source) for each in rotations(model)]
+    assert [kind for kind, *_ in alone] == ["sliding_attention", "full_attention"]
+    outer = nn.Sequential(nn.ModuleList([nn.Identity(), nn.Sequential(model)]))
+    outer.forward = lambda input_ids: model(input_ids)
+    found = rotations(outer)
+    assert [(each.layer_type, each.spec, each.source) for each in found] == alone
+    assert found[1].modules == ("0.1.0.model.layers.5.self_attn",)
+
+
 def test_a_config_and_its_model_disagree():
     model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
     base_of(model.config)["rope_theta"] = 7e4  # after the model was made

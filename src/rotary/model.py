@@ -151,8 +151,8 @@ and positions=, those of its tokens
     rotated = {path: _of_widest_heads(own) for path, own in by_module.items()}
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in rotated.items():
-        part, config = configs[path]
-        kind = _layer_type(config, path)
+        part, config, owner = configs[path]
+        kind = _layer_type(config, path.removeprefix(owner))
         spec, source = _spec(path, own, at, config, kind, candidates)
         groups.setdefault((part, kind, spec, source), []).append(path)
     if not groups:
@@ -200,19 +200,27 @@ def _of_widest_heads(seen: list[Rotation]) -> list[Rotation]:
 # --- the config ---
 
 
-def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
-    """Return path of each module -> its part of the model, and the nearest known config."""
-    configs: dict[str, tuple[str | None, object]] = {}
+class _Nearest(NamedTuple):
+    """The nearest known config of a module: its part of the model, and the module that owns it."""
+
+    part: str | None = None
+    config: object = None
+    owner: str = ""
+
+
+def _configs(model: nn.Module) -> dict[str, _Nearest]:
+    """Return path of each module -> its nearest known config."""
+    configs: dict[str, _Nearest] = {}
     whole = getattr(model, "config", None)
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
-        around = configs.get(path.rpartition(".")[0], (None, None)) if path else (None, None)
+        around = configs.get(path.rpartition(".")[0], _Nearest()) if path else _Nearest()
         if type(module).__name__ in RULES:
-            configs[path] = None, module
-        elif getattr(config, "model_type", None) in MODELS:
+            configs[path] = _Nearest(None, module, path)
+        elif config is not around.config and getattr(config, "model_type", None) in MODELS:
             names = vars(whole).items() if whole is not None else ()
             part = next((name for name, value in names if value is config), None)
-            configs[path] = part or around[0], config
+            configs[path] = _Nearest(part or around.part, config, path)
         else:
             configs[path] = around
     return configs
@@ -226,7 +234,10 @@ def _expected(config: object, kind: str | None = None) -> Rotary | None:
 
 
 def _layer_type(config: object, path: str) -> str | None:
-    """Return the layer type of a module, by the number in its path; None if all are alike."""
+    """Return the layer type of a module, None if all are alike.
+
+    path  of the module in the one that owns the config; the first number in it is the layer's
+    """
     try:
         kinds = layer_types(config) if config is not None else ()
     except ValueError:
