@@ -391,6 +391,33 @@ def test_layer_types_of_a_model_inside_of_another():
     assert found[1].modules == ("0.1.0.model.layers.5.self_attn",)
 
 
+INDEXED = {**SIZES, "head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 16,
+           "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "n_group": 1, "topk_group": 1, "index_head_dim": 32, "index_n_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout"), [
+    ("DeepseekV32", "half"), ("GlmMoeDsa", "interleaved"),
+])  # fmt: skip
+def test_an_indexer_has_a_rotation_of_its_own(name, layout):
+    config = of_name(f"{name}Config")(**{key: value for key, value in INDEXED.items() if value})
+    model = getattr(transformers, f"{name}Model")(config)
+    spec = rotary.from_hf_config(config)
+    assert rotary.from_model(model, part="layers.0.self_attn") == spec
+    inside = rotary.from_model(model, part="layers.1.self_attn.indexer")
+    assert (inside.head_dim, inside.rotary_dim, inside.layout) == (32, 8, layout)
+    np.testing.assert_allclose(rotary.inv_freq(inside)[0], rotary.inv_freq(spec)[0], rtol=1e-4)
+    sources = [(each.source, each.spec) for each in rotations(model)]
+    assert sorted(sources) == [("config and forward", spec), ("forward", inside)]
+    with pytest.raises(ValueError, match="has 2 rotations: pass part="):
+        rotary.from_model(model)
+    for rope in (module for module in model.modules() if hasattr(module, "inv_freq")):
+        rope.inv_freq = rope.inv_freq / 2
+    with pytest.raises(ValueError, match=r"self_attn.*: config and model disagree"):
+        rotary.from_model(model)
+
+
 def test_a_config_and_its_model_disagree():
     model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
     base_of(model.config)["rope_theta"] = 7e4  # after the model was made

@@ -32,7 +32,8 @@ class ModelRotation(NamedTuple):
     layer_type  of the config, where frequencies differ by layer type, or None
     spec        the RoPE; where it was measured, the simplest one that gives those angles
     modules     paths of the modules that rotate by it; empty where only the config was read
-    source      "config and forward": both agree; "forward": measured, no config states it;
+    source      "config and forward": both agree; "forward": measured, no config states it (as
+                of the indexer inside of DeepSeek V3.2's attention);
                 "config": the model could not run, `note` says why
     note        what to look at: why the model could not run; modules in which one array rotates,
                 so that q and k are one array, or one of them is not rotated
@@ -149,12 +150,21 @@ and positions=, those of its tokens
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
     rotated = {path: _of_widest_heads(own) for path, own in by_module.items()}
+    kinds = {path: _layer_type(configs[path], path) for path in rotated}
+    agreeing = {
+        path: spec
+        for path, own in rotated.items()
+        if (spec := _confirmed(configs[path].config, kinds[path], own, at))
+    }
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in rotated.items():
-        part, config, owner = configs[path]
-        kind = _layer_type(config, path.removeprefix(owner))
-        spec, source = _spec(path, own, at, config, kind, candidates)
-        groups.setdefault((part, kind, spec, source), []).append(path)
+        part, config, _ = configs[path]
+        spec, source = agreeing.get(path), "config and forward"
+        if spec is None:  # inside of an attention that agrees, the config does not speak of it
+            is_stated = not any(path.startswith(f"{outer}.") for outer in agreeing)
+            spec = _measured(path, own, at, config if is_stated else None, kinds[path], candidates)
+            source = "forward"
+        groups.setdefault((part, kinds[path], spec, source), []).append(path)
     if not groups:
         raise ValueError(
             f"no rotation was found in {type(model).__qualname__} with {len(at)} tokens: its "
@@ -233,16 +243,14 @@ def _expected(config: object, kind: str | None = None) -> Rotary | None:
     return from_hf_config(config, kind)
 
 
-def _layer_type(config: object, path: str) -> str | None:
-    """Return the layer type of a module, None if all are alike.
-
-    path  of the module in the one that owns the config; the first number in it is the layer's
-    """
+def _layer_type(nearest: _Nearest, path: str) -> str | None:
+    """Return the layer type of a module, by its number in the owner; None if all are alike."""
+    config = nearest.config
     try:
         kinds = layer_types(config) if config is not None else ()
     except ValueError:
         return None
-    number = re.search(r"(?<![^.])\d+(?![^.])", path)
+    number = re.search(r"(?<![^.])\d+(?![^.])", path.removeprefix(nearest.owner))
     listed = getattr(config, "layer_types", None)
     if not kinds or number is None or not listed or int(number[0]) >= len(listed):
         return None
@@ -259,17 +267,24 @@ def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
     )
 
 
-def _spec(
+def _confirmed(config: object, kind: str | None, seen: list[Rotation], at: Array) -> Rotary | None:
+    """Return the RoPE that a config states if it gives all that was seen; else None."""
+    try:
+        expected = None if config is None else _expected(config, kind)
+    except ValueError:
+        return None
+    return expected if expected and all(_reproduces(expected, each, at) for each in seen) else None
+
+
+def _measured(
     path: str, seen: list[Rotation], at: Array, config: object, kind: str | None, candidates: Array
-) -> tuple[Rotary, str]:
-    """Return the spec of one module and its source: the config, which must agree, or measured."""
+) -> Rotary:
+    """Return the spec that gives what was seen in one module, whose config states no other."""
     try:
         expected = None if config is None else _expected(config, kind)
         is_known = config is not None
     except ValueError:
         expected, is_known = None, False
-    if expected and all(_reproduces(expected, rotation, at) for rotation in seen):
-        return expected, "config and forward"
     try:
         specs = dict.fromkeys(spec_of(rotation.turned, at, candidates) for rotation in seen)
     except ValueError as error:
@@ -282,7 +297,7 @@ def _spec(
         )
     for spec in specs:  # those measured on q and on k differ by noise
         if all(_reproduces(spec, rotation, at) for rotation in seen):
-            return spec, "forward"
+            return spec
     raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
 
 
