@@ -501,6 +501,23 @@ def test_frequencies_that_follow_the_length_are_left_as_they_were(rope, model_ty
         assert torch.equal(model(ids).last_hidden_state, expected)
 
 
+def test_axes_are_measured_and_not_taken_from_the_config():
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    model = of_name("Qwen2VLTextModel")(of_name("Qwen2VLTextConfig")(**sizes, rope_parameters=rope))
+    if not hasattr(model.rotary_emb, "mrope_section"):
+        pytest.skip(f"transformers {transformers.__version__} has no such attribute")
+    (found,) = rotations(model)
+    assert (found.spec.axes, found.source) == ((0, 0, 0, 0, 1, 1, 2, 2), "config and forward")
+    model.rotary_emb.mrope_section = [2, 2, 4]
+    with pytest.raises(ValueError, match=(
+        r"disagree: .*\[0, 0, 0, 0, 1, 1, 2, 2\].* rotates as .*=\[0, 0, 1, 1, 2, 2, 2, 2\]"
+    )):  # fmt: skip
+        rotations(model)
+    (of_text,) = rotations(model, example=torch.randint(0, 99, (2, 37)))
+    assert of_text.note.startswith("which pairs belong to which axis is not measured")
+
+
 def test_a_model_type_that_is_not_known_is_measured():
     class TomorrowConfig(transformers.LlamaConfig):
         model_type = "tomorrow"

@@ -36,7 +36,8 @@ class ModelRotation(NamedTuple):
                 of the indexer inside of DeepSeek V3.2's attention);
                 "config": the model could not run, `note` says why
     note        what to look at: why the model could not run; modules in which one array rotates,
-                so that q and k are one array, or one of them is not rotated
+                so that q and k are one array, or one of them is not rotated; axes that the
+                config alone states, where the example has one position for all
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -72,10 +73,11 @@ def from_model(
 
     Rotations in the forward are found by their numbers, not by names of functions. If the config is
     known and its spec gives the same numbers, that spec is returned; angles are compared up to the
-    largest position of the example (1024 if the model takes position_ids). Without a known config
-    the result is the simplest spec that gives the measured angles, as in `rotary.identify`;
-    frequencies that change beyond the length of the example cannot be detected. What the attention
-    makes of rotated arrays is not looked at: heads that it rotates and then drops count as rotated.
+    largest position of the example (1024 if the model takes position_ids, on each axis by itself if
+    its config has several; 256 on each of four). Without a known config the result is the simplest
+    spec that gives the measured angles, as in `rotary.identify`; frequencies that change beyond the
+    length of the example cannot be detected. What the attention makes of rotated arrays is not
+    looked at: heads that it rotates and then drops count as rotated.
 
     Raises ValueError if config and model disagree (with both specs), if the model has several RoPEs
     and neither part nor layer_type chooses one, if nothing is rotated, and if the rotation cannot
@@ -137,7 +139,7 @@ and positions=, those of its tokens
         return _from_config(config, note)
     seen: list[Rotation] = []
     candidates = np.zeros(0)
-    for args, kwargs, at in examples(model, example, positions):
+    for args, kwargs, at in examples(model, example, positions, _axes(config)):
         with unchanged(model):
             seen, error = watch(model, args, kwargs, len(at))
             candidates = _vector_values(model)
@@ -177,7 +179,12 @@ and positions=, those of its tokens
         single = (
             f"one array is rotated, not q and k, in {', '.join(_short(alone))}" if alone else ""
         )
-        notes = "; ".join(filter(None, (note, single)))
+        unseen = (
+            "which pairs belong to which axis is not measured: all axes have the same position"
+            if spec.num_axes > at.shape[1]
+            else ""
+        )
+        notes = "; ".join(filter(None, (note, single, unseen)))
         found.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
     return tuple(found)
 
@@ -330,6 +337,15 @@ def _rounding_hint(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
                for each in seen):  # fmt: skip
             return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
     return ""
+
+
+def _axes(config: object) -> int:
+    """Return how many axes the positions of a model have by its config."""
+    try:
+        spec = None if config is None else _expected(config)
+    except ValueError:
+        return 1
+    return spec.num_axes if spec else 1
 
 
 def _stated(config: object) -> str:

@@ -13,13 +13,16 @@ TOKENS = 37  # a prime, so that no other axis of a model has this size
 
 
 def examples(
-    model: nn.Module, example: object, positions: object
+    model: nn.Module, example: object, positions: object, axes: int = 1
 ) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield (args, kwargs, positions (seq, axes)) of forwards, to be tried until one runs."""
+    """Yield (args, kwargs, positions (seq, axes)) of forwards, to be tried until one runs.
+
+    axes  that a position has in this model; more than one are tried first, then one for all
+    """
     if example is None:
         if positions is not None:
             raise ValueError("positions= needs example=, whose tokens they belong to")
-        yield from _token_examples(model)
+        yield from _token_examples(model, axes)
         return
     args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
     if isinstance(example, Mapping):
@@ -42,7 +45,7 @@ def examples(
 
 
 def _token_examples(
-    model: nn.Module,
+    model: nn.Module, axes: int
 ) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
     """Yield random tokens: at distant positions if the model takes position_ids; then from 0."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -63,12 +66,28 @@ def _token_examples(
     kwargs: dict[str, object] = {} if args else {"input_ids": ids}
     if "use_cache" in names:
         kwargs["use_cache"] = False
+    if "position_ids" in names and axes > 1:
+        at = _apart(axes)
+        ids_of_positions = torch.tensor(at.T, device=ids.device)[:, None].expand(-1, 2, -1)
+        yield args, {**kwargs, "position_ids": ids_of_positions}, at.astype(np.float64)
     if "position_ids" in names:
         far = [n + more for n in 2 ** np.arange(5, 11) for more in (0, 1)]
         at = np.array([*range(TOKENS - len(far)), *far])[:TOKENS]
         ids_of_positions = torch.tensor(at, device=ids.device)[None].expand(2, -1)
         yield args, {**kwargs, "position_ids": ids_of_positions}, at.astype(np.float64)[:, None]
     yield args, kwargs, np.arange(TOKENS, dtype=np.float64)[:, None]
+
+
+def _apart(axes: int) -> Array:
+    """Return positions (TOKENS, axes) that differ in one axis after the other, then in all.
+
+    >>> _apart(4)[[0, 1, 9, 10, 36]].tolist()
+    [[0, 0, 0, 0], [1, 0, 0, 0], [256, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 256]]
+    """
+    steps = 2 ** np.arange(min(11, (TOKENS - 1) // axes))
+    alone = np.kron(np.eye(axes, dtype=np.int64), steps[:, None])
+    alike = np.arange(1, TOKENS - len(alone))[:, None].repeat(axes, axis=1)
+    return np.concatenate([np.zeros((1, axes), np.int64), alone, alike])
 
 
 def _numbers(config: object) -> Iterator[tuple[str, object]]:
