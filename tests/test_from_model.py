@@ -284,6 +284,16 @@ class Late(Mixer):
         return rotary.apply(rotary.Rotary(WIDTH), a, positions=places + 5)
 
 
+class Swapped(Mixer):
+    """The rotation of a known class, but for a table of sines where the cosines belong."""
+
+    def swirl(self, a, places):
+        angles = places[:, None] * ladder(1e4)
+        left, right = a.chunk(2, -1)
+        return torch.cat([left * angles.sin() - right * angles.cos(),
+                          right * angles.sin() + left * angles.cos()], -1)  # fmt: skip
+
+
 class Squared(Mixer):
     def swirl(self, a, places):
         return rotary.apply(rotary.Rotary(WIDTH), a, positions=places**2)
@@ -298,6 +308,7 @@ REFUSED = {
     "nothing rotates": (Mixer, "no rotation was found in Bundle with 37 tokens"),
     "xPos": (Decaying, "no rotation was found in Bundle with 37 tokens"),
     "positions from 5": (Late, "towers.0 rotates, but a token at position 0 is already rotated"),
+    "cos and sin": (Swapped, "towers.0 rotates, but .* as if its cos and sin were swapped"),
     "squares": (Squared, "towers.0 rotates, but its angles do not grow evenly"),
     "raises": (Failing, "forward raised RuntimeError: needs a picture; pass example="),
 }

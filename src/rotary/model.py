@@ -24,6 +24,11 @@ from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
 
+SWAPPED = (
+    "a token at position 0 is already turned by a quarter in all pairs, as if its cos and sin were "
+    "swapped"
+)
+
 
 class ModelRotation(NamedTuple):
     """One RoPE of a model, and where it was found.
@@ -295,7 +300,8 @@ def _measured(
     try:
         specs = dict.fromkeys(spec_of(rotation.turned, at, candidates) for rotation in seen)
     except ValueError as error:
-        raise ValueError(f"{path} rotates, but {error}") from error
+        reason = SWAPPED if all(_starts_at_a_quarter(rotation, at) for rotation in seen) else error
+        raise ValueError(f"{path} rotates, but {reason}") from error
     measured = " and ".join(map(str, specs))
     if is_known:
         raise ValueError(
@@ -306,6 +312,13 @@ def _measured(
         if all(_reproduces(spec, rotation, at) for rotation in seen):
             return spec
     raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
+
+
+def _starts_at_a_quarter(rotation: Rotation, at: Array) -> bool:
+    """Whether all pairs of tokens at position 0 are turned by a quarter, one way or the other."""
+    angles = rotation.turned.angles[(at == 0).all(axis=1)]
+    off = np.abs(np.abs(angles) - np.pi / 2)
+    return bool(off.size and off.max() <= max(1e-3, 40 * rotation.turned.noise))
 
 
 def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
