@@ -1,5 +1,6 @@
 """`rotary.from_model`: classes nobody knows, configs that are known, and where both disagree."""
 
+import copy
 import math
 
 import numpy as np
@@ -194,6 +195,20 @@ def test_matrices_with_an_amplitude_are_measured():
     assert (spec.layout, pytest.approx(factor, rel=1e-5)) == ("interleaved", 1.2)
 
 
+@pytest.mark.parametrize("scale", [0.25, 3**-0.5, 4.0])
+def test_queries_that_are_scaled_before_they_are_rotated(scale):
+    class Scaled(MixedLayout):
+        def forward(self, h):
+            a = self.stuff(h).view(*h.shape[:2], 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+            places = torch.arange(h.shape[1])
+            a, c = self.swirl(a[0] * scale, places), self.swirl(a[1], places)
+            return h + attention(a, c, c).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    expected = R(16, layout="interleaved", out_layout="half", sign=-1)
+    assert rotary.from_model(Bundle(Scaled())) == expected
+
+
 def test_a_grid_with_a_class_token_in_front():
     torch.manual_seed(0)
     grid = positions.grid(5, 7)
@@ -225,6 +240,33 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class Remembers(InPlace):
+    """Overwrites a table through a view, replaces one and keeps a list of lengths it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2, 99, 4))
+        self.register_buffer("latest", torch.zeros(1))
+        self.tables = {}
+        self.stuff = nn.LazyLinear(3 * DIM)
+
+    def swirl(self, a, places):
+        n = len(places)
+        self.table[0, :n] = places[:, None] * ladder(1e5, 8)
+        self.tables[n] = self.latest = self.kept = self.table[0, :n].clone()
+        return super().swirl(a, places)
+
+
+def test_tables_that_a_forward_writes_are_given_back():
+    model = Bundle(Remembers())
+    tower, table = model.towers[0], model.towers[0].table
+    assert rotary.from_model(model) == R(16, rotary_dim=8, base=1e5)
+    assert tower.table is table
+    assert (tower.table.any(), tower.latest.tolist(), tower.tables) == (False, [0.0], {})
+    assert not hasattr(tower, "kept")
+    assert model(torch.arange(20)[None]).shape == (1, 20, DIM)  # the lazy layer is not half made
+
+
 # --- what is refused ---
 
 
@@ -242,6 +284,16 @@ class Late(Mixer):
         return rotary.apply(rotary.Rotary(WIDTH), a, positions=places + 5)
 
 
+class Swapped(Mixer):
+    """The rotation of a known class, but for a table of sines where the cosines belong."""
+
+    def swirl(self, a, places):
+        angles = places[:, None] * ladder(1e4)
+        left, right = a.chunk(2, -1)
+        return torch.cat([left * angles.sin() - right * angles.cos(),
+                          right * angles.sin() + left * angles.cos()], -1)  # fmt: skip
+
+
 class Squared(Mixer):
     def swirl(self, a, places):
         return rotary.apply(rotary.Rotary(WIDTH), a, positions=places**2)
@@ -256,6 +308,7 @@ REFUSED = {
     "nothing rotates": (Mixer, "no rotation was found in Bundle with 37 tokens"),
     "xPos": (Decaying, "no rotation was found in Bundle with 37 tokens"),
     "positions from 5": (Late, "towers.0 rotates, but a token at position 0 is already rotated"),
+    "cos and sin": (Swapped, "towers.0 rotates, but .* as if its cos and sin were swapped"),
     "squares": (Squared, "towers.0 rotates, but its angles do not grow evenly"),
     "raises": (Failing, "forward raised RuntimeError: needs a picture; pass example="),
 }
@@ -311,12 +364,68 @@ def test_a_config_and_its_model_agree():
     assert (found.spec, found.source) == (rotary.from_hf_config(config), "config and forward")
 
 
+@pytest.mark.parametrize("rotated", ["q", "k"])
+def test_a_note_says_where_one_of_q_and_k_is_not_rotated(rotated, monkeypatch):
+    llama = transformers.models.llama.modeling_llama
+    rotate = llama.apply_rotary_pos_emb
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    assert [each.note for each in rotations(model)] == [""]
+
+    def one_of(q, k, cos, sin):
+        return tuple(rotate(x, x, cos, sin)[0] if name == rotated else x
+                     for name, x in (("q", q), ("k", k)))  # fmt: skip
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", one_of)
+    (found,) = rotations(model)
+    assert found.note == "one array is rotated, not q and k, in layers.*.self_attn"
+
+
 def test_layer_types_of_a_config():
     config = of_name("Gemma3TextConfig")(**{**SIZES, "num_hidden_layers": 6})
     model = transformers.Gemma3TextModel(config)
     for kind in ("sliding_attention", "full_attention"):
         assert rotary.from_model(model, kind) == rotary.from_hf_config(config, kind)
     with pytest.raises(ValueError, match=r"has 2 rotations: .*layer_type='full_attention'"):
+        rotary.from_model(model)
+
+
+def test_layer_types_of_a_model_inside_of_another():
+    config = of_name("Gemma3TextConfig")(**{**SIZES, "num_hidden_layers": 6})
+    model = transformers.Gemma3ForCausalLM(config)
+    alone = [(each.layer_type, each.spec, each.source) for each in rotations(model)]
+    assert [kind for kind, *_ in alone] == ["sliding_attention", "full_attention"]
+    outer = nn.Sequential(nn.ModuleList([nn.Identity(), nn.Sequential(model)]))
+    outer.forward = lambda input_ids: model(input_ids)
+    found = rotations(outer)
+    assert [(each.layer_type, each.spec, each.source) for each in found] == alone
+    assert found[1].modules == ("0.1.0.model.layers.5.self_attn",)
+
+
+INDEXED = {**SIZES, "head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 16,
+           "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "n_group": 1, "topk_group": 1, "index_head_dim": 32, "index_n_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout"), [
+    ("DeepseekV32", "half"), ("GlmMoeDsa", "interleaved"),
+])  # fmt: skip
+def test_an_indexer_has_a_rotation_of_its_own(name, layout):
+    config = of_name(f"{name}Config")(**{key: value for key, value in INDEXED.items() if value})
+    model = getattr(transformers, f"{name}Model")(config)
+    spec = rotary.from_hf_config(config)
+    assert rotary.from_model(model, part="layers.0.self_attn") == spec
+    inside = rotary.from_model(model, part="layers.1.self_attn.indexer")
+    assert (inside.head_dim, inside.rotary_dim, inside.layout) == (32, 8, layout)
+    np.testing.assert_allclose(rotary.inv_freq(inside)[0], rotary.inv_freq(spec)[0], rtol=1e-4)
+    sources = [(each.source, each.spec) for each in rotations(model)]
+    assert sorted(sources) == [("config and forward", spec), ("forward", inside)]
+    with pytest.raises(ValueError, match="has 2 rotations: pass part="):
+        rotary.from_model(model)
+    for rope in (module for module in model.modules() if hasattr(module, "inv_freq")):
+        rope.inv_freq = rope.inv_freq / 2
+    with pytest.raises(ValueError, match=r"self_attn.*: config and model disagree"):
         rotary.from_model(model)
 
 
@@ -334,6 +443,90 @@ def test_frequencies_that_a_cast_rounded():
     model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).bfloat16()
     with pytest.raises(ValueError, match=r"its frequencies were rounded to bfloat16, as model.to"):
         rotary.from_model(model)
+
+
+def llama3(factor):
+    return {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0,
+        "original_max_position_embeddings": 32768}  # fmt: skip
+# cos and sin of the model differ from those of its config by 0.098, 0.069 and 0.080
+WRONG = {
+    "llama3 by 8, not 32": (llama3(32.0), llama3(8.0), None),
+    "YaRN without its amplitude": (YARN, YARN, 1.0),
+    "an amplitude of 1.08": ({"rope_type": "default", "rope_theta": 1e4}, None, 1.08),
+}
+
+
+def in_16_bits(rope, dtype):
+    """A Llama whose weights, and not its frequencies, are rounded to 16 bits."""
+    if not hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        pytest.skip(f"transformers {transformers.__version__} has rope_scaling")
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 1, "hidden_size": 256, "head_dim": 128}
+    model = transformers.LlamaModel(transformers.LlamaConfig(
+        **sizes, max_position_embeddings=131072, rope_parameters=rope))  # fmt: skip
+    exact = model.rotary_emb.inv_freq.clone()
+    model = model.to(dtype)
+    model.rotary_emb.inv_freq = exact
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WRONG)
+def test_differences_of_some_percent_are_seen_in_16_bits(name, dtype):
+    stated, real, amplitude = WRONG[name]
+    assert rotary.from_model(in_16_bits(stated, dtype)).base == stated["rope_theta"]
+    model = in_16_bits(real or stated, dtype)
+    model.config.rope_parameters = transformers.LlamaConfig(rope_parameters=stated).rope_parameters
+    model.rotary_emb.attention_scaling = amplitude or model.rotary_emb.attention_scaling
+    with pytest.raises(ValueError, match="config and model disagree"):
+        rotary.from_model(model)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("model_type", ["llama", "tomorrow"])
+def test_frequencies_that_follow_the_length_are_left_as_they_were(rope, model_type):
+    """The watched forward has positions beyond the length of training, the one after it fewer."""
+    if not hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        pytest.skip(f"transformers {transformers.__version__} has rope_scaling")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, max_position_embeddings=64, rope_parameters=rope)
+    model = transformers.LlamaModel(config).eval()
+    ids = torch.randint(0, 99, (1, 100))
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(ids).last_hidden_state
+    config.model_type = model_type
+    before = {name: copy.deepcopy(value) for name, value in vars(model.rotary_emb).items()}
+    assert rotations(model)[0].source == ("config and forward" if model_type == "llama" else
+                                          "forward")  # fmt: skip
+    assert repr(vars(model.rotary_emb)) == repr(before)
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, expected)
+
+
+def test_axes_are_measured_and_not_taken_from_the_config():
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    model = of_name("Qwen2VLTextModel")(of_name("Qwen2VLTextConfig")(**sizes, rope_parameters=rope))
+    if not hasattr(model.rotary_emb, "mrope_section"):
+        pytest.skip(f"transformers {transformers.__version__} has no such attribute")
+    (found,) = rotations(model)
+    assert (found.spec.axes, found.source) == ((0, 0, 0, 0, 1, 1, 2, 2), "config and forward")
+    model.rotary_emb.mrope_section = [2, 2, 4]
+    with pytest.raises(ValueError, match=(
+        r"disagree: .*\[0, 0, 0, 0, 1, 1, 2, 2\].* rotates as .*=\[0, 0, 1, 1, 2, 2, 2, 2\]"
+    )):  # fmt: skip
+        rotations(model)
+    (of_text,) = rotations(model, example=torch.randint(0, 99, (2, 37)))
+    assert of_text.note.startswith("which pairs belong to which axis is not measured")
 
 
 def test_a_model_type_that_is_not_known_is_measured():
@@ -361,6 +554,7 @@ def test_weights_that_are_not_there_leave_the_config():
 
 # model -> arguments of its config; each has another layout, slice or place of the rotation
 FAMILIES = {
+    "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "pad_token_id": 1},
     "DeepseekV3": {"head_dim": None, "kv_lora_rank": 16, "q_lora_rank": 16, "n_group": 1,
                    "n_routed_experts": 4, "topk_group": 1, "num_experts_per_tok": 2,
                    "moe_intermediate_size": 32},

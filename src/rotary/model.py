@@ -6,9 +6,7 @@ angles. Where the config is known as well, its spec must give the same numbers.
 """
 
 import dataclasses
-import inspect
 import re
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +15,8 @@ from torch import Tensor, nn
 
 from .analysis.precision import round_to
 from .angles import inv_freq
-from .blackbox.forward import Rotation, watch
+from .blackbox.examples import examples
+from .blackbox.forward import Rotation, unchanged, watch
 from .blackbox.turned import TOLERANCES, spec_of
 from .configs import MODELS, from_hf_config, layer_types
 from .configs.diffusers import RULES, from_diffusers_config
@@ -25,8 +24,10 @@ from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
 
-TOKENS = 37  # a prime, so that no other axis of a model has this size
-FARTHEST = 1024
+SWAPPED = (
+    "a token at position 0 is already turned by a quarter in all pairs, as if its cos and sin were "
+    "swapped"
+)
 
 
 class ModelRotation(NamedTuple):
@@ -36,8 +37,12 @@ class ModelRotation(NamedTuple):
     layer_type  of the config, where frequencies differ by layer type, or None
     spec        the RoPE; where it was measured, the simplest one that gives those angles
     modules     paths of the modules that rotate by it; empty where only the config was read
-    source      "config and forward": both agree; "forward": measured, no config states it;
+    source      "config and forward": both agree; "forward": measured, no config states it (as
+                of the indexer inside of DeepSeek V3.2's attention);
                 "config": the model could not run, `note` says why
+    note        what to look at: why the model could not run; modules in which one array rotates,
+                so that q and k are one array, or one of them is not rotated; axes that the
+                config alone states, where the example has one position for all
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -61,7 +66,8 @@ def from_model(
 ) -> Rotary:
     """Return the RoPE of a loaded torch model: of transformers, diffusers, timm, or your own.
 
-    model       runs once, on `example`, without gradients; on the meta device its config is read
+    model       runs once, on `example`, without gradients, and is left as it was; on the meta
+                device its config is read
     layer_type  which RoPE, if they differ by layer type ("full_attention", ...)
     part        which of several parts: a key of the config ("vision_config"), or the path of
                 a module, as `rotations` lists them
@@ -72,9 +78,11 @@ def from_model(
 
     Rotations in the forward are found by their numbers, not by names of functions. If the config is
     known and its spec gives the same numbers, that spec is returned; angles are compared up to the
-    largest position of the example (1024 if the model takes position_ids). Without a known config
-    the result is the simplest spec that gives the measured angles, as in `rotary.identify`;
-    frequencies that change beyond the length of the example cannot be detected.
+    largest position of the example (1024 if the model takes position_ids, on each axis by itself if
+    its config has several; 256 on each of four). Without a known config the result is the simplest
+    spec that gives the measured angles, as in `rotary.identify`; frequencies that change beyond the
+    length of the example cannot be detected. What the attention makes of rotated arrays is not
+    looked at: heads that it rotates and then drops count as rotated.
 
     Raises ValueError if config and model disagree (with both specs), if the model has several RoPEs
     and neither part nor layer_type chooses one, if nothing is rotated, and if the rotation cannot
@@ -135,8 +143,11 @@ and positions=, those of its tokens
         note = "its parameters are on the meta device"
         return _from_config(config, note)
     seen: list[Rotation] = []
-    for args, kwargs, at in _examples(model, example, positions):
-        seen, error = watch(model, args, kwargs, len(at))
+    candidates = np.zeros(0)
+    for args, kwargs, at in examples(model, example, positions, _axes(config)):
+        with unchanged(model):
+            seen, error = watch(model, args, kwargs, len(at))
+            candidates = _vector_values(model)
         note = f"its forward raised {error}" if error else ""
         if not error:
             break
@@ -145,93 +156,45 @@ and positions=, those of its tokens
     by_module: dict[str, list[Rotation]] = {}
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
-    candidates = _vector_values(model)
+    rotated = {path: _of_widest_heads(own) for path, own in by_module.items()}
+    kinds = {path: _layer_type(configs[path], path) for path in rotated}
+    agreeing = {
+        path: spec
+        for path, own in rotated.items()
+        if (spec := _confirmed(configs[path].config, kinds[path], own, at))
+    }
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
-    for path, own in by_module.items():
-        part, config = configs[path]
-        kind = _layer_type(config, path)
-        spec, source = _spec(path, _of_widest_heads(own), at, config, kind, candidates)
-        groups.setdefault((part, kind, spec, source), []).append(path)
+    for path, own in rotated.items():
+        part, config, _ = configs[path]
+        spec, source = agreeing.get(path), "config and forward"
+        if spec is None:  # inside of an attention that agrees, the config does not speak of it
+            is_stated = not any(path.startswith(f"{outer}.") for outer in agreeing)
+            spec = _measured(path, own, at, config if is_stated else None, kinds[path], candidates)
+            source = "forward"
+        groups.setdefault((part, kinds[path], spec, source), []).append(path)
     if not groups:
         raise ValueError(
             f"no rotation was found in {type(model).__qualname__} with {len(at)} tokens: its "
             f"config says {_stated(config)}; pass an example with two heads or rows, and one "
             "position for each token as positions="
         )
-    return tuple(
-        ModelRotation(part, kind, spec, tuple(paths), source, note)
-        for (part, kind, spec, source), paths in groups.items()
-    )
+    found = []
+    for (part, kind, spec, source), paths in groups.items():
+        alone = tuple(path for path in paths if len(rotated[path]) == 1)
+        single = (
+            f"one array is rotated, not q and k, in {', '.join(_short(alone))}" if alone else ""
+        )
+        unseen = (
+            "which pairs belong to which axis is not measured: all axes have the same position"
+            if spec.num_axes > at.shape[1]
+            else ""
+        )
+        notes = "; ".join(filter(None, (note, single, unseen)))
+        found.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
+    return tuple(found)
 
 
 # --- the forward ---
-
-
-def _examples(
-    model: nn.Module, example: object, positions: object
-) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield (args, kwargs, positions (seq, axes)) of forwards, to be tried until one runs."""
-    if example is None:
-        if positions is not None:
-            raise ValueError("positions= needs example=, whose tokens they belong to")
-        yield from _token_examples(model)
-        return
-    args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-    if isinstance(example, Mapping):
-        args, kwargs = (), dict(example)
-    if positions is None:
-        ids = [
-            each
-            for each in (*args, *kwargs.values())
-            if isinstance(each, Tensor) and not each.is_floating_point() and each.ndim == 2
-        ]
-        if not ids:
-            raise ValueError(
-                "pass positions=, the position of each token of the example: (seq,), or (seq, axes)"
-            )
-        positions = range(ids[0].shape[1])
-    at = np.asarray(list(positions) if isinstance(positions, range) else positions, np.float64)
-    if at.ndim not in (1, 2) or len(at) < 2:
-        raise ValueError(f"positions must be (seq,) or (seq, axes), got shape {at.shape}")
-    yield args, kwargs, at.reshape(len(at), -1)
-
-
-def _token_examples(
-    model: nn.Module,
-) -> Iterator[tuple[tuple[object, ...], dict[str, object], Array]]:
-    """Yield random tokens: at distant positions if the model takes position_ids; then from 0."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if not embeddings:
-        raise ValueError(
-            f"{type(model).__qualname__} has no embedding of tokens: pass example=, the arguments "
-            "of one forward, and positions=, those of its tokens"
-        )
-    words = max(embeddings, key=lambda module: module.num_embeddings)
-    special = {number for name, number in _numbers(getattr(model, "config", None))
-               if name.endswith("token_id")}  # fmt: skip
-    usable = [n for n in range(min(words.num_embeddings, 4096)) if n not in special] or [0]
-    random = np.random.default_rng(0)
-    ids = torch.tensor(random.choice(usable, (2, TOKENS)), device=words.weight.device)
-    names = inspect.signature(model.forward).parameters
-    first = next(iter(names), "")
-    args: tuple[object, ...] = () if "input_ids" in names and first != "input_ids" else (ids,)
-    kwargs: dict[str, object] = {} if args else {"input_ids": ids}
-    if "use_cache" in names:
-        kwargs["use_cache"] = False
-    if "position_ids" in names:
-        far = [n + more for n in 2 ** np.arange(5, 11) for more in (0, 1)]
-        at = np.array([*range(TOKENS - len(far)), *far])[:TOKENS]
-        ids_of_positions = torch.tensor(at, device=ids.device)[None].expand(2, -1)
-        yield args, {**kwargs, "position_ids": ids_of_positions}, at.astype(np.float64)[:, None]
-    yield args, kwargs, np.arange(TOKENS, dtype=np.float64)[:, None]
-
-
-def _numbers(config: object) -> Iterator[tuple[str, object]]:
-    """Yield names in a config and its parts, with their values if they are whole numbers."""
-    data = config.to_dict() if hasattr(config, "to_dict") else config
-    for name, value in data.items() if isinstance(data, Mapping) else ():
-        yield str(name), value if isinstance(value, int) else None
-        yield from _numbers(value)
 
 
 def _vector_values(model: nn.Module) -> Array:
@@ -259,19 +222,27 @@ def _of_widest_heads(seen: list[Rotation]) -> list[Rotation]:
 # --- the config ---
 
 
-def _configs(model: nn.Module) -> dict[str, tuple[str | None, object]]:
-    """Return path of each module -> its part of the model, and the nearest known config."""
-    configs: dict[str, tuple[str | None, object]] = {}
+class _Nearest(NamedTuple):
+    """The nearest known config of a module: its part of the model, and the module that owns it."""
+
+    part: str | None = None
+    config: object = None
+    owner: str = ""
+
+
+def _configs(model: nn.Module) -> dict[str, _Nearest]:
+    """Return path of each module -> its nearest known config."""
+    configs: dict[str, _Nearest] = {}
     whole = getattr(model, "config", None)
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
-        around = configs.get(path.rpartition(".")[0], (None, None)) if path else (None, None)
+        around = configs.get(path.rpartition(".")[0], _Nearest()) if path else _Nearest()
         if type(module).__name__ in RULES:
-            configs[path] = None, module
-        elif getattr(config, "model_type", None) in MODELS:
+            configs[path] = _Nearest(None, module, path)
+        elif config is not around.config and getattr(config, "model_type", None) in MODELS:
             names = vars(whole).items() if whole is not None else ()
             part = next((name for name, value in names if value is config), None)
-            configs[path] = part or around[0], config
+            configs[path] = _Nearest(part or around.part, config, path)
         else:
             configs[path] = around
     return configs
@@ -284,13 +255,14 @@ def _expected(config: object, kind: str | None = None) -> Rotary | None:
     return from_hf_config(config, kind)
 
 
-def _layer_type(config: object, path: str) -> str | None:
-    """Return the layer type of a module, by the number in its path; None if all are alike."""
+def _layer_type(nearest: _Nearest, path: str) -> str | None:
+    """Return the layer type of a module, by its number in the owner; None if all are alike."""
+    config = nearest.config
     try:
         kinds = layer_types(config) if config is not None else ()
     except ValueError:
         return None
-    number = re.search(r"(?<![^.])\d+(?![^.])", path)
+    number = re.search(r"(?<![^.])\d+(?![^.])", path.removeprefix(nearest.owner))
     listed = getattr(config, "layer_types", None)
     if not kinds or number is None or not listed or int(number[0]) >= len(listed):
         return None
@@ -307,21 +279,29 @@ def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
     )
 
 
-def _spec(
+def _confirmed(config: object, kind: str | None, seen: list[Rotation], at: Array) -> Rotary | None:
+    """Return the RoPE that a config states if it gives all that was seen; else None."""
+    try:
+        expected = None if config is None else _expected(config, kind)
+    except ValueError:
+        return None
+    return expected if expected and all(_reproduces(expected, each, at) for each in seen) else None
+
+
+def _measured(
     path: str, seen: list[Rotation], at: Array, config: object, kind: str | None, candidates: Array
-) -> tuple[Rotary, str]:
-    """Return the spec of one module and its source: the config, which must agree, or measured."""
+) -> Rotary:
+    """Return the spec that gives what was seen in one module, whose config states no other."""
     try:
         expected = None if config is None else _expected(config, kind)
         is_known = config is not None
     except ValueError:
         expected, is_known = None, False
-    if expected and all(_reproduces(expected, rotation, at) for rotation in seen):
-        return expected, "config and forward"
     try:
         specs = dict.fromkeys(spec_of(rotation.turned, at, candidates) for rotation in seen)
     except ValueError as error:
-        raise ValueError(f"{path} rotates, but {error}") from error
+        reason = SWAPPED if all(_starts_at_a_quarter(rotation, at) for rotation in seen) else error
+        raise ValueError(f"{path} rotates, but {reason}") from error
     measured = " and ".join(map(str, specs))
     if is_known:
         raise ValueError(
@@ -330,8 +310,15 @@ def _spec(
         )
     for spec in specs:  # those measured on q and on k differ by noise
         if all(_reproduces(spec, rotation, at) for rotation in seen):
-            return spec, "forward"
+            return spec
     raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
+
+
+def _starts_at_a_quarter(rotation: Rotation, at: Array) -> bool:
+    """Whether all pairs of tokens at position 0 are turned by a quarter, one way or the other."""
+    angles = rotation.turned.angles[(at == 0).all(axis=1)]
+    off = np.abs(np.abs(angles) - np.pi / 2)
+    return bool(off.size and off.max() <= max(1e-3, 40 * rotation.turned.noise))
 
 
 def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
@@ -348,7 +335,7 @@ def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
         ours = apply(spec, x, positions=positions, seq_dim=-2, allow_negative=True)
     except ValueError:
         return False
-    allowed = max(1e-3, 4 * TOLERANCES[rotation.dtype]) * np.abs(y).max()
+    allowed = max(1e-3, TOLERANCES[rotation.dtype]) * np.abs(y).max()
     return bool(np.abs(ours - y).max() <= allowed)
 
 
@@ -363,6 +350,15 @@ def _rounding_hint(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
                for each in seen):  # fmt: skip
             return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
     return ""
+
+
+def _axes(config: object) -> int:
+    """Return how many axes the positions of a model have by its config."""
+    try:
+        spec = None if config is None else _expected(config)
+    except ValueError:
+        return 1
+    return spec.num_axes if spec else 1
 
 
 def _stated(config: object) -> str:

@@ -6,12 +6,15 @@ method, a module, a nested function, an operator in place, or written out in the
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..kernels import Numbers as Array
 from ..kernels.torch.private import OperatorMode
@@ -107,11 +110,8 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
         result = func(*args, **(kwargs or {}))
         if "empty" in getattr(func, "__name__", ""):
             _hide(result)
-        schema = getattr(func, "_schema", None)  # None: it may write
-        is_writing = args and (schema is None or schema.is_mutable)
-        written = [args[0], getattr(args[0], "_base", None)] if is_writing else []
         outputs = result if isinstance(result, tuple | list) else (result,)
-        for tensor in (*outputs, *written):
+        for tensor in (*outputs, *_written(func, args)):
             if isinstance(tensor, Tensor):
                 self.see(tensor)
         return result
@@ -129,17 +129,86 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
                 continue
             self.count += 1
             root = self.count
+            path = self.path[-1] if self.path else ""
+            found = []
             for before in kept:
                 coarser = max(dtype, before.dtype, key=["float64", "float32", "float16",
                                                         "bfloat16"].index)  # fmt: skip
                 if turns := turned(before.values, values, coarser):
-                    path = self.path[-1] if self.path else ""
                     rotation = Rotation(path, before.values, values, coarser, turns)
-                    self.seen.append((before.root, rotation))
-                    root = before.root
-                    break
+                    found.append((before.root, rotation))
+            if found:  # of queries before and after they were scaled, those it is a rotation of
+                self.seen.append(min(found, key=lambda each: _scaling(each[1])))
+                root = self.seen[-1][0]
             kept.append(_Snapshot(values, dtype, root))
             del kept[:-KEPT]
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Give a model its attributes back as they were, and its tensors but parameters their values.
+
+    A forward may replace, add or overwrite them: dynamic NTK makes new frequencies and notes the
+    length they are for. Lazy modules keep what their first forward makes of them.
+
+    >>> class Counts(nn.Module):
+    ...     def forward(self, x):
+    ...         self.length = len(x)
+    ...         self.table.add_(1)
+    >>> counts = Counts()
+    >>> counts.register_buffer("table", torch.zeros(2))
+    >>> with unchanged(counts):
+    ...     counts(torch.ones(3, 2))
+    >>> hasattr(counts, "length"), counts.table.tolist()
+    (False, [0.0, 0.0])
+    """
+    held = [vars(each) for each in model.modules() if not isinstance(each, LazyModuleMixin)]
+    held += [each for own in held for each in own.values() if type(each) in (dict, OrderedDict)]
+    before = [(own, own.copy()) for own in held]
+    writes = _Writes(each for own in held for each in own.values())
+    try:
+        with writes:
+            yield
+    finally:
+        for tensor, copied in writes.copies:
+            with torch.no_grad():
+                tensor.copy_(copied)
+        for own, values in before:
+            own.clear()
+            own.update(values)
+
+
+class _Writes(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
+    """Copies tensors, of some that are no parameters, before they are written to."""
+
+    def __init__(self, values: Iterable[object]) -> None:
+        super().__init__()
+        tensors = (each for each in values if isinstance(each, Tensor))
+        self.unwritten = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        for each in _written(func, args):
+            tensor = self.unwritten.pop(id(each), None)
+            if tensor is not None:
+                self.copies.append((tensor, tensor.clone()))
+        return func(*args, **(kwargs or {}))
+
+    __torch_function__ = __torch_dispatch__
+
+
+def _written(func: object, args: Sequence[object]) -> list[object]:
+    """Return what an operator may write to: its first argument, and what that is a view of."""
+    schema = getattr(func, "_schema", None)  # None: it may write
+    if not args or not (schema is None or schema.is_mutable):
+        return []
+    return [args[0], getattr(args[0], "_base", None)]
 
 
 def _hide(fresh: object) -> None:
