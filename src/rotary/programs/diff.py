@@ -340,14 +340,14 @@ def _verdict(
     ):
         advice = f"To be read by more, {RENAME[rope_type]}"
     elif apart and not advice:  # the advice for the program that is farthest off and has one
-        advices = (
+        lines = (
             reading.advice
             for each in apart
             for reading in by_length[each.seq_len]
             if reading.framework == each.framework and reading.advice
         )
         share = "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
-        advice = next(advices, share if apart[0].inv_freq == math.inf else "")
+        advice = next(lines, share if apart[0].inv_freq == math.inf else "")
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 
