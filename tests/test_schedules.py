@@ -500,7 +500,7 @@ def test_axes_of_unequal_widths_have_the_ladder_of_their_own_width():
     ({"widths": 128}, "widths must be even numbers > 0"),
     ({"widths": (64, 64), "num_axes": 3}, "num_axes 3 and 2 widths disagree; keep widths"),
     ({"widths": (64, 64), "ladder": "dealt"}, 'widths need ladder "blocks", got .dealt'),
-    ({"num_axes": 3}, "rotary_dim must be a multiple of 2 num_axes = 6, .* have widths="),
+    ({"num_axes": 3}, "rotary_dim must be a multiple of 2 num_axes = 6, .* pass widths="),
     ({}, "num_axes must be a whole number >= 1, got None"),
 ])  # fmt: skip
 def test_widths_that_make_no_sense_are_refused(params, message):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .probe import Array, Box, rotation_of_rows, sample
+from .probe import Array, Box, Converter, rotation_of_rows, sample
 
 LIBRARIES = ("numpy", "torch")
 TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a table
@@ -17,7 +17,7 @@ TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a
 }
 
 
-def form_of(fn: Callable[..., Any]) -> str:
+def form_of(fn: Callable[..., object]) -> str:
     """Return the form of a callable by its signature: "positions" or "tables"; else ValueError.
 
     >>> form_of(lambda x, *, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
@@ -37,7 +37,7 @@ def form_of(fn: Callable[..., Any]) -> str:
     raise ValueError(f"the callable takes ({shown}), which is neither form{hint}")
 
 
-def by_place(fn: Callable[..., Any]) -> Callable[..., Any]:
+def by_place(fn: Callable[..., object]) -> Callable[..., object]:
     """Return a function that takes by their place also the arguments that fn takes by keyword only.
 
     >>> by_place(lambda x, *, positions: (x, positions))(1, 2)
@@ -49,7 +49,7 @@ def by_place(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and _is_required(p)]
 
-    def called(*given: Any) -> Any:
+    def called(*given: object) -> object:
         places = len(given) - len(names)
         return fn(*given[:places], **dict(zip(names, given[places:], strict=False)))
 
@@ -61,13 +61,18 @@ def _is_required(p: inspect.Parameter) -> bool:
 
 
 def boxes_with_positions(
-    fn: Callable[..., Any], head_dim: int, seq_dim: int, library: str | None, dtype: str, axes: int
+    fn: Callable[..., object],
+    head_dim: int,
+    seq_dim: int,
+    library: str | None,
+    dtype: str,
+    axes: int,
 ) -> Iterator[tuple[str, Box]]:
     """Yield ways to call f(x, positions): by library, positions without and with a batch axis."""
     for name, convert in _converters(library, dtype):
         for lead in ((), (1,)):
 
-            def arguments(x: Array, p: Array, lead: Any = lead) -> Mapping[str, Array]:
+            def arguments(x: Array, p: Array, lead: tuple[int, ...] = lead) -> Mapping[str, Array]:
                 is_one_row = p.ndim == (1 if axes == 1 else 2)
                 return {"x": x, "positions": p.reshape(lead + p.shape) if is_one_row else p}
 
@@ -88,7 +93,7 @@ def boxes_with_tables(
     for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
 
-            def arguments(x: Array, p: Array, lead: Any = lead) -> Mapping[str, Array]:
+            def arguments(x: Array, p: Array, lead: tuple[int, ...] = lead) -> Mapping[str, Array]:
                 angles = p[..., None] * inv_freq
                 tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
                 rows = p.shape[:-1] + lead[p.ndim - 1 :]
@@ -101,7 +106,7 @@ def boxes_with_tables(
             yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
 
 
-def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Callable[[Array], Any]]]:
+def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Converter]]:
     """Yield each library and a function that converts NumPy arrays to it; integers stay so."""
     if library != "torch" and dtype != "bfloat16":  # NumPy has no bfloat16
         yield "numpy", lambda a: np.array(a, dtype if a.dtype.kind == "f" else np.int64, order="C")
