@@ -178,20 +178,29 @@ and positions=, those of its tokens
             f"config says {_stated(config)}; pass an example with two heads or rows, and one "
             "position for each token as positions="
         )
-    found = []
+    result = []
     for (part, kind, spec, source), paths in groups.items():
         alone = tuple(path for path in paths if len(rotated[path]) == 1)
-        single = (
-            f"one array is rotated, not q and k, in {', '.join(_short(alone))}" if alone else ""
-        )
-        unseen = (
+        notes = _notes(note, alone, is_measured=spec.num_axes <= at.shape[1])
+        result.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
+    return tuple(result)
+
+
+def _notes(note: str, alone: tuple[str, ...], *, is_measured: bool) -> str:
+    """Return what a user of a rotation should look at, "" if nothing.
+
+    note         why the model could not run
+    alone        paths of modules in which only one array is rotated
+    is_measured  whether the example had positions on all axes
+    """
+    notes = [note] if note else []
+    if alone:
+        notes.append(f"one array is rotated, not q and k, in {', '.join(_short(alone))}")
+    if not is_measured:
+        notes.append(
             "which pairs belong to which axis is not measured: all axes have the same position"
-            if spec.num_axes > at.shape[1]
-            else ""
         )
-        notes = "; ".join(filter(None, (note, single, unseen)))
-        found.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
-    return tuple(found)
+    return "; ".join(notes)
 
 
 # --- the forward ---

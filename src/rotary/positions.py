@@ -171,9 +171,8 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     ancestors = array.reshape(math.prod(array.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
     depth = (ancestors >= 0) * 1
-    for _ in range(
-        max(nodes - 2, 0).bit_length()
-    ):  # every step doubles the distance to `ancestors`
+    for _ in range(max(nodes - 2, 0).bit_length()):
+        # every step doubles the distance to `ancestors`
         is_node = ancestors >= 0
         where = (ancestors * is_node + rows).reshape(-1)
         depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node

@@ -83,7 +83,28 @@ class _Snapshot(NamedTuple):
     root: int  # number of the array that rotations made this one from
 
 
-class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
+class _Operators(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
+    """Calls `run` in place of every operator."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        return self.run(func, args, kwargs or {})
+
+    __torch_function__ = __torch_dispatch__
+
+    def run(
+        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Return what the operator returns."""
+        raise NotImplementedError
+
+
+class _Watcher(_Operators):
     """Compares the result of every operator with earlier ones, and records rotations."""
 
     def __init__(self, tokens: int) -> None:
@@ -100,14 +121,10 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
     def left(self, *_: object) -> None:
         self.path.pop()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+    def run(
+        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if "empty" in getattr(func, "__name__", ""):
             _hide(result)
         outputs = result if isinstance(result, tuple | list) else (result,)
@@ -115,8 +132,6 @@ class _Watcher(OperatorMode):  # type: ignore[misc]  # one of two classes of tor
             if isinstance(tensor, Tensor):
                 self.see(tensor)
         return result
-
-    __torch_function__ = __torch_dispatch__
 
     def see(self, tensor: Tensor) -> None:
         """Keep the values of a tensor, and record it if it is a rotation of an earlier one."""
@@ -178,7 +193,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             own.update(values)
 
 
-class _Writes(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
+class _Writes(_Operators):
     """Copies tensors, of some that are no parameters, before they are written to."""
 
     def __init__(self, values: Iterable[object]) -> None:
@@ -187,20 +202,14 @@ class _Writes(OperatorMode):  # type: ignore[misc]  # one of two classes of torc
         self.unwritten = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
         self.copies: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+    def run(
+        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         for each in _written(func, args):
             tensor = self.unwritten.pop(id(each), None)
             if tensor is not None:
                 self.copies.append((tensor, tensor.clone()))
-        return func(*args, **(kwargs or {}))
-
-    __torch_function__ = __torch_dispatch__
+        return func(*args, **kwargs)
 
 
 def _written(func: object, args: Sequence[object]) -> list[object]:

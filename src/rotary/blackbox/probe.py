@@ -50,9 +50,10 @@ class Called(NamedTuple):
 class Box:
     """A callable and the form of its arguments.
 
-    `arguments` returns, for x and positions, NumPy arrays by their names, in the order in which
-    the callable takes them; it returns x, or with `which` a tuple with x at this index.
-    With `by_index` it counts tokens from 0 instead, so a run is put at the end of a longer row.
+    `arguments` makes of x and positions the NumPy arrays that the callable takes, by name and in
+    order. The callable returns the rotated x, or a tuple that has it at index `which`.
+    With `by_index` it ignores positions and counts tokens from 0, so a run of positions is put at
+    the end of a longer row.
     Positions are multiples of `step`; with `by_row` each row may have its own: (batch, seq).
     """
 
@@ -156,10 +157,7 @@ def rotation_of_rows(box: Box) -> str | None:
         y, one, two = (box(x, positions) for positions in (np.stack([near, later]), near, later))
     except ValueError:
         return None
-    ways = {
-        "own": np.stack([one[0], two[1]]),
-        "rows_share_positions": one,
-    }
+    ways = {"own": np.stack([one[0], two[1]]), "rows_share_positions": one}
     allowed = (2e-5 + 8 * UNITS[box.dtype]) * np.abs(y).max()
     close = (way for way, expected in ways.items() if np.abs(y - expected).max() <= allowed)
     return next(close, "rows_differ" if box.by_row else None)
