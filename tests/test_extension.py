@@ -123,7 +123,7 @@ def proportional(share):
     return Rotary(head_dim=128, schedule="proportional", params=params)
 
 
-# distance at which a similar key is first no longer favoured
+# first distance at which a random key scores higher than a similar one, in the mean
 PUBLISHED = {
     "Llama 2, linear 8": (extension.methods(LLAMA_2, 4096, 32768)["linear"], 13649),
     "Llama 2, YaRN 8": (extension.methods(LLAMA_2, 4096, 32768)["yarn"], 8886),

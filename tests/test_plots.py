@@ -104,8 +104,8 @@ LABELS = {
     "scores": ("distance, tokens", "score / sqrt(head_dim)"),
     "walk": ("real part, pairs", "imaginary part, pairs"),
     "terms": ("pair", "term of the score", "sum of the terms"),
-    "similarity": ("distance, tokens", "B_m / B_0"),
-    "design": ("distance, tokens", "B_m / B_0"),
+    "similarity": ("distance, tokens", "advantage, B_m / B_0"),
+    "design": ("distance, tokens", "advantage, B_m / B_0"),
     "base_bound": ("context or first failure, tokens", "base"),
     "precision": ("position, tokens", "largest error of cos or sin"),
     "layout": (

@@ -69,8 +69,8 @@ def similarity(
         )  # fmt: skip
         panel.axvline(failing, color=style["color"], linewidth=0.8, linestyle=":")
         entries.append((f"{name}: first failure {failing:,}", line))
-    title = "How much a similar key is favoured: the lowest value nearby, and the first below 0"
-    label(panel, "distance, tokens", "B_m / B_0", title)
+    title = "Mean advantage of a similar key over a random one: lowest of each bin, first below 0"
+    label(panel, "distance, tokens", "advantage, B_m / B_0", title)
     return legend(figure, entries)
 
 
@@ -116,7 +116,8 @@ def design(
         entries.append((f"{name}: misses by {missed:.2g}, {fails}", line[0]))
     entries.append(("wanted", band))
     panel.set_ylim(-0.35, 1.02)
-    label(panel, "distance, tokens", "B_m / B_0", "Favour of a similar key, as wanted and as it is")
+    title = "Mean advantage of a similar key over a random one, wanted and computed"
+    label(panel, "distance, tokens", "advantage, B_m / B_0", title)
     return legend(figure, entries)
 
 
@@ -262,7 +263,7 @@ def precision(
     if len(models) == 1:
         heading(figure, *models)
     panel.axhline(2.0, color=GREY, linewidth=0.8, linestyle=":")
-    write(panel, 0.01, 2.0, "2, the most", va="bottom", transform=panel.get_yaxis_transform())
+    write(panel, 0.01, 2.0, "2, the maximum", va="bottom", transform=panel.get_yaxis_transform())
     title = "Largest error of cos or sin near a position"
     label(panel, "position, tokens", "largest error of cos or sin", title)
     return legend(figure, entries)
