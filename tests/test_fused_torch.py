@@ -371,6 +371,8 @@ REFUSED = {
                               TypeError, "slots must be whole numbers, got torch.float32"),
     "a mask": (lambda f: f(cache=KVCache(CACHE, None, torch.ones(5) > 0)),
                TypeError, "slots must be whole numbers, got torch.bool"),
+    "no slots": (lambda f: f(cache=KVCache(CACHE, None, None)),
+                 TypeError, "slots must be an array of whole numbers, got None"),
     "an expanded cache": (lambda f: f(cache=KVCache(CACHE[:1].expand(8, 2, 64), None, range(5))),
                           ValueError, "elements that share memory"),
     "one tensor of scales": (

@@ -22,8 +22,8 @@ from ..strict_json import JSON
 BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
 LENGTHS = [2**n for n in range(8, 22)]  # nearly all trained lengths are powers of two
-# Relative error of base^x in float32, as in transformers: x is off by 2^-24, so the power by ln(base)
-# times as much, 8e-7 for base 1e6; allowed is about four times that
+# Relative error of base^x in float32, as in transformers: x is off by 2^-24, so the power is by
+# ln(base) times as much, 8e-7 for base 1e6; about four times that is allowed
 FLOAT32_RATIO = 3e-6
 
 

@@ -85,6 +85,17 @@ def check_rows(positions: object, like: Tensor) -> Tensor:
     return rows if is_read_as_it_is else rows.long()
 
 
+def slots_of(slots: object, like: Tensor) -> Tensor:
+    """Return the slots of a cache on the device of `like`; TypeError if not whole numbers."""
+    try:
+        numbers = torch.as_tensor(slots, device=like.device)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"slots must be an array of whole numbers, got {slots!r}") from None
+    if numbers.dtype not in INTEGERS:
+        raise TypeError(f"slots must be whole numbers, got {numbers.dtype}")
+    return numbers
+
+
 def check_no_grad(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Refuse `out` if autograd would have to record the call."""
     inputs, out = [[unmapped(x) for x in each] for each in (inputs, out)]

@@ -40,11 +40,10 @@ from ..stages import (
     written_to,
 )
 from .angles import takes
-from .checks import check_no_inference, check_operands, check_rows, check_writable
+from .checks import check_no_inference, check_operands, check_rows, check_writable, slots_of
 from .launch import empty_like, formula, is_for_gpu, mark_written
 from .state import (
     FLOATS,
-    INTEGERS,
     are_plain,
     host_values,
     is_on_gpu,
@@ -168,7 +167,7 @@ def by_loops(
         return None
     if k is None:
         return None
-    slots = slots_of(cache, q).long().contiguous()
+    slots = slots_of(cache.slots, q).long().contiguous()
     if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
     mark_written([*memory, *(out or ())])
@@ -252,14 +251,6 @@ LIBRARY = Library(
 )
 
 
-def slots_of(cache: Cache, like: Tensor) -> Tensor:
-    """Return the slots of a cache on the device of `like`; TypeError if not whole numbers."""
-    slots = torch.as_tensor(cache.slots, device=like.device)
-    if slots.dtype not in INTEGERS:
-        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
-    return slots
-
-
 def _numbers(scale: object) -> Operand | None:
     """Return the numbers of a scale, if they can be read without waiting for a device."""
     if isinstance(scale, Tensor):
@@ -278,7 +269,7 @@ class Update(NamedTuple):
 
 def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[Update]:
     """Return the updates that write k and v of each token to its slot, if it is not negative."""
-    slots = slots_of(cache, k)
+    slots = slots_of(cache.slots, k)
     made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)

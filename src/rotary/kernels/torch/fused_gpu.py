@@ -25,7 +25,7 @@ from ..stages import (
 from ..triton.fused import kernel
 from ..triton.kernel import _processors
 from ..triton.sources import along
-from .state import INTEGERS
+from .checks import slots_of
 
 _WARPS = 4
 _ELEMENTS = 4096  # in a tile: 32 for each thread
@@ -195,9 +195,7 @@ def _slots(cache: KVCache | LatentCache | None, fitted: Fit) -> tuple[Tensor | N
     if cache is None:
         return None, 1, 0
     memory = cache.rows if isinstance(cache, LatentCache) else cache.k
-    slots = torch.as_tensor(cache.slots, device=memory.device)
-    if slots.dtype not in INTEGERS:
-        raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
+    slots = slots_of(cache.slots, memory)
     check_slot_shape(tuple(slots.shape), fitted.tokens)
     is_flat = memory.ndim == (2 if isinstance(cache, LatentCache) else 3)
     block = 1 if is_flat else memory.shape[1]

@@ -108,7 +108,7 @@ def _code(
         cache = KVCache(*memory)
     elif kind.cache is LatentCache:
         cache = LatentCache(memory[0], memory[2])
-    if (wv is not None and cache is None) or (cache is not None and k is None):
+    if (wv is not None and cache is None) or (cache is not None and None in (spots[1], spots[8])):
         return None
     if v is not None and memory[1] is None and kind.cache is KVCache:
         return None
