@@ -3,14 +3,14 @@
 Computing how eight tensors fit together takes 70 us, the rotation of one token 2 us.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
-from ..cpu.fused_calls import Call, pieces_of
+from ..cpu.fused_calls import Call, PreparedPiece, pieces_of
 from ..geometry import Options
 from ..stages import KVCache, LatentCache, Norm, Stages, fit
 from . import ready
@@ -21,6 +21,7 @@ from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, wants_grad
 
 _NOTHING = None, None, None
+ABSENT = -1  # the index of an operand that a call does not have
 _SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -64,7 +65,8 @@ def quick(
         if type(scale) is not float or scale != 1:
             return None
     operands = q, k, v, *weights, *memory
-    kind = Kind(options, eps, add_one, type(cache), tuple([x is not None for x in operands]))
+    kind_of_cache = None if cache is None else type(cache)
+    kind = Kind(options, eps, add_one, kind_of_cache, tuple([x is not None for x in operands]))
     xs = [x for x in operands if x is not None]
     read: Tables = tables
     if rows is not None:
@@ -86,46 +88,29 @@ def _code(
 
     Raises ValueError for shapes that do not fit. `is_watched` must be False.
     """
-    operands = *xs, *tables
-    if not all(map(has_memory, (*operands, *(out or ())))) or any(map(is_on_gpu, operands)):
-        return None
-    if wants_grad(*operands, *(out or ())) or len(set(map(id, operands))) < len(operands):
-        return None
     found = iter(range(len(xs)))
-    spots = [next(found) if is_given else None for is_given in kind.given]
-    q, k, v, wq, wk, wv, *memory = (None if at is None else xs[at] for at in spots)
+    spots = [next(found) if is_given else ABSENT for is_given in kind.given]
+    operands = [None if spot == ABSENT else xs[spot] for spot in spots]
+    if not _can_run(kind, xs, operands, tables, out):
+        return None
+    q, k, v, wq, wk, wv, *memory = operands
     cos, sin, *rows = tables
-    weights = [w for w in (wq, wk, wv) if w is not None]
-    whole = [x for x in (memory[2], *rows) if x is not None]
-    if not all([w.dtype in FLOATS and w.is_contiguous() for w in weights]):
-        return None
-    if not all([x.dtype == torch.int64 and x.is_contiguous() for x in whole]):
-        return None
-    if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
-        return None
-    cache: KVCache | LatentCache | None = None
-    if kind.cache is KVCache:
-        cache = KVCache(*memory)
-    elif kind.cache is LatentCache:
-        cache = LatentCache(memory[0], memory[2])
-    if (wv is not None and cache is None) or (cache is not None and None in (spots[1], spots[8])):
-        return None
-    if v is not None and memory[1] is None and kind.cache is KVCache:
-        return None
+    assert q is not None
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
-    norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if weights else None
+    cache = _cache(kind, memory)
+    norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if any(kind.given[3:6]) else None
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
     row_shape = tuple(rows[0].shape) if rows else None
     fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, Stages(norm, cache))
     rotated = (q,) if k is None or cache is not None else (q, k)
     new = [maker_of_outputs(x, sum([y.nbytes for y in rotated])) for x in rotated]
     outs = tuple(out) if out is not None else tuple([maker() for maker in new])
-    alike = [(x.shape, x.dtype) for x in rotated]
+    if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in rotated]:
+        return None
     written = [*(out or ()), *[x for x in memory[:2] if x is not None]]
-    if [(y.shape, y.dtype) for y in outs] != alike or len({y.is_inference() for y in written}) > 1:
+    if len({y.is_inference() for y in written}) > 1:
         return None
     check_no_inference(written)
-    is_tracked = bool(written) and not written[0].is_inference()
     call = Call(ACCESS, cos, sin, rows[0] if rows else None, fitted, norm)
     pieces = pieces_of(call, (q, k, v), outs, cache)
     if pieces is None:
@@ -134,53 +119,113 @@ def _code(
     plan = jobs.call_of(tuple([piece for piece, *_ in pieces]), table, row_form, kind.eps)
     if plan is None:
         return None
-    # for each piece: the indices of x, out, weight and slots in (*xs, *outs, 0), and the byte
-    # offset in out
-    first, last = len(xs), len(xs) + len(outs)
-    sources = spots[:3] if cache is not None else spots[: len(rotated)]
-    targets: list[int | None] = list(range(first, last))
-    targets += [spots[6], spots[6 if kind.cache is LatentCache else 7]] if cache is not None else []
+    places = _places(kind, spots, pieces, (*xs, *outs), len(rotated))
+    return _run_of(plan, places, [piece.is_in_place for piece, *_ in pieces], spots, new, written)
+
+
+def _can_run(
+    kind: Kind, xs: Sequence[Tensor], operands: Sequence[Tensor | None], tables: Tables,
+    out: Sequence[Tensor] | None,
+) -> bool:  # fmt: skip
+    """Return whether the loops can take operands of these dtypes, devices and strides.
+
+    `operands` are in the order of `kind.given`, None where the call has none.
+    """
+    every = *xs, *tables
+    if not all(map(has_memory, (*every, *(out or ())))) or any(map(is_on_gpu, every)):
+        return False
+    if wants_grad(*every, *(out or ())) or len(set(map(id, every))) < len(every):
+        return False
+    q, k, v, wq, wk, wv, _, v_cache, slots = operands
+    cos, sin, *rows = tables
+    if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
+        return False
+    is_cached = kind.cache is not None
+    if (is_cached and (k is None or slots is None)) or (wv is not None and not is_cached):
+        return False
+    if kind.cache is KVCache and v is not None and v_cache is None:
+        return False
+    weights = [w for w in (wq, wk, wv) if w is not None]
+    numbers = [*rows, *([] if slots is None else [slots])]
+    if not all([w.dtype in FLOATS and w.is_contiguous() for w in weights]):
+        return False
+    return all([x.dtype == torch.int64 and x.is_contiguous() for x in numbers])
+
+
+def _cache(kind: Kind, memory: Sequence[Tensor | None]) -> KVCache | LatentCache | None:
+    k, v, slots = memory
+    if kind.cache is None:
+        return None
+    return KVCache(k, v, slots) if kind.cache is KVCache else LatentCache(k, slots)
+
+
+class Place(NamedTuple):
+    """Where a piece finds its memory: indices in (*xs, *outs, 0), and bytes from the output on.
+
+    An operand that the piece does not have has the index `ABSENT`, that of the 0.
+    """
+
+    x: int
+    out: int
+    weight: int
+    slots: int
+    offset: int
+
+
+def _places(
+    kind: Kind, spots: Sequence[int], pieces: Sequence[PreparedPiece],
+    tensors: Sequence[Tensor], count: int,
+) -> list[Place]:  # fmt: skip
+    """Return where each piece finds its memory; `tensors` are (*xs, *outs), of `count` outputs."""
+    sources, targets = spots[:count], [*range(len(tensors) - count, len(tensors))]
+    if kind.cache is not None:
+        sources = spots[:3]
+        targets += [spots[6], spots[6 if kind.cache is LatentCache else 7]]
     places = []
     for index, (piece, lies, _) in enumerate(pieces):
-        target = targets[index]
-        assert target is not None
-        begin = (*xs, *outs)[target].data_ptr()
-        weight = spots[3 + index] if piece.weight is not None else None
-        slots = spots[8] if piece.slots is not None else None
-        at = [sources[index], target, weight, slots]
-        places.append(([last if each is None else each for each in at], lies.out - begin))
-    is_in_place = [piece.is_in_place for piece, *_ in pieces]
-    is_checked, absent = bool(written), (0,) * (3 - len(tables))
-    read_count = sum([x is not None for x in (q, k, v)])
+        weight = ABSENT if piece.weight is None else spots[3 + index]
+        slots = ABSENT if piece.slots is None else spots[8]
+        offset = lies.out - tensors[targets[index]].data_ptr()
+        places.append(Place(sources[index], targets[index], weight, slots, offset))
+    return places
+
+
+def _run_of(
+    plan: jobs.Call, places: Sequence[Place], is_in_place: list[bool],
+    spots: Sequence[int], new: Sequence[Callable[[], Tensor]], written: Sequence[Tensor],
+) -> Run:  # fmt: skip
+    """Return code that runs a plan on tensors of the forms that it was made for."""
+    is_checked, is_tracked = bool(written), bool(written) and not written[0].is_inference()
+    read_count = sum([spot != ABSENT for spot in spots[:3]])
+    cache_spots = [spot for spot in spots[6:8] if spot != ABSENT]
     checked_spacings: set[tuple[int, ...]] = set()
 
-    def code(
+    def run(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, ...] | None:
         outs = tuple([maker() for maker in new]) if out is None else tuple(out)
         at = [*map(data_ptr, xs), *map(data_ptr, outs), 0]
-        cos, sin, rows = *map(data_ptr, tables), *absent
-        memories = [(at[x], at[y] + offset, at[w], at[s]) for (x, y, w, s), offset in places]
-        if is_checked and [x == y for x, y, *_ in memories] != is_in_place:
+        cos, sin, rows = (*map(data_ptr, tables), 0)[:3]
+        addresses = [(at[x], at[y] + offset, at[w], at[s]) for x, y, w, s, offset in places]
+        if is_checked and [x == y for x, y, *_ in addresses] != is_in_place:
             return None
-        if not jobs.run(plan, memories, (cos, sin, rows), is_checked):
+        if not jobs.run(plan, addresses, (cos, sin, rows), is_checked):
             if not is_checked:
                 return None
             # q, k, v may be slices of one buffer: their address ranges overlap, their bytes do not
             spacing = tuple([address - at[0] for address in (*at, cos, sin, rows)])
             if spacing not in checked_spacings:
-                caches = [xs[spot] for spot in spots[6:8] if spot is not None]
+                caches = [xs[spot] for spot in cache_spots]
                 read = *xs[:read_count], *tables[:2]
                 check_memory(read, out or ())
                 check_memory((*tables[:2], *read, *(out or ())), caches)
                 if len(checked_spacings) >= _SPACINGS:
                     checked_spacings.clear()
                 checked_spacings.add(spacing)
-            if not jobs.run(plan, memories, (cos, sin, rows), False):
+            if not jobs.run(plan, addresses, (cos, sin, rows), False):
                 return None
         if is_tracked:
-            caches = [xs[spot] for spot in spots[6:8] if spot is not None]
-            increment_version((*(out or ()), *caches))
+            increment_version((*(out or ()), *[xs[spot] for spot in cache_spots]))
         return outs
 
-    return code
+    return run
