@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from .. import Numbers
-from .compiled import c_function, compiled
+from .compiled import c_function
 from .llvm import load_int
 
 # functions of Python, for compiled code that holds the GIL; objects are passed by their addresses
@@ -73,14 +73,8 @@ def built_in(function: FunctionType) -> Callable[[object], Callable[..., int]]:
     return bound_to
 
 
-@compiled()
-def argument(arguments: int, index: int) -> int:
-    """Return the address of the argument at `index`."""
-    return load_int(arguments + 8 * index)
-
-
 def _data_address(own: int, arguments: int, count: int) -> int:
-    array = _capsule_pointer(argument(arguments, 0), 0)
+    array = _capsule_pointer(load_int(arguments), 0)
     return new_int(load_int(array + _DATA)) if array else 0
 
 

@@ -55,6 +55,16 @@ def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
     return decorate
 
 
+def inlined(function: FunctionType) -> Callable[..., Any]:
+    """Decorate a function for loops: Numba compiles it anew in each loop that calls it.
+
+    As a function of its own, it would be compiled once more, optimized in each of its callers, and
+    kept on disk; nested ones at every level.
+    """
+    result: Callable[..., Any] = numba.njit(inline="always", error_model="numpy")(function)
+    return result
+
+
 def c_function(function: FunctionType, signature: Signature) -> Any:
     """Compile the loop to a C function now; its `address` is valid while the result lives."""
     if _CFunc is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy import empty
 
-from .compiled import compiled
+from .compiled import inlined
 from .fused_back import back_rows, dot_rows
 from .fused_rows import fused_rows, root_rows, square_rows, weight_row
 from .llvm import fence, load_double, load_int, record, store_double
@@ -66,7 +66,7 @@ _FIRST, _TAKEN = (int(JOB.fields[name][1]) for name in ("operands", "taken"))  #
 _SIZE = OPERANDS.itemsize
 
 
-@compiled()
+@inlined
 def _tile(piece, at):
     """Return the indices on the three axes where tile `at` begins, and its number of rows."""
     others = piece.size_0 * piece.size_1  # indices of the other two axes
@@ -74,12 +74,12 @@ def _tile(piece, at):
     return other // piece.size_1, other % piece.size_1, k, min(piece.tile, piece.size_2 - k)
 
 
-@compiled()
+@inlined
 def _tiles(piece):
     return piece.size_0 * piece.size_1 * ((piece.size_2 + piece.tile - 1) // piece.tile)
 
 
-@compiled()
+@inlined
 def _gain(tag, piece, weight):
     """Return the rows of weights as the loops read them: ones if there are no weights."""
     gain = empty(max(piece.weights * piece.width, 2 * piece.pairs), np.float64)
@@ -95,7 +95,7 @@ def _gain(tag, piece, weight):
     return gain
 
 
-@compiled()
+@inlined
 def _offsets(piece, slots, step, count, offsets):
     """Write to `offsets` the bytes from the start of a cache to each slot, -1 if it is negative."""
     for at in range(count):
@@ -109,7 +109,7 @@ def _offsets(piece, slots, step, count, offsets):
             offsets[at] = slot * piece.slot_step
 
 
-@compiled()
+@inlined
 def _fused_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
@@ -148,7 +148,7 @@ def _fused_tiles(tag, job, address, part):
         fence()
 
 
-@compiled()
+@inlined
 def _square_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
@@ -160,7 +160,7 @@ def _square_tiles(tag, job, address, part):
         square_rows(tag, x, piece.x_2, piece.width, piece.size_2, sums, piece.out_2)
 
 
-@compiled()
+@inlined
 def _back_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)

@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
-from .instructions import compiles_for
+from .instructions import compiles_for, function_of
 from .vectors import F32, F64, I32, I64
 
 
@@ -55,6 +55,25 @@ def record(fields: np.dtype[np.void]) -> Callable[..., object]:
         return kind(types.int64), generate
 
     return at
+
+
+def whole_numbers_at(count: int) -> Callable[..., object]:
+    """Return a function for compiled code that reads ints of Python.
+
+    It takes the address of an array of `count` addresses, and holds the GIL.
+    """
+
+    @intrinsic
+    def read(context, objects):
+        def generate(context, b, signature, arguments):
+            convert = function_of(b.module, ir.FunctionType(I64, [I64]), "PyLong_AsLongLong")
+            places = [b.add(arguments[0], I64(8 * index)) for index in range(count)]
+            numbers = [b.call(convert, [vec.load(b, I64, place)]) for place in places]
+            return context.make_tuple(b, signature.return_type, numbers)
+
+        return types.UniTuple(types.int64, count)(types.int64), generate
+
+    return read
 
 
 @intrinsic

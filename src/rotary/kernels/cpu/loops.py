@@ -17,14 +17,13 @@ from numpy import empty
 
 from .built_in import (
     acquire_gil,
-    argument,
     built_in,
     new_bool,
     release_gil,
     tuple_item,
     whole_number,
 )
-from .compiled import c_function, compiled
+from .compiled import c_function, compiled, inlined
 from .llvm import (
     call_address,
     call_number,
@@ -35,6 +34,7 @@ from .llvm import (
     table_row,
     table_row_axes,
     take,
+    whole_numbers_at,
 )
 from .rows import STREAMING, rotate_rows
 
@@ -96,7 +96,7 @@ _K, _REACH = _offset(FORM, "k"), _offset(FORM, "reach")
 _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "taken")
 
 
-@compiled()
+@inlined
 def own_number(job, taken):
     """Return the index of this thread.
 
@@ -109,7 +109,7 @@ def own_number(job, taken):
     return number % job.threads
 
 
-@compiled()
+@inlined
 def next_part(job, taken, own):
     """Return a part that is not taken yet, one of thread `own` if possible; -1 if there is none."""
     for turn in range(job.threads):
@@ -120,14 +120,14 @@ def next_part(job, taken, own):
     return -1
 
 
-@compiled()
+@inlined
 def share_of(job, total, part):
     """Return the first item of a part of `total` items, and the one after its last."""
     parts = job.threads * job.parts
     return total * part // parts, total * (part + 1) // parts
 
 
-@compiled()
+@inlined
 def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
     form = _form(job.form)
     others = steps.size_0 * steps.size_1  # indices of the other two axes
@@ -148,7 +148,7 @@ def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
         fence()
 
 
-@compiled()
+@inlined
 def _rotate_part(tag, job, cos, sin, rows, part):
     for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
         steps, x, out = (
@@ -170,7 +170,7 @@ def _rotate(tag: np.generic) -> Callable[[int], None]:
     return rotate
 
 
-@compiled()
+@inlined
 def are_inside(numbers, count, limit, lowest=0):
     """Return whether `count` whole numbers are all below `limit`, and none below `lowest`."""
     for at in range(count):
@@ -180,7 +180,7 @@ def are_inside(numbers, count, limit, lowest=0):
     return True
 
 
-@compiled()
+@inlined
 def are_apart(operands, first, count, reach):
     """Return whether no output overlaps another output, or an operand other than its own x.
 
@@ -199,7 +199,7 @@ def are_apart(operands, first, count, reach):
     return True
 
 
-@compiled()
+@inlined
 def _is_safe(job):
     form = _form(job.form)
     if job.checks & ROWS and not are_inside(job.rows, form.row_count, form.row_limit):
@@ -212,29 +212,22 @@ def _check(address):
     return int(_is_safe(_rotation(address)))
 
 
+_eight_numbers = whole_numbers_at(8)
 _Rotation = namedtuple("_Rotation", ROTATION.names)  # type: ignore[misc,arg-type]
 
 
-@compiled()
+@inlined
 def _job_of(own, arguments):
     """Return the ROTATION of a call (q, q_out, k, k_out, cos, sin, rows, checks), as one part.
 
     The called function is bound to `own`, a tuple (address of FORM, mode, ...).
     """
     at, mode = whole_number(tuple_item(own, 0)), whole_number(tuple_item(own, 1))
-    q, q_out = _number(arguments, 0), _number(arguments, 1)
-    k, k_out = _number(arguments, 2), _number(arguments, 3)
-    cos, sin = _number(arguments, 4), _number(arguments, 5)
-    rows, checks = _number(arguments, 6), _number(arguments, 7)
+    q, q_out, k, k_out, cos, sin, rows, checks = _eight_numbers(arguments)
     return _Rotation(1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0)
 
 
-@compiled()
-def _number(arguments, index):
-    return whole_number(argument(arguments, index))
-
-
-@compiled()
+@inlined
 def _rotate_alone(tag, job, cos, sin, rows):
     """Run a whole job on this thread; release the GIL meanwhile if the job is long."""
     is_long, thread = _form(job.form).is_long, 0
@@ -266,25 +259,18 @@ def _rotate_once_at(tag: np.generic) -> Callable[[int, int, int], int]:
                 return new_bool(0)
         if not _is_safe(job):
             return new_bool(0)
-        _rotate_alone_at(tag, job, angles, empty((2, tokens * angles.pairs), np.float32))
-        return new_bool(1)
+        tables = empty(2 * tokens * angles.pairs, np.float32)
+        cos = tables.ctypes.data
+        sin = cos + tables.nbytes // 2
+        _table_rows(angles, job.cos, cos, sin, 0, tokens)
+        _rotate_alone(tag, job, cos, sin, 0)
+        # Numba frees an array after the last line that names it, even if its address is used later
+        return new_bool(len(tables) >= 0)
 
     return rotate_once_at
 
 
-@compiled()
-def _rotate_alone_at(tag, job, angles, tables):
-    """Compute cos and sin from positions into `tables`, then call `_rotate_alone`.
-
-    The caller allocates `tables`, so that they live until this returns: Numba frees an array after
-    the last line that names it, even if its address is used later.
-    """
-    cos, sin = tables[0].ctypes.data, tables[1].ctypes.data
-    _table_rows(angles, job.cos, cos, sin, 0, angles.batch * angles.seq)
-    _rotate_alone(tag, job, cos, sin, 0)
-
-
-@compiled()
+@inlined
 def _table_rows(form, positions, cos, sin, first, last):
     pairs = form.pairs
     spread = empty(pairs if form.axes else 0, np.int64)

@@ -22,7 +22,7 @@ from ..geometry import Geometry, Options, geometry_of
 from ..memory import SIZES, Block, is_injective
 from ..numpy import address
 from . import threads
-from .compiled import compiled
+from .compiled import compiled, inlined
 from .jobs import angles_record, walk
 from .llvm import load_int, record, take
 from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
@@ -42,7 +42,7 @@ _job, _form, _steps = map(record, (_MOVE, FORM, STEPS))
 _TAKEN = _MOVE.itemsize - 8
 
 
-@compiled()
+@inlined
 def _run(job, steps, at):
     """Return where run `at` begins: its first row and the offset of that row's table row.
 
@@ -62,7 +62,7 @@ def _run(job, steps, at):
     return source, row, min(steps.tile, steps.size_2 - k)
 
 
-@compiled()
+@inlined
 def _share(job, steps, part):
     """Return the first run of a part, and the one after its last."""
     tiles = (steps.size_2 + steps.tile - 1) // steps.tile
@@ -180,7 +180,8 @@ def _order(blocks, shifts, size, chosen, rows, distinct):
         is_rising &= block > last
         last = block
     if is_rising:
-        chosen[:], rows[:] = blocks, shifts
+        for at in range(len(blocks)):
+            chosen[at], rows[at] = blocks[at], shifts[at]
     else:
         place = np.full(size, -1, np.int32)
         for at in range(len(blocks)):
@@ -195,15 +196,18 @@ def _order(blocks, shifts, size, chosen, rows, distinct):
     return _number_shifts(rows, distinct)
 
 
-@compiled()
+@inlined
 def _number_shifts(rows, distinct):
     """Replace the shifts in `rows` by their index in `distinct`; return how many those are.
 
     Shifts over a wide range are all copied to `distinct`, also equal ones.
     """
-    low, high = rows.min(), rows.max()
+    low = high = rows[0]
+    for shift in rows:
+        low, high = min(low, shift), max(high, shift)
     if high - low < 0 or high - low >= 4 * len(rows):  # below 0 after an overflow
-        distinct[:], rows[:] = rows, np.arange(len(rows))
+        for at in range(len(rows)):
+            distinct[at], rows[at] = rows[at], at
         return len(rows)
     number = np.full(high - low + 1, -1, np.int32)
     count = 0
