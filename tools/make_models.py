@@ -157,7 +157,7 @@ CODE: dict[str, dict[str, Any]] = {
         {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}},
     ),
     "cosmos3_edge_text": {"only": ["default"]},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True, "norm_after": True}),
     "recurrent_gemma": {"only": ["default"]},
     "efficientloftr": {  # turns the whole width before it is cut into heads
         **INTERLEAVED, "axes": "turns", "num_axes": 2, "names": {"head_dim": "hidden_size"},
