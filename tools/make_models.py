@@ -151,10 +151,10 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "esm": {"only": ["default"], "fixed_base": True},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
-    "phimoe": {"mscales": True, "only": PHI_TYPES},
+    "phimoe": {"mscales": True, "only": PHI_TYPES, "windowed": True},
     **dict.fromkeys(
         ("phi3", "phi4_multimodal"),
-        {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}},
+        {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}, "windowed": True},
     ),
     "cosmos3_edge_text": {"only": ["default"]},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True, "norm_after": True}),
@@ -187,6 +187,7 @@ CODE: dict[str, dict[str, Any]] = {
         "layer_names": {kind: {THETA: THETA} for kind in ("full_attention", "sliding_attention")},
     },
     "sam3_vit_model": {**TWO_AXES, "layout": "interleaved"},
+    **dict.fromkeys(("ministral3", "mistral", "mixtral", "starcoder2"), {"windowed": True}),
 }  # fmt: skip
 
 # what only moving weights to the other layout asks; `rotary.checkpoint` reads it

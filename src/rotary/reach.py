@@ -179,10 +179,8 @@ def lengths(spec: Rotary, config: Config) -> tuple[int | None, int | None]:
 
 
 def _visible(length: int, config: Config) -> int:
-    """Return `length`, or the window of the layer if that is shorter."""
-    windows = (config.data.get("sliding_window"), config.data.get("local_attention"))
-    window = next((each for each in windows if isinstance(each, int) and each > 0), length)
-    return min(length, window) if "sliding" in (config.layer_type or "") else length
+    """Return `length`, or the window of the rotated layers if that is shorter."""
+    return min(length, config.window or length)
 
 
 def _sentences(result: Reach) -> Iterator[str]:

@@ -56,6 +56,18 @@ class Config(NamedTuple):
         return "full_attention" if has_windows else None
 
     @property
+    def window(self) -> int | None:
+        """How far back the rotated layers see, in tokens; None if one of them has no window."""
+        sides = self.data.get("local_attention")  # of ModernBERT: half of it to each side
+        window = sides // 2 if is_whole(sides) else self.data.get("sliding_window")
+        listed = {*(self.data.get("layer_types") or ())} - {self.type_without_rotation}
+        kinds = {self.layer_type} if self.layer_type else listed
+        has_window = all("sliding" in str(kind) for kind in kinds)
+        if not kinds:
+            has_window = "windowed" in self.model or self.type_without_rotation is not None
+        return window if has_window and is_whole(window) and window > 0 else None
+
+    @property
     def rope_type(self) -> str:
         """The name of the rope type as the file has it, by default "default"."""
         name = self.rope.get("rope_type") or self.rope.get("type") or "default"
