@@ -86,6 +86,19 @@ def test_a_method_that_weights_know_is_stretched_further(name, schedule, factor)
     assert found.recommended.params["factor"] == factor
 
 
+@pytest.mark.parametrize(("context", "action", "factor"), [
+    (256, "keep", 4.0), (257, "scaling", 4 * 257 / 256), (512, "scaling", 8.0)
+])  # fmt: skip
+def test_a_config_may_say_the_length_before_its_yarn(context, action, factor):
+    """As Qwen2.5's model cards ask to write it, and Qwen3's: max_position_embeddings stays."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    data = {"model_type": "qwen3", "max_position_embeddings": 80, "rope_scaling": yarn}
+    found = plan_model(data, context)
+    assert (found.trained, found.action) == (64, action)
+    assert found.recommended.params["factor"] == pytest.approx(factor)
+    assert ("reaches this context as it is: keep" in found.reason) == (action == "keep")
+
+
 def test_what_is_written_gives_the_recommendation_back():
     data = shorter("qwen2.5-7b")
     found = plan_model(data, 1024)

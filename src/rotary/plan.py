@@ -145,9 +145,7 @@ def recommend(
     ('scaling', 'yarn', 8.0)
     """
     _check(context, spec)
-    reached = whole_number("trained", trained)
-    if advertised is not None:
-        reached = whole_number("advertised", advertised)
+    reached = _reached(spec, trained, advertised)
     if context <= reached:
         return _recommendation(context, trained, spec, spec)
     options = _options(spec, trained, context)
@@ -167,7 +165,8 @@ def plan(
     """Recommend a base or a scaling with which `spec` reaches `context` tokens.
 
     trained     the length of the training that made the weights; None before any training
-    advertised  the length the model reaches as it is; default `trained`
+    advertised  the length the model reaches as it is; default `trained`. With yarn it reaches at
+                least factor times original_max_position_embeddings
     progress    called with the share of the search that is done, 0 .. 1
     executor    where the search runs, as in `min_base`; default threads
     Without weights it recommends a base: the smallest one of two digits above `safe_base`. For
@@ -291,6 +290,18 @@ def _passes(spec: Rotary, context: int) -> bool:
     return first_failure(spec, context, seq_len=context) is None
 
 
+def _reached(spec: Rotary, trained: int, advertised: int | None) -> int:
+    """Return the length that trained weights reach as they are."""
+    reached = whole_number("trained", trained)
+    if advertised is not None:
+        reached = whole_number("advertised", advertised)
+    if spec.schedule != "yarn":  # the factor of llama3 is no ratio of lengths: 8 and 32 say 16
+        return reached
+    # a config may say the length before the scaling, as Qwen2.5's instructions for YaRN do
+    covered = spec.params["factor"] * spec.params["original_max_position_embeddings"]
+    return max(reached, int(covered))
+
+
 def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
     if spec.schedule == "proportional":  # its share of pairs is no slice: no other method fits
         return ()
@@ -330,7 +341,9 @@ def _sentences(result: Plan | Recommendation) -> Iterator[str]:
     if result.action == "scaling":
         yield from _of_scaling(result)
     elif result.trained is not None:
-        yield "The model was trained for this context: keep its RoPE."
+        is_scaled = context > result.trained
+        how = "reaches this context as it is" if is_scaled else "was trained for this context"
+        yield f"The model {how}: keep its RoPE."
     elif result.action == "keep":
         yield "Keep the base: it passes, and so does every larger base tested."
     if isinstance(result, Plan) and result.action != "keep":
