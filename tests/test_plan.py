@@ -10,7 +10,7 @@ from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
-from rotary.plan import plan, plan_model
+from rotary.plan import plan, plan_model, recommend
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("numba", reason="a plan searches a base")
@@ -97,6 +97,20 @@ def test_a_config_may_say_the_length_before_its_yarn(context, action, factor):
     assert (found.trained, found.action) == (64, action)
     assert found.recommended.params["factor"] == pytest.approx(factor)
     assert ("reaches this context as it is: keep" in found.reason) == (action == "keep")
+
+
+@pytest.mark.parametrize(("given", "wanted"), [
+    (0.1 * np.log(4.0) + 1, 0.1 * np.log(8.0) + 1),  # as OLMo 3 says it
+    (1.0, 1.0),  # as Laguna
+    (None, 0.1 * np.log(8.0) + 1),
+])  # fmt: skip
+def test_the_attention_factor_of_yarn_grows_with_its_factor(given, wanted):
+    params = {"factor": 4.0, "original_max_position_embeddings": 64}
+    params |= {} if given is None else {"attention_factor": given}
+    spec = Rotary(head_dim=64, schedule="yarn", params=params)
+    found = recommend(512, spec, 64, advertised=256)
+    assert found.recommended.params["factor"] == 8.0
+    assert inv_freq(found.recommended)[1] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_what_is_written_gives_the_recommendation_back():
