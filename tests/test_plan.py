@@ -10,6 +10,7 @@ from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
+from rotary.configs import replace_rope
 from rotary.plan import plan, plan_model, recommend
 
 transformers = pytest.importorskip("transformers")
@@ -160,6 +161,26 @@ def test_transformers_builds_what_is_written_for_mixtral():
     config = transformers.AutoConfig.for_model(**new)
     module = transformers.models.mixtral.modeling_mixtral.MixtralRotaryEmbedding(config)
     np.testing.assert_allclose(module.inv_freq.numpy(), inv_freq(found.recommended)[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("context", "action", "alpha"), [(256, "keep", 1000), (512, "scaling", 2000)]
+)
+def test_transformers_builds_what_is_written_for_the_alpha_of_hunyuan(context, action, alpha):
+    of_transformers("transformers")
+    data = shorter("hunyuan-7b")
+    found = plan_model(data, context)
+    assert (found.action, found.recommended.params) == (action, {"factor": alpha})
+    data = replace_rope(data, found.recommended, context)
+    config = transformers.AutoConfig.for_model(**data)
+    module = transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense
+    rotary = module.HunYuanDenseV1RotaryEmbedding(config)
+    wanted = (1e4 * alpha ** (128 / 126)) ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(rotary.inv_freq.numpy(), wanted, rtol=2e-6)
+    assert (
+        config.rope_parameters["rope_theta"]
+        == found.rope_parameters["rope_parameters"]["rope_theta"]
+    )
 
 
 def test_no_scaling_is_planned_for_a_model_that_reads_none():

@@ -174,7 +174,8 @@ def plan(
     first of yarn, llama3 and linear with at most 1% unseen angles, preferably one that keeps the
     frequency of the fastest pair.
     The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
-    Raises ValueError for a context outside 2 .. 2^20, and for a spec of schedule axial or custom.
+    Raises ValueError for a context outside 2 .. 2^20, for a spec of schedule axial or custom, and
+    for trained weights of a schedule that no config of transformers says.
 
     >>> found = plan(32768, Rotary(head_dim=128), trained=4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]

@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from ..angles import inv_freq
-from ..schedules import depends_on_length
+from ..schedules import depends_on_length, grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
 from .entries import choose, layer_types, part_key
@@ -83,13 +83,15 @@ def to_hf_config(
 def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
     """Return `max_position_embeddings` and `rope_parameters` of `spec`, for a config of its model.
 
-    Layout, slice, axes and direction belong to the code of the model and are not written.
+    Layout, slice, axes and direction belong to the code of the model and are not written. An "ntk"
+    spec, which transformers has for Hunyuan alone, is written as the base that it grows to.
 
     >>> rope_keys(Rotary(head_dim=64, layout="interleaved"), 4096)["max_position_embeddings"]
     4096
     """
     plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
     spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
+    spec = _with_own_base(spec)
     own = None if spec.schedule == "dynamic" else context
     return to_hf_config(spec, max_position_embeddings=own)
 
@@ -114,15 +116,24 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     return keys
 
 
+def _with_own_base(spec: Rotary) -> Rotary:
+    """Return an "ntk" spec as a "default" one of the same frequencies; another one as it is."""
+    if spec.schedule != "ntk":
+        return spec
+    base = grown_base(spec.rotary_dim, spec.base, spec.params["factor"])
+    return dataclasses.replace(spec, schedule="default", base=base, params={})
+
+
 def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
     """Return `spec`, or `as_longrope(spec)` if the model reads longrope and not its schedule.
 
-    Phi-3 is such a model. For Phi-3.5-MoE the attention factor goes into short_mscale and
-    long_mscale.
+    Phi-3 is such a model. A spec of "ntk", as Hunyuan has, gets the base that it grows to. For
+    Phi-3.5-MoE the attention factor goes into short_mscale and long_mscale.
 
     >>> as_model_reads(choose({"model_type": "llama"}), Rotary(head_dim=64), 4096)
     Rotary(head_dim=64)
     """
+    spec = _with_own_base(spec)
     only = config.model.get("only", (spec.schedule,))
     if spec.schedule not in ("default", *only) and "longrope" in only:
         spec = as_longrope(spec, config.trained or context)
