@@ -170,6 +170,33 @@ def test_a_plan_that_cannot_be_written(main, tmp_path, arguments, message):
     assert new.read_text() == "mine"
 
 
+@pytest.mark.parametrize(("files", "message"), [
+    (("--out", "nowhere/config.json"), "there is no folder nowhere; make it"),
+    (("--out", "config.json", "--plot", "picture.gif"), "written as .png, .svg or .pdf"),
+    (("--out", "config.json", "--plot", "nowhere/picture.png"), "nowhere"),
+    (("--out", "both.png", "--plot", "both.png"), "--out and --plot are one file, both.png"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [
+    ("plan", "--context", "16384"), ("design", "--length", "64", "--keep", "16")
+], ids=lambda command: command[0])  # fmt: skip
+def test_a_file_is_refused_before_the_search(main, tmp_path, monkeypatch, command, files, message):
+    monkeypatch.chdir(tmp_path)
+    for search in ("rotary.plan.plan_model", "rotary.analysis.ladders.design"):
+        monkeypatch.setattr(search, lambda *_, **__: pytest.fail("the search began"))
+    assert_refused(main(*command, "--from", LLAMA_2, *files), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_picture_is_drawn_where_the_config_cannot_be_written(main, tmp_path):
+    data = {**json.loads(Path(GEMMA).read_text()), "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    done = main("plan", "--context", "600", "--from", str(tmp_path), "--layer-type",
+                "sliding_attention", "--out", str(tmp_path / "new.json"), "--plot",
+                str(tmp_path / "new.png"))  # fmt: skip
+    assert_refused(done, "cannot express this RoPE")
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_config_is_written_whole_or_not_at_all(tmp_path):
     """As on a disk that is full after eight bytes: `rotary plan --out`, `rotary design --out`."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -146,8 +146,7 @@ def plan(
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
     if out is not None and config is None:
         raise ValueError("--out writes the config of a trained model; give --from as well")
-    if out is not None and out.exists():
-        raise ValueError(f"--out {out}: the file exists; name a new one")
+    check_targets(out, plot)
     with cluster(dask) as executor, bar("searching the bases") as progress:
         if config is not None:
             result = plan_model(
@@ -159,14 +158,14 @@ def plan(
                 base=10_000.0 if base is None else base,
             )
             result = make_plan(context, spec, trained, progress=progress, executor=executor)
+    if out is not None:
+        document = replace_rope(config, result.recommended, context, layer_type, part=part)
+        write_new(out, document)
     if plot is not None:
         from .. import plots
 
         both = {"as it is": result.spec, "recommended": result.recommended}
         plots.save(plots.similarity(both, context, seq_len=context), plot)
-    if out is not None:
-        document = replace_rope(config, result.recommended, context, layer_type, part=part)
-        write_new(out, document)
     if as_json:
         print_json(result.to_dict())
         return
@@ -179,6 +178,20 @@ def plan(
     print_text(result.reason)
     typer.echo()
     typer.echo(json.dumps(result.rope_parameters, indent=2))
+
+
+def check_targets(out: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be written, before a search of minutes."""
+    if plot is not None:
+        from ..plots.files import check_target
+
+        check_target(plot)
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out}: the file exists; name a new one")
+    if out is not None and plot is not None and out.resolve() == plot.resolve():
+        raise ValueError(f"--out and --plot are one file, {out}; name two")
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it")
 
 
 def write_new(out: Path, document: "dict[str, JSON]") -> None:
