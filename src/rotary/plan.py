@@ -210,7 +210,7 @@ def plan_model(
 ) -> Plan:
     """Return the plan for a trained model, from its config; arguments as in `from_hf_config`.
 
-    `rope_parameters` of the result keeps the keys of the config that assign axes to pairs, and
+    `rope_parameters` of the result keeps what else the model reads beside the schedule, and
     has head_dim only if transformers needs it and the config has none.
     Raises ValueError as `plan`, and if the model cannot read what would be recommended.
 

@@ -14,8 +14,9 @@ from .hf import TYPES, check_read, from_hf_config, needs_head_dim
 from .record import Config
 from .values import whole_number
 
-# keys of rope_parameters that assign axes to pairs; no schedule has them
-AXES_KEYS = ("mrope_section", "mrope_interleaved")
+# keys of rope_parameters that no schedule has: two assign axes to pairs, and the attention of
+# Ministral 3 and Mistral 4 needs the last
+_OF_MODEL = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 
 
 def to_hf_config(
@@ -97,8 +98,9 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
 
 
 def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
-    """Return `rope_keys` for the config of one model, with the keys that assign its axes.
+    """Return `rope_keys` for the config of one model, with what else it reads in the same object.
 
+    That are the keys that assign axes to pairs, and Mistral's llama_4_scaling_beta.
     head_dim is included only if transformers fails without it.
     Raises ValueError for a rope type that the model does not read; see `as_model_reads`.
 
@@ -109,8 +111,8 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     check_read(config.model, spec.schedule)
     keys = rope_keys(spec, context)
     del keys["head_dim"]
-    axes = {key: config.rope[key] for key in AXES_KEYS if key in config.rope}
-    keys["rope_parameters"] = {**axes, **keys["rope_parameters"]}
+    own = {key: config.rope[key] for key in _OF_MODEL if key in config.rope}
+    keys["rope_parameters"] = {**own, **keys["rope_parameters"]}
     if needs_head_dim(config, spec.schedule):
         keys["head_dim"] = config.head_dim
     return keys
