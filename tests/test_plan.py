@@ -183,6 +183,18 @@ def test_transformers_builds_what_is_written_for_the_alpha_of_hunyuan(context, a
     )
 
 
+@pytest.mark.parametrize(("schedule", "factor"), [("linear", 8.0), ("ntk", 1000.0)])
+def test_methods_are_compared_only_for_frequencies_that_were_trained(schedule, factor):
+    """Gemma 3 and Hunyuan were never trained with the plain RoPE of their base."""
+    spec = Rotary(head_dim=64, schedule=schedule, params={"factor": factor})
+    found = recommend(1024, spec, 512)
+    assert (found.recommended.params["factor"], found.options) == (2 * factor, ())
+    assert "Without scaling" not in found.reason
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 128}
+    scaled = recommend(1024, Rotary(head_dim=64, schedule="yarn", params=yarn), 128)
+    assert scaled.options == recommend(1024, Rotary(head_dim=64), 128).options != ()
+
+
 def test_no_scaling_is_planned_for_a_model_that_reads_none():
     ernie = {"model_type": "ernie4_5_vl_moe_text", "max_position_embeddings": 256}
     with pytest.raises(ValueError, match="reads only rope_type default, got 'yarn'"):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare, stretched_further
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
-from .analysis.spectrum import whole_number
+from .analysis.spectrum import before_scaling, whole_number
 from .configs import choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
@@ -34,7 +34,8 @@ class Plan(NamedTuple):
     failures       how many distances up to `context` have B_m < 0 under `spec`
     min_base       the smallest base with B_m >= 0 up to `context`
     safe_base      the base above which all bases that were tested pass
-    options        every method of `analysis.extension`, compared
+    options        every method of `analysis.extension`, compared; none for weights that were
+                   trained with linear, ntk or proportional, which get a larger factor
     rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
                      if the model does not read its schedule
     reason         the reason, in sentences
@@ -304,10 +305,10 @@ def _reached(spec: Rotary, trained: int, advertised: int | None) -> int:
 
 
 def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
-    if spec.schedule == "proportional":  # its share of pairs is no slice: no other method fits
+    original = before_scaling(spec)
+    if original.schedule != "default":  # linear, ntk, proportional: no method stretches these
         return ()
-    plain = dataclasses.replace(spec, schedule="default", params={}, axes=())
-    return tuple(compare(plain, trained, context))
+    return tuple(compare(dataclasses.replace(original, axes=()), trained, context))
 
 
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
