@@ -85,6 +85,8 @@ def reach(
 
         specs = {" ".join(filter(None, (config, kind))): each.spec
                  for kind, each in results.items() if each}  # fmt: skip
+        if not specs:
+            raise ValueError(f"{config}: has no rotation, so there is nothing to draw")
         longest = max(each.length for each in results.values() if each)
         plots.save(plots.similarity(specs, longest, seq_len=longest), plot)
     if as_json:
