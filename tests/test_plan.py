@@ -195,6 +195,18 @@ def test_methods_are_compared_only_for_frequencies_that_were_trained(schedule, f
     assert scaled.options == recommend(1024, Rotary(head_dim=64), 128).options != ()
 
 
+@pytest.mark.parametrize(("name", "kind", "window"), [
+    ("gemma-3-1b", "sliding_attention", 512),
+    ("mistral-7b-v0.1", None, 4096),  # in all layers
+    ("command-r7b", None, 4096),  # in all layers that rotate
+])  # fmt: skip
+def test_layers_with_a_window_need_no_scaling(name, kind, window):
+    found = plan_model(CONFIGS / f"{name}.json", 131072, kind)
+    assert (found.context, found.action, found.recommended) == (window, "keep", found.spec)
+    assert f"no farther than their window, {window:,} tokens" in found.reason
+    assert found.rope_parameters["max_position_embeddings"] == 131072
+
+
 def test_no_scaling_is_planned_for_a_model_that_reads_none():
     ernie = {"model_type": "ernie4_5_vl_moe_text", "max_position_embeddings": 256}
     with pytest.raises(ValueError, match="reads only rope_type default, got 'yarn'"):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -117,23 +117,6 @@ class Recommendation(NamedTuple):
     reason: str
 
 
-def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the options of a plan as text, headers first: the second table of `rotary plan`.
-
-    >>> option_rows(recommend(8192, Rotary(head_dim=128), 4096).options)[1][:3]
-    ('none', '1,707', '2,478')
-    """
-    return [
-        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),
-        *(
-            (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
-             f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
-             f"{row.slowest_ratio:.3g}")
-            for row in options
-        ),
-    ]  # fmt: skip
-
-
 def recommend(
     context: int, spec: Rotary, trained: int, *, advertised: int | None = None
 ) -> Recommendation:
@@ -212,7 +195,8 @@ def plan_model(
     """Return the plan for a trained model, from its config; arguments as in `from_hf_config`.
 
     `rope_parameters` of the result keeps what else the model reads beside the schedule, and
-    has head_dim only if transformers needs it and the config has none.
+    has head_dim only if transformers needs it and the config has none. Layers with a sliding
+    window need to reach no farther than that: the result is for this `context`.
     Raises ValueError as `plan`, and if the model cannot read what would be recommended.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
@@ -227,13 +211,15 @@ def plan_model(
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")
-    advice = recommend(context, spec, trained, advertised=advertised)  # fails before the search
+    _check(context, spec)
+    seen = max(2, min(context, entry.window or context))
+    advice = recommend(seen, spec, trained, advertised=advertised)  # fails before the search
     read = as_model_reads(entry, advice.recommended, context)
     keys = model_keys(entry, read, context)
-    result = plan(
-        context, spec, trained, advertised=advertised, progress=progress, executor=executor
-    )
+    result = plan(seen, spec, trained, advertised=advertised, progress=progress, executor=executor)
     reason = result.reason
+    if seen < context:
+        reason += f" These layers see no farther than their window, {seen:,} tokens."
     if read.schedule != advice.recommended.schedule:
         reason += (
             f" This model does not read {advice.recommended.schedule}: the keys say the same "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -201,3 +202,20 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
             )
         )
     return rows
+
+
+def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Return the rows of `compare` as text, headers first: the second table of `rotary plan`.
+
+    >>> option_rows(compare(Rotary(head_dim=128), 4096, 8192))[1][:3]
+    ('none', '1,707', '2,478')
+    """
+    return [
+        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),
+        *(
+            (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
+             f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
+             f"{row.slowest_ratio:.3g}")
+            for row in options
+        ),
+    ]  # fmt: skip

@@ -135,9 +135,10 @@ def plan(
 
     Prints the rope_parameters for transformers; --out writes the whole config.
     """
+    from ..analysis.extension import option_rows
     from ..configs import replace_rope
-    from ..plan import option_rows, plan_model
     from ..plan import plan as make_plan
+    from ..plan import plan_model
     from ..spec import Rotary
 
     of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
@@ -167,11 +168,11 @@ def plan(
         from .. import plots
 
         both = {"as it is": result.spec, "recommended": result.recommended}
-        plots.save(plots.similarity(both, context, seq_len=context), plot)
+        plots.save(plots.similarity(both, result.context, seq_len=result.context), plot)
     if as_json:
         print_json(result.to_dict())
         return
-    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", result.rows())
+    print_table(f"{config or 'a plain spectrum'}, {result.context:,} tokens", result.rows())
     if result.options:
         header, *rows = option_rows(result.options)
         typer.echo()
