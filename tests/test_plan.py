@@ -199,6 +199,7 @@ def test_methods_are_compared_only_for_frequencies_that_were_trained(schedule, f
     ("gemma-3-1b", "sliding_attention", 512),
     ("mistral-7b-v0.1", None, 4096),  # in all layers
     ("command-r7b", None, 4096),  # in all layers that rotate
+    ("llama-4-scout", None, 8192),  # chunks, in all layers that rotate
 ])  # fmt: skip
 def test_layers_with_a_window_need_no_scaling(name, kind, window):
     found = plan_model(CONFIGS / f"{name}.json", 131072, kind)

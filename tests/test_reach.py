@@ -92,6 +92,7 @@ def test_a_layer_sees_no_farther_than_its_window():
     ("starcoder2-7b", 4096),
     ("command-r7b", 4096),  # those without a window do not rotate
     ("exaone-4.0-32b", 4096),
+    ("llama-4-scout", 8192),  # chunks; full attention does not rotate
     ("mixtral-8x7b", 32768),  # a window of null
     ("qwen2.5-7b-instruct", 32768),  # a window that is not used
     ("gemma-2-9b", 8192),  # every other layer has a window

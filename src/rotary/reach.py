@@ -133,8 +133,8 @@ def reaches(
 ) -> dict[str | None, Reach | None]:
     """Return layer type -> reach, None for layers without rotation; {None: ...} if all are alike.
 
-    `length` replaces the config's max_position_embeddings. A layer with a sliding window sees no
-    farther than the window. Arguments and errors are those of `from_hf_config`.
+    `length` replaces the config's max_position_embeddings. A layer with a sliding window or
+    chunks sees no farther than these. Arguments and errors are those of `from_hf_config`.
 
     >>> {kind: found.length for kind, found in reaches({"model_type": "gpt_oss"}).items()}
     {None: 131072}

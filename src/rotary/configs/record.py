@@ -58,13 +58,15 @@ class Config(NamedTuple):
     @property
     def window(self) -> int | None:
         """How far back the rotated layers see, in tokens; None if one of them has no window."""
+        key = self.model.get("windowed")
         sides = self.data.get("local_attention")  # of ModernBERT: half of it to each side
-        window = sides // 2 if is_whole(sides) else self.data.get("sliding_window")
-        listed = {*(self.data.get("layer_types") or ())} - {self.type_without_rotation}
+        window = sides // 2 if is_whole(sides) else self.data.get(key or "sliding_window")
+        still = "full_attention" if key == "attention_chunk_size" else self.type_without_rotation
+        listed = {*(self.data.get("layer_types") or ())} - {still}
         kinds = {self.layer_type} if self.layer_type else listed
-        has_window = all("sliding" in str(kind) for kind in kinds)
+        has_window = all(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
         if not kinds:
-            has_window = "windowed" in self.model or self.type_without_rotation is not None
+            has_window = bool(key or still)
         return window if has_window and is_whole(window) and window > 0 else None
 
     @property
