@@ -102,6 +102,15 @@ def test_a_plot_that_cannot_be_written_is_one_line(main, tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reach_without_rotation_is_not_drawn(main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "falcon", "alibi": true}')
+    assert "none: these layers do not use positions" in main("reach", "config.json").out
+    done = main("reach", "config.json", "--plot", "picture.png")
+    assert_refused(done, "config.json: has no rotation, so there is nothing to draw")
+    assert not Path("picture.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -168,6 +177,33 @@ def test_a_plan_that_cannot_be_written(main, tmp_path, arguments, message):
     done = main("plan", "--context", "1024", *arguments, "--out", str(new))
     assert_refused(done, message)
     assert new.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    (("--out", "nowhere/config.json"), "there is no folder nowhere; make it"),
+    (("--out", "config.json", "--plot", "picture.gif"), "written as .png, .svg or .pdf"),
+    (("--out", "config.json", "--plot", "nowhere/picture.png"), "nowhere"),
+    (("--out", "both.png", "--plot", "both.png"), "--out and --plot are one file, both.png"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [
+    ("plan", "--context", "16384"), ("design", "--length", "64", "--keep", "16")
+], ids=lambda command: command[0])  # fmt: skip
+def test_a_file_is_refused_before_the_search(main, tmp_path, monkeypatch, command, files, message):
+    monkeypatch.chdir(tmp_path)
+    for search in ("rotary.plan.plan_model", "rotary.analysis.ladders.design"):
+        monkeypatch.setattr(search, lambda *_, **__: pytest.fail("the search began"))
+    assert_refused(main(*command, "--from", LLAMA_2, *files), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_picture_is_drawn_where_the_config_cannot_be_written(main, tmp_path):
+    data = {**json.loads(Path(GEMMA).read_text()), "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    done = main("plan", "--context", "600", "--from", str(tmp_path), "--layer-type",
+                "sliding_attention", "--out", str(tmp_path / "new.json"), "--plot",
+                str(tmp_path / "new.png"))  # fmt: skip
+    assert_refused(done, "cannot express this RoPE")
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_a_config_is_written_whole_or_not_at_all(tmp_path):

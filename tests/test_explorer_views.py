@@ -7,10 +7,11 @@ import pytest
 
 import rotary
 from rotary.analysis import extension
+from rotary.analysis.extension import option_rows
 from rotary.explorer import page, views
 from rotary.explorer.models import published
 from rotary.explorer.side import FieldError, Side, look
-from rotary.plan import option_rows, plan, recommend
+from rotary.plan import plan, recommend
 from rotary.reach import reach
 
 LLAMA_3 = Side(model="llama-3-8b")

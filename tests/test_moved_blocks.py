@@ -531,6 +531,14 @@ def test_truth_values_are_no_shift(library):
             rerotate(cache, SPEC, blocks=[0, 1], shift=shift)
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.as_tensor, jnp.asarray])
+@pytest.mark.parametrize("wrong", ["3", [None, 1], -(2**63) - 1, 1j], ids=repr)
+def test_what_is_no_number_of_tokens_is_refused(library, wrong):
+    cache = library(numbers((9, 6, 3, 32)))
+    with pytest.raises(TypeError, match=r"^(shift|positions) must be whole numbers"):
+        rerotate(cache, SPEC, blocks=[0, 1], shift=wrong)
+
+
 def test_memory_that_must_not_be_written_is_refused():
     cache = numbers((9, 6, 3, 32))
     cache.flags.writeable = False

@@ -10,7 +10,8 @@ from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
-from rotary.plan import plan, plan_model
+from rotary.configs import replace_rope
+from rotary.plan import plan, plan_model, recommend
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("numba", reason="a plan searches a base")
@@ -86,6 +87,33 @@ def test_a_method_that_weights_know_is_stretched_further(name, schedule, factor)
     assert found.recommended.params["factor"] == factor
 
 
+@pytest.mark.parametrize(("context", "action", "factor"), [
+    (256, "keep", 4.0), (257, "scaling", 4 * 257 / 256), (512, "scaling", 8.0)
+])  # fmt: skip
+def test_a_config_may_say_the_length_before_its_yarn(context, action, factor):
+    """As Qwen2.5's model cards ask to write it, and Qwen3's: max_position_embeddings stays."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    data = {"model_type": "qwen3", "max_position_embeddings": 80, "rope_scaling": yarn}
+    found = plan_model(data, context)
+    assert (found.trained, found.action) == (64, action)
+    assert found.recommended.params["factor"] == pytest.approx(factor)
+    assert ("reaches this context as it is: keep" in found.reason) == (action == "keep")
+
+
+@pytest.mark.parametrize(("given", "wanted"), [
+    (0.1 * np.log(4.0) + 1, 0.1 * np.log(8.0) + 1),  # as OLMo 3 says it
+    (1.0, 1.0),  # as Laguna
+    (None, 0.1 * np.log(8.0) + 1),
+])  # fmt: skip
+def test_the_attention_factor_of_yarn_grows_with_its_factor(given, wanted):
+    params = {"factor": 4.0, "original_max_position_embeddings": 64}
+    params |= {} if given is None else {"attention_factor": given}
+    spec = Rotary(head_dim=64, schedule="yarn", params=params)
+    found = recommend(512, spec, 64, advertised=256)
+    assert found.recommended.params["factor"] == 8.0
+    assert inv_freq(found.recommended)[1] == pytest.approx(wanted, rel=1e-12)
+
+
 def test_what_is_written_gives_the_recommendation_back():
     data = shorter("qwen2.5-7b")
     found = plan_model(data, 1024)
@@ -133,6 +161,51 @@ def test_transformers_builds_what_is_written_for_mixtral():
     config = transformers.AutoConfig.for_model(**new)
     module = transformers.models.mixtral.modeling_mixtral.MixtralRotaryEmbedding(config)
     np.testing.assert_allclose(module.inv_freq.numpy(), inv_freq(found.recommended)[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("context", "action", "alpha"), [(256, "keep", 1000), (512, "scaling", 2000)]
+)
+def test_transformers_builds_what_is_written_for_the_alpha_of_hunyuan(context, action, alpha):
+    of_transformers("transformers")
+    data = shorter("hunyuan-7b")
+    found = plan_model(data, context)
+    assert (found.action, found.recommended.params) == (action, {"factor": alpha})
+    data = replace_rope(data, found.recommended, context)
+    config = transformers.AutoConfig.for_model(**data)
+    module = transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense
+    rotary = module.HunYuanDenseV1RotaryEmbedding(config)
+    wanted = (1e4 * alpha ** (128 / 126)) ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(rotary.inv_freq.numpy(), wanted, rtol=2e-6)
+    assert (
+        config.rope_parameters["rope_theta"]
+        == found.rope_parameters["rope_parameters"]["rope_theta"]
+    )
+
+
+@pytest.mark.parametrize(("schedule", "factor"), [("linear", 8.0), ("ntk", 1000.0)])
+def test_methods_are_compared_only_for_frequencies_that_were_trained(schedule, factor):
+    """Gemma 3 and Hunyuan were never trained with the plain RoPE of their base."""
+    spec = Rotary(head_dim=64, schedule=schedule, params={"factor": factor})
+    found = recommend(1024, spec, 512)
+    assert (found.recommended.params["factor"], found.options) == (2 * factor, ())
+    assert "Without scaling" not in found.reason
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 128}
+    scaled = recommend(1024, Rotary(head_dim=64, schedule="yarn", params=yarn), 128)
+    assert scaled.options == recommend(1024, Rotary(head_dim=64), 128).options != ()
+
+
+@pytest.mark.parametrize(("name", "kind", "window"), [
+    ("gemma-3-1b", "sliding_attention", 512),
+    ("mistral-7b-v0.1", None, 4096),  # in all layers
+    ("command-r7b", None, 4096),  # in all layers that rotate
+    ("llama-4-scout", None, 8192),  # chunks, in all layers that rotate
+])  # fmt: skip
+def test_layers_with_a_window_need_no_scaling(name, kind, window):
+    found = plan_model(CONFIGS / f"{name}.json", 131072, kind)
+    assert (found.context, found.action, found.recommended) == (window, "keep", found.spec)
+    assert f"no farther than their window, {window:,} tokens" in found.reason
+    assert found.rope_parameters["max_position_embeddings"] == 131072
 
 
 def test_no_scaling_is_planned_for_a_model_that_reads_none():

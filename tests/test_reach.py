@@ -82,9 +82,24 @@ def test_a_layer_sees_no_farther_than_its_window():
     assert found["sliding_attention"].length == 512
     assert found["full_attention"].length == 32768
     assert found["sliding_attention"].trained == 512
-    assert reaches(CONFIGS / "modernbert-base.json")["sliding_attention"].length == 128
+    assert reaches(CONFIGS / "modernbert-base.json")["sliding_attention"].length == 64  # each side
     only = reaches(CONFIGS / "gemma-3-1b.json", "sliding_attention")
     assert only == {"sliding_attention": found["sliding_attention"]}
+
+
+@pytest.mark.parametrize(("name", "length"), [
+    ("mistral-7b-v0.1", 4096),  # all layers have a window, and the config names no types
+    ("starcoder2-7b", 4096),
+    ("command-r7b", 4096),  # those without a window do not rotate
+    ("exaone-4.0-32b", 4096),
+    ("llama-4-scout", 8192),  # chunks; full attention does not rotate
+    ("mixtral-8x7b", 32768),  # a window of null
+    ("qwen2.5-7b-instruct", 32768),  # a window that is not used
+    ("gemma-2-9b", 8192),  # every other layer has a window
+    ("gpt-oss-20b", 131072),
+])  # fmt: skip
+def test_layers_that_all_have_a_window_see_no_farther(name, length):
+    assert reaches(CONFIGS / f"{name}.json")[None].length == length
 
 
 def test_a_length_of_ones_own_replaces_that_of_the_config():

@@ -186,3 +186,23 @@ def test_head_dim_is_written_where_transformers_fails_without_it(name, schedule)
     wide = dataclasses.replace(spec, head_dim=256, rotary_dim=128)
     with pytest.raises(ValueError, match="cannot express this RoPE"):
         replace_rope(old, wide, 8192)
+
+
+@pytest.mark.parametrize("says", ["the file", "the class"])
+def test_the_attention_of_ministral_finds_its_own_key_again(says):
+    """It multiplies queries by a factor made of llama_4_scaling_beta, in rope_parameters."""
+    transformers = of_transformers("transformers")
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    old = {"model_type": "ministral3", "hidden_size": 64, "intermediate_size": 64, "head_dim": 16,
+           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "vocab_size": 99}  # fmt: skip
+    old |= {"rope_parameters": yarn} if says == "the file" else {}
+    spec = from_hf_config(old)
+    spec = dataclasses.replace(spec, params={**spec.params, "factor": 8.0})
+    new = replace_rope(old, spec, 512)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(new))
+    assert config.rope_parameters["llama_4_scaling_beta"] == 0.1
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_config(config)(torch.arange(9)[None]).logits
+    assert logits.isfinite().all()

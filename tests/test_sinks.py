@@ -207,7 +207,10 @@ WRONG = {
     "windows of its own": (
         "Cohere2Config", WIDE | {"num_hidden_layers": 4}, "has layers of sliding_attention"),
     "axes": ("Qwen2VLTextConfig", WIDE | {"head_dim": 128}, "has positions of 3 axes"),
-    "several RoPEs": ("Gemma3TextConfig", WIDE, "rope_parameters is nested by layer type"),
+    "several RoPEs": ("Gemma3TextConfig", WIDE, "has layers of sliding_attention"),
+    "full attention without rotation": (
+        "Cohere2Config", WIDE | {"layer_types": ["full_attention"]}, "layers that do not rotate"),
+    "a norm after the rotation": ("HunYuanDenseV1Config", WIDE, "norms keys after their rotation"),
 }  # fmt: skip
 
 
@@ -218,6 +221,19 @@ def test_models_whose_keys_cannot_be_moved_are_refused(name):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         SinkCache(getattr(transformers, kind)(**sizes | changes))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["MistralConfig", "Phi3Config", "Starcoder2Config"])
+def test_what_the_window_of_a_model_hides_is_not_kept(kind):
+    config = getattr(transformers, kind)(**WIDE, sliding_window=16, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"must be less than 16, the sliding_window of .* got 16"):
+        SinkCache(config, sinks=4, window=12)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    logits = streamed(model, SinkCache(config, sinks=4, window=11))
+    model.config.sliding_window = None
+    fresh = model(TOKENS[:, [*range(4), *range(48, 60)]]).logits[:, -1]
+    assert gap(logits[-1][:, -1], fresh) < 2e-5
 
 
 def test_sizes_that_make_no_sense_are_refused():

@@ -55,6 +55,7 @@ WIDER = {
     "layer_names": {"full_attention": {"head_dim": "global_head_dim"}},
     "layers": {"full_attention": {"head_dim": 512}},
 }
+SLIDING = {"windowed": "sliding_window"}
 PHI_TYPES = ["default", "longrope", "su"]  # su: an older name of longrope
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
@@ -69,7 +70,7 @@ CODE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
          "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",
-         "glm_ocr_text", "openai_privacy_filter", "llama4_text", "pe_audio_encoder",
+         "glm_ocr_text", "openai_privacy_filter", "pe_audio_encoder",
          "pe_audio_video_encoder", "pe_video_encoder", "gptj", "codegen", "roformer"),
         INTERLEAVED,
     ),
@@ -77,6 +78,7 @@ CODE: dict[str, dict[str, Any]] = {
         ("axk2", "bailing_hybrid", "deepseek_v32", "mistral_large4_text"),
         {**MIXED, "plain_head_dim": "ignored"},
     ),
+    "llama4_text": {**INTERLEAVED, "windowed": "attention_chunk_size"},
     "longcat_flash": MIXED,
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), DEEPSEEK),
     "deepseek_v4": {
@@ -151,13 +153,13 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "esm": {"only": ["default"], "fixed_base": True},
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
-    "phimoe": {"mscales": True, "only": PHI_TYPES},
+    "phimoe": {"mscales": True, "only": PHI_TYPES, **SLIDING},
     **dict.fromkeys(
         ("phi3", "phi4_multimodal"),
-        {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}},
+        {"only": PHI_TYPES, "read_as": {"su": "longrope", "yarn": "longrope"}, **SLIDING},
     ),
     "cosmos3_edge_text": {"only": ["default"]},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True}),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"alpha": True, "norm_after": True}),
     "recurrent_gemma": {"only": ["default"]},
     "efficientloftr": {  # turns the whole width before it is cut into heads
         **INTERLEAVED, "axes": "turns", "num_axes": 2, "names": {"head_dim": "hidden_size"},
@@ -187,6 +189,7 @@ CODE: dict[str, dict[str, Any]] = {
         "layer_names": {kind: {THETA: THETA} for kind in ("full_attention", "sliding_attention")},
     },
     "sam3_vit_model": {**TWO_AXES, "layout": "interleaved"},
+    **dict.fromkeys(("ministral3", "mistral", "mixtral", "starcoder2"), SLIDING),
 }  # fmt: skip
 
 # what only moving weights to the other layout asks; `rotary.checkpoint` reads it

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 from .analysis.bounds import failures, first_failure
-from .analysis.extension import Row, compare
+from .analysis.extension import Row, compare, stretched_further
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
-from .analysis.spectrum import whole_number
+from .analysis.spectrum import before_scaling, whole_number
 from .configs import choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
@@ -34,7 +34,8 @@ class Plan(NamedTuple):
     failures       how many distances up to `context` have B_m < 0 under `spec`
     min_base       the smallest base with B_m >= 0 up to `context`
     safe_base      the base above which all bases that were tested pass
-    options        every method of `analysis.extension`, compared
+    options        every method of `analysis.extension`, compared; none for weights that were
+                   trained with linear, ntk or proportional, which get a larger factor
     rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
                      if the model does not read its schedule
     reason         the reason, in sentences
@@ -116,23 +117,6 @@ class Recommendation(NamedTuple):
     reason: str
 
 
-def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the options of a plan as text, headers first: the second table of `rotary plan`.
-
-    >>> option_rows(recommend(8192, Rotary(head_dim=128), 4096).options)[1][:3]
-    ('none', '1,707', '2,478')
-    """
-    return [
-        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),
-        *(
-            (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
-             f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
-             f"{row.slowest_ratio:.3g}")
-            for row in options
-        ),
-    ]  # fmt: skip
-
-
 def recommend(
     context: int, spec: Rotary, trained: int, *, advertised: int | None = None
 ) -> Recommendation:
@@ -145,9 +129,7 @@ def recommend(
     ('scaling', 'yarn', 8.0)
     """
     _check(context, spec)
-    reached = whole_number("trained", trained)
-    if advertised is not None:
-        reached = whole_number("advertised", advertised)
+    reached = _reached(spec, trained, advertised)
     if context <= reached:
         return _recommendation(context, trained, spec, spec)
     options = _options(spec, trained, context)
@@ -167,7 +149,8 @@ def plan(
     """Recommend a base or a scaling with which `spec` reaches `context` tokens.
 
     trained     the length of the training that made the weights; None before any training
-    advertised  the length the model reaches as it is; default `trained`
+    advertised  the length the model reaches as it is; default `trained`. With yarn it reaches at
+                least factor times original_max_position_embeddings
     progress    called with the share of the search that is done, 0 .. 1
     executor    where the search runs, as in `min_base`; default threads
     Without weights it recommends a base: the smallest one of two digits above `safe_base`. For
@@ -175,7 +158,8 @@ def plan(
     first of yarn, llama3 and linear with at most 1% unseen angles, preferably one that keeps the
     frequency of the fastest pair.
     The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
-    Raises ValueError for a context outside 2 .. 2^20, and for a spec of schedule axial or custom.
+    Raises ValueError for a context outside 2 .. 2^20, for a spec of schedule axial or custom, and
+    for trained weights of a schedule that no config of transformers says.
 
     >>> found = plan(32768, Rotary(head_dim=128), trained=4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
@@ -210,8 +194,9 @@ def plan_model(
 ) -> Plan:
     """Return the plan for a trained model, from its config; arguments as in `from_hf_config`.
 
-    `rope_parameters` of the result keeps the keys of the config that assign axes to pairs, and
-    has head_dim only if transformers needs it and the config has none.
+    `rope_parameters` of the result keeps what else the model reads beside the schedule, and
+    has head_dim only if transformers needs it and the config has none. Layers with a sliding
+    window need to reach no farther than that: the result is for this `context`.
     Raises ValueError as `plan`, and if the model cannot read what would be recommended.
 
     >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
@@ -226,13 +211,15 @@ def plan_model(
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")
-    advice = recommend(context, spec, trained, advertised=advertised)  # fails before the search
+    _check(context, spec)
+    seen = max(2, min(context, entry.window or context))
+    advice = recommend(seen, spec, trained, advertised=advertised)  # fails before the search
     read = as_model_reads(entry, advice.recommended, context)
     keys = model_keys(entry, read, context)
-    result = plan(
-        context, spec, trained, advertised=advertised, progress=progress, executor=executor
-    )
+    result = plan(seen, spec, trained, advertised=advertised, progress=progress, executor=executor)
     reason = result.reason
+    if seen < context:
+        reason += f" These layers see no farther than their window, {seen:,} tokens."
     if read.schedule != advice.recommended.schedule:
         reason += (
             f" This model does not read {advice.recommended.schedule}: the keys say the same "
@@ -291,18 +278,29 @@ def _passes(spec: Rotary, context: int) -> bool:
     return first_failure(spec, context, seq_len=context) is None
 
 
+def _reached(spec: Rotary, trained: int, advertised: int | None) -> int:
+    """Return the length that trained weights reach as they are."""
+    reached = whole_number("trained", trained)
+    if advertised is not None:
+        reached = whole_number("advertised", advertised)
+    if spec.schedule != "yarn":  # the factor of llama3 is no ratio of lengths: 8 and 32 say 16
+        return reached
+    # a config may say the length before the scaling, as Qwen2.5's instructions for YaRN do
+    covered = spec.params["factor"] * spec.params["original_max_position_embeddings"]
+    return max(reached, int(covered))
+
+
 def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
-    if spec.schedule == "proportional":  # its share of pairs is no slice: no other method fits
+    original = before_scaling(spec)
+    if original.schedule != "default":  # linear, ntk, proportional: no method stretches these
         return ()
-    plain = dataclasses.replace(spec, schedule="default", params={}, axes=())
-    return tuple(compare(plain, trained, context))
+    return tuple(compare(dataclasses.replace(original, axes=()), trained, context))
 
 
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
     """Return the weights' own method with a larger factor; for plain ones, the best option."""
     if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
-        factor = spec.params["factor"] * growth
-        return dataclasses.replace(spec, params={**spec.params, "factor": factor})
+        return stretched_further(spec, growth)
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
     by_method = {option.method: option for option in options}
@@ -330,7 +328,9 @@ def _sentences(result: Plan | Recommendation) -> Iterator[str]:
     if result.action == "scaling":
         yield from _of_scaling(result)
     elif result.trained is not None:
-        yield "The model was trained for this context: keep its RoPE."
+        is_scaled = context > result.trained
+        how = "reaches this context as it is" if is_scaled else "was trained for this context"
+        yield f"The model {how}: keep its RoPE."
     elif result.action == "keep":
         yield "Keep the base: it passes, and so does every larger base tested."
     if isinstance(result, Plan) and result.action != "keep":

@@ -133,8 +133,8 @@ def reaches(
 ) -> dict[str | None, Reach | None]:
     """Return layer type -> reach, None for layers without rotation; {None: ...} if all are alike.
 
-    `length` replaces the config's max_position_embeddings. A layer with a sliding window sees no
-    farther than the window. Arguments and errors are those of `from_hf_config`.
+    `length` replaces the config's max_position_embeddings. A layer with a sliding window or
+    chunks sees no farther than these. Arguments and errors are those of `from_hf_config`.
 
     >>> {kind: found.length for kind, found in reaches({"model_type": "gpt_oss"}).items()}
     {None: 131072}
@@ -179,10 +179,8 @@ def lengths(spec: Rotary, config: Config) -> tuple[int | None, int | None]:
 
 
 def _visible(length: int, config: Config) -> int:
-    """Return `length`, or the window of the layer if that is shorter."""
-    windows = (config.data.get("sliding_window"), config.data.get("local_attention"))
-    window = next((each for each in windows if isinstance(each, int) and each > 0), length)
-    return min(length, window) if "sliding" in (config.layer_type or "") else length
+    """Return `length`, or the window of the rotated layers if that is shorter."""
+    return min(length, config.window or length)
 
 
 def _sentences(result: Reach) -> Iterator[str]:

@@ -327,8 +327,8 @@ def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
     """Return the shift in the library of k: unsigned types on the host as int64, bool refused."""
     numbers = kernel.as_positions(shift, like)
     dtype = str(numbers.dtype).rpartition(".")[2]
-    if dtype == "bool":
-        raise TypeError("shift must be whole numbers of tokens, got bool")
+    if not dtype.startswith(("int", "uint", "float", "bfloat")):
+        raise TypeError(f"shift must be whole numbers of tokens, got {dtype}")
     values = kernel_of(numbers).to_numpy(numbers) if dtype.startswith("uint") else None
     if values is None:
         return numbers

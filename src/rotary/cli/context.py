@@ -85,6 +85,8 @@ def reach(
 
         specs = {" ".join(filter(None, (config, kind))): each.spec
                  for kind, each in results.items() if each}  # fmt: skip
+        if not specs:
+            raise ValueError(f"{config}: has no rotation, so there is nothing to draw")
         longest = max(each.length for each in results.values() if each)
         plots.save(plots.similarity(specs, longest, seq_len=longest), plot)
     if as_json:
@@ -133,9 +135,10 @@ def plan(
 
     Prints the rope_parameters for transformers; --out writes the whole config.
     """
+    from ..analysis.extension import option_rows
     from ..configs import replace_rope
-    from ..plan import option_rows, plan_model
     from ..plan import plan as make_plan
+    from ..plan import plan_model
     from ..spec import Rotary
 
     of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
@@ -146,8 +149,7 @@ def plan(
         raise ValueError("--layer-type and --part choose inside a config; give --from as well")
     if out is not None and config is None:
         raise ValueError("--out writes the config of a trained model; give --from as well")
-    if out is not None and out.exists():
-        raise ValueError(f"--out {out}: the file exists; name a new one")
+    check_targets(out, plot)
     with cluster(dask) as executor, bar("searching the bases") as progress:
         if config is not None:
             result = plan_model(
@@ -159,18 +161,18 @@ def plan(
                 base=10_000.0 if base is None else base,
             )
             result = make_plan(context, spec, trained, progress=progress, executor=executor)
+    if out is not None:
+        document = replace_rope(config, result.recommended, context, layer_type, part=part)
+        write_new(out, document)
     if plot is not None:
         from .. import plots
 
         both = {"as it is": result.spec, "recommended": result.recommended}
-        plots.save(plots.similarity(both, context, seq_len=context), plot)
-    if out is not None:
-        document = replace_rope(config, result.recommended, context, layer_type, part=part)
-        write_new(out, document)
+        plots.save(plots.similarity(both, result.context, seq_len=result.context), plot)
     if as_json:
         print_json(result.to_dict())
         return
-    print_table(f"{config or 'a plain spectrum'}, {context:,} tokens", result.rows())
+    print_table(f"{config or 'a plain spectrum'}, {result.context:,} tokens", result.rows())
     if result.options:
         header, *rows = option_rows(result.options)
         typer.echo()
@@ -179,6 +181,20 @@ def plan(
     print_text(result.reason)
     typer.echo()
     typer.echo(json.dumps(result.rope_parameters, indent=2))
+
+
+def check_targets(out: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be written, before a search of minutes."""
+    if plot is not None:
+        from ..plots.files import check_target
+
+        check_target(plot)
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out}: the file exists; name a new one")
+    if out is not None and plot is not None and out.resolve() == plot.resolve():
+        raise ValueError(f"--out and --plot are one file, {out}; name two")
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it")
 
 
 def write_new(out: Path, document: "dict[str, JSON]") -> None:

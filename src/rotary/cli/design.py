@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .app import Json, LayerType, Part, app, read_spec
-from .context import Plot, write_new
+from .context import Plot, check_targets, write_new
 from .terminal import bar, print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def design(
     from ..configs import as_longrope, replace_rope, rope_keys
     from ..spec import Rotary
 
-    if out is not None and out.exists():
-        raise ValueError(f"--out {out}: the file exists; name a new one")
+    check_targets(out, plot)
     if config is None:
         if layer_type or part:
             raise ValueError("--layer-type and --part choose inside a config; give --from as well")
@@ -115,17 +114,17 @@ def design(
         )
     specs = {"designed": result.spec, **others}
     written = as_longrope(result.spec, length)
-    if plot is not None:
-        from .. import plots
-
-        shown = {name: each for name, each in specs.items() if name not in LEFT_OUT}
-        plots.save(plots.design(shown, wanted), plot)
     if out is not None:
         document = (
             rope_keys(written, length) if config is None
             else replace_rope(config, written, length, layer_type, part=part)
         )  # fmt: skip
         write_new(out, document)
+    if plot is not None:
+        from .. import plots
+
+        shown = {name: each for name, each in specs.items() if name not in LEFT_OUT}
+        plots.save(plots.design(shown, wanted), plot)
     rows = [(name, *_numbers(each, wanted)) for name, each in specs.items()]
     if as_json:
         names = ("method", "error", "first_failure")

@@ -42,6 +42,8 @@ from .record import Config
 #   head_dim_of                   a size and what it is divided by
 #   switch                        a key, and what it must be for the model to rotate at all
 #   null_base                     "off": a rope_theta of null turns RoPE off
+#   norm_after                    rotated keys get a norm with weights, and cannot be moved
+#   windowed                      the key whose window all layers that rotate have, if it is set
 #   other                         keys of this config that look like RoPE and do not change it
 #   mscales                       the code reads short_mscale and long_mscale
 #   alpha                         rope type dynamic with alpha is a fixed base

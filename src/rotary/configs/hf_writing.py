@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from ..angles import inv_freq
-from ..schedules import depends_on_length
+from ..schedules import depends_on_length, grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
 from .entries import choose, layer_types, part_key
@@ -14,8 +14,9 @@ from .hf import TYPES, check_read, from_hf_config, needs_head_dim
 from .record import Config
 from .values import whole_number
 
-# keys of rope_parameters that assign axes to pairs; no schedule has them
-AXES_KEYS = ("mrope_section", "mrope_interleaved")
+# keys of rope_parameters that no schedule has: two assign axes to pairs, and the attention of
+# Ministral 3 and Mistral 4 needs the last
+_OF_MODEL = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 
 
 def to_hf_config(
@@ -83,20 +84,23 @@ def to_hf_config(
 def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
     """Return `max_position_embeddings` and `rope_parameters` of `spec`, for a config of its model.
 
-    Layout, slice, axes and direction belong to the code of the model and are not written.
+    Layout, slice, axes and direction belong to the code of the model and are not written. An "ntk"
+    spec, which transformers has for Hunyuan alone, is written as the base that it grows to.
 
     >>> rope_keys(Rotary(head_dim=64, layout="interleaved"), 4096)["max_position_embeddings"]
     4096
     """
     plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
     spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
+    spec = _with_own_base(spec)
     own = None if spec.schedule == "dynamic" else context
     return to_hf_config(spec, max_position_embeddings=own)
 
 
 def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
-    """Return `rope_keys` for the config of one model, with the keys that assign its axes.
+    """Return `rope_keys` for the config of one model, with what else it reads in the same object.
 
+    That are the keys that assign axes to pairs, and Mistral's llama_4_scaling_beta.
     head_dim is included only if transformers fails without it.
     Raises ValueError for a rope type that the model does not read; see `as_model_reads`.
 
@@ -107,22 +111,31 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     check_read(config.model, spec.schedule)
     keys = rope_keys(spec, context)
     del keys["head_dim"]
-    axes = {key: config.rope[key] for key in AXES_KEYS if key in config.rope}
-    keys["rope_parameters"] = {**axes, **keys["rope_parameters"]}
+    own = {key: config.rope[key] for key in _OF_MODEL if key in config.rope}
+    keys["rope_parameters"] = {**own, **keys["rope_parameters"]}
     if needs_head_dim(config, spec.schedule):
         keys["head_dim"] = config.head_dim
     return keys
 
 
+def _with_own_base(spec: Rotary) -> Rotary:
+    """Return an "ntk" spec as a "default" one of the same frequencies; another one as it is."""
+    if spec.schedule != "ntk":
+        return spec
+    base = grown_base(spec.rotary_dim, spec.base, spec.params["factor"])
+    return dataclasses.replace(spec, schedule="default", base=base, params={})
+
+
 def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
     """Return `spec`, or `as_longrope(spec)` if the model reads longrope and not its schedule.
 
-    Phi-3 is such a model. For Phi-3.5-MoE the attention factor goes into short_mscale and
-    long_mscale.
+    Phi-3 is such a model. A spec of "ntk", as Hunyuan has, gets the base that it grows to. For
+    Phi-3.5-MoE the attention factor goes into short_mscale and long_mscale.
 
     >>> as_model_reads(choose({"model_type": "llama"}), Rotary(head_dim=64), 4096)
     Rotary(head_dim=64)
     """
+    spec = _with_own_base(spec)
     only = config.model.get("only", (spec.schedule,))
     if spec.schedule not in ("default", *only) and "longrope" in only:
         spec = as_longrope(spec, config.trained or context)

@@ -56,6 +56,20 @@ class Config(NamedTuple):
         return "full_attention" if has_windows else None
 
     @property
+    def window(self) -> int | None:
+        """How far back the rotated layers see, in tokens; None if one of them has no window."""
+        key = self.model.get("windowed")
+        sides = self.data.get("local_attention")  # of ModernBERT: half of it to each side
+        window = sides // 2 if is_whole(sides) else self.data.get(key or "sliding_window")
+        still = "full_attention" if key == "attention_chunk_size" else self.type_without_rotation
+        listed = {*(self.data.get("layer_types") or ())} - {still}
+        kinds = {self.layer_type} if self.layer_type else listed
+        has_window = all(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
+        if not kinds:
+            has_window = bool(key or still)
+        return window if has_window and is_whole(window) and window > 0 else None
+
+    @property
     def rope_type(self) -> str:
         """The name of the rope type as the file has it, by default "default"."""
         name = self.rope.get("rope_type") or self.rope.get("type") or "default"

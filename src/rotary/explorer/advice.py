@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..analysis import bounds
+from ..analysis.extension import option_rows
 from ..angles import inv_freq
 from ..kernels import Numbers
-from ..plan import MAX_CONTEXT, option_rows, recommend
+from ..plan import MAX_CONTEXT, recommend
 from ..reach import TOLERANCE
 from ..reach import reach as measure
 from .curves import spaced, trained_line

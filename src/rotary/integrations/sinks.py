@@ -9,7 +9,7 @@ from torch import Tensor, cat
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..configs import from_hf_config
+from ..configs import choose, from_hf_config
 from ..rerotate import rerotate
 from ..spec import Rotary, check_whole
 
@@ -35,7 +35,8 @@ class SinkCache(Cache):  # type: ignore[misc]
     must not be padded on the left: the padding would be kept as sinks.
 
     Raises ValueError for a config whose keys cannot be moved in this way: frequencies that depend
-    on the length, layers without rotation or of several types, several position axes.
+    on the length, layers without rotation or of several types, several position axes, a norm after
+    the rotation. If all layers have a sliding window, sinks + window must be less than that.
     Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
 
     >>> from transformers import LlamaConfig, LlamaModel
@@ -57,6 +58,7 @@ class SinkCache(Cache):  # type: ignore[misc]
         spec = _spec_of(text)
         check_whole("sinks", sinks, 0)
         check_whole("window", window)
+        _check_window(text, sinks + window)
         layers = [SinkLayer(spec, sinks, window) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers)
 
@@ -129,17 +131,32 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _spec_of(config: PreTrainedConfig) -> Rotary:
-    spec = from_hf_config(config)
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())})
+    windowed = [kind for kind in kinds if kind != "full_attention"]
+    if windowed:
+        raise _refusal(f"has layers of {', '.join(windowed)}")
+    spec = from_hf_config(config, *kinds)
     rotated = getattr(config, "no_rope_layers", None) or ()  # 0 where a layer does not rotate
     if spec is None or not all(rotated):
-        reason = "has layers that do not rotate"
-    elif kinds:
-        reason = f"has layers of {', '.join(kinds)}"
-    elif spec.depends_on_length:
-        reason = f"changes its frequencies with the length ({spec.schedule})"
-    elif spec.num_axes > 1:
-        reason = f"has positions of {spec.num_axes} axes"
-    else:
-        return spec
-    raise ValueError(f"SinkCache cannot move the keys of this model: it {reason}")
+        raise _refusal("has layers that do not rotate")
+    if "norm_after" in choose(config, *kinds).model:
+        raise _refusal("norms keys after their rotation, and each channel has its own weight")
+    if spec.depends_on_length:
+        raise _refusal(f"changes its frequencies with the length ({spec.schedule})")
+    if spec.num_axes > 1:
+        raise _refusal(f"has positions of {spec.num_axes} axes")
+    return spec
+
+
+def _check_window(config: PreTrainedConfig, kept: int) -> None:
+    """Refuse to keep keys that the mask of a model without layer types hides."""
+    seen = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    if seen and kept >= seen:
+        raise ValueError(
+            f"sinks + window must be less than {seen}, the sliding_window of this model, got "
+            f"{kept}: its mask hides keys that are farther away, first of all the sinks"
+        )
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"SinkCache cannot move the keys of this model: it {reason}")

@@ -32,13 +32,24 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     if not isinstance(figure, Figure):
         raise ValueError(f"save writes a matplotlib Figure, got {type(figure).__name__}")
+    target = check_target(path)
+    _replace(target, rendered(figure, target.suffix.lower()))
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Return the file that `save` writes for `path`; ValueError for a path that it refuses.
+
+    >>> check_target("picture.jpg")
+    Traceback (most recent call last):
+    ValueError: pictures are written as .png, .svg or .pdf; got 'picture.jpg'
+    """
     target = Path(os.path.realpath(path))  # a symbolic link is followed, not replaced
     _check_suffix(target.suffix.lower(), os.fspath(path))
     if not target.parent.is_dir():
         raise ValueError(f"no folder {str(target.parent)!r} to write {target.name!r} in; make it")
     if target.is_dir():
         raise ValueError(f"{os.fspath(path)!r} is a folder; give the name of a file")
-    _replace(target, rendered(figure, target.suffix.lower()))
+    return target
 
 
 def rendered(figure: Figure, suffix: str) -> bytes:
