@@ -1,6 +1,8 @@
 """`from_diffusers_config`; what the classes themselves compute is in test_peers_grids.py."""
 
 import json
+import math
+import re
 
 import numpy as np
 import pytest
@@ -61,6 +63,20 @@ def test_a_model_without_rotation():
     (config("Flux2Transformer2DModel", rope_theta="big"), "rope_theta must be a number, got 'big'"),
     (config("CosmosTransformer3DModel", rope_scale=2.0), "rope_scale must hold 3 numbers"),
     (config("CosmosTransformer3DModel", rope_scale=[2.0, "a", 1]), "rope_scale must hold 3 num"),
+    (config("CosmosTransformer3DModel", rope_scale=[True, 1, 1]), "rope_scale must hold 3 numbers"),
+    (config("CosmosTransformer3DModel", rope_scale=[math.inf, 1, 1]), "rope_scale must hold 3 num"),
+    (config("CosmosTransformer3DModel", rope_scale=[10**400, 1, 1]), "rope_scale must hold 3 num"),
+    *((config("CosmosTransformer3DModel", attention_head_dim=head_dim),
+       f"Cosmos.*: the widths of its axes must be even and >= 4, but heads of {head_dim} channels "
+       f"give {re.escape(str(widths))}")
+      for head_dim, widths in ((4, (4, 0, 0)), (6, (2, 2, 2)), (10, (6, 2, 2)))),
+    (config("WanTransformer3DModel", attention_head_dim=4), r"even and >= 2, .* give \(4, 0, 0\)"),
+    (config("CogView4Transformer2DModel", attention_head_dim=42), r"even .* give \(21, 21\)"),
+    (config("CogVideoXTransformer3DModel", attention_head_dim=24,
+            use_rotary_positional_embeddings=True), r"even and >= 2, .* give \(6, 9, 9\)"),
+    (config("CogVideoXTransformer3DModel", use_rotary_positional_embeddings="false"),
+     "use_rotary_positional_embeddings must be true or false, got 'false'"),
+    (config(["Flux"]), r"_class_name \['Flux'\] is not known"),
     ([1], "config must be a path, a dict"),
 ])  # fmt: skip
 def test_what_is_refused(keys, message):
