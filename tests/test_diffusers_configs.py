@@ -82,3 +82,10 @@ def test_a_model_without_rotation():
 def test_what_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         from_diffusers_config(keys)
+
+
+def test_the_reader_of_transformers_leaves_them_to_this_one():
+    """Its keys would be read as those of Llama: half layout, one axis."""
+    keys = {"head_dim": 128, "num_attention_heads": 32, "rope_theta": 5e6}
+    with pytest.raises(ValueError, match=r"of 'Cosmos3Omni.*read it with .*from_diffusers_config"):
+        rotary.from_hf_config(config("Cosmos3OmniTransformer", **keys))

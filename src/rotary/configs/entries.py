@@ -171,6 +171,11 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
     """Return the sub-config of a part, and the entry of its model in `MODELS`."""
     name = data.get("model_type")
+    if name is None and "_class_name" in data:
+        raise ValueError(
+            f"this is a config of diffusers, of {data['_class_name']!r}: read it with "
+            "rotary.configs.from_diffusers_config"
+        )
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {part!r} needs a config with model_type")
