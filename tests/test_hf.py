@@ -130,6 +130,8 @@ WRITTEN = {
     "v4 null": {"model_type": "mistral", "rope_theta": 1e6, "rope_scaling": None},
     "v4 dynamic": {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "v4 partial": {"model_type": "stablelm", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+    "v4 SmolLM2": {"model_type": "llama", "rope_theta": 1e5, "rope_scaling": None,
+                   "rope_interleaved": False, "is_llama_config": True},
     "v4 and v5 equal": {
         "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e4},
         "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 3e4}},

@@ -67,6 +67,7 @@ HARMLESS = {  # keys of published files that change nothing at this value
     "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
     "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
+    "rope_interleaved": False,  # SmolLM2
 }  # fmt: skip
 # names in layer_types where all layers that rotate have one RoPE: those of transformers 5.23,
 # configuration_utils.py, and of older files
