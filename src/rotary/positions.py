@@ -405,6 +405,8 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     time_step): frame t is then at int(t * time_step), multiplied in float32 as transformers does.
     For Qwen2.5-VL it is `tokens_per_second` of the config times `second_per_grid_ts` of the
     processor. Qwen3-VL writes the time as text between frames, each an ("image", 1, height, width).
+    Qwen2.5-Omni rounds t times the seconds before it multiplies by 25 tokens per second, so that
+    some of its frames are one later; Qwen3-Omni keeps fractions of a position.
 
     Raises ValueError for an unknown kind, a wrong number of sizes, and a step that is not > 0.
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
