@@ -44,6 +44,20 @@ def test_a_loaded_model_knows_its_class():
     assert from_diffusers_config(ChromaTransformer2DModel()).params["widths"] == (4, 8, 12)
 
 
+@pytest.mark.parametrize(("kind", "other", "keys"), [
+    ("ConsisIDTransformer3DModel", "CogVideoXTransformer3DModel",
+     {"use_rotary_positional_embeddings": True}),
+    ("ConsisIDTransformer3DModel", "CogVideoXTransformer3DModel", {}),
+    ("FluxControlNetModel", "FluxTransformer2DModel", {}),
+    ("QwenImageControlNetModel", "QwenImageTransformer2DModel", {}),
+])  # fmt: skip
+def test_a_model_that_rotates_as_another_one(kind, other, keys):
+    """ConsisID is CogVideoX with faces; a control net rotates as the model that it controls."""
+    assert from_diffusers_config(config(kind, **keys)) == from_diffusers_config(
+        config(other, **keys)
+    )
+
+
 def test_a_model_without_rotation():
     assert from_diffusers_config(config("CogVideoXTransformer3DModel")) is None
 

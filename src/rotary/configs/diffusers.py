@@ -56,7 +56,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("FluxTransformer2DModel", "ChromaTransformer2DModel", "LongCatImageTransformer2DModel",
          "OvisImageTransformer2DModel", "QwenImageTransformer2DModel",
-         "QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel"), _FLUX),
+         "QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel",
+         "FluxControlNetModel", "QwenImageControlNetModel"), _FLUX),
     **dict.fromkeys(
         ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
         _FLUX._replace(base=("rope_theta", 10_000.0))),
@@ -80,14 +81,16 @@ RULES: Mapping[str, Rule] = {
     "Kandinsky6Transformer3DModel": _KANDINSKY._replace(widths=("axes_dims", (32, 48, 48))),
     "Kandinsky6SRTransformer3DModel": _KANDINSKY,
     "Lumina2Transformer2DModel": Rule(("axes_dim_rope", (32, 32, 32)), None),
-    "CogVideoXTransformer3DModel": Rule(_quarter, ("attention_head_dim", 64)),
-    "EasyAnimateTransformer3DModel": Rule(_quarter, ("attention_head_dim", 64)),
+    **dict.fromkeys(
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel",
+         "EasyAnimateTransformer3DModel"), Rule(_quarter, ("attention_head_dim", 64))),
     "CogView4Transformer2DModel": Rule(_halves, ("attention_head_dim", 40), layout="half"),
     "GlmImageTransformer2DModel": Rule(_halves, ("attention_head_dim", 40), layout="half"),
     "CosmosTransformer3DModel": Rule(
         _thirds, layout="half", scale=("rope_scale", (2.0, 1.0, 1.0))),
 }  # fmt: skip
 _LARGEST = 1e9  # factor of an axis: with more, its pairs would not turn in 64 bits
+_SWITCHED = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 # classes that no single `Rotary` describes, and why
 _ALL_HEADS = "its frequencies run over all heads, so that each head has different ones"
 NOT_ONE = {
@@ -104,7 +107,7 @@ def from_diffusers_config(config: object) -> Rotary | None:
     config  path of that file or folder, a dict, or a loaded model
     The position axes are those of the model, most often (frame, row, column), which
     `rotary.positions.grid` builds; Flux has an image index before them, which is 0. Returns None
-    for a CogVideoX model without rotation.
+    for a CogVideoX or ConsisID model without rotation.
     Raises ValueError for a class that is not known, for one that is not a single rotation (the
     error says why), and for widths that do not add up to head_dim; FileNotFoundError for a path
     that is not there.
@@ -124,9 +127,7 @@ def from_diffusers_config(config: object) -> Rotary | None:
             f"_class_name {name!r} is not known{nearest(name, RULES)}; give the config.json of the "
             "model in the folder transformer, or run the model: rotary.from_model(model, example=)"
         )
-    if name == "CogVideoXTransformer3DModel" and not _flag(
-        data, "use_rotary_positional_embeddings"
-    ):
+    if name in _SWITCHED and not _flag(data, "use_rotary_positional_embeddings"):
         return None
     rule = RULES[name]
     head_dim = None if rule.head is None else whole_number(rule.head[0], _get(data, rule.head), 1)
