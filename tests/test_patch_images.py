@@ -200,6 +200,21 @@ def test_tables_from_ids_are_exact_whatever_the_widths(widths):
     assert np.abs(cos.numpy() - want).max() < 1e-7
 
 
+class BriaEmbedND(FluxPosEmbed):
+    """Bria's name for it, and that of Flux's own code."""
+
+
+def test_tables_of_another_name_and_of_ids_with_more_axes_than_are_read():
+    model = FluxTransformer2DModel(4, 8)
+    model.pos_embed = BriaEmbedND((4, 8))
+    ids, x = torch.randint(0, 40, (7, 3)), image_models.random(1, 2, 7, 12)
+    before = model(x, ids)
+    with patch(model, exact=True) as patched:
+        assert ("pos_embed", "exact tables") in patched.patched
+        assert distance(model(x, ids[:, :2]), before) < 1e-5
+        assert distance(model(x, ids), before) < 1e-5
+
+
 class FramesPosEmbed(FluxPosEmbed):
     def forward(self, ids, fps=None):
         return super().forward(ids if fps is None else ids / fps)

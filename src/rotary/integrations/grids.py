@@ -21,7 +21,9 @@ from ..positions import grid
 from ..spec import Rotary
 from .styles import REFUSALS, full_width, style_of
 
-_NAME = re.compile("rope|rotary|pos_?embed|positionembedding", re.IGNORECASE)  # of their classes
+_NAME = re.compile(
+    "rope|rotary|pos_?embed|positionembedding|embednd", re.IGNORECASE
+)  # of their classes
 _SIZES = (2, 3, 4)  # patches along each axis of the example that a module is called with
 _CLOSE = 2e-5  # rounding of float32 angles of a few turns; 16-bit tables round by more
 
@@ -112,7 +114,10 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
             or (augments and self.training)
         ):
             return own(self, *args, **kwargs)
-        exact = tables(positions_of(self, operands[0]).to(operands[0].device))
+        at = positions_of(self, operands[0])
+        if at.shape[-1] != spec.num_axes:
+            return own(self, *args, **kwargs)
+        exact = tables(at.to(operands[0].device))
         return exact if len(exact) == 2 else exact[0]
 
     return forward
