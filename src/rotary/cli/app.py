@@ -81,10 +81,10 @@ def read_specs(
         layer_types,
         read_gguf,
     )
-    from ..configs.files import load
+    from ..configs.diffusers import is_of_diffusers
 
     asked = (layer_type,) if layer_type else ()
-    if not is_gguf(config) and not (layer_type or part) and "_class_name" in load(config):
+    if not (is_gguf(config) or layer_type or part) and is_of_diffusers(config):
         specs: dict[str | None, Rotary | None] = {None: from_diffusers_config(config)}
     elif not is_gguf(config):
         kinds = asked or layer_types(config, part=part) or (None,)

@@ -101,6 +101,18 @@ NOT_ONE = {
 }
 
 
+def is_of_diffusers(config: object) -> bool:
+    """Return whether a config (path, folder, dict) or a loaded model is one of diffusers.
+
+    >>> is_of_diffusers({"_class_name": "FluxTransformer2DModel"}), is_of_diffusers({})
+    (True, False)
+    """
+    if hasattr(config, "named_modules"):
+        return type(config).__name__ in {*RULES, *NOT_ONE}
+    data = load(config)
+    return "_class_name" in data and "model_type" not in data
+
+
 def from_diffusers_config(config: object) -> Rotary | None:
     """Return the RoPE of a diffusers model, from the config.json in its folder "transformer".
 
