@@ -200,6 +200,42 @@ def test_tables_from_ids_are_exact_whatever_the_widths(widths):
     assert np.abs(cos.numpy() - want).max() < 1e-7
 
 
+class ImageRotaryPosEmbed(torch.nn.Module):
+    """As in GLM-Image and HunyuanImage: it takes an image, and counts its patches."""
+
+    def __init__(self, patch_size):
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, hidden_states):
+        rows, columns = (size // 2 for size in hidden_states.shape[2:])
+        ids = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        return FluxPosEmbed((8, 8))(ids)
+
+
+class HunyuanImageTransformer2DModel(torch.nn.Module):
+    config = {  # noqa: RUF012
+        "attention_head_dim": 16, "rope_axes_dim": (8, 8), "rope_theta": 1e4,
+    }  # fmt: skip
+
+    def __init__(self, patch_size):
+        super().__init__()
+        self.rope = ImageRotaryPosEmbed(patch_size)
+
+    def forward(self, x, image):
+        return apply_rotary(x, *self.rope(image))
+
+
+@pytest.mark.parametrize("patch_size", [2, (2, 2)])
+def test_tables_from_an_image_without_frames_are_exact(patch_size):
+    model = HunyuanImageTransformer2DModel(patch_size)
+    x, image = image_models.random(1, 2, 35, 16), torch.zeros(1, 3, 10, 14)
+    before = model(x, image)
+    with patch(model, exact=True) as patched:
+        assert patched.patched == [("", "interleaved"), ("rope", "exact tables")]
+        assert distance(model(x, image), before) < 1e-5
+
+
 class BriaEmbedND(FluxPosEmbed):
     """Bria's name for it, and that of Flux's own code."""
 

@@ -173,7 +173,7 @@ def _ids(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _videos(module: nn.Module) -> Iterator[Tensor]:
-    """Wan and HunyuanVideo: (batch, channels, frames, height, width); HunyuanImage: no frames."""
+    """Wan and HunyuanVideo: (batch, channels, frames, height, width); images: no frames."""
     patch = _patch(module)
     sizes = _SIZES[-len(patch) :]
     yield torch.zeros(1, 1, *[n * size for n, size in zip(sizes, patch, strict=True)])
@@ -189,7 +189,8 @@ def _patch(module: nn.Module) -> list[int]:
     size = getattr(module, "patch_size")  # noqa: B009  # a Tensor or Module, for mypy
     if isinstance(size, Sequence):
         return list(size)
-    return [int(getattr(module, "patch_size_t")), int(size), int(size)]  # noqa: B009
+    frames = getattr(module, "patch_size_t", None)  # none in CogView 4 and GLM-Image
+    return [int(each) for each in (frames, size, size) if each is not None]
 
 
 def _images(module: nn.Module) -> Iterator[Tensor]:
