@@ -49,6 +49,42 @@ def flux():
     return scaled(model), lambda model: model(**inputs).sample
 
 
+def flux2():
+    """Four axes, of which its text has ids on the last."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 4, 4),
+        timestep_guidance_channels=16,
+    )  # fmt: skip
+    rows, columns, still = torch.arange(12) // 4, torch.arange(12) % 4, torch.zeros(12)
+    inputs = {
+        "hidden_states": random(1, 12, 4), "encoder_hidden_states": random(1, 5, 32),
+        "timestep": torch.tensor([0.5]), "guidance": torch.tensor([0.5]),
+        "img_ids": torch.stack((still, rows, columns, still), -1)[None],
+        "txt_ids": torch.arange(5.0)[None, :, None] * torch.tensor([0, 0, 0, 1]),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
+def hunyuan_video():
+    """Its processor imports the rotation each time that it is called."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, text_embed_dim=16, pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 4, 3, 10, 14), "timestep": torch.tensor([3]),
+        "encoder_hidden_states": random(1, 5, 16), "encoder_attention_mask": torch.ones(1, 5),
+        "pooled_projections": random(1, 8), "guidance": torch.tensor([1.0]),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
 def wan():
     from diffusers import WanTransformer3DModel
 
@@ -105,6 +141,14 @@ REPORTS = {
 patched  transformer_blocks.*.attn.processor (1): interleaved
 patched  single_transformer_blocks.*.attn.processor (1): interleaved
 patched  pos_embed (1): exact tables""",
+    flux2: """\
+patched  transformer_blocks.*.attn.processor (1): interleaved
+patched  single_transformer_blocks.*.attn.processor (1): interleaved
+patched  pos_embed (1): exact tables""",
+    hunyuan_video: """\
+patched  transformer_blocks.*.attn.processor (1): interleaved
+patched  single_transformer_blocks.*.attn.processor (1): interleaved
+patched  rope (1): exact tables""",
     wan: """\
 patched  blocks.*.attn1.processor (2): interleaved
 patched  blocks.*.attn2.processor (2): interleaved

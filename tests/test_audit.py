@@ -123,6 +123,21 @@ def test_weights_in_the_other_layout(layout):
     assert ("the config means half" in found) == (layout == "interleaved")
 
 
+def test_models_and_configs_of_diffusers():
+    class WanTransformer3DModel(torch.nn.Module):
+        config = {"attention_head_dim": 64}  # noqa: RUF012
+
+    said = "axial, base 10000, interleaved, amplitude 1"
+    assert audit(WanTransformer3DModel()) == [("config", said, "", False)]
+    (found,) = audit({"_class_name": "Flux2Transformer2DModel"})
+    assert found.found == "axial, base 2000, interleaved, amplitude 1"
+    (found,) = audit({"_class_name": "CogVideoXTransformer3DModel"})
+    assert (found.found, found.is_fault) == ("no rotation", False)
+    (found,) = audit({"_class_name": "WanTransformer3DModel", "attention_head_dim": 4})
+    assert (found.found, found.is_fault) == ("cannot be read", True)
+    assert "widths of its axes" in found.advice
+
+
 def test_keys_that_nothing_reads():
     assert "rope_thata" in advice({"model_type": "llama", "rope_thata": 1e4})
     rope = {**LLAMA3, "hihg_freq_factor": 4.0}

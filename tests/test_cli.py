@@ -120,6 +120,20 @@ def test_inspect_says_what_the_config_has(main):
     assert report["depends_on_length"] is False
 
 
+def test_a_config_of_diffusers_is_read(main, tmp_path):
+    config = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = document(main("inspect", str(tmp_path), "--json"))
+    assert report["spec"]["params"] == {"widths": [44, 42, 42]}
+    pairs = document(main("freqs", str(tmp_path), "--json"))["pairs"]
+    assert [pair["axis"] for pair in pairs] == [0] * 22 + [1] * 21 + [2] * 21
+    assert pairs[23]["inv_freq"] == pytest.approx(1e4 ** (-2 / 42), rel=1e-14)
+    for refused in (("freqs", "--part", "vision_config"), ("freqs", "--layer-type", "full"),
+                    ("diff",), ("reach",)):  # fmt: skip
+        done = main(refused[0], str(tmp_path), *refused[1:])
+        assert_refused(done, "a config of diffusers, of 'WanTransformer3DModel'")
+
+
 def test_freqs_prints_every_pair(main):
     spec = from_hf_config(LLAMA)
     wanted = rotary.inv_freq(spec)[0]

@@ -350,6 +350,8 @@ def test_35_positions_of_a_spec_of_several_axes(lib):
     refused(ValueError, "3 axes needs positions", rotary.apply, MROPE, q)
     first = lib.array(np.zeros((3, 2, 5), np.int64))  # transformers puts the axes first
     refused(ValueError, "move the axes last", rotary.cos_sin, MROPE, first)
+    message = r"\(\.\.\., seq, 3\) for 3 axes, got shape \(3, 2, 5\); move the axes last"
+    refused(ValueError, message, rotary.apply, MROPE, q, positions=first)
     refused(ValueError, r"\(\.\.\., seq, 3\)", rotary.cos_sin, MROPE, lib.array([1, 2, 3]))
     refused(ValueError, r"\(\.\.\., seq\)", rotary.cos_sin, SPEC, lib.array(3))
 

@@ -552,6 +552,26 @@ def test_weights_that_are_not_there_leave_the_config():
     assert found.note == "its parameters are on the meta device"
 
 
+def test_a_model_of_diffusers_without_weights_or_rotation_is_read_by_its_config():
+    class ChromaTransformer2DModel(nn.Module):
+        config = {"attention_head_dim": 24, "axes_dims_rope": (4, 8, 12)}  # noqa: RUF012
+
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(24, 24)
+
+        def forward(self, x):
+            return self.proj(x)
+
+    want = rotary.configs.from_diffusers_config(ChromaTransformer2DModel())
+    with torch.device("meta"):
+        (found,) = rotations(ChromaTransformer2DModel())
+    assert (found.spec, found.source) == (want, "config")
+    still = ChromaTransformer2DModel()
+    with pytest.raises(ValueError, match=r"no rotation .* its config says Rotary\(head_dim=24, "):
+        rotations(still, example=torch.ones(1, 2, 5, 24), positions=range(5))
+
+
 # model -> arguments of its config; each has another layout, slice or place of the rotation
 FAMILIES = {
     "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "pad_token_id": 1},

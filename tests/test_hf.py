@@ -127,9 +127,13 @@ WRITTEN = {
                      "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "v4 both": {"model_type": "qwen2", "rope_theta": 1e6, "rope_scaling":
                 {"type": "yarn", "rope_type": "yarn", "factor": 4.0, **TRAINED_ONLY}},
+    "v4 YaRN's own": {"model_type": "mistral", "rope_theta": 1e4, "rope_scaling":
+                      {"type": "yarn", "factor": 2.0, "finetuned": True, **TRAINED_ONLY}},
     "v4 null": {"model_type": "mistral", "rope_theta": 1e6, "rope_scaling": None},
     "v4 dynamic": {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "v4 partial": {"model_type": "stablelm", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+    "v4 SmolLM2": {"model_type": "llama", "rope_theta": 1e5, "rope_scaling": None,
+                   "rope_interleaved": False, "is_llama_config": True},
     "v4 and v5 equal": {
         "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e4},
         "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 3e4}},
@@ -309,6 +313,8 @@ FAULTS = [
     ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
     ({"rope_parameters": "x"}, "rope_parameters must be an object, got 'x'"),
     ({"rope_scaling": {"type": "linear"}}, "'linear' needs parameter 'factor'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": False, **TRAINED_ONLY}},
+     "'yarn' has no key 'finetuned'"),  # which their code scales by the length of each row
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs parameter 'low_freq_factor'"),
     ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 .* num_attention_heads 3"),
     ({"hidden_size": None}, "needs head_dim, or hidden_size and num_attention_heads"),

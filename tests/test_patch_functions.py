@@ -299,6 +299,27 @@ class ThroughModuleAndItself(Plain):
         return L.apply_rotary(*args)
 
 
+class Imports(Plain):
+    def forward(self, *args):
+        from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as turn
+
+        return turn(*args)
+
+
+class ImportsInside(Plain):
+    def forward(self, *args):
+        def turn():
+            from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
+
+            return apply_rotary_pos_emb(*args)
+
+        if len(args) < 4:  # neither of these is there
+            from nowhere import rotate_all  # noqa: F401
+
+            from ..nowhere import rotate_any  # noqa: F401
+        return turn()
+
+
 def test_a_module_is_given_its_functions_and_a_second_name():
     before = L.apply_rotary
     with patch(ThroughModule()):
@@ -313,7 +334,8 @@ def test_the_attribute_of_a_module_that_is_a_method_too_is_skipped():
         assert reason == "apply_rotary is also the name of an attribute in the code that calls it"
 
 
-REACHED = [Plain, Wrapped, Helper, Inner, Inherits, ThroughModule, ThroughPackage]
+REACHED = [Plain, Wrapped, Helper, Inner, Inherits, ThroughModule, ThroughPackage, Imports,
+           ImportsInside]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REACHED)

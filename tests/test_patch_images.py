@@ -6,6 +6,7 @@ import math
 import pickle
 
 import image_models
+import numpy as np
 import pytest
 import torch
 from families import distance
@@ -25,7 +26,9 @@ def needs(package, *models):
     return [pytest.param(model, marks=mark) for model in models]
 
 
-DIFFUSERS = needs("diffusers", image_models.flux, image_models.wan)
+DIFFUSERS = needs(
+    "diffusers", image_models.flux, image_models.wan, image_models.flux2, image_models.hunyuan_video
+)
 TIMM = needs("timm", image_models.timm_dinov3, image_models.timm_eva)
 
 
@@ -150,7 +153,119 @@ def test_only_tables_of_angles_are_taken():
         grids.tables_of(SizesRotaryEmbedding())
 
 
-@pytest.mark.parametrize("make", DIFFUSERS[1:])
+class FluxPosEmbed(torch.nn.Module):
+    """As in Flux 2: ids may have more axes than it reads."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.widths = widths
+
+    def forward(self, ids):
+        angles = [ids[:, [axis]] * 1e4 ** (-torch.arange(0, width, 2) / width)
+                  for axis, width in enumerate(self.widths)]  # fmt: skip
+        wide = torch.cat(angles, -1).repeat_interleave(2, -1)
+        return wide.cos(), wide.sin()
+
+
+def apply_rotary(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    cos, sin = cos[..., ::2], sin[..., ::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+class FluxTransformer2DModel(torch.nn.Module):
+    def __init__(self, *widths):
+        super().__init__()
+        self.config = {"attention_head_dim": sum(widths), "axes_dims_rope": widths}
+        self.pos_embed = FluxPosEmbed(widths)
+
+    def forward(self, x, ids):
+        return apply_rotary(x, *self.pos_embed(ids))
+
+
+@pytest.mark.parametrize("widths", [(4, 8, 12), (4, 4, 4, 4), (4, 4)])
+def test_tables_from_ids_are_exact_whatever_the_widths(widths):
+    """24 channels are as many as the example has tokens; the config may have fewer axes."""
+    model = FluxTransformer2DModel(*widths)
+    ids, x = torch.randint(0, 40, (7, len(widths))), image_models.random(1, 2, 7, sum(widths))
+    before = model(x, ids)
+    with patch(model, exact=True) as patched:
+        assert str(patched) == "patched   (1): interleaved\npatched  pos_embed (1): exact tables"
+        assert distance(model(x, ids), before) < 1e-5
+        cos, _ = model.pos_embed(ids)
+    at = ids.double().numpy()
+    angles = [at[:, [axis]] * 1e4 ** -(np.arange(0, width, 2) / width)
+              for axis, width in enumerate(widths)]  # fmt: skip
+    want = np.cos(np.concatenate(angles, -1)).repeat(2, -1)
+    assert np.abs(cos.numpy() - want).max() < 1e-7
+
+
+class ImageRotaryPosEmbed(torch.nn.Module):
+    """As in GLM-Image and HunyuanImage: it takes an image, and counts its patches."""
+
+    def __init__(self, patch_size):
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, hidden_states):
+        rows, columns = (size // 2 for size in hidden_states.shape[2:])
+        ids = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        return FluxPosEmbed((8, 8))(ids)
+
+
+class HunyuanImageTransformer2DModel(torch.nn.Module):
+    config = {  # noqa: RUF012
+        "attention_head_dim": 16, "rope_axes_dim": (8, 8), "rope_theta": 1e4,
+    }  # fmt: skip
+
+    def __init__(self, patch_size):
+        super().__init__()
+        self.rope = ImageRotaryPosEmbed(patch_size)
+
+    def forward(self, x, image):
+        return apply_rotary(x, *self.rope(image))
+
+
+@pytest.mark.parametrize("patch_size", [2, (2, 2)])
+def test_tables_from_an_image_without_frames_are_exact(patch_size):
+    model = HunyuanImageTransformer2DModel(patch_size)
+    x, image = image_models.random(1, 2, 35, 16), torch.zeros(1, 3, 10, 14)
+    before = model(x, image)
+    with patch(model, exact=True) as patched:
+        assert patched.patched == [("", "interleaved"), ("rope", "exact tables")]
+        assert distance(model(x, image), before) < 1e-5
+
+
+class BriaEmbedND(FluxPosEmbed):
+    """Bria's name for it, and that of Flux's own code."""
+
+
+def test_tables_of_another_name_and_of_ids_with_more_axes_than_are_read():
+    model = FluxTransformer2DModel(4, 8)
+    model.pos_embed = BriaEmbedND((4, 8))
+    ids, x = torch.randint(0, 40, (7, 3)), image_models.random(1, 2, 7, 12)
+    before = model(x, ids)
+    with patch(model, exact=True) as patched:
+        assert ("pos_embed", "exact tables") in patched.patched
+        assert distance(model(x, ids[:, :2]), before) < 1e-5
+        assert distance(model(x, ids), before) < 1e-5
+
+
+class FramesPosEmbed(FluxPosEmbed):
+    def forward(self, ids, fps=None):
+        return super().forward(ids if fps is None else ids / fps)
+
+
+def test_tables_that_depend_on_more_than_ids_are_kept():
+    model = FluxTransformer2DModel(4, 8)
+    model.pos_embed = FramesPosEmbed((4, 8))
+    with patch(model, exact=True) as patched:
+        assert patched.skipped == [
+            ("pos_embed", "keeps its own tables: its tables may depend on fps too")
+        ]
+
+
+@pytest.mark.parametrize("make", DIFFUSERS[1:2])
 def test_tables_of_wan_that_were_cast_to_bfloat16_are_exact_again(make):
     model, _ = make()
     model = model.to(torch.bfloat16)

@@ -1,6 +1,7 @@
 """Builders of positions against loops, and against what transformers builds for its models."""
 
 import types
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -126,9 +127,13 @@ def test_images_and_videos_are_grids():
     assert positions.grid_2d(3, 4).tolist() == [place[1:] for place in wanted[:12]]
 
 
-@pytest.mark.parametrize("shape", [(), (2, -1)])
+@pytest.mark.parametrize(
+    "shape", [(), (2, -1), (64 / 16, 4), (True, 2), ("2",), ([2, 3],), (None,)]
+)
 def test_grid_refuses(shape):
-    with pytest.raises(ValueError, match="grid needs one size >= 0 per axis"):
+    with pytest.raises(
+        ValueError, match="sizes of a grid must be whole numbers >= 0, one per axis"
+    ):
         positions.grid(*shape)
 
 
@@ -244,6 +249,34 @@ def test_mrope_refuses_other_segments(segment):
         positions.mrope([("text", 1), segment])
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64, torch.tensor])
+def test_sizes_of_a_library_are_those_of_python(kind):
+    """Narrow numbers would start again from 0, unsigned 64-bit ones give float64."""
+
+    def segments(size):
+        return [("text", size(100)), ("image", size(1), size(9), size(7)), ("text", size(100)),
+                ("video", size(2), size(9), size(1), 3.0), ("text", size(100))]  # fmt: skip
+
+    ours, wanted = positions.mrope(segments(kind)), positions.mrope(segments(int))
+    assert (ours.dtype, ours.tolist()) == (np.int64, wanted.tolist())
+    for spacing in get_args(positions.TieSpacing):
+        tied = [
+            positions.tie(
+                [("text", size(100)), ("image", size(20), size(20)), ("text", size(9))], spacing
+            ).tolist()
+            for size in (kind, int)
+        ]
+        assert tied[0] == tied[1]
+
+
+@pytest.mark.parametrize("build", [positions.mrope, positions.tie])
+@pytest.mark.parametrize("segment", [("text", 2.5), ("text", -1), ("text", True), ("text", "2")])
+def test_sizes_that_are_not_whole_are_refused(build, segment):
+    message = r"sizes of text must be whole numbers >= 0, one per axis, got \("
+    with pytest.raises(ValueError, match=message):
+        build([segment])
+
+
 # --- which axis drives which pair ---
 
 
@@ -276,10 +309,14 @@ def test_interleaved_sections_take_any_number_of_axes():
 
 
 @pytest.mark.parametrize("build", [positions.sections, positions.interleaved_sections])
-@pytest.mark.parametrize("counts", [(), (2, -1), (0, 0)])
+@pytest.mark.parametrize("counts", [(), (2, -1), ([24, 20, 20],), (1.5, 2), (True, 1), ("8",)])
 def test_sections_refuse(build, counts):
-    with pytest.raises(ValueError, match="sections need one count >= 0 per axis"):
+    with pytest.raises(ValueError, match="sections must be whole numbers >= 0, one per axis, got"):
         build(*counts)
+    with pytest.raises(ValueError, match=r"sections need at least 1 pair, got \(0, 0\)"):
+        build(0, 0)
+    counts = np.array([100, 90, 90], np.uint8)  # three times 100 is more than a byte holds
+    assert build(*counts) == build(*counts.tolist())
 
 
 def test_interleaved_sections_refuse_what_does_not_fit():
@@ -325,11 +362,22 @@ def test_a_centred_grid_and_its_spacing():
         assert (center.dtype, center.ravel().tolist()) == (np.float64, [-1.5, -0.5, 0.5, 1.5])
 
 
+def test_an_origin_for_each_axis():
+    """Qwen-Image counts frames from 0, rows and columns from the middle."""
+    wanted = [[t, h, w] for t in range(2) for h in (-2, -1, 0) for w in (-2, -1, 0, 1)]
+    ours = positions.grid(2, 3, 4, origin=("first", "middle", "middle"))
+    assert (ours.dtype, ours.tolist()) == (np.int64, wanted)
+    half = positions.grid(2, 2, origin=["edge", "first"])
+    assert half.tolist() == [[0.5, 0], [0.5, 1], [1.5, 0], [1.5, 1]]
+
+
 def test_a_grid_that_makes_no_sense_is_refused():
     for arguments, message in (
         ({"prefix": -1}, "prefix must be >= 0, got -1"),
         ({"prefix": 1.0}, "prefix must hold whole numbers, got dtype float64"),
-        ({"origin": "centre"}, "origin must be one of first, middle, center, edge, got 'centre'"),
+        ({"origin": "centre"}, "origin must be one of .*, or one for each of 2 axes, got 'centre'"),
+        ({"origin": ("first",)}, r"origin must be one of first, middle, .* got \('first',\)"),
+        ({"origin": ("first", "last")}, "origin must be one of first, middle, center, edge, or"),
         ({"spacing": (1, 2, 3)}, r"spacing must be one number, or one for each of 2, got \(1, 2"),
         ({"spacing": np.inf}, "spacing must be one number"),
     ):

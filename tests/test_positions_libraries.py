@@ -104,6 +104,35 @@ def test_a_compiled_call_takes_any_length():
     torch._dynamo.reset()
 
 
+def test_a_compiled_grid_takes_any_size():
+    """torch.compile and torch.export have symbols in place of sizes."""
+    torch = pytest.importorskip("torch")
+
+    class Grids(torch.nn.Module):
+        def forward(self, x):
+            rows, columns = x.shape
+            segments = [("text", rows), ("image", 1, columns, 2)]
+            return (
+                positions.grid(1, rows, columns, like=x, origin=("first", "middle", "middle")),
+                positions.mrope(segments, like=x),
+            )
+
+    compiled = torch.compile(Grids(), fullgraph=True, backend="eager", dynamic=True)
+    sizes = {"x": {axis: torch.export.Dim(f"size{axis}", min=2, max=64) for axis in (0, 1)}}
+    exported = [
+        torch.export.export(
+            Grids(), (torch.empty(3, 4),), dynamic_shapes=sizes, strict=strict
+        ).module()
+        for strict in (False, True)
+    ]
+    for shape in ((3, 4), (5, 2), (6, 7)):
+        wanted = Grids()(np.empty(shape))
+        for call in (compiled, *exported):
+            for found, each in zip(call(torch.empty(shape)), wanted, strict=True):
+                assert found.tolist() == each.tolist()
+    torch._dynamo.reset()
+
+
 REFUSED = {
     "an offset of floats": (lambda a: positions.arange(2, a([0.5])), "offset must hold whole num"),
     "parents of floats": (lambda a: positions.draft(a([-1.0])), "parents must hold whole numbers"),

@@ -29,6 +29,7 @@ from .kernels import (
     is_traced,
     kernel_of,
 )
+from .kernels.geometry import check_axes
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary, check_spec
 
@@ -358,14 +359,9 @@ def _row_lengths(
 
 
 def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
-    axes = spec.num_axes
-    is_short = len(shape) < (2 if axes > 1 else 1)
-    if is_short or (axes > 1 and shape[-1] != axes):
-        expected = f"(..., seq, {axes}) for {axes} axes" if axes > 1 else "(..., seq)"
-        hint = "; move the axes last" if not is_short and shape[0] == axes else ""
-        raise ValueError(f"positions must be {expected}, got shape {tuple(shape)}{hint}")
+    check_axes(spec.num_axes, shape)
     if all(isinstance(size, int) for size in shape):
-        rows = math.prod(shape[:-1] if axes > 1 else shape)
+        rows = math.prod(shape[:-1] if spec.num_axes > 1 else shape)
         size = 4 * spec.rotary_dim * rows
         if size > max_bytes:
             raise ValueError(

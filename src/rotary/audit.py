@@ -12,7 +12,8 @@ from .analysis.precision import longest_safe_position
 from .angles import inv_freq
 from .checkpoint.files import CONFIG, MANIFEST, read_manifest
 from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
-from .configs import choose, from_hf_config, layer_types, parts
+from .configs import choose, from_diffusers_config, from_hf_config, layer_types, parts
+from .configs.diffusers import is_of_diffusers
 from .configs.hf import LAYOUT_MARK, rotary_of
 from .kernels import Numbers
 from .layouts import LAYOUTS
@@ -75,15 +76,21 @@ or move them back by rotary convert'
         from .integrations.methods import is_patched  # needs torch, which a config does not
 
         layout = _layout_remarks(config, seen_in_model(subject), is_patched(subject))
-        return [*_configs(config), *buffers, *layout]
+        stated = subject if is_of_diffusers(subject) else config
+        return [*_configs(stated), *buffers, *layout]
     return [*_configs(subject), *_layout_of_files(subject)]
 
 
 def _configs(subject: object) -> list[Remark]:
     remarks: list[Remark] = []
-    for part in parts(subject) or (None,):
+    is_other = is_of_diffusers(subject)
+    for part in (None,) if is_other else parts(subject) or (None,):
         try:
-            remarks += _config(subject, part)
+            remarks += (
+                [_rope("config", from_diffusers_config(subject))]
+                if is_other
+                else _config(subject, part)
+            )
         except ValueError as error:
             remarks.append(Remark(part or "config", "cannot be read", str(error)))
     return remarks
@@ -100,16 +107,9 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             yield Remark(where, complaint, _UNREAD)
         for each in caught:  # a factor below 1
             yield Remark(where, str(each.message), "it is read as it is written", is_hint=True)
+        yield _rope(where, spec)
         if spec is None:
-            yield Remark(where, "no rotation")
             continue
-        factor = inv_freq(spec)[1]
-        share = f", {spec.rotary_dim} of {spec.head_dim} channels from {spec.start}"
-        yield Remark(
-            where,
-            f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
-            f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
-        )
         if spec.schedule in _STRETCHED and config.written_trained is None:
             yield Remark(
                 where,
@@ -127,6 +127,18 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
         if still in types:
             count = types.count(still)
             yield Remark(where, f"{count} of {len(types)} layers take no rotation: type {still}")
+
+
+def _rope(where: str, spec: Rotary | None) -> Remark:
+    if spec is None:
+        return Remark(where, "no rotation")
+    factor = inv_freq(spec)[1]
+    share = f", {spec.rotary_dim} of {spec.head_dim} channels from {spec.start}"
+    return Remark(
+        where,
+        f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
+        f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
+    )
 
 
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:

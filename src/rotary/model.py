@@ -137,7 +137,7 @@ and positions=, those of its tokens
             "example by transformers.AutoModel.from_pretrained(name)"
         )
     configs = _configs(model)
-    config = getattr(model, "config", None)
+    config = getattr(model, "config", None) if configs[""].config is None else configs[""].config
     note = ""
     if any(parameter.is_meta for parameter in model.parameters()):
         note = "its parameters are on the meta device"
@@ -280,9 +280,11 @@ def _layer_type(nearest: _Nearest, path: str) -> str | None:
 
 def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
     """Return the RoPEs that a config states for text; ValueError if its model is not known."""
-    if getattr(config, "model_type", None) not in MODELS:
+    is_of_diffusers = isinstance(config, nn.Module)
+    if not is_of_diffusers and getattr(config, "model_type", None) not in MODELS:
         raise ValueError(f"{note}, and no config says which RoPE it has")
-    specs = [(kind, from_hf_config(config, kind)) for kind in layer_types(config) or (None,)]
+    kinds = (None,) if is_of_diffusers else layer_types(config) or (None,)
+    specs = [(kind, _expected(config, kind)) for kind in kinds]
     return tuple(
         ModelRotation(None, kind, spec, (), "config", note) for kind, spec in specs if spec
     )

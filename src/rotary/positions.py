@@ -12,7 +12,7 @@ Invalid numbers are errors, except on a GPU and in a traced call, where they are
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, cast, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -283,7 +283,7 @@ def grid(
     *sizes: int,
     prefix: int = 0,
     spacing: float | Sequence[float] | None = None,
-    origin: str = ...,
+    origin: str | Sequence[str] = ...,
     like: None = None,
 ) -> Positions | Fractions: ...
 @overload
@@ -291,14 +291,14 @@ def grid(
     *sizes: int,
     prefix: int = 0,
     spacing: float | Sequence[float] | None = None,
-    origin: str = ...,
+    origin: str | Sequence[str] = ...,
     like: Array,
 ) -> Array: ...
 def grid(
     *sizes: int,
     prefix: int = 0,
     spacing: float | Sequence[float] | None = None,
-    origin: str = "first",
+    origin: str | Sequence[str] = "first",
     like: object = None,
 ) -> object:  # fmt: skip
     """Coordinates of a grid in row-major order: (prefix + product of sizes, axes).
@@ -309,13 +309,13 @@ def grid(
              registers; their coordinates are 0, so they are not rotated
     spacing  step from one coordinate to the next, one number or one for each axis: patch_size for
              pixels, 2 / n for a range of 2, the ratio of sizes for a grid that is stretched
-    origin   where 0 is: "first" of each axis; "center" of the grid, between its ends, so that
-             coordinates are negative too; "edge" half a step before the first (the middle of a
-             pixel is at 0.5); "middle" the coordinate of number n - n // 2, which is whole
-             (diffusers' scale_rope)
+    origin   where 0 is, for all axes or one for each: "first" of each axis; "center" of the grid,
+             between its ends, so that coordinates are negative too; "edge" half a step before the
+             first (the middle of a pixel is at 0.5); "middle" the coordinate of number n - n // 2,
+             which is whole (diffusers' scale_rope, with "first" for the frames of Qwen-Image)
     Returns int64 for origin "first" or "middle" without a spacing, else float64. Negative positions
     are rotated with `allow_negative=True`, and float64 ones are computed in float64.
-    Raises ValueError for a negative size or prefix and an unknown origin.
+    Raises ValueError for a size or prefix that is not a whole number >= 0, and an unknown origin.
 
     >>> grid(2, 2).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -325,17 +325,21 @@ def grid(
     ([[-1.5, -0.5, 0.5, 1.5]], [[-3, -2, -1, 0, 1]])
     >>> grid(2, 2, origin="edge", spacing=(8, 4)).tolist()
     [[4.0, 2.0], [4.0, 6.0], [12.0, 2.0], [12.0, 6.0]]
+    >>> grid(1, 2, 2, origin=("first", "middle", "middle")).tolist()
+    [[0, -1, -1], [0, -1, 0], [0, 0, -1], [0, 0, 0]]
     """
-    if not sizes or any(size < 0 for size in sizes):
-        raise ValueError(f"grid needs one size >= 0 per axis, got {sizes}")
+    sizes = _sizes("sizes of a grid", sizes)
     if _whole_number("prefix", prefix) < 0:
         raise ValueError(f"prefix must be >= 0, got {prefix}")
-    if origin not in ORIGINS:
-        raise ValueError(f"origin must be one of {', '.join(ORIGINS)}, got {origin!r}")
-    # sizes of NumPy may be unsigned; others may be symbols of torch.export
-    sizes = tuple(size.item() if isinstance(size, np.integer) else size for size in sizes)
-    place, starts = Place(like), [ORIGINS[origin](size) for size in sizes]
-    is_whole = spacing is None and origin in ("first", "middle")
+    origins = [origin] * len(sizes) if isinstance(origin, str) else [*origin]
+    if len(origins) != len(sizes) or not {*origins} <= {*ORIGINS}:
+        raise ValueError(
+            f"origin must be one of {', '.join(ORIGINS)}, or one for each of {len(sizes)} axes, "
+            f"got {origin!r}"
+        )
+    place = Place(like)
+    starts = [ORIGINS[each](size) for each, size in zip(origins, sizes, strict=True)]
+    is_whole = spacing is None and {*origins} <= {"first", "middle"}
     one = (
         1 if is_whole else place.converted(np.ones(1))
     )  # float64, of JAX only with x64, float32 of MLX
@@ -401,6 +405,8 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     time_step): frame t is then at int(t * time_step), multiplied in float32 as transformers does.
     For Qwen2.5-VL it is `tokens_per_second` of the config times `second_per_grid_ts` of the
     processor. Qwen3-VL writes the time as text between frames, each an ("image", 1, height, width).
+    Qwen2.5-Omni rounds t times the seconds before it multiplies by 25 tokens per second, so that
+    some of its frames are one later; Qwen3-Omni keeps fractions of a position.
 
     Raises ValueError for an unknown kind, a wrong number of sizes, and a step that is not > 0.
     Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
@@ -417,12 +423,12 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     parts = [grid(0, 0, 0, like=place.like)]
     for kind, *numbers in segments:
         step = float(numbers.pop()) if kind == "video" and len(numbers) == 4 else 1.0
-        sizes = cast("list[int]", numbers)
-        if kind not in ("text", "image", "video") or len(sizes) != (1 if kind == "text" else 3):
+        if kind not in ("text", "image", "video") or len(numbers) != (1 if kind == "text" else 3):
             raise ValueError(
                 "a segment is ('text', length), ('image' | 'video', frames, height, width) or "
-                f"('video', frames, height, width, time_step), got {(kind, *sizes)!r}"
+                f"('video', frames, height, width, time_step), got {(kind, *numbers)!r}"
             )
+        sizes = [*_sizes(f"sizes of {kind}", numbers)]
         if not 0 < step < math.inf:
             raise ValueError(f"time_step of a video must be a number > 0, got {step!r}")
         part = grid(*sizes, like=place.like)  # of text one column, which all axes share
@@ -499,11 +505,13 @@ def tie(
     place, following, after_image = Place(like), _whole_number("offset", offset), False
     one = 1 if spacing == "whole" else place.converted(np.ones(1))
     parts = [grid(0, 0, like=place.like) * one]
-    for kind, *sizes in segments:
-        if kind not in ("text", "image") or len(sizes) != (1 if kind == "text" else 2):
+    for kind, *numbers in segments:
+        if kind not in ("text", "image") or len(numbers) != (1 if kind == "text" else 2):
             raise ValueError(
-                f"a segment is ('text', length) or ('image', height, width), got {(kind, *sizes)!r}"
+                "a segment is ('text', length) or ('image', height, width), "
+                f"got {(kind, *numbers)!r}"
             )
+        sizes = _sizes(f"sizes of {kind}", numbers)
         part = grid(*sizes, like=place.like) * one
         if kind == "text":
             parts.append(part + place.arange(2) * 0 + following)
@@ -544,7 +552,7 @@ def sections(*counts: int) -> tuple[int, ...]:
     >>> sections(1, 2, 2)
     (0, 1, 1, 2, 2)
     """
-    _check_counts(counts)
+    counts = _counts(counts)
     return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
 
 
@@ -557,7 +565,7 @@ def interleaved_sections(*counts: int) -> tuple[int, ...]:
     >>> interleaved_sections(3, 2, 1)
     (0, 1, 2, 0, 1, 0)
     """
-    _check_counts(counts)
+    counts = _counts(counts)
     axes = [0] * sum(counts)
     for axis, count in enumerate(counts[1:], start=1):
         claimed = range(axis, count * len(counts), len(counts))
@@ -568,9 +576,30 @@ def interleaved_sections(*counts: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def _check_counts(counts: Sequence[int]) -> None:
-    if not counts or any(count < 0 for count in counts) or sum(counts) == 0:
-        raise ValueError(f"sections need one count >= 0 per axis and at least 1 pair, got {counts}")
+def _counts(counts: Sequence[int]) -> tuple[int, ...]:
+    numbers = _sizes("sections", counts)
+    if sum(numbers) == 0:
+        raise ValueError(f"sections need at least 1 pair, got {numbers}")
+    return numbers
+
+
+def _sizes(name: str, sizes: Iterable[object]) -> tuple[int, ...]:
+    """Return sizes as numbers of Python: those of NumPy may be narrow, and torch adds tensors.
+
+    Symbols of torch.export stay what they are. torch.compile takes its own for an int, and knows no
+    attributes of it.
+    """
+    numbers: tuple[Any, ...] = tuple(
+        size.item() if not isinstance(size, int) and hasattr(size, "item") else size
+        for size in sizes
+    )
+    is_whole = [
+        not isinstance(number, bool) if isinstance(number, int) else hasattr(number, "__index__")
+        for number in numbers
+    ]
+    if not numbers or not all(is_whole) or any(number < 0 for number in numbers):
+        raise ValueError(f"{name} must be whole numbers >= 0, one per axis, got {numbers}")
+    return numbers
 
 
 def _whole_number(name: str, value: object) -> int:

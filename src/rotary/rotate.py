@@ -4,7 +4,7 @@ from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
 from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, kernels_by_type
-from .kernels.geometry import AngleOptions, Angles, Options, geometry_of, seq_axis
+from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 
 Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
@@ -319,6 +319,7 @@ def _check_positions(
 
     A table of as many axes as x is legal for `rotate`, but positions never have a head axis.
     """
+    check_axes(spec.num_axes, shape)
     tokens = shape[:-1] if spec.num_axes > 1 else shape
     if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):
         axes = ", axes" if spec.num_axes > 1 else ""

@@ -264,8 +264,8 @@ def row(name, arguments, tables_of, *sizes_and_steps):
 
 if __name__ == "__main__":
     image_models = measure.beside("image_models")
-    for model in (image_models.flux, image_models.wan):
-        image_models.check(model)
+    for name in ("flux", "flux2", "hunyuan_video", "wan"):
+        image_models.check(getattr(image_models, name))
     without = FILES.keys() - NOT_ONE.keys() - {name for name, *_ in CLASSES}
     if without:
         raise SystemExit(f"no row for {sorted(without)}")

@@ -73,10 +73,20 @@ def read_specs(
     config: str, layer_type: str | None, part: str | None
 ) -> "dict[str | None, Rotary | None]":
     """Return layer type -> RoPE; one entry for a given layer type, or if all have the same."""
-    from ..configs import from_gguf, from_hf_config, gguf_layer_types, layer_types, read_gguf
+    from ..configs import (
+        from_diffusers_config,
+        from_gguf,
+        from_hf_config,
+        gguf_layer_types,
+        layer_types,
+        read_gguf,
+    )
+    from ..configs.diffusers import is_of_diffusers
 
     asked = (layer_type,) if layer_type else ()
-    if not is_gguf(config):
+    if not (is_gguf(config) or layer_type or part) and is_of_diffusers(config):
+        specs: dict[str | None, Rotary | None] = {None: from_diffusers_config(config)}
+    elif not is_gguf(config):
         kinds = asked or layer_types(config, part=part) or (None,)
         specs = {kind: from_hf_config(config, kind, part=part) for kind in kinds}
     elif part is None:

@@ -5,7 +5,7 @@ file has none, and the layout that its code rotates.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..positions import sections
 from ..schedules import default
@@ -56,7 +56,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("FluxTransformer2DModel", "ChromaTransformer2DModel", "LongCatImageTransformer2DModel",
          "OvisImageTransformer2DModel", "QwenImageTransformer2DModel",
-         "QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel"), _FLUX),
+         "QwenImage21Transformer2DModel", "NucleusMoEImageTransformer2DModel",
+         "FluxControlNetModel", "QwenImageControlNetModel"), _FLUX),
     **dict.fromkeys(
         ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
         _FLUX._replace(base=("rope_theta", 10_000.0))),
@@ -80,13 +81,16 @@ RULES: Mapping[str, Rule] = {
     "Kandinsky6Transformer3DModel": _KANDINSKY._replace(widths=("axes_dims", (32, 48, 48))),
     "Kandinsky6SRTransformer3DModel": _KANDINSKY,
     "Lumina2Transformer2DModel": Rule(("axes_dim_rope", (32, 32, 32)), None),
-    "CogVideoXTransformer3DModel": Rule(_quarter, ("attention_head_dim", 64)),
-    "EasyAnimateTransformer3DModel": Rule(_quarter, ("attention_head_dim", 64)),
+    **dict.fromkeys(
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel",
+         "EasyAnimateTransformer3DModel"), Rule(_quarter, ("attention_head_dim", 64))),
     "CogView4Transformer2DModel": Rule(_halves, ("attention_head_dim", 40), layout="half"),
     "GlmImageTransformer2DModel": Rule(_halves, ("attention_head_dim", 40), layout="half"),
     "CosmosTransformer3DModel": Rule(
         _thirds, layout="half", scale=("rope_scale", (2.0, 1.0, 1.0))),
 }  # fmt: skip
+_LARGEST = 1e9  # factor of an axis: with more, its pairs would not turn in 64 bits
+_SWITCHED = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 # classes that no single `Rotary` describes, and why
 _ALL_HEADS = "its frequencies run over all heads, so that each head has different ones"
 NOT_ONE = {
@@ -97,13 +101,25 @@ NOT_ONE = {
 }
 
 
+def is_of_diffusers(config: object) -> bool:
+    """Return whether a config (path, folder, dict) or a loaded model is one of diffusers.
+
+    >>> is_of_diffusers({"_class_name": "FluxTransformer2DModel"}), is_of_diffusers({})
+    (True, False)
+    """
+    if hasattr(config, "named_modules"):
+        return type(config).__name__ in {*RULES, *NOT_ONE}
+    data = load(config)
+    return "_class_name" in data and "model_type" not in data
+
+
 def from_diffusers_config(config: object) -> Rotary | None:
     """Return the RoPE of a diffusers model, from the config.json in its folder "transformer".
 
     config  path of that file or folder, a dict, or a loaded model
     The position axes are those of the model, most often (frame, row, column), which
     `rotary.positions.grid` builds; Flux has an image index before them, which is 0. Returns None
-    for a CogVideoX model without rotation.
+    for a CogVideoX or ConsisID model without rotation.
     Raises ValueError for a class that is not known, for one that is not a single rotation (the
     error says why), and for widths that do not add up to head_dim; FileNotFoundError for a path
     that is not there.
@@ -116,14 +132,14 @@ def from_diffusers_config(config: object) -> Rotary | None:
         config = {**inside, "_class_name": type(config).__name__}
     data = load(config)
     name = data.get("_class_name")
-    if name in NOT_ONE:
-        raise ValueError(f"{name} is not one rotation: {NOT_ONE[str(name)]}")
+    if isinstance(name, str) and name in NOT_ONE:
+        raise ValueError(f"{name} is not one rotation: {NOT_ONE[name]}")
     if not isinstance(name, str) or name not in RULES:
         raise ValueError(
             f"_class_name {name!r} is not known{nearest(name, RULES)}; give the config.json of the "
             "model in the folder transformer, or run the model: rotary.from_model(model, example=)"
         )
-    if name == "CogVideoXTransformer3DModel" and not data.get("use_rotary_positional_embeddings"):
+    if name in _SWITCHED and not _flag(data, "use_rotary_positional_embeddings"):
         return None
     rule = RULES[name]
     head_dim = None if rule.head is None else whole_number(rule.head[0], _get(data, rule.head), 1)
@@ -134,6 +150,12 @@ def from_diffusers_config(config: object) -> Rotary | None:
         raise ValueError(
             f"{name}: the widths of its axes {widths} sum to {sum(widths)}, its heads have "
             f"{head_dim} channels"
+        )
+    least = 2 if rule.scale is None else 4  # NTK divides by the width - 2
+    if any(width < least or width % 2 for width in widths):
+        raise ValueError(
+            f"{name}: the widths of its axes must be even and >= {least}, but heads of "
+            f"{sum(widths)} channels give {widths}"
         )
     base = rule.base if isinstance(rule.base, int | float) else _number(data, *rule.base)
     schedule, params = "axial", dict[str, tuple[float, ...]](widths=widths)
@@ -161,9 +183,11 @@ def _ntk_scaled(
     if (
         not isinstance(factors, list | tuple)
         or len(factors) != len(widths)
-        or not all(isinstance(factor, int | float) and factor > 0 for factor in factors)
+        or not all(_is_number(factor) and 0 < factor <= _LARGEST for factor in factors)
     ):
-        raise ValueError(f"{scale[0]} must hold {len(widths)} numbers > 0, got {factors!r}")
+        raise ValueError(
+            f"{scale[0]} must hold {len(widths)} numbers > 0 and <= {_LARGEST:.0e}, got {factors!r}"
+        )
     return tuple(
         float(frequency)
         for width, factor in zip(widths, factors, strict=True)
@@ -178,8 +202,19 @@ def _get(data: Mapping[str, JSON], key: tuple[str, object]) -> JSON:
 
 def _number(data: Mapping[str, JSON], name: str, fallback: float) -> float:
     value = _get(data, (name, fallback))
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _is_number(value: JSON) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _flag(data: Mapping[str, JSON], name: str) -> bool:
+    value = _get(data, (name, False))
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
     return value
 
 

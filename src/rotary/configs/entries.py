@@ -69,6 +69,7 @@ HARMLESS = {  # keys of published files that change nothing at this value
     "rotary_pct": 1.0, "rotary": True, "use_rotary_pos_emb": True, "use_mrope": False,
     "use_3d_rope": True, "rope_is_neox_style": True, "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
+    "rope_interleaved": False,  # SmolLM2
 }  # fmt: skip
 # names in layer_types where all layers that rotate have one RoPE: those of transformers 5.23,
 # configuration_utils.py, and of older files
@@ -173,6 +174,11 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
     """Return the sub-config of a part, and the entry of its model in `MODELS`."""
     name = data.get("model_type")
+    if name is None and "_class_name" in data:
+        raise ValueError(
+            f"this is a config of diffusers, of {data['_class_name']!r}: read it with "
+            "rotary.configs.from_diffusers_config"
+        )
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {part!r} needs a config with model_type")

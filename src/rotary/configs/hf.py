@@ -245,6 +245,8 @@ def _known_keys(
         keys |= {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if rope.get("extrapolation_factor") == 1:
         keys.add("extrapolation_factor")
+    if rope_type == "yarn" and rope.get("finetuned") is True:  # the paper's own models: not dynamic
+        keys.add("finetuned")
     if rope.get("interleaved") == rope.get("mrope_interleaved"):  # Qwen3-Omni says it twice
         keys.add("interleaved")
     for key in rope:

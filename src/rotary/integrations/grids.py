@@ -21,7 +21,9 @@ from ..positions import grid
 from ..spec import Rotary
 from .styles import REFUSALS, full_width, style_of
 
-_NAME = re.compile("rope|rotary|pos_?embed|positionembedding", re.IGNORECASE)  # of their classes
+_NAME = re.compile(
+    "rope|rotary|pos_?embed|positionembedding|embednd", re.IGNORECASE
+)  # of their classes
 _SIZES = (2, 3, 4)  # patches along each axis of the example that a module is called with
 _CLOSE = 2e-5  # rounding of float32 angles of a few turns; 16-bit tables round by more
 
@@ -76,18 +78,25 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
     if maker is None or maker.positions is None:
         raise ValueError("it does not say which positions its tables are of")
     positions_of, augments = maker.positions, maker.augments
-    argument, theirs = next(_tried(module, maker))
-    spec, style, shape = _spec(module, model), style_of(theirs), theirs[0].shape
-    tokens = math.prod(shape[:-1])
+    if others := list(inspect.signature(type(module).forward).parameters)[2:]:
+        raise ValueError(f"its tables may depend on {', '.join(others)} too")
+    spec = _spec(module, model)
+    examples = [
+        (at, tables)
+        for argument, tables in _tried(module, maker)
+        if isinstance(argument, Tensor)  # true of every maker that has `positions`
+        if (at := positions_of(module, argument)).shape[-1] == spec.num_axes
+    ]
+    if not examples:
+        raise ValueError(f"it takes no positions of {spec.num_axes} axes, as its config has")
+    at, theirs = examples[0]
+    style, shape = style_of(theirs), theirs[0].shape
+    outer = [-1 if n == len(at) else 1 for n in shape[:-1]]
 
     def tables(at: Tensor) -> tuple[Tensor, ...]:
         wide = full_width(style, *cos_sin(spec, at, allow_negative=True))
-        return tuple([t.reshape([-1 if n == tokens else n for n in shape]) for t in wide])
+        return tuple([table.reshape([*outer, shape[-1]]) for table in wide])
 
-    assert isinstance(argument, Tensor)  # true of every maker that has `positions`
-    at = positions_of(module, argument)
-    if spec.num_axes != at.shape[-1]:
-        raise ValueError(f"its positions have {at.shape[-1]} axes, its config {spec.num_axes}")
     ours = tables(at)
     if len(theirs) != len(ours) or any(
         one.shape != other.shape
@@ -105,7 +114,10 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
             or (augments and self.training)
         ):
             return own(self, *args, **kwargs)
-        exact = tables(positions_of(self, operands[0]).to(operands[0].device))
+        at = positions_of(self, operands[0])
+        if at.shape[-1] != spec.num_axes:
+            return own(self, *args, **kwargs)
+        exact = tables(at.to(operands[0].device))
         return exact if len(exact) == 2 else exact[0]
 
     return forward
@@ -161,9 +173,10 @@ def _ids(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _videos(module: nn.Module) -> Iterator[Tensor]:
-    """Wan and HunyuanVideo: (batch, channels, frames, height, width), in patches."""
+    """Wan and HunyuanVideo: (batch, channels, frames, height, width); images: no frames."""
     patch = _patch(module)
-    yield torch.zeros(1, 1, *[n * size for n, size in zip(_SIZES, patch, strict=True)])
+    sizes = _SIZES[-len(patch) :]
+    yield torch.zeros(1, 1, *[n * size for n, size in zip(sizes, patch, strict=True)])
 
 
 def _video_positions(module: nn.Module, x: Tensor) -> Tensor:
@@ -172,11 +185,12 @@ def _video_positions(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _patch(module: nn.Module) -> list[int]:
-    """Return the frames, rows and columns of a patch."""
+    """Return the frames, rows and columns of a patch; rows and columns of an image."""
     size = getattr(module, "patch_size")  # noqa: B009  # a Tensor or Module, for mypy
     if isinstance(size, Sequence):
         return list(size)
-    return [int(getattr(module, "patch_size_t")), int(size), int(size)]  # noqa: B009
+    frames = getattr(module, "patch_size_t", None)  # none in CogView 4 and GLM-Image
+    return [int(each) for each in (frames, size, size) if each is not None]
 
 
 def _images(module: nn.Module) -> Iterator[Tensor]:

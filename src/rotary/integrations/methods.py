@@ -11,15 +11,17 @@ A copy of that method, set on one module, looks up another name in the same file
 Only that name differs. So no other model is affected, later changes of the file's globals take
 effect, and torch.compile sees plain Python. docs/log.md says what wrappers without such a copy
 lose. A call through a module, `llama.apply_rotary_pos_emb(...)`, looks up the other name in that
-module.
+module, and so does an import in the method, `from ..embeddings import apply_rotary_emb`.
 """
 
 import copy
 import dis
 import functools
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import resolve_name
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
@@ -71,7 +73,11 @@ def _is_rotation(value: object, name: str) -> TypeGuard[Callable[..., object]]:
 
 
 def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[ModuleType, str]]:
-    """Yield (module, attribute) for each attribute of a module that a function uses."""
+    """Yield (module, attribute) for each attribute of a module that a function uses or imports."""
+    for source, name in _imported(code):
+        module = _loaded(source, function.__globals__.get("__package__"))
+        if module is not None:
+            yield module, name
     for first, *others in _dotted(code):
         owner = function.__globals__.get(first)
         for name in others:
@@ -96,6 +102,34 @@ def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
             is_open = False
     own = tuple(tuple(chain) for chain in chains if len(chain) > 1)
     return sum([_dotted(part) for part in _nested(code)], own)
+
+
+def _loaded(source: str, package: object) -> ModuleType | None:
+    """Return the module that an import in a package names, if it is loaded already."""
+    try:
+        module = sys.modules.get(resolve_name(source, package if isinstance(package, str) else ""))
+    except ImportError:  # a relative one outside of a package
+        return None
+    return module if isinstance(module, ModuleType) else None
+
+
+@functools.lru_cache(maxsize=4096)  # as for `_globals`
+def _imported(code: CodeType) -> tuple[tuple[str, str], ...]:
+    """Return each `from source import name` in a code object and in nested ones, as diffusers has.
+
+    >>> _imported(compile("from ..embeddings import rotate", "", "exec"))
+    (('..embeddings', 'rotate'),)
+    """
+    pairs: list[tuple[str, str]] = []
+    source, values = "", [0, 0]
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":  # after the level of a relative one, and the names
+            source = "." * values[-2] + instruction.argval
+        elif instruction.opname == "IMPORT_FROM":
+            pairs.append((source, instruction.argval))
+        elif instruction.opname != "EXTENDED_ARG":
+            values = [values[-1], instruction.argval]
+    return sum([_imported(part) for part in _nested(code)], tuple(pairs))
 
 
 def _content(cell: CellType) -> object:

@@ -255,3 +255,17 @@ def _table_axes(
             "unclear which belong together: give (seq), (batch, seq) for a 4-D x, or all axes of x"
         )
     return tuple(dims)
+
+
+def check_axes(axes: int, shape: Sequence[int]) -> None:
+    """Refuse positions that are not (..., seq, axes), or (..., seq) for one axis.
+
+    >>> check_axes(3, (3, 1, 8))
+    Traceback (most recent call last):
+    ValueError: positions must be (..., seq, 3) for 3 axes, got shape (3, 1, 8); move the axes last
+    """
+    is_short = len(shape) < (2 if axes > 1 else 1)
+    if is_short or (axes > 1 and shape[-1] != axes):
+        expected = f"(..., seq, {axes}) for {axes} axes" if axes > 1 else "(..., seq)"
+        hint = "; move the axes last" if not is_short and shape[0] == axes else ""
+        raise ValueError(f"positions must be {expected}, got shape {tuple(shape)}{hint}")
