@@ -100,7 +100,7 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
 def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     """Return `rope_keys` for the config of one model, with what else it reads in the same object.
 
-    That are the keys that assign axes to pairs, and Mistral's llama_4_scaling_beta.
+    Those are the keys that assign axes to pairs, and Mistral's llama_4_scaling_beta.
     head_dim is included only if transformers fails without it.
     Raises ValueError for a rope type that the model does not read; see `as_model_reads`.
 

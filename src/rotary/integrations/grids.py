@@ -21,9 +21,8 @@ from ..positions import grid
 from ..spec import Rotary
 from .styles import REFUSALS, full_width, style_of
 
-_NAME = re.compile(
-    "rope|rotary|pos_?embed|positionembedding|embednd", re.IGNORECASE
-)  # of their classes
+# in the names of classes that make tables
+_NAME = re.compile("rope|rotary|pos_?embed|positionembedding|embednd", re.IGNORECASE)
 _SIZES = (2, 3, 4)  # patches along each axis of the example that a module is called with
 _CLOSE = 2e-5  # rounding of float32 angles of a few turns; 16-bit tables round by more
 
