@@ -461,7 +461,7 @@ def cut_small():
     """Let small calls go the way of large ones: on all threads, in parts, in tiles of few rows, and
     past the caches."""
     threads.SERIAL_BYTES = jobs.STREAM_BYTES = fused_jobs.STREAM_BYTES = 1
-    jobs.TILE_BYTES = fused_jobs.TILE_BYTES = 1 << 11
+    jobs.TILE_BYTES = jobs.MOST_TILE_BYTES = fused_jobs.TILE_BYTES = 1 << 11
     forget()
 
 

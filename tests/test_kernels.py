@@ -703,7 +703,9 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
     monkeypatch.setattr(pool, "count", lambda: threads)
     pairs, seq = 4, 11
-    monkeypatch.setattr(jobs, "TILE_BYTES", rows * 2 * 4 * pairs)
+    monkeypatch.setattr(jobs, "TILE_BYTES", 2 * 4 * pairs)
+    monkeypatch.setattr(jobs, "MOST_TILE_BYTES", rows * 2 * 4 * pairs)
+    monkeypatch.setattr(jobs, "_TILES", 1)
     rng = np.random.default_rng(0)
     for shape, table in (
         ((2, 3, seq, 8), (2, seq, pairs)),

@@ -36,7 +36,9 @@ from .rows import MODES, STREAMING
 
 STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
 LINE = 64
-TILE_BYTES = caches.size(1) // 4  # of cos and sin; x, out and the next x also need the cache
+# of cos and sin in a tile, at least and at most; x, out and the next x also need the caches. Large
+# tiles are faster, since the processor fetches long runs ahead, but each part should have a few
+TILE_BYTES, MOST_TILE_BYTES, _TILES = caches.size(1) // 4, caches.size(2) // 16, 4
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
 _LONG_BYTES = 1 << 16  # a smaller job ends before another thread could get the GIL
 
@@ -290,8 +292,13 @@ def walk(
         steps["head"] = geometry.start * itemsize
         steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
     *_, table_step = inner[-1]
-    tile = max(1, TILE_BYTES // (2 * geometry.pairs * SIZES["float32"]))
-    steps["tile"] = tile if table_step else 4 * tile  # larger if all rows share one table row
+    least, most = (
+        max(1, size // (2 * geometry.pairs * SIZES["float32"]))
+        for size in (TILE_BYTES, MOST_TILE_BYTES)
+    )
+    share = math.prod([size for size, *_ in inner]) // (_TILES * threads.PARTS * threads.count())
+    # larger if all rows share one table row
+    steps["tile"] = max(least, min(most, share)) if table_step else 4 * least
     return offsets, steps
 
 
