@@ -623,6 +623,7 @@ BY_LENGTH = {
 def test_one_compiled_program_serves_every_length(name, precision):
     """The frequencies of a length that is a symbol ended in an error of Dynamo."""
     torch._dynamo.reset()
+    rotary.kernels.kernels_by_type.clear()  # as in a new process: Dynamo guarded the types in it
     counter = CompileCounterWithBackend("aot_eager")
 
     def turned(q):

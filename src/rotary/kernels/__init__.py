@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..schedules import Arithmetic
 from .geometry import AngleOptions, Options
+from .private import recorded_as
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch, JAX or MLX: the type that goes in comes out
 Operand = Any  # an array of any library, or what a caller passes in its place, such as a number
@@ -111,10 +112,25 @@ def kernel_of(array: Array) -> Kernel[Array]:
     >>> kernel_of(numpy.zeros(2)).name
     'compiled loops'
     """
-    kernel = kernels_by_type.get(type(array)) or _find(array)
+    kernel = known_kernel(type(array)) or _find(array)
     if kernel.check is not None:
         kernel.check(array)
     return kernel
+
+
+def _none(kind: type) -> None:
+    return None
+
+
+@recorded_as(_none)
+def known_kernel(kind: type) -> SomeKernel | None:
+    """Return the kernel of a type that came before; None while torch.compile records.
+
+    Dynamo guards every key of the table: a program would be compiled again after each new type.
+
+    >>> known_kernel(type(None))
+    """
+    return kernels_by_type.get(kind)
 
 
 def _find(array: object) -> SomeKernel:
@@ -247,7 +263,7 @@ def host() -> Kernel[Numbers]:
     >>> host().name
     'compiled loops'
     """
-    return kernels_by_type.get(np.ndarray) or _find(_NOTHING)
+    return known_kernel(np.ndarray) or _find(_NOTHING)
 
 
 _NOTHING = np.empty(0)
