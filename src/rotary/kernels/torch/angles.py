@@ -30,6 +30,7 @@ from .state import (
     is_recording,
     is_tracing,
     is_transforming,
+    wants_grad,
 )
 
 Constant = Numbers | Tensor  # a tensor while a program is recorded
@@ -170,8 +171,10 @@ def repeat_rows(positions: Tensor, rows: int) -> Tensor:
 
 
 def to_numpy(positions: Tensor) -> Numbers | None:
-    """Return the positions as a NumPy array; None if not on the host or of another dtype."""
+    """Return positions as a NumPy array; None if not on the host, of another dtype, or trained."""
     if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
+        return None
+    if wants_grad(positions):
         return None
     return host_array(positions)
 
