@@ -290,6 +290,8 @@ def check_positions(positions: object) -> None:
             f"positions must be an array or a list, (..., seq), got {positions!r}; "
             f"range({count}) gives the first {count} positions"
         )
+    if isinstance(positions, (list, tuple, range)):
+        return
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(positions, torch.Tensor):
         if positions.is_nested:
@@ -330,7 +332,10 @@ def is_per_row(seq_len: Any) -> TypeGuard[Sequence[int]]:
     >>> is_per_row([5, 7]), is_per_row(5), is_per_row(np.array(5))
     (True, False, False)
     """
-    return hasattr(seq_len, "__len__") and np.ndim(seq_len) > 0
+    # isinstance comes first: a length may be a symbol of torch.compile, which has no attributes
+    if isinstance(seq_len, int):
+        return False
+    return hasattr(seq_len, "__len__") and getattr(seq_len, "ndim", 1) > 0
 
 
 def is_traced(value: object) -> bool:
