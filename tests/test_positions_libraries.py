@@ -164,6 +164,31 @@ def test_numbers_in_memory_are_looked_at(name, library):
         call(make)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "head_tail", "striped"])
+@pytest.mark.parametrize("bounds", [None, [0, 8, 8, 12, 24]])
+def test_the_rank_of_a_shard_may_be_traced(order, bounds):
+    """In jax.shard_map it is `axis_index`, which ended in an error of JAX."""
+    jax = pytest.importorskip("jax")
+
+    def held(rank):
+        return positions.shard(24, rank, 2, order, cu_seqlens=bounds)
+
+    found = jax.vmap(held, axis_size=2)(jax.numpy.arange(2))
+    np.testing.assert_array_equal(found, [held(0), held(1)])
+
+
+def test_a_program_of_jax_export_leaves_the_length_open():
+    jax = pytest.importorskip("jax")
+    from jax import export
+
+    (seq,) = export.symbolic_shape("seq")
+    kinds = jax.ShapeDtypeStruct((seq,), np.float32), jax.ShapeDtypeStruct((), np.int32)
+    build = jax.jit(lambda x, offset: positions.arange(x.shape[0], offset))
+    program = export.export(build)(*kinds)
+    found = program.call(np.zeros(5, np.float32), np.int32(7))
+    np.testing.assert_array_equal(found, np.arange(7, 12))
+
+
 def test_what_is_traced_needs_its_length():
     jax = pytest.importorskip("jax")
     torch = pytest.importorskip("torch")
