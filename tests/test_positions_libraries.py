@@ -177,6 +177,29 @@ def test_the_rank_of_a_shard_may_be_traced(order, bounds):
     np.testing.assert_array_equal(found, [held(0), held(1)])
 
 
+def test_a_program_of_torch_export_leaves_the_length_open():
+    """Its symbols, without strict=True, were taken for arrays of objects."""
+    torch = pytest.importorskip("torch")
+
+    class Build(torch.nn.Module):
+        def forward(self, x):
+            seq = x.shape[0]
+            return (
+                positions.arange(3, seq, like=x),
+                positions.shard(2 * seq, 1, 2, like=x),
+                positions.draft(torch.tensor([-1, 0]), offset=seq),
+                positions.mrope([("text", 2)], offset=seq, like=x),
+                positions.tie([("text", 2)], offset=seq, like=x),
+            )
+
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(Build(), (torch.empty(4),), dynamic_shapes=shapes, strict=False)
+    for found, wanted in zip(
+        program.module()(torch.empty(7)), Build()(torch.empty(7)), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_program_of_jax_export_leaves_the_length_open():
     jax = pytest.importorskip("jax")
     from jax import export

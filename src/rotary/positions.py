@@ -6,7 +6,8 @@ positions; the code that rotates does not know about them.
 
 Results are in the library and on the device of the torch, JAX or MLX array that is passed, or of
 `like`; otherwise they are NumPy arrays. JAX without x64 gives int32 and float32, MLX gives float32
-for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known.
+for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known,
+except those that torch.compile and torch.export leave open.
 Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
 """
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .kernels import Array, Numbers, is_traced
-from .kernels.place import Place, is_array
+from .kernels.place import Place, is_array, is_open_size
 
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
@@ -604,8 +605,8 @@ def _sizes(name: str, sizes: Iterable[object]) -> tuple[int, ...]:
 
 
 def _whole_number(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if (isinstance(value, int) and not isinstance(value, bool)) or is_open_size(value):
+        return value  # type: ignore[return-value]
     number = np.asarray(value)
     if number.dtype.kind not in "iu":
         raise ValueError(f"{name} must hold whole numbers, got dtype {number.dtype}")
