@@ -47,6 +47,12 @@ def test_it_says_what_it_is():
     assert str(RotaryEmbedding(SPEC)) == "RotaryEmbedding(Rotary(head_dim=64, base=500000.0))"
 
 
+@pytest.mark.parametrize("spec", [64, None, {"head_dim": 64}])
+def test_what_is_no_spec_is_refused_when_a_model_is_built(spec):
+    with pytest.raises(TypeError, match="spec, the first argument, must be a Rotary, got"):
+        RotaryEmbedding(spec)
+
+
 @pytest.mark.parametrize("precision", ["exact", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_apply(dtype, precision):
