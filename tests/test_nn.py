@@ -88,6 +88,18 @@ def saved(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.parametrize("kept", [SPEC, RotaryEmbedding(SPEC, seq_dim=-3)], ids=["spec", "module"])
+def test_a_checkpoint_with_it_is_loaded_without_running_code(kept):
+    """Its pickle asked for `getattr`, which nobody should allow."""
+    file = io.BytesIO()
+    torch.save({"kept": kept}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([Rotary, RotaryEmbedding]):
+        loaded = torch.load(file, weights_only=True)["kept"]
+    assert str(loaded) == str(kept)
+    assert getattr(loaded, "spec", loaded) == SPEC
+
+
 def on_meta(module: nn.Module) -> nn.Module:
     with torch.device("meta"):
         return RotaryEmbedding(module.spec).to_empty(device="cpu")
