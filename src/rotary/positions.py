@@ -205,7 +205,7 @@ def shard(
 ) -> Array: ...
 def shard(
     seq_len: int,
-    rank: Any,
+    rank: int | Array,
     world: int,
     order: Order = "contiguous",
     *,

@@ -1,7 +1,7 @@
 """Reads private names of other libraries, with a fallback for when they are gone."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -29,8 +29,8 @@ def recorded_as(other: Callable[..., object]) -> Callable[[Function], Function]:
     -1
     """
 
-    def marked(function: Any) -> Any:
-        function._torchdynamo_inline = other
+    def marked(function: Function) -> Function:
+        function._torchdynamo_inline = other  # type: ignore[attr-defined]
         return function
 
     return marked
