@@ -48,7 +48,7 @@ def export(
     args: tuple[object, ...],
     path: str | Path,
     *,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: dict[str, object] | None = None,
     opset_version: int = OPERATOR_OPSET,
     dynamic_shapes: Any = None,
     **options: Any,
@@ -143,7 +143,7 @@ def _recording(has_operator: bool) -> Iterator[None]:
 
 def _rotate(
     threads: Sequence[int], has_operator: bool, xs: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    positions: Any, options: Options, out: Sequence[Tensor] | None,
+    positions: object, options: Options, out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate as `kernels.torch.rotate` does, but by ONNX's operator instead of the formula."""
     if threading.get_ident() not in threads:  # another thread runs a model during this export
