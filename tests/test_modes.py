@@ -623,6 +623,7 @@ BY_LENGTH = {
 def test_one_compiled_program_serves_every_length(name, precision):
     """The frequencies of a length that is a symbol ended in an error of Dynamo."""
     torch._dynamo.reset()
+    rotary.kernels.kernels_by_type.clear()  # as in a new process: Dynamo guarded the types in it
     counter = CompileCounterWithBackend("aot_eager")
 
     def turned(q):
@@ -633,6 +634,34 @@ def test_one_compiled_program_serves_every_length(name, precision):
         q = torch.from_numpy(numbers(1, 2, length, 8, seed=length))
         torch.testing.assert_close(fast(q), turned(q), rtol=0, atol=1e-6)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_one_compiled_program_serves_every_given_length(name):
+    """From the second length on it is a symbol, and ended in an error of Dynamo."""
+    torch._dynamo.reset()
+    counter, q = CompileCounterWithBackend("aot_eager"), Torch.array(X)
+
+    def turned(q, positions, seq_len):
+        return rotary.apply(BY_LENGTH[name], q, positions=positions, seq_len=seq_len)
+
+    fast = torch.compile(turned, fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 6, 7, 20):
+        given = q, torch.arange(length - 5, length), length
+        torch.testing.assert_close(fast(*given), turned(*given), rtol=0, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "positions", [[3, 1, 4, 1, 5000000], range(7, 12), (0.5, 1.0, 2.0, 3.0, 4e6)]
+)
+def test_a_compiled_program_takes_positions_that_are_no_array(positions):
+    torch._dynamo.reset()
+    q = Torch.array(X)
+    fast = torch.compile(partial(applied_at, Torch), fullgraph=True, backend="aot_eager")
+    found = fast(q, positions)
+    wanted = torch.from_numpy(reference(np.array(positions), False))
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow

@@ -47,6 +47,12 @@ def test_it_says_what_it_is():
     assert str(RotaryEmbedding(SPEC)) == "RotaryEmbedding(Rotary(head_dim=64, base=500000.0))"
 
 
+@pytest.mark.parametrize("spec", [64, None, {"head_dim": 64}])
+def test_what_is_no_spec_is_refused_when_a_model_is_built(spec):
+    with pytest.raises(TypeError, match="spec, the first argument, must be a Rotary, got"):
+        RotaryEmbedding(spec)
+
+
 @pytest.mark.parametrize("precision", ["exact", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_apply(dtype, precision):
@@ -80,6 +86,18 @@ def saved(module: nn.Module) -> nn.Module:
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kept", [SPEC, RotaryEmbedding(SPEC, seq_dim=-3)], ids=["spec", "module"])
+def test_a_checkpoint_with_it_is_loaded_without_running_code(kept):
+    """Its pickle asked for `getattr`, which nobody should allow."""
+    file = io.BytesIO()
+    torch.save({"kept": kept}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([Rotary, RotaryEmbedding]):
+        loaded = torch.load(file, weights_only=True)["kept"]
+    assert str(loaded) == str(kept)
+    assert getattr(loaded, "spec", loaded) == SPEC
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -290,6 +290,23 @@ def test_every_order_of_axes_is_rotated_right(tmp_path):
         assert_near([ours[index] for ours in results], [wanted, wanted])
 
 
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+def test_tables_with_one_row_for_all_heads_become_the_operator(tmp_path, seq_dim):
+    """transformers makes them; a patched model was exported without the operator."""
+    q, k, positions = inputs(64)
+    args = [x if seq_dim == -2 else x.transpose(1, 2) for x in (q, k)]
+
+    def rotate(q, k, positions):
+        tables = [table.unsqueeze(-1 - seq_dim) for table in rotary.cos_sin(HALF, positions)]
+        return rotary.rotate((q, k), *tables, HALF, seq_dim=seq_dim)
+
+    model = exported(tmp_path, Call(rotate), (*args, positions))
+    assert len(operators(model)) == 2
+    wanted = [by_complex_numbers(HALF, x, positions) for x in (q, k)]
+    wanted = wanted if seq_dim == -2 else [x.transpose(1, 2) for x in wanted]
+    assert_near(run(model, *args, positions), wanted)
+
+
 AXES = Rotary(head_dim=64, axes=rotary.positions.sections(16, 8, 8))
 DYNAMIC = Rotary(
     head_dim=64, schedule="dynamic",
@@ -351,6 +368,30 @@ def test_every_opset_is_written_as_what_it_is(tmp_path, opset):
 def test_an_opset_that_cannot_be_written_is_refused_and_leaves_no_file(tmp_path, opset, message):
     with pytest.raises(ValueError, match=message):
         export(Attention(HALF), inputs(64), tmp_path / "m.onnx", opset_version=opset)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "error"),
+    [
+        (
+            "m.onnx",
+            {"dynamic_axes": {"q": {2: "seq"}}},
+            "export takes no dynamic_axes, but dynamic_s",
+        ),
+        ("m.onnx", {"external_data": True}, "export takes no external_data; of torch.onnx.export"),
+        ("m.onnx", {"f": "n.onnx"}, "export takes no f; of torch.onnx.export it takes input_names"),
+        ("m.onnx", {"opset_version": "23"}, "opset_version must be a whole number, got '23'"),
+        ("no/m.onnx", {}, "no does not exist: make it first"),
+        (".", {}, "is a folder: name a file in it, as"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_traced(tmp_path, path, options, error):
+    def forward(q):
+        raise AssertionError("traced")
+
+    with pytest.raises((TypeError, OSError), match=error):
+        export(Call(forward), (draw(1, 2, 3, 64),), tmp_path / path, **options)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -164,6 +164,54 @@ def test_numbers_in_memory_are_looked_at(name, library):
         call(make)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "head_tail", "striped"])
+@pytest.mark.parametrize("bounds", [None, [0, 8, 8, 12, 24]])
+def test_the_rank_of_a_shard_may_be_traced(order, bounds):
+    """In jax.shard_map it is `axis_index`, which ended in an error of JAX."""
+    jax = pytest.importorskip("jax")
+
+    def held(rank):
+        return positions.shard(24, rank, 2, order, cu_seqlens=bounds)
+
+    found = jax.vmap(held, axis_size=2)(jax.numpy.arange(2))
+    np.testing.assert_array_equal(found, [held(0), held(1)])
+
+
+def test_a_program_of_torch_export_leaves_the_length_open():
+    """Its symbols, without strict=True, were taken for arrays of objects."""
+    torch = pytest.importorskip("torch")
+
+    class Build(torch.nn.Module):
+        def forward(self, x):
+            seq = x.shape[0]
+            return (
+                positions.arange(3, seq, like=x),
+                positions.shard(2 * seq, 1, 2, like=x),
+                positions.draft(torch.tensor([-1, 0]), offset=seq),
+                positions.mrope([("text", 2)], offset=seq, like=x),
+                positions.tie([("text", 2)], offset=seq, like=x),
+            )
+
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(Build(), (torch.empty(4),), dynamic_shapes=shapes, strict=False)
+    for found, wanted in zip(
+        program.module()(torch.empty(7)), Build()(torch.empty(7)), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_program_of_jax_export_leaves_the_length_open():
+    jax = pytest.importorskip("jax")
+    from jax import export
+
+    (seq,) = export.symbolic_shape("seq")
+    kinds = jax.ShapeDtypeStruct((seq,), np.float32), jax.ShapeDtypeStruct((), np.int32)
+    build = jax.jit(lambda x, offset: positions.arange(x.shape[0], offset))
+    program = export.export(build)(*kinds)
+    found = program.call(np.zeros(5, np.float32), np.int32(7))
+    np.testing.assert_array_equal(found, np.arange(7, 12))
+
+
 def test_what_is_traced_needs_its_length():
     jax = pytest.importorskip("jax")
     torch = pytest.importorskip("torch")

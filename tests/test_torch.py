@@ -167,6 +167,23 @@ def test_gradients_reach_the_tables(layout):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_reach_fractional_positions(dtype):
+    """An ordinary call dropped them; compiled, and inside torch.func.grad, they were right."""
+    spec, x, y = Rotary(head_dim=4), randn(3, 4), randn(3, 4, seed=1)
+    positions = torch.tensor([0.5, 2.25, 100.125], dtype=dtype, requires_grad=True)
+    (rotary.apply(spec, x, positions=positions) * y).sum().backward()
+    wide = positions.detach().double().requires_grad_()
+    cos, sin = (
+        turn(wide[:, None] * torch.tensor([1.0, 0.01]).double()) for turn in (torch.cos, torch.sin)
+    )
+    (formula(x.double(), cos, sin) * y).sum().backward()
+    torch.testing.assert_close(positions.grad.double(), wide.grad, rtol=1e-6, atol=1e-6)
+    moved = rotary.rerotate(x, spec, [0.0, 1.0, 2.0], positions)
+    torch.testing.assert_close(moved, rotary.rerotate(x, spec, [0.0, 1.0, 2.0], positions.detach()))
+    assert moved.requires_grad
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_results_may_be_unused(used):
     xs, (cos, sin) = [randn(1, h, 3, 4, seed=h, grad=True) for h in (2, 1)], tables(3, 2)

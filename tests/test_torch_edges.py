@@ -92,6 +92,13 @@ def test_a_traced_program_rotates(seq):
             torch.testing.assert_close(program(other), function(other), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("number", [2**70, "7", None])
+def test_a_list_of_what_is_no_number_is_said_to_be_positions(number):
+    """The error was torch's about arrays of objects, and did not name the argument."""
+    with pytest.raises(TypeError, match="positions must be whole numbers, or float64 if fract"):
+        rotary.apply(SPEC, torch.ones(2, 3, 8), positions=[0, 1, number])
+
+
 def test_a_list_of_fractions_is_as_fine_for_torch_as_for_numpy():
     """torch takes a list as float32: 0.066 off at four million."""
     x, positions = torch.ones(3, 8), [4000000.3, 1234567.7, 0.1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from .angles import Precision
 from .kernels import kernel_of
 from .rotate import apply
-from .spec import Rotary
+from .spec import Rotary, check_spec
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -34,6 +34,7 @@ class RotaryEmbedding(torch.nn.Module):
         self, spec: Rotary, *, precision: Precision = "exact", seq_dim: int | None = None
     ) -> None:
         super().__init__()
+        check_spec(spec)
         kernel_of(torch.empty(0))  # loads Numba: 0.60 cannot once torch.export has replaced `max`
         self.spec = spec
         self.precision: Precision = precision

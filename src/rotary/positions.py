@@ -6,7 +6,8 @@ positions; the code that rotates does not know about them.
 
 Results are in the library and on the device of the torch, JAX or MLX array that is passed, or of
 `like`; otherwise they are NumPy arrays. JAX without x64 gives int32 and float32, MLX gives float32
-for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known.
+for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known,
+except those that torch.compile and torch.export leave open.
 Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
 """
 
@@ -17,8 +18,8 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from .kernels import Array, Numbers
-from .kernels.place import Place, is_array
+from .kernels import Array, Numbers, is_traced
+from .kernels.place import Place, is_array, is_open_size
 
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
@@ -68,12 +69,13 @@ def arange(
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
     count = math.prod(offsets.shape)
-    if 8 * seq_len * max(count, 1) > max_bytes:
+    is_known = isinstance(seq_len, int | np.integer)  # not a symbol of jax.export
+    if is_known and 8 * seq_len * max(count, 1) > max_bytes:
         raise ValueError(
             f"{count} x {seq_len} positions take {8 * seq_len * count:,} bytes, over "
             f"max_bytes = {max_bytes:,}; build them in parts or raise max_bytes"
         )
-    numbers = place.in_memory(offsets)
+    numbers = place.in_memory(offsets) if is_known else None
     if numbers is not None and numbers.size and place.is_too_large(int(numbers.max()) + seq_len):
         raise ValueError("offset: JAX without x64 has no positions beyond 2^31 - 1")
     return offsets[..., None] + place.arange(seq_len)
@@ -194,7 +196,7 @@ def shard(
 @overload
 def shard(
     seq_len: int,
-    rank: int,
+    rank: int | Array,
     world: int,
     order: Order = "contiguous",
     *,
@@ -203,7 +205,7 @@ def shard(
 ) -> Array: ...
 def shard(
     seq_len: int,
-    rank: int,
+    rank: int | Array,
     world: int,
     order: Order = "contiguous",
     *,
@@ -226,9 +228,10 @@ def shard(
 
     With `cu_seqlens` (see `packed`) each packed sequence is split separately, as Transformer Engine
     splits its "thd" batches. For Ulysses leave it out: the all-to-all joins the parts of all ranks
-    in order of rank, which would not be the order of the whole sequence. Raises ValueError for
-    an unknown order, a rank outside 0 .. world - 1, numbers that are not whole, and a length that
-    cannot be split into equal parts: pad it.
+    in order of rank, which would not be the order of the whole sequence. In `jax.shard_map` the
+    rank may be `jax.lax.axis_index(name)`. Raises ValueError for an unknown order, a rank outside
+    0 .. world - 1, numbers that are not whole, and a length that cannot be split into equal parts:
+    pad it.
 
     >>> [shard(8, rank, 2, "head_tail").tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -237,16 +240,15 @@ def shard(
     """
     if order not in get_args(Order):
         raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
-    seq_len, rank, world = (
-        _whole_number(name, value)
-        for name, value in (("seq_len", seq_len), ("rank", rank), ("world", world))
-    )
+    seq_len, world = _whole_number("seq_len", seq_len), _whole_number("world", world)
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
-    if not 0 <= rank < world:
-        raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
+    if not is_traced(rank):
+        rank = _whole_number("rank", rank)
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
     parts = 2 * world if order == "head_tail" else world
-    place, lengths = Place(cu_seqlens, like), [seq_len]
+    place, lengths = Place(cu_seqlens, like, rank), [seq_len]
     bounds = place.arange(2) * seq_len
     if cu_seqlens is not None:
         bounds = place.whole("cu_seqlens", cu_seqlens)
@@ -603,8 +605,8 @@ def _sizes(name: str, sizes: Iterable[object]) -> tuple[int, ...]:
 
 
 def _whole_number(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if (isinstance(value, int) and not isinstance(value, bool)) or is_open_size(value):
+        return value  # type: ignore[return-value]
     number = np.asarray(value)
     if number.dtype.kind not in "iu":
         raise ValueError(f"{name} must hold whole numbers, got dtype {number.dtype}")

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, kernels_by_type
+from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, known_kernel
 from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 
@@ -107,7 +107,7 @@ def rotate(
     outs = None if out is None else outputs(out, len(xs))
     caller_options = spec, layout, out_layout, rotary_dim, start, seq_dim, conjugate
     kind = type(xs[0])
-    kernel = kernels_by_type.get(kind) or kernel_of(xs[0])
+    kernel = known_kernel(kind) or kernel_of(xs[0])
     if kernel.quick is not None:
         results = kernel.quick(caller_options, options_of, xs, cos, sin, positions, outs)
         if results is not None:

@@ -97,7 +97,7 @@ class Rotary:
         return self._hash  # type: ignore[attr-defined]  # set once, in __post_init__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Rotary.from_dict, (self.to_dict(),)
+        return Rotary, (*self.to_dict().values(),)  # torch.load(weights_only=True) calls a class
 
     def __repr__(self) -> str:
         shown = (

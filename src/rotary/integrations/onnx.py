@@ -19,7 +19,7 @@ float16 and bfloat16 are rotated in float32 and rounded once, with a Cast before
 import importlib.util
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,10 @@ from ..kernels.torch.checks import check_operands, check_rows
 OPERATOR_OPSET = 23  # the first with RotaryEmbedding
 FIRST_OPSET = 18  # the lowest that torch's exporter writes
 _NEEDED = ("onnx", "onnxscript")
+OPTIONS = (  # of `torch.onnx.export`, those that it heeds for a program that is traced already
+    *("input_names", "output_names", "optimize", "verify", "report", "profile", "artifacts_dir"),
+    *("dump_exported_program", "custom_translation_table"),
+)
 
 
 def export(
@@ -44,7 +48,7 @@ def export(
     args: tuple[object, ...],
     path: str | Path,
     *,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: dict[str, object] | None = None,
     opset_version: int = OPERATOR_OPSET,
     dynamic_shapes: Any = None,
     **options: Any,
@@ -55,17 +59,29 @@ def export(
     `RotaryEmbedding` per array, or plain operators if that operator cannot express it.
 
     dynamic_shapes  as in `torch.export.export`: {0: torch.export.Dim("batch")} for each input
-    options         more arguments of `torch.onnx.export`, such as input_names
+    options         more arguments of `torch.onnx.export`: input_names, output_names, optimize,
+                    verify, report, profile, artifacts_dir, dump_exported_program,
+                    custom_translation_table
 
     `onnx.checker` checks the model with shape inference; a model that fails is not written.
     Raises ValueError for an opset that cannot be written, and for `out=` in the module, because
-    ONNX cannot write in place; ImportError without onnx and onnxscript.
+    ONNX cannot write in place; TypeError for other options, which would do nothing here, such as
+    dynamic_axes; FileNotFoundError or IsADirectoryError for a path where no file can be written;
+    ImportError without onnx and onnxscript.
     Source: the operator RotaryEmbedding of https://onnx.ai/onnx/operators, since version 23.
 
     >>> export(nn.Identity(), (torch.ones(2),), "model.onnx", opset_version=16)
     Traceback (most recent call last):
     ValueError: opset_version must be >= 18, the lowest that torch writes, got 16
     """
+    _check_options(options)
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{path.absolute().parent} does not exist: make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it, as {path / 'model.onnx'}")
+    if not isinstance(opset_version, int):
+        raise TypeError(f"opset_version must be a whole number, got {opset_version!r}")
     if opset_version < FIRST_OPSET:
         raise ValueError(
             f"opset_version must be >= {FIRST_OPSET}, the lowest that torch writes, "
@@ -87,7 +103,18 @@ def export(
             f"torch {torch.__version__} cannot write opset {opset_version} for this module, it "
             f"came to {written}: ask for another opset_version, such as {OPERATOR_OPSET}"
         )
-    _save_checked(program, Path(path))
+    _save_checked(program, path)
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Refuse what `torch.onnx.export` ignores for a program that is traced, or writes unchecked."""
+    for name in options:
+        if name not in OPTIONS:
+            instead = ", but dynamic_shapes" if name == "dynamic_axes" else ""
+            raise TypeError(
+                f"export takes no {name}{instead}; of torch.onnx.export it takes "
+                f"{', '.join(OPTIONS)}"
+            )
 
 
 def _save_checked(program: Any, path: Path) -> None:
@@ -116,7 +143,7 @@ def _recording(has_operator: bool) -> Iterator[None]:
 
 def _rotate(
     threads: Sequence[int], has_operator: bool, xs: Sequence[Tensor], cos: Tensor, sin: Tensor,
-    positions: Any, options: Options, out: Sequence[Tensor] | None,
+    positions: object, options: Options, out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate as `kernels.torch.rotate` does, but by ONNX's operator instead of the formula."""
     if threading.get_ident() not in threads:  # another thread runs a model during this export
@@ -130,12 +157,21 @@ def _rotate(
     shapes = tuple([tuple(x.shape) for x in xs])
     along = None if rows is None else tuple(rows.shape)
     geometry = geometry_of(shapes, tuple(cos.shape), along, options)
-    operands = [_operand(x, geometry.dims) for x in xs]
-    if not (has_operator and _is_operator(xs[0], cos, geometry)) or None in operands:
+    rows_of_cos, rows_of_sin, form = _without_heads(cos, sin, geometry)
+    operands = [_operand(x, form.dims) for x in xs]
+    if not (has_operator and _is_operator(xs[0], cos, form)) or None in operands:
         return kernel.rotate(xs, cos, sin, positions, options, None)
-    sin = -sin if geometry.conjugate else sin
-    turned = [_operator(*each, cos, sin, rows, geometry) for each in operands if each is not None]
+    tables = rows_of_cos, -rows_of_sin if form.conjugate else rows_of_sin
+    turned = [_operator(*each, *tables, rows, form) for each in operands if each is not None]
     return tuple([y.reshape(x.shape) for x, y in zip(xs, turned, strict=True)])
+
+
+def _without_heads(cos: Tensor, sin: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Geometry]:
+    """Drop the axis of 1 that tables of transformers have in the place of the heads."""
+    for axis, dims in ((1, (0, None, 1)), (2, (0, 1, None))):
+        if geometry.dims == (0, 1, 2) and type(cos.shape[axis]) is int and cos.shape[axis] == 1:
+            return cos.squeeze(axis), sin.squeeze(axis), geometry._replace(dims=dims)
+    return cos, sin, geometry
 
 
 def _is_operator(x: Tensor, cos: Tensor, geometry: Geometry) -> bool:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..schedules import Arithmetic
 from .geometry import AngleOptions, Options
+from .private import recorded_as
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch, JAX or MLX: the type that goes in comes out
 Operand = Any  # an array of any library, or what a caller passes in its place, such as a number
@@ -111,10 +112,25 @@ def kernel_of(array: Array) -> Kernel[Array]:
     >>> kernel_of(numpy.zeros(2)).name
     'compiled loops'
     """
-    kernel = kernels_by_type.get(type(array)) or _find(array)
+    kernel = known_kernel(type(array)) or _find(array)
     if kernel.check is not None:
         kernel.check(array)
     return kernel
+
+
+def _none(kind: type) -> None:
+    return None
+
+
+@recorded_as(_none)
+def known_kernel(kind: type) -> SomeKernel | None:
+    """Return the kernel of a type that came before; None while torch.compile records.
+
+    Dynamo guards every key of the table: a program would be compiled again after each new type.
+
+    >>> known_kernel(type(None))
+    """
+    return kernels_by_type.get(kind)
 
 
 def _find(array: object) -> SomeKernel:
@@ -247,7 +263,7 @@ def host() -> Kernel[Numbers]:
     >>> host().name
     'compiled loops'
     """
-    return kernels_by_type.get(np.ndarray) or _find(_NOTHING)
+    return known_kernel(np.ndarray) or _find(_NOTHING)
 
 
 _NOTHING = np.empty(0)
@@ -274,6 +290,8 @@ def check_positions(positions: object) -> None:
             f"positions must be an array or a list, (..., seq), got {positions!r}; "
             f"range({count}) gives the first {count} positions"
         )
+    if isinstance(positions, (list, tuple, range)):
+        return
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(positions, torch.Tensor):
         if positions.is_nested:
@@ -314,7 +332,10 @@ def is_per_row(seq_len: Any) -> TypeGuard[Sequence[int]]:
     >>> is_per_row([5, 7]), is_per_row(5), is_per_row(np.array(5))
     (True, False, False)
     """
-    return hasattr(seq_len, "__len__") and np.ndim(seq_len) > 0
+    # isinstance comes first: a length may be a symbol of torch.compile, which has no attributes
+    if isinstance(seq_len, int):
+        return False
+    return hasattr(seq_len, "__len__") and getattr(seq_len, "ndim", 1) > 0
 
 
 def is_traced(value: object) -> bool:

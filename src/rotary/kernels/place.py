@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-from . import Numbers, SomeKernel, host, kernel_of
+from . import Numbers, SomeKernel, host, is_symbolic, kernel_of
 
 
 class Place:
@@ -31,7 +31,8 @@ class Place:
     def whole(self, name: str, value: object) -> Numbers:
         """Convert whole numbers to this library and device; ValueError for other numbers."""
         zero, is_torch = self.arange(1) * 0, self.kernel.namespace == "torch"
-        if type(value) is int and (is_torch or self.xp is np):  # maybe symbolic in torch.compile
+        is_int = type(value) is int or is_open_size(value)  # both may be symbols of torch
+        if is_int and (is_torch or self.xp is np):
             return (zero + value)[0]
         numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
         if is_torch and not is_array(value):
@@ -61,6 +62,15 @@ class Place:
         if self.kernel.namespace != "jax.numpy":
             return False
         return value > int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
+
+
+def is_open_size(value: object) -> bool:
+    """Whether a value is a size that torch.export leaves open, and no array.
+
+    >>> is_open_size(3)
+    False
+    """
+    return is_symbolic(value) and not is_array(value)
 
 
 def is_array(value: object) -> bool:

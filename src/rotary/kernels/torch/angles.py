@@ -30,6 +30,7 @@ from .state import (
     is_recording,
     is_tracing,
     is_transforming,
+    wants_grad,
 )
 
 Constant = Numbers | Tensor  # a tensor while a program is recorded
@@ -154,7 +155,10 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     if takes(positions):
         return positions
     array = np.asarray(positions)
-    if not is_tracing() and array.dtype.kind == "u":  # Dynamo does not know NumPy dtypes
+    kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes
+    if kind in "OSUV":  # objects, such as 2**70, and texts
+        raise TypeError(_not_whole(array.dtype))
+    if kind == "u":
         largest = array.max(initial=0)
         if largest >= 2**63:
             raise ValueError(f"positions must fit in int64, got {largest}")
@@ -170,8 +174,10 @@ def repeat_rows(positions: Tensor, rows: int) -> Tensor:
 
 
 def to_numpy(positions: Tensor) -> Numbers | None:
-    """Return the positions as a NumPy array; None if not on the host or of another dtype."""
+    """Return positions as a NumPy array; None if not on the host, of another dtype, or trained."""
     if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:
+        return None
+    if wants_grad(positions):
         return None
     return host_array(positions)
 
@@ -204,13 +210,15 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
     elif positions.dtype in (torch.float32, torch.float64):
         kind = FLOATS[positions.dtype]
     else:
-        raise TypeError(
-            f"positions must be whole numbers, or float64 if fractional, got {positions.dtype}"
-        )
+        raise TypeError(_not_whole(positions.dtype))
     values = host_values(positions)
     return (
         (kind, None, None) if values is None else (kind, *reference.inspect(host_array(values))[1:])
     )
+
+
+def _not_whole(dtype: object) -> str:
+    return f"positions must be whole numbers, or float64 if fractional, got {dtype}"
 
 
 def row_lengths(positions: Tensor) -> list[int]:
