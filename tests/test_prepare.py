@@ -236,6 +236,12 @@ def test_wrong_preparations():
     cos, sin = cos_sin(PLAIN, POSITIONS)
     with pytest.raises(TypeError, match=r"prepare\(rotary.apply, spec, q, k"):
         prepare(rotary.cos_sin, PLAIN, q)
+    with pytest.raises(TypeError, match=r"^rotary.apply: missing a required argument: 'q'"):
+        prepare(apply, PLAIN)
+    with pytest.raises(TypeError, match=r"^rotary.rotate: got an unexpected keyword .* 'base'"):
+        prepare(rotate, q, cos, sin, PLAIN, base=10.0)
+    with pytest.raises(TypeError, match=r"^spec, the first argument, must be a Rotary, got Tensor"):
+        prepare(apply, q, q)
     with pytest.raises(TypeError, match="does not guess"):
         prepare(rotate, q, cos, sin)
     with pytest.raises(ValueError, match="x must hold at least one array"):

@@ -1,5 +1,6 @@
 """Calls that are prepared once for arrays of one shape and dtype, and made many times."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from .angles import Precision, cos_sin, sequence_cos_sin
 from .kernels import NEEDS_LENGTH, Array, kernel_of
 from .kernels.geometry import AngleOptions, Options, seq_axis
 from .rotate import angle_options, apply, options_of, rotate
-from .spec import Rotary
+from .spec import Rotary, check_spec
 
 Arrays = Sequence[object]
 Run = Callable[[Arrays, Arrays, Arrays | None], Arrays]  # (xs, tables, out) -> results
@@ -46,14 +47,17 @@ def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
 got float32 (1, 1, 1, 4) with strides [4]: prepare a call for each shape and dtype, or call \
 rotary.apply
     """
-    if function is rotate:
-        return _prepared_rotate(*arguments, **options)
-    if function is apply:
-        return _prepared_apply(*arguments, **options)
-    raise TypeError(
-        "give the function and its arguments, prepare(rotary.apply, spec, q, k, ...) or "
-        f"prepare(rotary.rotate, (q, k), cos, sin, spec, ...); got {function!r}"
-    )
+    if function is not rotate and function is not apply:
+        raise TypeError(
+            "give the function and its arguments, prepare(rotary.apply, spec, q, k, ...) or "
+            f"prepare(rotary.rotate, (q, k), cos, sin, spec, ...); got {function!r}"
+        )
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"rotary.{function.__name__}: {error}") from None
+    prepared = _prepared_rotate if function is rotate else _prepared_apply
+    return prepared(*arguments, **options)
 
 
 def warm_up(
@@ -154,6 +158,7 @@ def _prepared_apply(
     precision: Precision = "exact",
     **how: Any,
 ) -> Call:
+    check_spec(spec)
     options = None
     if precision == "exact" and (positions is not None or spec.num_axes == 1):
         at = options_of(spec, sign=spec.sign, **how)
