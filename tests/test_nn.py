@@ -53,6 +53,11 @@ def test_what_is_no_spec_is_refused_when_a_model_is_built(spec):
         RotaryEmbedding(spec)
 
 
+def test_an_unknown_precision_is_refused_when_a_model_is_built():
+    with pytest.raises(ValueError, match="precision must be 'exact' or 'float32', got 'fp32'"):
+        RotaryEmbedding(SPEC, precision="fp32")
+
+
 @pytest.mark.parametrize("precision", ["exact", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_apply(dtype, precision):

@@ -72,6 +72,11 @@ def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
     return _cache.get(("turns", spec, length), lambda: _turns_of(inv_freq(spec, length)[0]))
 
 
+def check_precision(precision: object) -> None:
+    if precision not in ("exact", "float32"):
+        raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
+
+
 @overload
 def cos_sin(
     spec: Rotary,
@@ -122,8 +127,7 @@ def cos_sin(
     array([[1.       , 1.       ],
            [0.5403023, 0.99995  ]], dtype=float32)
     """
-    if precision not in ("exact", "float32"):
-        raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
+    check_precision(precision)
     check_spec(spec)
     if isinstance(positions, (list, tuple, range)):
         positions = np.asarray(positions)

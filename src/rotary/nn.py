@@ -5,7 +5,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from .angles import Precision
+from .angles import Precision, check_precision
 from .kernels import kernel_of
 from .rotate import apply
 from .spec import Rotary, check_spec
@@ -35,6 +35,7 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_spec(spec)
+        check_precision(precision)
         kernel_of(torch.empty(0))  # loads Numba: 0.60 cannot once torch.export has replaced `max`
         self.spec = spec
         self.precision: Precision = precision
