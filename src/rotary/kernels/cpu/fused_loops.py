@@ -113,7 +113,7 @@ def _offsets(piece, slots, step, count, offsets):
 def _fused_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job, _tiles(piece), part)
+    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
     weights = _gain(tag, piece, operands.weight)
     roots = empty(piece.tile if operands.roots == 0 else 0, np.float64)
     roots[:] = 1.0
@@ -152,7 +152,7 @@ def _fused_tiles(tag, job, address, part):
 def _square_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job, piece.size_0 * piece.size_1, part)
+    first, last = share_of(job.threads * job.parts, piece.size_0 * piece.size_1, part)
     for at in range(first, last):
         i, j = at // piece.size_1, at % piece.size_1
         x = operands.x + i * piece.x_0 + j * piece.x_1
@@ -164,7 +164,7 @@ def _square_tiles(tag, job, address, part):
 def _back_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job, _tiles(piece), part)
+    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
     weights = _gain(tag, piece, operands.weight)
     turned = empty(piece.tile * piece.width, np.float64)
     own = empty((2, piece.tile), np.float64)

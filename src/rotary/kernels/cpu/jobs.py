@@ -182,6 +182,7 @@ def call_of(
         form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
         form["row_count"] = 0 if rows is None else math.prod(rows.shape)
         form["row_limit"], form["reach"] = table.shape[0], reach
+        form["rotation"] = loops.rotation(xs[0].dtype)
         mode = MODES.index((geometry.layout, geometry.out_layout, False))
         if angles is not None:
             assert index is not None
@@ -191,10 +192,10 @@ def call_of(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.rotate_once_at(xs[0].dtype), size, form, mode, record)
+            return _small_job(loops.rotate_once_at(), size, form, mode, record)
         if size < threads.SERIAL_BYTES:
-            return _small_job(loops.rotate_once(xs[0].dtype), size, form, mode)
-        return _large_job(loops.loop(xs[0].dtype), form, mode, size, can_stream)
+            return _small_job(loops.rotate_once(), size, form, mode)
+        return _large_job(form, mode, size, can_stream)
 
     if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
         return Call(
@@ -218,9 +219,10 @@ def _small_job(
     return bind((address(form), mode, form, angles))  # the job keeps the last two alive
 
 
-def _large_job(loop: loops.Loop, form: Array, mode: int, size: int, can_stream: bool) -> Job:
+def _large_job(form: Array, mode: int, size: int, can_stream: bool) -> Job:
     """Return a job on all threads; its stores bypass the caches if all of them are aligned."""
     at, streaming = address(form), mode + STREAMING * can_stream
+    loop = loops.loop("rotation")
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int

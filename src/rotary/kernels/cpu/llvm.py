@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
-from .instructions import compiles_for, function_of
+from .instructions import compiles_for, function_of, members
 from .vectors import F32, F64, I32, I64
 
 
@@ -77,15 +77,16 @@ def whole_numbers_at(count: int) -> Callable[..., object]:
 
 
 @intrinsic
-def call_address(context, function, argument):
-    """Call a C function `void (int64_t)` by its address."""
+def call_address(context, function, numbers):
+    """Call a C function `void (int64_t, ...)` by its address, on a tuple of numbers."""
 
     def generate(context, b, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()
-        b.call(b.inttoptr(arguments[0], kind), [arguments[1]])
+        values = members(b, arguments[1])
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(values)).as_pointer()
+        b.call(b.inttoptr(arguments[0], kind), values)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(types.int64, types.UniTuple(types.int64, len(numbers))), generate
 
 
 @intrinsic

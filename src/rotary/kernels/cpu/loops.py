@@ -62,11 +62,13 @@ STEPS = whole_numbers(
     *("tail", "tail_size"),  # what is copied after them
     "tile",
 )
-# What calls of one form share. `angles` is the address of a record ANGLES if there are no tables.
-# `reach` is where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
+# What calls of one form share. `angles` is the address of a record ANGLES if there are no tables,
+# `rotation` that of the code for the dtype. `reach` is where q, k, cos, sin, rows, q_out and k_out
+# begin and end, counted from their addresses
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
-    + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit", "angles")]
+    + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit")]
+    + [(name, np.int64) for name in ("angles", "rotation")]
     + [("is_long", np.int64)]  # the GIL is released while the job runs
     + [("reach", np.int64, (7, 2))]
 )
@@ -121,17 +123,15 @@ def next_part(job, taken, own):
 
 
 @inlined
-def share_of(job, total, part):
-    """Return the first item of a part of `total` items, and the one after its last."""
-    parts = job.threads * job.parts
+def share_of(parts, total, part):
+    """Return the first of `total` items in one of `parts` parts, and the one after its last."""
     return total * part // parts, total * (part + 1) // parts
 
 
 @inlined
-def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
-    form = _form(job.form)
+def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
     others = steps.size_0 * steps.size_1  # indices of the other two axes
-    first, last = share_of(job, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
+    first, last = share_of(parts, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
     for at in range(first, last):
         k, other = at // others * steps.tile, at % others
         i, j = other // steps.size_1, other % steps.size_1
@@ -143,31 +143,39 @@ def _rotate_tiles(tag, job, steps, x, out, cos, sin, rows, part):
             ahead = steps.tile * steps.x_2 - i * steps.x_0 - j * steps.x_1
         count = min(steps.tile, steps.size_2 - k)
         tables = cos, sin, rows, row
-        rotate_rows(tag, job.mode, form, steps, source, target, tables, count, ahead)
-    if job.mode >= STREAMING:
+        rotate_rows(tag, mode, form, steps, source, target, tables, count, ahead)
+    if mode >= STREAMING:
         fence()
 
 
-@inlined
-def _rotate_part(tag, job, cos, sin, rows, part):
-    for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
-        steps, x, out = (
-            (job.form, job.q, job.q_out) if side == 0 else (job.form + _K, job.k, job.k_out)
-        )
-        _rotate_tiles(tag, job, _steps(steps), x, out, cos, sin, rows, part)
-
-
-def _rotate(tag: np.generic) -> Callable[[int], None]:
-    def rotate(address):
-        job = _rotation(address)
-        taken = address + _ROTATION_TAKEN
-        own = own_number(job, taken)
-        part = next_part(job, taken, own)
-        while part >= 0:
-            _rotate_part(tag, job, job.cos, job.sin, job.rows, part)
-            part = next_part(job, taken, own)
+def _rotation_of(tag: np.generic) -> Callable[..., None]:
+    def rotate(form, mode, q, q_out, k, k_out, cos, sin, rows, parts, part):
+        for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
+            steps, x, out = (form, q, q_out) if side == 0 else (form + _K, k, k_out)
+            _rotate_tiles(
+                tag, _form(form), mode, _steps(steps), x, out, cos, sin, rows, parts, part
+            )  # fmt: skip
 
     return rotate
+
+
+@inlined
+def _rotate_part(job, cos, sin, rows, part):
+    operands = (
+        job.form, job.mode, job.q, job.q_out, job.k, job.k_out, cos, sin, rows,
+        job.threads * job.parts, part,
+    )  # fmt: skip
+    call_address(_form(job.form).rotation, operands)
+
+
+def _rotate(address):
+    job = _rotation(address)
+    taken = address + _ROTATION_TAKEN
+    own = own_number(job, taken)
+    part = next_part(job, taken, own)
+    while part >= 0:
+        _rotate_part(job, job.cos, job.sin, job.rows, part)
+        part = next_part(job, taken, own)
 
 
 @inlined
@@ -228,46 +236,40 @@ def _job_of(own, arguments):
 
 
 @inlined
-def _rotate_alone(tag, job, cos, sin, rows):
+def _rotate_alone(job, cos, sin, rows):
     """Run a whole job on this thread; release the GIL meanwhile if the job is long."""
     is_long, thread = _form(job.form).is_long, 0
     if is_long:
         thread = release_gil()
-    _rotate_part(tag, job, cos, sin, rows, 0)
+    _rotate_part(job, cos, sin, rows, 0)
     if is_long:
         acquire_gil(thread)
 
 
-def _rotate_once(tag: np.generic) -> Callable[[int, int, int], int]:
-    def rotate_once(own, arguments, count):
-        job = _job_of(own, arguments)
-        if not _is_safe(job):
+def _rotate_once(own, arguments, count):
+    job = _job_of(own, arguments)
+    if not _is_safe(job):
+        return new_bool(0)
+    _rotate_alone(job, job.cos, job.sin, job.rows)
+    return new_bool(1)
+
+
+def _rotate_once_at(own, arguments, count):
+    job = _job_of(own, arguments)
+    angles = _angles(_form(job.form).angles)
+    tokens = angles.batch * angles.seq
+    for at in range(tokens * angles.num_axes):
+        if load_int(job.cos + 8 * at) < angles.lowest:
             return new_bool(0)
-        _rotate_alone(tag, job, job.cos, job.sin, job.rows)
-        return new_bool(1)
-
-    return rotate_once
-
-
-def _rotate_once_at(tag: np.generic) -> Callable[[int, int, int], int]:
-    def rotate_once_at(own, arguments, count):
-        job = _job_of(own, arguments)
-        angles = _angles(_form(job.form).angles)
-        tokens = angles.batch * angles.seq
-        for at in range(tokens * angles.num_axes):
-            if load_int(job.cos + 8 * at) < angles.lowest:
-                return new_bool(0)
-        if not _is_safe(job):
-            return new_bool(0)
-        tables = empty(2 * tokens * angles.pairs, np.float32)
-        cos = tables.ctypes.data
-        sin = cos + tables.nbytes // 2
-        _table_rows(angles, job.cos, cos, sin, 0, tokens)
-        _rotate_alone(tag, job, cos, sin, 0)
-        # Numba frees an array after the last line that names it, even if its address is used later
-        return new_bool(len(tables) >= 0)
-
-    return rotate_once_at
+    if not _is_safe(job):
+        return new_bool(0)
+    tables = empty(2 * tokens * angles.pairs, np.float32)
+    cos = tables.ctypes.data
+    sin = cos + tables.nbytes // 2
+    _table_rows(angles, job.cos, cos, sin, 0, tokens)
+    _rotate_alone(job, cos, sin, 0)
+    # Numba frees an array after the last line that names it, even if its address is used later
+    return new_bool(len(tables) >= 0)
 
 
 @inlined
@@ -297,7 +299,7 @@ def _fill_table(address):
     own = own_number(job, taken)
     part = next_part(job, taken, own)
     while part >= 0:
-        first, last = share_of(job, angles.batch * angles.seq, part)
+        first, last = share_of(job.threads * job.parts, angles.batch * angles.seq, part)
         _table_rows(angles, job.positions, job.cos, job.sin, first, last)
         part = next_part(job, taken, own)
 
@@ -306,7 +308,7 @@ def _fill_table(address):
 def on_numba_threads(function, job, threads):
     """Call a C function on one job from every thread of Numba's pool."""
     for _ in prange(threads):
-        call_address(function, job)
+        call_address(function, (job,))
 
 
 class Loop(NamedTuple):
@@ -332,12 +334,19 @@ def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
 
 @functools.cache
 def loop(name: str) -> Loop:
-    """Return the loop that runs parts of a job until none is left: "table", or a key of TAGS.
+    """Return the loop that runs parts of a job until none is left, of a "table" or a "rotation".
 
     Several threads may do one job together; each part is done once.
     """
-    function = _fill_table if name == "table" else _rotate(TAGS[name])
-    return as_loop(function)
+    return as_loop(_fill_table if name == "table" else _rotate)
+
+
+@functools.cache
+def rotation(name: str) -> int:
+    """Return the address of the code that rotates, for a key of TAGS: the `rotation` of a FORM."""
+    c = c_function(_rotation_of(TAGS[name]), types.void(*[types.int64] * 11))
+    _alive.append(c)
+    return int(c.address)
 
 
 @functools.cache
@@ -351,18 +360,18 @@ def is_safe() -> Callable[[int], int]:
 
 
 @functools.cache
-def rotate_once(name: str) -> Callable[[object], Callable[..., bool]]:
-    """Return what binds a rotation, for a key of TAGS, to (address of its FORM, mode, ...).
+def rotate_once() -> Callable[[object], Callable[..., bool]]:
+    """Return what binds a rotation to (address of its FORM, mode, ...).
 
     The bound function is a `jobs.Job` that runs on the calling thread.
     """
-    return built_in(_rotate_once(TAGS[name]))
+    return built_in(_rotate_once)
 
 
 @functools.cache
-def rotate_once_at(name: str) -> Callable[[object], Callable[..., bool]]:
+def rotate_once_at() -> Callable[[object], Callable[..., bool]]:
     """Return what `rotate_once` does, for positions: their address is passed in place of cos."""
-    return built_in(_rotate_once_at(TAGS[name]))
+    return built_in(_rotate_once_at)
 
 
 _alive: list[object] = []
