@@ -202,7 +202,7 @@ def test_no_picture_is_drawn_where_the_config_cannot_be_written(main, tmp_path):
     done = main("plan", "--context", "600", "--from", str(tmp_path), "--layer-type",
                 "sliding_attention", "--out", str(tmp_path / "new.json"), "--plot",
                 str(tmp_path / "new.png"))  # fmt: skip
-    assert_refused(done, "cannot express this RoPE")
+    assert_refused(done, "read the same keys of this config")
     assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 

@@ -7,9 +7,10 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from .analysis.bounds import failures, first_failure
-from .analysis.extension import Row, compare, stretched_further
+from .analysis.extension import Row, compare
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import before_scaling, whole_number
+from .angles import inv_freq
 from .configs import choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
@@ -300,7 +301,7 @@ def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
     """Return the weights' own method with a larger factor; for plain ones, the best option."""
     if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
-        return stretched_further(spec, growth)
+        return _with_factor_times(spec, growth)
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
     by_method = {option.method: option for option in options}
@@ -309,6 +310,20 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
         key=lambda option: (option.unseen > UNSEEN, option.fastest_ratio < 0.99),
     )
     return dataclasses.replace(best.spec, axes=spec.axes)
+
+
+def _with_factor_times(spec: Rotary, growth: float) -> Rotary:
+    """Return a scaled spec with `growth` times its factor.
+
+    An attention factor that is the default for the old factor becomes the default for the new one;
+    another one was chosen, and stays.
+    """
+    params = {key: value for key, value in spec.params.items() if key != "attention_factor"}
+    default = inv_freq(dataclasses.replace(spec, params=params))[1]
+    if not math.isclose(default, inv_freq(spec)[1], rel_tol=1e-6):
+        params["attention_factor"] = spec.params["attention_factor"]
+    params["factor"] = spec.params["factor"] * growth
+    return dataclasses.replace(spec, params=params)
 
 
 def _sentences(result: Plan | Recommendation) -> Iterator[str]:

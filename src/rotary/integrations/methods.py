@@ -21,7 +21,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import resolve_name
+from importlib import util
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
@@ -107,9 +107,10 @@ def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
 def _loaded(source: str, package: object) -> ModuleType | None:
     """Return the module that an import in a package names, if it is loaded already."""
     try:
-        module = sys.modules.get(resolve_name(source, package if isinstance(package, str) else ""))
+        name = util.resolve_name(source, package if isinstance(package, str) else "")
     except ImportError:  # a relative one outside of a package
         return None
+    module = sys.modules.get(name)
     return module if isinstance(module, ModuleType) else None
 
 
