@@ -83,20 +83,19 @@ or move them back by rotary convert'
 
 def _configs(subject: object) -> list[Remark]:
     remarks: list[Remark] = []
-    is_other = is_of_diffusers(subject)
-    for part in (None,) if is_other else parts(subject) or (None,):
+    found = () if is_of_diffusers(subject) else parts(subject)
+    for part in found or (None,):
         try:
-            remarks += (
-                [_rope("config", from_diffusers_config(subject))]
-                if is_other
-                else _config(subject, part)
-            )
+            remarks += _config(subject, part)
         except ValueError as error:
             remarks.append(Remark(part or "config", "cannot be read", str(error)))
     return remarks
 
 
 def _config(subject: object, part: str | None) -> Iterator[Remark]:
+    if is_of_diffusers(subject):
+        yield _rope("config", from_diffusers_config(subject))
+        return
     for kind in layer_types(subject, part=part) or (None,):
         where = " ".join(word for word in (part, kind) if word) or "config"
         config, complaints = choose(subject, kind, part), list[str]()
