@@ -149,9 +149,9 @@ def _spec_of(config: PreTrainedConfig) -> Rotary:
 
 
 def _check_window(config: PreTrainedConfig, kept: int) -> None:
-    """Refuse to keep keys that the mask of a model without layer types hides."""
-    seen = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
-    if seen and kept >= seen:
+    """Refuse to keep keys that the mask of a model with a sliding window in all layers hides."""
+    seen = choose(config, *{*(getattr(config, "layer_types", None) or ())}).window
+    if seen is not None and kept >= seen:
         raise ValueError(
             f"sinks + window must be less than {seen}, the sliding_window of this model, got "
             f"{kept}: its mask hides keys that are farther away, first of all the sinks"
