@@ -17,6 +17,7 @@ from .instructions import (
     I8,
     I16,
     I32,
+    I64,
     at_most,
     compiles_for,
     constant,
@@ -160,13 +161,17 @@ def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
 
 def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Return 16 float32 as bfloat16, in the order `ORDER`: AVX2 packs within halves."""
-    bits = b.bitcast(value, vector(I32, PACKED))
-    low = b.and_(bits, constant(I32, PACKED, 0xFFFF))
-    high = b.lshr(bits, constant(I32, PACKED, 16))
-    whole = vector(I16, PACKED)
-    kind = ir.FunctionType(whole, [vector(I32, PACKED // 2)] * 2)
-    function = function_of(b.module, kind, "llvm.x86.avx2.packusdw")
-    return _rounded(b, *(b.call(function, _parts(b, each, PACKED // 2)) for each in (low, high)))
+    kind, words = vector(I8, 32), vector(I16, PACKED)
+    order = [lane + byte for half in (0, 2) for lane in range(half, 16, 4) for byte in (0, 1)]
+    function = function_of(b.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx2.pshuf.b")
+    ends = []  # four lower halves, then four upper halves, in each half of a register
+    for part in _parts(b, value, PACKED // 2):
+        sorted_ = b.call(function, [b.bitcast(part, kind), ir.Constant(kind, order * 2)])
+        ends.append(b.bitcast(_in_register(b, sorted_), vector(I64, 4)))
+    low, high = (
+        b.bitcast(pick(b, *ends, [side, side + 4, side + 2, side + 6]), words) for side in (0, 1)
+    )
+    return _rounded(b, low, high)
 
 
 def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
@@ -178,26 +183,27 @@ def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """Return the upper halves of 32-bit words, rounded to nearest even by the lower halves.
 
-    The words are results of arithmetic, so a NaN is quiet; the next number above it is a NaN too,
-    since the addition does not wrap.
+    The lower half is above the middle, 0x8000, or equal to it below an odd number, if its highest
+    bit is set after 1 is taken from it below an even number. The words are results of arithmetic,
+    so a NaN is quiet; the next number above it is a NaN too, since the addition does not wrap.
     """
     lanes = lanes_of(low)
 
     def number(value: int) -> ir.Constant:
         return constant(I16, lanes, value)
 
-    middle = b.sub(number(0x8000), b.and_(high, number(1)))
+    is_even = b.and_(b.not_(high), number(1))
+    carry = b.lshr(_saturating(b, "usub", low, is_even), number(15))
     below_last = b.select(b.icmp_unsigned("<", high, number(0xFFFE)), high, number(0xFFFE))
-    above = _saturating_add(b, below_last, number(1))
-    return b.select(b.icmp_unsigned(">", low, middle), above, high)
+    return _saturating(b, "sadd", below_last, carry)
 
 
-def _saturating_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """Return the sum of signed 16-bit numbers, at most the largest one."""
+def _saturating(b: ir.IRBuilder, name: str, one: ir.Value, other: ir.Value) -> ir.Value:
+    """Return the sum or difference of 16-bit numbers, or the nearest number if it is outside."""
     kind = one.type
     lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
     function = function_of(
-        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.sadd.sat.{lanes}i16"
+        b.module, ir.FunctionType(kind, [kind, kind]), f"llvm.{name}.sat.{lanes}i16"
     )
     return b.call(function, [one, other])
 
@@ -264,7 +270,10 @@ def _byte(b: ir.IRBuilder, words: ir.Value, number: int) -> ir.Value:
 
 
 def _in_register(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return the numbers in a register; LLVM would make slower instructions of constants."""
+    """Return the same numbers, in a way that hides from LLVM how they were computed.
+
+    It would replace the instructions that follow by slower ones.
+    """
     return b.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], side_effect=False)
 
 
