@@ -37,7 +37,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
         width, narrow = width_of(real), tuple(lanes for lanes in widths if lanes <= _LANES)
         names = "pairs", "start", "width", "x_2", "grad_2"
         pairs, start, channels, x_step, grad_step = map(field, names)
-        square, dot = vec.Sum(b, real, narrow), vec.Sum(b, real, narrow)
+        square, dot = (vec.Sum(b, real, narrow[-1]) for _ in range(2))
 
         def row(layout, out_layout):
             with vec.loop(b, NONE, count, 1) as at:

@@ -76,7 +76,7 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
     def generate(context, b, signature, arguments):
         _, x, step, width, count, target, target_step = arguments
         _, size, real, widths = ELEMENTS[tag]
-        total = vec.Sum(b, real, widths)
+        total = vec.Sum(b, real, widths[-1])
         with vec.loop(b, NONE, count, 1) as at:
             total.reset()
             row = vec.opaque(b, vec.stepped(b, x, at, step))

@@ -329,14 +329,14 @@ def channel_of(b: ir.IRBuilder, index: ir.Value, layout: str) -> ir.Value:
 
 
 class Sum:
-    """A running sum of vectors of at most `widths[0]` lanes, and of single numbers.
+    """A running sum of vectors, whose lengths are multiples of `lanes`, and of single numbers.
 
-    Each lane has a sum of its own; all single numbers share one.
+    Twice `lanes` numbers each have a sum of their own; all single numbers share one.
     """
 
-    def __init__(self, b: ir.IRBuilder, real: ir.Type, widths: tuple[int, ...]) -> None:
-        self.b, self.real, self.lanes = b, real, widths[-1]
-        self.parts = [on_stack(b, vector(real, self.lanes)) for _ in range(widths[0] // self.lanes)]
+    def __init__(self, b: ir.IRBuilder, real: ir.Type, lanes: int) -> None:
+        self.b, self.real, self.lanes = b, real, lanes
+        self.parts = [on_stack(b, vector(real, lanes)) for _ in range(2)]
         self.single = on_stack(b, real)
 
     def reset(self) -> None:
@@ -351,7 +351,8 @@ class Sum:
             return
         for start in range(0, lanes_of(value), self.lanes):
             part = pick(self.b, value, value, range(start, start + self.lanes))
-            self._add(self.parts[(before.constant + start) // self.lanes], part)
+            number = (before.constant + start) // self.lanes
+            self._add(self.parts[number % 2], part)
 
     def _add(self, sum_: ir.Value, value: ir.Value) -> None:
         self.b.store(self.b.fadd(self.b.load(sum_), value), sum_)
@@ -359,11 +360,7 @@ class Sum:
     def total(self, reordered: bool = False) -> ir.Value:
         """Return the sum: upper halves are added to lower halves, at last the single numbers."""
         b = self.b
-        values = [b.load(part) for part in self.parts]
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [b.fadd(*both) for both in zip(values[:half], values[half:], strict=True)]
-        value, lanes = values[0], self.lanes
+        value, lanes = b.fadd(*(b.load(part) for part in self.parts)), self.lanes
         value = pick(b, value, value, short_floats.ORDER) if reordered else value
         while lanes > 1:
             lanes //= 2
