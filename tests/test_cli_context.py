@@ -196,7 +196,8 @@ def test_a_file_is_refused_before_the_search(main, tmp_path, monkeypatch, comman
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_picture_is_drawn_where_the_config_cannot_be_written(main, tmp_path):
+def test_a_config_that_cannot_be_written_is_refused_before_the_search(main, tmp_path, monkeypatch):
+    monkeypatch.setattr("rotary.plan.min_base", lambda *_, **__: pytest.fail("the search began"))
     data = {**json.loads(Path(GEMMA).read_text()), "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(data))
     done = main("plan", "--context", "600", "--from", str(tmp_path), "--layer-type",

@@ -168,20 +168,41 @@ def plan(
     """
     _check(context, spec)
     advice = None if trained is None else recommend(context, spec, trained, advertised=advertised)
-    tell = progress or (lambda share: None)
-    head, rotary_dim = spec.head_dim, spec.rotary_dim
-    least = min_base(
-        context, head, rotary_dim=rotary_dim, executor=executor,
-        progress=lambda share: tell(_MIN_BASE_SHARE * share),
-    )  # fmt: skip
-    safe = safe_base(
-        context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
-        progress=lambda share: tell(_MIN_BASE_SHARE + (1 - _MIN_BASE_SHARE) * share),
-    )  # fmt: skip
-    if advice is None:
-        advice = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
-    result = Plan(**advice._asdict(), min_base=least, safe_base=safe)
-    return result._replace(reason=" ".join(_sentences(result)))
+    return _with_bases(context, spec, advice, progress, executor)
+
+
+def recommend_model(
+    config: object, context: int, layer_type: str | None = None, *, part: str | None = None
+) -> Recommendation:
+    """Recommend how a trained model reaches `context` tokens, without the slow search for bases.
+
+    The recommendation is that of `plan_model`; so are the arguments and errors.
+
+    >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
+    >>> recommend_model(llama, 8192).recommended.params["factor"]
+    2.0
+    """
+    entry = choose(config, layer_type, part)
+    spec = rotary_of(entry)
+    if spec is None:
+        where = "this config" if layer_type is None else f"layer type {layer_type!r}"
+        raise ValueError(f"{where} has no rotation")
+    trained, advertised = lengths(spec, entry)
+    if trained is None:
+        raise ValueError("the config has no max_position_embeddings, the length of its training")
+    _check(context, spec)
+    seen = max(2, min(context, entry.window or context))
+    advice = recommend(seen, spec, trained, advertised=advertised)
+    read = as_model_reads(entry, advice.recommended, context)
+    reason = advice.reason
+    if seen < context:
+        reason += f" These layers see no farther than their window, {seen:,} tokens."
+    if read.schedule != advice.recommended.schedule:
+        reason += (
+            f" This model does not read {advice.recommended.schedule}: the keys say the same "
+            f"frequencies as {read.schedule}."
+        )
+    return advice._replace(rope_parameters=model_keys(entry, read, context), reason=reason)
 
 
 def plan_model(
@@ -204,29 +225,34 @@ def plan_model(
     >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
     8192
     """
-    entry = choose(config, layer_type, part)
-    spec = rotary_of(entry)
-    if spec is None:
-        where = "this config" if layer_type is None else f"layer type {layer_type!r}"
-        raise ValueError(f"{where} has no rotation")
-    trained, advertised = lengths(spec, entry)
-    if trained is None:
-        raise ValueError("the config has no max_position_embeddings, the length of its training")
-    _check(context, spec)
-    seen = max(2, min(context, entry.window or context))
-    advice = recommend(seen, spec, trained, advertised=advertised)  # fails before the search
-    read = as_model_reads(entry, advice.recommended, context)
-    keys = model_keys(entry, read, context)
-    result = plan(seen, spec, trained, advertised=advertised, progress=progress, executor=executor)
-    reason = result.reason
-    if seen < context:
-        reason += f" These layers see no farther than their window, {seen:,} tokens."
-    if read.schedule != advice.recommended.schedule:
-        reason += (
-            f" This model does not read {advice.recommended.schedule}: the keys say the same "
-            f"frequencies as {read.schedule}."
-        )
-    return result._replace(rope_parameters=keys, reason=reason)
+    advice = recommend_model(config, context, layer_type, part=part)  # fails before the search
+    return _with_bases(advice.context, advice.spec, advice, progress, executor)
+
+
+def _with_bases(
+    context: int,
+    spec: Rotary,
+    advice: Recommendation | None,
+    progress: Callable[[float], None] | None,
+    executor: Executor | None,
+) -> Plan:
+    """Search both bases, and return them with the advice; without weights, advise the safe one."""
+    tell = progress or (lambda share: None)
+    head, rotary_dim = spec.head_dim, spec.rotary_dim
+    least = min_base(
+        context, head, rotary_dim=rotary_dim, executor=executor,
+        progress=lambda share: tell(_MIN_BASE_SHARE * share),
+    )  # fmt: skip
+    safe = safe_base(
+        context, head, rotary_dim=rotary_dim, executor=executor, start=least.base,
+        progress=lambda share: tell(_MIN_BASE_SHARE + (1 - _MIN_BASE_SHARE) * share),
+    )  # fmt: skip
+    if advice is None:
+        advice = _recommendation(context, None, spec, _with_base(context, spec, safe.base))
+    result = Plan(**advice._asdict(), min_base=least, safe_base=safe)
+    if result.action == "keep":
+        return result
+    return result._replace(reason=f"{result.reason} {_of_bases(result)}")
 
 
 def _check(context: int, spec: Rotary) -> None:
@@ -326,7 +352,7 @@ def _with_factor_times(spec: Rotary, growth: float) -> Rotary:
     return dataclasses.replace(spec, params=params)
 
 
-def _sentences(result: Plan | Recommendation) -> Iterator[str]:
+def _sentences(result: Recommendation) -> Iterator[str]:
     spec, context = result.spec, result.context
     as_it_is = f"With the present RoPE (base {spec.base:,.15g}, {spec.schedule})"
     if result.first_failure is None:
@@ -348,8 +374,6 @@ def _sentences(result: Plan | Recommendation) -> Iterator[str]:
         yield f"The model {how}: keep its RoPE."
     elif result.action == "keep":
         yield "Keep the base: it passes, and so does every larger base tested."
-    if isinstance(result, Plan) and result.action != "keep":
-        yield _of_bases(result)
     if result.first_failure is not None or result.action != "keep":
         yield (
             "The bound is an average over independent channels, not a hard limit: many good models "
@@ -377,7 +401,7 @@ def _of_bases(result: Plan) -> str:
     )
 
 
-def _of_scaling(result: Plan | Recommendation) -> Iterator[str]:
+def _of_scaling(result: Recommendation) -> Iterator[str]:
     name, factor = result.recommended.schedule, result.recommended.params["factor"]
     unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
     schedule = result.spec.schedule

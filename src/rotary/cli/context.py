@@ -138,7 +138,7 @@ def plan(
     from ..analysis.extension import option_rows
     from ..configs import replace_rope
     from ..plan import plan as make_plan
-    from ..plan import plan_model
+    from ..plan import plan_model, recommend_model
     from ..spec import Rotary
 
     of_config = {"--head-dim": head_dim, "--base": base, "--trained": trained}
@@ -150,6 +150,10 @@ def plan(
     if out is not None and config is None:
         raise ValueError("--out writes the config of a trained model; give --from as well")
     check_targets(out, plot)
+    document: dict[str, JSON] = {}
+    if out is not None:  # before the search, which takes minutes
+        advice = recommend_model(config, context, layer_type, part=part)
+        document = replace_rope(config, advice.recommended, context, layer_type, part=part)
     with cluster(dask) as executor, bar("searching the bases") as progress:
         if config is not None:
             result = plan_model(
@@ -162,7 +166,6 @@ def plan(
             )
             result = make_plan(context, spec, trained, progress=progress, executor=executor)
     if out is not None:
-        document = replace_rope(config, result.recommended, context, layer_type, part=part)
         write_new(out, document)
     if plot is not None:
         from .. import plots
