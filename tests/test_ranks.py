@@ -335,6 +335,7 @@ def test_a_sin_of_the_other_sign_is_not_taken_for_local_positions():
 def test_positions_that_are_no_positions_are_a_finding_and_nobody_waits():
     assert "whole numbers, got float32" in str(compare(SPEC, torch.rand(4), seq_len=4))
     assert "got shape (1, 1, 4)" in str(compare(SPEC, torch.arange(4)[None, None], seq_len=4))
+    assert "meta tensor" in str(compare(SPEC, torch.arange(4, device="meta"), seq_len=4))
     assert "expected has 3 rows, positions have 2" in str(
         compare(SPEC, torch.zeros(2, 4, dtype=torch.long), expected=np.zeros((3, 4), np.int64))
     )
@@ -349,6 +350,14 @@ def test_what_cannot_be_compared_is_refused():
         compare(SPEC, torch.arange(4), sin=torch.ones(4, 32), seq_len=4)
     with pytest.raises(ValueError, match="all three are needed"):
         compare(SPEC, cos=torch.ones(4, 32), sin=torch.ones(4, 32))
+    with pytest.raises(TypeError, match="must be a Rotary, got dict"):
+        compare({"head_dim": 64}, torch.arange(4), seq_len=4)
+    for seq_len in (4.0, "4", True, -4):
+        with pytest.raises(ValueError, match="seq_len must be a whole number >= 0, got "):
+            compare(SPEC, torch.arange(4), seq_len=seq_len)
+    for tolerance in (float("nan"), -1.0, 0.0, "1e-6"):
+        with pytest.raises(ValueError, match="tolerance must be a number > 0, got "):
+            compare(SPEC, torch.arange(4), seq_len=4, tolerance=tolerance)
 
 
 # --- a spec that depends on the length of the whole sequence ---

@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from .angles import cos_sin, inv_freq, turns
 from .kernels import Numbers as Array
-from .spec import Rotary
+from .spec import Rotary, check_spec, check_whole
 
 TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
 _ROUNDED = 0.05  # tables of another position are off by more than this in some pair
@@ -91,9 +92,11 @@ def compare(
     group      the ranks that share the sequence; default: all
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
-    wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
-    Raises ValueError for positions with neither seq_len nor expected, for tables without
-    positions, and for one table without the other.
+    wrong shape or dtype on one rank, or a tensor that holds no numbers (on the meta device), is a
+    finding and not an error, so that no rank waits for it.
+    Raises TypeError if `spec` is not a `Rotary`; ValueError for positions with neither seq_len nor
+    expected, for tables without positions, for one table without the other, and for a seq_len or
+    tolerance that is no length or error.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     >>> dist.init_process_group("gloo", **alone)
@@ -101,6 +104,11 @@ def compare(
     positions: 0 is held by nobody; 8 is outside of the sequence, on rank 0
     >>> dist.destroy_process_group()
     """
+    check_spec(spec)
+    if seq_len is not None:
+        check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
+    if not (isinstance(tolerance, Real) and tolerance > 0):
+        raise ValueError(f"tolerance must be a number > 0, got {tolerance!r}")
     if positions is not None and seq_len is None and expected is None:
         raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
     if (cos is None) != (sin is None) or (cos is not None and positions is None):
@@ -125,8 +133,9 @@ def compare(
         facts["positions", "batch"] = None if held is None else len(held)
         if whole is not None:
             facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
-    except (ValueError, TypeError) as wrong:
-        faults.append(("positions", f"rank {rank}: {wrong}"))
+    except (ValueError, TypeError, RuntimeError) as wrong:  # the last of tensors without numbers
+        text = str(wrong).partition("\n")[0]
+        faults.append(("positions", f"rank {rank}: {text}"))
     digest, error = _turns_and_error(spec, max(lengths, default=1))
     if lengths or positions is None:  # else the length is not known here
         facts["spec", "turns"] = digest
