@@ -148,6 +148,10 @@ int main(int argc, char **argv) {
     fclose(file);
     if (!strstr(text, "\"format\": \"rotary-vectors\",\n\"version\": 1,"))
         return fprintf(stderr, "not version 1 of the format\n"), 2;
+    size_t end = size;
+    while (end > 0 && text[end - 1] == '\n') --end;
+    if (end < 4 || memcmp(text + end - 4, "\n]\n}", 4) != 0)
+        return fprintf(stderr, "the file has no end: it was cut short\n"), 2;
     size_t cases = 0;
     int faults = 0;
     for (const char *at = text; (at = strstr(at, "\n\"layer_type\": ")); ++cases) {

@@ -194,6 +194,8 @@ def test_a_name_that_is_left_on_purpose_is_listed_and_one_that_is_not_there_refu
         ValueError, match=r"leave names '\*\.values', but no tensor has such a name"
     ):
         names.recognised([known, odd], "llama", [odd, "*.values"])
+    with pytest.raises(TypeError, match=r"got a string: pass leave=\['\*\.keys\.\*'\]"):
+        names.recognised([known, odd], "llama", "*.keys.*")
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,12 @@ def test_an_address_where_nobody_is_is_one_line(address, kind, message, soon):
     assert "\n" not in str(caught.value)
 
 
+def test_the_command_ends_with_one_line_where_the_address_is_none():
+    done = run("plan", "--context", "200", "--dask", "http://127.0.0.1:1")
+    said = "error: http://127.0.0.1:1: not a Dask address such as tcp://host:8786\n"
+    assert (done.code, done.out, done.err) == (1, "", said)
+
+
 def test_a_cluster_without_workers_is_refused(soon):
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as empty,

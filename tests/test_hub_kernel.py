@@ -488,6 +488,9 @@ def test_what_does_not_fit_is_refused(package):
         apply(q, k, cos, sin.double())
     with pytest.raises(TypeError, match="cos and sin must have one dtype and lie on cpu"):
         apply(q, k, cos.to("meta"), sin)
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises(TypeError, match=f"cos and sin must be floating point, got {dtype}"):
+            apply(q, k, cos.to(dtype), sin.to(dtype))
     with pytest.raises(ValueError, match="differ in shape"):
         apply(q, k, cos, sin[:, :1])
     with pytest.raises(ValueError, match="layout must be 'half' or 'interleaved', got 'neox'"):

@@ -98,6 +98,13 @@ def test_a_thousand_moves_by_the_table_keep_the_length_of_a_pair(host, dtype):
     assert abs(key.norm() / length - 1) < 2e-4  # a product of 1000 roundings of 1.94e-7
 
 
+def test_only_the_rows_of_the_tokens_are_converted(host):
+    rows = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16).expand(2**45, 2)  # of one row's memory
+    key = torch.tensor([[[3.0, 4.0]]])
+    host.ours.rotary_embedding_k_fused(torch.tensor([0]), torch.tensor([2**44]), key, 2, rows, True)
+    assert key.tolist() == [[[3.0, 4.0]]]
+
+
 def test_uninstall_gives_everything_back(host):
     stock = dict(vars(host.ops)), host.rope.get_fused_rope, host.models.get_fused_rope
     host.ours.install(SPECS["yarn"])

@@ -468,13 +468,15 @@ def test_the_module_has_the_call_of_nn_rope(traditional):
     theirs = nn.RoPE(64, traditional=traditional, base=1e4)
     x = mx.array(numbers(0, 2, 3, 5, 80))
     rows = mx.array([3, 40])
-    for offset in (0, 7, mx.array(7), rows, mx.array([-2, 3])):
+    for offset in (0, 7, -2, mx.array(7), rows, mx.array([-2, 3])):
         assert mx.allclose(ours(x, offset=offset), theirs(x, offset=offset), rtol=0, atol=2e-5)
     assert mx.array_equal(ours(x, offset=rows)[1], ours(x, offset=40)[1])
     assert ours.parameters() == {}
     assert repr(ours).startswith("RoPE(Rotary(head_dim=80, rotary_dim=64")
     with pytest.raises(ValueError, match="an offset has one axis, the spec has 3"):
         RoPE(SPECS["three axes"])
+    with pytest.raises(TypeError, match="must be a Rotary, got int"):
+        RoPE(64)
 
 
 def test_the_module_scales_for_the_length_of_each_call():

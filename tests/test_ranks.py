@@ -24,9 +24,10 @@ LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 SPEC = Rotary(head_dim=64, base=500_000.0)
 
 
-def compared(*calls, spec=SPEC, prepare=lambda rank, monkeypatch: None):
+def compared(*calls, spec=SPEC, prepare=lambda rank, monkeypatch: None, members=range(99)):
     """The report of `compare` on as many ranks, of each its arguments, one after the other.
 
+    members  the numbers of the ranks in the job
     The first time a rank is asked, what it gives to all is kept; the second time all get that.
     """
     told, reports = [], []
@@ -34,13 +35,13 @@ def compared(*calls, spec=SPEC, prepare=lambda rank, monkeypatch: None):
     def gathered(mine, group=None):
         if len(told) < len(calls):
             told.append(pickle.dumps(mine))
-            return [mine]
-        return [pickle.loads(each) for each in told]
+            return {members[len(told) - 1]: mine}
+        return dict(zip(members, map(pickle.loads, told), strict=False))
 
     for rank, arguments in [*enumerate(calls), *enumerate(calls)]:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(ranks, "gathered", gathered)
-            monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: members[rank])
             prepare(rank, monkeypatch)
             reports.append(compare(**{"spec": spec, **arguments}))
     reports = reports[len(calls) :]
@@ -255,6 +256,16 @@ def test_other_frequencies_under_the_same_spec_are_named():
     assert finding.text.startswith("rank 2 has turns '")
 
 
+def test_ranks_of_a_group_are_named_by_their_numbers_in_the_job():
+    counts = {"positions": np.arange(4), "seq_len": 8}
+    (finding,) = compared(counts, counts, members=(1, 3)).findings
+    assert finding.ranks == (3,)
+    assert finding.text.startswith("rank 3 holds 0..3, which rank 1 holds as well; 4..7 are held")
+    other = {**counts, "positions": np.arange(4, 8), "spec": Rotary(head_dim=64)}
+    findings = compared(counts, other, counts, other, counts, members=(1, 3, 5, 7, 9)).findings
+    assert {each.ranks for each in findings if each.what == "spec"} == {(3, 7)}
+
+
 # --- one process, all of it ---
 
 
@@ -285,6 +296,12 @@ def test_exact_tables_of_any_spec_pass(spec):
     assert compare(spec, at[None].expand(2, -1), cos[None].expand(2, -1, -1),
                    sin[None].expand(2, -1, -1), seq_len=64).ok  # fmt: skip
     assert compare(spec).ok
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_outside_of_the_group_is_told_so():
+    with pytest.raises(ValueError, match="rank 0 is not in the group: call it in its ranks only"):
+        compare(SPEC, group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 @pytest.mark.usefixtures("alone")
@@ -335,6 +352,7 @@ def test_a_sin_of_the_other_sign_is_not_taken_for_local_positions():
 def test_positions_that_are_no_positions_are_a_finding_and_nobody_waits():
     assert "whole numbers, got float32" in str(compare(SPEC, torch.rand(4), seq_len=4))
     assert "got shape (1, 1, 4)" in str(compare(SPEC, torch.arange(4)[None, None], seq_len=4))
+    assert "meta tensor" in str(compare(SPEC, torch.arange(4, device="meta"), seq_len=4))
     assert "expected has 3 rows, positions have 2" in str(
         compare(SPEC, torch.zeros(2, 4, dtype=torch.long), expected=np.zeros((3, 4), np.int64))
     )
@@ -349,6 +367,14 @@ def test_what_cannot_be_compared_is_refused():
         compare(SPEC, torch.arange(4), sin=torch.ones(4, 32), seq_len=4)
     with pytest.raises(ValueError, match="all three are needed"):
         compare(SPEC, cos=torch.ones(4, 32), sin=torch.ones(4, 32))
+    with pytest.raises(TypeError, match="must be a Rotary, got dict"):
+        compare({"head_dim": 64}, torch.arange(4), seq_len=4)
+    for seq_len in (4.0, "4", True, -4):
+        with pytest.raises(ValueError, match="seq_len must be a whole number >= 0, got "):
+            compare(SPEC, torch.arange(4), seq_len=seq_len)
+    for tolerance in (float("nan"), -1.0, 0.0, "1e-6"):
+        with pytest.raises(ValueError, match="tolerance must be a number > 0, got "):
+            compare(SPEC, torch.arange(4), seq_len=4, tolerance=tolerance)
 
 
 # --- a spec that depends on the length of the whole sequence ---
@@ -490,7 +516,7 @@ def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, cap
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ranks, "gathered", lambda mine: [mine, "RuntimeError: no such thing"])
+    monkeypatch.setattr(ranks, "gathered", lambda mine: {0: mine, 1: "RuntimeError: no such thing"})
     target, given = f"{tmp_path}/job.py:failing", ("--config", LLAMA, "--seq-len", "8", "--json")
     done = in_process(monkeypatch, capsys)("doctor", target, "--distributed", *given)
     assert (done.code, done.err) == (1, "")

@@ -121,6 +121,19 @@ def expected(x, cos_sin, is_neox, rotary_dim=HEAD):
     return torch.cat([parts, rest], -1).flatten(1)
 
 
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("call", [
+    lambda q, k: RotaryEmbedding().forward_cuda(torch.arange(0), q, k),
+    lambda q, k: DeepseekScalingRotaryEmbedding(is_neox_style=False).forward_native(
+        torch.arange(0), q.unflatten(1, (-1, HEAD)), k.unflatten(1, (-1, HEAD))),
+    lambda q, k: Phi3LongRoPEScaledRotaryEmbedding(
+        torch.ones(ROWS, HEAD), torch.ones(ROWS, HEAD)).forward(torch.arange(0), q, k),
+])  # fmt: skip
+def test_a_batch_without_tokens_passes_through(call):
+    q, k = (x[:0] for x in qkv())
+    assert [x.numel() for x in call(q, k)] == [0, 0]
+
+
 POSITIONS = torch.tensor([5, 0, 63, 8, 8, 31])
 
 

@@ -225,6 +225,13 @@ def test_the_program_in_c_sees_a_wrong_number(program, tmp_path):
     assert "case 0: q_rotated: number 20 " in out
 
 
+def test_the_program_in_c_refuses_a_file_that_was_cut_short(program, tmp_path):
+    whole, path = to_json(vectors(Rotary(head_dim=8))), tmp_path / "vectors.json"
+    for size in (len(whole) // 4, len(whole) // 2, len(whole.rstrip()) - 1):
+        path.write_text(whole[:size])
+        assert told(program, path) == (2, ""), size
+
+
 def test_the_program_in_c_sees_another_layout(program, tmp_path):
     """The tables are right, the pairs are not those that rotated q."""
     good = vectors(Rotary(head_dim=8))

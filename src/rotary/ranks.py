@@ -8,7 +8,8 @@ import hashlib
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from .angles import cos_sin, inv_freq, turns
 from .kernels import Numbers as Array
-from .spec import Rotary
+from .spec import Rotary, check_spec, check_whole
 
 TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
 _ROUNDED = 0.05  # tables of another position are off by more than this in some pair
@@ -88,12 +89,15 @@ def compare(
                (seq,) or (batch, seq), with several axes (..., seq, axes). Without `seq_len` each
                row is as long as its largest of them plus one, for specs that depend on the length
     tolerance  largest error of cos and sin, relative to the attention factor
-    group      the ranks that share the sequence; default: all
+    group      the ranks that share the sequence; default: all. Findings name ranks by their number
+               in the job, as torchrun does
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
-    wrong shape or dtype on one rank is a finding and not an error, so that no rank waits for it.
-    Raises ValueError for positions with neither seq_len nor expected, for tables without
-    positions, and for one table without the other.
+    wrong shape or dtype on one rank, or a tensor that holds no numbers (on the meta device), is a
+    finding and not an error, so that no rank waits for it.
+    Raises TypeError if `spec` is not a `Rotary`; ValueError for positions with neither seq_len nor
+    expected, for tables without positions, for one table without the other, for a seq_len or
+    tolerance that is no length or error, and in a rank that is not in the group.
 
     >>> alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     >>> dist.init_process_group("gloo", **alone)
@@ -101,11 +105,16 @@ def compare(
     positions: 0 is held by nobody; 8 is outside of the sequence, on rank 0
     >>> dist.destroy_process_group()
     """
+    check_spec(spec)
+    if seq_len is not None:
+        check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
+    if not (isinstance(tolerance, Real) and tolerance > 0):
+        raise ValueError(f"tolerance must be a number > 0, got {tolerance!r}")
     if positions is not None and seq_len is None and expected is None:
         raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
     if (cos is None) != (sin is None) or (cos is not None and positions is None):
         raise ValueError("to check tables pass positions, cos and sin: all three are needed")
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
         **{("spec", name): value for name, value in spec.to_dict().items()},
@@ -125,8 +134,9 @@ def compare(
         facts["positions", "batch"] = None if held is None else len(held)
         if whole is not None:
             facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
-    except (ValueError, TypeError) as wrong:
-        faults.append(("positions", f"rank {rank}: {wrong}"))
+    except (ValueError, TypeError, RuntimeError) as wrong:  # the last of tensors without numbers
+        text = str(wrong).partition("\n")[0]
+        faults.append(("positions", f"rank {rank}: {text}"))
     digest, error = _turns_and_error(spec, max(lengths, default=1))
     if lengths or positions is None:  # else the length is not known here
         facts["spec", "turns"] = digest
@@ -135,12 +145,13 @@ def compare(
         faults.append(("kernel", text))
     shown = {key: repr(value) for key, value in facts.items()}
     ranks = gathered((shown, held, faults), group)  # plain data: versions may differ
-    findings = [*_differing([shown for shown, _, _ in ranks])]
-    for rank, (_, _, faults) in enumerate(ranks):
+    findings = [*_differing({rank: shown for rank, (shown, _, _) in ranks.items()})]
+    for rank, (_, _, faults) in ranks.items():
         findings += [Finding(what, (rank,), text) for what, text in faults]
     if whole is not None and not any(each.what == "positions" for each in findings):
         for number, row in enumerate(whole):  # only the first bad row is reported
-            blamed, texts = _misplaced([held[number] for _, held, _ in ranks], row)
+            held_by = {rank: held[number] for rank, (_, held, _) in ranks.items()}
+            blamed, texts = _misplaced(held_by, row)
             if texts:
                 where = "" if len(whole) == 1 else f"row {number}: "
                 findings.append(Finding("positions", blamed, where + "; ".join(texts)))
@@ -148,11 +159,13 @@ def compare(
     return Report(len(ranks), tuple(findings))
 
 
-def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the value of every rank of the group, in order of rank. Collective."""
+def gathered(value: Any, group: Any = None) -> dict[int, Any]:
+    """Return rank -> value of every rank of the group, by its number in the job. Collective."""
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: call it in its ranks only")
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
-    return values
+    return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
 # --- the facts of one rank ---
@@ -247,35 +260,36 @@ def _gaps(tables: tuple[Array, Array], exact: tuple[Array, Array]) -> Array:
 # --- ranks beside each other ---
 
 
-def _differing(facts: Sequence[Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
+def _differing(facts: Mapping[int, Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
     """Yield a finding for every fact in which some ranks differ from most."""
-    for what, name in dict.fromkeys(key for each in facts for key in each):
-        values = [each.get((what, name)) for each in facts]  # None: the rank reported a fault
-        counts = Counter(value for value in values if value is not None)
+    for what, name in dict.fromkeys(key for each in facts.values() for key in each):
+        values = {rank: each.get((what, name)) for rank, each in facts.items()}  # None: a fault
+        counts = Counter(value for value in values.values() if value is not None)
         usual = counts.most_common(1)[0][0]
         for value in counts:
             if value != usual:
-                ranks = tuple(rank for rank, each in enumerate(values) if each == value)
+                ranks = tuple(rank for rank, each in values.items() if each == value)
                 text = f"{_named(ranks)} {_verb(ranks, 'has', 'have')} {name} {value}"
                 yield Finding(what, ranks, f"{text}, most have {usual}")
 
 
-def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], list[str]]:
+def _misplaced(held: Mapping[int, Array], whole: Array) -> tuple[tuple[int, ...], list[str]]:
     """Return the ranks to blame, and the positions that too many or too few ranks hold, in words.
 
-    held   positions of each rank, (seq, axes) int64
+    held   rank -> its positions, (seq, axes) int64
     whole  those of the whole sequence, (seq, axes); each must be held by the same number of ranks,
            and by no rank more often than the sequence has it
     """
-    points = np.concatenate([whole, *held])
+    points = np.concatenate([whole, *held.values()])
     points = points[:, 0] if points.shape[1] == 1 else points  # one axis is 20 times as fast
     names, ids = np.unique(points, axis=0, return_inverse=True)
     expected, holding = np.split(ids.ravel(), [len(whole)])
     once = np.bincount(expected, minlength=len(names))
     counts = np.bincount(holding, minlength=len(names))
-    owners = np.repeat(np.arange(len(held)), [len(part) for part in held])
-    pairs, times = np.unique(holding * len(held) + owners, return_counts=True)
-    place = pairs // len(held)  # without what a rank holds more often than the sequence has it:
+    owners = np.repeat([*held], [len(part) for part in held.values()])
+    above = 1 + max(held)
+    pairs, times = np.unique(holding * above + owners, return_counts=True)
+    place = pairs // above  # without what a rank holds more often than the sequence has it:
     useful = np.bincount(place, np.minimum(times, once[place]), len(names)).astype(int)
     replicas = max(1, round(useful.sum() / max(1, len(whole))))
     right = once * replicas
@@ -290,10 +304,10 @@ def _misplaced(held: Sequence[Array], whole: Array) -> tuple[tuple[int, ...], li
 
     from_zero = {
         rank
-        for rank, part in enumerate(held)
+        for rank, part in held.items()
         if len(part) < len(whole) and np.array_equal(part.ravel(), np.arange(len(part)))
     }
-    copies = Counter(part.tobytes() for part in held)
+    copies = Counter(part.tobytes() for part in held.values())
     blamed: set[int] = set()
     texts = []
     for ranks, numbers in by_owners((counts > np.minimum(right, useful)) & (right > 0)):

@@ -208,6 +208,8 @@ def recognised(
     ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, but \
 its name is not known; if it is neither, copy it unchanged with --leave (leave=[...])
     """
+    if isinstance(leave, str):
+        raise TypeError(f"leave must be a list of names, got a string: pass leave=[{leave!r}]")
     tensors = list(tensors)
     if refused := _weights_of(model).get("refused"):
         raise ValueError(f"{model!r} cannot be converted: {refused}")

@@ -1,6 +1,7 @@
 """An executor of a Dask cluster whose workers have the versions and files of this machine."""
 
 import contextlib
+import gc
 import logging
 import os
 import warnings
@@ -88,6 +89,10 @@ def _connected(address: str) -> Iterator[Any]:
                 f"{address}: no Dask scheduler answers within {CONNECT} s; is it running?"
             ) from error
         except (TypeError, ValueError) as error:
+            # Dask leaves the client open: closed only when Python ends, it waits for 20 s there
+            # and prints a traceback
+            error.__traceback__ = None
+            gc.collect()
             raise ValueError(f"{address}: not a Dask address such as tcp://host:8786") from error
         try:
             client.wait_for_workers(1, timeout=CONNECT)

@@ -64,7 +64,7 @@ def _report(spec: "Rotary", target: str | None, seq_len: int | None) -> "Report"
     failures = gathered(failure)
     findings = [
         Finding("function", (rank,), f"{target} failed on rank {rank}: {text}")
-        for rank, text in enumerate(failures)
+        for rank, text in failures.items()
         if text
     ]
     if findings:

@@ -168,6 +168,8 @@ def _check(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
             f"cos and sin must have one dtype and lie on {q.device}, where q is; got "
             f"{cos.dtype} on {cos.device} and {sin.dtype} on {sin.device}"
         )
+    if not cos.is_floating_point():  # complex freqs_cis would lose its imaginary part
+        raise TypeError(f"cos and sin must be floating point, got {cos.dtype}")
     if cos.shape != sin.shape:
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
     pairs = cos.shape[-1]

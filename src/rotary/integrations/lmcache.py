@@ -73,9 +73,9 @@ def rotary_embedding_k_fused(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim > head_size:
         raise ValueError(f"cos_sin_cache has {rotary_dim} columns, more than head_size {head_size}")
-    rows = cos_sin_cache.to(key.device, torch.float32)
+    table = cos_sin_cache.to(key.device)
     (old_cos, old_sin), (new_cos, new_sin) = (
-        rows[where].chunk(2, dim=-1) for where in (old_positions, new_positions)
+        table[where].to(torch.float32).chunk(2, dim=-1) for where in (old_positions, new_positions)
     )
     length = old_cos.square() + old_sin.square()
     cos = (old_cos * new_cos + old_sin * new_sin) / length

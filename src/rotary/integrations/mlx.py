@@ -8,7 +8,7 @@ from .. import positions
 from ..angles import cos_sin
 from ..cache import Cache
 from ..rotate import apply, rotate
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 
 _CACHE_BYTES = 64 * 2**20
 
@@ -29,6 +29,7 @@ class RoPE(Module):
     """
 
     def __init__(self, spec: Rotary) -> None:
+        check_spec(spec)
         if spec.num_axes > 1:
             raise ValueError(
                 f"an offset has one axis, the spec has {spec.num_axes}: call rotary.apply with "
@@ -59,7 +60,7 @@ class RoPE(Module):
 
 def _tables(spec: Rotary, offset: int, seq: int) -> tuple[mx.array, mx.array]:
     """Return cos and sin, computed with NumPy; q and k of every layer share them."""
-    cos, sin = cos_sin(spec, np.arange(offset, offset + seq))
+    cos, sin = cos_sin(spec, np.arange(offset, offset + seq), allow_negative=True)
     return mx.array(cos), mx.array(sin)
 
 

@@ -22,6 +22,7 @@ tests/peers/in_sglang.py repeats the test. The methods for GPUs only, `forward_c
 import importlib
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -215,7 +216,8 @@ def hook_of(method: Method) -> Callable[..., Pair]:
         if type(rope) not in _rotated and not torch.compiler.is_compiling():
             _rotated.add(type(rope))
             _log.info("q and k of %s are rotated by rotary", type(rope).__name__)
-        heads = [x.view(len(x), -1, rope.head_size) for x in (query, key)]
+        size = rope.head_size
+        heads = [x.view(len(x), math.prod(x.shape[1:]) // size, size) for x in (query, key)]
         layout = "half" if method.is_half or rope.is_neox_style else "interleaved"
         q, k = rotate(
             (heads[0], heads[1]), tables.cos, tables.sin, positions=tables.positions, layout=layout,
