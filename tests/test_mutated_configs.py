@@ -104,6 +104,29 @@ def test_a_rope_scaling_that_layered_models_of_transformers_do_not_read():
     assert read_as_transformers({**v4, "rope_scaling": dict(LINEAR)}, "compress").base == 160_000
 
 
+@compared
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_truncate_of_a_layer_type_is_read_beside_the_entries(name):
+    """transformers rounds the ramp of entries that say truncate false: 5 to 15 % in inv_freq."""
+    entry = {**YARN_HERE, "original_max_position_embeddings": 4096, "truncate": False}
+    other = {"rope_type": "default", "rope_theta": 1e4}
+    nested = {
+        "model_type": name,
+        "rope_parameters": dict(zip(LAYERED, (entry, other), strict=True)),
+    }
+    flat = {"model_type": name, "rope_scaling": {k: entry[k] for k in entry if k != "rope_theta"}}
+    for data in (nested, flat):
+        with pytest.raises(ValueError, match="truncate False of 'full_attention' is not read"):
+            rotary.from_hf_config(data, LAYERED[0])
+        with pytest.warns(UserWarning, match="is not read"):
+            assert read_as_transformers(data, LAYERED[0], strict=False).params.get("truncate", True)
+        reading = diff(data, layer_type=LAYERED[0]).readings[0]
+        wanted = against.numbers(data, LAYERED[0], None).inv_freq
+        np.testing.assert_allclose(reading.inv_freq, wanted, rtol=against.CLOSE)
+    both = {**nested, "rope_parameters": {**nested["rope_parameters"], "truncate": False}}
+    assert read_as_transformers(both, LAYERED[0]).params["truncate"] is False
+
+
 LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 PHI3_YARN = {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LISTS}}
 

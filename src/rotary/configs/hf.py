@@ -225,8 +225,16 @@ def _parameters(
     if schedule == "proportional":
         width = config.rotary_dim if config.reads_width else None
         params["partial_rotary_factor"] = width / config.head_dim if width else config.share
-    if "truncate" in params and params["truncate"] is None:
-        params["truncate"] = False  # transformers takes null for false
+    written = params.get("truncate", True)  # transformers takes null for false
+    if schedule == "yarn" and bool(written) != config.truncate:
+        complain(
+            f"truncate {written!r} of {config.layer_type!r} is not read: where layer types "
+            "differ, transformers reads it beside their entries in rope_parameters; write it there "
+            "as well, or remove it"
+        )
+        params["truncate"] = config.truncate
+    elif written is None:
+        params["truncate"] = False
     params = {key: value for key, value in params.items() if value is not None}
     return _with_lengths(schedule, params, config)
 
