@@ -19,7 +19,7 @@ from libraries import of_transformers
 
 import rotary
 from rotary import cli, from_hf_config
-from rotary.configs import MODELS, entries
+from rotary.configs import MODELS, entries, replace_rope
 from rotary.programs import diff
 
 against = pytest.importorskip("against_transformers", reason="needs transformers")
@@ -125,6 +125,20 @@ def test_truncate_of_a_layer_type_is_read_beside_the_entries(name):
         np.testing.assert_allclose(reading.inv_freq, wanted, rtol=against.CLOSE)
     both = {**nested, "rope_parameters": {**nested["rope_parameters"], "truncate": False}}
     assert read_as_transformers(both, LAYERED[0]).params["truncate"] is False
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen", "roformer"])
+def test_models_whose_base_is_in_their_code(name):
+    """They make their tables of base 10 000 from nothing in the file."""
+    assert rotary.from_hf_config({"model_type": name}).base == 10_000
+    with pytest.raises(ValueError, match=f"not read for this model of model_type '{name}', whose"):
+        rotary.from_hf_config({"model_type": name, "rope_theta": 5e5})
+    with pytest.raises(ValueError, match="reads only rope_type default, got 'yarn'"):
+        rotary.from_hf_config({"model_type": name, "rope_parameters": YARN_HERE})
+    with pytest.raises(ValueError, match="reads only rope_type default, got 'linear'"):
+        replace_rope(
+            {"model_type": name}, rotary.from_hf_config(LLAMA | {"rope_scaling": LINEAR}), 99
+        )
 
 
 LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}

@@ -56,6 +56,10 @@ WIDER = {
     "layers": {"full_attention": {"head_dim": 512}},
 }
 SLIDING = {"windowed": "sliding_window"}
+FIXED = {
+    "only": ["default"],
+    "fixed_base": True,
+}  # frequencies of base 10,000, whatever a file says
 PHI_TYPES = ["default", "longrope", "su"]  # su: an older name of longrope
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
@@ -71,7 +75,7 @@ CODE: dict[str, dict[str, Any]] = {
         ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
          "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",
          "glm_ocr_text", "openai_privacy_filter", "pe_audio_encoder",
-         "pe_audio_video_encoder", "pe_video_encoder", "gptj", "codegen", "roformer"),
+         "pe_audio_video_encoder", "pe_video_encoder"),
         INTERLEAVED,
     ),
     **dict.fromkeys(
@@ -126,8 +130,11 @@ CODE: dict[str, dict[str, Any]] = {
         ("gpt_neox", "gpt_neox_japanese"),
         {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
     ),
-    "gptj": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
-    "codegen": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    **dict.fromkeys(
+        ("gptj", "codegen"),
+        {**INTERLEAVED, **FIXED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    ),
+    "roformer": {**INTERLEAVED, **FIXED},
     "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
     **dict.fromkeys(
         ("wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"),
@@ -151,7 +158,7 @@ CODE: dict[str, dict[str, Any]] = {
         **MIXED, "plain_head_dim": "ignored",
         "other": ["indexer_rope_interleave"],  # of its indexer alone
     },
-    "esm": {"only": ["default"], "fixed_base": True},
+    "esm": FIXED,
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
     "phimoe": {"mscales": True, "only": PHI_TYPES, **SLIDING},
     **dict.fromkeys(

@@ -138,10 +138,12 @@ def check_top(config: Config, complain: Complain) -> None:
     data, model, kind = config.data, config.model, f"model_type {config.model_type!r}"
     base = config.unread_base
     if base is not None and base != config.base:
-        where = f"layers of {config.layer_type!r}" if config.layer_type else "this model"
+        where, hint = f"this model of {kind}", ""
+        if config.layer_type:
+            where = f"layers of {config.layer_type!r} of {kind}"
+            hint = "; a layer type takes it from its rope_parameters"
         complain(
-            f"rope_theta {base!r} is not read for {where} of {kind}, "
-            f"whose base is {config.base:g}; a layer type takes it from its rope_parameters"
+            f"rope_theta {base!r} is not read for {where}, whose base is {config.base:g}{hint}"
         )
     names = model.get("names", {})
     our_names = {theirs: ours for ours, theirs in names.items()}
