@@ -141,6 +141,46 @@ def test_models_whose_base_is_in_their_code(name):
         )
 
 
+SHARED = "partial_rotary_factor"
+
+
+@compared
+@pytest.mark.parametrize("name", ["laguna", "mellum", "zaya", "diffusion_gemma_text"])
+def test_a_share_beside_the_entries_of_models_that_do_not_read_it(name):
+    """It went into the entries: 96 of 128 channels where transformers rotates all."""
+    entries = {
+        kind: {"rope_type": "default", "rope_theta": 2e4}
+        for kind in ("hybrid" if name == "zaya" else "full_attention", "sliding_attention")
+    }
+    kind = next(iter(entries))
+    data = {"model_type": name, "rope_parameters": entries}
+    spec = read_as_transformers(data, kind)
+    for wrong in (data, {"model_type": name}):
+        with pytest.raises(ValueError, match=f"{SHARED} 0.75 is not read"):
+            rotary.from_hf_config({**wrong, SHARED: 0.75}, kind)
+    own = {each: entry | {SHARED: 0.5} for each, entry in entries.items()}  # as in Laguna's file
+    read_as_transformers({**data, SHARED: 0.75, "rope_parameters": own}, kind)
+    with pytest.warns(UserWarning, match="is not read"):
+        assert read_as_transformers({**data, SHARED: 0.75}, kind, strict=False) == spec
+
+
+@compared
+@pytest.mark.parametrize(
+    ("name", "kind", "pairs"),
+    [("mimo_v2_flash", "sliding_attention", 32), ("neomme", "full_attention", 8)],
+)
+def test_an_entry_without_a_share_where_code_or_class_has_one(name, kind, pairs):
+    """The whole head was read: 96 and 32 pairs."""
+    entry = {"rope_type": "default", "rope_theta": 3e4}
+    data = {"model_type": name, "rope_parameters": {each: dict(entry) for each in LAYERED}}
+    assert against.numbers(data, kind, None).inv_freq.shape == (pairs,)
+    with pytest.raises(ValueError, match=f"needs {SHARED}"):
+        rotary.from_hf_config(data, kind)
+    for each in data["rope_parameters"].values():
+        each[SHARED] = 0.5
+    read_as_transformers(data, kind)
+
+
 LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 PHI3_YARN = {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LISTS}}
 
@@ -241,6 +281,7 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
         ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "main"),
         ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "compress"),
         ({"model_type": "deepseek_v4"}, "compress"),
+        ({"model_type": "deepseek_v4", "head_dim": 64}, "compress"),  # a share: 64 of 512
         ({"model_type": "deepseek_v2", "head_dim": 48}, None),
         (nested("gemma3_text", LINEAR, LINEAR), "full_attention"),
         (nested("gemma3_text", LINEAR, LINEAR), "sliding_attention"),

@@ -36,6 +36,8 @@ from .record import Config
 #                                 rope parameters
 #   needed                        rope parameters whose default is used only where the file has no
 #                                 rope parameters
+#   needed_nested                 keys that each entry by layer type needs: where one is missing,
+#                                 the code does not take the default of the class
 #   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
 #   axes, num_axes, ladder        vision towers: order and frequencies of the axes

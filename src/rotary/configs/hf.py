@@ -13,7 +13,7 @@ from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
 from ..strict_json import JSON
 from .entries import HARMLESS, choose
-from .layers import Model, Rope
+from .layers import Model, Rope, rope_parameters
 from .record import Config
 from .values import whole_number
 
@@ -150,7 +150,9 @@ def check_top(config: Config, complain: Complain) -> None:
     for key in config.unread:
         name, share = our_names.get(key, key), config.share
         used = {"rope_theta": base or config.base, "partial_rotary_factor": share}.get(name)
-        if used and data.get(key) is not None and data[key] != used:
+        entry = rope_parameters(data).get(config.layer_type or "")  # its own value is the one read
+        is_own = isinstance(entry, Mapping) and entry.get(name) is not None
+        if used and not is_own and data.get(key) is not None and data[key] != used:
             complain(
                 f"{key} {data[key]!r} is not read for {kind}, which has "
                 f"{used:g}; write it under rope_parameters, as {name}"
