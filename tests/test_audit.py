@@ -1,11 +1,14 @@
 """`rotary doctor` finds faults that are planted, and nothing in models that have none."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from rotary import from_hf_config
 from rotary.analysis.precision import longest_safe_position
 from rotary.audit import audit
+from rotary.configs import replace_rope
 from rotary.programs import readings
 
 transformers = pytest.importorskip("transformers")
@@ -32,6 +35,21 @@ def model():
 def test_a_sound_model_and_config_have_nothing_to_mend(model):
     assert advice(model) == advice(model.config) == advice({"model_type": "qwen3"}) == ""
     assert any("as the config says" in each.found for each in audit(model))
+
+
+def test_a_part_whose_rope_is_in_its_only_part():
+    """The token2wav of Qwen2.5-Omni keeps its RoPE in dit_config, and was said to be unreadable."""
+    dit = {"model_type": "qwen2_5_omni_dit", "rope_theta": 5e4}
+    whole = {
+        "model_type": "qwen2_5_omni",
+        "token2wav_config": {"model_type": "qwen2_5_omni_token2wav", "dit_config": dit},
+    }
+    assert advice(whole) == ""
+    spec = from_hf_config(whole, part="token2wav_config")
+    made = transformers.CONFIG_MAPPING["qwen2_5_omni"].from_dict(whole).token2wav_config.dit_config
+    assert (spec.base, spec.head_dim) == (made.rope_parameters["rope_theta"], made.head_dim)
+    new = replace_rope(whole, dataclasses.replace(spec, base=777.0), 8192, part="token2wav_config")
+    assert new["token2wav_config"]["dit_config"]["rope_theta"] == 777.0
 
 
 def test_frequencies_in_half_precision(model):

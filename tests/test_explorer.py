@@ -466,6 +466,14 @@ def test_the_config_is_downloaded_for_transformers_and_gives_the_spec_back(metho
     assert json.loads(body)["max_position_embeddings"] == 16384
 
 
+def test_the_config_of_dynamic_is_downloaded_at_any_context():
+    """It scales from max_position_embeddings, its trained length: a longer context was refused."""
+    status, _, body = ask("/download/config.json", "a.model=internvl3-8b&context=131072")
+    made = json.loads(body)
+    assert (status, made["max_position_embeddings"]) == (200, 32768)
+    assert made["rope_parameters"]["rope_type"] == "dynamic"
+
+
 def test_the_figure_is_downloaded_whole():
     status, headers, body = ask("/download/figure.html", to_query(State(view="decay")))
     assert (status, headers["content-disposition"]) == (200, 'attachment; filename="figure.html"')

@@ -264,6 +264,21 @@ def test_the_tensors_of_a_model_in_several_files_are_found(tmp_path):
         from_gguf(second)
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_divisors_of_another_type_are_refused(tmp_path, kind):
+    """The bytes of Q8_0 were taken for the divisors; ggml stops at any type but F32."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    packed = gguf.quants.quantize(np.ones(32, np.float32), gguf.GGMLQuantizationType[kind])
+    writer.add_tensor("rope_freqs.weight", packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=f"rope_freqs.weight is {kind}, llama.cpp reads only F32"):
+        read_gguf(tmp_path / "model.gguf")
+
+
 def test_a_damaged_file_is_one_line(tmp_path):
     path = written_file(tmp_path / "model.gguf", FILES["llama-3.1-8b.json"])
     whole = path.read_bytes()

@@ -19,7 +19,7 @@ from libraries import of_transformers
 
 import rotary
 from rotary import cli, from_hf_config
-from rotary.configs import MODELS, entries
+from rotary.configs import MODELS, entries, replace_rope
 from rotary.programs import diff
 
 against = pytest.importorskip("against_transformers", reason="needs transformers")
@@ -102,6 +102,83 @@ def test_a_rope_scaling_that_layered_models_of_transformers_do_not_read():
     with pytest.raises(ValueError, match="has rope_theta, which its code replaces"):
         rotary.from_hf_config(v4, "compress")
     assert read_as_transformers({**v4, "rope_scaling": dict(LINEAR)}, "compress").base == 160_000
+
+
+@compared
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_truncate_of_a_layer_type_is_read_beside_the_entries(name):
+    """transformers rounds the ramp of entries that say truncate false: 5 to 15 % in inv_freq."""
+    entry = {**YARN_HERE, "original_max_position_embeddings": 4096, "truncate": False}
+    other = {"rope_type": "default", "rope_theta": 1e4}
+    nested = {
+        "model_type": name,
+        "rope_parameters": dict(zip(LAYERED, (entry, other), strict=True)),
+    }
+    flat = {"model_type": name, "rope_scaling": {k: entry[k] for k in entry if k != "rope_theta"}}
+    for data in (nested, flat):
+        with pytest.raises(ValueError, match="truncate False of 'full_attention' is not read"):
+            rotary.from_hf_config(data, LAYERED[0])
+        with pytest.warns(UserWarning, match="is not read"):
+            assert read_as_transformers(data, LAYERED[0], strict=False).params.get("truncate", True)
+        reading = diff(data, layer_type=LAYERED[0]).readings[0]
+        wanted = against.numbers(data, LAYERED[0], None).inv_freq
+        np.testing.assert_allclose(reading.inv_freq, wanted, rtol=against.CLOSE)
+    both = {**nested, "rope_parameters": {**nested["rope_parameters"], "truncate": False}}
+    assert read_as_transformers(both, LAYERED[0]).params["truncate"] is False
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen", "roformer"])
+def test_models_whose_base_is_in_their_code(name):
+    """They make their tables of base 10 000 from nothing in the file."""
+    assert rotary.from_hf_config({"model_type": name}).base == 10_000
+    with pytest.raises(ValueError, match=f"not read for this model of model_type '{name}', whose"):
+        rotary.from_hf_config({"model_type": name, "rope_theta": 5e5})
+    with pytest.raises(ValueError, match="reads only rope_type default, got 'yarn'"):
+        rotary.from_hf_config({"model_type": name, "rope_parameters": YARN_HERE})
+    with pytest.raises(ValueError, match="reads only rope_type default, got 'linear'"):
+        replace_rope(
+            {"model_type": name}, rotary.from_hf_config(LLAMA | {"rope_scaling": LINEAR}), 99
+        )
+
+
+SHARED = "partial_rotary_factor"
+
+
+@compared
+@pytest.mark.parametrize("name", ["laguna", "mellum", "zaya", "diffusion_gemma_text"])
+def test_a_share_beside_the_entries_of_models_that_do_not_read_it(name):
+    """It went into the entries: 96 of 128 channels where transformers rotates all."""
+    entries = {
+        kind: {"rope_type": "default", "rope_theta": 2e4}
+        for kind in ("hybrid" if name == "zaya" else "full_attention", "sliding_attention")
+    }
+    kind = next(iter(entries))
+    data = {"model_type": name, "rope_parameters": entries}
+    spec = read_as_transformers(data, kind)
+    for wrong in (data, {"model_type": name}):
+        with pytest.raises(ValueError, match=f"{SHARED} 0.75 is not read"):
+            rotary.from_hf_config({**wrong, SHARED: 0.75}, kind)
+    own = {each: entry | {SHARED: 0.5} for each, entry in entries.items()}  # as in Laguna's file
+    read_as_transformers({**data, SHARED: 0.75, "rope_parameters": own}, kind)
+    with pytest.warns(UserWarning, match="is not read"):
+        assert read_as_transformers({**data, SHARED: 0.75}, kind, strict=False) == spec
+
+
+@compared
+@pytest.mark.parametrize(
+    ("name", "kind", "pairs"),
+    [("mimo_v2_flash", "sliding_attention", 32), ("neomme", "full_attention", 8)],
+)
+def test_an_entry_without_a_share_where_code_or_class_has_one(name, kind, pairs):
+    """The whole head was read: 96 and 32 pairs."""
+    entry = {"rope_type": "default", "rope_theta": 3e4}
+    data = {"model_type": name, "rope_parameters": {each: dict(entry) for each in LAYERED}}
+    assert against.numbers(data, kind, None).inv_freq.shape == (pairs,)
+    with pytest.raises(ValueError, match=f"needs {SHARED}"):
+        rotary.from_hf_config(data, kind)
+    for each in data["rope_parameters"].values():
+        each[SHARED] = 0.5
+    read_as_transformers(data, kind)
 
 
 LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
@@ -204,6 +281,7 @@ def test_what_was_read_otherwise_than_transformers_does_is_refused(data, message
         ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "main"),
         ({"model_type": "deepseek_v4", "qk_rope_head_dim": 32}, "compress"),
         ({"model_type": "deepseek_v4"}, "compress"),
+        ({"model_type": "deepseek_v4", "head_dim": 64}, "compress"),  # a share: 64 of 512
         ({"model_type": "deepseek_v2", "head_dim": 48}, None),
         (nested("gemma3_text", LINEAR, LINEAR), "full_attention"),
         (nested("gemma3_text", LINEAR, LINEAR), "sliding_attention"),

@@ -73,7 +73,7 @@ def test_the_published_configs(change):
             others = [each for each in specs if each != kind]
             assert all(from_hf_config(new, each) == specs[each] for each in others)
             written += 1
-    assert written >= 90
+    assert written >= 87  # of the others, three have their frequencies in the code of the model
 
 
 def test_a_part_and_the_names_of_a_model():

@@ -56,6 +56,10 @@ WIDER = {
     "layers": {"full_attention": {"head_dim": 512}},
 }
 SLIDING = {"windowed": "sliding_window"}
+FIXED = {
+    "only": ["default"],
+    "fixed_base": True,
+}  # frequencies of base 10,000, whatever a file says
 PHI_TYPES = ["default", "longrope", "su"]  # su: an older name of longrope
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
@@ -71,7 +75,7 @@ CODE: dict[str, dict[str, Any]] = {
         ("cohere", "cohere2", "cohere2_moe", "blt_patcher", "glm", "glm4", "helium", "ernie4_5",
          "ernie4_5_moe", "ernie4_5_vl_moe_text", "moonshine", "moonshine_streaming", "glm4v_text",
          "glm_ocr_text", "openai_privacy_filter", "pe_audio_encoder",
-         "pe_audio_video_encoder", "pe_video_encoder", "gptj", "codegen", "roformer"),
+         "pe_audio_video_encoder", "pe_video_encoder"),
         INTERLEAVED,
     ),
     **dict.fromkeys(
@@ -85,7 +89,7 @@ CODE: dict[str, dict[str, Any]] = {
         "layout": "interleaved", "slice": "trailing",
         "layer_names": {"compress": {THETA: "compress_rope_theta"}, "main": {THETA: THETA}},
         "scaled_layers": ["compress"], "flat": True,
-        "names": {"rotary_dim": "qk_rope_head_dim"}, "rotary_dim": 64,
+        "names": {"rotary_dim": "qk_rope_head_dim"}, SHARE: 64 / 512, "needed_nested": [SHARE],
         "layers": {"compress": {SHARE: None}, "main": {SHARE: None}},  # follows qk_rope_head_dim
         "scaled_defaults": {"attention_factor": 1.0}, "scaled_unread": [THETA, SHARE],
     },
@@ -126,8 +130,11 @@ CODE: dict[str, dict[str, Any]] = {
         ("gpt_neox", "gpt_neox_japanese"),
         {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
     ),
-    "gptj": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
-    "codegen": {**INTERLEAVED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    **dict.fromkeys(
+        ("gptj", "codegen"),
+        {**INTERLEAVED, **FIXED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+    ),
+    "roformer": {**INTERLEAVED, **FIXED},
     "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
     **dict.fromkeys(
         ("wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"),
@@ -151,7 +158,7 @@ CODE: dict[str, dict[str, Any]] = {
         **MIXED, "plain_head_dim": "ignored",
         "other": ["indexer_rope_interleave"],  # of its indexer alone
     },
-    "esm": {"only": ["default"], "fixed_base": True},
+    "esm": FIXED,
     "nomic_bert": {"names": {THETA: "rotary_emb_base"}, "unread": ["rotary_emb_base"]},
     "phimoe": {"mscales": True, "only": PHI_TYPES, **SLIDING},
     **dict.fromkeys(
@@ -184,7 +191,9 @@ CODE: dict[str, dict[str, Any]] = {
         **INTERLEAVED, "mrope": "alternating", "mrope_section": [22, 22, 20], "only": ["default"],
     },
     "cohere_compass_text": {"mrope": "interleaved", "nested": True},
+    "mimo_v2_flash": {"needed_nested": [SHARE]},  # its code and its class have different defaults
     "neomme": {
+        "needed_nested": [SHARE],
         "axes": "turns of one ladder", "num_axes": 2,
         "layer_names": {kind: {THETA: THETA} for kind in ("full_attention", "sliding_attention")},
     },
@@ -532,13 +541,15 @@ def unread(config: Any, has_layers: bool) -> dict[str, list[str]]:
     and those among the rope parameters that it fills in only where a file has none (`needed`).
     """
     found: dict[str, list[str]] = {"unread": [], "unread_alone": [], "needed": []}
-    if _rope(config, {}) is None:
+    plain = _rope(config, {})
+    if plain is None:
         return {}
+    nested = {kind: LINEAR | {THETA: 1e4} for kind in plain if isinstance(plain[kind], dict)}
     for key, value in ((SHARE, 0.375),) if has_layers else ((THETA, 54_321.0), (SHARE, 0.375)):
         if not _holds(_rope(config, {key: value}), key, value):
             found["unread_alone"].append(key)
-        beside = _rope(config, {key: value, "rope_parameters": dict(LINEAR)})
-        if key in found["unread_alone"] and not has_layers and not _holds(beside, key, value):
+        beside = _rope(config, {key: value, "rope_parameters": nested or dict(LINEAR)})
+        if key in found["unread_alone"] and not _holds(beside, key, value):
             found["unread"].append(key)
         silent, scaled = _rope(config, {}), _rope(config, {"rope_parameters": dict(LINEAR)})
         if not has_layers and silent and scaled and silent.get(key) != scaled.get(key):

@@ -36,6 +36,8 @@ from .record import Config
 #                                 rope parameters
 #   needed                        rope parameters whose default is used only where the file has no
 #                                 rope parameters
+#   needed_nested                 keys that each entry by layer type needs: where one is missing,
+#                                 the code does not take the default of the class
 #   layout, layout_key, out_layout, sign, slice    as in `Rotary`; layout_key false means half
 #   mrope, mrope_section          how three axes are dealt out, and the default counts
 #   axes, num_axes, ladder        vision towers: order and frequencies of the axes
@@ -156,6 +158,17 @@ def part_key(data: Mapping[str, JSON], part: str | None) -> str | None:
     return part or next((key for key in TEXT_PARTS if key in model.get("parts", {})), None)
 
 
+def part_inside(data: Mapping[str, JSON]) -> str | None:
+    """Return the key of the only part of a part that has no RoPE itself; None for any other part.
+
+    >>> part_inside({"model_type": "sam3_vision_model"}), part_inside({"model_type": "qwen2_vl"})
+    ('backbone_config', None)
+    """
+    model = MODELS.get(str(data.get("model_type")), {})
+    keys = tuple(model.get("parts", ()))
+    return keys[0] if len(keys) == 1 and not set(model) - _OF_PARTS else None
+
+
 def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
     """Return the config with another model_type, and its parts with those of that model."""
     own = data.get("model_type")
@@ -217,4 +230,4 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     inner = {**inner, "model_type": inner.get("model_type") or of_parts[key]}
     if inner["model_type"] == name:  # the part has the model_type of the whole
         inner["model_type"] = of_parts[key]
-    return _part(inner, None)
+    return _part(inner, part_inside(inner))

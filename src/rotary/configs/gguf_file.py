@@ -19,7 +19,8 @@ def read_gguf(path: str | os.PathLike[str]) -> dict[str, JSON]:
 
     Weights are not read, however large the file is. For a model in several files give the first;
     the RoPE tensors of all files are read.
-    Raises FileNotFoundError, ValueError for a damaged file, ImportError without `gguf`.
+    Raises FileNotFoundError, ValueError for a damaged file and for RoPE tensors that are not F32,
+    which llama.cpp does not take, ImportError without `gguf`.
     """
     path = Path(path)
     kept = _read_file(path)
@@ -39,7 +40,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; give a .gguf file")
     try:
-        from gguf import GGUFReader, GGUFValueType
+        from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
     except ImportError as error:
         raise ImportError(
             f"{path}: reading a GGUF file needs the package gguf: pip install gguf"
@@ -71,11 +72,14 @@ def _read_file(path: Path) -> dict[str, JSON]:
             for key, field in reader.fields.items()
             if key == "general.architecture" or not key.startswith(("general.", "tokenizer."))
         }
-        for tensor in reader.tensors:
-            if tensor.name in TENSORS:
-                kept[tensor.name] = [float(value) for value in tensor.data]
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError,
             RecursionError, struct.error) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path}: not a GGUF file, or cut short: {reason}") from error
+    for tensor in reader.tensors:
+        if tensor.name in TENSORS:
+            kind = tensor.tensor_type
+            if kind != GGMLQuantizationType.F32:
+                raise ValueError(f"{path}: {tensor.name} is {kind.name}, llama.cpp reads only F32")
+            kept[tensor.name] = tensor.data.ravel().tolist()
     return kept

@@ -13,7 +13,7 @@ from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim, nearest
 from ..strict_json import JSON
 from .entries import HARMLESS, choose
-from .layers import Model, Rope
+from .layers import Model, Rope, rope_parameters
 from .record import Config
 from .values import whole_number
 
@@ -138,17 +138,21 @@ def check_top(config: Config, complain: Complain) -> None:
     data, model, kind = config.data, config.model, f"model_type {config.model_type!r}"
     base = config.unread_base
     if base is not None and base != config.base:
-        where = f"layers of {config.layer_type!r}" if config.layer_type else "this model"
+        where, hint = f"this model of {kind}", ""
+        if config.layer_type:
+            where = f"layers of {config.layer_type!r} of {kind}"
+            hint = "; a layer type takes it from its rope_parameters"
         complain(
-            f"rope_theta {base!r} is not read for {where} of {kind}, "
-            f"whose base is {config.base:g}; a layer type takes it from its rope_parameters"
+            f"rope_theta {base!r} is not read for {where}, whose base is {config.base:g}{hint}"
         )
     names = model.get("names", {})
     our_names = {theirs: ours for ours, theirs in names.items()}
     for key in config.unread:
         name, share = our_names.get(key, key), config.share
         used = {"rope_theta": base or config.base, "partial_rotary_factor": share}.get(name)
-        if used and data.get(key) is not None and data[key] != used:
+        entry = rope_parameters(data).get(config.layer_type or "")  # its own value is the one read
+        is_own = isinstance(entry, Mapping) and entry.get(name) is not None
+        if used and not is_own and data.get(key) is not None and data[key] != used:
             complain(
                 f"{key} {data[key]!r} is not read for {kind}, which has "
                 f"{used:g}; write it under rope_parameters, as {name}"
@@ -225,8 +229,16 @@ def _parameters(
     if schedule == "proportional":
         width = config.rotary_dim if config.reads_width else None
         params["partial_rotary_factor"] = width / config.head_dim if width else config.share
-    if "truncate" in params and params["truncate"] is None:
-        params["truncate"] = False  # transformers takes null for false
+    written = params.get("truncate", True)  # transformers takes null for false
+    if schedule == "yarn" and bool(written) != config.truncate:
+        complain(
+            f"truncate {written!r} of {config.layer_type!r} is not read: where layer types "
+            "differ, transformers reads it beside their entries in rope_parameters; write it there "
+            "as well, or remove it"
+        )
+        params["truncate"] = config.truncate
+    elif written is None:
+        params["truncate"] = False
     params = {key: value for key, value in params.items() if value is not None}
     return _with_lengths(schedule, params, config)
 

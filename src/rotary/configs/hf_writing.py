@@ -8,7 +8,7 @@ from ..angles import inv_freq
 from ..schedules import depends_on_length, grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
-from .entries import choose, layer_types, part_key
+from .entries import choose, layer_types, part_inside, part_key
 from .files import load
 from .hf import TYPES, check_read, from_hf_config, needs_head_dim
 from .record import Config
@@ -250,4 +250,4 @@ def replace_rope(
 def _part_of(document: dict[str, JSON], part: str | None) -> dict[str, JSON]:
     """Return the object in a document that holds the keys of a part."""
     inner = document.get(part_key(document, part) or "")
-    return _part_of(inner, None) if isinstance(inner, dict) else document
+    return _part_of(inner, part_inside(inner)) if isinstance(inner, dict) else document

@@ -159,9 +159,10 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
             "each layer type"
         )
-    for kind, entry in nested.items():
-        if entry is not None and entry.get("rope_theta") is None:
-            raise ValueError(f"rope_parameters of {kind!r} needs rope_theta")
+    for key in ("rope_theta", *model.get("needed_nested", ())):
+        for kind, entry in nested.items():
+            if entry is not None and entry.get(key) is None:
+                raise ValueError(f"rope_parameters of {kind!r} needs {key}")
     return {**own, **nested}
 
 

@@ -232,6 +232,20 @@ class Config(NamedTuple):
         entries = rope_parameters(self.data).values()
         return "layers" in self.model or any(isinstance(each, Mapping) for each in entries)
 
+    @property
+    def truncate(self) -> bool:
+        """Whether YaRN's ramp is rounded: by layer type read beside the entries, not in them.
+
+        >>> entry = {"rope_type": "yarn", "truncate": False}
+        >>> Config(entry, {"rope_scaling": entry}, {}, None, True).truncate
+        False
+        >>> Config(entry, {"rope_parameters": {"full": entry}}, {}, "full", True).truncate
+        True
+        """
+        written = rope_parameters(self.data) if self.is_by_layer_type else self.rope
+        is_flat = self.is_by_layer_type and self.layer_type not in written
+        return is_flat or bool(written.get("truncate", True))
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value by rotary's name for it, or `default` if no source has it."""
         layer = self.model.get("layers", {}).get(self.layer_type) or {}

@@ -164,7 +164,8 @@ def _letters(state: State, letter: str) -> str:
 def config_json(state: State, letter: str) -> str:
     """Return the RoPE of one side as a config for transformers; ValueError if none can hold it."""
     spec = state.look(letter).spec
-    return json.dumps(to_hf_config(spec, max_position_embeddings=state.context), indent=2) + "\n"
+    context = None if spec.schedule == "dynamic" else state.context  # that has its trained length
+    return json.dumps(to_hf_config(spec, max_position_embeddings=context), indent=2) + "\n"
 
 
 @cache

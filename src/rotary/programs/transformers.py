@@ -88,7 +88,7 @@ def computed(case: Case) -> Result:
             steps, words, at = inv_freq(spec)[0], "LongRoPE, short list", trained
             switch = f"never: the short list always, with long_mscale beyond {trained}"
         words += f" at {at} tokens"
-    elif _is_nested(config) and case.rope.get("truncate") is False:
+    elif case.rope.get("truncate") is False and config.truncate:
         advice = "transformers ignores truncate inside a nested rope_parameters"
     return Result(words, np.asarray(steps), factor, switch, advice=advice)
 
@@ -103,7 +103,6 @@ def _as_its_code_reads(case: Case) -> Config:
     config = case.config
     ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
     ignored |= set() if config.model.get("alpha") else {"alpha"}
-    ignored |= {"truncate"} if _is_nested(config) else set()
     data, model = config.data, config.model
     if not config.reads_share and case.rope_type == "default":
         ignored.add("partial_rotary_factor")
@@ -112,11 +111,6 @@ def _as_its_code_reads(case: Case) -> Config:
         model = {**model, "partial_rotary_factor": 1.0}
     rope = {key: value for key, value in config.rope.items() if key not in ignored}
     return config._replace(rope={**rope, "rope_type": case.rope_type}, data=data, model=model)
-
-
-def _is_nested(config: Config) -> bool:
-    """Return whether the file has an object of rope parameters for each layer type."""
-    return config.layer_type in (config.data.get("rope_parameters") or {})
 
 
 _HF = "modeling_rope_utils.py"
