@@ -4,7 +4,7 @@ Three times, each as its median and the value that 95 % stay below:
 start   from the command to a first picture that answers, server and browser begun anew
 change  from a moved control to the new picture, in every view; each value is a new one
 frame   the work of the script for one picture while a view moves, without the server
-Needs Chromium and playwright. `--quick` opens the page once and changes every view twice.
+Needs Chromium and playwright. `--quick` starts it once and changes every view once.
 """
 
 import contextlib
@@ -124,22 +124,21 @@ def digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,g}"
 
 
-def measured(browser: "Browser", starts: int, changes: int, frames: int) -> list[list[str]]:
-    """All rows: starts, changes of every view, frames of those that move."""
-    rows = [line("start", "", [start_time(browser) for _ in range(starts)], BARS["start"])]
+def measured(browser: "Browser", address: str, changes: int, frames: int) -> list[list[str]]:
+    """The rows of a page that is served: changes of every view, frames of those that move."""
+    rows = []
     bases = [float(f"{base:.6g}") for base in np.geomspace(2e5, 9e5, changes + 1)]
-    with served() as address:
-        for name, view in VIEWS.items():
-            page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
-            times = page.evaluate(CHANGES, bases)[1:]  # the first one is not warm
-            rows.append(line("change", view.title, times, BARS["change"]))
-            page.close()
-        for name in [name for name, view in VIEWS.items() if view.group == LEARN]:
-            page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
-            times = page.evaluate(FRAMES, frames)
-            rows.append(line("frame, script", VIEWS[name].title, times, BARS["frame"]))
-            rows.append(line("frame, played", VIEWS[name].title, page.evaluate(PLAYED), None))
-            page.close()
+    for name, view in VIEWS.items():
+        page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
+        times = page.evaluate(CHANGES, bases)[1:]  # the first one is not warm
+        rows.append(line("change", view.title, times, BARS["change"]))
+        page.close()
+    for name in [name for name, view in VIEWS.items() if view.group == LEARN]:
+        page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
+        times = page.evaluate(FRAMES, frames)
+        rows.append(line("frame, script", VIEWS[name].title, times, BARS["frame"]))
+        rows.append(line("frame, played", VIEWS[name].title, page.evaluate(PLAYED), None))
+        page.close()
     return rows
 
 
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=10, help="how often it is started")
     parser.add_argument("--changes", type=int, default=20, help="of a control, in each view")
     parser.add_argument("--frames", type=int, default=300, help="of each view that moves")
-    options = command.parsed(parser, {"starts": 1, "changes": 2, "frames": 10}, command.RESULTS)
+    options = command.parsed(parser, {"starts": 1, "changes": 1, "frames": 10}, command.RESULTS)
     path = shutil.which("chromium")
     if path is None:
         sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
@@ -160,7 +159,9 @@ def main() -> None:
             page = opened(browser, address, f"view=hands&a.model={MODEL}")
             command.gate(list(errors(page)), "the sum of cosines in float64")
             page.close()
-        rows = measured(browser, options.starts, options.changes, options.frames)
+            rows = measured(browser, address, options.changes, options.frames)
+        starts = [start_time(browser) for _ in range(options.starts)]
+        rows.insert(0, line("start", "", starts, BARS["start"]))
         version = browser.version
         browser.close()
     text = "\n".join([

@@ -5,7 +5,8 @@ them: (batch, seq, heads, head_dim). Beside `rotate` alone, a copy of v, and the
 function of transformers, eager and under torch.compile, forward, and forward and backward with
 gradients of q, k and both weights. A timed call comes after an untimed one of its own; cases take
 turns; medians. Writes benchmarks/results/DATE-fused.json and .md, and keeps what the file of the
-day has of the other type: `--dtype` measures one. `--table` prints the table of the newest.
+day has of the other type: `--dtype` measures one, as `--quick` does. `--table` prints the table of
+the newest.
 """
 
 import datetime
@@ -68,7 +69,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.set_defaults(seconds=5.0, tokens=2048)
-    given = command.parsed(parser, {"tokens": CHECKED, "seconds": 0.01}, command.RESULTS)
+    given = command.parsed(
+        parser, {"tokens": CHECKED, "seconds": 0.01, "dtype": DTYPES[1:]}, command.RESULTS
+    )
     if given.table is not None:
         path = given.table
         newest = max(path.glob("????-??-??-fused.json")) if path.is_dir() else path

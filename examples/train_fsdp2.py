@@ -63,7 +63,7 @@ model.blocks[0].rotary.register_forward_hook(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 torch.manual_seed(dist.get_rank())  # each rank has its own text: counting in steps, modulo 16
-for step in range(40):
+for step in range(14):
     first, by = torch.randint(16, (32, 1)), torch.randint(1, 4, (32, 1))
     loss = model((first + by * torch.arange(SEQ + 1)) % 16, torch.arange(SEQ) + FIRST)
     loss.backward()

@@ -1,5 +1,6 @@
 """The command as a user runs it, and in this process: shared by the tests of commands."""
 
+import importlib
 import json
 import os
 import re
@@ -50,6 +51,18 @@ def in_process(monkeypatch: Any, capsys: Any) -> Any:
         return Done(0, *capsys.readouterr())
 
     return call
+
+
+def kept(monkeypatch: Any, module: str, name: str) -> None:
+    """Keep the first answer of a function: what a command prints in many ways is computed once."""
+    owner, answers = importlib.import_module(module), []
+    function = getattr(owner, name)
+
+    def answer(*arguments: Any, **options: Any) -> Any:
+        answers.extend([] if answers else [function(*arguments, **options)])
+        return answers[0]
+
+    monkeypatch.setattr(owner, name, answer)
 
 
 def document(done: Done) -> Any:

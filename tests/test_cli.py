@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import START, Done, assert_refused, document, environment, in_process, run
+from command import START, Done, assert_refused, document, environment, in_process, kept, run
 
 import rotary
 from rotary import bench, demo, doctor, from_hf_config
@@ -263,6 +263,7 @@ def test_no_word_is_broken(main, monkeypatch, tmp_path, command):
     (tmp_path / "config.json").write_text(json.dumps(short))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
+    kept(monkeypatch, "rotary.plan", "plan_model")
     words = set(main(*command, "config.json").out.split())
     assert len(words) > 20
     for columns in (80, 45):
@@ -408,7 +409,8 @@ def test_bench_and_demo_and_doctor_without_torch():
     code = WITHOUT_TORCH + START
     report = document(run("bench", "--seq", "16", "--rounds", "1", "--json", code=code))
     assert list(report["seconds"]) == ["NumPy float32"]
-    assert list(document(run("demo", "--json", code=code))["times_ms"]) == ["NumPy float32"]
+    short = WITHOUT_TORCH + "from rotary import demo\ndemo.SEQ = 64\n" + START
+    assert list(document(run("demo", "--json", code=short))["times_ms"]) == ["NumPy float32"]
     findings = {each["what"]: each for each in document(run("doctor", "--json", code=code))}
     assert findings["torch"]["found"] == "not installed"
 

@@ -192,7 +192,7 @@ def without_openmp(name, *arguments, **options):  # as on a machine that has no 
 ctypes.CDLL = without_openmp
 libraries = ["numpy", "torch"] * 4
 with ThreadPoolExecutor(8) as pool:
-    digests = list(pool.map(lambda library: [work(library) for _ in range(4)][0], libraries))
+    digests = list(pool.map(lambda library: [work(library) for _ in range(2)][0], libraries))
 assert numba.threading_layer() == "workqueue", numba.threading_layer()
 print(*digests)
 """
@@ -429,7 +429,6 @@ def in_copy(installed, script, **environment):
 
 
 NOWHERE = "/proc/none" if sys.platform == "linux" else "/dev/null/none"
-RUN = WORK + "print(work('numpy'))"
 ROTATED = """
 import hashlib
 import numpy as np
@@ -439,7 +438,7 @@ def rotated():
     x = np.sin(np.arange(3 * 64.0)).astype(np.float32).reshape(3, 64)
     return hashlib.sha256(rotary.rotate(x, x[:, :32], x[:, 32:], layout="half")).hexdigest()
 """
-ROTATE = ROTATED + "print(rotated())"  # compiles one way in, where RUN compiles all: half the time
+ROTATE = ROTATED + "print(rotated())"  # compiles one way in, where WORK compiles all: half the time
 
 
 def rotated():
@@ -463,7 +462,7 @@ def test_no_folder_for_a_cache_at_all(installed):
     """As in an image that is mounted read-only: compiled anew, but working."""
     (installed / "kernels" / "cpu" / "__pycache__").touch()  # a file: no folder can be made there
     nowhere = {"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "NUMBA_CACHE_DIR": NOWHERE}
-    assert in_copy(installed, RUN, PYTHONDONTWRITEBYTECODE=1, **nowhere) == work("numpy")
+    assert in_copy(installed, ROTATE, PYTHONDONTWRITEBYTECODE=1, **nowhere) == rotated()
     assert (installed / "kernels" / "cpu" / "__pycache__").is_file()
 
 
@@ -516,7 +515,7 @@ def test_damage_anywhere_in_a_file_of_the_cache(damage, tmp_path, monkeypatch):
     assert [loaded() for _ in range(2)] == [False, True]
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         content = path.read_bytes()
-        for at in (0, 31, 32, len(content) - 1, *rng.integers(1, len(content), 6).tolist()):
+        for at in (0, 31, 32, len(content) - 1, *rng.integers(1, len(content), 2).tolist()):
             path.write_bytes(DAMAGE[damage](content, at))
             assert [loaded() for _ in range(2)] == [False, True]
 
@@ -589,23 +588,22 @@ def test_numpy_work_does_not_load_torch():
     assert not {"torch", "transformers", "typer"} & set(python(script).split())
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("why", ["NUMBA_DISABLE_JIT", "Py_GIL_DISABLED"])
-def test_without_compiled_loops_the_plain_formula_rotates(why, library):
+def test_without_compiled_loops_the_plain_formula_rotates(why):
     """Without a compiler, or on a Python without the global lock, where no test runs the loops."""
     code = (
         "import sys, sysconfig, numpy as np, rotary; from rotary.kernels import host\n"
         "if sys.argv[1] == 'Py_GIL_DISABLED': sysconfig.get_config_vars()[sys.argv[1]] = 1\n"
-        "x = np.ones((2, 2), 'f4')\n"
-        "if sys.argv[2] == 'torch':\n"
-        "    import torch; x = torch.from_numpy(x)\n"
-        "    norm = rotary.Norm(torch.ones(2), None, 0.0)\n"
-        "    rotary.fused(x, None, None, rotary.Rotary(head_dim=2), norm=norm)\n"
+        "spec, x = rotary.Rotary(head_dim=2), np.ones((2, 2), 'f4')\n"
+        "print(host().name, rotary.apply(spec, x)[0].tolist())\n"
+        "import torch; x = torch.from_numpy(x)\n"
+        "norm = rotary.Norm(torch.ones(2), None, 0.0)\n"
+        "rotary.fused(x, None, None, spec, norm=norm)\n"
         "assert 'rotary.kernels.cpu.jobs' not in sys.modules\n"
-        "print(host().name, rotary.apply(rotary.Rotary(head_dim=2), x)[0].tolist())"
+        "print(host().name, rotary.apply(spec, x)[0].tolist())"
     )
     jit = {"NUMBA_DISABLE_JIT": "1"} if why == "NUMBA_DISABLE_JIT" else {}
-    assert python(code, why, library, **jit) == "reference [1.0, 1.0]"
+    assert python(code, why, **jit).split("\n") == ["reference [1.0, 1.0]"] * 2
 
 
 def test_doctor_says_why_there_are_no_compiled_loops():

@@ -34,8 +34,8 @@ def run(script):
     assert done.stdout.split()[-1] == "equal"
 
 
-EXPORTS = {  # what Dynamo traces takes twice as long: there every spec, and each precision once
-    False: [(number, precision) for number in range(3) for precision in ("float32", "exact")],
+EXPORTS = {  # by Dynamo or without it every spec in each precision; the one of a length in both
+    False: [(0, "exact"), (1, "float32"), (2, "float32"), (2, "exact")],
     True: [(0, "float32"), (1, "exact"), (2, "float32")],
 }
 

@@ -273,11 +273,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     table: dict[str, dict[str, Any]] = {}
-    for module, name in rotary_classes():
+    for (module, name), source in rotary_classes().items():
         rotary = rotary_class(module, name)
         config = config_for(rotary)
         if config is not None and config.model_type:
-            table.setdefault(config.model_type, entry(type(config)(), rotary))
+            table.setdefault(config.model_type, entry(type(config)(), rotary, source))
     for name in (
         "gptj",
         "codegen",
@@ -288,7 +288,7 @@ def main() -> None:
         "seamless_m4t",
     ):
         if name not in table:
-            table[name] = entry(transformers.AutoConfig.for_model(name), None)
+            table[name] = entry(transformers.AutoConfig.for_model(name))
     for name, says in CODE.items():
         table[name] = merged(table[name], says)
     for says in table.values():
@@ -467,7 +467,7 @@ def _has_parts(name: str | None, table: dict[str, Any]) -> bool:
     return bool(name) and name in transformers.CONFIG_MAPPING and bool(parts_of(name, table))
 
 
-def entry(config: Any, rotary: type | None) -> dict[str, Any]:
+def entry(config: Any, rotary: type | None = None, source: str = "") -> dict[str, Any]:
     """What a silent config of this class takes, as far as it has a bearing on RoPE."""
     says: dict[str, Any] = {}
     names = {}
@@ -516,7 +516,6 @@ def entry(config: Any, rotary: type | None) -> dict[str, Any]:
                 says[THETA] = type(config).default_theta
     says |= unread(config, "layers" in says)
     if rotary is not None:
-        source = inspect.getsource(rotary)
         if SHARE in source and SHARE not in says:
             says[SHARE] = 1.0
         if rope.get("rope_type") == "axial":
