@@ -55,14 +55,6 @@ DTYPES = {
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 
 
-@pytest.fixture
-def optimized():
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 def numbers(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
