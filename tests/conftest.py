@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from chromium import browser, page_server, show  # noqa: F401  # fixtures
+from libraries import quick_xla
 
 collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
 
@@ -79,12 +80,19 @@ def one_thread():
 @pytest.fixture(scope="module")
 def xla_in_less_time():
     """XLA without most of its optimizations: where a test is not about bits, nor the program."""
+    with quick_xla():
+        yield
+
+
+@pytest.fixture
+def optimized(xla_in_less_time):
+    """XLA as users have it, for one test of such a file."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # what other files compile is compiled as users have it
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ torch = if_installed("torch")
 check_grads = if_installed("jax.test_util").check_grads
 jax_fused = if_installed("rotary.kernels.jax.fused")
 
-pytestmark = pytest.mark.usefixtures("numpy_by_formula")
+pytestmark = pytest.mark.usefixtures("numpy_by_formula", "xla_in_less_time")
 EPS = 1e-5
 HEADS, SEQ = (4, 2), 6
 SPECS = {
@@ -222,6 +222,7 @@ def test_rows_of_multi_head_latent_attention():
     assert_close(new, rows)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_donated_cache_is_written_in_place():
     spec = SPECS["half"]
     q, k = map(jnp.asarray, arrays(spec))
@@ -301,6 +302,7 @@ def test_vmap_equals_the_whole():
 # --- the program ---
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("layout", "dtype"), [("half", "float32"), ("interleaved", "float32"), ("half", "bfloat16")]
 )

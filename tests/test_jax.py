@@ -55,14 +55,6 @@ DTYPES = {
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 
 
-@pytest.fixture
-def optimized():
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 def numbers(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
@@ -197,8 +189,8 @@ def test_tables_can_be_differentiated_by_fractional_positions(sign):
     spec = rotary.Rotary(head_dim=8, base=100.0, sign=sign)
     frequencies = rotary.inv_freq(spec)[0]
     at = jnp.array([0.25, 3.5])
-    cos, sin = jax.jacfwd(lambda p: rotary.cos_sin(spec, p))(at)
-    back = jax.jacrev(lambda p: rotary.cos_sin(spec, p))(at)
+    cos, sin = jax.jit(jax.jacfwd(lambda p: rotary.cos_sin(spec, p)))(at)
+    back = jax.jit(jax.jacrev(lambda p: rotary.cos_sin(spec, p)))(at)
     radians = np.asarray(at)[:, None] * frequencies
     for index in range(2):
         assert np.allclose(cos[index, :, index], -np.sin(radians[index]) * frequencies, atol=1e-6)
@@ -207,7 +199,7 @@ def test_tables_can_be_differentiated_by_fractional_positions(sign):
         assert not cos[index, :, 1 - index].any()
     assert np.allclose(back[0], cos, atol=1e-6)
     assert np.allclose(back[1], sin, atol=1e-6)
-    second = jax.hessian(lambda p: rotary.cos_sin(spec, p)[0].sum())(at)
+    second = jax.jit(jax.hessian(lambda p: rotary.cos_sin(spec, p)[0].sum()))(at)
     assert np.allclose(np.diag(second), -(np.cos(radians) * frequencies**2).sum(1), atol=1e-5)
 
 
@@ -441,7 +433,9 @@ def test_derivatives_of_both_modes_and_orders(name):
                               rotary_dim=spec.rotary_dim, start=spec.start)  # fmt: skip
             return (y**3).sum()
 
-        check_grads(call, (q, cos, sin), order=2, modes=("fwd", "rev"), rtol=1e-6, atol=1e-6)
+        check_grads(
+            jax.jit(call), (q, cos, sin), order=2, modes=("fwd", "rev"), rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -469,9 +463,9 @@ def test_vmap_and_scan_equal_a_loop():
         return rotary.apply(SPEC, q, k, positions=p)
 
     want = [call(*arrays) for arrays in zip(q, k, positions, strict=True)]
-    mapped = jax.vmap(call)(q, k, positions)
+    mapped = jax.jit(jax.vmap(call))(q, k, positions)
     _, scanned = jax.lax.scan(lambda carry, x: (carry, call(*x)), None, (q, k, positions))
-    inner = jax.vmap(jax.vmap(call, in_axes=(1, 1, None)), in_axes=(0, 0, 0))(
+    inner = jax.jit(jax.vmap(jax.vmap(call, in_axes=(1, 1, None)), in_axes=(0, 0, 0)))(
         q[..., None, :, :].swapaxes(2, 3), k[..., None, :, :].swapaxes(2, 3), positions[:, 0]
     )
     assert inner[0].shape[-3:] == (4, 7, 64)
@@ -479,7 +473,7 @@ def test_vmap_and_scan_equal_a_loop():
         for part in range(2):
             assert_near(mapped[part][index], expected[part])
             assert_near(scanned[part][index], expected[part])
-    default = jax.vmap(lambda q: rotary.apply(SPEC, q))(q)
+    default = jax.jit(jax.vmap(lambda q: rotary.apply(SPEC, q)))(q)
     assert_near(default, rotary.apply(SPEC, q.reshape(6, 4, 7, 64)).reshape(q.shape))
 
 

@@ -134,6 +134,7 @@ def stored(kernel, y, dtype):
 
 # every operation is a loop of its own, so that no product and sum are rounded together
 PLAIN_XLA = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+PLAIN_XLA |= {"xla_cpu_use_fusion_emitters": False}  # they take five times as long to compile
 
 
 def _jax(xs, cos, sin, rows, options, out=None):
@@ -272,8 +273,8 @@ def _assert_close(got, x, cos, sin, options):
 
 
 # every operation of JAX is compiled for every shape, and Triton's interpreter takes one block of
-# numbers after the other: these get some of the ways for each shape and type
-SLOW = {"jax": ("float32", "bfloat16"), "triton": ("float32", "float16", "bfloat16")}
+# numbers after the other: these get some of the ways for each shape, and types of both widths
+SLOW = {"jax": [["float32"], ["bfloat16"]], "triton": [["float32"], ["float16", "bfloat16"]]}
 
 
 def tried(forms_of):
@@ -283,8 +284,9 @@ def tried(forms_of):
         ways = dict.fromkeys(itertools.product(forms, DTYPES), WAYS)
         if kernel in SLOW:
             ways, axes = {}, [("half", "interleaved")] * 2
-            for form, dtype, *way in pairwise(forms, SLOW[kernel], *axes, (False, True)):
-                ways.setdefault((form, dtype), []).append(way)
+            widths = map(itertools.cycle, SLOW[kernel])  # types of one width take turns
+            for form, dtypes, *way in pairwise(forms, widths, *axes, (False, True)):
+                ways.setdefault((form, next(dtypes)), []).append(way)
         for (form, dtype), some in ways.items():
             rows.append(pytest.param(kernel, form, dtype, some, id=f"{kernel}-{dtype}-{form}"))
     return rows
@@ -370,7 +372,7 @@ def forms_of(kernels, forms):
     return {kernel: every.get(kernel, ahead) for kernel in kernels}
 
 
-MEMORY = Case((2, 3, 5, 40), (2, 2, 5, 40), (5,), 36, 2)
+MEMORY = Case((2, 3, 4, 40), (2, 2, 4, 40), (4,), 36, 2)
 
 
 @pytest.mark.parametrize(("kernel", "form", "dtype", "ways"), tried(forms_of(KERNELS, FORMS)))
@@ -391,16 +393,14 @@ def test_any_memory_of_out_and_in_place(kernel, form, dtype, ways):
     for layout, out_layout, conjugate in ways:
         options = MEMORY.options(layout, out_layout, conjugate)
         arguments = cos, sin, None, options
-        fresh = KERNELS[kernel](xs, *arguments, None)
         outs = tuple(WRITABLE[form](np.full_like(x, np.nan)) for x in xs)
         IN_PLACE[kernel](xs, *arguments, outs)
         same = tuple(map(WRITABLE[form], xs))
         IN_PLACE[kernel](same, *arguments, same)
-        for x, new, out, own in zip(xs, fresh, outs, same, strict=True):
-            want = formula(x, cos, sin, options)
-            assert_bits(new, stored(kernel, want, x.dtype))
-            assert_bits(out, new)
-            assert_bits(own, new)
+        for x, out, own in zip(xs, outs, same, strict=True):
+            want = stored(kernel, formula(x, cos, sin, options), x.dtype)
+            assert_bits(out, want)
+            assert_bits(own, want)
 
 
 @pytest.mark.parametrize("kernel", IN_PLACE)
@@ -455,7 +455,7 @@ def test_any_memory_of_the_tables(kernel, form):
 @pytest.mark.parametrize("kernel", ROUNDING)
 def test_float64_tables_compute_in_float64(kernel, dtype):
     xs, *_ = operands(MEMORY, DTYPES[dtype])
-    angles = numbers(3, (5, 18), np.float64)
+    angles = numbers(3, (4, 18), np.float64)
     cos, sin = np.cos(angles), np.sin(angles)
     options = MEMORY.options("interleaved", None)
     results = KERNELS[kernel](xs, cos, sin, None, options, *_no_out(kernel))
@@ -522,12 +522,12 @@ def test_several_arrays_in_one_call_equal_one_call_each(kernel, count):
 
 
 ROWS = {
-    "(seq)": np.array([7, 0, 3, 3, 10]),
-    "(batch, seq)": np.array([[7, 0, 3, 3, 10], [1, 2, 3, 4, 5]]),
-    "(1, seq)": np.array([[7, 0, 3, 3, 10]]),
-    "int32": np.array([7, 0, 3, 3, 10], np.int32),
-    "every second": np.arange(10)[::2],
-    "one for all": np.lib.stride_tricks.as_strided(np.array([9]), (2, 5), (0, 0)),
+    "(seq)": np.array([7, 3, 3, 10]),
+    "(batch, seq)": np.array([[7, 3, 3, 10], [1, 0, 4, 5]]),
+    "(1, seq)": np.array([[7, 3, 3, 10]]),
+    "int32": np.array([7, 3, 3, 10], np.int32),
+    "every second": np.arange(8)[::2],
+    "one for all": np.lib.stride_tricks.as_strided(np.array([9]), (2, 4), (0, 0)),
 }
 
 

@@ -1,6 +1,7 @@
 """Pictures show the numbers of the analysis, say their units, and are written whole."""
 
 import dataclasses
+import hashlib
 import itertools
 import os
 import re
@@ -11,7 +12,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import Collection
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
 from published import LLAMA_2, LLAMA_3_1
 
 from rotary import Rotary, analysis, inv_freq, plots, positions, schedules
@@ -140,14 +147,18 @@ def markers(panel, marker):
 
 @pytest.mark.parametrize("picture", sorted(set(PICTURES) - {"comb", "roofline"}))
 def test_every_picture_draws_every_kind_of_spec(picture):
-    """A picture of several specs draws the ordinary kinds together, one of one spec unspaced."""
-    alone = [SPECS[kind] for kind in ("one pair", "nothing moves")]
+    """A picture of several specs draws the ordinary kinds together, one of one spec bare."""
+    alone = one_pair, _ = SPECS["one pair"], SPECS["nothing moves"]
     others = {kind: spec for kind, spec in SPECS.items() if spec not in alone}
     for each in (*alone, *([others] if picture in SEVERAL else others.values())):
         figure = PICTURES[picture](each)
         assert type(figure) is Figure
-        if each not in alone and picture not in SEVERAL:
-            figure.set_layout_engine("none")  # to space the parts is more than half of the work
+        is_bare = each not in alone and picture not in SEVERAL
+        if is_bare or each is one_pair:  # spaces and ticks are most of the work
+            figure.set_layout_engine("none")
+        if is_bare:
+            for panel in figure.axes:
+                panel.set_axis_off()
         figure.draw_without_rendering()
         assert {artist.figure for artist in figure.findobj()} == {figure}
 
@@ -205,10 +216,27 @@ OPTIONS = {
 }
 
 
-def pixels(figure):
-    """The bytes of a figure whose parts stay where they are: to space them is half of the work."""
-    figure.set_layout_engine("none")
-    return plots.rendered(figure, ".png")
+def drawn(figure):
+    """Every number and text that a figure draws, bit for bit, without the work of drawing it."""
+    parts = []
+    for artist in figure.findobj():
+        match artist:
+            case Line2D():
+                parts.append(artist.get_xydata().tobytes())
+            case Text():
+                parts.append(artist.get_text())
+            case Patch():
+                parts.append(artist.get_path().transformed(artist.get_patch_transform()).vertices)
+            case Collection():
+                parts.extend(path.vertices for path in artist.get_paths())
+                parts.append(artist.get_array())
+            case AxesImage():
+                parts.append(artist.get_array().filled(np.nan))
+            case Axes():
+                parts.append(artist.viewLim.get_points())
+    return [
+        part if isinstance(part, (str, bytes)) else np.asarray(part).tobytes() for part in parts
+    ]
 
 
 @pytest.mark.parametrize("picture", OPTIONS)
@@ -217,9 +245,9 @@ def test_the_length_of_the_row_reaches_the_frequencies(picture):
     values, factor = inv_freq(spec, 4096)
     same = {"inv_freq": values, "attention_factor": factor}
     as_given = Rotary(head_dim=8, schedule="custom", params=same)
-    long = pixels(draw({"x": spec}, seq_len=4096))
-    assert long == pixels(draw({"x": as_given}))
-    assert long != pixels(draw({"x": spec}))
+    long = drawn(draw({"x": spec}, seq_len=4096))
+    assert long == drawn(draw({"x": as_given}))
+    assert long != drawn(draw({"x": spec}))
 
 
 @pytest.mark.parametrize("picture", ["decay", "scores", "walk", "similarity"])
@@ -227,9 +255,9 @@ def test_pairs_whose_axis_does_not_move_stand_still(picture):
     draw, spec = OPTIONS[picture], Rotary(head_dim=8, axes=(0, 1, 1, 2))
     halted = np.where(np.array(spec.axes) == 1, inv_freq(spec)[0], 0.0)
     as_given = Rotary(head_dim=8, schedule="custom", params={"inv_freq": halted})
-    moved = pixels(draw({"x": spec}, axes=(1,)))
-    assert moved == pixels(draw({"x": as_given}))
-    assert moved != pixels(draw({"x": spec}))
+    moved = drawn(draw({"x": spec}, axes=(1,)))
+    assert moved == drawn(draw({"x": as_given}))
+    assert moved != drawn(draw({"x": spec}))
 
 
 def test_the_numbers_of_wavelengths_and_the_critical_dimension():
@@ -576,8 +604,7 @@ def test_the_roofline_sorts_what_was_measured():
 
 @pytest.mark.parametrize(
     ("picture", "suffix"),
-    [("similarity", ".png"), ("similarity", ".svg"), ("gallery", ".pdf"),
-     ("angle_coverage", ".svg"), ("layout", ".png"), ("layout", ".pdf")],
+    [("similarity", ".png"), ("angle_coverage", ".svg"), ("gallery", ".pdf")],
 )  # fmt: skip
 def test_the_same_picture_gives_the_same_bytes(picture, suffix, tmp_path):
     path = tmp_path / f"picture{suffix}"
@@ -602,14 +629,14 @@ def test_the_bytes_do_not_depend_on_the_process():
         "print(*[hashlib.sha256(plots.rendered(figure, s)).hexdigest()"
         " for s in ('.png', '.svg', '.pdf')])"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(outputs) == 1
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+    ).stdout  # fmt: skip
+    figure = plots.decay(Rotary(head_dim=8), 100)
+    here = [plots.rendered(figure, suffix) for suffix in (".png", ".svg", ".pdf")]
+    assert there.split() == [hashlib.sha256(each).hexdigest() for each in here]
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
