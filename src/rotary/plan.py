@@ -4,13 +4,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 from .analysis.bounds import failures, first_failure
-from .analysis.extension import Row, compare
+from .analysis.extension import Row, compare, with_factor_times
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import before_scaling, whole_number
-from .angles import inv_freq
 from .configs import choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
@@ -230,12 +231,9 @@ def plan_model(
 
 
 def _with_bases(
-    context: int,
-    spec: Rotary,
-    advice: Recommendation | None,
-    progress: Callable[[float], None] | None,
-    executor: Executor | None,
-) -> Plan:
+    context: int, spec: Rotary, advice: Recommendation | None,
+    progress: Callable[[float], None] | None, executor: Executor | None,
+) -> Plan:  # fmt: skip
     """Search both bases, and return them with the advice; without weights, advise the safe one."""
     tell = progress or (lambda share: None)
     head, rotary_dim = spec.head_dim, spec.rotary_dim
@@ -265,12 +263,9 @@ def _check(context: int, spec: Rotary) -> None:
 
 
 def _recommendation(
-    context: int,
-    trained: int | None,
-    spec: Rotary,
-    recommended: Rotary,
+    context: int, trained: int | None, spec: Rotary, recommended: Rotary,
     options: tuple[Row, ...] = (),
-) -> Recommendation:
+) -> Recommendation:  # fmt: skip
     """Build a recommendation, with the failures of the present spec."""
     failing = failures(spec, context, seq_len=context)
     result = Recommendation(
@@ -290,19 +285,15 @@ def _recommendation(
 
 def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
     """Return the spec if its base is safe and passes, else with the next base that does."""
-    if spec.schedule == "default" and spec.base >= safe and _passes(spec, context):
+    failure = partial(first_failure, limit=context, seq_len=context)
+    if spec.schedule == "default" and spec.base >= safe and failure(spec) is None:
         return spec
     exponent = math.floor(math.log10(safe)) - 1
-    digits = math.ceil(safe / 10.0**exponent)
-    plain = dataclasses.replace(spec, schedule="default", params={})
-    while not _passes(raised := dataclasses.replace(plain, base=float(f"{digits}e{exponent}")),
-                      context):  # fmt: skip
-        digits += 1
-    return raised
-
-
-def _passes(spec: Rotary, context: int) -> bool:
-    return first_failure(spec, context, seq_len=context) is None
+    raised = (
+        dataclasses.replace(spec, schedule="default", params={}, base=float(f"{digits}e{exponent}"))
+        for digits in count(math.ceil(safe / 10.0**exponent))
+    )
+    return next(each for each in raised if failure(each) is None)
 
 
 def _reached(spec: Rotary, trained: int, advertised: int | None) -> int:
@@ -327,7 +318,7 @@ def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
     """Return the weights' own method with a larger factor; for plain ones, the best option."""
     if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
-        return _with_factor_times(spec, growth)
+        return with_factor_times(spec, growth)
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
     by_method = {option.method: option for option in options}
@@ -336,20 +327,6 @@ def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...])
         key=lambda option: (option.unseen > UNSEEN, option.fastest_ratio < 0.99),
     )
     return dataclasses.replace(best.spec, axes=spec.axes)
-
-
-def _with_factor_times(spec: Rotary, growth: float) -> Rotary:
-    """Return a scaled spec with `growth` times its factor.
-
-    An attention factor that is the default for the old factor becomes the default for the new one;
-    another one was chosen, and stays.
-    """
-    params = {key: value for key, value in spec.params.items() if key != "attention_factor"}
-    default = inv_freq(dataclasses.replace(spec, params=params))[1]
-    if not math.isclose(default, inv_freq(spec)[1], rel_tol=1e-6):
-        params["attention_factor"] = spec.params["attention_factor"]
-    params["factor"] = spec.params["factor"] * growth
-    return dataclasses.replace(spec, params=params)
 
 
 def _sentences(result: Recommendation) -> Iterator[str]:

@@ -25,6 +25,7 @@ from .extension import coverage as coverage
 from .extension import methods as methods
 from .extension import unseen as unseen
 from .extension import unseen_share as unseen_share
+from .extension import with_factor_times as with_factor_times
 from .ladders import alternatives as alternatives
 from .ladders import design as design
 from .ladders import misses as misses
