@@ -72,6 +72,7 @@ CASES = {
     "seq_dim -3": Case((2, 7, 4, 16), (2, 7, 1, 16), (7,), seq_dim=-3),
     "seq_dim -3, tables per batch": Case((2, 7, 4, 16), (2, 7, 2, 16), (2, 7), seq_dim=-3),
     "seq_dim 0": Case((7, 3, 4, 16), (7, 3, 2, 16), (7,), seq_dim=0),
+    "seq_dim 0, tables per batch": Case((7, 3, 4, 16), (7, 3, 2, 16), (3, 7), seq_dim=0),
     "seq_dim 0, rank 3": Case((7, 4, 16), (7, 2, 16), (7,), seq_dim=0),
     "batch, heads and seq alike": Case((4, 4, 4, 8), (4, 4, 4, 8), (4, 4)),
     "batch 0": Case((0, 2, 5, 16), (0, 1, 5, 16), (5,)),
