@@ -272,7 +272,7 @@ def exporting(strict):
     programs = {}
 
     def run(function, given, recorded):
-        form = function, *[x.dtype for x in recorded]
+        form = function, *[(x.dtype, x.shape) for x in recorded]
         if form not in programs:
             programs[form] = torch.export.export(Module(function), recorded, strict=strict).module()
         return programs[form](*given)

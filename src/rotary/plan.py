@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 from .analysis.bounds import failures, first_failure
-from .analysis.extension import Row, compare, with_factor_times
+from .analysis.extension import Row, compare, stretched_further
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import before_scaling, whole_number
 from .configs import choose
@@ -318,7 +318,7 @@ def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
     """Return the weights' own method with a larger factor; for plain ones, the best option."""
     if "factor" in spec.params and spec.schedule not in ("dynamic", "longrope"):
-        return with_factor_times(spec, growth)
+        return stretched_further(spec, growth)
     if spec.schedule == "proportional":
         return dataclasses.replace(spec, params={**spec.params, "factor": growth})
     by_method = {option.method: option for option in options}

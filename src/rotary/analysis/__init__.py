@@ -23,9 +23,9 @@ from .decay import still_term as still_term
 from .extension import compare as compare
 from .extension import coverage as coverage
 from .extension import methods as methods
+from .extension import stretched_further as stretched_further
 from .extension import unseen as unseen
 from .extension import unseen_share as unseen_share
-from .extension import with_factor_times as with_factor_times
 from .ladders import alternatives as alternatives
 from .ladders import design as design
 from .ladders import misses as misses

@@ -146,6 +146,24 @@ def methods(spec: Rotary, trained: int, target: int) -> dict[str, Rotary]:
     }
 
 
+def stretched_further(spec: Rotary, growth: float) -> Rotary:
+    """Return a scaled spec with `growth` times its factor.
+
+    An attention factor that is the default for the old factor becomes the default for the new one;
+    another one was chosen, and stays.
+
+    >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
+    >>> stretched_further(Rotary(head_dim=8, schedule="yarn", params=params), 2.0).params["factor"]
+    8.0
+    """
+    params = {key: value for key, value in spec.params.items() if key != "attention_factor"}
+    default = inv_freq(dataclasses.replace(spec, params=params))[1]
+    if not math.isclose(default, inv_freq(spec)[1], rel_tol=1e-6):
+        params["attention_factor"] = spec.params["attention_factor"]
+    params["factor"] = spec.params["factor"] * growth
+    return dataclasses.replace(spec, params=params)
+
+
 def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
     """Return one `Row` for each of `methods`, for sequences of `target` tokens.
 
@@ -184,23 +202,6 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
             )
         )
     return rows
-
-
-def with_factor_times(spec: Rotary, growth: float) -> Rotary:
-    """Return a scaled spec with `growth` times its factor.
-
-    An attention factor that is the default for the old factor becomes the default for the new one;
-    another one was chosen, and stays.
-
-    >>> with_factor_times(Rotary(head_dim=64, schedule="linear", params={"factor": 4.0}), 2).params
-    mappingproxy({'factor': 8.0})
-    """
-    params = {key: value for key, value in spec.params.items() if key != "attention_factor"}
-    default = inv_freq(dataclasses.replace(spec, params=params))[1]
-    if not math.isclose(default, inv_freq(spec)[1], rel_tol=1e-6):
-        params["attention_factor"] = spec.params["attention_factor"]
-    params["factor"] = spec.params["factor"] * growth
-    return dataclasses.replace(spec, params=params)
 
 
 def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:

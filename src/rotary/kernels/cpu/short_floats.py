@@ -166,8 +166,8 @@ def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     function = function_of(b.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx2.pshuf.b")
     ends = []  # four lower halves, then four upper halves, in each half of a register
     for part in _parts(b, value, PACKED // 2):
-        sorted_ = b.call(function, [b.bitcast(part, kind), ir.Constant(kind, order * 2)])
-        ends.append(b.bitcast(_in_register(b, sorted_), vector(I64, 4)))
+        grouped = b.call(function, [b.bitcast(part, kind), ir.Constant(kind, order * 2)])
+        ends.append(b.bitcast(_in_register(b, grouped), vector(I64, 4)))
     low, high = (
         b.bitcast(pick(b, *ends, [side, side + 4, side + 2, side + 6]), words) for side in (0, 1)
     )
