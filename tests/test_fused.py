@@ -1,5 +1,6 @@
 """`rotary.fused` against formulas written out here, one token and one head at a time."""
 
+import itertools
 import math
 import re
 
@@ -68,16 +69,14 @@ def expected(spec, x, weight, form, add_one=0):
     return result
 
 
-def weights(form, heads=HEADS):
+FORMS = "none", "head", "heads", "full"
+
+
+def weights(form, heads=HEADS, dim=DIM):
+    shapes = {"head": lambda _: (dim,), "heads": lambda n: (n, dim), "full": lambda n: (n * dim,)}
     if form == "none":
         return [None, None]
-    shapes = {"head": (DIM,), "heads": (None, DIM), "full": ()}
-    return [
-        RNG.standard_normal(
-            (count, DIM) if form == "heads" else (count * DIM,) if form == "full" else shapes[form]
-        )
-        for count in heads
-    ]
+    return [RNG.standard_normal(shapes[form](count)) for count in heads]
 
 
 @pytest.fixture(autouse=True, params=["formula", "loops"])
@@ -91,7 +90,7 @@ def way(request):
 
 
 @pytest.mark.parametrize("add_one", [False, True])
-@pytest.mark.parametrize("form", ["none", "head", "heads", "full"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SPECS)
 def test_both_ways_compute_the_formula(name, form, add_one):
     spec, (q, k), (wq, wk) = SPECS[name], arrays((2,)), weights(form)
@@ -320,6 +319,30 @@ def test_the_loops_round_as_the_formula(dtype, is_cached):
         if y is not None:
             assert y.dtype == dtype
             np.testing.assert_allclose(y.astype(float), z.astype(float), rtol=close, atol=close)
+
+
+@BY_FORMULA
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_loops_take_wide_heads_in_every_layout(dtype):
+    """The vectors of the loops hold 16 pairs or more; 50 pairs also leave single ones."""
+    close = {np.float64: 1e-14, np.float32: 2e-6, np.float16: 2.0**-10}.get(dtype, 2.0**-7)
+    layouts = "half", "interleaved"
+    for layout, out_layout, form in itertools.product(layouts, layouts, FORMS):
+        spec = Rotary(112, 100, 4, base=100.0, layout=layout, out_layout=out_layout)
+        q, k = arrays((2,), dtype, dim=spec.head_dim)
+        both = q, k.swapaxes(0, 1).copy().swapaxes(0, 1)  # the heads of k are outermost in memory
+        norm = Norm(*weights(form, dim=spec.head_dim), EPS)
+        # positions that both batches share, then not; and one token, at the same position in both
+        for positions in (np.arange(SEQ), np.arange(2 * SEQ).reshape(2, SEQ), np.array([5])):
+            q, k = (x[..., : positions.shape[-1], :] for x in both)
+            options = {"tables": rotary.cos_sin(spec, positions), "norm": norm}
+            got, is_taken = counted(q, k, None, spec, **options)
+            assert is_taken
+            for y, z in zip(got[:2], fused(q, k, None, spec, **options), strict=False):
+                np.testing.assert_allclose(
+                    y.astype(float), z.astype(float), rtol=close, atol=8 * close,
+                    err_msg=f"{layout} to {out_layout}, weights: {form}, positions {positions}",
+                )  # fmt: skip
 
 
 NOT_TAKEN = {

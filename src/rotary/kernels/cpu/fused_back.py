@@ -14,29 +14,28 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
-from .fused_rows import rests, width_of
+from .fused_rows import rests
 from .instructions import on_stack
-from .rows import MODES, STREAMING, Tables, by_mode, reader, turned_back
+from .rows import MODES, STREAMING, by_mode, reader
 from .vectors import ELEMENTS, F64, I64, NONE
 
 _LANES = 32  # of the widest vectors: registers hold no more
 
 
 @intrinsic
-def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, dots, count):
+def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, dots, count):
     """Write n of `count` rows to `turned`, and two sums over each row, as float64.
 
     The sum of the squares of x goes to `squares`, the row's part of d to `dots`.
     """
 
     def generate(context, b, signature, arguments):
-        _, mode, record, x, grad, tables, gain, turned, squares, dots, count = arguments
+        _, mode, record, x, grad, table, gain, turned, squares, dots, count = arguments
         field = reader(b, (piece, record))
-        tables = Tables(b, tag, field, tables)
         _, size, real, widths = ELEMENTS[tag]
-        width, narrow = width_of(real), tuple(lanes for lanes in widths if lanes <= _LANES)
-        names = "pairs", "start", "width", "x_2", "grad_2"
-        pairs, start, channels, x_step, grad_step = map(field, names)
+        width, narrow = vec.width_of(tag), tuple(lanes for lanes in widths if lanes <= _LANES)
+        names = "pairs", "start", "width", "x_2", "grad_2", "line"
+        pairs, start, channels, x_step, grad_step, step = map(field, names)
         square, dot = (vec.Sum(b, real, narrow[-1]) for _ in range(2))
 
         def row(layout, out_layout):
@@ -48,7 +47,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                     for start_, step in ((x, x_step), (grad, grad_step))
                 )
                 line = vec.opaque(b, vec.at(b, turned, b.mul(at, channels), width))
-                table = tables.row_at(at, NONE)
+                angles = vec.opaque(b, vec.stepped(b, table, at, step))
 
                 def add(x_, n, index, before=NONE):
                     vec.store(b, n, vec.at(b, line, index, width))
@@ -59,14 +58,18 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
                 def turn(index, lanes):
                     for before, lanes_ in vec.pieces(tag, lanes):
                         first = b.add(index, before)
-                        c, s = tables.cos_sin(table, first, lanes_)
+                        c, s = (
+                            vec.load(b, real, vec.at(b, angles, each, width), lanes_)
+                            for each in (first, b.add(pairs, first))
+                        )
                         u, v = vec.load_pairs(b, tag, of(source), first, pairs, lanes_, layout)
-                        both = vec.load_pairs(
+                        du, dv = vec.load_pairs(
                             b, tag, of(gradient), first, pairs, lanes_, out_layout
                         )
-                        du, dv = turned_back(b, *both, c, s)
-                        add(u, du, first, before)
-                        add(v, dv, b.add(pairs, first), before)
+                        back = b.fadd(b.fmul(du, c), b.fmul(dv, s))
+                        add(u, back, first, before)
+                        back = b.fsub(b.fmul(dv, c), b.fmul(du, s))
+                        add(v, back, b.add(pairs, first), before)
 
                 def of(address):
                     return vec.at(b, address, start, size)
@@ -90,8 +93,7 @@ def dot_rows(context, tag, mode, piece, x, grad, tables, gain, turned, squares, 
         return context.get_dummy_value()
 
     number = types.int64
-    tables_ = types.UniTuple(number, 4)
-    return types.void(tag, number, piece, number, number, tables_, *[number] * 5), generate
+    return types.void(tag, number, piece, *[number] * 8), generate
 
 
 @intrinsic
@@ -105,7 +107,7 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
         _, mode, record, x, out, gain, turned, roots, factors, gains, count = arguments
         field = reader(b, (piece, record))
         _, size, real, widths = ELEMENTS[tag]
-        width, most = width_of(real), min(_LANES, vec.held(tag))
+        width, most = vec.width_of(tag), min(_LANES, vec.held(tag))
         narrow = tuple(lanes for lanes in widths if lanes <= most)
         names = "pairs", "start", "width", "x_2", "out_2"
         pairs, start, channels, x_step, out_step = map(field, names)
@@ -146,7 +148,9 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
                 to = b.add(gains, place)
                 vec.store(b, b.fadd(vec.load(b, real, to, lanes), b.load(total)), to)
 
-        def turn(layout, _, streaming, index, lanes):
+        def turn(form, index, lanes):
+            layout, _, streaming = form
+
             def row(source, target, change):
                 source, target = (vec.at(b, each, start, size) for each in (source, target))
                 both = vec.load_pairs(b, tag, source, index, pairs, lanes, layout)
@@ -165,7 +169,7 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
 
             rows_from((b.add(first, index),), lanes, row)
 
-        by_mode(b, mode, MODES, pairs, narrow, turn)
+        by_mode(b, mode, pairs, narrow, turn)
         for first, channel, length in rests(b, pairs, start, field("tail")):
             vec.each(b, length, widths[-1:], functools.partial(rest, first, channel))
         return context.get_dummy_value()

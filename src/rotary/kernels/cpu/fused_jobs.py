@@ -15,7 +15,8 @@ from ..memory import SIZES, Block, extent, is_contiguous_last, is_injective
 from ..numpy import address
 from . import fused_loops, loops, threads
 from .jobs import LINE, STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
-from .rows import MODES, STREAMING
+from .rows import MODES, STREAMING, is_doubled
+from .short_floats import ORDER, PACKED, has_packing
 
 
 class Weight(NamedTuple):
@@ -216,6 +217,8 @@ def _form(
             form[f"{name}_{axis}"] = number
     form["row_size"] = 0 if rows is None or table is None else table.strides[0]
     form["width"], form["pairs"] = width, pairs
+    if inner[-1][3] or (is_full and inner[-1][6]):
+        form["line"] = (4 if grad is None else 2) * pairs * real
     form["start"] = start if pairs else width
     form["tail"] = width - start - 2 * pairs if pairs else 0
     tile = max(1, TILE_BYTES // (2 * max(pairs, 32) * SIZES["float32"]))
@@ -228,9 +231,12 @@ def _form(
         form["computes_roots"], form["add_one"] = not is_full, weight.add_one
         form["weights"], form["weight_size"] = weight.rows, width * SIZES[weight.dtype]
         form["kind"] = list(loops.TAGS).index(weight.dtype)
-        if geometry is not None and (geometry.layout != "half" or start):
-            channels = order(width, start, pairs, geometry.layout)
-            form["order"] = address(channels)
+        if geometry is not None:
+            # the loops multiply rows by the weights of one head, or a table by those of pairs
+            how = "rows" if is_full and grad is None else "pairs"
+            layouts = geometry.layout, geometry.out_layout
+            channels = order(x.dtype, width, start, pairs, layouts, how)
+            form["order"] = 0 if channels is None else address(channels)
     if slots is not None:
         form["block"], form["slot_step"] = slots.block or 0, slots.strides[slots.block is not None]
         form["block_step"] = slots.strides[0]
@@ -315,12 +321,24 @@ def run_back(
 
 
 @lru_cache(maxsize=64)
-def order(width: int, start: int, pairs: int, layout: str) -> Array:
-    """Return the channels in the order in which the loops hold weights.
+def order(
+    dtype: str, width: int, start: int, pairs: int, layouts: tuple[str, str], how: str
+) -> Array | None:
+    """Return the channels in the order in which the loops hold weights; None if it is unchanged.
 
-    First members of the pairs, second members, channels before the pairs, channels after them.
+    First the rotated channels: in "pairs", the first members of the pairs and then the second ones;
+    in "rows", as the loops read a row of x. Then the channels before the pairs, and those after.
     """
     channels = np.arange(width)
-    first, second = pair_slices(2 * pairs, layout, start)
-    rest = channels[:start], channels[start + 2 * pairs :]
-    return np.concatenate([channels[first], channels[second], *rest])
+    both = [channels[each] for each in pair_slices(2 * pairs, layouts[0], start)]
+    rotated = np.concatenate(both)
+    is_bfloat16 = dtype == "bfloat16"
+    if how == "rows" and is_doubled(is_bfloat16, *layouts):
+        rotated = channels[start : start + 2 * pairs]
+    elif how == "rows" and is_bfloat16 and has_packing() and layouts == ("half", "half"):
+        for half in both:
+            blocks = half[: pairs // PACKED * PACKED].reshape(-1, PACKED)
+            blocks[:] = blocks[:, ORDER]
+        rotated = np.concatenate(both)
+    result = np.concatenate([rotated, channels[:start], channels[start + 2 * pairs :]])
+    return None if (result == np.arange(width)).all() else result

@@ -10,11 +10,19 @@ from numpy import empty
 
 from .compiled import inlined
 from .fused_back import back_rows, dot_rows
-from .fused_rows import fused_rows, root_rows, square_rows, weight_row
+from .fused_rows import (
+    fused_rows,
+    root_rows,
+    spread_rows,
+    square_rows,
+    weight_row,
+    weighted_table_rows,
+)
 from .llvm import fence, load_double, load_int, record, store_double
 from .loops import (
     TAGS,
     Loop,
+    aligned,
     are_apart,
     are_inside,
     as_check,
@@ -22,9 +30,10 @@ from .loops import (
     next_part,
     own_number,
     share_of,
+    table_memory,
     whole_numbers,
 )
-from .rows import STREAMING
+from .rows import MODES, PLAIN, STREAMING, table_rows
 
 # `size` and the strides of arrays, each on three axes: `gain` is that of the weights, `root` of
 # 1 / sqrt(mean + eps), `grad` of the gradient of the output, `dot` of the sums d in `fused_back.py`
@@ -40,7 +49,7 @@ _AXES = tuple(
 # of `real` bytes. Slots are `slot_step` bytes apart. Blocks of `block` slots are `block_step` bytes
 # apart; `block` is 0 if there are no blocks
 PIECE = np.dtype(
-    [(name, np.int64) for name in (*_AXES, "row_size", "width", "pairs", "start", "tail")]
+    [(name, np.int64) for name in (*_AXES, "row_size", "line", "width", "pairs", "start", "tail")]
     + [(name, np.int64) for name in ("tile", "sign", "mean", "is_plain", "computes_roots")]
     + [(name, np.int64) for name in ("weights", "weight_size", "kind", "order", "add_one", "real")]
     + [(name, np.int64) for name in ("block", "block_step", "slot_step")]
@@ -52,6 +61,7 @@ OPERANDS = whole_numbers(
     *("form", "mode", "x", "out", "weight", "slots", "roots"),
     *("grad", "dots", "gains", "gains_size", "phase"),
 )
+PLAIN_MODE = MODES.index((*PLAIN, False))
 BOTH, DOTS, BACK = 0, 1, 2  # phases of a gradient: both, one after the other, or only one of them
 # A job begins and ends with the fields of `loops.ROTATION`. Row numbers must be below `row_limit`,
 # slots below `slot_limit`. `reach` is 0, or the address of what `are_apart` reads: where three x,
@@ -81,13 +91,12 @@ def _tiles(piece):
 
 @inlined
 def _gain(tag, piece, weight):
-    """Return the rows of weights as the loops read them: ones if there are no weights."""
-    gain = empty(max(piece.weights * piece.width, 2 * piece.pairs), np.float64)
-    if piece.weights == 0:
-        if piece.real == 8:
-            gain[:] = 1.0
-        else:
-            gain.view(np.float32)[:] = 1.0
+    """Return the rows of weights as the loops read them, and 64 bytes of ones after them."""
+    size = piece.weights * piece.width * piece.real
+    gain = empty(size // 8 + 9, np.float64)
+    gain[size // 8 :] = 1.0
+    if piece.real == 4:
+        gain.view(np.float32)[size // 4 :] = 1.0
     for at in range(piece.weights):
         from_ = weight + at * piece.weight_size
         to = gain.ctypes.data + at * piece.width * piece.real
@@ -115,9 +124,11 @@ def _fused_tiles(tag, job, address, part):
     piece = _piece(operands.form)
     first, last = share_of(job.threads * job.parts, _tiles(piece), part)
     weights = _gain(tag, piece, operands.weight)
-    roots = empty(piece.tile if operands.roots == 0 else 0, np.float64)
-    roots[:] = 1.0
+    ones = piece.weights * piece.width * piece.real
+    roots = np.ones(piece.tile + 1, np.float64)  # the last one stays 1
+    spread = empty(8 * piece.tile + 8, np.float64)
     offsets = empty(piece.tile if operands.slots else 0, np.int64)
+    table, last_key = table_memory(piece, piece.pairs), (0, 0, 0)
     for at in range(first, last):
         i, j, k, count = _tile(piece, at)
         x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
@@ -127,22 +138,33 @@ def _fused_tiles(tag, job, address, part):
         ahead = piece.x_1 if j + 1 < piece.size_1 else piece.x_0 - j * piece.x_1
         if i + 1 == piece.size_0 and j + 1 == piece.size_1:  # the next tile
             ahead = piece.tile * piece.x_2 - i * piece.x_0 - j * piece.x_1
-        root, root_step = roots.ctypes.data, 8
+        # rows of x are multiplied by `factors`, the table by all that rows share
+        one, same = roots.ctypes.data + 8 * piece.tile, weights.ctypes.data + ones
+        roots_of_rows, roots_of_table, factors, shared = (one, 0), (one, 0), (same, 0, 0), (same, 0)
         if piece.computes_roots:
+            root = roots.ctypes.data
             square_rows(tag, x, piece.x_2, piece.width, count, root, 8)
             root_rows(tag, piece.mean, piece.eps, count, root)
-        elif operands.roots:
+            spread_rows(tag, root, count, aligned(spread))
+            roots_of_rows, factors, shared = (root, 8), (aligned(spread), 64, 0), (gain, -1)
+        elif operands.roots:  # of tokens: all heads share them, but not the weights
             root = operands.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
-            root_step = piece.root_2
+            roots_of_rows = roots_of_table = root, piece.root_2
+            factors = gain, 0, -1
+        key = row, shared[0], roots_of_table[0]
+        if piece.pairs and (at == first or key != last_key):
+            tables, last_key = (job.cos, job.sin, job.rows, row), key
+            weighted_table_rows(
+                tag, operands.mode, piece, tables, shared, roots_of_table, count, aligned(table)
+            )
         slots, slot_step = 0, 0
         if operands.slots:
             from_ = operands.slots + i * piece.slot_0 + j * piece.slot_1 + k * piece.slot_2
             _offsets(piece, from_, piece.slot_2, count if piece.slot_2 else 1, offsets)
             slots, slot_step = offsets.ctypes.data, 8 if piece.slot_2 else 0
-        tables = job.cos, job.sin, job.rows, row
         fused_rows(
-            tag, operands.mode, piece, x, out, tables, gain, (root, root_step), (slots, slot_step),
-            count, ahead,
+            tag, operands.mode, piece, x, out, aligned(table), factors, gain, roots_of_rows,
+            (slots, slot_step), count, ahead,
         )  # fmt: skip
     if operands.mode >= STREAMING:
         fence()
@@ -168,6 +190,7 @@ def _back_tiles(tag, job, address, part):
     weights = _gain(tag, piece, operands.weight)
     turned = empty(piece.tile * piece.width, np.float64)
     own = empty((2, piece.tile), np.float64)
+    table, last_row = table_memory(piece, piece.pairs), 0
     roots, dots = own[0], own[1]
     read = operands.mode - STREAMING if operands.mode >= STREAMING else operands.mode
     for at in range(first, last):
@@ -181,9 +204,11 @@ def _back_tiles(tag, job, address, part):
         of_weights = i * piece.gain_0 + j * piece.gain_1 + k * piece.gain_2
         gain = weights.ctypes.data + of_weights
         gains = operands.gains + part * operands.gains_size + of_weights
-        tables = job.cos, job.sin, job.rows, row
+        if at == first or row != last_row:
+            tables, last_row = (job.cos, job.sin, job.rows, row), row
+            table_rows(tag, PLAIN_MODE, piece, piece, tables, count, aligned(table))
         dot_rows(
-            tag, read, piece, x, grad, tables, gain, to_turned, to_roots, to_dots, count
+            tag, read, piece, x, grad, aligned(table), gain, to_turned, to_roots, to_dots, count
         )  # fmt: skip
         if operands.phase == BOTH:
             root_rows(tag, piece.mean, piece.eps, count, to_roots)

@@ -14,16 +14,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
-from .instructions import POINTER, copy_bytes, function_of, members
-from .rows import MODES, STREAMING, Tables, by_mode, reader, turned
+from .instructions import POINTER, copy_bytes, function_of, joined, members
+from .rows import STREAMING, by_mode, fill_lines, line_at, numbers_per_pair, reader, rotate_pairs
 from .vectors import ELEMENTS, F64, I32, I64, NONE
 
+LINE = 64  # bytes of the widest registers
 _WEIGHTS = types.float32, types.float64, types.uint16, types.int16  # in the order of `loops.TAGS`
-
-
-def width_of(real: ir.Type) -> int:
-    """Return the bytes of a number in the type of the arithmetic."""
-    return 8 if real is F64 else 4
 
 
 @intrinsic
@@ -54,7 +50,7 @@ def weight_row(context, tag, kind, weight, order, add_one, count, gain):
             value = vec.load_wide(b, of, vec.at(b, weight, source, size), lanes)
             value = vec.as_real(b, tag, vec.as_double(b, value))
             value = b.fadd(value, vec.splat(b, added, lanes))
-            vec.store(b, value, vec.at(b, gain, index, width_of(real)))
+            vec.store(b, value, vec.at(b, gain, index, vec.width_of(tag)))
 
         for number, of in enumerate(_WEIGHTS):
             with (
@@ -77,6 +73,7 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
         _, x, step, width, count, target, target_step = arguments
         _, size, real, widths = ELEMENTS[tag]
         total = vec.Sum(b, real, widths[-1])
+        flags = ("contract",) if size == 2 else ()
         with vec.loop(b, NONE, count, 1) as at:
             total.reset()
             row = vec.opaque(b, vec.stepped(b, x, at, step))
@@ -86,7 +83,8 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
                     place = vec.at(b, row, b.add(index, before), size)
                     order = vec.is_reordered(tag, count_)
                     value = vec.load_wide(b, tag, place, count_, order)
-                    total.add(b.fmul(value, value), before)
+                    # fused with the addition where possible: squares of 16 bits are exact
+                    total.add(b.fmul(value, value, flags=flags), before)
 
             vec.each(b, width, widths, body)
             sum_ = vec.as_double(b, total.total(vec.is_reordered(tag, total.lanes)))
@@ -111,7 +109,7 @@ def root_rows(context, tag, width, eps, count, sums):
             number = vec.splat(b, b.sitofp(width, real), lanes)
             added = vec.splat(b, vec.as_real(b, tag, eps), lanes)
             mean = b.fadd(b.fdiv(total, number), added)
-            name = f"llvm.sqrt.{f'v{lanes}' if lanes > 1 else ''}f{8 * width_of(real)}"
+            name = f"llvm.sqrt.{f'v{lanes}' if lanes > 1 else ''}f{8 * vec.width_of(tag)}"
             root = function_of(b.module, ir.FunctionType(kind, [kind]), name)
             value = b.fdiv(vec.constant(real, lanes, 1.0), b.call(root, [mean]))
             vec.store(b, vec.as_double(b, value), place)
@@ -123,12 +121,77 @@ def root_rows(context, tag, width, eps, count, sums):
 
 
 @intrinsic
-def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, count, ahead):
+def spread_rows(context, tag, roots, count, target):
+    """Write each of `count` float64 numbers in the type of the arithmetic, until 64 bytes are full.
+
+    As the factors of a row, they can be read like weights.
+    """
+
+    def generate(context, b, signature, arguments):
+        _, roots, count, target = arguments
+        with vec.loop(b, NONE, count, 1) as at:
+            root = vec.as_real(b, tag, vec.load(b, F64, vec.at(b, roots, at, 8)))
+            root = vec.splat(b, root, LINE // vec.width_of(tag))
+            vec.store(b, root, vec.at(b, target, at, LINE))
+        return context.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64, types.int64), generate
+
+
+def numbers_at(
+    b: ir.IRBuilder, tag: types.Type, start: ir.Value, mask: ir.Value, index: ir.Value, lanes: int,
+    reordered: bool = False,
+) -> ir.Value:  # fmt: skip
+    """Return numbers from `index` on, or the first ones, which are all equal, if `mask` is 0."""
+    real, width = ELEMENTS[tag].real, vec.width_of(tag)
+    parts = []
+    for before in range(0, lanes, LINE // width):
+        place = b.mul(b.add(index, vec.constant(I64, 1, before)), vec.constant(I64, 1, width))
+        count = min(lanes, LINE // width)
+        parts.append(vec.load_reals(b, real, b.add(start, b.and_(place, mask)), count, reordered))
+    return joined(b, parts)
+
+
+@intrinsic
+def weighted_table_rows(context, tag, mode, piece, tables, weights, roots, count, target):
+    """Write rows of the tables as `table_rows` does, times weights and times a root.
+
+    weights  the address of the weights, in the order of the pairs, and the mask of `numbers_at`
+    roots    the address of the root of the first row, and the stride to the next
+    """
+
+    def generate(context, b, signature, arguments):
+        _, mode, record, tables, weights, roots, count, target = arguments
+        (start, mask), (roots, step) = members(b, weights), members(b, roots)
+        field = reader(b, (piece, record))
+        pairs = field("pairs")
+
+        def weights_at(at, index, lanes, order):
+            root = vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, step)))
+            root = vec.splat(b, root, lanes)
+            both = (
+                numbers_at(b, tag, start, mask, each, lanes, order)
+                for each in (index, b.add(pairs, index))
+            )
+            return tuple(b.fmul(each, root) for each in both)
+
+        fill_lines(b, tag, mode, field, tables, count, target, weights_at)
+        return context.get_dummy_value()
+
+    number, pair = types.int64, types.UniTuple(types.int64, 2)
+    tables_ = types.UniTuple(number, 4)
+    return types.void(tag, number, piece, tables_, pair, pair, number, number), generate
+
+
+@intrinsic
+def fused_rows(context, tag, mode, piece, x, out, table, factors, gain, roots, slots, count, ahead):
     """Normalize and rotate `count` rows of one tensor, each to its row of `out` or to its slot.
 
     x, out   the addresses of the first row
-    tables   as `rows.Tables` takes them
-    gain     the address of the weights, which all rows share
+    table    the address of the first row that `weighted_table_rows` wrote
+    factors  of pairs: the address of those of the first row, the stride to the next, and the mask
+             of `numbers_at`; their order is that in which the pairs are read
+    gain     the address of the weights, which all rows share, for channels that are not rotated
     roots    the address of 1 / sqrt(mean + eps) of the first row, and the stride to the next
     slots    the address of the offset in `out` of the first row, negative if the row is not
              written, and the stride to the next; or (0, 0)
@@ -136,13 +199,14 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
     """
 
     def generate(context, b, signature, arguments):
-        _, mode, record, x, out, tables, gain, roots, slots, count, ahead = arguments
+        _, mode, record, x, out, table, factors, gain, roots, slots, count, ahead = arguments
+        factors, factors_step, mask = members(b, factors)
         (roots, roots_step), (slots, slots_step) = (members(b, pair) for pair in (roots, slots))
         field = reader(b, (piece, record))
-        tables = Tables(b, tag, field, tables)
         _, size, real, widths = ELEMENTS[tag]
-        width = width_of(real)
-        pairs, start, x_step, out_step = map(field, ("pairs", "start", "x_2", "out_2"))
+        width = vec.width_of(tag)
+        names = "pairs", "start", "x_2", "out_2", "line"
+        pairs, start, x_step, out_step, line = map(field, names)
         is_streamed = b.and_(  # the channels that are copied fill cache lines
             b.icmp_signed(">=", mode, vec.constant(I64, 1, STREAMING)),
             b.icmp_signed("==", pairs, NONE),
@@ -169,35 +233,23 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
                     source = vec.opaque(b, vec.stepped(b, starts[0], at, x_step))
                     body(at, source, vec.opaque(b, b.add(starts[1], to)))
 
-        def root_at(at):
-            return vec.as_real(b, tag, vec.load(b, F64, vec.stepped(b, roots, at, roots_step)))
-
-        def weighted(value, weights, root):
-            return b.fmul(b.fmul(value, vec.splat(b, root, vec.lanes_of(value))), weights)
-
-        def rotate(layout, out_layout, streaming, index, lanes):
-            parts = []
-            for first, count_ in vec.pieces(tag, lanes):
-                place = vec.at(b, gain, b.add(index, first), width)
-                places = place, vec.at(b, place, pairs, width)
-                order = vec.is_reordered(tag, count_, layout, out_layout)
-                weights = [vec.load_reals(b, real, each, count_, order) for each in places]
-                parts.append((first, weights, order))
+        def rotate(form, index, lanes):
+            layout, out_layout, _ = form
+            firsts = [vec.channel_of(b, index, each) for each in (layout, out_layout)]
 
             def row(at, source, target):
-                table, root = tables.row_at(at, index), root_at(at)
-                vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
-                for first, weights, order in parts:
-                    count_ = vec.lanes_of(weights[0])
-                    c, s = tables.cos_sin(table, first, count_, order)
-                    both = vec.load_pairs(b, tag, source, first, pairs, count_, layout, order)
-                    u, v = (weighted(x_, w, root) for x_, w in zip(both, weights, strict=True))
-                    both = turned(b, u, v, c, s)
-                    vec.store_pairs(
-                        b, tag, target, first, pairs, *both, out_layout, streaming, order
-                    )
+                own = line_at(b, tag, table, index, at, line, form)
+                own_factors = vec.opaque(b, vec.stepped(b, factors, at, factors_step))
 
-            firsts = (vec.channel_of(b, index, each) for each in (layout, out_layout))
+                def scaled(x, channel):
+                    before = vec.at(b, NONE, index, numbers_per_pair(tag, form))
+                    channel = b.add(before, channel)
+                    lanes = vec.lanes_of(x)
+                    return b.fmul(x, numbers_at(b, tag, own_factors, mask, channel, lanes))
+
+                vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
+                rotate_pairs(b, tag, (source, target), own, pairs, lanes, form, scaled)
+
             rows_from([b.add(start, first) for first in firsts], row)
 
         def scale(first, channel, index, lanes):
@@ -205,8 +257,10 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
             weights = vec.load(b, real, weights, lanes)
 
             def row(at, source, target):
-                value = weighted(vec.load_wide(b, tag, source, lanes), weights, root_at(at))
-                vec.store_wide(b, tag, target, value)
+                root = vec.load(b, F64, vec.stepped(b, roots, at, roots_step))
+                root = vec.splat(b, vec.as_real(b, tag, root), lanes)
+                value = b.fmul(vec.load_wide(b, tag, source, lanes), root)
+                vec.store_wide(b, tag, target, b.fmul(value, weights))
 
             rows_from([b.add(channel, index)] * 2, row)
 
@@ -224,7 +278,7 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
             rows_from([channel] * 2, row)
 
-        by_mode(b, mode, MODES, pairs, widths, rotate)
+        by_mode(b, mode, pairs, widths, rotate)
         is_plain = b.icmp_signed("!=", field("is_plain"), NONE)
         with b.if_else(is_plain) as (plain, scaled):
             with plain:
@@ -238,8 +292,8 @@ def fused_rows(context, tag, mode, piece, x, out, tables, gain, roots, slots, co
 
     number, pair = types.int64, types.UniTuple(types.int64, 2)
     return types.void(
-        tag, number, piece, number, number, types.UniTuple(number, 4), number, pair, pair,
-        number, number,
+        tag, number, piece, number, number, number, types.UniTuple(number, 3), number, pair,
+        pair, number, number,
     ), generate  # fmt: skip
 
 

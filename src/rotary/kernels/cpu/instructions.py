@@ -78,3 +78,13 @@ def at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
     """Return the lesser of `value` and `most`; a NaN stays a NaN."""
     largest = constant(F32, lanes_of(value), most)
     return b.select(b.fcmp_ordered(">", value, largest), largest, value)
+
+
+def joined(b: ir.IRBuilder, parts: Sequence[ir.Value]) -> ir.Value:
+    """Return 1, 2 or 4 vectors joined to one."""
+    while len(parts) > 1:
+        parts = [
+            pick(b, one, other, range(2 * lanes_of(one)))
+            for one, other in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]

@@ -32,7 +32,7 @@ from ..memory import (
 )
 from ..numpy import address
 from . import built_in, caches, loops, threads
-from .rows import MODES, STREAMING
+from .rows import MODES, STREAMING, line_size
 
 STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
 LINE = 64
@@ -294,6 +294,8 @@ def walk(
         steps["head"] = geometry.start * itemsize
         steps["tail"], steps["tail_size"] = stop * itemsize, (head_dim - stop) * itemsize
     *_, table_step = inner[-1]
+    layouts = geometry.layout, geometry.out_layout
+    steps["line"] = line_size(x.dtype, geometry.pairs, *layouts) if table_step else 0
     least, most = (
         max(1, size // (2 * geometry.pairs * SIZES["float32"]))
         for size in (TILE_BYTES, MOST_TILE_BYTES)

@@ -36,7 +36,7 @@ from .llvm import (
     take,
     whole_numbers_at,
 )
-from .rows import STREAMING, rotate_rows
+from .rows import STREAMING, rotate_rows, table_rows
 
 # a NumPy scalar for each dtype: in compiled code, its type stands for the dtype
 TAGS = {
@@ -58,6 +58,7 @@ STEPS = whole_numbers(
     *("size_0", "size_1", "size_2", "x_0", "x_1", "x_2", "out_0", "out_1", "out_2"),
     *("table_0", "table_1", "table_2"),  # of the table, or of the row numbers
     "row_size",  # of the table, where there are row numbers
+    "line",  # of a table row as the loops read it, 0 if the rows of the last axis share one
     *("start", "head"),  # where the rotated channels begin, and how much is copied before them
     *("tail", "tail_size"),  # what is copied after them
     "tile",
@@ -129,9 +130,23 @@ def share_of(parts, total, part):
 
 
 @inlined
+def table_memory(steps, pairs):
+    """Return memory for the rows of the tables that the rows of one tile use."""
+    count = min(steps.tile, steps.size_2) * steps.line + 32 * pairs + 64
+    return empty(count // 8, np.float64)
+
+
+@inlined
+def aligned(array):
+    """Return the first address in an array that is a multiple of 64."""
+    return (array.ctypes.data + 63) // 64 * 64
+
+
+@inlined
 def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
     others = steps.size_0 * steps.size_1  # indices of the other two axes
     first, last = share_of(parts, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
+    table, last_row = table_memory(steps, form.pairs), 0
     for at in range(first, last):
         k, other = at // others * steps.tile, at % others
         i, j = other // steps.size_1, other % steps.size_1
@@ -142,8 +157,10 @@ def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
         if other + 1 == others:  # the next tile
             ahead = steps.tile * steps.x_2 - i * steps.x_0 - j * steps.x_1
         count = min(steps.tile, steps.size_2 - k)
-        tables = cos, sin, rows, row
-        rotate_rows(tag, mode, form, steps, source, target, tables, count, ahead)
+        if at == first or row != last_row:
+            tables, last_row = (cos, sin, rows, row), row
+            table_rows(tag, mode, form, steps, tables, count, aligned(table))
+        rotate_rows(tag, mode, form, steps, source, target, aligned(table), count, ahead)
     if mode >= STREAMING:
         fence()
 

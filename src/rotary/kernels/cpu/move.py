@@ -25,8 +25,8 @@ from . import threads
 from .compiled import compiled, inlined
 from .jobs import angles_record, walk
 from .llvm import load_int, record, take
-from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
-from .rows import MODES, rotate_rows
+from .loops import FORM, STEPS, TAGS, Loop, aligned, as_loop, loop, table_memory
+from .rows import MODES, rotate_rows, table_rows
 
 # the tags of 8-bit keys, as in `vectors.py`
 _CODES = {"int8": np.int8(0), "float8_e4m3fn": np.uint8(0), "float8_e5m2": np.bool_(False)}
@@ -75,14 +75,18 @@ def _move(tag: np.generic) -> Callable[[int], None]:
         job = _job(address)
         form, steps = _form(job.form), _steps(job.form)
         part = take(address + _TAKEN)
+        table, last_row = table_memory(steps, form.pairs), -1
         while part < job.threads * job.parts:
             first, last = _share(job, steps, part)
             following = _run(job, steps, first) if first < last else (0, 0, 0)
             for at in range(first, last):
                 x, row, count = following
                 following = _run(job, steps, min(at + 1, last - 1))
-                tables, ahead = (job.cos, job.sin, 0, row), following[0] - x
-                rotate_rows(tag, job.mode, form, steps, x, x, tables, count, ahead)
+                if row != last_row:
+                    tables, last_row = (job.cos, job.sin, 0, row), row
+                    table_rows(tag, job.mode, form, steps, tables, count, aligned(table))
+                ahead = following[0] - x
+                rotate_rows(tag, job.mode, form, steps, x, x, aligned(table), count, ahead)
             part = take(address + _TAKEN)
 
     return move

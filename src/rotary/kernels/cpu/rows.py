@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from . import vectors as vec
 from .instructions import POINTER, copy_bytes, member_at, members
-from .vectors import ELEMENTS, F32, I64, NONE
+from .vectors import ELEMENTS, F32, F64, I64, NONE
 
 # (layout, out_layout, whether stores bypass the caches)
 MODES = (
@@ -30,6 +30,7 @@ MODES = (
     ("interleaved", "interleaved", True),
 )
 STREAMING = MODES.index(("half", "half", True))  # the first mode whose stores bypass the caches
+PLAIN = "interleaved", "half"  # layouts for which every dtype reads lines in order
 
 
 def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[str], ir.Value]:
@@ -42,88 +43,196 @@ def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[
     return field
 
 
-class Tables:
-    """The table rows by which a run of rows is rotated, in the type of the arithmetic.
+def is_doubled(is_bfloat16: bool, layout: str, out_layout: str) -> bool:
+    """Return whether pairs are rotated where they lie: x times (c, c) plus swapped x times (-s, s).
 
-    `tables` are the addresses of cos, sin and row numbers (or 0), and the offset in bytes of the
-    first table row, or of the first row number.
+    bfloat16 is not: of a pair, a word of 32 bits, each half becomes a float32 in one instruction.
+    """
+    return layout == out_layout == "interleaved" and not is_bfloat16
+
+
+def line_size(dtype: str, pairs: int, layout: str, out_layout: str) -> int:
+    """Return the bytes of a row that `table_rows` writes."""
+    lines = 4 if is_doubled(dtype == "bfloat16", layout, out_layout) else 2
+    return lines * pairs * (8 if dtype == "float64" else 4)
+
+
+@intrinsic
+def table_rows(context, tag, mode, form, steps, tables, count, target):
+    """Write rows of the tables to `target`, in the form in which `rotate_rows` reads them.
+
+    tables  the addresses of cos, sin and row numbers (or 0), and the offset in bytes of the first
+            table row, or of the first row number
+    target  cos and then sin of each row, in the type of the arithmetic; sin has the sign of the
+            rotation
+
+    It writes `count` rows, or a single one if the rows of x share it.
     """
 
-    def __init__(
-        self, b: ir.IRBuilder, tag: types.Type, field: Callable[[str], ir.Value], tables: ir.Value
-    ) -> None:
-        self.b, self.tag = b, tag
-        self.cos, sin, self.rows, self.row = members(b, tables)
-        self.row_size, self.step = field("row_size"), field("table_2")
-        self.sign = b.sitofp(field("sign"), ELEMENTS[tag].real)
-        self.apart = b.sub(sin, self.cos)
+    def generate(context, b, signature, arguments):
+        _, mode, *records, tables, count, target = arguments
+        field = reader(b, *zip((form, steps), records, strict=True))
+        fill_lines(b, tag, mode, field, tables, count, target)
+        return context.get_dummy_value()
 
-    def row_at(self, at: ir.Value, index: ir.Value) -> ir.Value:
-        """Return the address of the cosines of row `at`, from pair `index` on."""
-        b = self.b
-        offset = vec.stepped(b, self.row, at, self.step)
+    number, tables_ = types.int64, types.UniTuple(types.int64, 4)
+    return types.void(tag, number, form, steps, tables_, number, number), generate
+
+
+def fill_lines(
+    b: ir.IRBuilder, tag: types.Type, mode: ir.Value, field: Callable[[str], ir.Value],
+    tables: ir.Value, count: ir.Value, target: ir.Value,
+    weights_at: Callable[..., tuple[ir.Value, ir.Value]] | None = None,
+) -> None:  # fmt: skip
+    """Build `table_rows`. With `weights_at(row, index, lanes, order)`, multiply by two weights.
+
+    Those are the weights of the first and of the second members of the pairs, and a line then has
+    c * first, s * second, c * second, s * first.
+    """
+    cos, sin, rows, start = members(b, tables)
+    pairs, row_size, step, line = map(field, ("pairs", "row_size", "table_2", "line"))
+    real, width = ELEMENTS[tag].real, vec.width_of(tag)
+    sign = b.sitofp(field("sign"), real)
+    count = b.select(b.icmp_signed("==", line, NONE), vec.constant(I64, 1, 1), count)
+    forms = [(layout, out_layout) for layout, out_layout, _ in MODES[:STREAMING]]
+    # the only form of this dtype that is not read in order, or none
+    special = [form for form in forms if is_doubled(tag is types.uint16, *form)]
+    if vec.is_reordered(tag, vec.held(tag)):
+        special = [("half", "half")]
+    with vec.loop(b, NONE, count, 1) as at:
+        offset = vec.stepped(b, start, at, step)
         before = b.block
-        with b.if_then(b.icmp_signed("!=", self.rows, NONE)):
-            picked = b.mul(vec.load(b, I64, b.add(self.rows, offset)), self.row_size)
+        with b.if_then(b.icmp_signed("!=", rows, NONE)):
+            picked = b.mul(vec.load(b, I64, b.add(rows, offset)), row_size)
             after = b.block
         place = b.phi(I64)
         place.add_incoming(offset, before)
         place.add_incoming(picked, after)
-        return vec.opaque(b, b.add(vec.at(b, self.cos, index, 4), place))
+        to = vec.opaque(b, vec.stepped(b, target, at, line))
 
-    def cos_sin(
-        self, row: ir.Value, index: ir.Value, lanes: int, reordered: bool = False
-    ) -> tuple[ir.Value, ir.Value]:
-        """Return cos and sin of `lanes` pairs from `index` on; sin has the sign of the rotation."""
-        b, cos = self.b, vec.at(self.b, row, index, 4)
-        both = cos, b.add(cos, self.apart)
-        c, s = (vec.load_reals(b, F32, each, lanes, reordered) for each in both)
-        if ELEMENTS[self.tag].real is vec.F64:
-            c, s = (vec.as_double(b, value) for value in (c, s))
-        return c, b.fmul(s, vec.splat(b, self.sign, lanes))
+        def fill(layouts, index, lanes):
+            order = vec.is_reordered(tag, lanes, *layouts)
+            addresses = (vec.at(b, b.add(table, place), index, 4) for table in (cos, sin))
+            c, s = (vec.load_reals(b, F32, address, lanes, order) for address in addresses)
+            if real is F64:
+                c, s = vec.as_double(b, c), vec.as_double(b, s)
+            s = b.fmul(s, vec.splat(b, sign, lanes))
+            parts = [c, s]
+            if weights_at is not None:
+                first, second = weights_at(at, index, lanes, order)
+                parts = [b.fmul(c, first), b.fmul(s, second)]
+                parts += [b.fmul(c, second), b.fmul(s, first)]
+            if not is_doubled(tag is types.uint16, *layouts):
+                for number, part in enumerate(parts):
+                    after = b.mul(pairs, vec.constant(I64, 1, number))
+                    vec.store(b, part, vec.at(b, to, b.add(index, after), width))
+                return
+            place_ = vec.at(b, to, b.add(index, index), width)
+            for one, other in ((parts[0], parts[-2]), (b.fneg(parts[1]), parts[-1])):
+                vec.store(b, vec.mixed(b, one, other), place_)
+                place_ = vec.at(b, place_, b.add(pairs, pairs), width)
+
+        each = functools.partial(vec.each, b, pairs, (16,))
+        if special:
+            number = vec.constant(I64, 1, forms.index(special[0]))
+            last = b.and_(mode, vec.constant(I64, 1, STREAMING - 1))
+            with b.if_else(b.icmp_signed("==", last, number)) as (specially, plainly):
+                with specially:
+                    each(functools.partial(fill, special[0]))
+                with plainly:
+                    each(functools.partial(fill, PLAIN))
+        else:
+            each(functools.partial(fill, PLAIN))
 
 
-def turned(
-    b: ir.IRBuilder, u: ir.Value, v: ir.Value, c: ir.Value, s: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    return b.fsub(b.fmul(u, c), b.fmul(v, s)), b.fadd(b.fmul(v, c), b.fmul(u, s))
+def rotate_pairs(
+    b: ir.IRBuilder, tag: types.Type, ends: tuple[ir.Value, ir.Value], line: ir.Value,
+    pairs: ir.Value, lanes: int, form: tuple[str, str, bool],
+    scaled: Callable[[ir.Value, ir.Value], ir.Value] | None = None,
+) -> None:  # fmt: skip
+    """Rotate `lanes` pairs from the first address in `ends` to the second.
+
+    `line` is the address of their first number in a row that `table_rows` wrote, or, if there is
+    `scaled(x, channel)`, one with weights. That multiplies x by factors before the rotation;
+    `channel` counts as the factors lie in memory.
+    """
+    layout, out_layout, streaming = form
+    source, target = ends
+    size, real, width = ELEMENTS[tag].size, ELEMENTS[tag].real, vec.width_of(tag)
+    doubled = is_doubled(tag is types.uint16, layout, out_layout)
+
+    def numbers(index, part, count):
+        step = b.add(pairs, pairs) if doubled else pairs
+        index = b.add(index, b.mul(step, vec.constant(I64, 1, part)))
+        return vec.load(b, real, vec.at(b, line, index, width), count)
+
+    def factored(x, index):
+        return x if scaled is None else scaled(x, index)
+
+    for first, count in vec.pieces(tag, lanes):
+        if not doubled:
+            order = vec.is_reordered(tag, count, layout, out_layout)
+            c, s = numbers(first, 0, count), numbers(first, 1, count)
+            other_c, other_s = c, s
+            if scaled is not None:
+                other_c, other_s = numbers(first, 2, count), numbers(first, 3, count)
+            u, v = vec.load_pairs(b, tag, source, first, pairs, count, layout, order)
+            u, v = factored(u, first), factored(v, b.add(pairs, first))
+            one = b.fsub(b.fmul(u, c), b.fmul(v, s))
+            other = b.fadd(b.fmul(v, other_c), b.fmul(u, other_s))
+            vec.store_pairs(b, tag, target, first, pairs, one, other, out_layout, streaming, order)
+            continue
+        channel = b.add(first, first)
+        places = [vec.at(b, end, channel, size) for end in ends]
+        x = factored(vec.load_wide(b, tag, places[0], 2 * count), channel)
+        c, s = (numbers(channel, part, 2 * count) for part in (0, 1))
+        y = b.fadd(b.fmul(x, c), b.fmul(vec.swapped(b, x), s))
+        vec.store_wide(b, tag, places[1], y, streaming and count > 1)
 
 
-def turned_back(
-    b: ir.IRBuilder, u: ir.Value, v: ir.Value, c: ir.Value, s: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    return b.fadd(b.fmul(u, c), b.fmul(v, s)), b.fsub(b.fmul(v, c), b.fmul(u, s))
+def line_at(
+    b: ir.IRBuilder, tag: types.Type, table: ir.Value, index: ir.Value, at: ir.Value,
+    step: ir.Value, form: tuple[str, str, bool],
+) -> ir.Value:  # fmt: skip
+    """Return the address of pair `index` in row `at` of those that `table_rows` wrote."""
+    size = numbers_per_pair(tag, form) * vec.width_of(tag)
+    return vec.opaque(b, vec.stepped(b, vec.at(b, table, index, size), at, step))
+
+
+def numbers_per_pair(tag: types.Type, form: tuple[str, str, bool]) -> int:
+    """Return how many numbers of a row are from one pair to the next, where a line is read."""
+    return 2 if is_doubled(tag is types.uint16, *form[:2]) else 1
 
 
 def by_mode(
-    b: ir.IRBuilder, mode: ir.Value, modes: tuple[tuple[str, str, bool], ...], pairs: ir.Value,
-    widths: tuple[int, ...], body: Callable[..., None],
+    b: ir.IRBuilder, mode: ir.Value, pairs: ir.Value, widths: tuple[int, ...],
+    body: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Build `body(layout, out_layout, streaming, index, lanes)` over all pairs, in each mode.
+    """Build `body(form, index, lanes)` over all pairs, for each form in MODES.
 
     `mode` selects one of them when the loop runs.
     """
-    for number, form in enumerate(modes):
+    for number, form in enumerate(MODES):
         with b.if_then(b.icmp_signed("==", mode, vec.constant(I64, 1, number))):
-            vec.each(b, pairs, widths, functools.partial(body, *form))
+            vec.each(b, pairs, widths, functools.partial(body, form))
 
 
 @intrinsic
-def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
+def rotate_rows(context, tag, mode, form, steps, x, out, table, count, ahead):
     """Rotate `count` rows of one tensor.
 
-    x and out are the addresses of the first row; `tables` is as in `Tables`. The row `ahead` bytes
-    after each row of x is prefetched.
+    x, out and table are the addresses of the first row; `table_rows` wrote those of the table. The
+    row `ahead` bytes after each row of x is prefetched.
     """
 
     def generate(context, b, signature, arguments):
-        _, mode, *records, x, out, tables, count, ahead = arguments
+        _, mode, *records, x, out, table, count, ahead = arguments
         field = reader(b, *zip((form, steps), records, strict=True))
-        tables = Tables(b, tag, field, tables)
-        pairs, x_step, out_step = map(field, ("pairs", "x_2", "out_2"))
+        pairs, x_step, out_step, line = map(field, ("pairs", "x_2", "out_2", "line"))
         start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
 
-        def rotate(layout, out_layout, streaming, index, lanes):
+        def rotate(form, index, lanes):
+            layout, out_layout, _ = form
             ends = (x, layout, x_step), (out, out_layout, out_step)
             with vec.loop(b, NONE, count, 1) as at:
                 source, target = (
@@ -132,18 +241,11 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
                     ), at, step))
                     for end, order, step in ends
                 )  # fmt: skip
-                table = tables.row_at(at, index)
+                row = line_at(b, tag, table, index, at, line, form)
                 vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
-                for first, count_ in vec.pieces(tag, lanes):
-                    order = vec.is_reordered(tag, count_, layout, out_layout)
-                    c, s = tables.cos_sin(table, first, count_, order)
-                    u, v = vec.load_pairs(b, tag, source, first, pairs, count_, layout, order)
-                    both = turned(b, u, v, c, s)
-                    vec.store_pairs(
-                        b, tag, target, first, pairs, *both, out_layout, streaming, order
-                    )
+                rotate_pairs(b, tag, (source, target), row, pairs, lanes, form)
 
-        by_mode(b, mode, MODES, pairs, ELEMENTS[tag].lanes, rotate)
+        by_mode(b, mode, pairs, ELEMENTS[tag].lanes, rotate)
         with (
             b.if_then(b.icmp_signed("!=", b.or_(head, tail_size), NONE)),
             vec.loop(b, NONE, count, 1) as at,
@@ -154,5 +256,4 @@ def rotate_rows(context, tag, mode, form, steps, x, out, tables, count, ahead):
                 copy_bytes(b, to, origin, size)
         return context.get_dummy_value()
 
-    numbers = types.int64, types.int64, types.UniTuple(types.int64, 4), types.int64, types.int64
-    return types.void(tag, types.int64, form, steps, *numbers), generate
+    return types.void(tag, types.int64, form, steps, *[types.int64] * 5), generate

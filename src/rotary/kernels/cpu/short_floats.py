@@ -22,6 +22,7 @@ from .instructions import (
     compiles_for,
     constant,
     function_of,
+    joined,
     lanes_of,
     pick,
     vector,
@@ -135,7 +136,7 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
         low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
     elif has_packing() and lanes % PACKED == 0:
         parts = [packed(b, part) for part in _parts(b, value, PACKED)]
-        return _joined(b, [pick(b, part, part, ORDER) for part in parts])
+        return joined(b, [pick(b, part, part, ORDER) for part in parts])
     else:
         halves = b.bitcast(value, vector(I16, 2 * lanes))
         low, high = (pick(b, halves, halves, range(side, 2 * lanes, 2)) for side in (0, 1))
@@ -230,7 +231,7 @@ def _looked_up(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
         words = _lookup(b, _in_register(b, ir.Constant(index.type, order)), low, high)
         words = b.and_(b.bitcast(words, vector(I32, _WORDS)), constant(I32, _WORDS, 0xFFFF0000))
         parts.append(b.bitcast(words, vector(F32, _WORDS)))
-    return _joined(b, parts)
+    return joined(b, parts)
 
 
 def _bfloat16(code: int, mantissa: int) -> int:
@@ -255,7 +256,7 @@ def _counters(b: ir.IRBuilder, exponents: ir.Value, mantissa: int) -> ir.Value:
         counters[exponent % 32] = (exponent + 23 - mantissa) << 23 | code
     table = _halves(I32, counters)
     parts = [_lookup(b, part, *table) for part in _parts(b, exponents, _WORDS)]
-    return b.bitcast(_joined(b, parts), vector(F32, lanes_of(exponents)))
+    return b.bitcast(joined(b, parts), vector(F32, lanes_of(exponents)))
 
 
 def _byte(b: ir.IRBuilder, words: ir.Value, number: int) -> ir.Value:
@@ -266,7 +267,7 @@ def _byte(b: ir.IRBuilder, words: ir.Value, number: int) -> ir.Value:
     order = [4 * (lane % 32) + number for lane in range(_BYTES)]
     index = _in_register(b, ir.Constant(vector(I8, _BYTES), order))
     found = [_lookup(b, index, *both) for both in zip(parts[::2], parts[1::2], strict=True)]
-    return _joined(b, [pick(b, each, each, range(2 * _WORDS)) for each in found])
+    return joined(b, [pick(b, each, each, range(2 * _WORDS)) for each in found])
 
 
 def _in_register(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -294,13 +295,3 @@ def _parts(b: ir.IRBuilder, value: ir.Value, lanes: int) -> list[ir.Value]:
     starts = range(0, lanes_of(value), lanes)
     stop = min(lanes, lanes_of(value))
     return [pick(b, value, value, range(start, start + stop)) for start in starts]
-
-
-def _joined(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Return 1, 2 or 4 vectors joined to one."""
-    while len(parts) > 1:
-        parts = [
-            pick(b, one, other, range(2 * lanes_of(one)))
-            for one, other in zip(parts[::2], parts[1::2], strict=True)
-        ]
-    return parts[0]

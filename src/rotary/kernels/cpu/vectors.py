@@ -62,6 +62,11 @@ ELEMENTS = {
 }
 
 
+def width_of(tag: types.Type) -> int:
+    """Return the bytes of a number in the type of the arithmetic."""
+    return _BYTES[ELEMENTS[tag].real]
+
+
 NONE = constant(I64, 1, 0)
 # the registers, 32 of 64 bytes or 16 of 32 bytes, hold four vectors of this many bytes
 _HELD = 256 if compiles_for("avx512f", False) else 64
@@ -267,16 +272,26 @@ def store_pairs(
         store_wide(b, tag, at(b, first, pairs, size), other, streaming)
         return
     both = at(b, row, index, 2 * size)
-    if lanes == 1:
-        store_wide(b, tag, both, one)
-        store_wide(b, tag, at(b, both, constant(I64, 1, 1), size), other)
-        return
-    if tag is types.uint16:
+    if tag is types.uint16 and lanes > 1:
         packed = short_floats.bfloat16_pairs(b, one, other)
     else:
+        packed = mixed(b, *(narrowed(b, tag, value) for value in (one, other)))
+    store(b, packed, both, streaming and lanes > 1)
+
+
+def swapped(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return the numbers of each pair in the other order."""
+    return pick(b, value, value, [lane ^ 1 for lane in range(lanes_of(value))])
+
+
+def mixed(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """Return two vectors, or two numbers, interleaved."""
+    lanes = lanes_of(one)
+    if lanes > 1:
         order = [lane + side * lanes for lane in range(lanes) for side in (0, 1)]
-        packed = pick(b, *(narrowed(b, tag, value) for value in (one, other)), order)
-    store(b, packed, both, streaming)
+        return pick(b, one, other, order)
+    pair = splat(b, one, 2)
+    return b.insert_element(pair, other, constant(I32, 1, 1))
 
 
 # --- loops and sums ---
@@ -313,7 +328,7 @@ def each(
 
 def held(tag: types.Type) -> int:
     """Return the lanes of a vector, in the type of the arithmetic, of which registers hold four."""
-    return _HELD // _BYTES[ELEMENTS[tag].real]
+    return _HELD // width_of(tag)
 
 
 def pieces(tag: types.Type, lanes: int) -> Iterator[tuple[ir.Value, int]]:
@@ -355,7 +370,8 @@ class Sum:
             self._add(self.parts[number % 2], part)
 
     def _add(self, sum_: ir.Value, value: ir.Value) -> None:
-        self.b.store(self.b.fadd(self.b.load(sum_), value), sum_)
+        # fused with a product that has this flag too
+        self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
 
     def total(self, reordered: bool = False) -> ir.Value:
         """Return the sum: upper halves are added to lower halves, at last the single numbers."""
