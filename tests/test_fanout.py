@@ -228,6 +228,16 @@ def first_shard(source):
     return read_shard(source / name_of(0))
 
 
+@pytest.mark.parametrize("executor", [5, ThreadPoolExecutor])
+def test_what_takes_no_jobs_is_refused_before_anything_is_written(tmp_path, expected, executor):
+    source, _ = expected
+    with pytest.raises(TypeError, match=r"^executor=.*pass one like ThreadPoolExecutor\(4\)$"):
+        converted(source, tmp_path / "b", executor=executor)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(TypeError, match=r"^executor="):
+        min_base(300, 64, executor=executor)
+
+
 def test_dask_converts_to_the_same_bytes_each_time_it_is_asked(tmp_path, expected, address):
     source, whole = expected
     with Client(address, set_as_default=False) as client:

@@ -52,6 +52,19 @@ def in_batches(jobs: Sequence[J], size_of: Callable[[J], int]) -> Iterator[tuple
         yield tuple(batch)
 
 
+def check_executor(executor: object) -> None:
+    """Raise TypeError if `executor` cannot be given a job; None stands for threads.
+
+    >>> check_executor(5)
+    Traceback (most recent call last):
+    TypeError: executor=5 has no method submit; pass one like ThreadPoolExecutor(4)
+    """
+    is_class = isinstance(executor, type)
+    if executor is not None and (is_class or not callable(getattr(executor, "submit", None))):
+        what = "is a class" if is_class else "has no method submit"
+        raise TypeError(f"executor={executor!r} {what}; pass one like ThreadPoolExecutor(4)")
+
+
 def fan_out(
     function: Callable[[J], R],
     jobs: Sequence[J],

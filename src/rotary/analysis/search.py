@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..fanout import check_executor
 from ..spec import Rotary
 from .bounds import first_failure, similarity
 from .spectrum import MAX_LENGTH, Array, still_pairs, whole_number
@@ -333,6 +334,7 @@ def _in_order(
         import numba
     except ImportError as error:
         raise ImportError(f"a search of bases needs Numba ({error}): pip install numba") from error
+    check_executor(executor)
     stop = np.zeros(1, np.int64)
     threads = numba.get_num_threads()
     ahead = threads if executor is None else _AHEAD

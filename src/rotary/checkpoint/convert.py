@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
+from ..fanout import check_executor
 from . import files, writing
 from .files import CONFIG, MANIFEST, check_unchanged, state_of
 from .layout import warning_of, with_layout, written_config
@@ -64,13 +65,15 @@ def convert_checkpoint(
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
     `.warning` of the result names a program that will load it and compute wrong results.
-    Raises ValueError for what cannot be converted, before anything is written, and OSError if a
-    disk fails. The source never changes, and the same call continues an interrupted conversion.
+    Raises ValueError or TypeError for what cannot be converted, before anything is written, and
+    OSError if a disk fails. The source never changes, and the same call continues an interrupted
+    conversion.
 
     >>> convert_checkpoint("no such folder", "new", from_layout="half", to_layout="interleaved")
     Traceback (most recent call last):
     FileNotFoundError: no such folder: no such file; give a folder or a .safetensors file
     """
+    check_executor(executor)
     work = prepare(source, target, from_layout, to_layout, config, trust_source, leave, verify)
     return carry_out(work, executor, advance)
 
