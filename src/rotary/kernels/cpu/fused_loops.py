@@ -11,6 +11,7 @@ from numpy import empty
 from .compiled import inlined
 from .fused_back import back_rows, dot_rows
 from .fused_rows import (
+    add_rows,
     fused_rows,
     root_rows,
     spread_rows,
@@ -126,7 +127,7 @@ def _fused_tiles(tag, job, address, part):
     weights = _gain(tag, piece, operands.weight)
     ones = piece.weights * piece.width * piece.real
     roots = np.ones(piece.tile + 1, np.float64)  # the last one stays 1
-    spread = empty(8 * piece.tile + 8, np.float64)
+    spread, partial = empty(8 * piece.tile + 8, np.float64), empty(8 * piece.tile + 8, np.float64)
     offsets = empty(piece.tile if operands.slots else 0, np.int64)
     table, last_key = table_memory(piece, piece.pairs), (0, 0, 0)
     for at in range(first, last):
@@ -143,7 +144,8 @@ def _fused_tiles(tag, job, address, part):
         roots_of_rows, roots_of_table, factors, shared = (one, 0), (one, 0), (same, 0, 0), (same, 0)
         if piece.computes_roots:
             root = roots.ctypes.data
-            square_rows(tag, x, piece.x_2, piece.width, count, root, 8)
+            square_rows(tag, x, piece.x_2, piece.width, count, aligned(partial))
+            add_rows(tag, aligned(partial), count, root, 8)
             root_rows(tag, piece.mean, piece.eps, count, root)
             spread_rows(tag, root, count, aligned(spread))
             roots_of_rows, factors, shared = (root, 8), (aligned(spread), 64, 0), (gain, -1)
@@ -174,12 +176,14 @@ def _fused_tiles(tag, job, address, part):
 def _square_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job.threads * job.parts, piece.size_0 * piece.size_1, part)
+    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
+    partial = empty(8 * piece.tile + 8, np.float64)
     for at in range(first, last):
-        i, j = at // piece.size_1, at % piece.size_1
-        x = operands.x + i * piece.x_0 + j * piece.x_1
-        sums = operands.out + i * piece.out_0 + j * piece.out_1
-        square_rows(tag, x, piece.x_2, piece.width, piece.size_2, sums, piece.out_2)
+        i, j, k, count = _tile(piece, at)
+        x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
+        sums = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
+        square_rows(tag, x, piece.x_2, piece.width, count, aligned(partial))
+        add_rows(tag, aligned(partial), count, sums, piece.out_2)
 
 
 @inlined

@@ -19,6 +19,7 @@ from .rows import STREAMING, by_mode, fill_lines, line_at, numbers_per_pair, rea
 from .vectors import ELEMENTS, F64, I32, I64, NONE
 
 LINE = 64  # bytes of the widest registers
+EIGHTHS = 8  # sums of a row that `square_rows` leaves; 8 rows are then added together
 _WEIGHTS = types.float32, types.float64, types.uint16, types.int16  # in the order of `loops.TAGS`
 
 
@@ -66,14 +67,16 @@ def weight_row(context, tag, kind, weight, order, add_one, count, gain):
 
 
 @intrinsic
-def square_rows(context, tag, x, step, width, count, sums, sums_step):
-    """Write the sum of the squares of each of `count` rows to `sums`, as float64."""
+def square_rows(context, tag, x, step, width, count, partial):
+    """Write EIGHTHS sums of the squares of each of `count` rows to `partial`, for `add_rows`."""
 
     def generate(context, b, signature, arguments):
-        _, x, step, width, count, target, target_step = arguments
+        _, x, step, width, count, partial = arguments
         _, size, real, widths = ELEMENTS[tag]
         total = vec.Sum(b, real, widths[-1])
+        # fused with the additions where possible: squares of 16 bits are exact
         flags = ("contract",) if size == 2 else ()
+        has_rest = b.icmp_signed("!=", b.and_(width, vec.constant(I64, 1, widths[-1] - 1)), NONE)
         with vec.loop(b, NONE, count, 1) as at:
             total.reset()
             row = vec.opaque(b, vec.stepped(b, x, at, step))
@@ -83,15 +86,43 @@ def square_rows(context, tag, x, step, width, count, sums, sums_step):
                     place = vec.at(b, row, b.add(index, before), size)
                     order = vec.is_reordered(tag, count_)
                     value = vec.load_wide(b, tag, place, count_, order)
-                    # fused with the addition where possible: squares of 16 bits are exact
                     total.add(b.fmul(value, value, flags=flags), before)
 
             vec.each(b, width, widths, body)
-            sum_ = vec.as_double(b, total.total(vec.is_reordered(tag, total.lanes)))
-            vec.store(b, sum_, vec.stepped(b, target, at, target_step))
+            place = vec.at(b, partial, at, EIGHTHS * vec.width_of(tag))
+            value = total.vector(vec.is_reordered(tag, total.lanes))
+            vec.store(b, vec.halved(b, value, EIGHTHS), place)
+            with b.if_then(has_rest):
+                first = b.fadd(vec.load(b, real, place), b.load(total.single))
+                vec.store(b, first, place)
         return context.get_dummy_value()
 
-    return types.void(tag, *[types.int64] * 6), generate
+    return types.void(tag, *[types.int64] * 5), generate
+
+
+@intrinsic
+def add_rows(context, tag, partial, count, sums, step):
+    """Add what `square_rows` wrote, and write one number per row to `sums`, as float64."""
+
+    def generate(context, b, signature, arguments):
+        _, partial, count, sums, step = arguments
+        real, size = ELEMENTS[tag].real, EIGHTHS * vec.width_of(tag)
+
+        def body(index, lanes):
+            places = [b.add(index, vec.constant(I64, 1, lane)) for lane in range(lanes)]
+            rows = [vec.load(b, real, vec.at(b, partial, at, size), EIGHTHS) for at in places]
+            if lanes == 1:
+                totals = [vec.halved(b, rows[0], 1)]
+            else:
+                total = vec.sums_of(b, rows)
+                totals = [vec.pick(b, total, total, [lane]) for lane in range(lanes)]
+            for at, total in zip(places, totals, strict=True):
+                vec.store(b, vec.as_double(b, total), vec.stepped(b, sums, at, step))
+
+        vec.each(b, count, (EIGHTHS,), body)
+        return context.get_dummy_value()
+
+    return types.void(tag, *[types.int64] * 4), generate
 
 
 @intrinsic

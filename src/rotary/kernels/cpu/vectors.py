@@ -373,14 +373,37 @@ class Sum:
         # fused with a product that has this flag too
         self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
 
-    def total(self, reordered: bool = False) -> ir.Value:
+    def vector(self, reordered: bool = False) -> ir.Value:
+        """Return `lanes` sums, without those of single numbers."""
+        value = self.b.fadd(*map(self.b.load, self.parts))
+        return pick(self.b, value, value, short_floats.ORDER) if reordered else value
+
+    def total(self) -> ir.Value:
         """Return the sum: upper halves are added to lower halves, at last the single numbers."""
-        b = self.b
-        value, lanes = b.fadd(*(b.load(part) for part in self.parts)), self.lanes
-        value = pick(b, value, value, short_floats.ORDER) if reordered else value
-        while lanes > 1:
-            lanes //= 2
-            value = b.fadd(
-                *(pick(b, value, value, range(start, start + lanes)) for start in (0, lanes))
-            )
-        return b.fadd(value, b.load(self.single))
+        return self.b.fadd(halved(self.b, self.vector(), 1), self.b.load(self.single))
+
+
+def halved(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    """Return `lanes` sums of the numbers in a vector: upper halves are added to lower halves."""
+    while (half := lanes_of(value) // 2) >= lanes:
+        value = b.fadd(*(pick(b, value, value, range(at, at + half)) for at in (0, half)))
+    return value
+
+
+def sums_of(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
+    """Return the sums of 8 vectors of 8 numbers, in the order in which `halved` adds.
+
+    Two vectors are halved together, so there are as many additions as vectors.
+    """
+    rows = [rows[index] for index in (0, 4, 2, 6, 1, 5, 3, 7)]
+    for half in (4, 2, 1):
+        starts = [start + 8 * side for start in range(0, 8, 2 * half) for side in (0, 1)]
+        lower = [lane for start in starts for lane in range(start, start + half)]
+        upper = [lane + half for lane in lower]
+        if half < 4:  # within each half of a register: shuffles take fewer instructions there
+            lower, upper = (sorted(each, key=lambda lane: lane % 8 // 4) for each in (lower, upper))
+        rows = [
+            b.fadd(pick(b, one, other, lower), pick(b, one, other, upper))
+            for one, other in zip(rows[::2], rows[1::2], strict=True)
+        ]
+    return rows[0]
