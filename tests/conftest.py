@@ -11,6 +11,9 @@ import pytest
 from chromium import browser, page_server, show  # noqa: F401  # fixtures
 from libraries import quick_xla
 
+# Inductor compiles in its own process: every process of its pool would import torch once more
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
 
 

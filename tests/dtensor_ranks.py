@@ -3,6 +3,7 @@
 python tests/dtensor_ranks.py WORLD FOLDER [CHECK ...]
 """
 
+import importlib
 import itertools
 import json
 import sys
@@ -91,9 +92,17 @@ def all_placements(mesh, axes=(0, 1, 2)):
 
 
 def cases(world):
-    for mesh in meshes(world):
-        for placements in all_placements(mesh):
-            yield mesh, list(placements), f"{mesh.shape} {placements}"
+    """Every way to lie on 2 ranks, or on 2 x 2; 4 in a row are `in_a_row`."""
+    *_, mesh = meshes(world)
+    for placements in all_placements(mesh):
+        yield mesh, list(placements), f"{mesh.shape} {placements}"
+
+
+def in_a_row(world):
+    """On one axis of 4 ranks: two of them hold nothing of an axis of 2."""
+    mesh = next(meshes(world))
+    for placements in all_placements(mesh) if world == 4 else ():
+        yield mesh, list(placements), f"{mesh.shape} {placements}"
 
 
 def along(placement, dims):
@@ -124,7 +133,7 @@ def every_shard_has_the_bits_of_the_whole(world):
     }
     dtypes = torch.float32, torch.bfloat16
     for (mesh, placements, case), shape, name, dtype in pairwise(
-        cases(world), positions, SPECS, dtypes
+        (*cases(world), *in_a_row(world)), positions, SPECS, dtypes
     ):
         spec, whole = SPECS[name], q_and_k(dtype)
         cos, sin = rotary.cos_sin(spec, positions[shape], seq_len=99)
@@ -170,6 +179,8 @@ def nothing_is_sent_forward_or_backward(world):
     cos, sin = rotary.cos_sin(SPEC, torch.arange(SEQ))
     whole, positions = q_and_k(), torch.arange(SEQ)
     for mesh, placements, case in cases(world):
+        if [str(own) for own in placements] != sorted(str(own) for own in placements):
+            continue  # as with the axes of the mesh swapped
         shards = [cut(x, mesh, placements).requires_grad_() for x in whole]
         where = [Shard(0) if own == Shard(2) else Replicate() for own in placements]
         own = cut(positions, mesh, where)
@@ -221,21 +232,21 @@ def apply_takes_positions_whole_or_cut(world):
         "axes": (axial, torch.stack((rows, rows * 2), -1), None, (0, None, 1)),
         "fractions": (SPEC, rows.double() / 3, None, (0, None, 1)),
     }
-    for name, (spec, positions, seq_len, dims) in given.items():
-        whole = q_and_k()
-        want = rotary.apply(spec, *whole, positions=positions, seq_len=seq_len)
-        for mesh, placements, case in cases(world):
-            shards = [cut(x, mesh, placements) for x in whole]
-            lie = [along(own, dims) for own in placements]
-            forms = {
-                "plain": positions,
-                "whole": cut(positions, mesh, [Replicate()] * mesh.ndim),
-                "cut": cut(positions, mesh, lie),
-            }
-            for form, where in forms.items():
-                got = rotary.apply(spec, *shards, positions=where, seq_len=seq_len)
-                for one, other in zip(got, want, strict=True):
-                    same(one, other, f"{name} {form} {case}")
+    whole = q_and_k()
+    want = {
+        name: rotary.apply(spec, *whole, positions=positions, seq_len=seq_len)
+        for name, (spec, positions, seq_len, _) in given.items()
+    }
+    for (mesh, placements, case), name, form in pairwise(
+        cases(world), given, ("plain", "whole", "cut")
+    ):
+        spec, positions, seq_len, dims = given[name]
+        lie = [along(own, dims) if form == "cut" else Replicate() for own in placements]
+        where = positions if form == "plain" else cut(positions, mesh, lie)
+        shards = [cut(x, mesh, placements) for x in whole]
+        got = rotary.apply(spec, *shards, positions=where, seq_len=seq_len)
+        for one, other in zip(got, want[name], strict=True):
+            same(one, other, f"{name} {form} {case}")
 
 
 def tables_lie_as_their_positions(world):
@@ -329,20 +340,23 @@ def heads_and_tokens_are_counted_in_the_whole(world):
 
 def tables_that_want_a_gradient_get_that_of_the_whole(world):
     rows = torch.stack([torch.arange(SEQ) + 5 * row for row in range(BATCH)])
-    for positions, dims in ((rows[1], (None, None, 0)), (rows, (0, None, 1))):
-        whole, tables = q_and_k(), rotary.cos_sin(SPEC, positions)
-        weights = [torch.randn_like(x) for x in whole]
-        leaves = [table.clone().requires_grad_() for table in tables]
-        want = torch.autograd.grad(rotary.rotate(whole, *leaves, SPEC), leaves, weights)
-        for mesh, placements, case in cases(world):
-            shards = [cut(x, mesh, placements) for x in whole]
-            lie = [along(own, dims) for own in placements]
-            for form in ([Replicate()] * mesh.ndim, lie):
-                own = [cut(table, mesh, form).requires_grad_() for table in tables]
-                given = [cut(w, mesh, placements) for w in weights]
-                back = torch.autograd.grad(rotary.rotate(shards, *own, SPEC), own, given)
-                for one, other in zip(back, want, strict=True):
-                    torch.testing.assert_close(one.full_tensor(), other, msg=case)
+    given = {"(seq)": (rows[1], (None, None, 0)), "(batch, seq)": (rows, (0, None, 1))}
+    whole, want = q_and_k(), {}
+    weights = [torch.randn_like(x) for x in whole]
+    for name, (positions, _) in given.items():
+        leaves = [table.clone().requires_grad_() for table in rotary.cos_sin(SPEC, positions)]
+        want[name] = torch.autograd.grad(rotary.rotate(whole, *leaves, SPEC), leaves, weights)
+    for (mesh, placements, case), name, form in pairwise(cases(world), given, ("whole", "cut")):
+        positions, dims = given[name]
+        lie = [along(own, dims) if form == "cut" else Replicate() for own in placements]
+        tables = rotary.cos_sin(SPEC, positions)
+        own = [cut(table, mesh, lie).requires_grad_() for table in tables]
+        shards = [cut(x, mesh, placements) for x in whole]
+        upstream = [cut(w, mesh, placements) for w in weights]
+        back = torch.autograd.grad(rotary.rotate(shards, *own, SPEC), own, upstream)
+        for one, other in zip(back, want[name], strict=True):
+            message = f"{name} {form} {case}"
+            torch.testing.assert_close(one.full_tensor(), other, msg=message)
 
 
 def a_rank_makes_angles_for_its_own_tokens_alone(world):
@@ -578,22 +592,26 @@ def compiled_checks(world):
             "float32": lambda q, k: rotary.apply(SPEC, q, k, precision="float32"),
         }
 
-    def check(placement, names, backend="aot_eager"):
-        """All of these calls in one graph, each with its own q and k: compiling takes a second."""
+    def check(placed, backend="aot_eager"):
+        """Calls by placement and name in one graph, each with its own q and k."""
         shards = [
-            [cut(x.detach(), mesh, [placement]).requires_grad_() for x in whole] for _ in names
+            [cut(x.detach(), mesh, [placement]).requires_grad_() for x in whole]
+            for placement, _ in placed
         ]
-        given = [cut(w, mesh, [placement]) for w in weights]
-        call = calls(lambda x, dims: cut(x, mesh, [along(placement, dims)]))
+        given = [cut(w, mesh, [placement]) for placement, _ in placed for w in weights]
+        made = [
+            calls(lambda x, dims, own=placement: cut(x, mesh, [along(own, dims)]))[name]
+            for placement, name in placed
+        ]
 
         def every(*xs):
-            return [y for name, x in zip(names, xs, strict=True) for y in call[name](*x)]
+            return [y for call, x in zip(made, xs, strict=True) for y in call(*x)]
 
         torch._dynamo.reset()
         got = torch.compile(every, fullgraph=True, backend=backend)(*shards)
         leaves = [x for pair in shards for x in pair]
-        back = torch.autograd.grad(got, leaves, given * len(names))
-        for at, name in enumerate(names):
+        back = torch.autograd.grad(got, leaves, given)
+        for at, (placement, name) in enumerate(placed):
             want = calls(lambda x, _: x)[name](*whole)
             grads = torch.autograd.grad(want, whole, weights)
             own = slice(2 * at, 2 * at + 2)
@@ -609,14 +627,13 @@ def compiled_checks(world):
 
 def compiled_calls_are_one_graph_forward_and_backward(world):
     check, names = compiled_checks(world)
-    check(Shard(2), names)
+    check([(Shard(2), name) for name in names])
 
 
 def a_compiled_call_is_right_in_every_placement_and_by_inductor(world):
     check, _ = compiled_checks(world)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        check(placement, ["apply"])
-    check(Shard(2), ["apply"], "inductor")
+    check([(placement, "apply") for placement in (Shard(0), Shard(1), Replicate())])
+    check([(Shard(2), "apply")], "inductor")
 
 
 def a_compiled_call_writes_into_the_shards(world):
@@ -768,8 +785,10 @@ def work(rank, world, folder, names):
 if __name__ == "__main__":
     WORLD, FOLDER, *NAMES = sys.argv[1:]
     arguments = int(WORLD), FOLDER, NAMES or list(CHECKS)
-    # forked: torch is imported and the loops are loaded once for all ranks
+    # forked: torch and its compiler are imported, and the loops loaded, once for all ranks
     torch.set_num_threads(1)
     for kind in (torch.float32, torch.bfloat16):
         rotary.apply(SPEC, *q_and_k(kind))
+    if not {check.__name__ for check in COMPILED}.isdisjoint(arguments[2]):
+        importlib.import_module("torch._inductor.compile_fx")
     torch.multiprocessing.start_processes(work, arguments, int(WORLD), start_method="fork")

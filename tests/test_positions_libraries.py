@@ -59,6 +59,7 @@ def test_torch_in_torch_out_eager_and_compiled(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("xla_in_less_time")
 @pytest.mark.parametrize("name", OF_ARRAYS)
 def test_jax_in_jax_out_eager_and_jitted(name):
     jax = pytest.importorskip("jax")
@@ -70,6 +71,7 @@ def test_jax_in_jax_out_eager_and_jitted(name):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.usefixtures("xla_in_less_time")
 @pytest.mark.parametrize("name", OF_SIZES)
 def test_like_says_where_the_answer_is_made(name):
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
