@@ -1,7 +1,6 @@
 """The experiments: text and batches that repeat, models that keep their laws, runs that survive."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
