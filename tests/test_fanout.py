@@ -57,7 +57,12 @@ def two_workers(environment):
     """Forked from a process that has imported what they need, as are those after killed ones."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with mock.patch.dict(os.environ, threads):
-        needed = ["distributed", "rotary.analysis.loops", "experiments.e7_digits.run"]
+        needed = [
+            "distributed",
+            "rotary.analysis.loops",
+            "torch._dynamo",
+        ]  # the last: of optimizers
+        needed += ["experiments.e7_digits.run"]
         multiprocessing.set_forkserver_preload(needed)
         multiprocessing.forkserver.ensure_running()
     with (
