@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="where its libraries are")
     parser.set_defaults(seconds=0.6)
-    given = command.parsed(parser, {"tokens": (16, 32), "seconds": 0.01}, command.RESULTS)
+    given = command.parsed(
+        parser, {"tokens": (16, 32), "seconds": 0.01, "dtype": DTYPES[:1]}, command.RESULTS
+    )
     if given.table is not None:
         path = given.table
         newest = max(path.glob("????-??-??-sizes.json")) if path.is_dir() else path

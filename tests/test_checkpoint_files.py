@@ -14,7 +14,7 @@ from safetensors.numpy import save, save_file
 
 from rotary.checkpoint.files import BITS, MAX_HEADER_BYTES, Tensor, read_checkpoint, read_shard
 
-CASES = 60_000
+CASES = 30_000
 
 
 def shard(path, *names, size=4):
@@ -234,12 +234,13 @@ def test_every_type_has_the_size_that_safetensors_gives_it():
         assert [name for name, _ in safetensors.deserialize(content)] == ["a"], dtype
 
 
-def test_a_million_tensors_are_read(tmp_path):
-    count = 1_000_000
+def test_very_many_tensors_and_the_longest_header_are_read(tmp_path):
+    count = 200_000
     one = ",".join(
         f'"{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(count)
     )
-    path = raw(tmp_path / "m.safetensors", b"{" + one.encode() + b"}", bytes(count))
+    header = b"{" + one.encode() + b"}"
+    path = raw(tmp_path / "m.safetensors", header.ljust(100_000_000), bytes(count))
     gc.disable()  # it looks at all of them again and again, half of the time
     try:
         found = read_shard(path)
@@ -289,4 +290,4 @@ def test_a_broken_header_is_refused_or_is_one_that_safetensors_reads_too(tmp_pat
             }
             assert {name: tensor.shape for name, tensor in found.tensors.items()} == theirs
             assert all(isinstance(tensor, Tensor) for tensor in found.tensors.values())
-    assert taken > 50  # the cases are near enough to the format to pass now and then
+    assert taken > CASES // 1200  # the cases are near enough to the format to pass now and then

@@ -71,6 +71,7 @@ def state_of(model_type):
     return None
 
 
+@functools.cache
 def planned(model_type):
     """The plan of a model, its shapes, or why there is none."""
     built = state_of(model_type)

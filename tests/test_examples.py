@@ -1,6 +1,8 @@
 """Every example runs as it is and says something."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,35 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 COMPILES = {"rotate_torch.py"}  # it calls torch.compile, which calls a C++ compiler
+# warnings are errors in what the example itself does
+PYTHON = [sys.executable, "-W", "error::UserWarning"]
+ENVIRONMENT = {
+    **os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Runs an example in forks of a process that has imported torch, one for each environment."""
+    with subprocess.Popen(
+        [*PYTHON, str(Path(__file__).with_name("forks.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    ) as server:  # fmt: skip
+
+        def ran(path, folder, environments):
+            for _ in range(3):
+                server.stdin.write(json.dumps([str(path), str(folder), environments]) + "\n")
+                server.stdin.flush()
+                statuses, out, err = json.loads(server.stdout.readline())
+                # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
+                if "terminate called without an active exception" not in err:
+                    break
+            assert statuses == [0] * len(environments), err
+            return checked(out, err, folder)
+
+        yield ran
+        server.stdin.close()
 
 
 def test_there_are_examples():
@@ -22,8 +53,11 @@ def test_there_are_examples():
         for path in EXAMPLES
     ],
 )
-def test_an_example_runs(path, tmp_path):
-    said = assert_runs([str(path)], tmp_path)
+def test_an_example_runs(path, tmp_path, request):
+    if "import torch" in path.read_text(encoding="utf-8") and path.name not in COMPILES:
+        said = request.getfixturevalue("forks")(path, tmp_path, [{}])
+    else:
+        said = alone(path, tmp_path)
     if path.name == "small_gpt.py":
         page = (path.parents[1] / "docs" / "tutorials" / "gpt.md").read_text(encoding="utf-8")
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -34,29 +68,31 @@ def test_an_example_runs(path, tmp_path):
         assert_said_once(said)
 
 
-def test_an_example_of_many_ranks_runs_under_torchrun(tmp_path):
+def test_an_example_of_many_ranks_runs_as_torchrun_starts_it(tmp_path, forks):
     (path,) = [path for path in EXAMPLES if path.name == "train_fsdp2.py"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert_said_once(assert_runs([*launch, str(path)], tmp_path))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    assert_said_once(forks(path, tmp_path, ranks))
 
 
 def assert_said_once(said):
     assert len(set(said.splitlines())) == len(said.splitlines()), "every rank says the same"
 
 
-def assert_runs(arguments, folder):
-    # away from the checkout, and with warnings as errors in what the example itself does
-    command = [sys.executable, "-W", "error::UserWarning", *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
-    for _ in range(3):
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment
-        )
-        # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
-        if "terminate called without an active exception" not in done.stderr:
-            break
+def alone(path, folder):
+    """What an example says in a process of its own, away from the checkout."""
+    done = subprocess.run(
+        [*PYTHON, str(path)], cwd=folder, capture_output=True, text=True, timeout=120,
+        env=ENVIRONMENT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert "Traceback" not in done.stderr
+    return checked(done.stdout, done.stderr, folder)
+
+
+def checked(out, err, folder):
+    assert out.strip()
+    assert "Traceback" not in err
     assert not list(folder.iterdir()), "an example leaves files behind"
-    return done.stdout
+    return out

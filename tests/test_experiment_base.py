@@ -10,6 +10,7 @@ import torch
 from experiments.e4_base import recall
 from experiments.e4_base import run as base
 from experiments.lab import data, results
+from experiments.lab.job import carry_out
 from experiments.lab.model import build
 
 from rotary.analysis.bounds import similarity
@@ -159,10 +160,11 @@ def test_without_training_a_match_is_lost_where_similarity_ends():
         assert far < 0.25
 
 
-@pytest.mark.slow
-def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch):
+def test_every_base_is_asked_the_same_and_learns_the_text(tmp_path, monkeypatch, one_thread):
+    """The first and the last one; tests/test_experiments.py trains and draws all of them."""
+    monkeypatch.setattr(results, "report", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["run", "--quick", "--out", str(tmp_path)])
-    base.main()
+    carry_out(base.SWEEP._replace(methods=base.BASES[::3]))
     rows = results.rows(tmp_path / "results.jsonl")
     for row in rows:
         model, end = row["run"]["model"], row["looks"][-1]

@@ -1,7 +1,6 @@
 """The experiments: text and batches that repeat, models that keep their laws, runs that survive."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -446,13 +445,7 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("module", SWEEPS, ids=lambda module: module.FOLDER.name)
 def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch, capsys):
-    """Trained in as few steps as its looks allow, in one layer where none is looked at."""
-    seeds, quicker = 1, module.QUICK
-    if module is not convergence:
-        quicker = quicker._replace(steps=5)
-    if module in (convergence, partial):
-        quicker = quicker._replace(model=dataclasses.replace(quicker.model, layers=1))
-    monkeypatch.setattr(module, "SWEEP", module.SWEEP._replace(quick=quicker))
+    seeds = 1
     seen, rows = {}, quick(module, tmp_path, monkeypatch, seeds)
     assert_printed(capsys.readouterr().out)
     for row in rows:

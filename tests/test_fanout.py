@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -13,7 +14,9 @@ import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -51,9 +54,23 @@ def environment():
 
 @pytest.fixture(scope="module")
 def two_workers(environment):
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
-    ) as made:
+    """Forked from a process that has imported what they need, as are those after killed ones."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    with mock.patch.dict(os.environ, threads):
+        needed = [
+            "distributed",
+            "rotary.analysis.loops",
+            "torch._dynamo",
+        ]  # the last: of optimizers
+        needed += ["experiments.e7_digits.run"]
+        multiprocessing.set_forkserver_preload(needed)
+        multiprocessing.forkserver.ensure_running()
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
+        ) as made,
+    ):
         yield made
 
 
@@ -321,7 +338,7 @@ TINY = digits.SWEEP._replace(
 
 
 def swept(folder, monkeypatch, executor=None, seeds=2):
-    """The rows of one method of the digits: runs of 20 steps, at three rates or more."""
+    """The rows of one method of the digits: runs of a few steps, at three rates or more."""
     monkeypatch.setattr(
         sys, "argv", ["run", "--quick", "--seeds", str(seeds), "--out", str(folder)]
     )

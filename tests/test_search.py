@@ -146,7 +146,7 @@ def test_a_comb_keeps_the_shape_and_the_order_of_its_bases():
 
 
 def test_longer_contexts_need_larger_bases():
-    found = [min_base(context).base for context in range(100, 1100, 50)]
+    found = [min_base(context).base for context in range(100, 1100, 100)]
     assert found == sorted(found)
 
 
@@ -229,17 +229,28 @@ def test_the_result_does_not_depend_on_the_number_of_threads(threads):
 # --- safe base ---
 
 
+def test_a_published_safe_base():
+    found = safe_base(1024)
+    assert found.largest_failing == pytest.approx(6.018e3, rel=2e-4)
+    assert found.passing_share == pytest.approx(0.87, abs=0.005)
+    assert first_failure(Rotary(head_dim=128, base=found.largest_failing), 1024)
+    assert first_failure(Rotary(head_dim=128, base=found.base), 1024) is None
+    assert found.searched_to == pytest.approx(12 * min_base(1024).base, rel=1e-4)
+
+
+def test_the_published_safe_base_of_a_longer_context_on_every_fifth_point_of_the_grid():
+    bases = min_base(8192).base * np.exp(np.arange(0, math.log(12), 5e-5))
+    passes = comb(8192, bases)
+    assert bases[~passes].max() == pytest.approx(3.943e5, rel=2e-4)
+    assert passes.mean() == pytest.approx(0.77, abs=0.005)
+
+
 @pytest.mark.parametrize(
-    ("context", "largest", "share"), [(1024, 6.018e3, 0.87), (8192, 3.943e5, 0.77)]
+    ("context", "step"), [(64, 1e-5), (8192, 1e-5), (8193, 1.0001319e-5), (131_072, 2e-4)]
 )
-def test_published_safe_bases(context, largest, share):
-    found = safe_base(context)
-    assert found.largest_failing == pytest.approx(largest, rel=2e-4)
-    assert found.passing_share == pytest.approx(share, abs=0.005)
-    assert first_failure(Rotary(head_dim=128, base=found.largest_failing), context)
-    assert first_failure(Rotary(head_dim=128, base=found.base), context) is None
-    assert found.searched_to == pytest.approx(12 * min_base(context).base, rel=1e-4)
-    assert found.step == 1e-5
+def test_the_step_of_the_grid_grows_with_a_long_context(context, step):
+    """Of half a head, every base of which passes at once."""
+    assert safe_base(context, 128, rotary_dim=64).step == pytest.approx(step, rel=1e-6)
 
 
 def test_the_grid_goes_on_while_its_end_fails():
@@ -260,7 +271,7 @@ def test_a_known_start_saves_the_search():
 @pytest.mark.parametrize("search", [min_base, safe_base])
 def test_progress_grows_from_zero_to_one(search):
     shares = []
-    search(4096, 64, progress=shares.append)
+    search(1024, 64, progress=shares.append)
     assert shares == sorted(shares)
     assert 0 <= shares[0] < 0.1
     assert shares[-1] == 1

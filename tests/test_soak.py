@@ -10,7 +10,7 @@ from pathlib import Path
 def test_threads_forks_signals_and_too_little_memory_change_no_bit(record_property):
     script = str(Path(__file__).with_name("soak.py"))
     run = subprocess.run(
-        [sys.executable, "-X", "faulthandler", script, "--minutes", "0.05", "--no-compile"],
+        [sys.executable, "-X", "faulthandler", script, "--minutes", "0.03", "--no-compile"],
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
@@ -27,7 +27,7 @@ def test_threads_forks_signals_and_too_little_memory_change_no_bit(record_proper
 def test_other_bits_are_seen():
     """A call that gives something else once in a while ends the run with its name."""
     code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['soak.py', '--minutes', '0.05'];"
+        "import sys; sys.modules['torch'] = None; sys.argv = ['soak.py', '--minutes', '0.01'];"
         "import soak, itertools; count = itertools.count();"
         "soak.numpy_jobs = lambda: [soak.Job('planted', lambda: bytes([next(count) > 40]))];"
         "soak.table_jobs = lambda: []; soak.file_jobs = lambda folder: [];"

@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 FULL = Plan(
     Config(length=128, layers=2, width=64, heads=2), 400, 4, 128, 64, 32, (3e-3, 1e-2, 3e-2)
 )
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, 4, (1e-2, 3e-2, 1e-1))
+QUICK = Plan(Config(length=32, layers=2, width=32), 5, 8, 32, 8, 4, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:

@@ -63,7 +63,7 @@ FULL = Plan(
     (50, 150), 2, (3e-4, 1e-3, 3e-3),
 )  # fmt: skip
 QUICK = Plan(
-    Config(length=64, layers=2, width=32), 20, 8, 64, 2, (1e-2, 3e-2, 1e-1),
+    Config(length=64, layers=2, width=32), 4, 8, 64, 2, (1e-2, 3e-2, 1e-1),
     (2, 4), 2, (1e-3, 3e-3, 1e-2),
 )  # fmt: skip
 

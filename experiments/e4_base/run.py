@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 MODEL = Config(layers=1, width=64, heads=1, vocabulary=VOCABULARY)
 FULL = Plan(MODEL, 800, 8, 128, 8, 32, 64, (3e-3, 1e-2, 3e-2))
-QUICK = Plan(dataclasses.replace(MODEL, width=32), 20, 8, 64, 5, 24, 16, (1e-2, 3e-2, 1e-1))
+QUICK = Plan(dataclasses.replace(MODEL, width=32), 5, 8, 64, 5, 24, 16, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:

@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128, layers=2, width=64, heads=2), 400, 4, 128, 64, (3e-3, 1e-2, 3e-2))
-QUICK = Plan(Config(length=32, layers=2, width=32), 20, 8, 32, 8, (1e-2, 3e-2, 1e-1))
+QUICK = Plan(Config(length=32, layers=1, width=32), 5, 8, 32, 8, (1e-2, 3e-2, 1e-1))
 
 
 def spec_of(method: str, head_dim: int, base: float) -> rotary.Rotary:

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(), 400, 256, 16, tuple(2**k for k in range(12, 25)))
-QUICK = Plan(Config(layers=2, width=64), 60, 64, 4, (2**12, 2**18, 2**24))
+QUICK = Plan(Config(layers=2, width=64), 30, 64, 4, (2**12, 2**18, 2**24))
 
 
 class Scheme(NamedTuple):

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(2, 64, 500, 16, 600, (1e-3, 3e-3, 1e-2))
-QUICK = Plan(2, 32, 20, 8, 20, (1e-2, 3e-2, 1e-1))
+QUICK = Plan(2, 32, 5, 8, 20, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, images: Digits, run: Run) -> results.Row:

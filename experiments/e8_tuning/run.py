@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 MODEL = Config(layers=1, width=64, heads=1, vocabulary=VOCABULARY, base=float(KEPT))
 FULL = Plan(MODEL, 600, 1024, 64, 8, 8192, (3e-3, 1e-2, 3e-2), 100, (1e-3, 3e-3, 1e-2))
 QUICK = Plan(
-    dataclasses.replace(MODEL, width=32), 20, 256, 32, 5, 512, (1e-2, 3e-2, 1e-1), 4,
+    dataclasses.replace(MODEL, width=32), 4, 256, 32, 5, 512, (1e-2, 3e-2, 1e-1), 4,
     (1e-3, 3e-3, 1e-2),
 )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Split(NamedTuple):
 
 MODEL = Ladder(layers=1, width=64, heads=2, vocabulary=VOCABULARY)
 FULL = Plan(MODEL, 600, 8, 8, 2**15, (3e-3, 1e-2, 3e-2))
-QUICK = Plan(MODEL, 10, 4, 8, 2**10, (3e-3, 1e-2, 3e-2))
+QUICK = Plan(MODEL, 5, 4, 8, 2**10, (3e-3, 1e-2, 3e-2))
 
 
 def split(name: str) -> Split:

@@ -222,9 +222,9 @@ def plan_model(
     window need to reach no farther than that: the result is for this `context`.
     Raises ValueError as `plan`, and if the model cannot read what would be recommended.
 
-    >>> llama = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
-    >>> plan_model(llama, 8192).rope_parameters["max_position_embeddings"]
-    8192
+    >>> llama = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 512}
+    >>> plan_model(llama, 1024).rope_parameters["max_position_embeddings"]
+    1024
     """
     advice = recommend_model(config, context, layer_type, part=part)  # fails before the search
     return _with_bases(advice.context, advice.spec, advice, progress, executor)
