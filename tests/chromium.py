@@ -60,34 +60,45 @@ def browser():
         found.close()
 
 
-@pytest.fixture
-def show(page_server, browser):
-    """Opens the page; at the end nothing was asked elsewhere and no error said on the console."""
-    asked, said, contexts = [], [], []
+@pytest.fixture(scope="module")
+def tab(browser):
+    """One tab for the tests of a file, each of which loads the page anew; it keeps nothing else."""
+    context = browser.new_context()
+    context.set_default_timeout(30_000)
+    yield context.new_page()
+    context.close()
 
-    def opened(query="", width=1280, scheme="light", refused=""):
-        context = browser.new_context(
-            viewport={"width": width, "height": 844 if width < 500 else 900}, color_scheme=scheme
-        )
-        context.set_default_timeout(30_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("websocket", lambda socket: asked.append(socket.url))
-        page.on("console", lambda message: say(f"{message.type}: {message.text}", refused))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
+
+@pytest.fixture
+def show(page_server, tab):
+    """Opens the page; at the end nothing was asked elsewhere and no error said on the console."""
+    asked, said, shown = [], [], []
+    heard = {
+        "request": lambda request: asked.append(request.url),
+        "websocket": lambda socket: asked.append(socket.url),
+        "console": lambda message: said.append(f"{message.type}: {message.text}"),
+        "pageerror": lambda error: said.append(f"error: {error}"),
+        "dialog": lambda dialog: said.append(f"dialog: {dialog.message}"),
+    }
+
+    def opened(query="", width=1280, scheme="light"):
+        page = tab.context.new_page() if shown else tab
+        shown.append(page)
+        page.set_viewport_size({"width": width, "height": 844 if width < 500 else 900})
+        page.emulate_media(color_scheme=scheme)
+        page.mouse.move(0, 0)
+        for event, handler in heard.items():
+            page.on(event, handler)
         page.goto(page_server + query)
         page.wait_for_selector("#links-a a")
         return page
 
-    def say(line, refused):
-        if not (refused and refused in line):
-            said.append(line)
-
+    opened.said = said
     yield opened
-    for context in contexts:
-        context.close()
+    for event, handler in heard.items():
+        tab.remove_listener(event, handler)
+    for page in shown[1:]:
+        page.close()
     away = [
         url for url in asked if not url.startswith((page_server, "data:", f"blob:{page_server}"))
     ]

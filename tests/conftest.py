@@ -8,7 +8,7 @@ import sys
 from collections import Counter, defaultdict
 
 import pytest
-from chromium import browser, page_server, show  # noqa: F401  # fixtures
+from chromium import browser, page_server, show, tab  # noqa: F401  # fixtures
 from libraries import quick_xla
 
 # Inductor compiles in its own process: every process of its pool would import torch once more

@@ -71,17 +71,25 @@ def test_other_usage_errors_are_status_2(main, arguments):
     assert "Traceback" not in done.err
 
 
-PROBE = """
+END = "--- end ---\n"
+# each argument is a command, whose words stand on lines of their own or, if there are none, apart
+EACH = f"""
 import sys
-for sys.argv[1:] in [each.split() for each in sys.argv[1:]]:
+for sys.argv[1:] in [each.splitlines() if "\\n" in each else each.split() for each in sys.argv[1:]]:
     try:
         from rotary.cli import main
         main()
     except SystemExit as stop:
         assert not stop.code, stop.code
+    print(end={END!r})
+"""
+PROBE = (
+    EACH
+    + """
 print([name for name in ("torch", "numba", "transformers", "rich.table", "numpy")
        if name in sys.modules], file=sys.stderr)
 """
+)
 
 
 def test_help_imports_nothing_heavy():
@@ -95,9 +103,9 @@ def test_help_imports_nothing_heavy():
 
 
 def test_the_probe_sees_what_is_imported():
-    loaded = run("doctor --json", code=PROBE).err.splitlines()[-1]
+    loaded = run("doctor --json", code="import torch\n" + PROBE).err.splitlines()[-1]
     assert "numba" in loaded
-    assert "torch" in run("--help", code="import torch\n" + PROBE).err.splitlines()[-1]
+    assert "torch" in loaded
 
 
 # --- inspect and freqs ---
@@ -207,16 +215,17 @@ def test_a_bad_config_in_a_process_of_its_own(tmp_path):
 # --- the terminal ---
 
 
-def test_markup_in_a_path_is_printed_as_it_is(tmp_path):
+def test_markup_in_a_path_is_printed_as_it_is(main, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     name = "[red]x[/red].json"
     (tmp_path / name).mkdir(parents=True)
     data = '{"head_dim": 64, "model_type": "[bold]m[/bold]"}'
     (tmp_path / name / "config.json").write_text('{"head_dim": 64}')
     (tmp_path / "bad.json").write_text(data)
     for command in ("inspect", "freqs"):
-        assert name in run(command, name, cwd=tmp_path).out
-    assert_refused(run("inspect", "bad.json", cwd=tmp_path), "'[bold]m[/bold]'")
-    assert_refused(run("inspect", "[/nothing].json", cwd=tmp_path), "[/nothing].json")
+        assert name in main(command, name).out
+    assert_refused(main("inspect", "bad.json"), "'[bold]m[/bold]'")
+    assert_refused(main("inspect", "[/nothing].json"), "[/nothing].json")
 
 
 def test_markup_in_what_is_found_is_printed_as_it_is(main, monkeypatch):
@@ -234,19 +243,25 @@ def test_any_file_name_works(tmp_path, name, encoding):
     with open(os.fsencode(tmp_path) + b"/" + name, "w") as file:
         file.write('{"head_dim": 64}')
     shown = os.fsdecode(name)
-    done = run("inspect", shown, cwd=tmp_path, PYTHONIOENCODING=encoding)
+    commands = f"inspect\n{shown}", f"freqs\n{shown}\n--json"
+    done = run(*commands, code=EACH, cwd=tmp_path, PYTHONIOENCODING=encoding)
     assert (done.code, done.err) == (0, "")
-    assert ANSI not in done.out
-    assert ".json" in done.out
-    assert document(run("freqs", shown, "--json", cwd=tmp_path, PYTHONIOENCODING=encoding))
+    text, report, _ = done.out.split(END)
+    assert ANSI not in text
+    assert ".json" in text
+    assert document(Done(0, report, ""))
 
 
-def test_a_narrow_terminal_loses_nothing(tmp_path):
+def test_a_narrow_terminal_loses_nothing(main, monkeypatch, tmp_path):
+    def of_width(columns, command):
+        monkeypatch.setenv("COLUMNS", columns)
+        return main(command, "config.json").out
+
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(Path(LLAMA).read_text())
     for command in ("inspect", "freqs"):
-        wide = run(command, "config.json", cwd=tmp_path, COLUMNS="200").out
-        narrow = run(command, "config.json", cwd=tmp_path, COLUMNS="20").out
+        wide, narrow = of_width("200", command), of_width("20", command)
         assert max(map(len, narrow.splitlines())) <= 20
         if command == "freqs":  # each row is a list, and names its columns
             joined = "".join(narrow.split())
@@ -406,12 +421,13 @@ def test_bench_without_the_memory_is_one_line(main, monkeypatch):
 
 
 def test_bench_and_demo_and_doctor_without_torch():
-    code = WITHOUT_TORCH + START
-    report = document(run("bench", "--seq", "16", "--rounds", "1", "--json", code=code))
-    assert list(report["seconds"]) == ["NumPy float32"]
-    short = WITHOUT_TORCH + "from rotary import demo\ndemo.SEQ = 64\n" + START
-    assert list(document(run("demo", "--json", code=short))["times_ms"]) == ["NumPy float32"]
-    findings = {each["what"]: each for each in document(run("doctor", "--json", code=code))}
+    """One after the other in one process."""
+    commands = "bench --seq 16 --rounds 1 --json", "demo --json", "doctor --json"
+    done = run(*commands, code=f"{WITHOUT_TORCH}\nrotary.demo.SEQ = 64\n{EACH}")
+    assert (done.code, done.err) == (0, "")
+    timed, shown, found = (json.loads(each) for each in done.out.split(END)[:-1])
+    assert list(timed["seconds"]) == list(shown["times_ms"]) == ["NumPy float32"]
+    findings = {each["what"]: each for each in found}
     assert findings["torch"]["found"] == "not installed"
 
 

@@ -1,5 +1,6 @@
 """The page asked by another site, in Chromium: a page on another port gets and causes nothing."""
 
+import contextlib
 import http.server
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 import urllib.request
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Error, expect
 
 pytestmark = pytest.mark.slow
 DOWNLOAD = "download/numbers.csv?view=decay"
@@ -32,14 +33,16 @@ FORM = """new Promise(done => {{
     document.body.innerHTML = `<iframe name="to"></iframe>
         <form method="{method}" action="${{at}}{path}" target="to"><input name="view"></form>`;
     const frame = document.querySelector("iframe");
+    frame.onload = () => done(frame.contentDocument?.body.textContent ?? '');
     document.querySelector("form").submit();
-    setTimeout(() => done(frame.contentDocument?.body.textContent ?? ''), 1000);
+    setTimeout(() => done(''), 10000);
 }})"""
 FRAME = """new Promise(done => {{
     const frame = document.createElement('{tag}');
     frame.src = frame.data = at + '{path}';
+    frame.onload = frame.onerror = () => done(frame.contentDocument?.body?.textContent ?? '');
     document.body.append(frame);
-    setTimeout(() => done(frame.contentDocument?.body?.textContent ?? ''), 1000);
+    setTimeout(() => done(''), 10000);
 }})"""
 ATTACKS = {
     "GET": FETCH.format(path=DOWNLOAD, options="{}"),
@@ -55,8 +58,7 @@ ATTACKS = {
         path=DRAW,
         options="{method: 'POST', body: '{}', headers: {'content-type': 'application/json'}}",
     ),
-    "beacon": f"(navigator.sendBeacon(at + '{DRAW}', '{{}}'), new Promise(done => setTimeout("
-    "() => done(''), 500)))",
+    "beacon": f"(navigator.sendBeacon(at + '{DRAW}', '{{}}'), '')",
     "image": LOADED.format(tag="img", path=DOWNLOAD),
     "script": LOADED.format(tag="script", path=DOWNLOAD),
     "style": LOADED.format(tag="link", path="explore.css"),
@@ -124,8 +126,10 @@ class Served:
 
     def heard(self):
         """(what arrived, what was done), once a request of our own shows that all was read."""
-        urllib.request.urlopen(f"{self.address}explore.js", timeout=20).close()
         end = time.monotonic() + 20
+        while not self.said and time.monotonic() < end:
+            time.sleep(0.01)
+        urllib.request.urlopen(f"{self.address}explore.js", timeout=20).close()
         while "arrived /explore.js" not in self.said and time.monotonic() < end:
             time.sleep(0.01)
         said = self.said[: self.said.index("arrived /explore.js")]
@@ -195,7 +199,8 @@ def test_another_page_gets_nothing_and_causes_no_work(stranger, served, name):
         assert done == [], attack
         assert got == "", attack
         for frame in page.frames[1:]:
-            assert "RoPE" not in frame.content(), attack
+            with contextlib.suppress(Error):  # of a frame that the browser has taken away
+                assert "RoPE" not in frame.content(), attack
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])

@@ -1,6 +1,7 @@
 """What docs/security.md promises: whose code runs, what is never run, what is read and written."""
 
 import ast
+import functools
 import json
 import os
 import pickle
@@ -27,16 +28,16 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
           "auto_map": {"AutoConfig": "evil.Config"}, "trust_remote_code": True}  # fmt: skip
 
 
+@functools.cache
 def calls(path):
-    """(name, line) of every call in a file, such as "pickle.loads"."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node.lineno
+    """The name of every call in a file, such as "pickle.loads"."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
 
 
 def users_of(pattern):
     """The files, relative to the package, that call something of this name."""
-    found = {path.relative_to(SOURCE).as_posix() for path in FILES for name, _ in calls(path)
+    found = {path.relative_to(SOURCE).as_posix() for path in FILES for name in calls(path)
              if re.fullmatch(pattern, name)}  # fmt: skip
     return sorted(found)
 
@@ -44,7 +45,7 @@ def users_of(pattern):
 def test_a_planted_call_is_seen(tmp_path):
     path = tmp_path / "planted.py"
     path.write_text("import pickle\ndef f(x):\n    return pickle.loads(eval(x))\n")
-    assert [name for name, _ in calls(path)] == ["pickle.loads", "eval"]
+    assert calls(path) == ["pickle.loads", "eval"]
 
 
 # What runs code
