@@ -17,6 +17,7 @@ from . import vectors as vec
 from .fused_rows import rests
 from .instructions import on_stack
 from .rows import MODES, STREAMING, by_mode, reader
+from .sums import Sum
 from .vectors import ELEMENTS, F64, I64, NONE
 
 _LANES = 32  # of the widest vectors: registers hold no more
@@ -36,7 +37,7 @@ def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, d
         width, narrow = vec.width_of(tag), tuple(lanes for lanes in widths if lanes <= _LANES)
         names = "pairs", "start", "width", "x_2", "grad_2", "line"
         pairs, start, channels, x_step, grad_step, step = map(field, names)
-        square, dot = (vec.Sum(b, real, narrow[-1]) for _ in range(2))
+        square, dot = (Sum(b, real, narrow[-1]) for _ in range(2))
 
         def row(layout, out_layout):
             with vec.loop(b, NONE, count, 1) as at:

@@ -332,10 +332,9 @@ def order(
     channels = np.arange(width)
     both = [channels[each] for each in pair_slices(2 * pairs, layouts[0], start)]
     rotated = np.concatenate(both)
-    is_bfloat16 = dtype == "bfloat16"
-    if how == "rows" and is_doubled(is_bfloat16, *layouts):
+    if how == "rows" and is_doubled(dtype, *layouts):
         rotated = channels[start : start + 2 * pairs]
-    elif how == "rows" and is_bfloat16 and has_packing() and layouts == ("half", "half"):
+    elif (how, dtype, layouts) == ("rows", "bfloat16", ("half", "half")) and has_packing():
         for half in both:
             blocks = half[: pairs // PACKED * PACKED].reshape(-1, PACKED)
             blocks[:] = blocks[:, ORDER]

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from . import vectors as vec
 from .instructions import POINTER, copy_bytes, function_of, joined, members
 from .rows import STREAMING, by_mode, fill_lines, line_at, numbers_per_pair, reader, rotate_pairs
+from .sums import Sum, halved, sums_of
 from .vectors import ELEMENTS, F64, I32, I64, NONE
 
 LINE = 64  # bytes of the widest registers
@@ -73,7 +74,7 @@ def square_rows(context, tag, x, step, width, count, partial):
     def generate(context, b, signature, arguments):
         _, x, step, width, count, partial = arguments
         _, size, real, widths = ELEMENTS[tag]
-        total = vec.Sum(b, real, widths[-1])
+        total = Sum(b, real, widths[-1])
         # fused with the additions where possible: squares of 16 bits are exact
         flags = ("contract",) if size == 2 else ()
         has_rest = b.icmp_signed("!=", b.and_(width, vec.constant(I64, 1, widths[-1] - 1)), NONE)
@@ -91,7 +92,7 @@ def square_rows(context, tag, x, step, width, count, partial):
             vec.each(b, width, widths, body)
             place = vec.at(b, partial, at, EIGHTHS * vec.width_of(tag))
             value = total.vector(vec.is_reordered(tag, total.lanes))
-            vec.store(b, vec.halved(b, value, EIGHTHS), place)
+            vec.store(b, halved(b, value, EIGHTHS), place)
             with b.if_then(has_rest):
                 first = b.fadd(vec.load(b, real, place), b.load(total.single))
                 vec.store(b, first, place)
@@ -112,9 +113,9 @@ def add_rows(context, tag, partial, count, sums, step):
             places = [b.add(index, vec.constant(I64, 1, lane)) for lane in range(lanes)]
             rows = [vec.load(b, real, vec.at(b, partial, at, size), EIGHTHS) for at in places]
             if lanes == 1:
-                totals = [vec.halved(b, rows[0], 1)]
+                totals = [halved(b, rows[0], 1)]
             else:
-                total = vec.sums_of(b, rows)
+                total = sums_of(b, rows)
                 totals = [vec.pick(b, total, total, [lane]) for lane in range(lanes)]
             for at, total in zip(places, totals, strict=True):
                 vec.store(b, vec.as_double(b, total), vec.stepped(b, sums, at, step))

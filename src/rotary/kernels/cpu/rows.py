@@ -43,17 +43,26 @@ def reader(b: ir.IRBuilder, *records: tuple[types.Type, ir.Value]) -> Callable[[
     return field
 
 
-def is_doubled(is_bfloat16: bool, layout: str, out_layout: str) -> bool:
+# by name, and by tag as in `vectors.py`
+_DOUBLED = {
+    *("float16", "int8", "float8_e4m3fn", "float8_e5m2"),
+    *(types.int16, types.int8, types.uint8, types.boolean),
+}
+
+
+def is_doubled(dtype: str | types.Type, layout: str, out_layout: str) -> bool:
     """Return whether pairs are rotated where they lie: x times (c, c) plus swapped x times (-s, s).
 
-    bfloat16 is not: of a pair, a word of 32 bits, each half becomes a float32 in one instruction.
+    Taking pairs apart costs as much as rotating them, but the tables are twice as long. That does
+    not pay for float32, which waits for memory, nor for bfloat16: of a pair, a word of 32 bits,
+    each half becomes a float32 in one instruction.
     """
-    return layout == out_layout == "interleaved" and not is_bfloat16
+    return layout == out_layout == "interleaved" and dtype in _DOUBLED
 
 
 def line_size(dtype: str, pairs: int, layout: str, out_layout: str) -> int:
     """Return the bytes of a row that `table_rows` writes."""
-    lines = 4 if is_doubled(dtype == "bfloat16", layout, out_layout) else 2
+    lines = 4 if is_doubled(dtype, layout, out_layout) else 2
     return lines * pairs * (8 if dtype == "float64" else 4)
 
 
@@ -96,7 +105,7 @@ def fill_lines(
     count = b.select(b.icmp_signed("==", line, NONE), vec.constant(I64, 1, 1), count)
     forms = [(layout, out_layout) for layout, out_layout, _ in MODES[:STREAMING]]
     # the only form of this dtype that is not read in order, or none
-    special = [form for form in forms if is_doubled(tag is types.uint16, *form)]
+    special = [form for form in forms if is_doubled(tag, *form)]
     if vec.is_reordered(tag, vec.held(tag)):
         special = [("half", "half")]
     with vec.loop(b, NONE, count, 1) as at:
@@ -122,7 +131,7 @@ def fill_lines(
                 first, second = weights_at(at, index, lanes, order)
                 parts = [b.fmul(c, first), b.fmul(s, second)]
                 parts += [b.fmul(c, second), b.fmul(s, first)]
-            if not is_doubled(tag is types.uint16, *layouts):
+            if not is_doubled(tag, *layouts):
                 for number, part in enumerate(parts):
                     after = b.mul(pairs, vec.constant(I64, 1, number))
                     vec.store(b, part, vec.at(b, to, b.add(index, after), width))
@@ -159,7 +168,7 @@ def rotate_pairs(
     layout, out_layout, streaming = form
     source, target = ends
     size, real, width = ELEMENTS[tag].size, ELEMENTS[tag].real, vec.width_of(tag)
-    doubled = is_doubled(tag is types.uint16, layout, out_layout)
+    doubled = is_doubled(tag, layout, out_layout)
 
     def numbers(index, part, count):
         step = b.add(pairs, pairs) if doubled else pairs
@@ -201,7 +210,7 @@ def line_at(
 
 def numbers_per_pair(tag: types.Type, form: tuple[str, str, bool]) -> int:
     """Return how many numbers of a row are from one pair to the next, where a line is read."""
-    return 2 if is_doubled(tag is types.uint16, *form[:2]) else 1
+    return 2 if is_doubled(tag, *form[:2]) else 1
 
 
 def by_mode(

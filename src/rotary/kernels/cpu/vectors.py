@@ -29,7 +29,6 @@ from .instructions import (
     constant,
     function_of,
     lanes_of,
-    on_stack,
     pick,
     vector,
 )  # fmt: skip
@@ -294,7 +293,7 @@ def mixed(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     return b.insert_element(pair, other, constant(I32, 1, 1))
 
 
-# --- loops and sums ---
+# --- loops ---
 
 
 @contextmanager
@@ -341,69 +340,3 @@ def pieces(tag: types.Type, lanes: int) -> Iterator[tuple[ir.Value, int]]:
 def channel_of(b: ir.IRBuilder, index: ir.Value, layout: str) -> ir.Value:
     """Return the channel of the first member of pair `index`."""
     return index if layout == "half" else b.add(index, index)
-
-
-class Sum:
-    """A running sum of vectors, whose lengths are multiples of `lanes`, and of single numbers.
-
-    Twice `lanes` numbers each have a sum of their own; all single numbers share one.
-    """
-
-    def __init__(self, b: ir.IRBuilder, real: ir.Type, lanes: int) -> None:
-        self.b, self.real, self.lanes = b, real, lanes
-        self.parts = [on_stack(b, vector(real, lanes)) for _ in range(2)]
-        self.single = on_stack(b, real)
-
-    def reset(self) -> None:
-        self.b.store(constant(self.real, 1, 0.0), self.single)
-        for part in self.parts:
-            self.b.store(constant(self.real, self.lanes, 0.0), part)
-
-    def add(self, value: ir.Value, before: ir.Constant = NONE) -> None:
-        """Add to the sums of the lanes from `before` on."""
-        if lanes_of(value) == 1:
-            self._add(self.single, value)
-            return
-        for start in range(0, lanes_of(value), self.lanes):
-            part = pick(self.b, value, value, range(start, start + self.lanes))
-            number = (before.constant + start) // self.lanes
-            self._add(self.parts[number % 2], part)
-
-    def _add(self, sum_: ir.Value, value: ir.Value) -> None:
-        # fused with a product that has this flag too
-        self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
-
-    def vector(self, reordered: bool = False) -> ir.Value:
-        """Return `lanes` sums, without those of single numbers."""
-        value = self.b.fadd(*map(self.b.load, self.parts))
-        return pick(self.b, value, value, short_floats.ORDER) if reordered else value
-
-    def total(self) -> ir.Value:
-        """Return the sum: upper halves are added to lower halves, at last the single numbers."""
-        return self.b.fadd(halved(self.b, self.vector(), 1), self.b.load(self.single))
-
-
-def halved(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
-    """Return `lanes` sums of the numbers in a vector: upper halves are added to lower halves."""
-    while (half := lanes_of(value) // 2) >= lanes:
-        value = b.fadd(*(pick(b, value, value, range(at, at + half)) for at in (0, half)))
-    return value
-
-
-def sums_of(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
-    """Return the sums of 8 vectors of 8 numbers, in the order in which `halved` adds.
-
-    Two vectors are halved together, so there are as many additions as vectors.
-    """
-    rows = [rows[index] for index in (0, 4, 2, 6, 1, 5, 3, 7)]
-    for half in (4, 2, 1):
-        starts = [start + 8 * side for start in range(0, 8, 2 * half) for side in (0, 1)]
-        lower = [lane for start in starts for lane in range(start, start + half)]
-        upper = [lane + half for lane in lower]
-        if half < 4:  # within each half of a register: shuffles take fewer instructions there
-            lower, upper = (sorted(each, key=lambda lane: lane % 8 // 4) for each in (lower, upper))
-        rows = [
-            b.fadd(pick(b, one, other, lower), pick(b, one, other, upper))
-            for one, other in zip(rows[::2], rows[1::2], strict=True)
-        ]
-    return rows[0]
