@@ -14,9 +14,10 @@ from ..geometry import Geometry
 from ..memory import SIZES, Block, extent, is_contiguous_last, is_injective
 from ..numpy import address
 from . import fused_loops, loops, threads
-from .jobs import LINE, STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
+from .jobs import STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
 from .rows import MODES, STREAMING, is_doubled
 from .short_floats import ORDER, PACKED, has_packing
+from .vectors import CACHE_LINE
 
 
 class Weight(NamedTuple):
@@ -173,7 +174,9 @@ def _is_ready(piece: Piece) -> bool:
 
 
 def _mode(form: Form, out: int, size: int) -> int:
-    return form.mode + STREAMING * (form.can_stream and size >= STREAM_BYTES and out % LINE == 0)
+    return form.mode + STREAMING * (
+        form.can_stream and size >= STREAM_BYTES and out % CACHE_LINE == 0
+    )
 
 
 @lru_cache(maxsize=1024)

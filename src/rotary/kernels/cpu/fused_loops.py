@@ -35,6 +35,7 @@ from .loops import (
     whole_numbers,
 )
 from .rows import MODES, PLAIN, STREAMING, table_rows
+from .vectors import CACHE_LINE
 
 # `size` and the strides of arrays, each on three axes: `gain` is that of the weights, `root` of
 # 1 / sqrt(mean + eps), `grad` of the gradient of the output, `dot` of the sums d in `fused_back.py`
@@ -92,7 +93,7 @@ def _tiles(piece):
 
 @inlined
 def _gain(tag, piece, weight):
-    """Return the rows of weights as the loops read them, and 64 bytes of ones after them."""
+    """Return the rows of weights as the loops read them, and a cache line of ones after them."""
     size = piece.weights * piece.width * piece.real
     gain = empty(size // 8 + 9, np.float64)
     gain[size // 8 :] = 1.0
@@ -148,7 +149,7 @@ def _fused_tiles(tag, job, address, part):
             add_rows(tag, aligned(partial), count, root, 8)
             root_rows(tag, piece.mean, piece.eps, count, root)
             spread_rows(tag, root, count, aligned(spread))
-            roots_of_rows, factors, shared = (root, 8), (aligned(spread), 64, 0), (gain, -1)
+            roots_of_rows, factors, shared = (root, 8), (aligned(spread), CACHE_LINE, 0), (gain, -1)
         elif operands.roots:  # of tokens: all heads share them, but not the weights
             root = operands.roots + i * piece.root_0 + j * piece.root_1 + k * piece.root_2
             roots_of_rows = roots_of_table = root, piece.root_2

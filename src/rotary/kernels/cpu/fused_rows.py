@@ -16,11 +16,9 @@ from numba.extending import intrinsic
 from . import vectors as vec
 from .instructions import POINTER, copy_bytes, function_of, joined, members
 from .rows import STREAMING, by_mode, fill_lines, line_at, numbers_per_pair, reader, rotate_pairs
-from .sums import Sum, halved, sums_of
-from .vectors import ELEMENTS, F64, I32, I64, NONE
+from .sums import EIGHT, Sum, halved, sums_of
+from .vectors import CACHE_LINE, ELEMENTS, F64, I32, I64, NONE
 
-LINE = 64  # bytes of the widest registers
-EIGHTHS = 8  # sums of a row that `square_rows` leaves; 8 rows are then added together
 _WEIGHTS = types.float32, types.float64, types.uint16, types.int16  # in the order of `loops.TAGS`
 
 
@@ -69,7 +67,7 @@ def weight_row(context, tag, kind, weight, order, add_one, count, gain):
 
 @intrinsic
 def square_rows(context, tag, x, step, width, count, partial):
-    """Write EIGHTHS sums of the squares of each of `count` rows to `partial`, for `add_rows`."""
+    """Write eight sums of the squares of each of `count` rows to `partial`, for `add_rows`."""
 
     def generate(context, b, signature, arguments):
         _, x, step, width, count, partial = arguments
@@ -90,9 +88,9 @@ def square_rows(context, tag, x, step, width, count, partial):
                     total.add(b.fmul(value, value, flags=flags), before)
 
             vec.each(b, width, widths, body)
-            place = vec.at(b, partial, at, EIGHTHS * vec.width_of(tag))
+            place = vec.at(b, partial, at, EIGHT * vec.width_of(tag))
             value = total.vector(vec.is_reordered(tag, total.lanes))
-            vec.store(b, halved(b, value, EIGHTHS), place)
+            vec.store(b, halved(b, value, EIGHT), place)
             with b.if_then(has_rest):
                 first = b.fadd(vec.load(b, real, place), b.load(total.single))
                 vec.store(b, first, place)
@@ -107,11 +105,11 @@ def add_rows(context, tag, partial, count, sums, step):
 
     def generate(context, b, signature, arguments):
         _, partial, count, sums, step = arguments
-        real, size = ELEMENTS[tag].real, EIGHTHS * vec.width_of(tag)
+        real, size = ELEMENTS[tag].real, EIGHT * vec.width_of(tag)
 
         def body(index, lanes):
             places = [b.add(index, vec.constant(I64, 1, lane)) for lane in range(lanes)]
-            rows = [vec.load(b, real, vec.at(b, partial, at, size), EIGHTHS) for at in places]
+            rows = [vec.load(b, real, vec.at(b, partial, at, size), EIGHT) for at in places]
             if lanes == 1:
                 totals = [halved(b, rows[0], 1)]
             else:
@@ -120,7 +118,7 @@ def add_rows(context, tag, partial, count, sums, step):
             for at, total in zip(places, totals, strict=True):
                 vec.store(b, vec.as_double(b, total), vec.stepped(b, sums, at, step))
 
-        vec.each(b, count, (EIGHTHS,), body)
+        vec.each(b, count, (EIGHT,), body)
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 4), generate
@@ -154,7 +152,7 @@ def root_rows(context, tag, width, eps, count, sums):
 
 @intrinsic
 def spread_rows(context, tag, roots, count, target):
-    """Write each of `count` float64 numbers in the type of the arithmetic, until 64 bytes are full.
+    """Fill a cache line with each of `count` float64 numbers, in the type of the arithmetic.
 
     As the factors of a row, they can be read like weights.
     """
@@ -163,8 +161,8 @@ def spread_rows(context, tag, roots, count, target):
         _, roots, count, target = arguments
         with vec.loop(b, NONE, count, 1) as at:
             root = vec.as_real(b, tag, vec.load(b, F64, vec.at(b, roots, at, 8)))
-            root = vec.splat(b, root, LINE // vec.width_of(tag))
-            vec.store(b, root, vec.at(b, target, at, LINE))
+            root = vec.splat(b, root, CACHE_LINE // vec.width_of(tag))
+            vec.store(b, root, vec.at(b, target, at, CACHE_LINE))
         return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.int64, types.int64), generate
@@ -177,9 +175,9 @@ def numbers_at(
     """Return numbers from `index` on, or the first ones, which are all equal, if `mask` is 0."""
     real, width = ELEMENTS[tag].real, vec.width_of(tag)
     parts = []
-    for before in range(0, lanes, LINE // width):
+    for before in range(0, lanes, CACHE_LINE // width):
         place = b.mul(b.add(index, vec.constant(I64, 1, before)), vec.constant(I64, 1, width))
-        count = min(lanes, LINE // width)
+        count = min(lanes, CACHE_LINE // width)
         parts.append(vec.load_reals(b, real, b.add(start, b.and_(place, mask)), count, reordered))
     return joined(b, parts)
 
@@ -301,7 +299,7 @@ def fused_rows(context, tag, mode, piece, x, out, table, factors, gain, roots, s
 
             def row(at, source, target):
                 with b.if_else(is_streamed) as (streamed, cached):
-                    with streamed, vec.loop(b, NONE, bytes_, 64) as byte:
+                    with streamed, vec.loop(b, NONE, bytes_, CACHE_LINE) as byte:
                         line = b.inttoptr(b.add(source, byte), vec.vector(I32, 16).as_pointer())
                         vec.store(b, b.load(line, align=1), b.add(target, byte), True)
                     with cached:

@@ -81,7 +81,7 @@ def at_most(b: ir.IRBuilder, value: ir.Value, most: float) -> ir.Value:
 
 
 def joined(b: ir.IRBuilder, parts: Sequence[ir.Value]) -> ir.Value:
-    """Return 1, 2 or 4 vectors joined to one."""
+    """Return vectors, as many as a power of two, joined to one."""
     while len(parts) > 1:
         parts = [
             pick(b, one, other, range(2 * lanes_of(one)))

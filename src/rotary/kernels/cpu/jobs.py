@@ -33,9 +33,9 @@ from ..memory import (
 from ..numpy import address
 from . import built_in, caches, loops, threads
 from .rows import MODES, STREAMING, line_size
+from .vectors import CACHE_LINE
 
 STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
-LINE = 64
 # of cos and sin in a tile, at least and at most; x, out and the next x also need the caches. Large
 # tiles are faster, since the processor fetches long runs ahead, but each part should have a few
 TILE_BYTES, MOST_TILE_BYTES, _TILES = caches.size(1) // 4, caches.size(2) // 16, 4
@@ -227,7 +227,7 @@ def _large_job(form: Array, mode: int, size: int, can_stream: bool) -> Job:
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
     ) -> bool:
-        how = streaming if q_out % LINE == k_out % LINE == 0 else mode
+        how = streaming if q_out % CACHE_LINE == k_out % CACHE_LINE == 0 else mode
         record = array("q", (1, 1, 0, at, how, q, q_out, k, k_out, cos, sin, rows, checks, 0))
         if checks and not loops.is_safe()(record.buffer_info()[0]):
             return False
@@ -251,7 +251,7 @@ def is_aligned(out: Block, geometry: Geometry) -> bool:
     offsets = (geometry.start * SIZES[out.dtype], geometry.pairs * SIZES[out.dtype])
     steps = (step for step, size in zip(out.strides, out.shape, strict=True) if size > 1)
     *rows, _ = steps if out.shape[-1] > 1 else (*steps, 0)
-    return all(number % LINE == 0 for number in (*offsets, *rows))
+    return all(number % CACHE_LINE == 0 for number in (*offsets, *rows))
 
 
 def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows: int) -> None:

@@ -37,6 +37,7 @@ from .llvm import (
     whole_numbers_at,
 )
 from .rows import STREAMING, rotate_rows, table_rows
+from .vectors import CACHE_LINE
 
 # a NumPy scalar for each dtype: in compiled code, its type stands for the dtype
 TAGS = {
@@ -132,14 +133,14 @@ def share_of(parts, total, part):
 @inlined
 def table_memory(steps, pairs):
     """Return memory for the rows of the tables that the rows of one tile use."""
-    count = min(steps.tile, steps.size_2) * steps.line + 32 * pairs + 64
+    count = min(steps.tile, steps.size_2) * steps.line + 32 * pairs + CACHE_LINE
     return empty(count // 8, np.float64)
 
 
 @inlined
 def aligned(array):
-    """Return the first address in an array that is a multiple of 64."""
-    return (array.ctypes.data + 63) // 64 * 64
+    """Return the first address in an array at which a cache line begins."""
+    return (array.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @inlined

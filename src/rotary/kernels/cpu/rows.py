@@ -103,11 +103,9 @@ def fill_lines(
     real, width = ELEMENTS[tag].real, vec.width_of(tag)
     sign = b.sitofp(field("sign"), real)
     count = b.select(b.icmp_signed("==", line, NONE), vec.constant(I64, 1, 1), count)
-    forms = [(layout, out_layout) for layout, out_layout, _ in MODES[:STREAMING]]
-    # the only form of this dtype that is not read in order, or none
-    special = [form for form in forms if is_doubled(tag, *form)]
-    if vec.is_reordered(tag, vec.held(tag)):
-        special = [("half", "half")]
+    # the layouts for which rows of this dtype are not read in order
+    special = "interleaved" if is_doubled(tag, "interleaved", "interleaved") else "half"
+    special_mode = MODES.index((special, special, False))
     with vec.loop(b, NONE, count, 1) as at:
         offset = vec.stepped(b, start, at, step)
         before = b.block
@@ -136,22 +134,17 @@ def fill_lines(
                     after = b.mul(pairs, vec.constant(I64, 1, number))
                     vec.store(b, part, vec.at(b, to, b.add(index, after), width))
                 return
-            place_ = vec.at(b, to, b.add(index, index), width)
-            for one, other in ((parts[0], parts[-2]), (b.fneg(parts[1]), parts[-1])):
-                vec.store(b, vec.mixed(b, one, other), place_)
-                place_ = vec.at(b, place_, b.add(pairs, pairs), width)
+            first = vec.at(b, to, b.add(index, index), width)
+            second = vec.at(b, first, b.add(pairs, pairs), width)
+            vec.store(b, vec.mixed(b, parts[0], parts[-2]), first)
+            vec.store(b, vec.mixed(b, b.fneg(parts[1]), parts[-1]), second)
 
-        each = functools.partial(vec.each, b, pairs, (16,))
-        if special:
-            number = vec.constant(I64, 1, forms.index(special[0]))
-            last = b.and_(mode, vec.constant(I64, 1, STREAMING - 1))
-            with b.if_else(b.icmp_signed("==", last, number)) as (specially, plainly):
-                with specially:
-                    each(functools.partial(fill, special[0]))
-                with plainly:
-                    each(functools.partial(fill, PLAIN))
-        else:
-            each(functools.partial(fill, PLAIN))
+        last = b.and_(mode, vec.constant(I64, 1, STREAMING - 1))  # the mode that does not stream
+        is_special = b.icmp_signed("==", last, vec.constant(I64, 1, special_mode))
+        with b.if_else(is_special) as branches:
+            for layouts, branch in zip(((special, special), PLAIN), branches, strict=True):
+                with branch:
+                    vec.each(b, pairs, (16,), functools.partial(fill, layouts))
 
 
 def rotate_pairs(
@@ -179,24 +172,24 @@ def rotate_pairs(
         return x if scaled is None else scaled(x, index)
 
     for first, count in vec.pieces(tag, lanes):
-        if not doubled:
-            order = vec.is_reordered(tag, count, layout, out_layout)
-            c, s = numbers(first, 0, count), numbers(first, 1, count)
-            other_c, other_s = c, s
-            if scaled is not None:
-                other_c, other_s = numbers(first, 2, count), numbers(first, 3, count)
-            u, v = vec.load_pairs(b, tag, source, first, pairs, count, layout, order)
-            u, v = factored(u, first), factored(v, b.add(pairs, first))
-            one = b.fsub(b.fmul(u, c), b.fmul(v, s))
-            other = b.fadd(b.fmul(v, other_c), b.fmul(u, other_s))
-            vec.store_pairs(b, tag, target, first, pairs, one, other, out_layout, streaming, order)
+        if doubled:
+            channel = b.add(first, first)
+            source_, target_ = (vec.at(b, end, channel, size) for end in ends)
+            x = factored(vec.load_wide(b, tag, source_, 2 * count), channel)
+            c, s = (numbers(channel, part, 2 * count) for part in (0, 1))
+            y = b.fadd(b.fmul(x, c), b.fmul(vec.swapped(b, x), s))
+            vec.store_wide(b, tag, target_, y, streaming and count > 1)
             continue
-        channel = b.add(first, first)
-        places = [vec.at(b, end, channel, size) for end in ends]
-        x = factored(vec.load_wide(b, tag, places[0], 2 * count), channel)
-        c, s = (numbers(channel, part, 2 * count) for part in (0, 1))
-        y = b.fadd(b.fmul(x, c), b.fmul(vec.swapped(b, x), s))
-        vec.store_wide(b, tag, places[1], y, streaming and count > 1)
+        order = vec.is_reordered(tag, count, layout, out_layout)
+        c, s = numbers(first, 0, count), numbers(first, 1, count)
+        other_c, other_s = c, s
+        if scaled is not None:
+            other_c, other_s = numbers(first, 2, count), numbers(first, 3, count)
+        u, v = vec.load_pairs(b, tag, source, first, pairs, count, layout, order)
+        u, v = factored(u, first), factored(v, b.add(pairs, first))
+        one = b.fsub(b.fmul(u, c), b.fmul(v, s))
+        other = b.fadd(b.fmul(v, other_c), b.fmul(u, other_s))
+        vec.store_pairs(b, tag, target, first, pairs, one, other, out_layout, streaming, order)
 
 
 def line_at(

@@ -9,6 +9,8 @@ from .instructions import constant, lanes_of, on_stack, pick, vector
 from .short_floats import ORDER
 from .vectors import NONE
 
+EIGHT = 8  # sums that are left of a row before eight rows are added together
+
 
 class Sum:
     """A running sum of vectors, whose lengths are multiples of `lanes`, and of single numbers.

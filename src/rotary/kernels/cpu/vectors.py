@@ -67,6 +67,7 @@ def width_of(tag: types.Type) -> int:
 
 
 NONE = constant(I64, 1, 0)
+CACHE_LINE = 64  # bytes, as many as the widest registers have
 # the registers, 32 of 64 bytes or 16 of 32 bytes, hold four vectors of this many bytes
 _HELD = 256 if compiles_for("avx512f", False) else 64
 
@@ -172,7 +173,7 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, streaming: bool =
         b.store(value, pointer, align=size)
         return
     hint = b.module.add_metadata([constant(I32, 1, 1)])
-    stored = b.store(value, pointer, align=min(value.type.count * size, 64))
+    stored = b.store(value, pointer, align=min(value.type.count * size, CACHE_LINE))
     stored.set_metadata("nontemporal", hint)
 
 
@@ -187,7 +188,7 @@ def prefetch(b: ir.IRBuilder, address: ir.Value, ahead: ir.Value, size: int) -> 
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
     function = function_of(b.module, kind, "llvm.prefetch.p0i8")
     for_reading, keep, data = (constant(I32, 1, number) for number in (0, 3, 1))
-    for line in range(0, size, 64):
+    for line in range(0, size, CACHE_LINE):
         pointer = b.add(b.add(address, ahead), constant(I64, 1, line))
         b.call(function, [b.inttoptr(pointer, POINTER), for_reading, keep, data])
 
