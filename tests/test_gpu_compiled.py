@@ -307,6 +307,24 @@ def test_rotation_by_given_tables_is_one_launch(rows):
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_one_tensor_is_what_the_launch_writes(is_in_place):
+    """Q stands for k, which has no heads then; both outputs must not be one tensor."""
+    (q, _), tables = q_and_k(torch.float32), rotary.cos_sin(SPEC, POSITIONS)
+    want = rotary.rotate(q, *tables, SPEC)
+
+    def call(q, cos, sin):
+        return rotary.rotate(q, cos, sin, SPEC, out=q if is_in_place else None)
+
+    (graph,), got = compiled(call, q, *tables)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert torch.equal(q, want) == is_in_place
+    source = lowered(graph)
+    assert launches(source) == (0, 1)
+    assert ".clone" not in source
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("why", ["a length is left open", "ROCm"])
 def test_what_inductor_cannot_see_is_an_operator(why, monkeypatch):
     """The tile depends on the sizes, and rounding products by an instruction on the device."""

@@ -6,13 +6,14 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
 
+Made = TypeVar("Made")
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
 _LARGEST = sys.float_info.max
@@ -84,14 +85,12 @@ class Rotary:
         _check_axes_of_schedule(self)
         self._set("_depends_on_length", depends_on_length(self.schedule))
         self._set("_json", json.dumps(self.to_dict()))
-        self._set("_hash", hash((*self._plain(), tuple(sorted(self.params.items())))))
+        plain = [getattr(self, field.name) for field in dataclasses.fields(self)
+                 if field.name != "params"]  # fmt: skip
+        self._set("_hash", hash((*plain, *sorted(self.params.items()))))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-
-    def _plain(self) -> tuple[object, ...]:
-        names = (field.name for field in dataclasses.fields(self) if field.name != "params")
-        return tuple(getattr(self, name) for name in names)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # set once, in __post_init__
@@ -124,6 +123,16 @@ class Rotary:
         False
         """
         return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
+
+    def constant(self, make: Callable[..., Made], *arguments: object) -> Made:
+        """Return `make(self, *arguments)`, for torch.compile a constant, which takes no data class.
+
+        >>> Rotary(head_dim=4).constant(lambda spec, number: spec.head_dim + number, 3)
+        7
+        """
+        return make(self, *arguments)
+
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, JSON]:
         """Return all fields as JSON-ready data.

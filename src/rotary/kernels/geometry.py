@@ -1,7 +1,7 @@
 """Computes how the shapes of the arrays of one rotation fit together."""
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class AngleOptions(NamedTuple):
     """Options of a rotation at positions, without tables."""
 
     options: Options
-    form: tuple[Hashable, ...]  # what the angles depend on: spec, seq_len, allow_negative
+    form: tuple[Any, ...]  # what the angles depend on: spec, seq_len, allow_negative
     angles_of: Callable[[Any], Angles]  # form -> angles
 
 
