@@ -19,7 +19,7 @@ import rotary
 from .stub_cuda import stub_of_cuda
 
 Call = Callable[[], object]
-BARS = {"a call": 10.0, "prepared": 6.0, "with gradient": 40.0}  # us
+BARS = {"a call": 10.0, "fused": 20.0, "prepared": 6.0, "with gradient": 40.0}  # us
 SHAPES = 64
 
 
@@ -60,6 +60,10 @@ def cases() -> dict[tuple[str, str], Call]:
             given = next(turn)
         return rotary.rotate(given, *one, **by_table, out=given)
 
+    v = torch.randn(1, 1, 8, 128).bfloat16()
+    memory = torch.zeros(2, 64, 8, 128).bfloat16().unbind()
+    norm, slots = rotary.Norm(*torch.ones(2, 128).bfloat16(), 1e-6), torch.tensor([[5]])
+    fused = {"tables": one, "seq_dim": -3}
     prepared = {
         "rotate, new": rotary.prepare(rotary.rotate, (q, k), *one, **by_table),
         "rotate positions=, in place": rotary.prepare(
@@ -90,6 +94,12 @@ def cases() -> dict[tuple[str, str], Call]:
             spec, q, k, **at, out=(q, k)
         ),
         ("a call", f"rotate, in place, {SHAPES} shapes in turn"): in_turn,
+        ("fused", "norm, rotate, out="): lambda: rotary.fused(
+            q, k, None, spec, norm=norm, out=out, **fused
+        ),
+        ("fused", "norm, rotate, cache"): lambda: rotary.fused(
+            q, k, v, spec, norm=norm, cache=rotary.KVCache(*memory, slots), out=out[:1], **fused
+        ),
         **{("prepared", name): lambda name=name: steps[name](prepared[name]) for name in steps},
         ("with gradient", "rotate, forward and backward"): lambda: torch.autograd.grad(
             rotary.rotate(learning, *one, **by_table), learning, (q, k)

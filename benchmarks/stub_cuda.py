@@ -22,11 +22,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from rotary.kernels.torch import angles as torch_tables
+from rotary.kernels.torch import fused as torch_fused
+from rotary.kernels.torch import fused_gpu as torch_fused_gpu
+from rotary.kernels.torch import fused_ready as torch_fused_ready
 from rotary.kernels.torch import gpu as torch_gpu
 from rotary.kernels.torch import launch as torch_launch
 from rotary.kernels.torch import ready as torch_ready
 from rotary.kernels.torch import route as torch_kernel
 from rotary.kernels.torch import state as torch_state
+from rotary.kernels.triton import fused as fused_kernel
 from rotary.kernels.triton import kernel as gpu_kernel
 from rotary.kernels.triton import launch as triton_launch
 
@@ -34,19 +38,18 @@ _KEPT = 256  # launches
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
-typedef struct { uint64_t function, stream, grid, pointers[7]; int32_t numbers[21]; } Launch;
+typedef struct { uint64_t function, stream, grid, values[128]; } Launch;
 typedef struct {
     uint32_t grid[3], block[3], shared; void *stream, *attributes; uint32_t count;
 } Config;
 Launch launches[256];
-uint64_t launched = 0;
+uint64_t launched = 0, counted = 28;
 int cuLaunchKernelEx(const Config *config, void *function, void **values, void **extra) {
     Launch *launch = &launches[launched++ % 256];
     launch->function = (uint64_t)function;
     launch->stream = (uint64_t)config->stream;
     launch->grid = config->grid[0];
-    for (int i = 0; i < 7; i++) launch->pointers[i] = *(uint64_t *)values[i];
-    for (int i = 0; i < 21; i++) launch->numbers[i] = *(int32_t *)values[7 + i];
+    for (uint64_t i = 0; i < counted; i++) memcpy(&launch->values[i], values[i], 8);
     return 0;
 }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the stub"; return 0; }
@@ -60,13 +63,25 @@ int cuFuncSetAttribute(void *function, int name, int value) { return 0; }
 
 
 class Launch(NamedTuple):
-    """What reached the driver; `device` is the one that the code was loaded for."""
+    """What reached the driver; `device` is the one that the code was loaded for.
+
+    values  8 bytes of each argument of the kernel, of which a number of 32 bits fills the lower 4
+    """
 
     device: int
     stream: int
     programs: int
-    pointers: tuple[int, ...]  # of q, k, their outputs, and what the angles come from
-    numbers: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """Those of q, k, their outputs, and what the angles come from, in a rotation."""
+        return self.values[:7]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The bits of the numbers of a rotation."""
+        return tuple([value & 0xFFFFFFFF for value in self.values[7:]])
 
 
 class _Kept(ctypes.Structure):
@@ -74,8 +89,7 @@ class _Kept(ctypes.Structure):
         ("function", ctypes.c_uint64),
         ("stream", ctypes.c_uint64),
         ("grid", ctypes.c_uint64),
-        ("pointers", ctypes.c_uint64 * 7),
-        ("numbers", ctypes.c_int32 * 21),
+        ("values", ctypes.c_uint64 * 128),
     )
 
 
@@ -118,11 +132,20 @@ class Stub:
         found = [kept[index % _KEPT] for index in range(max(0, count - _KEPT), count)]
         return [
             Launch(
-                self.loaded[each.function - 1], each.stream, each.grid, tuple(each.pointers),
-                tuple(each.numbers),
+                self.loaded[each.function - 1], each.stream, each.grid,
+                tuple(each.values)[: self.counted],
             )
             for each in found
         ]  # fmt: skip
+
+    @property
+    def counted(self) -> int:
+        """How many arguments of a launch are kept: 28 are those of a rotation."""
+        return ctypes.c_uint64.in_dll(self.library, "counted").value
+
+    @counted.setter
+    def counted(self, count: int) -> None:
+        ctypes.c_uint64.in_dll(self.library, "counted").value = count
 
     def forget(self) -> None:
         """Begin to count launches anew."""
@@ -161,7 +184,10 @@ def stub_of_cuda(
         finally:
             stub.device = before
 
-    modules = (torch_state, torch_tables, torch_launch, torch_ready, torch_kernel)
+    modules = (
+        *(torch_state, torch_tables, torch_launch, torch_ready, torch_kernel),
+        *(torch_fused, torch_fused_ready),
+    )
     with ExitStack() as stack:
         stack.enter_context(triton.knobs.nvidia.scope())
         stack.enter_context(triton.knobs.cache.scope())
@@ -175,22 +201,27 @@ def stub_of_cuda(
             (torch_ready, "recent", {}),
             (gpu_kernel, "index_of", device_of),
             (triton_launch, "index_of", device_of),
+            (torch_fused_gpu, "index_of", device_of),
             (gpu_kernel, "_processors", lambda device: 132),
+            (torch_fused_gpu, "_processors", lambda device: 132),
             (nvidia, "PyCUtensorMap", type("PyCUtensorMap", (), {})),
             (torch.cuda, "device", on_device),
         ]
         for place, name, value in changes:
             stack.enter_context(patch.object(place, name, value))
-        gpu_kernel.kernel.device_caches.clear()
+        for kernel in (gpu_kernel.kernel, fused_kernel.kernel):
+            kernel.device_caches.clear()
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
         before = driver._active
         driver.set_active(stub)
         stub.forget()
+        stub.counted = 28
         try:
             yield stub
         finally:
             driver._active = before
-            gpu_kernel.kernel.device_caches.clear()
+            for kernel in (gpu_kernel.kernel, fused_kernel.kernel):
+                kernel.device_caches.clear()
             nvidia.libcuda_dirs.cache_clear()
             nvidia.library_dirs.cache_clear()

@@ -77,10 +77,11 @@ def both(xs, spec, stages, rows=None, seq_dim=-2, out=False):
     shapes = [None if x is None else tuple(x.shape) for x in xs]
     row_shape = None if rows is None else tuple(rows.shape)
     fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
-    outs = [torch.full_like(x, torch.nan) for x in want if x is not None] if out else None
-    got = torch_fused_gpu.fused(xs, cos, sin, rows, fitted, stages._replace(cache=caches[1]), outs)
+    new = [x for x in want if x is not None and x is not xs[2]]  # v may be returned as it is
+    outs = [torch.full_like(x, torch.nan) for x in new] if out else None
+    got = torch_fused_gpu.fused(*xs, cos, sin, rows, fitted, stages._replace(cache=caches[1]), outs)
     if out:
-        assert [id(y) for y in got if y is not None] == [id(y) for y in outs]
+        assert [id(y) for y in got if y is not None and y is not xs[2]] == [id(y) for y in outs]
     return (want, caches[0]), (got, caches[1])
 
 
@@ -215,7 +216,7 @@ def test_nothing_beside_the_slots_is_written_and_a_slot_beyond_the_cache_is_skip
     options = options_of(SPECS["half"], seq_dim=-2)
     stages = Stages(None, cache)
     fitted = fit([tuple(x.shape) for x in xs], tuple(cos.shape), None, options, stages)
-    torch_fused_gpu.fused(xs, cos, sin, None, fitted, stages, None)
+    torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
     is_kept = torch.ones(20, dtype=torch.bool)
     is_kept[5] = False
     assert (memory[:, is_kept] == 9).all()
@@ -256,6 +257,7 @@ def test_a_public_call_takes_the_kernel(monkeypatch):
     ):
         got = rotary.fused(q, k, v, spec, norm=given[0], cache=given[1], **more)
         result = rotary.fused(*want, spec, norm=expected[0], cache=expected[1], **more)
+        assert (got[2] is v) == (not more and given[1] is None)
         for y, z in zip(got, result, strict=True):
             for one, two in zip(
                 *(a if isinstance(a, tuple) else (a,) for a in (y, z)), strict=True
@@ -264,7 +266,6 @@ def test_a_public_call_takes_the_kernel(monkeypatch):
                     torch.testing.assert_close(one, torch.from_numpy(two), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache.k, torch.from_numpy(kept.k), rtol=0, atol=1e-6)
     assert len(launches) == 4
-    assert launches[0][0][2] is None, "v is not read where nothing becomes of it"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -343,7 +344,7 @@ def codes(xs, spec, stages, monkeypatch):
     options = options_of(spec, seq_dim=-3)
     shapes = [None if x is None else tuple(x.shape) for x in xs]
     fitted = fit(shapes, tuple(cos.shape), None, options, stages)
-    torch_fused_gpu.fused(xs, cos, sin, None, fitted, stages, None)
+    torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
     return found
 
 
@@ -367,7 +368,7 @@ def test_the_compiled_kernel_spills_nothing_and_stores_vectors(form, monkeypatch
     for registers, local, stores in codes((q, k, v), spec, Stages(norm, cache), monkeypatch):
         assert local == 0, "registers are spilled"
         assert registers <= 128
-        assert set(stores) <= {128, 64}
+        assert set(stores) <= {128, 64, 32}  # 32 where a tile has two rows of 64 channels
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -140,7 +140,8 @@ def test_apply_is_exact_up_to_the_last_32_bit_position(name, launches):
 def test_tables_and_exact_angles_give_what_float64_gives(layout, launches):
     spec = Rotary(head_dim=128, base=5e5, layout=layout)
     x = randn(1, 4, 500, 128)
-    radians = torch.arange(500).double()[:, None] * torch.from_numpy(rotary.inv_freq(spec)[0])
+    inv_freq = torch.tensor(rotary.inv_freq(spec)[0])
+    radians = torch.arange(500).double()[:, None] * inv_freq
     want = wanted(x, radians.cos().float(), radians.sin().float(), Options(layout))
     cos, sin = rotary.cos_sin(spec, torch.arange(500, device="cuda"))
     for y in (rotary.apply(spec, x), rotary.rotate(x, cos, sin, layout=layout)):

@@ -224,16 +224,19 @@ def test_bytes_in_flight_are_those_of_the_model(arch, layout, is_exact):
         found.append(0 if code.local else code.on_one_processor(plan.warps))
     assert tuple(found) == variants.modelled(f"sm_{arch}", layout, is_exact)
     taken = variants.variant_of(f"sm_{arch}", layout, is_exact)
-    assert found[[*VARIANTS.values()].index(taken)] == max(found) > 0
+    is_short = layout == "half" and not is_exact  # on an H100 and an H200 the fastest
+    assert taken.groups == (2 if is_short else 5)
+    assert found[[*VARIANTS.values()].index(taken._replace(groups=5))] == max(found) > 0
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_one_token_is_loaded_while_its_angles_are_found(arch, is_exact):
+@pytest.mark.parametrize(("batch", "width"), [(1, 32), (256, 128)])
+def test_one_token_is_loaded_while_its_angles_are_found(batch, width, arch, is_exact):
     """Positions, then what they point at; q and k beside these, and not after them."""
-    ((plan, operands),) = launches_of(1, 1, is_exact=is_exact)
+    ((plan, operands),) = launches_of(1, batch, is_exact=is_exact)
     code = code_of(plan, operands, arch)
-    assert (plan.warps, code.local, set(code.stores)) == (1, 0, {128})
+    assert (plan.warps, code.local, set(code.stores)) == (4, 0, {width})
     assert code.waits == (
         1 if is_exact else 2
     )  # of a kernel that loads q and k after that, one more
@@ -264,11 +267,11 @@ def test_it_compiles_for_gfx942(variant, is_exact, layout):
 
 def test_a_measurement_goes_before_the_model(monkeypatch):
     monkeypatch.setitem(variants.MEASURED, ("sm_90", "half", False), "prefetch")
-    assert variants.variant_of("sm_90", "half", False) == VARIANTS["prefetch"]
+    assert variants.variant_of("sm_90", "half", False) == VARIANTS["prefetch"]._replace(groups=2)
     assert variants.variant_of("sm_90", "half", True) == VARIANTS["eight warps"]
     for older in ("sm_75", "gfx942", "gfx1100"):
         assert variants.variant_of(older, "interleaved", False) == VARIANTS["plain"]
-    assert variants.modelled("sm_120", "half", True) == (24, 32, 0)
+    assert variants.modelled("sm_120", "half", True) == (24, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +285,7 @@ def test_the_variant_is_that_of_the_device(hip, name, capability, variant, monke
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     compiled._variant.cache_clear()
-    assert compiled._variant(torch.device("cuda:0"), "half", False) == VARIANTS[variant]
+    found = compiled._variant(torch.device("cuda:0"), "half", True)
+    assert found == VARIANTS[variant]
     assert compiled._variant(torch.device("cpu"), "half", False) == VARIANTS["plain"]
     compiled._variant.cache_clear()

@@ -26,7 +26,6 @@ from ..fused_steps import (
     stored,
 )
 from ..geometry import Options
-from ..numpy import check_like
 from ..stages import (
     LARGEST,
     Fit,
@@ -39,8 +38,16 @@ from ..stages import (
     fit,
     written_to,
 )
+from . import fused_ready as ready
 from .angles import takes
-from .checks import check_no_inference, check_operands, check_rows, check_writable, slots_of
+from .checks import (
+    check_operands,
+    check_outputs,
+    check_rows,
+    check_separate,
+    check_writable,
+    slots_of,
+)
 from .launch import empty_like, formula, is_for_gpu, mark_written
 from .state import (
     FLOATS,
@@ -56,7 +63,6 @@ loops: ModuleType | None
 try:
     from ..cpu import fused_calls as calls
     from . import fused_cpu as loops
-    from . import fused_ready as ready
 except ImportError:  # without Numba: the formula computes everything
     loops = None
 
@@ -79,10 +85,9 @@ def fused(
 
     Arguments and errors are those of `rotary.fused`.
     """
-    if loops is not None:
-        written = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
-        if written is not None:
-            return written
+    written = ready.quick(q, k, v, (cos, sin), positions, options, stages, out)
+    if written is not None:
+        return written
     check_arrays("torch tensors", takes, stages, out)
     check_scales(stages, (q, k, v), _numbers)
     norm, cache = stages.norm, stages.cache
@@ -104,7 +109,9 @@ def fused(
         if done is not None:
             return done
     if is_for_gpu(operands) and not wants_grad(*operands):
-        done = by_kernel(q, k, v, cos, sin, rows, fitted, stages, out)
+        from . import fused_gpu
+
+        done = fused_gpu.fused(q, k, v, cos, sin, rows, fitted, stages, out)
         if done is not None:
             return done
     turned = formula_of_both([q] if k is None else [q, k], norm, cos, sin, rows, fitted)
@@ -162,7 +169,7 @@ def by_loops(
         mark_written(out or ())
         return outs[0], None if k is None else outs[1], v
     memory = calls.caches_of(cache)
-    _check_memory([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
+    check_separate([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
     if k is None:
@@ -172,64 +179,6 @@ def by_loops(
         return None
     mark_written([*memory, *(out or ())])
     return outs[0], None, None
-
-
-def by_kernel(
-    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, rows: Tensor | None,
-    fitted: Fit, stages: Stages, out: Sequence[Tensor] | None,
-) -> tuple[Result, Result, Result] | None:  # fmt: skip
-    """Compute `fused` in one launch on a GPU; None, with nothing written, if it cannot."""
-    from . import fused_gpu
-
-    cache = stages.cache
-    is_changed = changes_v(stages) or cache is not None
-    xs = (q, k, v if is_changed else None)
-    memory = written_to(cache)
-    read = [x for x in (q, k, v, cos, sin) if x is not None]
-    if out is not None:
-        if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
-            raise ValueError("out= cannot be used with computed scales: call without out=")
-        kind = q.dtype if stages.dtype is None else _DTYPES[stages.dtype]
-        returned = [x for x in (xs if cache is None else (q,)) if x is not None]
-        check_outputs([x.to("meta", kind) for x in returned], read, out)
-    check_writable([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
-    results = fused_gpu.fused(xs, cos, sin, rows, fitted, stages, out)
-    if results is None:
-        return None
-    mark_written([*memory, *(out or ())])
-    if out is not None:
-        tensors = [result for result in results if isinstance(result, Tensor)]
-        for y, result in zip(out, tensors, strict=True):
-            if y is not result:
-                y.copy_(result)
-        done = iter(out)
-        results = [None if result is None else next(done) for result in results]
-    return results[0], results[1], results[2] if is_changed else v
-
-
-def check_outputs(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], out: Sequence[Tensor]
-) -> None:
-    """Refuse outputs that are not like the results, or share memory with what is read."""
-    if len(out) != len(results):
-        raise ValueError(
-            f"out must hold {len(results)} arrays, one for each result, got {len(out)}"
-        )
-    for result, y in zip(results, out, strict=True):
-        check_like("result", result, y)
-    _check_memory(inputs, out)
-
-
-def _check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Do what `check_writable` does, faster if every tensor has a storage of its own."""
-    read = [x.untyped_storage().data_ptr() for x in inputs]
-    written = [y.untyped_storage().data_ptr() for y in out]
-    is_own = [place not in read or (x is y and read.count(place) == 1)
-              for x, y, place in zip([*inputs, *out], out, written, strict=False)]  # fmt: skip
-    if not all(is_own) or len(set(written)) < len(written):
-        check_writable(inputs, out)
-    else:
-        check_no_inference(out)
 
 
 def formula_of_both(

@@ -1,8 +1,7 @@
 """`rotary.fused` for torch on a GPU: tensors of any strides, in one launch of the kernel."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +15,24 @@ from ..stages import (
     LatentCache,
     Norm,
     Stages,
+    changes_v,
     check_cache,
     check_slot_shape,
     dtype_name,
     scale_form,
     weight_form,
+    written_to,
 )
 from ..triton.fused import kernel
 from ..triton.kernel import _processors
+from ..triton.launch import by_addresses, index_of, on_device
 from ..triton.sources import along
-from .checks import slots_of
+from .checks import check_outputs, check_writable, slots_of
+from .launch import mark_written
 
-_WARPS = 4
-_ELEMENTS = 4096  # in a tile: 32 for each thread
+# of 1024 to 8192 elements and 1 to 8 warps the fastest on an H100, but for a few rows
+_WARPS = 2
+_ELEMENTS = 1024  # in a tile: 16 for each thread
 Result = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -54,21 +58,82 @@ class ArrayPlan(NamedTuple):
     is_full: bool
 
 
+class Launch(NamedTuple):
+    """A launch of the kernel: its arguments in order, and its options."""
+
+    programs: int
+    arguments: list[Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it by Triton."""
+        with on_device(index_of(self.arguments[0])):
+            kernel[(self.programs,)](*self.arguments, **self.options)
+
+    def prepared(self) -> Callable[[tuple[int, ...], bool], bool] | None:
+        """Return this launch for the addresses of its tensors, in order, compiled and loaded."""
+        return by_addresses(kernel, self.programs, self.arguments, self.options)
+
+
 def fused(
-    xs: tuple[Tensor, Tensor | None, Tensor | None],
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     rows: Tensor | None,
     fitted: Fit,
     stages: Stages,
     out: Sequence[Tensor] | None,
-) -> list[Result] | None:
-    """Return what `rotary.fused` returns for q, k and v; None if angles differ between heads.
+) -> tuple[Result, Result, Result] | None:
+    """Compute `rotary.fused` in one launch; None, with nothing written, if it cannot.
 
-    The arguments are those of `kernels/torch/fused.py`, checked. `out` has a tensor for each
-    result: the kernel writes into it if it can, else the result is a new tensor. Slots are not
-    checked, because that would wait for the device: one beyond the cache is skipped.
+    The arguments are those of `kernels/torch/fused.py`, checked. Slots are not checked, because
+    that would wait for the device: one beyond the cache is skipped.
     """
+    plan = planned((q, k, v), cos, sin, rows, fitted, stages, out)
+    if plan is None:
+        return None
+    results, launch = plan
+    if launch is not None:
+        launch.run()
+    mark_written([*written_to(stages.cache), *(out or ())])
+    if out is not None:
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        for y, result in zip(out, tensors, strict=True):
+            if y is not result:
+                y.copy_(result)
+        done = iter(out)
+        results = [None if result is None else next(done) for result in results]
+    is_changed = changes_v(stages) or stages.cache is not None
+    return results[0], results[1], results[2] if is_changed else v
+
+
+def planned(
+    qkv: tuple[Tensor, Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor | None,
+    fitted: Fit,
+    stages: Stages,
+    out: Sequence[Tensor] | None,
+) -> tuple[list[Result], Launch | None] | None:
+    """Return results to be written, and the launch that writes them; no launch for no elements.
+
+    The kernel writes into a tensor of `out` if it can, else the result is a new tensor. None if
+    angles differ between heads. Raises ValueError for outputs and caches that must not be written.
+    """
+    q, k, v = qkv
+    xs = q, k, v if changes_v(stages) or stages.cache is not None else None
+    read = [x for x in (*qkv, cos, sin) if x is not None]
+    if out is not None:
+        if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
+            raise ValueError("out= cannot be used with computed scales: call without out=")
+        kind = q.dtype if stages.dtype is None else getattr(torch, stages.dtype)
+        returned = [x for x in (xs if stages.cache is None else (q,)) if x is not None]
+        check_outputs([x.to("meta", kind) for x in returned], read, out)
+    # a cache may not be an input, either
+    check_writable([cos, sin, *read, *(out or ())], written_to(stages.cache))
     steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
     if fitted.head_axis is not None and steps.pop(fitted.head_axis):
         return None
@@ -114,8 +179,8 @@ def fused(
                 results.append(result)
         plans.append(ArrayPlan(source, *target, start, *weight))
     slots, block, count = _slots(stages.cache, fitted)
-    _launch(plans, cos, sin, rows, slots, block, count, fitted.geometries[0], stages.norm)
-    return results
+    geometry = fitted.geometries[0]
+    return results, _launch(plans, cos, sin, rows, slots, block, count, geometry, stages.norm)
 
 
 def as_4d(x: Tensor, head_axis: int | None) -> Tensor:
@@ -212,11 +277,11 @@ def _launch(
     slot_count: int,
     geometry: Geometry,
     norm: Norm | None,
-) -> None:
-    """Launch the kernel. cos and sin are (batch, tokens, pairs), or with `rows` (rows, pairs)."""
+) -> Launch | None:
+    """Return the launch. cos and sin are (batch, tokens, pairs), or with `rows` (rows, pairs)."""
     present = [plan for plan in plans if plan is not None and plan.x.numel()]
     if not present:
-        return
+        return None
     batches, tokens = present[0].x.shape[:2]
     widest = max(max(_power(plan.x.shape[-1]) for plan in present), 2 * _power(geometry.pairs))
     fitting = max(1, _ELEMENTS // widest)
@@ -227,6 +292,7 @@ def _launch(
     tile_tokens = min(fitting // heads, _power(tokens))
     blocks = -(-tokens // tile_tokens)
     processors = _processors(cos.device)
+    is_filled = batches * tokens * sum(counts) * widest > processors * _ELEMENTS
     numbers: list[object] = []
     constants: dict[str, object] = {}
     programs = 0
@@ -244,18 +310,26 @@ def _launch(
     steps = (cos if rows is None else rows).stride()[:2]
     batch_step = 0 if (cos if rows is None else rows).shape[0] == 1 else steps[0]
     row_step, count = (0, 0) if rows is None else (cos.stride(0), cos.shape[0])
-    device = cos.device
-    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if is_elsewhere else nullcontext():
-        kernel[(batches * blocks * programs,)](
-            cos, sin, cos if rows is None else rows, cos if slots is None else slots,
-            batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
-            slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
-            PAIRS=geometry.pairs, WIDTH=_power(geometry.pairs), TOKENS=tile_tokens, HEADS=heads,
-            READ_HALF=geometry.layout == "half", WRITE_HALF=geometry.out_layout == "half",
-            HAS_ROWS=rows is not None, ADD_ONE=int(norm is not None and norm.add_one),
-            SLOTS=slots is not None, **constants, num_warps=_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    arguments = [
+        cos, sin, cos if rows is None else rows, cos if slots is None else slots,
+        batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
+        slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
+    ]  # fmt: skip
+    options = {
+        "PAIRS": geometry.pairs,
+        "WIDTH": _power(geometry.pairs),
+        "TOKENS": tile_tokens,
+        "HEADS": heads,
+        "READ_HALF": geometry.layout == "half",
+        "WRITE_HALF": geometry.out_layout == "half",
+        "HAS_ROWS": rows is not None,
+        "ADD_ONE": int(norm is not None and norm.add_one),
+        "SLOTS": slots is not None,
+        **constants,
+        "num_warps": _WARPS if is_filled else 2 * _WARPS,
+        "enable_fp_fusion": False,
+    }
+    return Launch(batches * blocks * programs, arguments, options)
 
 
 def _arguments(

@@ -1,42 +1,26 @@
-"""Repeats a fused call on CPU tensors of known shapes: `ready.py` with weights and a cache.
-
-Computing how eight tensors fit together takes 70 us, the rotation of one token 2 us.
-"""
+"""Repeats a fused call on tensors of known shapes: `ready.py` with weights and a cache."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..cpu import fused_jobs as jobs
-from ..cpu.fused_calls import Call, PreparedPiece, pieces_of
 from ..geometry import Options
-from ..stages import KVCache, LatentCache, Norm, Stages, fit
+from ..stages import KVCache, LatentCache, Stages, changes_v
+from . import fused_ready_gpu as on_gpu
 from . import ready
-from .checks import check_memory, check_no_inference, check_operands
-from .fused_cpu import ACCESS
-from .private import increment_version
-from .ready import Run, Tables, data_ptr, maker_of_outputs
-from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, wants_grad
+from .fused_kind import ABSENT, Kind
+from .ready import Run, Tables
+from .state import is_on_gpu, is_recorded_by_dynamo
+
+code_on_cpu: Callable[..., Run | None] | None
+try:
+    from .fused_ready_cpu import code_of as code_on_cpu
+except ImportError:  # without Numba
+    code_on_cpu = None
 
 _NOTHING = None, None, None
-ABSENT = -1  # the index of an operand that a call does not have
-_SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
+_WEIGHTS = 3  # the place of the first weight among the operands
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class Kind(NamedTuple):
-    """All that the code of a call depends on besides its tensors.
-
-    `given` says which of q, k, v, three weights, two caches and slots the call has.
-    """
-
-    options: Options
-    eps: float
-    add_one: bool
-    cache: type | None
-    given: tuple[bool, ...]
 
 
 def quick(
@@ -59,15 +43,23 @@ def quick(
         memory, scales = (cache.k, cache.v, cache.slots), (scales[0], cache.k_scale, cache.v_scale)
     elif type(cache) is LatentCache:
         memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
-    if dtype is not None or is_recorded_by_dynamo():
+    if is_recorded_by_dynamo():
         return None
     for scale in scales:
-        if type(scale) is not float or scale != 1:
+        if type(scale) is not float:
             return None
-    operands = q, k, v, *weights, *memory
+    places: list[int] = []
+    xs: list[Tensor] = []
+    for x in (q, k, v, *weights, *memory):
+        if x is None:
+            places.append(ABSENT)
+        elif x is weights[0] and len(places) > _WEIGHTS:  # guards take no tensor twice
+            places.append(places[_WEIGHTS])
+        else:
+            places.append(len(xs))
+            xs.append(x)
     kind_of_cache = None if cache is None else type(cache)
-    kind = Kind(options, eps, add_one, kind_of_cache, tuple([x is not None for x in operands]))
-    xs = [x for x in operands if x is not None]
+    kind = Kind(options, eps, add_one, dtype, scales, kind_of_cache, tuple(places))
     read: Tables = tables
     if rows is not None:
         if not isinstance(rows, Tensor):
@@ -78,154 +70,17 @@ def quick(
         return None
     if cache is not None:
         return results[0], None, None
-    return results[0], None if k is None else results[1], v
+    of_v = results[-1] if v is not None and changes_v(stages) else v
+    return results[0], None if k is None else results[1], of_v
 
 
 def _code(
     kind: Kind, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
 ) -> Run | None:
-    """Return code that runs the compiled loops on operands of these forms; None if they cannot.
+    """Return code for operands of these forms; None if there is none.
 
     Raises ValueError for shapes that do not fit. `is_watched` must be False.
     """
-    found = iter(range(len(xs)))
-    spots = [next(found) if is_given else ABSENT for is_given in kind.given]
-    operands = [None if spot == ABSENT else xs[spot] for spot in spots]
-    if not _can_run(kind, xs, operands, tables, out):
-        return None
-    q, k, v, wq, wk, wv, *memory = operands
-    cos, sin, *rows = tables
-    assert q is not None
-    check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
-    cache = _cache(kind, memory)
-    norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if any(kind.given[3:6]) else None
-    shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
-    row_shape = tuple(rows[0].shape) if rows else None
-    fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, Stages(norm, cache))
-    rotated = (q,) if k is None or cache is not None else (q, k)
-    new = [maker_of_outputs(x, sum([y.nbytes for y in rotated])) for x in rotated]
-    outs = tuple(out) if out is not None else tuple([maker() for maker in new])
-    if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in rotated]:
-        return None
-    written = [*(out or ()), *[x for x in memory[:2] if x is not None]]
-    if len({y.is_inference() for y in written}) > 1:
-        return None
-    check_no_inference(written)
-    call = Call(ACCESS, cos, sin, rows[0] if rows else None, fitted, norm)
-    pieces = pieces_of(call, (q, k, v), outs, cache)
-    if pieces is None:
-        return None
-    table, row_form, _ = call.table()
-    plan = jobs.call_of(tuple([piece for piece, *_ in pieces]), table, row_form, kind.eps)
-    if plan is None:
-        return None
-    places = _places(kind, spots, pieces, (*xs, *outs), len(rotated))
-    return _run_of(plan, places, [piece.is_in_place for piece, *_ in pieces], spots, new, written)
-
-
-def _can_run(
-    kind: Kind, xs: Sequence[Tensor], operands: Sequence[Tensor | None], tables: Tables,
-    out: Sequence[Tensor] | None,
-) -> bool:  # fmt: skip
-    """Return whether the loops can take operands of these dtypes, devices and strides.
-
-    `operands` are in the order of `kind.given`, None where the call has none.
-    """
-    every = *xs, *tables
-    if not all(map(has_memory, (*every, *(out or ())))) or any(map(is_on_gpu, every)):
-        return False
-    if wants_grad(*every, *(out or ())) or len(set(map(id, every))) < len(every):
-        return False
-    q, k, v, wq, wk, wv, _, v_cache, slots = operands
-    cos, sin, *rows = tables
-    if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
-        return False
-    is_cached = kind.cache is not None
-    if (is_cached and (k is None or slots is None)) or (wv is not None and not is_cached):
-        return False
-    if kind.cache is KVCache and v is not None and v_cache is None:
-        return False
-    weights = [w for w in (wq, wk, wv) if w is not None]
-    numbers = [*rows, *([] if slots is None else [slots])]
-    if not all([w.dtype in FLOATS and w.is_contiguous() for w in weights]):
-        return False
-    return all([x.dtype == torch.int64 and x.is_contiguous() for x in numbers])
-
-
-def _cache(kind: Kind, memory: Sequence[Tensor | None]) -> KVCache | LatentCache | None:
-    k, v, slots = memory
-    if kind.cache is None:
-        return None
-    return KVCache(k, v, slots) if kind.cache is KVCache else LatentCache(k, slots)
-
-
-class Place(NamedTuple):
-    """Where a piece finds its memory: indices in (*xs, *outs, 0), and bytes from the output on.
-
-    An operand that the piece does not have has the index `ABSENT`, that of the 0.
-    """
-
-    x: int
-    out: int
-    weight: int
-    slots: int
-    offset: int
-
-
-def _places(
-    kind: Kind, spots: Sequence[int], pieces: Sequence[PreparedPiece],
-    tensors: Sequence[Tensor], count: int,
-) -> list[Place]:  # fmt: skip
-    """Return where each piece finds its memory; `tensors` are (*xs, *outs), of `count` outputs."""
-    sources, targets = spots[:count], [*range(len(tensors) - count, len(tensors))]
-    if kind.cache is not None:
-        sources = spots[:3]
-        targets += [spots[6], spots[6 if kind.cache is LatentCache else 7]]
-    places = []
-    for index, (piece, lies, _) in enumerate(pieces):
-        weight = ABSENT if piece.weight is None else spots[3 + index]
-        slots = ABSENT if piece.slots is None else spots[8]
-        offset = lies.out - tensors[targets[index]].data_ptr()
-        places.append(Place(sources[index], targets[index], weight, slots, offset))
-    return places
-
-
-def _run_of(
-    plan: jobs.Call, places: Sequence[Place], is_in_place: list[bool],
-    spots: Sequence[int], new: Sequence[Callable[[], Tensor]], written: Sequence[Tensor],
-) -> Run:  # fmt: skip
-    """Return code that runs a plan on tensors of the forms that it was made for."""
-    is_checked, is_tracked = bool(written), bool(written) and not written[0].is_inference()
-    read_count = sum([spot != ABSENT for spot in spots[:3]])
-    cache_spots = [spot for spot in spots[6:8] if spot != ABSENT]
-    checked_spacings: set[tuple[int, ...]] = set()
-
-    def run(
-        xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
-    ) -> tuple[Tensor, ...] | None:
-        outs = tuple([maker() for maker in new]) if out is None else tuple(out)
-        at = [*map(data_ptr, xs), *map(data_ptr, outs), 0]
-        cos, sin, rows = (*map(data_ptr, tables), 0)[:3]
-        addresses = [(at[x], at[y] + offset, at[w], at[s]) for x, y, w, s, offset in places]
-        if is_checked and [x == y for x, y, *_ in addresses] != is_in_place:
-            return None
-        if not jobs.run(plan, addresses, (cos, sin, rows), is_checked):
-            if not is_checked:
-                return None
-            # q, k, v may be slices of one buffer: their address ranges overlap, their bytes do not
-            spacing = tuple([address - at[0] for address in (*at, cos, sin, rows)])
-            if spacing not in checked_spacings:
-                caches = [xs[spot] for spot in cache_spots]
-                read = *xs[:read_count], *tables[:2]
-                check_memory(read, out or ())
-                check_memory((*tables[:2], *read, *(out or ())), caches)
-                if len(checked_spacings) >= _SPACINGS:
-                    checked_spacings.clear()
-                checked_spacings.add(spacing)
-            if not jobs.run(plan, addresses, (cos, sin, rows), False):
-                return None
-        if is_tracked:
-            increment_version((*(out or ()), *[xs[spot] for spot in cache_spots]))
-        return outs
-
-    return run
+    if isinstance(xs[0], Tensor) and is_on_gpu(xs[0]):
+        return on_gpu.code_of(kind, xs, tables, out)
+    return None if code_on_cpu is None else code_on_cpu(kind, xs, tables, out)

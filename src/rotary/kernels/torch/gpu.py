@@ -20,13 +20,15 @@ from ..triton.sources import are_walked_alike, from_tables, from_turns
 from .angles import arange, axis_turns, radians_of
 from .checks import check_memory, check_no_inference, check_operands, check_xs
 from .launch import form, formula, gpu_kernel, is_for_gpu
-from .private import constant, increment_version, stays_in_place
+from .private import increment_version, stays_in_place
 from .ready import Run, Tables, data_ptr, maker_of_outputs
 from .state import INTEGERS
 
 Addresses = tuple[int, ...]
-Launch = Callable[[Addresses], bool]  # that of `triton/launch.py`, which needs Triton to import
-_SPACINGS = 64  # kept at most: distances of operands whose memory was compared
+# that of `triton/launch.py`, which needs Triton to import: whether the alignment is known to fit
+Launch = Callable[[Addresses, bool], bool]
+ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
+_KEPT = 256  # addresses, and distances of addresses, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,15 +141,14 @@ class Constants:
 constants = Constants()
 
 
-@constant
 def keep_turns(
-    angles_of: Callable[..., Angles], device: torch.device, *form: Hashable
+    spec: Hashable, angles_of: Callable[..., Angles], device: torch.device, *form: Hashable
 ) -> tuple[str, float]:
     """Return the name in `constants` of turns (`angles.axis_turns`), and the attention factor.
 
-    `form` is that of AngleOptions, unpacked because Dynamo takes no spec inside a tuple.
+    `spec` and `form` are the form of AngleOptions.
     """
-    angles = angles_of(form)
+    angles = angles_of((spec, *form))
     content = angles.turns.tobytes()
     digest = hashlib.sha256(repr((content, angles.axes, device)).encode()).hexdigest()
     name = f"turns_{digest[:16]}"
@@ -172,7 +173,7 @@ def code_of(
     launch, fixed = _launch(rotation, xs, tables, out)
     if launch is not None:
         if out is None:
-            return _code_with_new_outputs(launch, fixed, xs)
+            return _code_with_new_outputs(launch, fixed, xs, tables)
         return _code_with_out(launch, fixed, xs, tables, out)
     return partial(rotate, rotation) if out is None else None
 
@@ -197,85 +198,100 @@ def _launch(
     return kernel.prepared(xs, outs, source, rotation.geometry), fixed
 
 
-def _code_with_new_outputs(launch: Launch, fixed: tuple[int, ...], xs: Sequence[Tensor]) -> Run:
+def _code_with_new_outputs(
+    launch: Launch, fixed: Addresses, xs: Sequence[Tensor], tables: Tables
+) -> Run:
     """Return the code of a call with new outputs; `fixed` are the addresses of turns."""
     is_single = len(xs) == 1
+    misaligned = max([x.data_ptr() & ALIGNED for x in (*xs, *tables)])
     new_q, new_k = (maker_of_outputs(x, 0) for x in (xs[0], xs[-1]))
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, ...] | None:
-        q, k = xs[0], xs[-1]
         outs = (new_q(),) if is_single else (new_q(), new_k())
-        read = *fixed, *map(data_ptr, tables)
-        places = q.data_ptr(), k.data_ptr(), outs[0].data_ptr(), outs[-1].data_ptr()
-        return outs if launch((*places, read[0], read[1], read[-1])) else None
+        at = tuple(map(data_ptr, (xs[0], xs[-1], outs[0], outs[-1], *tables)))
+        bits = at[0] | at[1] | misaligned
+        for address in at[4:]:
+            bits |= address
+        return outs if launch(at[:4] + fixed + at[4:], not bits & ALIGNED) else None
 
     return code
 
 
 def _code_with_out(
     launch: Launch,
-    fixed: tuple[int, ...],
+    fixed: Addresses,
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor],
 ) -> Run:
     """Return the code of a call with out=, for calls that are in place for the same arrays."""
-    each = tuple([x.data_ptr() != y.data_ptr() for x, y in zip(xs, out, strict=True)])
-    not_in_place = each[0], each[-1]
-    is_tracked = not out[0].is_inference()
-    are_apart = _range_check(xs, tables, out)
-    checked_spacings: set[tuple[int, ...]] = set()
+    is_in_place = [x.data_ptr() == y.data_ptr() for x, y in zip(xs, out, strict=True)]
+    is_tracked, is_single = not out[0].is_inference(), len(xs) == 1
+    are_apart = range_check((*xs, *tables), out, range(len(xs)))
+    seen: set[Addresses] = set()
+    spacings: set[Addresses] = set()
 
     def code(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
     ) -> tuple[Tensor, ...] | None:
         assert out is not None
-        outs = tuple(out)
-        q, k = xs[0].data_ptr(), xs[-1].data_ptr()
-        q_out, k_out = outs[0].data_ptr(), outs[-1].data_ptr()
-        if not_in_place != (q != q_out, k != k_out):
+        at = tuple(map(data_ptr, (xs[0], xs[-1], out[0], out[-1], *tables)))
+        is_known = is_seen = at in seen
+        if not is_seen:
+            q, k, q_out, k_out, *read = at
+            spacing = q & ALIGNED, k - q, q_out - q, k_out - q, *[each - q for each in read]
+            is_known = spacing in spacings
+        if not is_known:
+            inputs, outputs = ((q,), (q_out,)) if is_single else ((q, k), (q_out, k_out))
+            if [x == y for x, y in zip(inputs, outputs, strict=True)] != is_in_place:
+                return None
+            if not are_apart((*inputs, *read), outputs):
+                check_memory((*xs, *tables), out)
+        if not launch(at[:4] + fixed + at[4:] if fixed else at, is_known):
             return None
-        addresses = tuple(map(data_ptr, tables))
-        spacing = (k - q, q_out - q, k_out - q, *[address - q for address in addresses])
-        if spacing not in checked_spacings:
-            if not are_apart((q, k, *addresses), (q_out, k_out)):
-                check_memory((*xs, *tables), outs)
-            if len(checked_spacings) >= _SPACINGS:
-                checked_spacings.clear()
-            checked_spacings.add(spacing)
-        read = fixed + addresses
-        if not launch((q, k, q_out, k_out, read[0], read[1], read[-1])):
-            return None
+        if not is_seen:
+            remember(seen, at)
+            remember(spacings, spacing)
         if is_tracked:
-            increment_version(outs)
-        return outs
+            increment_version(out)
+        return tuple(out)
 
     return code
 
 
-def _range_check(
-    xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor]
-) -> Callable[[Addresses, Addresses], bool]:
-    """Return a check that outputs lie apart from all other operands, by first and last byte.
+def remember(known: set[Addresses], form: Addresses) -> None:
+    """Add addresses, or distances of addresses, to those whose memory was compared."""
+    if len(known) >= _KEPT:
+        known.clear()
+    known.add(form)
 
-    It takes 2 us, a check byte by byte 12 us. Slices q and k of one buffer are not apart.
+
+def range_check(
+    reads: Sequence[Tensor], writes: Sequence[Tensor], own: Sequence[int]
+) -> Callable[[Sequence[int], Sequence[int]], bool]:
+    """Return a check that written memory lies apart from all other, by first and last byte.
+
+    own  for each tensor of `writes` the index in `reads` of the one it may be, in place
+
+    It takes addresses, and 2 us; a check byte by byte takes 12 us. Slices q and k of one buffer are
+    not apart.
     """
-    reads = [extent(form(x)) for x in (xs[0], xs[-1], *tables)]
-    writes = [extent(form(y)) for y in (out[0], out[-1])]
-    is_own = [x.stride() == y.stride() for x, y in ((xs[0], out[0]), (xs[-1], out[-1]))]
-    is_single = len(xs) == 1
+    read_extents, write_extents = [[extent(form(x)) for x in xs] for xs in (reads, writes)]
+    is_alike = [reads[x].stride() == y.stride() for x, y in zip(own, writes, strict=False)]
+    owners = [*own, *[-1] * (len(writes) - len(own))]
 
-    def are_apart(read: Addresses, written: Addresses) -> bool:
-        spans = [(at + low, at + high) for at, (low, high) in zip(read, reads, strict=True)]
-        results = [(at + low, at + high) for at, (low, high) in zip(written, writes, strict=True)]
-        for index, (low, high) in enumerate(results[: 1 if is_single else 2]):
-            for other, (first, last) in enumerate(spans):
-                is_same = other == index and is_own[index] and written[index] == read[index]
-                if low < last and first < high and not is_same and not (is_single and other == 1):
+    def are_apart(read: Sequence[int], written: Sequence[int]) -> bool:
+        spans = [(at + low, at + high)
+                 for at, (low, high) in zip(read, read_extents, strict=True)]  # fmt: skip
+        results = [(at + low, at + high)
+                   for at, (low, high) in zip(written, write_extents, strict=True)]  # fmt: skip
+        for index, (low, high) in enumerate(results):
+            for other, (first, last) in enumerate((*spans, *results[:index])):
+                is_same = other == owners[index] and is_alike[index]
+                if low < last and first < high and not (is_same and written[index] == read[other]):
                     return False
-        (low, high), (first, last) = results
-        return is_single or not (low < last and first < high)
+        return True
 
     return are_apart

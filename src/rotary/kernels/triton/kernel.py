@@ -111,9 +111,8 @@ def kernel(
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr,
-    HAS_ROWS: tl.constexpr, EXACT: tl.constexpr, AXES: tl.constexpr, PREFETCH: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, HAS_ROWS: tl.constexpr, EXACT: tl.constexpr,
+    AXES: tl.constexpr, PREFETCH: tl.constexpr, ROUNDED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile of tokens of up to `per_program` groups of heads.
 
@@ -123,15 +122,18 @@ def kernel(
     axes, and PAIRS that between the turns of the axes. BEFORE and AFTER say how many channels
     before and after the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads
     is loaded before the previous one is rotated, and the first one before the angles are computed.
+    With TOKENS_FIRST the next program takes the next tokens, else the next heads.
     """
     groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
     parts = (groups + per_program - 1) // per_program
     blocks = (tokens + TOKENS - 1) // TOKENS
     program = tl.program_id(0)
-    part = program % parts
-    batch = (program // parts // blocks).to(tl.int64)
+    batch = (program // (parts * blocks)).to(tl.int64)
+    part, block = program % parts, (program // parts) % blocks
+    if TOKENS_FIRST:
+        part, block = (program // blocks) % parts, program % blocks
     tile = tl.arange(0, TOKENS * HEADS)
-    token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tile // HEADS
+    token = block.to(tl.int64) * TOKENS + tile // HEADS
     head = tile % HEADS
     is_token = token < tokens
     pair = tl.arange(0, WIDTH)
@@ -327,12 +329,9 @@ def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) 
 
 
 def _options(launch: Plan) -> dict[str, int | bool]:
-    """Return the options of a launch.
-
-    With tables no product is fused with a sum, so results have the bits of the reference.
-    """
-    is_exact = bool(launch.constants["EXACT"])
-    return {**launch.constants, "num_warps": launch.warps, "enable_fp_fusion": is_exact}
+    """Return the options of a launch; with tables, no product is fused with a sum, as in NumPy."""
+    more = {"num_warps": launch.warps, "enable_fp_fusion": launch.constants["EXACT"]}
+    return launch.constants | more
 
 
 @lru_cache
@@ -358,23 +357,20 @@ def prepared(
     """Return a compiled and loaded launch by addresses, for tensors of these forms.
 
     The addresses are those of q, k, their outputs, and `source.memory`. Of `outs` only the form
-    matters, and whether each is its x, in place. None if a call takes several launches or a copy,
-    if the interpreter runs, and on ROCm, whose code depends on the size of each storage.
+    matters, and whether each is its x, in place. None if a call takes several launches or a copy.
     """
     if (
         len(xs) > 2
         or any([x.stride(-1) != 1 for x in xs])
         or not all([_can_be_written(x, y, geometry) for x, y in zip(xs, outs, strict=True)])
-        or not isinstance(kernel, triton.JITFunction)
-        or torch.version.hip
     ):
         return None
     launch = _planned(xs, outs, source.angles, geometry, _are_same_memory(xs, outs))
     if launch.programs == 0 or len(launch.corners) > 1 or any(launch.corners[0]):
         return None
-    operands = (xs[0], xs[-1], outs[0], outs[-1], *source.memory)
-    numbers = (*launch.numbers, source.limit, source.factor)
-    return by_addresses(kernel, launch.programs, operands, numbers, _options(launch))
+    operands = xs[0], xs[-1], outs[0], outs[-1], *source.memory
+    arguments = *operands, *launch.numbers, source.limit, source.factor
+    return by_addresses(kernel, launch.programs, arguments, _options(launch))
 
 
 def record(
@@ -392,9 +388,11 @@ def record(
     if len(launch.corners) > 1 or any(launch.corners[0]):
         return False
     if launch.programs:
-        constants = {**launch.constants, "ROUNDED": not launch.constants["EXACT"]}
+        # functionalization takes what is written twice for two tensors, one of which is not written
+        other = outs[1] if len(outs) > 1 else outs[0].new_empty(1)
         torch.library.wrap_triton(kernel)[(launch.programs,)](
-            *(xs[0], xs[-1], outs[0], outs[-1], *source.memory, *launch.numbers),
-            *(source.limit, source.factor), **constants, num_warps=launch.warps,
+            *(xs[0], xs[-1], outs[0], other, *source.memory, *launch.numbers, source.limit),
+            source.factor, num_warps=launch.warps,
+            **{**launch.constants, "ROUNDED": not launch.constants["EXACT"]},
         )  # fmt: skip
     return True

@@ -1,11 +1,17 @@
 """Launches Triton code by addresses, without examining the arguments again in every call.
 
-Triton binds each argument of a launch, which takes 13 us for the kernel of `kernel.py`. A call of
-the compiled code with bound arguments takes 1.4 us (`benchmarks/launches.py`).
+Triton binds each argument of a launch, which takes 13 us for the kernel of `kernel.py`, and its
+launcher parses all of them once more. Here the arguments lie in memory as the CUDA driver reads
+them; a call writes the addresses into it and calls `cuLaunchKernelEx`, which takes 0.9 us before
+the driver (`benchmarks/launches.py`).
 """
 
+import ctypes
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -13,8 +19,24 @@ from torch import Tensor
 from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
 Addresses = tuple[int, ...]
-Launch = Callable[[Addresses], bool]  # returns False if it cannot launch for these addresses
+# whether it could launch for these addresses; True says that their alignment is known to fit
+Launch = Callable[[Addresses, bool], bool]
 _ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
+_SCRATCH = 4  # null pointers behind the arguments: Triton's own parameters, here of no memory
+_NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of the CUDA driver."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+    )
 
 
 def index_of(x: Tensor) -> int:
@@ -29,48 +51,105 @@ def on_device(index: int) -> AbstractContextManager[None]:
     return torch.cuda.device(index)
 
 
+@lru_cache
+def _launch_kernel() -> Callable[..., int] | None:
+    """Return `cuLaunchKernelEx` of the CUDA driver, None where there is none."""
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_void_p,) * 4
+    return call
+
+
+class _Arguments(threading.local):
+    """The arguments of one launch in memory; each thread has its own, as the GIL is released."""
+
+    def __init__(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        values: Sequence[tuple[str, Any]],
+    ) -> None:
+        """Lay out the values, (type in Triton's words, value); that of a pointer is left open."""
+        count = sum([kind.startswith("*") for kind, _ in values])
+        self.addresses = (ctypes.c_uint64 * count)()
+        self.numbers: list[Any] = [
+            _NUMBERS[kind](value) for kind, value in values if kind in _NUMBERS
+        ]
+        self.scratch = ctypes.c_uint64(0)
+        numbers, place = iter(self.numbers), ctypes.addressof(self.addresses)
+        places = []
+        for kind, _ in values:
+            is_number = kind in _NUMBERS
+            places.append(ctypes.addressof(next(numbers)) if is_number else place)
+            place += 0 if is_number else 8
+        places += [ctypes.addressof(self.scratch)] * _SCRATCH
+        self.places = (ctypes.c_void_p * len(places))(*places)
+        self.config = _Config(grid, (threads, 1, 1), shared, None, None, 0)
+        self.every = (
+            self.addresses, self.config,
+            ctypes.addressof(self.config), ctypes.addressof(self.places),
+        )  # fmt: skip
+
+
 def by_addresses(
     kernel: triton.JITFunction,
     programs: int,
-    operands: Sequence[Tensor],
-    numbers: Sequence[int | float],
+    arguments: Sequence[Any],
     options: Mapping[str, int | bool],
-) -> Launch:
-    """Return a launch of `programs` programs, compiled and loaded for the device of the operands.
+) -> Launch | None:
+    """Return a launch of `programs` programs, compiled and loaded for the device of the tensors.
 
-    operands  the first seven arguments of the kernel, with the dtypes and alignment of those of
-              later calls
-    numbers   the next arguments, the same in all calls
-    options   the compile-time arguments, and other options of Triton
+    arguments  those of the kernel in order: tensors, of the dtypes and alignment of those of later
+               calls, and numbers, which are the same in all calls
+    options    the compile-time arguments, and other options of Triton
 
-    The launch takes the addresses of seven operands and uses the stream that is current on that
-    device. It returns False, having launched nothing, if the alignment of an operand differs.
+    The launch takes an address for each tensor, in order; the last ones may be left out if they are
+    not read. It uses the stream that is current on that device. It returns False, having launched
+    nothing, if the alignment of a tensor differs, if a profiler such as Proton watches launches, or
+    if the driver refuses: the caller then launches by Triton, which says why. None if the driver
+    cannot be called, if the interpreter runs, and on ROCm, whose code depends on the size of each
+    storage.
     """
-    index, grid = index_of(operands[0]), (programs, 1, 1)
+    call = _launch_kernel()
+    if call is None or not isinstance(kernel, triton.JITFunction) or torch.version.hip:
+        return None
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    index, grid = index_of(tensors[0]), (programs, 1, 1)
     with on_device(index):
-        code = kernel.warmup(*operands, *numbers, grid=grid, **options)
-        watched = code[grid]  # the module is loaded here
-    run, function, metadata = code.run, code.function, code.packed_metadata
-    rest = (*numbers, *[options[name] for name in kernel.arg_names if name in options])
-    aligned = [x.data_ptr() & _ALIGNED == 0 for x in operands]
-    bits = 0 if all(aligned) else -1
+        code = kernel.warmup(*arguments, grid=grid, **options)
+        code[grid]  # the module is loaded here
+    kinds = [code.src.signature[name] for name in kernel.arg_names[: len(arguments)]]
+    values = [each for each in zip(kinds, arguments, strict=True) if each[0] != "constexpr"]
+    is_known = all([kind.startswith("*") or kind in _NUMBERS for kind, _ in values])
+    if not is_known or code.metadata.global_scratch_size:
+        return None
+    function, metadata = code.function, code.metadata
+    prepared = _Arguments(grid, 32 * metadata.num_warps, metadata.shared, values)
+    aligned = [x.data_ptr() & _ALIGNED == 0 for x in tensors]
+    is_only = torch.cuda.device_count() == 1
     current_device = driver.active.get_current_device
     current_stream = driver.active.get_current_stream
 
-    def launch(addresses: Addresses) -> bool:
-        q, k, q_out, k_out, one, other, rows = addresses
-        is_other = bits or (q | k | q_out | k_out | one | other | rows) & _ALIGNED
-        if is_other and [address & _ALIGNED == 0 for address in addresses] != aligned:
+    def launch(addresses: Addresses, is_alignment_known: bool) -> bool:
+        if not is_alignment_known:
+            alike = [at & _ALIGNED == 0 for at in addresses]
+            if alike != aligned[: len(alike)]:
+                return False
+        if _is_watched():
             return False
-        if current_device() != index:
+        if not is_only and current_device() != index:
             with on_device(index):
-                watched(*addresses, *rest, stream=current_stream(index))
-        elif _is_watched():
-            watched(*addresses, *rest, stream=current_stream(index))
-        else:
-            stream = current_stream(index)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
-        return True
+                return launched(addresses)
+        return launched(addresses)
+
+    def launched(addresses: Addresses) -> bool:
+        memory, config, config_at, places_at = prepared.every
+        memory[: len(addresses)] = addresses  # type: ignore[call-overload]  # any sequence
+        config.stream = current_stream(index)
+        return call(config_at, function, places_at, None) == 0
 
     return launch
 

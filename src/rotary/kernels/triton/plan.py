@@ -14,11 +14,10 @@ from typing import NamedTuple
 from ..geometry import Geometry
 from .variants import Variant
 
-_WARP = 32  # threads
-_THREADS = 4 * _WARP
+_THREADS = 128  # of 4 warps
 _VECTOR = 16  # bytes of the widest load
 _PLAIN = Variant()
-_ONE_WARP = Variant(warps=1, prefetch=True)  # loads q and k while angles are computed
+_SMALL = Variant(prefetch=True)  # loads q and k while angles are computed
 
 
 class Angles(NamedTuple):
@@ -100,17 +99,20 @@ def plan(
     row_align = 1 if angles.has_rows else table_align
 
     width = 1 << (geometry.pairs - 1).bit_length()
-    # Pairs of a tile: two vectors for each thread of 4 warps, or one if there are 8 warps, or a
-    # single warp because there would be too few programs. Never fewer, so that no two threads load
-    # the same number, which one of them might already have rotated.
-    tile = 2 * _THREADS * vector
-    if batches * token_count * (q_heads + k_heads) * width < 2 * processors * tile:
-        tile, variant = _WARP * vector, _ONE_WARP
+    # Pairs of a tile: two vectors for each thread of 4 warps, or one if there are 8 warps, or if
+    # there would be too few programs; a pair or two if one program for each processor then takes
+    # all. Never fewer than threads, so that no two of them load the same number, which one of them
+    # might already have rotated.
+    tile, pairs = 2 * _THREADS * vector, batches * token_count * (q_heads + k_heads) * width
+    if pairs < 4 * processors * tile:
+        tile, variant = _THREADS * vector, _SMALL
+    if pairs <= processors * 2 * _THREADS:
+        tile = 2 * _THREADS
     is_by_token = head_steps[0] < token_steps[0]
     tokens, heads = _tile(token_count, (q_heads, k_heads), max(1, tile // width), is_by_token)
     groups = -(-q_heads // heads) - (-k_heads // heads)
     blocks = batches * -(-token_count // tokens)
-    most = max(1, min(groups, blocks * groups // (8 * processors)))
+    most = max(1, min(groups, variant.groups, blocks * groups // (8 * processors)))
     parts = max(1, -(-groups // most))
     per_program = max(1, -(-groups // parts))  # 14, 14, 12 groups, not 19, 19, 2
     order = (batch, token_steps, head_steps)
@@ -143,6 +145,7 @@ def plan(
             "AXES": angles.axes,
             "PREFETCH": variant.prefetch,
             "ROUNDED": False,
+            "TOKENS_FIRST": not is_by_token,
         },
         variant.warps,
         _corners(merged),

@@ -1,0 +1,61 @@
+"""The form of a fused call, by which `fused_ready.py` keeps its code."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..geometry import Options
+from ..stages import KVCache, LatentCache, Norm, Stages
+
+ABSENT = -1  # the place of an operand that a call does not have
+
+
+class Kind(NamedTuple):
+    """All that the code of a call depends on besides its tensors.
+
+    dtype, scales  those of `rotary.fused`, or with a cache its scales for k and v: numbers
+    cache          the type of the cache, or None
+    places         where q, k, v, three weights, two caches and slots are among the operands;
+                   `ABSENT` for one that the call does not have. One weight may serve q and k
+    """
+
+    options: Options
+    eps: float
+    add_one: bool
+    dtype: str | None
+    scales: tuple[float, float, float]
+    cache: type | None
+    places: tuple[int, ...]
+
+
+class Operands(NamedTuple):
+    """The operands of a call by their names, None where the call has none."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    norm: Norm | None
+    cache: KVCache | LatentCache | None
+
+
+def operands_of(kind: Kind, xs: Sequence[Tensor]) -> Operands:
+    """Return the operands of a call of this kind by name."""
+    q, k, v, wq, wk, wv, first, second, slots = [
+        None if place == ABSENT else xs[place] for place in kind.places
+    ]
+    assert q is not None
+    has_norm = any([weight is not None for weight in (wq, wk, wv)])
+    norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if has_norm else None
+    cache: KVCache | LatentCache | None = None
+    if kind.cache is KVCache:
+        cache = KVCache(first, second, slots, *kind.scales[1:])
+    elif kind.cache is LatentCache:
+        cache = LatentCache(first, slots, kind.scales[1])
+    return Operands(q, k, v, norm, cache)
+
+
+def stages_of(kind: Kind, operands: Operands) -> Stages:
+    """Return the stages of a call of this kind."""
+    scales = kind.scales if kind.cache is None else (kind.scales[0], 1.0, 1.0)
+    return Stages(operands.norm, operands.cache, kind.dtype, scales)

@@ -1,0 +1,217 @@
+"""Fused calls on a GPU that is not here: the kept launch is the one that Triton makes."""
+
+import shutil
+import sys
+import threading
+
+import pytest
+import torch
+
+import rotary
+from rotary import KVCache, LatentCache, Norm, Rotary
+
+if sys.platform != "linux" or shutil.which("gcc") is None:
+    pytest.skip("the stub of libcuda is made by gcc on Linux", allow_module_level=True)
+pytest.importorskip("triton")
+
+from benchmarks.stub_cuda import stub_of_cuda
+
+from rotary.kernels.torch import fused as torch_fused
+from rotary.kernels.torch import fused_gpu, ready
+from rotary.kernels.triton import fused as triton_fused
+from rotary.kernels.triton import launch as triton_launch
+
+SPEC = Rotary(head_dim=16)
+LATENT = Rotary(head_dim=24, rotary_dim=8, start=16, layout="interleaved")
+TABLE = torch.randn(9, 8), torch.randn(9, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stub")
+
+
+@pytest.fixture
+def stub(folder):
+    with stub_of_cuda(folder) as stub:
+        yield stub
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape).to(dtype)
+
+
+def qkv(batch=3):
+    return randn(batch, 1, 4, 16), randn(batch, 1, 2, 16), randn(batch, 1, 2, 16)
+
+
+def packed(batch=3):
+    """Q, k and v as slices of what one projection makes."""
+    block = randn(batch, 1, 8, 16)
+    return block[:, :, :4], block[:, :, 4:6], block[:, :, 6:]
+
+
+WEIGHTS = randn(16), randn(16)
+ONE = randn(16)
+MEMORY = torch.zeros(2, 32, 2, 16).bfloat16()
+BLOCKS = torch.zeros(2, 2, 16, 2, 16).bfloat16()  # k and v side by side, as vLLM keeps them
+BYTES = torch.zeros(2, 32, 2, 16, dtype=torch.float8_e4m3fn)
+ROWS = torch.zeros(32, 40).bfloat16()
+OF_LATENT = randn(3, 1, 4, 24), randn(3, 1, 1, 8), randn(3, 1, 32)
+SHORT = torch.randn(1, 4), torch.randn(1, 4)
+SLOTS = torch.tensor([[3], [5], [-1]])
+IDS = torch.tensor([[1], [7], [2]])
+ANGLES = {"tables": tuple(table[:1] for table in TABLE), "seq_dim": -3}
+PICKED = {"tables": TABLE, "positions": IDS, "seq_dim": -3}
+
+
+def call(q, k, v, **options):
+    return rotary.fused(q, k, v, SPEC, **(ANGLES | options))
+
+
+CALLS = {
+    "norm": lambda q, k, v: call(q, k, None, norm=Norm(*WEIGHTS, 1e-6)),
+    "one weight for both": lambda q, k, v: call(q, k, None, norm=Norm(ONE, ONE, 1e-6)),
+    "norm, in place": lambda q, k, v: call(q, k, None, norm=Norm(*WEIGHTS, 1e-6), out=(q, k)),
+    "q alone": lambda q, k, v: call(q, None, None, norm=Norm(ONE, None, 1e-6)),
+    "picked rows": lambda q, k, v: call(q, k, None, norm=Norm(*WEIGHTS, 1e-6), **PICKED),
+    "cache": lambda q, k, v: call(q, k, v, cache=KVCache(*MEMORY, SLOTS), out=(q,)),
+    "cache in blocks": lambda q, k, v: call(
+        q, k, v, norm=Norm(*WEIGHTS, 1e-6), cache=KVCache(*BLOCKS, SLOTS)
+    ),
+    "cache of bytes": lambda q, k, v: call(q, k, v, cache=KVCache(*BYTES, SLOTS, 0.5, 0.25)),
+    "bytes": lambda q, k, v: call(q, k, v, dtype="int8", scale=0.1),
+    "latent": lambda q, k, v: rotary.fused(
+        *OF_LATENT, LATENT, seq_dim=-3, tables=SHORT, cache=LatentCache(ROWS, SLOTS),
+    ),
+}  # fmt: skip
+
+
+def watched(monkeypatch):
+    """The types, in Triton's words, of all arguments of the launch that was planned last."""
+    kinds = []
+    by_addresses = fused_gpu.by_addresses
+
+    def record(kernel, programs, arguments, options):
+        kinds.clear()
+        for name, value in zip(kernel.arg_names, arguments, strict=False):
+            if isinstance(value, torch.Tensor):
+                kinds.append("*")
+            elif isinstance(value, float) or value != 1 or name in triton_fused.NUMBERS:
+                kinds.append("number")
+        return by_addresses(kernel, programs, arguments, options)
+
+    monkeypatch.setattr(fused_gpu, "by_addresses", record)
+    return kinds
+
+
+@pytest.mark.parametrize("memory", [qkv, packed], ids=["apart", "packed"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kept_launch_is_the_one_that_triton_makes(name, memory, stub, monkeypatch):
+    kinds = watched(monkeypatch)
+    xs = memory()
+    torch.manual_seed(0)
+    CALLS[name](*xs)
+    stub.counted = len(kinds)
+    stub.forget()
+    planned = []
+    monkeypatch.setattr(fused_gpu, "planned", lambda *given: planned.append(given))
+    results = CALLS[name](*xs)
+    assert planned == []  # nothing is worked out again
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_fused.ready, "quick", lambda *_: None)
+        others = CALLS[name](*xs)
+    kept, by_triton = stub.launches
+    assert kept.programs == by_triton.programs
+    new = [y.data_ptr() for y in results if y is not None]
+    new_too = [y.data_ptr() for y in others if y is not None]
+    renamed = dict(zip(new_too, new, strict=True))
+    for kind, one, other in zip(kinds, kept.values, by_triton.values, strict=True):
+        if kind == "*":
+            assert one == renamed.get(other, other)
+        else:
+            assert one & 0xFFFFFFFF == other & 0xFFFFFFFF
+    caches = {"cache": MEMORY, "cache in blocks": BLOCKS, "cache of bytes": BYTES}.get(name)
+    if caches is not None:
+        assert {memory.data_ptr() for memory in caches} <= set(kept.values)
+    if name == "latent":  # k lies behind the latent part
+        assert {ROWS.data_ptr(), ROWS[:, 32:].data_ptr()} <= set(kept.values)
+
+
+def test_other_tensors_of_the_same_form_are_written_where_they_lie(stub, monkeypatch):
+    kinds = watched(monkeypatch)
+    for count in range(3):
+        q, k, v = qkv()
+        memory = torch.zeros_like(MEMORY)
+        call(q, k, v, cache=KVCache(*memory, SLOTS), out=(q,))
+        stub.counted = len(kinds)
+        pointers = {x.data_ptr() for x in (q, k, v, *memory, SLOTS)}
+        if count:
+            assert pointers <= set(stub.launches[-1].values)
+
+
+def test_memory_that_overlaps_is_refused_also_in_a_kept_call(stub):
+    q, k, v = qkv()
+    call(q, k, None, out=(torch.zeros_like(q), torch.zeros_like(k)))
+    before = len(stub.launches)
+    block = torch.zeros(2 * q.numel()).bfloat16()
+    shifted = [block[start : start + q.numel()].view(q.shape) for start in (0, 8)]
+    with pytest.raises(ValueError, match="overlaps"):
+        call(shifted[0], k, None, out=(shifted[1], torch.zeros_like(k)))
+    memory = torch.zeros_like(MEMORY)
+    call(q, k, v, cache=KVCache(*memory, SLOTS), out=(q,))
+    with pytest.raises(ValueError, match="overlaps"):
+        call(q, k, v, cache=KVCache(memory[0], memory[0], SLOTS), out=(q,))
+    assert len(stub.launches) == before + 1
+
+
+def test_written_caches_and_outputs_are_known_to_autograd(stub):
+    q, k, v = qkv()
+    memory = [x.clone() for x in MEMORY]
+    for _ in range(2):
+        versions = [x._version for x in (q, *memory)]
+        call(q, k, v, cache=KVCache(*memory, SLOTS), out=(q,))
+        assert [x._version for x in (q, *memory)] == [each + 1 for each in versions]
+
+
+def test_what_is_not_kept_is_launched_by_triton(stub):
+    """Scales of tokens, gradients, and a profiler that watches launches."""
+    q, k, v = qkv()
+    size = len(ready.recent)
+    for _ in range(2):
+        values, scales = call(q, k, v, dtype="int8", scale="token")[0]
+        assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
+    assert len(ready.recent) == size
+    CALLS["norm"](q, k, v)
+    seen = []
+    hook = triton_launch.triton.knobs.runtime.launch_enter_hook
+    hook.add(seen.append)
+    try:
+        CALLS["norm"](q, k, v)
+    finally:
+        hook.remove(seen.append)
+    assert len(seen) == 1
+
+
+def test_each_thread_has_arguments_of_its_own(stub):
+    """The driver reads them without the GIL."""
+    inputs = [qkv()[:2] for _ in range(4)]
+    call(*inputs[0], None, out=inputs[0])
+    stub.counted = 40
+    barrier = threading.Barrier(len(inputs))
+
+    def run(q, k):
+        barrier.wait()
+        for _ in range(200):
+            call(q, k, None, out=(q, k))
+
+    threads = [threading.Thread(target=run, args=xs) for xs in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = [{q.data_ptr(), k.data_ptr()} for q, k in inputs]
+    assert len(stub.launches) > 100
+    for launch in stub.launches:
+        assert any(pair <= set(launch.values) for pair in pairs)
