@@ -15,23 +15,27 @@ import argparse
 import datetime
 import importlib
 import json
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from . import command, gpu_clock, gpu_page, gpu_peers, gpu_plan
+from . import command, gpu_clock, gpu_fused, gpu_page, gpu_peers, gpu_plan
+from .gpu_clock import Entry, add, attempted
 from .gpu_gate import LIMITS, PEER_LIMITS, error_of, poisoned
 from .gpu_page import Report, Rows
 from .gpu_peers import Case, buffers_of, flat_buffers, tables_of
-from .gpu_plan import COPY, KINDS, OURS, PARTS, Line, Work
+from .gpu_plan import COPY, EMPTY, KINDS, OURS, PARTS, Line, Work
 
-Entry = dict[str, Any]
+MOST_BYTES = 10**9  # of q and k that several processes may hold at once
 
 
 def main() -> None:
@@ -47,6 +51,9 @@ def main() -> None:
         publish(None, given.out)
         return
     else:
+        if given.compile:
+            compile_ahead(given.part or KINDS, given.compile)
+            return
         reports = []
         for part in given.part or KINDS:
             lines = list(gpu_plan.lines(part))
@@ -65,14 +72,24 @@ def parsed() -> argparse.Namespace:
     parser = command.parser(__doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: our four")
     parser.add_argument("--seconds", type=float, help="no line of a part is begun after these")
-    parser.add_argument("--table", type=Path, nargs="+", help="gpu-PART.json of earlier runs")
+    parser.add_argument(
+        "--compile", type=int, metavar="N", help="only compile all of it, in N processes at once"
+    )
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="gpu-PART.json or DATE-gpu.json of earlier runs"
+    )
     return command.parsed(parser, {}, Path(__file__).parents[1] / "build" / "gpu")
 
 
 def publish(report: Report | None, out: Path | None) -> None:
-    """Print the page, and write it as DATE-gpu.md, or gpu.md where nothing was measured."""
+    """Print the page; write it and its numbers as DATE-gpu, or as gpu.md if it has none."""
     text = gpu_page.page(report)
-    command.write(out, {f"{max(report['dates'])}-gpu.md" if report else "gpu.md": text})
+    if report is None:
+        command.write(out, {"gpu.md": text})
+    else:
+        name = f"{max(report['dates'])}-gpu"
+        numbers = json.dumps(report, indent=1) + "\n"
+        command.write(out, {f"{name}.md": text, f"{name}.json": numbers})
     print(text, end="")
 
 
@@ -98,17 +115,53 @@ def failures(rows: Rows) -> list[str]:
         f"{line}, {who}: {entry['failed']}"
         for line, found in rows.items()
         for who, entry in found.items()
-        if "failed" in entry and (who.startswith("rotary") or line.startswith("ablation"))
+        if "failed" in entry
+        and (f"{who} ".startswith("rotary ") or line.startswith(("abl", "fused")))
     ]
 
 
 # --- a part, twice ---
 
 
+def compile_ahead(parts: Sequence[str], processes: int) -> None:
+    """Call everything that will be measured once, in several processes: Triton keeps its code."""
+    jobs = [(part, index) for part in parts for index, line in enumerate(gpu_plan.lines(part))
+            if line.work.bytes < MOST_BYTES]  # fmt: skip
+    start = time.monotonic()
+    one_thread = mock.patch.dict(os.environ, {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+    with one_thread, multiprocessing.get_context("spawn").Pool(processes) as pool:
+        told = pool.starmap(compiled, jobs, chunksize=1)
+    failed = [text for each in told for text in each]
+    print(f"compiled {len(jobs)} lines in {time.monotonic() - start:.0f} s", *failed, sep="\n")
+
+
+def compiled(part: str, index: int, device: str = "cuda") -> list[str]:
+    """Call every case of a line once; what failed."""
+    line = list(gpu_plan.lines(part))[index]
+    there = gpu_peers.found()[0] if part in ("peers", "tuned") else {}
+    if part == "fused":
+        tables, buffers = tables_of(line.work, device), gpu_fused.buffers(line.work, device)
+        cases: Mapping[str, Case] = {
+            who: case.call for who, case in gpu_fused.cases_of(line.work, tables, device).items()
+        }
+    else:
+        cases = cases_of(line, there, device)
+        has_grads = any(who.endswith("backward") for who in cases)
+        buffers = buffers_of(line.work, device, has_grads) if cases else None
+    failed = []
+    for who, case in cases.items():
+        told = attempted(lambda case=case: {"done": case(buffers) is not None})
+        failed += [f"{part} {line.name} {who}: {told['failed']}"] if "failed" in told else []
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return failed
+
+
 def measured(part: str, lines: Sequence[Line], deadline: float, out: Path | None) -> Report:
     """Lines of a part, twice, between copies; written to `out` after each of them."""
     there, missing = gpu_peers.found() if part in ("peers", "tuned") else ({}, {})
     rows: Rows = {}
+    into = gpu_fused.collect if part == "fused" else collect
     report: Report = {
         "dates": [datetime.date.today().isoformat()],
         "facts": [*gpu_clock.facts(), *(f"{name}: {why}" for name, why in missing.items())],
@@ -121,13 +174,17 @@ def measured(part: str, lines: Sequence[Line], deadline: float, out: Path | None
         for line in lines:
             if time.monotonic() < deadline:
                 found = rows.setdefault(line.name, {})
-                told = attempted(lambda f=found, each=line: collect(f, each, there))
+                told = attempted(lambda f=found, each=line: into(f, each, there))
                 if told:
                     found["rotary"] = told
                 report["skipped"].remove(f"{part}, pass {number}: {line.name}")
                 save(report, part, out)
                 print("\n".join(gpu_page.rows_of(line.name, rows[line.name])), flush=True)
         report["copies"][part].append(gpu_clock.copy_speed())
+    if part in ("decode", "fused"):
+        speed = report["copies"][part][0] * 1e-6
+        empty = attempted(lambda: {"us": [gpu_clock.empty_us() for _ in range(2)]})
+        rows["a launch"] = {EMPTY: empty | {"copied": [speed]}}
     if part == "host":
         rows |= counted()
         first = attempted(lambda: {"seconds": [gpu_clock.first_call_seconds() for _ in range(2)]})
@@ -181,23 +238,6 @@ def collect(
             told |= attempted(lambda case=case: {"do_bench": timers["do_bench"](case, buffers, 1)})
         add(found[who], told)
         found[who]["in_cache"] = not is_host and gpu_plan.is_in_cache(work, sets, l2)
-
-
-def add(entry: Entry, told: Entry) -> None:
-    """Put the numbers of one pass behind those of the one before."""
-    for name, value in told.items():
-        if name == "failed":
-            entry[name] = value
-        else:
-            entry.setdefault(name, []).append(value)
-
-
-def attempted(measure: Callable[[], Entry | None]) -> Entry:
-    """What was measured, or why not: one that fails must not cost the others their numbers."""
-    try:
-        return measure() or {}
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Case]:

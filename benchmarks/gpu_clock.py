@@ -22,6 +22,7 @@ import rotary
 from .gpu_peers import Buffers, Case
 from .gpu_plan import L2_BYTES
 
+Entry = dict[str, Any]  # what was measured of one case
 Timer = Callable[[Case, list[Buffers], int], float]
 COPY_BYTES = 2 * 10**9
 CALLS = 2000
@@ -51,7 +52,7 @@ def graph_us(case: Case, buffers: list[Buffers], launches: int) -> float:
         for index in range(launches):
             case(buffers[index % len(buffers)])
     first = _replayed(graph)
-    count = max(5, min(50, round(300 / first)))  # 0.3 s
+    count = max(7, min(50, round(120 / first)))  # 0.1 s
     return statistics.median(_replayed(graph) for _ in range(count)) / launches * 1e3
 
 
@@ -105,6 +106,36 @@ def copy_speed() -> float:
     target = torch.empty_like(source)
     spent = [_milliseconds(lambda: target.copy_(source)) for _ in range(23)][3:]
     return 2 * COPY_BYTES / (statistics.median(spent) * 1e-3)
+
+
+def empty_us() -> float:
+    """Microseconds of a launch that does nothing, in a graph of 200: what every launch costs."""
+    import triton
+
+    kernel = triton.JITFunction(_nothing)
+    buffers = [Buffers(*[torch.empty(0, device="cuda")] * 6)]
+    return graph_us(lambda b: kernel[(132,)](b.q), buffers, 200)
+
+
+def _nothing(x):  # type: ignore[no-untyped-def]  # a program of Triton
+    pass
+
+
+def add(entry: Entry, told: Entry) -> None:
+    """Put the numbers of one pass behind those of the one before."""
+    for name, value in told.items():
+        if name == "failed":
+            entry[name] = value
+        else:
+            entry.setdefault(name, []).append(value)
+
+
+def attempted(measure: Callable[[], Entry | None]) -> Entry:
+    """What was measured, or why not: one that fails must not cost the others their numbers."""
+    try:
+        return measure() or {}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def counts(case: Case, buffers: Buffers) -> dict[str, Any]:

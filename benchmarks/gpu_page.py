@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from .gpu_plan import (
     COPY,
     COUNTED,
+    EMPTY,
     KINDS,
     ONE_TOKEN,
     OURS,
+    PARTS,
     Line,
     Work,
     lines,
@@ -59,6 +61,12 @@ def targets(rows: Rows) -> Iterator[Target]:
         pairs = zip(_field(rows, *slow, "us"), _field(rows, *fast, "us"), strict=False)
         return Target(what, limit, max((a / b for a, b in pairs), default=None))
 
+    def over_empty(what: str, work: Work, way: str) -> Target:
+        us = _field(rows, work.name, f"rotary {way}", "us")
+        empty, copied = (_field(rows, "a launch", EMPTY, field) for field in ("us", "copied"))
+        least = max(empty, default=0.0) + work.moved("out=") / max(copied, default=math.inf)
+        return Target(what, 1.1, max((each / least for each in us if empty), default=None))
+
     two = Work(batch=2)
     for layout in ("half", "interleaved"):
         for work in (Work(), two, Work(batch=4)):
@@ -83,6 +91,10 @@ def targets(rows: Rows) -> Iterator[Target]:
         for way in ("out=", "rows", "apply"):
             yield over(f"over a copy, {way}, one token of {batch} sequences", 1.5,
                        (name, f"rotary {way}"), (name, COPY))  # fmt: skip
+        for way in ("out=", "rows", "apply"):
+            work = ONE_TOKEN._replace(batch=batch)
+            what = f"over an empty launch and the bytes, {way}, one token of {batch} sequences"
+            yield over_empty(what, work, way)
     host = Line("host", ONE_TOKEN, ()).name
     for way in ("out=", "in place", "rows", "new", "apply"):
         yield most(f"us of the host for a call, {way}", 10, host, f"rotary {way}")
@@ -113,7 +125,9 @@ def merged(reports: Iterable[Report]) -> Report:
             whole[name] += [each for each in report[name] if each not in whole[name]]
         whole["copies"] |= report["copies"]
         for line, found in report["rows"].items():
-            whole["rows"][line] = found | whole["rows"].get(line, {})
+            kept = whole["rows"].setdefault(line, {})
+            for who, entry in found.items():
+                kept.setdefault(who, entry)
     return whole
 
 
@@ -138,8 +152,8 @@ def _head(report: Report | None) -> list[str]:
         return [
             "# GPU: not measured",
             "",
-            "No GPU was at hand, so no GPU number is claimed anywhere. On a machine with one,",
-            "`python -m benchmarks.gpu` fills this table; [how](../README.md).",
+            "There is no CUDA device here. On a machine with one, `python -m benchmarks.gpu` fills",
+            "this table; [how](../README.md).",
         ]
     copies = (
         f"{part}: {', '.join(f'{each / 1e12:.3f}' for each in speeds)}"
@@ -150,7 +164,7 @@ def _head(report: Report | None) -> list[str]:
         "",
         *(f"- {fact}" for fact in report["facts"]),
         f"- a copy of 2 GB moves, in TB/s read and written, {'; '.join(copies)}",
-        *(f"- **not measured, for want of time**: {line}" for line in report["skipped"]),
+        *_missing(report),
         "",
         "Microseconds of one call of q and k, medians of two passes in one run. *copy* is one",
         "launch that copies as many bytes as q and k have, replayed in a graph as all else;",
@@ -159,6 +173,20 @@ def _head(report: Report | None) -> list[str]:
         "rounded; *ours* how many times as long it takes as `rotate(..., out=)`. *rows* are",
         "picked by `positions=` from a table in the call. Of targets, the worse pass counts.",
     ]
+
+
+def _missing(report: Report) -> Iterator[str]:
+    """What there was no time for: whole parts, and the number of lines of others."""
+    for part in PARTS:
+        lines_ = [line for line in report["skipped"] if line.startswith(f"{part}, ")]
+        first = sum(line.startswith(f"{part}, pass 1") for line in lines_)
+        if part not in report["copies"]:
+            yield f"- **not measured**: {part}"
+        elif lines_:
+            yield (
+                f"- **for want of time** {part} lacks {len(lines_) - first} lines in its second "
+                f"pass" + (f", and {first} in its first" if first else "")
+            )
 
 
 def _planned() -> Iterator[str]:
@@ -199,7 +227,7 @@ def rows_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("launches", "allocations", "seconds", "do_bench"):
+    for name in ("launches", "allocations", "seconds", "do_bench", "host", "copied"):
         if name in entry:
             yield f"{name} {', '.join(f'{each:.4g}' for each in entry[name])}"
     if entry.get("in_cache"):

@@ -238,6 +238,7 @@ class Peer(NamedTuple):
     build     (what was imported, work, tables) -> function of q and k in the memory form of the
               work
     is_tuned  whether it compiles or tunes for each shape, which takes seconds
+    is_cuda   whether it is CUDA code, which takes no tensors of a CPU, not even in a rehearsal
     """
 
     name: str
@@ -247,6 +248,7 @@ class Peer(NamedTuple):
     build: Callable[[Any, Work, Tables], Callable[[Tensor, Tensor], Pair]]
     has_gradient: bool = True
     is_tuned: bool = False
+    is_cuda: bool = False
 
 
 def found(peers: tuple[Peer, ...] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
@@ -328,6 +330,51 @@ def _per_tensor(function: Any, work: Work, tables: Tables) -> Callable[[Tensor, 
     return call
 
 
+def _vllm(function: Any, work: Work, tables: Tables) -> Callable[[Tensor, Tensor], Pair]:
+    """The kernel of vLLM, in place: positions pick rows of a table in the dtype of x."""
+    where, cos, sin = _rows_of(work, tables)
+    cache = torch.cat((cos, sin), -1).to(getattr(torch, work.dtype))
+
+    def call(q: Tensor, k: Tensor) -> Pair:
+        flat = (x.view(-1, *x.shape[-2:]) for x in (q, k))
+        function(where, *flat, work.head_dim, cache, work.layout == "half")
+        return q, k
+
+    return call
+
+
+def _flashinfer(function: Any, work: Work, tables: Tables) -> Callable[[Tensor, Tensor], Pair]:
+    """The kernel of FlashInfer, in place: positions pick rows of a float32 table."""
+    where, cos, sin = _rows_of(work, tables)
+    cache = torch.cat((cos, sin), -1)
+
+    def call(q: Tensor, k: Tensor) -> Pair:
+        flat_q, flat_k = (x.view(-1, *x.shape[-2:]) for x in (q, k))
+        function(where, flat_q, flat_k, flat_q, flat_k, cache, work.layout == "half")
+        return q, k
+
+    return call
+
+
+def _rows_of(work: Work, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    """A row number for each token of all sequences, and the tables that they pick from."""
+    where = tables.positions.expand(work.batch, work.seq).reshape(-1)
+    every = torch.arange(int(where.max()) + 1)
+    cos, sin = (table.to(where.device) for table in cos_sin(tables.spec, every))
+    return where, cos, sin
+
+
+def _lucidrains(function: Any, work: Work, tables: Tables) -> Callable[[Tensor, Tensor], Pair]:
+    """rotary-embedding-torch: angles of each channel, whose cosines are taken in every call."""
+    angles = torch.atan2(tables.sin, tables.cos).repeat_interleave(2, -1)
+
+    def call(q: Tensor, k: Tensor) -> Pair:
+        turned = [function(angles, _heads_first(x, work)) for x in (q, k)]
+        return _back(turned[0], work), _back(turned[1], work)
+
+    return call
+
+
 def _full_width(work: Work, tables: Tables) -> Pair:
     """(1 or batch, seq, rotary_dim) in the dtype of the model, as transformers makes them."""
     wide = [torch.cat((t, t), -1).to(getattr(torch, work.dtype)) for t in (tables.cos, tables.sin)]
@@ -380,6 +427,13 @@ def _has_tables_from_0(work: Work) -> bool:
     return work.positions in ("from 0", "own rows") and work.memory != "thd"
 
 
+def _is_flat(work: Work) -> bool:
+    """Heads after tokens, 16 bits, one position for each token: what servers have."""
+    has_tokens_first = work.memory in ("bshd", "packed qkv", "thd")
+    is_whole = work.rotary_dim == work.head_dim == 128 and work.dtype == "bfloat16"
+    return has_tokens_first and is_whole and work.positions != "three axes"
+
+
 _LLAMA = "transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"
 PEERS = (
     Peer("transformers eager", *_LLAMA, _is_llama, _eager),
@@ -392,6 +446,12 @@ PEERS = (
          _liger_llama4),
     Peer("flash-attn", "flash_attn_rotary", "apply_rotary", _has_tables_from_0, _per_tensor,
          has_gradient=False),
+    Peer("vLLM kernel", "rope_peers", "vllm_rotary_embedding", _is_flat, _vllm,
+         has_gradient=False, is_cuda=True),
+    Peer("FlashInfer kernel", "rope_peers", "flashinfer_apply_rope_with_cos_sin_cache", _is_flat,
+         _flashinfer, has_gradient=False, is_cuda=True),
+    Peer("rotary-embedding-torch", "rotary_embedding_torch.rotary_embedding_torch",
+         "apply_rotary_emb", _is_llama4, _lucidrains),
     Peer("fla", "fla.modules.rotary", "rotary_embedding", _is_worth_tuning, _per_tensor,
          is_tuned=True),
 )  # fmt: skip

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from rotary.kernels.triton.plan import Plan
 from rotary.kernels.triton.variants import VARIANTS
 
-KINDS = ("prefill", "decode", "host", "ablation")
-# Seconds after which no line of a part is begun: ours together, and the peers, within 9 minutes
-SECONDS = {"prefill": 205, "decode": 110, "host": 80, "ablation": 145, "peers": 250, "tuned": 290}
+KINDS = ("ablation", "prefill", "decode", "host", "fused")
+# Seconds after which no line of a part is begun; compiled beforehand, all parts end before
+SECONDS = {"ablation": 60, "prefill": 75, "decode": 35, "host": 60, "fused": 45, "peers": 100,
+           "tuned": 160}  # fmt: skip
 PARTS = tuple(SECONDS)
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 L2_BYTES = 60 * 10**6  # an H200's, where the device does not say
-OURS, COPY = "rotary out=", "copy"
+OURS, COPY, EMPTY = "rotary out=", "copy", "empty launch"
 
 
 class Work(NamedTuple):
@@ -80,8 +81,9 @@ class Line(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the work; host times and ablations of the same work are other lines."""
-        return self.work.name if self.kind in KINDS[:2] else f"{self.kind} {self.work.name}"
+        """The name of the work; host times, ablations and fused calls of it are other lines."""
+        is_plain = self.kind in ("prefill", "decode")
+        return self.work.name if is_plain else f"{self.kind} {self.work.name}"
 
 
 def lines(part: str) -> Iterator[Line]:
@@ -121,6 +123,10 @@ def lines(part: str) -> Iterator[Line]:
         for layout in ("half", "interleaved"):
             ways = ("out=", "in place", "rows", "new", "apply", "backward")
             yield Line(part, ONE_TOKEN._replace(layout=layout), ways, "later")
+    elif part == "fused":
+        for work in (Work(batch=2), Work(2048), ONE_TOKEN, ONE_TOKEN._replace(batch=256)):
+            yield Line(part, work, ())
+        yield Line(part, Work(batch=2, layout="interleaved"), ())
     elif part == "ablation":
         two = Work(batch=2)
         more = two._replace(layout="interleaved"), two._replace(memory="bhsd")
@@ -203,8 +209,9 @@ def replanned(
 
 def variants() -> dict[str, dict[str, int]]:
     """The ablations of a launch: arguments of `replanned` by name."""
-    kernels = {name: variant._asdict() for name, variant in VARIANTS.items()}
+    kernels = {name: {"warps": variant.warps, "prefetch": variant.prefetch}
+               for name, variant in VARIANTS.items()}  # fmt: skip
     tiles = {f"tile of {t} tokens x {h} heads": {"tokens": t, "heads": h}
-             for t, h in ((16, 2), (32, 1))}  # fmt: skip
-    walks = {f"{n} groups a program": {"groups": n} for n in (1, 5)}
+             for t, h in ((16, 1), (16, 2), (32, 1))}  # fmt: skip
+    walks = {f"{n} groups a program": {"groups": n} for n in (1, 2, 5)}
     return {**kernels, **tiles, **walks, "2 warps": {"warps": 2}}

@@ -24,13 +24,13 @@ from unittest import mock
 
 import torch
 
-from . import command, gpu, gpu_clock, gpu_gate, gpu_peers, gpu_plan
+from . import command, gpu, gpu_clock, gpu_fused, gpu_gate, gpu_peers, gpu_plan
 from .gpu_plan import COPY, KINDS, PARTS, SECONDS, Line
 
-# Seconds on a device with 16 processor cores, each taken from above: to check a case; to compile
-# it; where it is compiled by torch or tuned; to capture and replay it; to call it 10 000 times
-CHECK, COMPILE, TUNE, REPLAY, EAGER = 0.3, 0.6, 6.0, 0.5, 0.8
-ONCE = 12.0  # a part: imports, copies, clocks; of the host's, two programs of their own
+# Seconds on a device with 16 processor cores, after `--compile 12`: to check a case; to load it; to
+# compile it anew, as torch does; to capture and replay it; to call it 10 000 times
+CHECK, COMPILE, TUNE, REPLAY, EAGER = 0.1, 0.02, 3.0, 0.17, 0.5
+ONCE = 8.0  # a part: imports, copies, clocks; of the host's, two programs of their own
 
 # The interpreter cuts 16 bits off float32 where a device rounds: 1 ulp, not 0.5
 INTERPRETED = {"bfloat16": 1.1}
@@ -58,6 +58,9 @@ def main() -> None:
     rows: list[list[str]] = []
     total = 0
     there, missing = gpu_peers.found()
+    for peer in gpu_peers.PEERS:
+        if peer.is_cuda and there.pop(peer.name, None):
+            missing[peer.name] = "is CUDA code"
     with played():
         print(f"torch {torch.__version__}; peers: {', '.join(there) or 'none'}")
         print("".join(f"without {name}: {why}\n" for name, why in missing.items()), end="")
@@ -92,9 +95,13 @@ def rehearsed(line: Line, there: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     from rotary.kernels.triton import kernel
 
     found: dict[str, dict[str, Any]] = {}
+    if line.kind == "fused":
+        with mock.patch.object(torch, "compile", lambda call, **_: call):
+            told = gpu.attempted(lambda: gpu_fused.collect(found, short(line), there, "cpu"))
+        return found | ({"rotary": told} if told else {})
     with fitting(line), mock.patch.object(kernel, "_run", wraps=kernel._run) as run:
         told = gpu.attempted(lambda: gpu.collect(found, short(line), there, "cpu"))
-    ours = [who for who in found if who.startswith("rotary") or line.kind == "ablation"]
+    ours = [who for who in found if who.startswith("rotary ") or line.kind == "ablation"]
     if len(ours) > run.call_count:
         told = {"failed": f"{run.call_count} launches of our kernel for {len(ours)} cases"}
     return found | ({"rotary": told} if told else {})
@@ -102,10 +109,13 @@ def rehearsed(line: Line, there: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 def written(part: str, line: Line, folder: Path) -> list[str]:
     """A whole part of one line, twice, with its files; what failed."""
-    collect = gpu.collect
+    collect, of_fused = gpu.collect, gpu_fused.collect
     with (
         fitting(line),
         mock.patch.object(gpu, "collect", lambda *given: collect(*given, "cpu")),
+        mock.patch.object(gpu_fused, "collect", lambda *given: of_fused(*given, "cpu")),
+        mock.patch.object(torch, "compile", lambda call, **_: call),
+        mock.patch.object(gpu_clock, "empty_us", return_value=1.0),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         report = gpu.measured(part, [short(line)], time.monotonic() + 3600, folder)
@@ -201,7 +211,7 @@ def played() -> Iterator[None]:
             torch, "compile",
             lambda call, mode, dynamic: compile_(call, backend="aot_eager", dynamic=dynamic),
         ),
-        mock.patch.object(torch, "randn", lambda *size, device, **how: randn(*size, **how)),
+        mock.patch.object(torch, "randn", lambda *size, device=None, **how: randn(*size, **how)),
         # it refuses a kernel that is interpreted
         mock.patch.object(torch.library, "wrap_triton", lambda kernel: kernel),
         mock.patch.object(gpu_clock, "CALLS", 1),
@@ -215,6 +225,7 @@ def played() -> Iterator[None]:
         mock.patch.object(gpu_plan, "launches_of", return_value=1),
         mock.patch("triton.testing.do_bench", lambda call, **_: call() and 1e-3),
         mock.patch.dict(gpu_gate.LIMITS, INTERPRETED),
+        mock.patch.dict(gpu_fused.LIMITS, {"once": INTERPRETED["bfloat16"]}),
         mock.patch.object(interpreter, "_patch_lang_tensor",
                           _indexed(interpreter._patch_lang_tensor)),
     ]  # fmt: skip

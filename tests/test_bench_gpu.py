@@ -86,7 +86,7 @@ def test_every_shape_of_the_protocol_is_there():
     assert {way for line in LINES for way in line.ways} == set(WAYS)
     for line in LINES:
         if line.work.seq == 1:  # as servers call it
-            assert {"rows", "apply"} <= set(line.ways) or line.kind == "ablation"
+            assert {"rows", "apply"} <= set(line.ways) or line.kind in ("ablation", "fused")
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
@@ -114,7 +114,7 @@ ARGUMENTS = (
 
 
 def test_a_launch_cut_otherwise_is_the_one_planned_for_that_tile(monkeypatch):
-    monkeypatch.setattr(launch, "_ONE_WARP", Variant())
+    monkeypatch.setattr(launch, "_SMALL", Variant())
     planned = launch.plan.__wrapped__(*ARGUMENTS)
     assert gpu_plan.replanned(planned) == planned
     for change in gpu_plan.variants().values():
@@ -122,7 +122,7 @@ def test_a_launch_cut_otherwise_is_the_one_planned_for_that_tile(monkeypatch):
         heads = change.get("heads", planned.constants["HEADS"])
         variant = Variant(change.get("warps", 4), change.get("prefetch", False))
         monkeypatch.setattr(launch, "_tile", lambda *_, t=(tokens, heads): t)
-        monkeypatch.setattr(launch, "_ONE_WARP", variant)  # this launch is small
+        monkeypatch.setattr(launch, "_SMALL", variant)  # this launch is small
         wanted = launch.plan.__wrapped__(*ARGUMENTS)
         got = gpu_plan.replanned(planned, **change)
         assert (got.constants, got.warps, got.corners) == (
