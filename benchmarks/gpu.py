@@ -35,6 +35,7 @@ from .gpu_page import Report, Rows
 from .gpu_peers import Case, buffers_of, flat_buffers, tables_of
 from .gpu_plan import COPY, EMPTY, KINDS, OURS, PARTS, Line, Work
 
+OURS_TOO = "ablation", "fused"  # lines of our calls under other names
 MOST_BYTES = 10**9  # of q and k that several processes may hold at once
 
 
@@ -115,8 +116,7 @@ def failures(rows: Rows) -> list[str]:
         f"{line}, {who}: {entry['failed']}"
         for line, found in rows.items()
         for who, entry in found.items()
-        if "failed" in entry
-        and (f"{who} ".startswith("rotary ") or line.startswith(("abl", "fused")))
+        if "failed" in entry and (f"{who} ".startswith("rotary ") or line.startswith(OURS_TOO))
     ]
 
 

@@ -116,6 +116,49 @@ def _field(rows: Rows, line: str, who: str, field: str) -> list[float]:
 
 # --- the page ---
 
+WHO = {
+    "rotary": (OURS,),
+    "a copy": (COPY,),
+    "flash-attn": ("flash-attn",),
+    "FlashInfer's kernel": ("FlashInfer kernel",),
+    "Liger": ("liger", "liger llama4"),
+    "vLLM's kernel": ("vLLM kernel",),
+    "transformers": ("transformers eager",),
+}
+SHORT = {
+    "2 x 8192 tokens, half layout": Work(batch=2),
+    "2 x 8192 tokens, interleaved layout": Work(batch=2, layout="interleaved"),
+    "2 x 8192 tokens, heads before tokens": Work(batch=2, memory="bhsd"),
+    "one token of 256 sequences": ONE_TOKEN._replace(batch=256),
+    "one token of one sequence": ONE_TOKEN,
+}
+STEPS = {"one call": "norm + rotate + cache", "compiled": "steps, compiled", "steps": "steps"}
+
+
+def short_tables(rows: Rows) -> Iterator[str]:
+    """Microseconds of a few lines, the worse pass of each; the README shows them."""
+
+    def most(line: str, names: Iterable[str], field: str = "us") -> str:
+        found = [max(us) for name in names if (us := _field(rows, line, name, field))]
+        return (
+            "" if not found else f"{min(found):.3g}" if min(found) < 1000 else f"{min(found):.0f}"
+        )
+
+    yield f"| us, q and k in bfloat16 | {' | '.join(WHO)} |"
+    yield "|---" * (len(WHO) + 1) + "|"
+    for what, work in SHORT.items():
+        yield f"| {what} | {' | '.join(most(work.name, names) for names in WHO.values())} |"
+    yield ""
+    what = "us, norm of q and k, rotation, k and v to a cache"
+    yield f"| {what} | `rotary.fused` | `torch.compile` | steps |"
+    yield "|---|---|---|---|"
+    for what in ("2 x 8192 tokens, half layout", "one token of 256 sequences"):
+        line = Line("fused", SHORT[what], ()).name
+        yield f"| {what} | {' | '.join(most(line, (name,)) for name in STEPS.values())} |"
+    line = Line("fused", ONE_TOKEN, ()).name
+    cells = " | ".join(most(line, (name,), "host") for name in STEPS.values())
+    yield f"| one token of one sequence, time of the host | {cells} |"
+
 
 def merged(reports: Iterable[Report]) -> Report:
     """One report of several: each part of a run may have been measured by a command of its own."""
@@ -135,6 +178,8 @@ def page(report: Report | None) -> str:
     """The Markdown page of a report; of None, what would be measured."""
     rows: Rows = report["rows"] if report else {}
     lines_ = _head(report)
+    if report is not None:
+        lines_ += ["", *short_tables(rows)]
     lines_ += ["", "| target | measured | limit | |", "|---|---|---|---|"]
     for target in targets(rows):
         measured = "" if target.measured is None else f"{target.measured:.3g}"

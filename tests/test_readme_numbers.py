@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import command, decode, run
+from benchmarks import command, decode, gpu, gpu_page, run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,9 +33,26 @@ def test_the_table_of_one_token_is_that_of_the_newest_results(monkeypatch, capsy
 
 def test_the_readme_has_no_other_table_of_numbers(report):
     token = json.loads(max(command.RESULTS.glob("????-??-??-decode.json")).read_text())
+    on_gpu = json.loads(max(command.RESULTS.glob("????-??-??-gpu.json")).read_text())
     tables = run.readme_tables(report) + decode.readme_table(token)
+    tables += "\n" + "\n".join(gpu_page.short_tables(on_gpu["rows"]))
     shown = [line for line in NUMBERS.splitlines() if line.startswith("|")]
     assert shown == [line for line in tables.splitlines() if line.startswith("|")]
+
+
+def test_the_tables_of_a_gpu_are_those_that_the_command_prints(monkeypatch, capsys):
+    results = max(command.RESULTS.glob("????-??-??-gpu.json"))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--table", str(results), "--out", "build/none"])
+    monkeypatch.setattr(command, "write", lambda *_: None)
+    gpu.main()
+    page = capsys.readouterr().out
+    assert results.with_suffix(".md").read_text() == page
+    report = json.loads(results.read_text())
+    for table in "\n".join(gpu_page.short_tables(report["rows"])).split("\n\n"):
+        assert table in NUMBERS
+        assert table in page
+    assert f"python -m benchmarks.gpu --table benchmarks/results/{results.name}" in NUMBERS
+    assert f"benchmarks/results/{results.stem}.md" in NUMBERS
 
 
 def test_the_readme_leads_to_the_page_of_these_numbers(report):
