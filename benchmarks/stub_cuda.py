@@ -38,13 +38,15 @@ _KEPT = 256  # launches
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 typedef struct { uint64_t function, stream, grid, values[128]; } Launch;
 typedef struct {
     uint32_t grid[3], block[3], shared; void *stream, *attributes; uint32_t count;
 } Config;
 Launch launches[256];
-uint64_t launched = 0, counted = 28;
+uint64_t launched = 0, counted = 28, waited = 0;
 int cuLaunchKernelEx(const Config *config, void *function, void **values, void **extra) {
+    if (waited) usleep(waited);
     Launch *launch = &launches[launched++ % 256];
     launch->function = (uint64_t)function;
     launch->stream = (uint64_t)config->stream;
@@ -147,6 +149,10 @@ class Stub:
     def counted(self, count: int) -> None:
         ctypes.c_uint64.in_dll(self.library, "counted").value = count
 
+    def wait(self, microseconds: int) -> None:
+        """Let the driver wait so long before it reads the arguments of a launch."""
+        ctypes.c_uint64.in_dll(self.library, "waited").value = microseconds
+
     def forget(self) -> None:
         """Begin to count launches anew."""
         ctypes.c_uint64.in_dll(self.library, "launched").value = 0
@@ -217,6 +223,7 @@ def stub_of_cuda(
         driver.set_active(stub)
         stub.forget()
         stub.counted = 28
+        stub.wait(0)
         try:
             yield stub
         finally:

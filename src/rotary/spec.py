@@ -8,12 +8,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
 
-Made = TypeVar("Made")
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
 _LARGEST = sys.float_info.max
@@ -124,15 +123,15 @@ class Rotary:
         """
         return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
 
-    def constant(self, make: Callable[..., Made], *arguments: object) -> Made:
+    def _constant(self, make: Callable[..., object], *arguments: object) -> object:
         """Return `make(self, *arguments)`, for torch.compile a constant, which takes no data class.
 
-        >>> Rotary(head_dim=4).constant(lambda spec, number: spec.head_dim + number, 3)
+        >>> Rotary(head_dim=4)._constant(lambda spec, number: spec.head_dim + number, 3)
         7
         """
         return make(self, *arguments)
 
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, JSON]:
         """Return all fields as JSON-ready data.

@@ -1,7 +1,7 @@
 """`rotary.fused` for torch on a GPU: tensors of any strides, in one launch of the kernel."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,13 +61,14 @@ class ArrayPlan(NamedTuple):
 class Launch(NamedTuple):
     """A launch of the kernel: its arguments in order, and its options."""
 
+    device: int
     programs: int
-    arguments: list[Any]
-    options: dict[str, Any]
+    arguments: list[object]
+    options: dict[str, object]
 
     def run(self) -> None:
         """Launch it by Triton."""
-        with on_device(index_of(self.arguments[0])):
+        with on_device(self.device):
             kernel[(self.programs,)](*self.arguments, **self.options)
 
     def prepared(self) -> Callable[[tuple[int, ...], bool], bool] | None:
@@ -329,7 +330,7 @@ def _launch(
         "num_warps": _WARPS if is_filled else 2 * _WARPS,
         "enable_fp_fusion": False,
     }
-    return Launch(batches * blocks * programs, arguments, options)
+    return Launch(index_of(cos), batches * blocks * programs, arguments, options)
 
 
 def _arguments(

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -23,7 +22,12 @@ Addresses = tuple[int, ...]
 Launch = Callable[[Addresses, bool], bool]
 _ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
 _SCRATCH = 4  # null pointers behind the arguments: Triton's own parameters, here of no memory
-_NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+Number = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
+_NUMBERS: dict[str, Callable[..., Number]] = {
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+}
 
 
 class _Config(ctypes.Structure):
@@ -70,14 +74,12 @@ class _Arguments(threading.local):
         grid: tuple[int, int, int],
         threads: int,
         shared: int,
-        values: Sequence[tuple[str, Any]],
+        values: Sequence[tuple[str, object]],
     ) -> None:
         """Lay out the values, (type in Triton's words, value); that of a pointer is left open."""
         count = sum([kind.startswith("*") for kind, _ in values])
         self.addresses = (ctypes.c_uint64 * count)()
-        self.numbers: list[Any] = [
-            _NUMBERS[kind](value) for kind, value in values if kind in _NUMBERS
-        ]
+        self.numbers = [_NUMBERS[kind](value) for kind, value in values if kind in _NUMBERS]
         self.scratch = ctypes.c_uint64(0)
         numbers, place = iter(self.numbers), ctypes.addressof(self.addresses)
         places = []
@@ -97,8 +99,8 @@ class _Arguments(threading.local):
 def by_addresses(
     kernel: triton.JITFunction,
     programs: int,
-    arguments: Sequence[Any],
-    options: Mapping[str, int | bool],
+    arguments: Sequence[object],
+    options: Mapping[str, object],
 ) -> Launch | None:
     """Return a launch of `programs` programs, compiled and loaded for the device of the tensors.
 
