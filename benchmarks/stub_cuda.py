@@ -44,8 +44,9 @@ typedef struct {
     uint32_t grid[3], block[3], shared; void *stream, *attributes; uint32_t count;
 } Config;
 Launch launches[256];
-uint64_t launched = 0, counted = 28, waited = 0;
+uint64_t launched = 0, counted = 28, waited = 0, refused = 0;
 int cuLaunchKernelEx(const Config *config, void *function, void **values, void **extra) {
+    if (refused) { refused--; return 201; }
     if (waited) usleep(waited);
     Launch *launch = &launches[launched++ % 256];
     launch->function = (uint64_t)function;
@@ -152,6 +153,10 @@ class Stub:
     def wait(self, microseconds: int) -> None:
         """Let the driver wait so long before it reads the arguments of a launch."""
         ctypes.c_uint64.in_dll(self.library, "waited").value = microseconds
+
+    def refuse(self, count: int) -> None:
+        """Let the driver refuse so many launches, as in a thread without a context."""
+        ctypes.c_uint64.in_dll(self.library, "refused").value = count
 
     def forget(self) -> None:
         """Begin to count launches anew."""

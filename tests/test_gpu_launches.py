@@ -137,6 +137,17 @@ def test_a_prepared_launch_is_the_one_that_triton_makes_of_the_call(stub, name, 
         assert stub.loaded == [0]  # both are the same code
 
 
+def test_what_the_driver_refuses_is_launched_by_triton(stub):
+    """A thread that never used CUDA has no context; Triton's launcher makes it one."""
+    q, k = q_and_k()
+    into(q, k)
+    stub.forget()
+    stub.refuse(1)
+    results = into(q, k)
+    (launch,) = stub.launches
+    assert launch.pointers[2:4] == tuple(y.data_ptr() for y in results)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_call_like_the_one_before_is_not_worked_out_again(stub, name, monkeypatch):
     before = q_and_k()
