@@ -1,4 +1,4 @@
-"""The GPU benchmark: `python -m benchmarks.gpu [--part prefill|decode|host|ablation|peers|tuned]`.
+"""The GPU benchmark: `python -m benchmarks.gpu [--part PART]`, without it our five parts.
 
 Nothing is timed that does not give the right numbers first: every case on fresh random data, into
 outputs full of NaN, against angles in float64. Times on the GPU are replays of a CUDA graph over
@@ -71,7 +71,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     """What to measure, and where to write it."""
     parser = command.parser(__doc__)
-    parser.add_argument("--part", action="append", choices=PARTS, help="default: our four")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: our five")
     parser.add_argument("--seconds", type=float, help="no line of a part is begun after these")
     parser.add_argument(
         "--compile", type=int, metavar="N", help="only compile all of it, in N processes at once"
