@@ -123,15 +123,15 @@ class Rotary:
         """
         return self._depends_on_length  # type: ignore[attr-defined]  # set once, in __post_init__
 
-    def _constant(self, make: Callable[..., object], *arguments: object) -> object:
+    def constant(self, make: Callable[..., object], *arguments: object) -> object:
         """Return `make(self, *arguments)`, for torch.compile a constant, which takes no data class.
 
-        >>> Rotary(head_dim=4)._constant(lambda spec, number: spec.head_dim + number, 3)
+        >>> Rotary(head_dim=4).constant(lambda spec, number: spec.head_dim + number, 3)
         7
         """
         return make(self, *arguments)
 
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, JSON]:
         """Return all fields as JSON-ready data.

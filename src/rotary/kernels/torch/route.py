@@ -124,7 +124,7 @@ def _recorded_at(
         return None
     if not has_kernel(x.device, x.dtype):
         return None
-    name, factor = kind.form[0]._constant(gpu.keep_turns, kind.angles_of, x.device, *kind.form[1:])
+    name, factor = kind.form[0].constant(gpu.keep_turns, kind.angles_of, x.device, *kind.form[1:])
     turns = getattr(gpu.constants, name)
     tokens = None
     if isinstance(positions, Tensor):
