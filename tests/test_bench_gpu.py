@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_peers, gpu_plan
+from benchmarks import gpu, gpu_fused, gpu_peers, gpu_plan
 from benchmarks.gpu_gate import LIMITS, error_of, poisoned
 from benchmarks.gpu_peers import buffers_of, ours, tables_of
 from benchmarks.gpu_plan import KINDS, ONE_TOKEN, PARTS, SECONDS, Work
@@ -181,6 +181,37 @@ def test_our_calls_pass_the_gate(form, way):
         assert "failed" not in entry
         assert entry["ulp"] > 0.1  # a rotation is not exact
         assert entry["rounded"] > (0.5 if dtype == "float32" else 0.99)
+
+
+FUSED = Work(6, 2, 4, 2)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_fused_calls_pass_their_gate_and_a_wrong_one_does_not(layout, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    work = FUSED._replace(layout=layout)
+    cases = gpu_fused.cases_of(work, tables_of(work, "cpu"), "cpu")
+    for name, case in cases.items():
+        limit = gpu_fused.LIMITS[case.limit]
+        assert gpu_fused.error_of(case, work, "cpu") <= limit, name
+        other = gpu_fused.slots_of(work, "cpu").flip(0)
+        with monkeypatch.context() as patch:  # the gate then looks at other rows and weights
+            patch.setattr(gpu_fused, "slots_of", lambda *_, o=other: o)
+            patch.setattr(gpu_fused, "weights_of", lambda *_: torch.ones(2, 128).bfloat16())
+            if case.stores or case.has_norm:
+                assert not gpu_fused.error_of(case, work, "cpu") <= limit, name
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_every_case_of_a_part_is_called_to_compile_it(part, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    first = gpu_plan.small(next(gpu_plan.lines(part)))
+    first = first._replace(work=first.work._replace(seq=4, q_heads=2, k_heads=1))
+    monkeypatch.setattr(gpu_plan, "lines", lambda part: iter([first]))
+    if part == "ablation":  # its kernel runs on a device only, which is told, not raised
+        assert all("ablation" in told for told in gpu.compiled(part, 0, "cpu"))
+    else:
+        assert gpu.compiled(part, 0, "cpu") == []
 
 
 def turned_by_complex_numbers(work, shift=0, sign=1):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..geometry import AngleOptions, Angles, Geometry, Options, geometry_of, seq_axis
 from ..memory import extent
+from ..triton.plan import ALIGNED
 from ..triton.sources import are_walked_alike, from_tables, from_turns
 from .angles import arange, axis_turns, radians_of
 from .checks import check_memory, check_no_inference, check_operands, check_xs
@@ -27,7 +28,6 @@ from .state import INTEGERS
 Addresses = tuple[int, ...]
 # that of `triton/launch.py`, which needs Triton to import: whether the alignment is known to fit
 Launch = Callable[[Addresses, bool], bool]
-ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
 _KEPT = 256  # addresses, and distances of addresses, at most
 
 

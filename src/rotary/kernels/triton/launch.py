@@ -2,8 +2,8 @@
 
 Triton binds each argument of a launch, which takes 13 us for the kernel of `kernel.py`, and its
 launcher parses all of them once more. Here the arguments lie in memory as the CUDA driver reads
-them; a call writes the addresses into it and calls `cuLaunchKernelEx`, which takes 0.9 us before
-the driver (`benchmarks/launches.py`).
+them; a call writes the addresses into it and calls `cuLaunchKernelEx`: 2 us before the driver, by
+Triton's launcher 4.4 (docs/log.md).
 """
 
 import ctypes
@@ -17,10 +17,11 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
+from .plan import ALIGNED
+
 Addresses = tuple[int, ...]
 # whether it could launch for these addresses; True says that their alignment is known to fit
 Launch = Callable[[Addresses, bool], bool]
-_ALIGNED = 15  # the bits of an address that are 0 if 16 bytes can be read at a time
 _SCRATCH = 4  # null pointers behind the arguments: Triton's own parameters, here of no memory
 Number = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 _NUMBERS: dict[str, Callable[..., Number]] = {
@@ -130,14 +131,14 @@ def by_addresses(
         return None
     function, metadata = code.function, code.metadata
     prepared = _Arguments(grid, 32 * metadata.num_warps, metadata.shared, values)
-    aligned = [x.data_ptr() & _ALIGNED == 0 for x in tensors]
+    aligned = [x.data_ptr() & ALIGNED == 0 for x in tensors]
     is_only = torch.cuda.device_count() == 1
     current_device = driver.active.get_current_device
     current_stream = driver.active.get_current_stream
 
     def launch(addresses: Addresses, is_alignment_known: bool) -> bool:
         if not is_alignment_known:
-            alike = [at & _ALIGNED == 0 for at in addresses]
+            alike = [at & ALIGNED == 0 for at in addresses]
             if alike != aligned[: len(alike)]:
                 return False
         if _is_watched():

@@ -16,6 +16,7 @@ from .variants import Variant
 
 _THREADS = 128  # of 4 warps
 _VECTOR = 16  # bytes of the widest load
+ALIGNED = _VECTOR - 1  # the bits of an address that are 0 if so many can be read at a time
 _PLAIN = Variant()
 _SMALL = Variant(prefetch=True)  # loads q and k while angles are computed
 
