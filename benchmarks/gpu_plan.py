@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rotary.kernels.triton.plan import Plan
-from rotary.kernels.triton.variants import VARIANTS
+from rotary.kernels.triton.plan import Plan, inverse_of
 
 KINDS = ("ablation", "prefill", "decode", "host", "fused")
 # Seconds after which no line of a part is begun; compiled beforehand, all parts end before
@@ -117,7 +116,8 @@ def lines(part: str) -> Iterator[Line]:
         for seq in (1, 16, 128, 1024):
             for batch in (1, 8, 64, 256):
                 rows = "own rows" if seq == 1 else "from 0"
-                ways = ("out=", "in place", "rows", "apply") if seq == 1 else ("out=", "in place")
+                more = ("rows", "apply") if seq == 1 else ("new",)
+                ways = ("out=", "in place", *more)
                 yield Line(part, Work(seq, batch, positions=rows), ways, "later")
     elif part == "host":
         for layout in ("half", "interleaved"):
@@ -175,43 +175,38 @@ def launches_of(work: Work, sets: int) -> int:
 
 
 def replanned(
-    plan: Plan,
-    tokens: int | None = None,
-    heads: int | None = None,
-    groups: int | None = None,
-    warps: int | None = None,
-    prefetch: bool | None = None,
+    plan: Plan, tokens: int | None = None, heads: int | None = None, warps: int | None = None
 ) -> Plan:
-    """The same launch cut otherwise: tokens and heads of a tile, groups of heads a program walks.
+    """The same launch cut otherwise: tokens and heads of a tile, and warps that share it.
 
-    What is not given stays as planned; `warps` and `prefetch` as in `kernels/triton/variants.py`.
+    What is not given stays as planned.
     """
-    count, q_heads, k_heads, per_program = plan.numbers[-6:-2]
-    old_tokens, old_heads = plan.constants["TOKENS"], plan.constants["HEADS"]
-    old_groups = -(-q_heads // old_heads) - (-k_heads // old_heads)
-    blocks = plan.programs // -(-old_groups // per_program)
-    batches = blocks // -(-count // old_tokens)
-    tokens, heads = tokens or old_tokens, heads or old_heads
-    all_groups = -(-q_heads // heads) - (-k_heads // heads)
-    groups = min(groups or per_program, all_groups)
+    *before, count, q_heads, k_heads, step, advance = plan.numbers[:-6]
+    inner, _, _, outer, _, _ = plan.numbers[-6:]
+    batches = plan.programs // (inner * outer)
+    tokens, heads = tokens or plan.constants["TOKENS"], heads or plan.constants["HEADS"]
+    blocks, groups = -(-count // tokens), -(-q_heads // heads) - (-k_heads // heads)
+    inner, outer = (blocks, groups) if plan.constants["TOKENS_FIRST"] else (groups, blocks)
+    walk = inner, *inverse_of(inner), outer, *inverse_of(outer)
     return plan._replace(
-        programs=batches * -(-count // tokens) * -(-all_groups // groups),
-        numbers=(*plan.numbers[:-3], groups, *plan.numbers[-2:]),
-        constants={
-            **plan.constants,
-            "TOKENS": tokens,
-            "HEADS": heads,
-            "PREFETCH": plan.constants["PREFETCH"] if prefetch is None else prefetch,
-        },
+        programs=batches * inner * outer,
+        numbers=(*before, count, q_heads, k_heads, step, advance, *walk),
+        constants={**plan.constants, "TOKENS": tokens, "HEADS": heads},
         warps=warps or plan.warps,
     )
 
 
 def variants() -> dict[str, dict[str, int]]:
     """The ablations of a launch: arguments of `replanned` by name."""
-    kernels = {name: {"warps": variant.warps, "prefetch": variant.prefetch}
-               for name, variant in VARIANTS.items()}  # fmt: skip
-    tiles = {f"tile of {t} tokens x {h} heads": {"tokens": t, "heads": h}
-             for t, h in ((16, 1), (16, 2), (32, 1))}  # fmt: skip
-    walks = {f"{n} groups a program": {"groups": n} for n in (1, 2, 5)}
-    return {**kernels, **tiles, **walks, "2 warps": {"warps": 2}}
+    tiles = (
+        (1, 8, 1),
+        (1, 8, 4),
+        (2, 8, 2),
+        (2, 8, 4),
+        (4, 8, 8),
+        (1, 32, 8),
+        (8, 1, 2),
+        (16, 1, 4),
+    )
+    return {f"{t} tokens x {h} heads, {w} warps": {"tokens": t, "heads": h, "warps": w}
+            for t, h, w in tiles}  # fmt: skip

@@ -21,6 +21,8 @@ import triton.backends.nvidia.driver as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from rotary import angles
+from rotary.cache import Cache
 from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import fused as torch_fused
 from rotary.kernels.torch import fused_gpu as torch_fused_gpu
@@ -210,6 +212,8 @@ def stub_of_cuda(
                 for module in (torch_launch, torch_gpu, torch_kernel)
             ],
             (torch_ready, "recent", {}),
+            # of the tables that are made as on a GPU the last bit of some differs
+            (angles, "_cache", Cache(angles.CACHE_BYTES)),
             (gpu_kernel, "index_of", device_of),
             (triton_launch, "index_of", device_of),
             (torch_fused_gpu, "index_of", device_of),

@@ -37,24 +37,14 @@ class Code:
 
     @functools.cached_property
     def listing(self):
-        """Instructions and jumps back; made when asked for, as it takes as long as the compiler."""
+        """Its instructions in order; made when asked for, as it takes as long as the compiler."""
         path = triton.knobs.nvidia.nvdisasm.path
         return _instructions(_read(self.cubin, path, "-c", "-ndf"))
 
     @property
-    def in_flight(self) -> int:
-        """Bytes of q and k that a thread asked for when it first needs one of them."""
-        return loaded_before_a_wait(_walk_over_heads(*self.listing))
-
-    @property
     def waits(self) -> int:
         """Loads in series before the first store: each follows a wait for the one before."""
-        return waits_in_series(self.listing[0])
-
-    def on_one_processor(self, warps: int) -> float:
-        """KB in flight for one multiprocessor, as many warps as its registers and threads hold."""
-        block = warps * 32 * -(-self.registers // 8) * 8
-        return min(65_536 // block, 64 // warps) * warps * 32 * self.in_flight / 1024
+        return waits_in_series(self.listing)
 
 
 def compile_for(plan, operands, target, is_fused=None):
@@ -110,23 +100,8 @@ def _read(cubin, *command):
 
 
 def _instructions(text):
-    """Instructions in order, and (from, to) of every jump back."""
-    instructions, labels = [], {}
-    for line in text.splitlines():
-        if label := re.match(r"\s*\.L_x_(\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(re.sub(r"^@!?U?P\w+\s+", "", found[1].strip()))
-    targets = [re.search(r"^BRA\b.*?\.L_x_(\d+)", each) for each in instructions]
-    jumps = [(index, labels[to[1]]) for index, to in enumerate(targets) if to]
-    return instructions, [(index, to) for index, to in jumps if to <= index]
-
-
-def _walk_over_heads(instructions, jumps):
-    """The loop that stores; all of the code where there is none."""
-    loops = [instructions[to : index + 1] for index, to in jumps]
-    loops = [loop for loop in loops if any(each.startswith("STG") for each in loop)]
-    return max(loops, key=len, default=instructions)
+    found = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?);", text, re.MULTILINE)
+    return [re.sub(r"^@!?U?P\w+\s+", "", each.strip()) for each in found]
 
 
 def _accesses(instructions):
@@ -141,16 +116,6 @@ def _accesses(instructions):
             yield {*numbers, *range(numbers[-1], numbers[-1] + count)}, set()
         else:
             yield set(numbers), set()
-
-
-def loaded_before_a_wait(instructions):
-    """Bytes that loads ask for before an instruction touches what one of them brings."""
-    pending = set()
-    for read, filled in _accesses(instructions):
-        if read & pending:
-            break
-        pending |= filled
-    return 4 * len(pending)
 
 
 def waits_in_series(instructions):

@@ -1,24 +1,29 @@
-"""The GPU kernel on the CPU: Triton runs it in NumPy, one program after the other."""
+"""The GPU kernels on the CPU: Triton runs them in NumPy, one program after the other."""
 
 import importlib.util
+import sys
+from unittest import mock
 
 import triton
 from triton.runtime import interpreter
 
+from rotary.kernels.triton import arithmetic as shared
+from rotary.kernels.triton import fused as compiled_fused
 from rotary.kernels.triton import kernel as compiled
 
 
-def _interpreted():
-    """The module of the kernel once more, with a kernel that Triton interprets."""
-    spec = importlib.util.spec_from_file_location("rotary.kernels.triton.run", compiled.__file__)
-    module = importlib.util.module_from_spec(spec)
+def _interpreted(module):
+    """The module once more, with kernels that Triton interprets."""
+    spec = importlib.util.spec_from_file_location("rotary.kernels.triton.run", module.__file__)
+    again = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(module)
-    return module
+        spec.loader.exec_module(again)
+    return again
 
 
-kernel = _interpreted()
+with mock.patch.dict(sys.modules, {shared.__name__: _interpreted(shared)}):
+    kernel, fused = _interpreted(compiled), _interpreted(compiled_fused)
 
 
 def mended(monkeypatch):

@@ -12,7 +12,6 @@ from benchmarks.gpu_plan import KINDS, ONE_TOKEN, PARTS, SECONDS, Work
 
 from rotary.kernels.geometry import Geometry
 from rotary.kernels.triton import plan as launch
-from rotary.kernels.triton.variants import Variant
 
 ROOT = Path(__file__).parents[1]
 LINES = [line for part in KINDS for line in gpu_plan.lines(part)]
@@ -114,23 +113,13 @@ ARGUMENTS = (
 
 
 def test_a_launch_cut_otherwise_is_the_one_planned_for_that_tile(monkeypatch):
-    monkeypatch.setattr(launch, "_SMALL", Variant())
     planned = launch.plan.__wrapped__(*ARGUMENTS)
     assert gpu_plan.replanned(planned) == planned
     for change in gpu_plan.variants().values():
-        tokens = change.get("tokens", planned.constants["TOKENS"])
-        heads = change.get("heads", planned.constants["HEADS"])
-        variant = Variant(change.get("warps", 4), change.get("prefetch", False))
-        monkeypatch.setattr(launch, "_tile", lambda *_, t=(tokens, heads): t)
-        monkeypatch.setattr(launch, "_SMALL", variant)  # this launch is small
+        tile = change["tokens"], change["heads"]
+        monkeypatch.setattr(launch, "_tile", lambda *_, tile=tile: tile)
         wanted = launch.plan.__wrapped__(*ARGUMENTS)
-        got = gpu_plan.replanned(planned, **change)
-        assert (got.constants, got.warps, got.corners) == (
-            *(wanted.constants, wanted.warps, wanted.corners),
-        )
-        groups = min(change.get("groups", 1), -(-8 // heads) - (-4 // heads))
-        assert got.numbers == (*wanted.numbers[:-3], groups, *wanted.numbers[-2:])
-        assert got.programs == 2 * -(-64 // tokens) * -(-(-(-8 // heads) - (-4 // heads)) // groups)
+        assert gpu_plan.replanned(planned, **change) == wanted._replace(warps=change["warps"])
 
 
 # --- the tensors ---

@@ -170,4 +170,4 @@ def test_a_variant_that_changes_nothing_is_an_error():
     kernel = planning_kernel(asks=False)
     cases = gpu_peers.ablations(SMALL, gpu_peers.tables_of(SMALL, "cpu"), kernel)
     with pytest.raises(RuntimeError, match="did not ask for a plan"):
-        cases["table, 2 warps"](gpu_peers.buffers_of(SMALL, "cpu"))
+        cases["table, 2 tokens x 8 heads, 2 warps"](gpu_peers.buffers_of(SMALL, "cpu"))

@@ -1,7 +1,6 @@
 """The GPU kernel of `rotary.fused` without a GPU: in Triton's interpreter, and as compiled code."""
 
 import copy
-import importlib.util
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ if sys.platform != "linux":
 import triton
 from gpu_code import used_by, widths
 from grids import pairwise
+from interpreter import fused as interpreted
 from interpreter import mended
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -38,25 +38,10 @@ SPECS = {
 SLOTS = torch.tensor([3, 4, -1, 7, 8, 0, 11, 12, 13, -1, 15, 14])
 
 
-def _interpreted():
-    """The kernel once more, for Triton's interpreter."""
-    spec = importlib.util.spec_from_file_location(
-        "rotary.kernels.triton.run", triton_fused.__file__
-    )
-    module = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(module)
-    return module.kernel
-
-
-INTERPRETED = _interpreted()
-
-
 @pytest.fixture(autouse=True)
 def _mend(monkeypatch):
     mended(monkeypatch)
-    monkeypatch.setattr(torch_fused_gpu, "kernel", INTERPRETED)
+    monkeypatch.setattr(torch_fused_gpu, "kernel", interpreted.kernel)
 
 
 def draw(*shape, dtype=torch.float32, seed=0):

@@ -175,7 +175,7 @@ def test_sixty_four_shapes_in_turn_are_all_kept(stub, monkeypatch):
             for batch in batches:
                 WAYS[name](*q_and_k(batch))
         assert len(stub.launches) == 64
-    assert len(stub.loaded) <= 4 * 4  # codes: no number of tokens is compiled in
+    assert len(stub.loaded) <= 4 * 6  # codes: no number of tokens is compiled in
 
 
 def test_memory_that_is_not_aligned_takes_another_code(stub):

@@ -33,10 +33,10 @@ from rotary.kernels import geometry, private
 from rotary.kernels.torch import launch as torch_launch
 from rotary.kernels.torch import private as torch_private
 from rotary.kernels.torch import state as torch_state
+from rotary.kernels.triton import arithmetic, sources
 from rotary.kernels.triton import kernel as compiled
 from rotary.kernels.triton import launch as triton_launch
 from rotary.kernels.triton import plan as launch
-from rotary.kernels.triton import sources, variants
 
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CUT_OFF = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # Triton's interpreter cuts
@@ -143,7 +143,7 @@ MADE_OF = {
         torch_launch,
         hub_layers,
     ),
-    "triton.py": (variants, launch, sources, triton_launch, compiled),
+    "triton.py": (arithmetic, launch, sources, triton_launch, compiled),
 }
 
 
@@ -167,7 +167,6 @@ def test_the_kernel_is_among_them_and_tables_of_the_launch(package):
     assert inspect.getsource(compiled.kernel.fn) in hub_kernel.sources()["triton.py"]
     assert package.triton.NUMBERS == compiled.NUMBERS
     assert package.triton.DTYPES == compiled.DTYPES
-    assert package.triton.IN_FLIGHT == variants.IN_FLIGHT
 
 
 def test_no_name_is_missing_and_no_import_unused(folder):

@@ -19,6 +19,9 @@ from rotary.kernels.geometry import Options, geometry_of
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux", allow_module_level=True)
 
+import triton
+import triton.language as tl
+from benchmarks.gpu_plan import replanned
 from grids import pairwise
 from interpreter import kernel, mended
 from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
@@ -28,7 +31,6 @@ from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import checks as torch_checks
 from rotary.kernels.triton import kernel as compiled
 from rotary.kernels.triton import plan as launch
-from rotary.kernels.triton.variants import VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -111,39 +113,42 @@ def test_launches_of_a_call(case, expected, monkeypatch):
 
 
 def test_the_work_may_be_cut_in_any_way(monkeypatch):
-    """Few programs that walk over all heads, or many small ones: the numbers are the same."""
+    """Few programs of many rows, or many of few, in either order: the numbers are the same."""
     case = Case((2, 40, 12, 16), (2, 40, 8, 16), (40,), seq_dim=-3)
     launches = count_launches(monkeypatch)
     xs, cos, sin = operands(case, np.float32)
-    options = case.options("half", None)
+    options, plan = case.options("half", None), kernel.plan
     want = reference.rotate(xs, cos, sin, None, options, None)
-    for processors in (1, 10_000):
-        monkeypatch.setattr(kernel, "_processors", lambda device, count=processors: count)
+    for change in ({}, *({"tokens": t, "heads": h} for t, h in ((1, 1), (16, 8), (4, 16)))):
+        monkeypatch.setattr(kernel, "plan", lambda *a, c=change: replanned(plan(*a), **c))
         for got, array in zip(
             rotate(tuple(map(to_torch, xs)), cos, sin, options), want, strict=True
         ):
             assert torch.equal(got, to_torch(array))
-    assert launches == [12, 50]
+    assert launches == [50, 2 * 40 * 20, 2 * 3 * 3, 2 * 10 * 2]
 
 
-@pytest.mark.parametrize(
-    ("variant", "layout", "out_layout", "in_place"),
-    list(pairwise(VARIANTS, *[("half", "interleaved")] * 2, (False, True))),
-)
-def test_every_variant_gives_the_same_numbers(variant, layout, out_layout, in_place, monkeypatch):
-    """Where each program walks over all 3 groups of heads, new outputs or in place."""
-    monkeypatch.setattr(kernel, "_variant", lambda *_: VARIANTS[variant])
-    monkeypatch.setattr(kernel, "_processors", lambda device: 1)
-    case = Case((2, 200, 8, 18), (2, 200, 4, 18), (200,), seq_dim=-3, rotary_dim=8, start=4)
-    launches = count_launches(monkeypatch)
-    xs, cos, sin = operands(case, np.float32)
-    options = case.options(layout, out_layout)
-    want = reference.rotate(xs, cos, sin, None, options, None)
-    given = tuple(map(to_torch, xs))
-    out = given if in_place else None
-    for got, array in zip(rotate(given, cos, sin, options, out), want, strict=True):
-        assert torch.equal(got, to_torch(array))
-    assert launches == [8]
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 10, 641, 65_535, 65_537, 2**30 + 1, 2**31 - 1])
+def test_a_quotient_is_exact_below_31_bits(divisor):
+    inverse, shift = launch.inverse_of(divisor)
+    assert -(2**31) <= inverse < 0  # so it is an int32 for every divisor
+    ends = {0, 1, divisor - 1, divisor, 2**31 - 1, 2**31 - 2, 2**31 // divisor * divisor - 1}
+    values = torch.randint(2**31, (1024,), generator=torch.Generator().manual_seed(0))
+    values[: len(ends)] = torch.tensor([min(end, 2**31 - 1) for end in ends])
+    values, got = values.int(), torch.empty(1024, dtype=torch.int32)
+    all_quotients[(1,)](values, got, inverse, shift)
+    assert torch.equal(got, values // divisor)
+
+
+def _all_quotients(values, results, inverse, shift):
+    index = tl.arange(0, 1024)
+    tl.store(results + index, quotient(tl.load(values + index), inverse, shift))
+
+
+quotient = kernel.quotient
+with triton.knobs.runtime.scope():
+    triton.knobs.runtime.interpret = True
+    all_quotients = triton.jit(_all_quotients)
 
 
 def test_row_numbers_of_32_bits_take_no_kernel_of_their_own(monkeypatch):
@@ -184,20 +189,6 @@ def test_several_axes_are_picked_without_a_list(monkeypatch):
         assert torch.equal(torch_tables._per_pair(positions, (0, 2, 1, 1)), wanted)
     assert "aten::index_select" in called.names
     assert not {"aten::index.Tensor", "aten::_to_copy", "aten::copy_"} & {*called.names}
-
-
-@pytest.mark.parametrize(
-    ("heads", "seq", "walked"), [((32, 8), 3456, 3), ((256, 64), 2060, 5), ((32, 8), 8192, 5)]
-)
-def test_programs_walk_over_equally_many_heads(heads, seq, walked):
-    """3 and 2 groups, not 4 and 1; 14, 14 and 12, not 19, 19 and 2: all wait for the longest."""
-    shapes = tuple((1, seq, count, 128) for count in heads)
-    strides = tuple((seq * count * 128, count * 128, 128, 1) for count in heads) * 2
-    geometry = geometry_of(shapes, (seq, 64), None, Options(seq_dim=-3))
-    angles = launch.Angles(False, False, (0, 64, 0))
-    planned = launch.plan(shapes, strides, angles, geometry, True, 2, 132)
-    assert planned.constants["HEADS"] == 8
-    assert planned.numbers[-3] == walked
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])

@@ -26,6 +26,7 @@ from ..stages import (
 from ..triton.fused import kernel
 from ..triton.kernel import _processors
 from ..triton.launch import by_addresses, index_of, on_device
+from ..triton.plan import inverse_of
 from ..triton.sources import along
 from .checks import check_outputs, check_writable, slots_of
 from .launch import mark_written
@@ -33,6 +34,7 @@ from .launch import mark_written
 # of 1024 to 8192 elements and 1 to 8 warps the fastest on an H100, but for a few rows
 _WARPS = 2
 _ELEMENTS = 1024  # in a tile: 16 for each thread
+_PROGRAMS = 32  # for each processor at least; with more, each takes more heads of its tokens
 Result = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -122,7 +124,8 @@ def planned(
     """Return results to be written, and the launch that writes them; no launch for no elements.
 
     The kernel writes into a tensor of `out` if it can, else the result is a new tensor. None if
-    angles differ between heads. Raises ValueError for outputs and caches that must not be written.
+    angles differ between heads, or if the cache has more slots than 32-bit numbers can count.
+    Raises ValueError for outputs and caches that must not be written.
     """
     q, k, v = qkv
     xs = q, k, v if changes_v(stages) or stages.cache is not None else None
@@ -136,7 +139,8 @@ def planned(
     # a cache may not be an input, either
     check_writable([cos, sin, *read, *(out or ())], written_to(stages.cache))
     steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
-    if fitted.head_axis is not None and steps.pop(fitted.head_axis):
+    slots, block, count = _slots(stages.cache, fitted)
+    if (fitted.head_axis is not None and steps.pop(fitted.head_axis)) or count >= 2**31:
         return None
     steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # after the batch axes
     sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
@@ -179,7 +183,6 @@ def planned(
             else:
                 results.append(result)
         plans.append(ArrayPlan(source, *target, start, *weight))
-    slots, block, count = _slots(stages.cache, fitted)
     geometry = fitted.geometries[0]
     return results, _launch(plans, cos, sin, rows, slots, block, count, geometry, stages.norm)
 
@@ -303,7 +306,8 @@ def _launch(
         parts = 0
         if is_there:
             groups = -(-used.x.shape[2] // heads)
-            parts = 1 if used.is_full else min(groups, -(-4 * processors // (batches * blocks)))
+            parts = -(-_PROGRAMS * processors // (batches * blocks))
+            parts = 1 if used.is_full else min(groups, parts)
         array_numbers, array_constants = _arguments(name, used, geometry)
         numbers += [*array_numbers, used.x.shape[2] if is_there else 0, parts]
         constants |= array_constants
@@ -314,7 +318,8 @@ def _launch(
     arguments = [
         cos, sin, cos if rows is None else rows, cos if slots is None else slots,
         batch_step, steps[1], row_step, count, *((0, 0) if slots is None else slots.stride()),
-        slot_count, tokens, blocks, block, 0.0 if norm is None else float(norm.eps), *numbers,
+        slot_count, tokens, programs, *inverse_of(programs), blocks, *inverse_of(blocks),
+        block, *inverse_of(block), 0.0 if norm is None else float(norm.eps), *numbers,
     ]  # fmt: skip
     options = {
         "PAIRS": geometry.pairs,

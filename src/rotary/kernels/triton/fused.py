@@ -14,8 +14,14 @@ arithmetic, so every device, also one without float8, stores the same bits for t
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from .arithmetic import quotient
+
 # their values are not compiled in, so that a new length does not wait for the compiler
-NUMBERS = ("tokens", "blocks", "q_heads", "k_heads", "v_heads", "q_parts", "k_parts", "v_parts")
+NUMBERS = (
+    *("tokens", "parts", "parts_inverse", "parts_shift", "blocks", "blocks_inverse"),
+    *("blocks_shift", "block", "block_inverse", "block_shift"),
+    *("q_heads", "k_heads", "v_heads", "q_parts", "k_parts", "v_parts"),
+)
 
 
 @triton.jit
@@ -93,24 +99,27 @@ def rest_of(
 
 @triton.jit
 def all_stages(
-    x, y, weight, scale, cos, sin, slot, batch, token, is_token, part, parts,
+    x, y, weight, scale, cos, sin, page, place, batch, token, is_token, part, parts,
     x_batch, x_token, x_head, y_batch, y_token, y_head, s_batch, s_token, s_head,
-    weight_head, number, heads, block, eps,
+    weight_head, number, heads, eps,
     DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     REST: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, READ_HALF: tl.constexpr,
     WRITE_HALF: tl.constexpr, NORM: tl.constexpr, ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
     SCALE: tl.constexpr, FORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Take all stages for one array, of whose heads this program has part `part` of `parts`."""
+    """Take all stages for one array, of whose heads this program has part `part` of `parts`.
+
+    With SLOTS y is a cache, whose rows are at `place` of `page`; a token of page -1 is not stored.
+    """
     groups = (heads + HEADS - 1) // HEADS
     each = (groups + parts - 1) // parts
     tile = tl.arange(0, ROWS) % HEADS
     source = x + (batch * x_batch + token * x_token)
     at, scale_at = batch * y_batch + token * y_token, batch * s_batch + token * s_token
     if SLOTS:
-        is_token = is_token & (slot >= 0)
-        at = (slot // block) * y_batch + (slot % block) * y_token
-        scale_at = (slot // block) * s_batch + (slot % block) * s_token
+        is_token = is_token & (page >= 0)
+        at = page * y_batch + place * y_token
+        scale_at = page * s_batch + place * s_token
     total = tl.full((ROWS,), 0.0, tl.float32)
     if NORM == "all heads":
         for each_head in range(heads):
@@ -155,8 +164,11 @@ def all_stages(
                     most = tl.maximum(most, tl.reduce(tl.abs(rest), 1, larger))
                 divisor = tl.div_rn(most, most * 0 + LARGEST)
                 divisor = tl.where(divisor < 1.1754943508222875e-38, 1.0, divisor)  # TINY
-                place = scale + scale_at + head * s_head
-                tl.store(place, divisor.to(scale.dtype.element_ty), mask=is_token & (head < heads))
+                tl.store(
+                    scale + scale_at + head * s_head,
+                    divisor.to(scale.dtype.element_ty),
+                    mask=is_token & (head < heads),
+                )
             elif SCALE == "heads":
                 divisor = tl.load(scale + head, mask=head < heads, other=1.0).to(tl.float32)
             else:
@@ -188,7 +200,8 @@ def all_stages(
 @triton.jit(do_not_specialize=NUMBERS)
 def kernel(
     cos_table, sin_table, rows, slots, row_batch, row_token, step, count, slot_batch, slot_token,
-    slot_count, tokens, blocks, block, eps,
+    slot_count, tokens, parts, parts_inverse, parts_shift, blocks, blocks_inverse, blocks_shift,
+    block, block_inverse, block_shift, eps,
     q, yq, wq, sq, q_batch, q_token, q_head, yq_batch, yq_token, yq_head, sq_batch, sq_token,
     sq_head, wq_head, q_number, q_heads, q_parts,
     k, yk, wk, sk, k_batch, k_token, k_head, yk_batch, yk_token, yk_head, sk_batch, sk_token,
@@ -210,11 +223,12 @@ def kernel(
     A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`.
     """
     ROWS: tl.constexpr = TOKENS * HEADS
-    parts = q_parts + k_parts + v_parts
     program = tl.program_id(0)
-    part = program % parts
-    batch = (program // parts // blocks).to(tl.int64)
-    token = ((program // parts) % blocks).to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
+    tile = quotient(program, parts_inverse, parts_shift)
+    part = program - tile * parts
+    batch = quotient(tile, blocks_inverse, blocks_shift)
+    token = (tile - batch * blocks).to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
+    batch = batch.to(tl.int64)
     is_token = token < tokens
     pair = tl.arange(0, WIDTH)[None, :]
     # a bool a pair: Triton 3.9 interprets bools & one bool as whole numbers
@@ -226,32 +240,36 @@ def kernel(
         at = row * step
     cos = tl.load(cos_table + at[:, None] + pair, mask=readable, other=float("nan"))
     sin = tl.load(sin_table + at[:, None] + pair, mask=readable, other=float("nan"))
-    slot = token
+    page, place = token, token
     if SLOTS:
         slot_at = batch * slot_batch + token * slot_token
         slot = tl.load(slots + slot_at, mask=is_token, other=-1).to(tl.int64)
-        slot = tl.where(slot < slot_count, slot, -1)
+        is_inside = (slot >= 0) & (slot < slot_count)
+        slot = tl.where(is_inside, slot, 0).to(tl.int32)
+        page = quotient(slot, block_inverse, block_shift)
+        place = (slot - page * block).to(tl.int64)
+        page = tl.where(is_inside, page, -1).to(tl.int64)
     if part < q_parts:
         all_stages(
-            q, yq, wq, sq, cos, sin, slot, batch, token, is_token, part, q_parts,
+            q, yq, wq, sq, cos, sin, page, place, batch, token, is_token, part, q_parts,
             q_batch, q_token, q_head, yq_batch, yq_token, yq_head, sq_batch, sq_token, sq_head,
-            wq_head, q_number, q_heads, block, eps,
+            wq_head, q_number, q_heads, eps,
             Q_DIM, Q_START, PAIRS, WIDTH, Q_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
             Q_NORM, ADD_ONE, False, Q_SCALE, Q_FORM, Q_LARGEST,
         )  # fmt: skip
     elif part < q_parts + k_parts:
         all_stages(
-            k, yk, wk, sk, cos, sin, slot, batch, token, is_token, part - q_parts, k_parts,
+            k, yk, wk, sk, cos, sin, page, place, batch, token, is_token, part - q_parts, k_parts,
             k_batch, k_token, k_head, yk_batch, yk_token, yk_head, sk_batch, sk_token, sk_head,
-            wk_head, k_number, k_heads, block, eps,
+            wk_head, k_number, k_heads, eps,
             K_DIM, K_START, PAIRS, WIDTH, K_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
             K_NORM, ADD_ONE, SLOTS, K_SCALE, K_FORM, K_LARGEST,
         )  # fmt: skip
     else:
         all_stages(
-            v, yv, wv, sv, cos, sin, slot, batch, token, is_token, part - q_parts - k_parts,
+            v, yv, wv, sv, cos, sin, page, place, batch, token, is_token, part - q_parts - k_parts,
             v_parts, v_batch, v_token, v_head, yv_batch, yv_token, yv_head, sv_batch, sv_token,
-            sv_head, wv_head, v_number, v_heads, block, eps,
+            sv_head, wv_head, v_number, v_heads, eps,
             V_DIM, 0, 0, 1, V_REST, ROWS, HEADS, READ_HALF, WRITE_HALF,
             V_NORM, ADD_ONE, SLOTS, V_SCALE, V_FORM, V_LARGEST,
         )  # fmt: skip

@@ -1,11 +1,10 @@
 """The GPU kernel: rotates q and k of any strides in one launch of one Triton kernel.
 
-A program rotates a tile of rows; a row is one head of one token. It reads the cosines and sines of
-the rows from tables, or computes them from 64-bit turns, once for all heads that it loops over. The
-same launch copies the channels that are not rotated, unless the rotation is in place. The tile
-depends on shapes and strides only: nothing is tuned, and no call waits for the device, so it can be
-captured in a CUDA graph. Written for CUDA, it compiles for ROCm's gfx942; XPU and other devices
-rotate by torch operators.
+A program rotates one tile of rows; a row is one head of one token. It reads the cosines and sines
+of the rows from tables, or computes them from 64-bit turns. The same launch copies the channels
+that are not rotated, unless the rotation is in place. The tile depends on shapes and strides only:
+nothing is tuned, and no call waits for the device, so it can be captured in a CUDA graph. Written
+for CUDA, it compiles for ROCm's gfx942; XPU and other devices rotate by torch operators.
 """
 
 # ruff: noqa: N803  # Triton's compile-time arguments are written in capitals
@@ -21,36 +20,18 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ..geometry import Geometry
+from .arithmetic import cos_sin, product, quotient
 from .launch import Launch, by_addresses, index_of, on_device
 from .plan import Angles, Plan, plan
 from .sources import Source, are_walked_alike, from_tables, from_turns
-from .variants import Variant, variant_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUMBERS = (  # their values are not compiled in, so a new length does not wait for the compiler
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
     *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
-    *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "per_program"),
-    *("step", "advance", "count"),
+    *("row_batch", "row_token", "tokens", "q_heads", "k_heads", "step", "advance"),
+    *("inner", "inner_inverse", "inner_shift", "outer", "outer_inverse", "outer_shift", "count"),
 )
-
-
-@triton.jit
-def cos_sin(turns, factor):
-    """Return cos and sin of 64-bit fractions of one turn, each within 1.1e-7."""
-    phase = (turns >> 32).to(tl.int32)  # right to 2^-32 turn, 1.5e-9 rad
-    quadrant = (phase + 0x20000000) >> 30  # of the nearest quarter turn
-    u = (phase << 2).to(tl.float32) * 4.656612873077393e-10  # [-1, 1): in eighths of a turn
-    z = u * u
-    # minimax polynomials of sin(pi u / 4) and cos(pi u / 4), both right to 3e-9
-    s = -3.5954290725e-05 * z + 2.4900068015e-03
-    s = u * ((s * z - 8.0745434708e-02) * z + 0.78539816098)
-    c = 3.5419527381e-06 * z - 3.2596138035e-04
-    c = ((c * z + 1.5854338147e-02) * z - 3.0842513734e-01) * z + 1.0
-    is_odd = (quadrant & 1) != 0
-    cos, sin = tl.where(is_odd, s, c), tl.where(is_odd, c, s)
-    cos = cos * tl.where(((quadrant + 1) & 2) != 0, -factor, factor)
-    return cos, sin * tl.where((quadrant & 2) != 0, -factor, factor)
 
 
 @triton.jit
@@ -83,17 +64,6 @@ def _loaded(x, is_row, PAIRS: tl.constexpr, WIDTH: tl.constexpr, READ_HALF: tl.c
 
 
 @triton.jit
-def _product(a, b, ROUNDED: tl.constexpr):
-    """Return a b; ROUNDED keeps the compiler from fusing it with an addition."""
-    if ROUNDED:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:  # noqa: RET505  # Triton would compile both returns
-        return a * b
-
-
-@triton.jit
 def _copy(x, y, mask, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
     for start in tl.static_range(FIRST, LAST, WIDTH):
         column = (start + tl.arange(0, WIDTH))[None, :]
@@ -106,32 +76,30 @@ def kernel(
     q, k, yq, yk, cos_or_turns, sin_table, rows,
     q_batch, q_token, q_head, k_batch, k_token, k_head,
     yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head,
-    row_batch, row_token, tokens, q_heads, k_heads, per_program,
-    step, advance, count, factor,
+    row_batch, row_token, tokens, q_heads, k_heads, step, advance,
+    inner, inner_inverse, inner_shift, outer, outer_inverse, outer_shift, count, factor,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, HAS_ROWS: tl.constexpr, EXACT: tl.constexpr,
-    AXES: tl.constexpr, PREFETCH: tl.constexpr, ROUNDED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    AXES: tl.constexpr, ROUNDED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one tile of tokens of up to `per_program` groups of heads.
+    """Rotate one tile: TOKENS tokens of HEADS heads of q, or of k.
 
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
     at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
     position is the number in `rows`, or without them `advance t`; `step` is the stride between its
     axes, and PAIRS that between the turns of the axes. BEFORE and AFTER say how many channels
-    before and after the rotated ones are copied at once, 0 for none. With PREFETCH a group of heads
-    is loaded before the previous one is rotated, and the first one before the angles are computed.
-    With TOKENS_FIRST the next program takes the next tokens, else the next heads.
+    before and after the rotated ones are copied at once, 0 for none. With TOKENS_FIRST the next
+    program takes the next tokens, else the next heads; `inner` and `outer` say how many there are.
     """
-    groups = (q_heads + HEADS - 1) // HEADS + (k_heads + HEADS - 1) // HEADS
-    parts = (groups + per_program - 1) // per_program
-    blocks = (tokens + TOKENS - 1) // TOKENS
     program = tl.program_id(0)
-    batch = (program // (parts * blocks)).to(tl.int64)
-    part, block = program % parts, (program // parts) % blocks
+    slow = quotient(program, inner_inverse, inner_shift)
+    batch = quotient(slow, outer_inverse, outer_shift)
+    group, block = program - slow * inner, slow - batch * outer
     if TOKENS_FIRST:
-        part, block = (program // blocks) % parts, program % blocks
+        group, block = block, group
+    batch = batch.to(tl.int64)
     tile = tl.arange(0, TOKENS * HEADS)
     token = block.to(tl.int64) * TOKENS + tile // HEADS
     head = tile % HEADS
@@ -140,13 +108,12 @@ def kernel(
     is_pair = pair < PAIRS
     mask = is_token[:, None] & is_pair[None, :]
 
-    begin, end = part * per_program, tl.minimum((part + 1) * per_program, groups)
-    if PREFETCH:
-        x, is_row = _rows(
-            q, k, begin, head, token, batch, is_token, q_heads, k_heads,
-            q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
-        )  # fmt: skip
-        a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
+    # before the angles, which wait for memory as well
+    x, is_row = _rows(
+        q, k, group, head, token, batch, is_token, q_heads, k_heads,
+        q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
+    )  # fmt: skip
+    a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
 
     at = batch * row_batch + token * row_token
     if EXACT:
@@ -174,45 +141,30 @@ def kernel(
     if NEGATE:
         sin = -sin
 
-    for group in range(begin, end):
-        if PREFETCH:  # a bool a row: Triton 3.9 interprets bools & one bool as whole numbers
-            next_x, next_is_row = _rows(
-                q, k, group + 1, head, token, batch, is_token & (0 * head + group + 1 < end),
-                q_heads, k_heads, q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
-            )  # fmt: skip
-            next_a, next_b = _loaded(next_x + START, next_is_row, PAIRS, WIDTH, READ_HALF)
-        else:
-            x, is_row = _rows(
-                q, k, group, head, token, batch, is_token, q_heads, k_heads,
-                q_batch, q_token, q_head, k_batch, k_token, k_head, HEADS, ALIGN,
-            )  # fmt: skip
-            a, b = _loaded(x + START, is_row, PAIRS, WIDTH, READ_HALF)
-        y, _ = _rows(
-            yq, yk, group, head, token, batch, is_token, q_heads, k_heads,
-            yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head, HEADS, ALIGN,
-        )  # fmt: skip
-        if BEFORE:  # copied first: a load after the stores below would wait for their operands
-            _copy(x, y, is_row, 0, START, BEFORE)
-        if AFTER:
-            _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, AFTER)
+    y, _ = _rows(
+        yq, yk, group, head, token, batch, is_token, q_heads, k_heads,
+        yq_batch, yq_token, yq_head, yk_batch, yk_token, yk_head, HEADS, ALIGN,
+    )  # fmt: skip
+    if BEFORE:  # copied first: a load after the stores below would wait for their operands
+        _copy(x, y, is_row, 0, START, BEFORE)
+    if AFTER:
+        _copy(x, y, is_row, START + 2 * PAIRS, HEAD_DIM, AFTER)
 
-        if READ_HALF:
-            u, v = a.to(tl.float32), b.to(tl.float32)
-        else:
-            u, v = tl.split(tl.reshape(a.to(tl.float32), (TOKENS * HEADS, WIDTH, 2)))
-        one = _product(u, cos, ROUNDED) - _product(v, sin, ROUNDED)
-        other = _product(v, cos, ROUNDED) + _product(u, sin, ROUNDED)
-        one, other = one.to(q.dtype.element_ty), other.to(q.dtype.element_ty)
-        if WRITE_HALF:
-            is_one = is_row & is_pair[None, :]
-            tl.store(y + START + pair[None, :], one, mask=is_one)
-            tl.store(y + START + PAIRS + pair[None, :], other, mask=is_one)
-        else:
-            both = tl.arange(0, 2 * WIDTH)[None, :]
-            turned = tl.reshape(tl.join(one, other), (TOKENS * HEADS, 2 * WIDTH))
-            tl.store(y + START + both, turned, mask=is_row & (both < 2 * PAIRS))
-        if PREFETCH:
-            x, is_row, a, b = next_x, next_is_row, next_a, next_b
+    if READ_HALF:
+        u, v = a.to(tl.float32), b.to(tl.float32)
+    else:
+        u, v = tl.split(tl.reshape(a.to(tl.float32), (TOKENS * HEADS, WIDTH, 2)))
+    one = product(u, cos, ROUNDED) - product(v, sin, ROUNDED)
+    other = product(v, cos, ROUNDED) + product(u, sin, ROUNDED)
+    one, other = one.to(q.dtype.element_ty), other.to(q.dtype.element_ty)
+    if WRITE_HALF:
+        is_one = is_row & is_pair[None, :]
+        tl.store(y + START + pair[None, :], one, mask=is_one)
+        tl.store(y + START + PAIRS + pair[None, :], other, mask=is_one)
+    else:
+        both = tl.arange(0, 2 * WIDTH)[None, :]
+        turned = tl.reshape(tl.join(one, other), (TOKENS * HEADS, 2 * WIDTH))
+        tl.store(y + START + both, turned, mask=is_row & (both < 2 * PAIRS))
 
 
 # --- the calls ---
@@ -305,7 +257,6 @@ def _planned(
         is_in_place,
         inputs[0].itemsize,
         _processors(inputs[0].device),
-        _variant(inputs[0].device, geometry.layout, angles.is_exact),
     )
 
 
@@ -339,16 +290,6 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 128  # any number: other devices do not tell theirs
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _variant(device: torch.device, layout: str, is_exact: bool) -> Variant:
-    if device.type != "cuda":
-        return Variant()
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return variant_of(properties.gcnArchName.split(":")[0], layout, is_exact)
-    return variant_of(f"sm_{properties.major}{properties.minor}", layout, is_exact)
 
 
 def prepared(

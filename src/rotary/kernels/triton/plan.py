@@ -12,13 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..geometry import Geometry
-from .variants import Variant
 
-_THREADS = 128  # of 4 warps
+_WARPS = 2  # of a program, if there are many programs
 _VECTOR = 16  # bytes of the widest load
 ALIGNED = _VECTOR - 1  # the bits of an address that are 0 if so many can be read at a time
-_PLAIN = Variant()
-_SMALL = Variant(prefetch=True)  # loads q and k while angles are computed
 
 
 class Angles(NamedTuple):
@@ -42,7 +39,7 @@ class Plan(NamedTuple):
     """The arguments of a launch, except memory."""
 
     programs: int
-    numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `advance`
+    numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `outer_shift`
     constants: dict[str, int]
     warps: int
     corners: tuple[tuple[int, ...], ...]  # offsets of q, k, outputs and angles, for each launch
@@ -57,19 +54,17 @@ def plan(
     is_in_place: bool,
     itemsize: int,
     processors: int,
-    variant: Variant = _PLAIN,
 ) -> Plan:
     """Return the launch for q, or q and k, of these shapes.
 
     strides     of q, k, and their outputs, in elements; 1 along the last axis
     itemsize    bytes of one element
     processors  the number of multiprocessors of the device
-    variant     how a tile is rotated if there is work for all of them
 
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
     >>> plan(((1, 2, 8192, 128),), (steps,) * 2, angles, geometry, True, 2, 132).programs
-    1024
+    4096
     """
     q, k = shapes[0], shapes[-1]
     count = len(shapes)
@@ -100,32 +95,25 @@ def plan(
     row_align = 1 if angles.has_rows else table_align
 
     width = 1 << (geometry.pairs - 1).bit_length()
-    # Pairs of a tile: two vectors for each thread of 4 warps, or one if there are 8 warps, or if
-    # there would be too few programs; a pair or two if one program for each processor then takes
-    # all. Never fewer than threads, so that no two of them load the same number, which one of them
-    # might already have rotated.
-    tile, pairs = 2 * _THREADS * vector, batches * token_count * (q_heads + k_heads) * width
-    if pairs < 4 * processors * tile:
-        tile, variant = _THREADS * vector, _SMALL
-    if pairs <= processors * 2 * _THREADS:
-        tile = 2 * _THREADS
+    # A vector of 16 bytes for each thread, half of one where programs are few. Never fewer pairs
+    # than threads: two of them would load the same number, which one might already have rotated.
+    tile, pairs = 32 * _WARPS * vector, batches * token_count * (q_heads + k_heads) * width
     is_by_token = head_steps[0] < token_steps[0]
     tokens, heads = _tile(token_count, (q_heads, k_heads), max(1, tile // width), is_by_token)
     groups = -(-q_heads // heads) - (-k_heads // heads)
-    blocks = batches * -(-token_count // tokens)
-    most = max(1, min(groups, variant.groups, blocks * groups // (8 * processors)))
-    parts = max(1, -(-groups // most))
-    per_program = max(1, -(-groups // parts))  # 14, 14, 12 groups, not 19, 19, 2
+    blocks = -(-token_count // tokens)
+    inner, outer = (groups, blocks) if is_by_token else (blocks, groups)
     order = (batch, token_steps, head_steps)
     last = geometry.start + 2 * geometry.pairs
     return Plan(
-        blocks * -(-groups // per_program),
+        batches * blocks * groups,
         (
             *(step[array] // align for array in range(4) for step in order),
             *(batch[4] // row_align, token_steps[4] // row_align),
-            *(token_count, q_heads, k_heads, per_program),
+            *(token_count, q_heads, k_heads),
             angles.step // table_align if is_indexed else angles.step,
             int(token is not None and token == angles.seq),
+            *(inner, *inverse_of(inner), outer, *inverse_of(outer)),
         ),
         {
             "HEAD_DIM": q[-1],
@@ -144,13 +132,26 @@ def plan(
             "HAS_ROWS": angles.has_rows,
             "EXACT": angles.is_exact,
             "AXES": angles.axes,
-            "PREFETCH": variant.prefetch,
             "ROUNDED": False,
             "TOKENS_FIRST": not is_by_token,
         },
-        variant.warps,
+        2 * _WARPS if pairs < 4 * processors * tile else _WARPS,
         _corners(merged),
     )
+
+
+def inverse_of(divisor: int) -> tuple[int, int]:
+    """Return what the kernels multiply and shift by instead of dividing, exact below 2^31.
+
+    The first is 2^31 to 2^32 - 1, as the 32-bit number of the same bits.
+    Source: T. Granlund, P. L. Montgomery, Division by invariant integers using multiplication,
+    PLDI 1994.
+
+    >>> inverse_of(1), inverse_of(3)
+    ((-2147483648, 0), (-1431655765, 2))
+    """
+    shift = max(0, divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // max(1, divisor)) - 2**32, shift
 
 
 def _copied_at_once(channels: int, width: int) -> int:
