@@ -79,9 +79,10 @@ def targets(rows: Rows) -> Iterator[Target]:
         yield over(f"interleaved over half, {way}", 1.03, (turned.name, who), (two.name, who))
     for work in memory_forms(two):
         yield share(work, "out=", 0.88)
-    line = Line("ablation", two, ()).name
-    for who in ("exact", "exact, positions given"):
-        yield over(f"{who}, over table", 1.03, (line, who), (line, "table"))
+    for what, work in SHORT.items():
+        if work.memory == "bshd":
+            yield over(f"exact angles over tables, {what}", 1.03,
+                       (work.name, "rotary apply"), (work.name, OURS))  # fmt: skip
     axes = two._replace(positions="three axes").name
     yield over("three axes over one", 1.08, (axes, OURS), (two.name, OURS))
     quarter, own = two._replace(rotary_dim=32).name, "rotary in place"
