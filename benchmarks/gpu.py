@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch
 
-from . import command, gpu_clock, gpu_fused, gpu_page, gpu_peers, gpu_plan
+from . import command, gpu_cases, gpu_clock, gpu_fused, gpu_page, gpu_peers, gpu_plan
+from .gpu_cases import Case, buffers_of, flat_buffers, tables_of
 from .gpu_clock import Entry, add, attempted
 from .gpu_gate import LIMITS, PEER_LIMITS, error_of, poisoned
 from .gpu_page import Report, Rows
-from .gpu_peers import Case, buffers_of, flat_buffers, tables_of
 from .gpu_plan import COPY, EMPTY, KINDS, OURS, PARTS, Line, Work
 
 OURS_TOO = "ablation", "fused"  # lines of our calls under other names
@@ -105,7 +105,7 @@ def errors(device: str) -> Iterator[tuple[str, float, float]]:
         for way in (*ways, "rows") if work.positions != "three axes" else ways:
             with poisoned():
                 ulp, _ = error_of(
-                    gpu_peers.ours(way, work, tables), way == "backward", work, device
+                    gpu_cases.ours(way, work, tables), way == "backward", work, device
                 )
             yield f"{way} {work.name}", ulp, LIMITS[work.dtype]
 
@@ -222,7 +222,7 @@ def collect(
     copy = None
     if not is_host:
         flat = [flat_buffers(work, device) for _ in range(sets)]
-        told = attempted(lambda: {"us": timer(gpu_peers.copied, flat, launches)})
+        told = attempted(lambda: {"us": timer(gpu_cases.copied, flat, launches)})
         add(found.setdefault(COPY, {}), told)
         copy = told.get("us")
         del flat
@@ -245,11 +245,11 @@ def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Cas
     tables = tables_of(line.work, device)
     if line.kind == "ablation":
         kernel = importlib.import_module("rotary.kernels.triton.kernel")
-        return gpu_peers.ablations(line.work, tables, kernel)
+        return gpu_cases.ablations(line.work, tables, kernel)
     if line.peers in ("plain", "tuned"):
         has_backward, is_tuned = "backward" in line.ways, line.peers == "tuned"
         return gpu_peers.peer_cases(line.work, tables, there, is_tuned, has_backward)
-    return {f"rotary {way}": gpu_peers.ours(way, line.work, tables) for way in line.ways}
+    return {f"rotary {way}": gpu_cases.ours(way, line.work, tables) for way in line.ways}
 
 
 def checked(who: str, case: Case, work: Work, device: str) -> Entry:
@@ -271,7 +271,7 @@ def counted(device: str = "cuda") -> Rows:
         tables, buffers = tables_of(work, device), buffers_of(work, device, has_grads=True)
         rows[f"calls {work.name}"] = {
             f"rotary {way}": attempted(
-                partial(gpu_clock.counts, gpu_peers.ours(way, work, tables), buffers)
+                partial(gpu_clock.counts, gpu_cases.ours(way, work, tables), buffers)
             )
             for way in ways
         }

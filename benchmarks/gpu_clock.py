@@ -19,7 +19,7 @@ import torch
 
 import rotary
 
-from .gpu_peers import Buffers, Case
+from .gpu_cases import Buffers, Case
 from .gpu_plan import L2_BYTES
 
 Entry = dict[str, Any]  # what was measured of one case

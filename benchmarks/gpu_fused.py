@@ -15,9 +15,9 @@ from torch.nn.functional import rms_norm
 from rotary import KVCache, Norm, fused, rotate
 
 from . import gpu_clock, gpu_plan
+from .gpu_cases import Buffers, Tables, buffers_of, copied, flat_buffers, tables_of
 from .gpu_clock import Entry, add, attempted
 from .gpu_gate import exact_angles
-from .gpu_peers import Buffers, Tables, buffers_of, copied, flat_buffers, tables_of
 from .gpu_plan import COPY, ITEMSIZE, Line, Work
 
 EPS = 1e-6

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .gpu_peers import BASE, SECTIONS, Case, buffers_of, positions_of, tokens_first
+from .gpu_cases import BASE, SECTIONS, Case, buffers_of, positions_of, tokens_first
 from .gpu_plan import Work
 
 # Largest error in ulps of the pair. Ours is rounded once; float32 also has the rounding of cos and

@@ -86,7 +86,7 @@ class Line(NamedTuple):
 
 
 def lines(part: str) -> Iterator[Line]:
-    """Every line of a part. `ways`: see `gpu_peers.ours`.
+    """Every line of a part. `ways`: see `gpu_cases.ours`.
 
     >>> next(lines("prefill")).name
     'bfloat16 half bshd B=2 S=8192 32/8x128'

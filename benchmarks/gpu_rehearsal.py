@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from . import command, gpu, gpu_clock, gpu_fused, gpu_gate, gpu_peers, gpu_plan
+from . import command, gpu, gpu_cases, gpu_clock, gpu_fused, gpu_gate, gpu_peers, gpu_plan
 from .gpu_plan import COPY, KINDS, PARTS, SECONDS, Line
 
 # Seconds on a device with 16 processor cores, after `--compile 12`: to check a case; to load it; to
@@ -220,7 +220,7 @@ def played() -> Iterator[None]:
                           on_cpu.replace("torch.cuda.synchronize()", "")),
         mock.patch.object(gpu, "counted", partial(gpu.counted, "cpu")),
         mock.patch.object(gpu_plan, "COUNTED", gpu_plan.Work(8, 2, 1, 1)),
-        mock.patch.object(gpu_peers, "SEQUENCES", 4),
+        mock.patch.object(gpu_cases, "SEQUENCES", 4),
         mock.patch.object(gpu_plan, "sets_of", return_value=1),
         mock.patch.object(gpu_plan, "launches_of", return_value=1),
         mock.patch("triton.testing.do_bench", lambda call, **_: call() and 1e-3),

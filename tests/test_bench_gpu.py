@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_fused, gpu_peers, gpu_plan
+from benchmarks import gpu, gpu_cases, gpu_fused, gpu_plan
+from benchmarks.gpu_cases import buffers_of, ours, tables_of
 from benchmarks.gpu_gate import LIMITS, error_of, poisoned
-from benchmarks.gpu_peers import buffers_of, ours, tables_of
 from benchmarks.gpu_plan import KINDS, ONE_TOKEN, PARTS, SECONDS, Work
 
 from rotary.kernels.geometry import Geometry
@@ -131,7 +131,7 @@ def test_forms_of_memory_hold_the_same_tokens(form):
     buffers = buffers_of(work, "cpu")
     for x, heads in ((buffers.q, work.q_heads), (buffers.k, work.k_heads)):
         shape = (work.batch, work.seq, heads, work.head_dim)
-        assert gpu_peers.tokens_first(x, work).shape == shape
+        assert gpu_cases.tokens_first(x, work).shape == shape
     assert buffers.q_out.isnan().all()
     assert buffers.k_out.isnan().all()
     assert buffers.q_out.shape == buffers.q.shape
@@ -149,12 +149,12 @@ def test_views_are_views_and_slices_are_slices():
 def test_positions_turn_something_in_every_line():
     for line in LINES:
         if line.work.seq <= 16_384:
-            assert int(gpu_peers.positions_of(line.work).max()) > 0
-    ragged = gpu_peers.positions_of(Work(16_384, memory="thd", positions="ragged"))
+            assert int(gpu_cases.positions_of(line.work).max()) > 0
+    ragged = gpu_cases.positions_of(Work(16_384, memory="thd", positions="ragged"))
     assert len(ragged) == 16_384
     assert int((ragged == 0).sum()) == 64
-    assert gpu_peers.positions_of(Work(positions="three axes")).shape == (8192, 3)
-    assert gpu_peers.positions_of(ONE_TOKEN._replace(batch=3)).tolist() == [[1000], [1017], [1034]]
+    assert gpu_cases.positions_of(Work(positions="three axes")).shape == (8192, 3)
+    assert gpu_cases.positions_of(ONE_TOKEN._replace(batch=3)).tolist() == [[1000], [1017], [1034]]
 
 
 # --- the gate ---

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_clock, gpu_gate, gpu_page, gpu_peers, gpu_plan
+from benchmarks import gpu, gpu_cases, gpu_clock, gpu_gate, gpu_page, gpu_peers, gpu_plan
 from benchmarks.gpu_plan import COPY, EMPTY, KINDS, ONE_TOKEN, OURS, Line, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +37,7 @@ def test_two_passes_collect_two_times_of_every_case():
     timed = []
 
     def timer(case, buffers, launches):
-        timed.append((len(buffers), launches, case is gpu_peers.copied))
+        timed.append((len(buffers), launches, case is gpu_cases.copied))
         return next(times)
 
     line, found = Line("prefill", SMALL, ("out=", "backward"), "later"), {}
@@ -125,7 +125,7 @@ def test_a_million_tokens_take_less_than_40_gb(monkeypatch):
     short = line.work._replace(seq=2**20 // 512)
     monkeypatch.setattr(gpu_gate, "_TOKENS", gpu_gate._TOKENS // 512)
     monkeypatch.setattr(gpu_plan, "sets_of", lambda *_: 1)
-    monkeypatch.setattr(gpu_peers, "ours", lambda *_: lambda b: b[2:4])  # as the kernel: no more
+    monkeypatch.setattr(gpu_cases, "ours", lambda *_: lambda b: b[2:4])  # as the kernel: no more
     with Held() as held:
         gpu.collect({}, line._replace(work=short), {}, "cpu", dict.fromkeys(
             ("prefill", "do_bench"), lambda *_: 1.0))  # fmt: skip

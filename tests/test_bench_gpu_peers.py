@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_peers, gpu_plan
+from benchmarks import gpu, gpu_cases, gpu_peers, gpu_plan
 from benchmarks.gpu_plan import Work
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -93,7 +93,7 @@ def test_peers_get_what_they_ask_for_and_pass_the_gate(form, dtype):
     """Their interfaces in plain torch; transformers is the real one."""
     work, names = FITTING[form]
     work = work._replace(dtype=dtype)
-    tables = gpu_peers.tables_of(work, "cpu")
+    tables = gpu_cases.tables_of(work, "cpu")
     cases = gpu_peers.peer_cases(work, tables, THERE, False)
     assert "fla" not in cases  # it tunes
     cases |= gpu_peers.peer_cases(work, tables, THERE, True)
@@ -127,7 +127,7 @@ def test_peers_that_are_not_there_are_named(monkeypatch, tmp_path):
 def test_a_compiled_peer_passes_the_gate():
     work = Work(1, 2, 4, 2, 16, 16, positions="own rows")
     there = {"torch.compile of it": apply_rotary_pos_emb}
-    cases = gpu_peers.peer_cases(work, gpu_peers.tables_of(work, "cpu"), there, True)
+    cases = gpu_peers.peer_cases(work, gpu_cases.tables_of(work, "cpu"), there, True)
     assert list(cases) == ["torch.compile of it", "torch.compile of it backward"]
     for who, case in cases.items():
         assert "failed" not in gpu.checked(who, case, work, "cpu")
@@ -151,15 +151,15 @@ def planning_kernel(asks):
 
 
 def test_every_variant_changes_the_launch_and_only_its_own(monkeypatch):
-    monkeypatch.setattr(gpu_peers, "replanned", lambda plan, **change: change)
+    monkeypatch.setattr(gpu_cases, "replanned", lambda plan, **change: change)
     kernel, work = planning_kernel(asks=True), SMALL
-    cases = gpu_peers.ablations(work, gpu_peers.tables_of(work, "cpu"), kernel)
+    cases = gpu_cases.ablations(work, gpu_cases.tables_of(work, "cpu"), kernel)
     before = kernel.plan
     variants = gpu_plan.variants()
     bases = ["table", "exact, positions given", "exact"]
     cut = ["table", "exact"]
     assert list(cases) == bases + [f"{base}, {name}" for base in cut for name in variants]
-    buffers = gpu_peers.buffers_of(work, "cpu")
+    buffers = gpu_cases.buffers_of(work, "cpu")
     for case in cases.values():
         case(buffers)
     assert kernel.seen[3:] == list(variants.values()) * 2
@@ -168,6 +168,6 @@ def test_every_variant_changes_the_launch_and_only_its_own(monkeypatch):
 
 def test_a_variant_that_changes_nothing_is_an_error():
     kernel = planning_kernel(asks=False)
-    cases = gpu_peers.ablations(SMALL, gpu_peers.tables_of(SMALL, "cpu"), kernel)
+    cases = gpu_cases.ablations(SMALL, gpu_cases.tables_of(SMALL, "cpu"), kernel)
     with pytest.raises(RuntimeError, match="did not ask for a plan"):
-        cases["table, 2 tokens x 8 heads, 2 warps"](gpu_peers.buffers_of(SMALL, "cpu"))
+        cases["table, 2 tokens x 8 heads, 2 warps"](gpu_cases.buffers_of(SMALL, "cpu"))

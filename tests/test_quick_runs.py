@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks import command, gpu_peers, verify
+from benchmarks import command, gpu_cases, verify
 from libraries import quick_xla
 from programs import ran
 
@@ -174,7 +174,7 @@ def wrong_conversion(source, target, *, executor=None, **options):
         ("run", verify, "apply", wrong(rotary.apply)),
         ("scaling", verify, "apply", wrong(rotary.apply)),
         ("jax", rotary, "rotate", wrong(rotary.rotate)),
-        ("gpu", gpu_peers, "rotate", wrong(rotary.rotate)),
+        ("gpu", gpu_cases, "rotate", wrong(rotary.rotate)),
         ("patch", rotary, "patch", wrong_patch),
         ("fanout", checkpoint, "convert_checkpoint", wrong_conversion),
     ],
