@@ -62,6 +62,7 @@ def cases() -> dict[tuple[str, str], Call]:
 
     v = torch.randn(1, 1, 8, 128).bfloat16()
     memory = torch.zeros(2, 64, 8, 128).bfloat16().unbind()
+    small, scales = [x.to(torch.float8_e4m3fn) for x in memory], torch.ones(2).unbind()
     norm, slots = rotary.Norm(*torch.ones(2, 128).bfloat16(), 1e-6), torch.tensor([[5]])
     fused = {"tables": one, "seq_dim": -3}
     prepared = {
@@ -99,6 +100,13 @@ def cases() -> dict[tuple[str, str], Call]:
         ),
         ("fused", "norm, rotate, cache"): lambda: rotary.fused(
             q, k, v, spec, norm=norm, cache=rotary.KVCache(*memory, slots), out=out[:1], **fused
+        ),
+        ("fused", "norm, rotate, float8 cache, scales in tensors"): lambda: rotary.fused(
+            *(q, k, v, spec),
+            norm=norm,
+            cache=rotary.KVCache(*small, slots, *scales),
+            out=out[:1],
+            **fused,
         ),
         **{("prepared", name): lambda name=name: steps[name](prepared[name]) for name in steps},
         ("with gradient", "rotate, forward and backward"): lambda: torch.autograd.grad(

@@ -107,12 +107,16 @@ def test_norm_and_rotation_are_those_of_the_formula(name, form):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("scale", [0.3, "heads", "token"])
+@pytest.mark.parametrize("scale", [0.3, "heads", "one tensor, and a view", "token"])
 @pytest.mark.parametrize("dtype", [kind for kind in LARGEST if kind != "float64"])
 def test_casts_give_the_bits_of_the_formula(dtype, scale):
     if scale == "token" and LARGEST[dtype] is None:
         pytest.skip("scales are computed for types of 8 bits")
-    scale = (draw(4).abs() + 0.1, draw(2).abs() + 0.1, 0.7) if scale == "heads" else scale
+    positive = draw(4).abs() + 0.1
+    scale = {
+        "heads": (positive, draw(2).abs() + 0.1, 0.7),
+        "one tensor, and a view": (torch.tensor(0.3), positive[::2], positive[1]),
+    }.get(scale, scale)
     q, k, v = heads_of(4, 2, 2)
     q[0, 0, 0, :3] = torch.tensor([1e9, -1e9, 0.0])
     q[1, 1], q[0, 1, :, ::2] = 0, 2.0 ** torch.arange(-16.0, 8.0).view(6, 4)

@@ -59,6 +59,8 @@ BYTES = torch.zeros(2, 32, 2, 16, dtype=torch.float8_e4m3fn)
 ROWS = torch.zeros(32, 40).bfloat16()
 OF_LATENT = randn(3, 1, 4, 24), randn(3, 1, 1, 8), randn(3, 1, 32)
 SHORT = torch.randn(1, 4), torch.randn(1, 4)
+FOR_TOKENS = torch.zeros(2, 32, 2)
+FOR_ALL, FOR_HEADS = torch.tensor(0.5), torch.tensor([0.25, 0.5])
 SLOTS = torch.tensor([[3], [5], [-1]])
 IDS = torch.tensor([[1], [7], [2]])
 ANGLES = {"tables": tuple(table[:1] for table in TABLE), "seq_dim": -3}
@@ -80,11 +82,33 @@ CALLS = {
         q, k, v, norm=Norm(*WEIGHTS, 1e-6), cache=KVCache(*BLOCKS, SLOTS)
     ),
     "cache of bytes": lambda q, k, v: call(q, k, v, cache=KVCache(*BYTES, SLOTS, 0.5, 0.25)),
+    "cache of bytes, scales in memory": lambda q, k, v: call(
+        q, k, v, cache=KVCache(*BYTES, SLOTS, FOR_ALL, FOR_HEADS), out=(q,)
+    ),
+    "cache of bytes, one scale in memory": lambda q, k, v: call(
+        q, k, v, cache=KVCache(*BYTES, SLOTS, FOR_ALL, FOR_ALL)
+    ),
+    "cache of bytes, scales of tokens": lambda q, k, v: call(
+        q, k, v, cache=KVCache(*BYTES, SLOTS, *FOR_TOKENS)
+    ),
     "bytes": lambda q, k, v: call(q, k, v, dtype="int8", scale=0.1),
+    "bytes, scales in memory": lambda q, k, v: call(
+        q, k, v, dtype="int8", scale=(0.1, FOR_HEADS, FOR_ALL)
+    ),
+    "bytes, scales of tokens": lambda q, k, v: call(q, k, v, dtype="int8", scale="token"),
+    "bytes, scales of tokens of k": lambda q, k, v: call(
+        q, k, None, dtype="int8", scale=(FOR_ALL, "token", 1.0)
+    ),
     "latent": lambda q, k, v: rotary.fused(
         *OF_LATENT, LATENT, seq_dim=-3, tables=SHORT, cache=LatentCache(ROWS, SLOTS),
     ),
 }  # fmt: skip
+
+
+def flat(results):
+    """The tensors that a call returned, its scales among them."""
+    for y in results:
+        yield from y if isinstance(y, tuple) else () if y is None else (y,)
 
 
 def watched(monkeypatch):
@@ -124,17 +148,18 @@ def test_a_kept_launch_is_the_one_that_triton_makes(name, memory, stub, monkeypa
         others = CALLS[name](*xs)
     kept, by_triton = stub.launches
     assert kept.programs == by_triton.programs
-    new = [y.data_ptr() for y in results if y is not None]
-    new_too = [y.data_ptr() for y in others if y is not None]
+    new, new_too = ([y.data_ptr() for y in flat(each)] for each in (results, others))
+    assert [type(y) for y in results] == [type(y) for y in others]
     renamed = dict(zip(new_too, new, strict=True))
     for kind, one, other in zip(kinds, kept.values, by_triton.values, strict=True):
         if kind == "*":
             assert one == renamed.get(other, other)
         else:
             assert one & 0xFFFFFFFF == other & 0xFFFFFFFF
-    caches = {"cache": MEMORY, "cache in blocks": BLOCKS, "cache of bytes": BYTES}.get(name)
-    if caches is not None:
-        assert {memory.data_ptr() for memory in caches} <= set(kept.values)
+    caches = {"cache": (*MEMORY,), "cache in blocks": (*BLOCKS,), "cache of bytes": (*BYTES,),
+              "cache of bytes, scales in memory": (*BYTES, FOR_ALL, FOR_HEADS),
+              "cache of bytes, scales of tokens": (*BYTES, *FOR_TOKENS)}.get(name, ())  # fmt: skip
+    assert {memory.data_ptr() for memory in caches} <= set(kept.values)
     if name == "latent":  # k lies behind the latent part
         assert {ROWS.data_ptr(), ROWS[:, 32:].data_ptr()} <= set(kept.values)
 
@@ -211,13 +236,14 @@ def test_written_caches_and_outputs_are_known_to_autograd(stub):
 
 
 def test_what_is_not_kept_is_launched_by_triton(stub):
-    """Scales of tokens, gradients, and a profiler that watches launches."""
+    """Scales that are copied to the device, and a profiler that watches launches."""
     q, k, v = qkv()
     size = len(ready.recent)
-    for _ in range(2):
-        values, scales = call(q, k, v, dtype="int8", scale="token")[0]
-        assert (values.dtype, scales.dtype) == (torch.int8, torch.float32)
+    for scale in ([0.25, 0.5], FOR_HEADS.numpy(), FOR_HEADS.double()):
+        for _ in range(2):
+            call(q, k, None, dtype="int8", scale=(0.1, scale, 1.0))
     assert len(ready.recent) == size
+    assert len(stub.launches) == 6
     CALLS["norm"](q, k, v)
     seen = []
     hook = triton_launch.triton.knobs.runtime.launch_enter_hook

@@ -44,8 +44,8 @@ class ArrayPlan(NamedTuple):
     x, y     input and output, (batch, tokens, heads, channels); in a cache y is
              (blocks, block_size, heads, channels)
     kind     the dtype name of what is stored;  start  the first rotated channel
-    scale    a number; (heads,) numbers; or, if `has_scales`, the tensor into which the kernel
-             writes one for each token and head: (batch, tokens, heads), or in a cache
+    scale    a number; (heads,) float32 of any stride; or, if `has_scales`, the tensor into which
+             the kernel writes one for each token and head: (batch, tokens, heads), or in a cache
              (blocks, block_size, heads)
     weight   (heads or 1, channels), or None;  is_full  whether the mean is over all heads
     """
@@ -232,7 +232,7 @@ def _scaled(
         return y, kind, scale, False
     numbers = torch.as_tensor(scale, dtype=torch.float32, device=y.device)
     scale_form(name, tuple(numbers.shape), y.shape[-2])
-    return y, kind, numbers.expand(y.shape[-2]).contiguous(), False
+    return y, kind, numbers.expand(y.shape[-2]), False
 
 
 def _in_cache(
@@ -356,11 +356,12 @@ def _arguments(
         **({} if name == "V" else {"START": plan.start}),
     }
     is_byte = plan.kind.startswith("float8")
+    steps = scale.stride() if isinstance(scale, Tensor) else ()
     numbers = [
         plan.x, plan.y.view(torch.uint8) if is_byte else plan.y,
         plan.x if weight is None else weight,
         scale if isinstance(scale, Tensor) else plan.x, *plan.x.stride()[:3], *plan.y.stride()[:3],
-        *(scale.stride() if plan.has_scales and isinstance(scale, Tensor) else (0, 0, 0)),
+        *(0,) * (3 - len(steps)), *steps,
         weight.stride(0) if weight is not None and len(weight) > 1 else 0,
         1.0 if isinstance(scale, Tensor) else float(scale),
     ]  # fmt: skip

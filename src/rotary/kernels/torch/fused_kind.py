@@ -14,17 +14,19 @@ ABSENT = -1  # the place of an operand that a call does not have
 class Kind(NamedTuple):
     """All that the code of a call depends on besides its tensors.
 
-    dtype, scales  those of `rotary.fused`, or with a cache its scales for k and v: numbers
+    dtype, scales  those of `rotary.fused`, or with a cache its scales for k and v: numbers, "token"
+                   or None for one that is a tensor
     cache          the type of the cache, or None
-    places         where q, k, v, three weights, two caches and slots are among the operands;
-                   `ABSENT` for one that the call does not have. One weight may serve q and k
+    places         where q, k, v, three weights, two caches, slots and three scales are among the
+                   operands; `ABSENT` for one that the call does not have. One weight may serve q
+                   and k, one scale k and v
     """
 
     options: Options
     eps: float
     add_one: bool
     dtype: str | None
-    scales: tuple[float, float, float]
+    scales: tuple[float | str | None, ...]
     cache: type | None
     places: tuple[int, ...]
 
@@ -37,25 +39,29 @@ class Operands(NamedTuple):
     v: Tensor | None
     norm: Norm | None
     cache: KVCache | LatentCache | None
+    scales: tuple[object, object, object]
 
 
 def operands_of(kind: Kind, xs: Sequence[Tensor]) -> Operands:
     """Return the operands of a call of this kind by name."""
-    q, k, v, wq, wk, wv, first, second, slots = [
+    q, k, v, wq, wk, wv, first, second, slots, *scales = [
         None if place == ABSENT else xs[place] for place in kind.places
     ]
     assert q is not None
+    pairs = zip(kind.scales, scales, strict=True)
+    of_q, of_k, of_v = [x if scale is None else scale for scale, x in pairs]
     has_norm = any([weight is not None for weight in (wq, wk, wv)])
     norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if has_norm else None
     cache: KVCache | LatentCache | None = None
     if kind.cache is KVCache:
-        cache = KVCache(first, second, slots, *kind.scales[1:])
+        cache = KVCache(first, second, slots, of_k, of_v)
     elif kind.cache is LatentCache:
-        cache = LatentCache(first, slots, kind.scales[1])
-    return Operands(q, k, v, norm, cache)
+        assert isinstance(of_k, float)
+        cache = LatentCache(first, slots, of_k)
+    return Operands(q, k, v, norm, cache, (of_q, of_k, of_v))
 
 
 def stages_of(kind: Kind, operands: Operands) -> Stages:
     """Return the stages of a call of this kind."""
-    scales = kind.scales if kind.cache is None else (kind.scales[0], 1.0, 1.0)
+    scales = operands.scales if kind.cache is None else (operands.scales[0], 1.0, 1.0)
     return Stages(operands.norm, operands.cache, kind.dtype, scales)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..geometry import Options
-from ..stages import KVCache, LatentCache, Stages, changes_v
+from ..stages import TOKEN, KVCache, LatentCache, Stages, changes_v
 from . import fused_ready_gpu as on_gpu
 from . import ready
 from .fused_kind import ABSENT, Kind
@@ -19,8 +19,8 @@ except ImportError:  # without Numba
     code_on_cpu = None
 
 _NOTHING = None, None, None
-_WEIGHTS = 3  # the place of the first weight among the operands
-Triple = tuple[Tensor | None, Tensor | None, Tensor | None]
+_WEIGHTS, _SCALES = 3, 10  # the places of the first weight and of the scale of k
+Result = Tensor | tuple[Tensor, Tensor] | None
 
 
 def quick(
@@ -32,7 +32,7 @@ def quick(
     options: Options,
     stages: Stages,
     out: Sequence[Tensor] | None,
-) -> Triple | None:
+) -> tuple[Result, Result, Result] | None:
     """Compute `fused.fused` by code that is kept for calls of this form; None if it cannot."""
     norm, cache, dtype, scales = stages
     weights, eps, add_one = _NOTHING, 0.0, False
@@ -42,24 +42,33 @@ def quick(
     if type(cache) is KVCache:
         memory, scales = (cache.k, cache.v, cache.slots), (scales[0], cache.k_scale, cache.v_scale)
     elif type(cache) is LatentCache:
+        if type(cache.scale) is not float:
+            return None
         memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
     if is_recorded_by_dynamo():
         return None
+    fixed: list[float | str | None] = []
+    read_scales: list[Tensor | None] = []
     for scale in scales:
-        if type(scale) is not float:
+        is_read = isinstance(scale, Tensor)
+        if not is_read and type(scale) is not float and type(scale) is not str:
             return None
+        fixed.append(None if is_read else scale)
+        read_scales.append(scale if is_read else None)
     places: list[int] = []
     xs: list[Tensor] = []
-    for x in (q, k, v, *weights, *memory):
+    for x in (q, k, v, *weights, *memory, *read_scales):
         if x is None:
             places.append(ABSENT)
         elif x is weights[0] and len(places) > _WEIGHTS:  # guards take no tensor twice
             places.append(places[_WEIGHTS])
+        elif x is read_scales[1] and len(places) > _SCALES:
+            places.append(places[_SCALES])
         else:
             places.append(len(xs))
             xs.append(x)
     kind_of_cache = None if cache is None else type(cache)
-    kind = Kind(options, eps, add_one, dtype, scales, kind_of_cache, tuple(places))
+    kind = Kind(options, eps, add_one, dtype, tuple(fixed), kind_of_cache, tuple(places))
     read: Tables = tables
     if rows is not None:
         if not isinstance(rows, Tensor):
@@ -68,10 +77,17 @@ def quick(
     results = ready.run((kind,), xs, read, out, _code, ready.identity)
     if results is None:
         return None
+    returned = iter(results)
+
+    def taken(scale: object) -> Result:
+        y = next(returned)
+        return (y, next(returned)) if scale == TOKEN else y
+
+    of_q = taken(fixed[0])
     if cache is not None:
-        return results[0], None, None
-    of_v = results[-1] if v is not None and changes_v(stages) else v
-    return results[0], None if k is None else results[1], of_v
+        return of_q, None, None
+    of_k = None if k is None else taken(fixed[1])
+    return of_q, of_k, taken(fixed[2]) if v is not None and changes_v(stages) else v
 
 
 def _code(

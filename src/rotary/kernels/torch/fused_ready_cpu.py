@@ -32,7 +32,7 @@ def code_of(
     operands = [None if place == ABSENT else xs[place] for place in kind.places]
     if not _can_run(kind, xs, operands, tables, out):
         return None
-    q, k, v, norm, cache = operands_of(kind, xs)
+    q, k, v, norm, cache, _ = operands_of(kind, xs)
     cos, sin, *rows = tables
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
@@ -75,7 +75,7 @@ def _can_run(
         return False
     if wants_grad(*every, *(out or ())) or len(set(map(id, every))) < len(every):
         return False
-    q, k, v, wq, wk, wv, _, v_cache, slots = operands
+    q, k, v, wq, wk, wv, _, v_cache, slots, *_ = operands
     cos, sin, *rows = tables
     if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
         return False

@@ -5,7 +5,6 @@ Planning such a launch, and having Triton examine its 70 arguments, takes 300 us
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from ..memory import extent
@@ -32,9 +31,9 @@ def code_of(
     if not is_for_gpu(every) or wants_grad(*every) or len(set(map(id, read))) < len(read):
         return None
     operands = operands_of(kind, xs)
-    q, k, v, _, cache = operands
+    q, k, v, _, cache, _ = operands
     stages, caches = stages_of(kind, operands), written_to(cache)
-    check_scales(stages, (q, k, v), np.asarray)
+    check_scales(stages, (q, k, v), lambda scale: None)  # those in tensors are on the device
     cos, sin, *rows = tables
     given = [x for x in (q, k, v) if x is not None]
     check_operands(given, cos, sin, None)
@@ -47,9 +46,8 @@ def code_of(
     if plan is None or plan[1] is None:
         return None
     results, planned = plan[0], plan[1]
-    outs = [y for y in results if isinstance(y, Tensor)]
-    if any([isinstance(y, tuple) for y in results]):
-        return None  # scales of tokens
+    outs = [y for result in results if result is not None
+            for y in (result if isinstance(result, tuple) else (result,))]  # fmt: skip
     if out is not None and any([x is not y for x, y in zip(out, outs, strict=True)]):
         return None  # the result would be copied into it
     written = [*(out or ()), *caches]

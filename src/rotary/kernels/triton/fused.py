@@ -170,7 +170,7 @@ def all_stages(
                     mask=is_token & (head < heads),
                 )
             elif SCALE == "heads":
-                divisor = tl.load(scale + head, mask=head < heads, other=1.0).to(tl.float32)
+                divisor = tl.load(scale + head * s_head, mask=head < heads, other=1.0)
             else:
                 divisor = tl.full((ROWS,), 0.0, tl.float32) + number
             if PAIRS > 0:
