@@ -255,6 +255,15 @@ def test_what_is_not_kept_is_launched_by_triton(stub):
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize(("blocks", "each"), [(4 * 132, 3), (31 * 132, 3), (32 * 132, 2)])
+def test_heads_are_parted_until_there_are_programs_for_all(blocks, each, stub):
+    """A program takes two heads of 32 tokens, or with 32 blocks for each processor all heads."""
+    q, k = (torch.zeros(1, 32 * blocks, heads, 16).bfloat16() for heads in (4, 2))
+    tables = [table[:1].expand(32 * blocks, 8) for table in TABLE]
+    call(q, k, None, norm=Norm(*WEIGHTS, 1e-6), tables=tables, out=(q, k))
+    assert stub.launches[-1].programs == each * blocks
+
+
 def test_each_thread_has_arguments_of_its_own(stub):
     """The driver reads them without the GIL."""
     inputs = [qkv()[:2] for _ in range(4)]
