@@ -217,8 +217,8 @@ def stub_of_cuda(
             (gpu_kernel, "index_of", device_of),
             (triton_launch, "index_of", device_of),
             (torch_fused_gpu, "index_of", device_of),
-            (gpu_kernel, "_processors", lambda device: 132),
-            (torch_fused_gpu, "_processors", lambda device: 132),
+            (gpu_kernel, "processors_of", lambda device: 132),
+            (torch_fused_gpu, "processors_of", lambda device: 132),
             (nvidia, "PyCUtensorMap", type("PyCUtensorMap", (), {})),
             (torch.cuda, "device", on_device),
         ]

@@ -30,7 +30,7 @@ def code(monkeypatch, arch):
         found.append(code_of(plan, operands, arch))
 
     monkeypatch.setattr(compiled, "_run", compile_only)
-    monkeypatch.setattr(compiled, "_processors", lambda device: 132)
+    monkeypatch.setattr(compiled, "processors_of", lambda device: 132)
     return found
 
 
@@ -90,7 +90,7 @@ def test_inductor_which_fuses_products_gets_a_kernel_that_rounds_them(layout, mo
             found.append(code_of(launch, operands, 90, is_fused=True))
 
     monkeypatch.setattr(compiled, "_run", compile_only)
-    monkeypatch.setattr(compiled, "_processors", lambda device: 132)
+    monkeypatch.setattr(compiled, "processors_of", lambda device: 132)
     launch_tables(128, Options(layout))
     rounded, fused = found
     assert rounded.fused == 0 < fused.fused
@@ -197,7 +197,7 @@ def launches_of(seq=8192, batch=2, layout="half", is_exact=False, **change):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "_run", lambda plan, operands, *_: found.append((plan, operands)))
-        patch.setattr(compiled, "_processors", lambda device: 132)
+        patch.setattr(compiled, "processors_of", lambda device: 132)
         if is_exact:
             turns = torch.empty(pairs, dtype=torch.int64, device="meta")
             compiled.rotate_exact(xs, turns, 1.0, rows, geometry, None)
@@ -232,9 +232,12 @@ def test_of_a_part_everything_is_loaded_before_it_is_stored():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_it_compiles_for_gfx942(is_exact, layout):
-    """Where a warp has 64 threads, so that each stores half as much: nothing is spilled."""
+def test_it_compiles_for_gfx942(is_exact, layout, monkeypatch):
+    """Where a warp has 64 threads: one warp moves the tile in vectors, and nothing is spilled."""
+    monkeypatch.setattr(compiled, "lanes_of", lambda device: 64)
     ((plan, operands),) = launches_of(layout=layout, is_exact=is_exact)
     code = compile_for(plan, operands, GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
     spilled = re.findall(r"\.(?:vgpr|sgpr)_spill_count:\s+(\d+)", code)
     assert set(spilled) == {"0"}
+    assert plan.warps == 1
+    assert set(re.findall(r"\b(?:global|buffer)_store_(\w+)", code)) == {"dwordx4"}

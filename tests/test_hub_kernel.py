@@ -518,7 +518,7 @@ def test_the_compiler_makes_the_same_code_of_it(folder, monkeypatch, tmp_path):
     half = geometry.Geometry(0, 64, "half", "half", (0, 1, 2))
     for module in (exported, compiled):
         monkeypatch.setattr(gpu_code, "compiled", module)
-        monkeypatch.setattr(module, "_processors", lambda device: 132)
+        monkeypatch.setattr(module, "processors_of", lambda device: 132)
         monkeypatch.setattr(module, "_run", compile_only)
         module.rotate(xs, table, table, None, half, None)
     assert len(codes) == 2

@@ -24,8 +24,7 @@ from ..stages import (
     written_to,
 )
 from ..triton.fused import kernel
-from ..triton.kernel import _processors
-from ..triton.launch import by_addresses, index_of, on_device
+from ..triton.launch import by_addresses, index_of, on_device, processors_of
 from ..triton.plan import inverse_of
 from ..triton.sources import along
 from .checks import check_outputs, check_writable, slots_of
@@ -295,7 +294,7 @@ def _launch(
             heads *= 2
     tile_tokens = min(fitting // heads, _power(tokens))
     blocks = -(-tokens // tile_tokens)
-    processors = _processors(cos.device)
+    processors = processors_of(cos.device)
     is_filled = batches * tokens * sum(counts) * widest > processors * _ELEMENTS
     numbers: list[object] = []
     constants: dict[str, object] = {}

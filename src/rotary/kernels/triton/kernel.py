@@ -12,7 +12,6 @@ for CUDA, it compiles for ROCm's gfx942; XPU and other devices rotate by torch o
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..geometry import Geometry
 from .arithmetic import cos_sin, product, quotient
-from .launch import Launch, by_addresses, index_of, on_device
+from .launch import Launch, by_addresses, index_of, lanes_of, on_device, processors_of
 from .plan import Angles, Plan, plan
 from .sources import Source, are_walked_alike, from_tables, from_turns
 
@@ -256,7 +255,8 @@ def _planned(
         geometry,
         is_in_place,
         inputs[0].itemsize,
-        _processors(inputs[0].device),
+        processors_of(inputs[0].device),
+        lanes_of(inputs[0].device),
     )
 
 
@@ -283,13 +283,6 @@ def _options(launch: Plan) -> dict[str, int | bool]:
     """Return the options of a launch; with tables, no product is fused with a sum, as in NumPy."""
     more = {"num_warps": launch.warps, "enable_fp_fusion": launch.constants["EXACT"]}
     return launch.constants | more
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 128  # any number: other devices do not tell theirs
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def prepared(

@@ -57,6 +57,20 @@ def on_device(index: int) -> AbstractContextManager[None]:
 
 
 @lru_cache
+def processors_of(device: torch.device) -> int:
+    """Return the number of multiprocessors; of a device that is not CUDA's or ROCm's any number."""
+    if device.type != "cuda":
+        return 128
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def lanes_of(device: torch.device) -> int:
+    """Return the number of threads in a warp."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+@lru_cache
 def _launch_kernel() -> Callable[..., int] | None:
     """Return `cuLaunchKernelEx` of the CUDA driver, None where there is none."""
     try:

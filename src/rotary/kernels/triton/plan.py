@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..geometry import Geometry
 
-_WARPS = 2  # of a program, if there are many programs
+_THREADS = 64  # of a program, if there are many programs
 _VECTOR = 16  # bytes of the widest load
 ALIGNED = _VECTOR - 1  # the bits of an address that are 0 if so many can be read at a time
 
@@ -54,12 +54,13 @@ def plan(
     is_in_place: bool,
     itemsize: int,
     processors: int,
+    lanes: int = 32,
 ) -> Plan:
     """Return the launch for q, or q and k, of these shapes.
 
     strides     of q, k, and their outputs, in elements; 1 along the last axis
     itemsize    bytes of one element
-    processors  the number of multiprocessors of the device
+    processors  the number of multiprocessors of the device;  lanes  the threads of a warp
 
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
@@ -97,7 +98,7 @@ def plan(
     width = 1 << (geometry.pairs - 1).bit_length()
     # A vector of 16 bytes for each thread, half of one where programs are few. Never fewer pairs
     # than threads: two of them would load the same number, which one might already have rotated.
-    tile, pairs = 32 * _WARPS * vector, batches * token_count * (q_heads + k_heads) * width
+    tile, pairs = _THREADS * vector, batches * token_count * (q_heads + k_heads) * width
     is_by_token = head_steps[0] < token_steps[0]
     tokens, heads = _tile(token_count, (q_heads, k_heads), max(1, tile // width), is_by_token)
     groups = -(-q_heads // heads) - (-k_heads // heads)
@@ -135,7 +136,7 @@ def plan(
             "ROUNDED": False,
             "TOKENS_FIRST": not is_by_token,
         },
-        2 * _WARPS if pairs < 4 * processors * tile else _WARPS,
+        (2 if pairs < 4 * processors * tile else 1) * _THREADS // lanes,
         _corners(merged),
     )
 
