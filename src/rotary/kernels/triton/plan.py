@@ -65,7 +65,7 @@ def plan(
     >>> geometry = Geometry(0, 64, "half", "half", (None, None, 0))
     >>> angles, steps = Angles(False, False, (0, 0, 64)), (2**21, 2**20, 128, 1)
     >>> plan(((1, 2, 8192, 128),), (steps,) * 2, angles, geometry, True, 2, 132).programs
-    4096
+    2048
     """
     q, k = shapes[0], shapes[-1]
     count = len(shapes)
