@@ -11,7 +11,7 @@ from rotary.kernels.triton.plan import Plan, inverse_of
 
 KINDS = ("ablation", "prefill", "decode", "host", "fused")
 # Seconds after which no line of a part is begun; compiled beforehand, all parts end before
-SECONDS = {"ablation": 60, "prefill": 75, "decode": 35, "host": 60, "fused": 45, "peers": 100,
+SECONDS = {"ablation": 60, "prefill": 75, "decode": 45, "host": 60, "fused": 45, "peers": 100,
            "tuned": 160}  # fmt: skip
 PARTS = tuple(SECONDS)
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
