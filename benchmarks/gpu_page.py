@@ -118,19 +118,21 @@ def targets(rows: Rows) -> Iterator[Target]:
 def over_fastest_peer(rows: Rows, part: str) -> tuple[str, float | None]:
     """The line on which a peer does best against us, and our time over its.
 
-    A peer that rotates in place is held against us in place, any other against new outputs, or out=
-    where these were not measured: outputs that a graph allocates stay in the cache.
+    A peer that rotates in place is held against us in place, any other against new outputs, as the
+    outputs that a graph allocates stay in the cache; either against out= where that was not
+    measured. Of two passes the worse ratio counts.
     """
     worst: tuple[str, float | None] = "", None
     for line in lines(part):
         for who in rows.get(line.name, {}):
             is_peer = not who.startswith("rotary ") and who != COPY and "backward" not in who
             theirs = _field(rows, line.name, who, "us") if is_peer else []
-            ways = ("in place",) if who in IN_PLACE else ("new", "out=")
+            ways = ("in place" if who in IN_PLACE else "new", "out=")
             ours = (_field(rows, line.name, f"rotary {way}", "us") for way in ways)
             best = next((found for found in ours if found), [])
-            if theirs and best and min(best) / min(theirs) > (worst[1] or 0):
-                worst = f", {who}, {line.name}", min(best) / min(theirs)
+            ratio = max((a / b for a, b in zip(best, theirs, strict=False)), default=0.0)
+            if ratio > (worst[1] or 0):
+                worst = f", {who}, {line.name}", ratio
     return worst
 
 

@@ -190,6 +190,63 @@ def test_row_numbers_other_axes_and_no_batch():
     assert_equal(*both((draw(6, 8), None, None), SPECS["half"], Stages()))
 
 
+@pytest.mark.parametrize("scale", [1.0, "token"])
+@pytest.mark.parametrize("lead", [(6, 2), (6, 2, 3), (2, 6, 3)])
+def test_the_tokens_of_a_sequence_may_lie_before_the_batch(lead, scale):
+    """As in Megatron; with batch axes on both sides torch's operators compute it."""
+    seq, spec = lead.index(6), SPECS["half"]
+    xs = [draw(*lead, heads, 8) for heads in (4, 2, 2)]
+    stages = Stages(Norm(draw(8), draw(8), 1e-6), dtype=None if scale == 1 else "int8",
+                    scales=(scale,) * 3)  # fmt: skip
+    if lead == (2, 6, 3):
+        cos, sin = rotary.cos_sin(spec, torch.arange(6))
+        options = options_of(spec, seq_dim=seq)
+        fitted = fit([tuple(x.shape) for x in xs], (6, 4), None, options, stages)
+        assert torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None) is None
+        return
+    assert_equal(*both(tuple(xs), spec, stages, seq_dim=seq), ulps=3)
+    slots = torch.randperm(40)[: xs[1].shape[:-2].numel()]
+    cache = KVCache(torch.zeros(40, 2, 8), torch.zeros(40, 2, 8), slots.view(lead))
+    assert_equal(*both(tuple(xs), spec, Stages(None, cache), seq_dim=seq))
+
+
+def test_caches_of_k_and_v_of_two_forms():
+    xs, spec = tuple(heads_of(4, 2, 2)), SPECS["half"]
+    cos, sin = rotary.cos_sin(spec, torch.arange(6))
+    memory = torch.zeros(64, 2, 8)
+
+    def write(k, v):
+        stages = Stages(None, KVCache(k, v, SLOTS))
+        shapes = [tuple(x.shape) for x in xs]
+        fitted = fit(shapes, tuple(cos.shape), None, options_of(spec, seq_dim=-2), stages)
+        return torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
+
+    with pytest.raises(ValueError, match=r"must have as many slots: got \[16, 8\]"):
+        write(memory[:16], memory[16:24])
+    assert write(memory[:16], memory[16:32].view(2, 8, 2, 8)) is None
+    assert write(memory[:16].view(4, 4, 2, 8), memory[16:32].view(2, 8, 2, 8)) is None
+    assert not memory.any()
+    assert write(memory[:16], memory[16:32]) is not None
+    assert memory[:32].any()
+    assert not memory[32:].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_scales_of_rows_with_nan_and_inf_and_of_pairs_that_are_no_power_of_two(kind):
+    x = draw(1, 5, 2, 12)
+    x[0, 0, 0, 1], x[0, 1, 1, 11] = torch.nan, torch.inf
+    stages = Stages(dtype=kind, scales=("token",) * 3)
+    assert_equal(*both((x, None, None), Rotary(12, 6, base=100.0), stages, seq_dim=-3))
+
+
+def test_no_tokens():
+    spec = Rotary(8, base=100.0)
+    fitted = fit([(2, 4, 0, 8), None, None], (0, 4), None, options_of(spec, seq_dim=-2), Stages())
+    empty = torch.zeros(2, 4, 0, 8), None, None, torch.zeros(0, 4), torch.zeros(0, 4), None
+    assert torch_fused_gpu.fused(*empty, fitted, Stages(), None) is None
+
+
 def test_out_is_written_by_the_launch():
     xs = tuple(heads_of(4, 2, 2))
     assert_equal(*both(xs, SPECS["mixed"], Stages(Norm(draw(8), None, 1e-6)), out=True), ulps=2)

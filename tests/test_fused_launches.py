@@ -95,6 +95,11 @@ CALLS = {
     "bytes, scales in memory": lambda q, k, v: call(
         q, k, v, dtype="int8", scale=(0.1, FOR_HEADS, FOR_ALL)
     ),
+    "bytes, one scale in memory": lambda q, k, v: call(q, k, v, dtype="int8", scale=FOR_ALL),
+    "bytes, one scale in memory for q": lambda q, k, v: call(
+        q, None, None, dtype="int8", scale=FOR_ALL
+    ),
+    "bytes, whole scales": lambda q, k, v: call(q, k, None, dtype="int8", scale=(2, FOR_ALL, 1)),
     "bytes, scales of tokens": lambda q, k, v: call(q, k, v, dtype="int8", scale="token"),
     "bytes, scales of tokens of k": lambda q, k, v: call(
         q, k, None, dtype="int8", scale=(FOR_ALL, "token", 1.0)
@@ -262,6 +267,36 @@ def test_heads_are_parted_until_there_are_programs_for_all(blocks, each, stub):
     tables = [table[:1].expand(32 * blocks, 8) for table in TABLE]
     call(q, k, None, norm=Norm(*WEIGHTS, 1e-6), tables=tables, out=(q, k))
     assert stub.launches[-1].programs == each * blocks
+
+
+def test_scales_that_cannot_be_kept_are_planned_once(stub, monkeypatch):
+    planned, plan = [], fused_gpu.planned
+    monkeypatch.setattr(fused_gpu, "planned", lambda *given: planned.append(given) or plan(*given))
+    q, k, v = qkv()
+    views = FOR_HEADS[0], FOR_HEADS[0]
+    for scales in ((FOR_HEADS.double(), 1.0), (FOR_HEADS.bfloat16(), 1.0), views):
+        for _ in range(2):
+            planned.clear()
+            call(q, k, v, cache=KVCache(*BYTES, SLOTS, *scales))
+            assert len(planned) == 1
+
+
+def test_a_scale_that_learns_is_left_to_the_operators_of_torch(stub):
+    q, k, _ = qkv()
+    learning = FOR_ALL.clone().requires_grad_()
+    for _ in range(2):
+        y, _, _ = call(q, k, None, dtype="float32", scale=(learning, 1.0, 1.0))
+        assert y.requires_grad
+    assert stub.launches == []
+
+
+def test_the_word_token_is_no_scale_of_a_cache(stub):
+    q, k, v = qkv()
+    before = k.clone(), v.clone()
+    with pytest.raises(ValueError, match="k_scale is 'token': for a scale of each token and head"):
+        call(q, k, v, cache=KVCache(*BYTES, SLOTS, "token", "token"))
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
 
 
 def test_each_thread_has_arguments_of_its_own(stub):

@@ -85,6 +85,16 @@ def test_offsets_beyond_31_bits(axis):
     assert torch.equal(x, torch.from_numpy(want))
 
 
+def test_no_heads_where_the_batch_takes_several_launches():
+    q, k = torch.zeros(3, 2, 12, 3, 6), torch.zeros(3, 2, 0, 3, 6)
+    cos, sin = (torch.randn(3, 2, 1, 3, 3) for _ in range(2))
+    for xs in ((q, k), (k, q)):
+        shapes = tuple(tuple(x.shape) for x in xs)
+        geometry = geometry_of(shapes, tuple(cos.shape), None, Options())
+        results = kernel.rotate(xs, cos, sin, None, geometry, None)
+        assert [tuple(y.shape) for y in results] == list(shapes)
+
+
 def count_launches(monkeypatch):
     launches = []
     run = kernel._run

@@ -189,6 +189,11 @@ def check_scales(
         if scale is None:
             raise TypeError(f"{name} is None: leave it out, or pass 1.0, if nothing is scaled")
         if isinstance(scale, str):
+            if not name.startswith("scale of "):
+                raise ValueError(
+                    f"{name} is {scale!r}: for a scale of each token and head pass an array of the "
+                    "shape of the cache without its last axis, which the call writes"
+                )
             continue
         if isinstance(scale, (int, float)):
             wrong = [] if 0 < abs(scale) < math.inf else [scale]
@@ -205,13 +210,17 @@ class Fit(NamedTuple):
 
     geometries  of q and k
     seq_axis    of the tokens of q and k;  head_axis  of their heads, None where there are none
-    tokens      the shape of the tokens: (batch, seq) or (seq,)
+    tokens      the shape of the tokens: (batch, seq) or (seq,);  place  the index of seq in it
     """
 
     geometries: tuple[Geometry, ...]
     seq_axis: int
     head_axis: int | None
     tokens: Shape
+
+    @property
+    def place(self) -> int:
+        return self.seq_axis - (self.head_axis is not None and self.head_axis < self.seq_axis)
 
 
 def fit(

@@ -99,7 +99,9 @@ def fused(
     row_shape = None if rows is None else tuple(rows.shape)
     fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
     operands = [*xs, *weights, cos, sin, *([] if rows is None else [rows])]
-    if (out is not None or cache is not None) and wants_grad(*operands, *(out or ())):
+    scales = [*stages.scales, getattr(cache, "k_scale", 1.0), getattr(cache, "v_scale", 1.0)]
+    has_grad = wants_grad(*operands, *[scale for scale in scales if isinstance(scale, Tensor)])
+    if (out is not None or cache is not None) and (has_grad or wants_grad(*(out or ()))):
         raise RuntimeError(
             "out= and cache= do not take part in autograd: call fused under torch.no_grad(), or "
             "without them"
@@ -108,7 +110,7 @@ def fused(
         done = by_loops(q, k, v, cos, sin, rows, fitted, stages, out)
         if done is not None:
             return done
-    if is_for_gpu(operands) and not wants_grad(*operands):
+    if is_for_gpu(operands) and not has_grad:
         from . import fused_gpu
 
         done = fused_gpu.fused(q, k, v, cos, sin, rows, fitted, stages, out)

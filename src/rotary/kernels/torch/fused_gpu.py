@@ -1,5 +1,6 @@
 """`rotary.fused` for torch on a GPU: tensors of any strides, in one launch of the kernel."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from .launch import mark_written
 # of 1024 to 8192 elements and 1 to 8 warps the fastest on an H100, but for a few rows
 _WARPS = 2
 _ELEMENTS = 1024  # in a tile: 16 for each thread
-_PROGRAMS = 32  # for each processor at least; with more, each takes more heads of its tokens
+_PROGRAMS = 32  # for each processor: heads are parted among programs until there are so many
 Result = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -123,8 +124,9 @@ def planned(
     """Return results to be written, and the launch that writes them; no launch for no elements.
 
     The kernel writes into a tensor of `out` if it can, else the result is a new tensor. None if
-    angles differ between heads, or if the cache has more slots than 32-bit numbers can count.
-    Raises ValueError for outputs and caches that must not be written.
+    there are no tokens, if there are batch axes on both sides of theirs, if angles differ between
+    heads, if the blocks of k and v differ in size, or if the cache has more slots than 32-bit
+    numbers can count. Raises ValueError for outputs and caches that must not be written.
     """
     q, k, v = qkv
     xs = q, k, v if changes_v(stages) or stages.cache is not None else None
@@ -138,8 +140,11 @@ def planned(
     # a cache may not be an input, either
     check_writable([cos, sin, *read, *(out or ())], written_to(stages.cache))
     steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
+    if 0 in fitted.tokens or 0 < fitted.place < len(fitted.tokens) - 1:
+        return None
     slots, block, count = _slots(stages.cache, fitted)
-    if (fitted.head_axis is not None and steps.pop(fitted.head_axis)) or count >= 2**31:
+    is_by_head = fitted.head_axis is not None and bool(steps.pop(fitted.head_axis))
+    if is_by_head or count >= 2**31 or block is None:
         return None
     steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # after the batch axes
     sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
@@ -165,7 +170,8 @@ def planned(
             continue
         is_latent = isinstance(stages.cache, LatentCache) and name == "v"
         head_axis = None if is_latent else fitted.head_axis
-        source = as_4d(x if x.stride(-1) == 1 else x.contiguous(), head_axis)
+        axes = head_axis, fitted.place
+        source = as_4d(x if x.stride(-1) == 1 else x.contiguous(), axes)
         start = fitted.geometries[name == "k"].start if name != "v" else 0
         weight = _weight(stages.norm, name, source)
         if stages.cache is not None and name != "q":
@@ -173,11 +179,11 @@ def planned(
             results.append(None)
         else:
             kind = stages.dtype or str(xs[0].dtype).removeprefix("torch.")
-            y, result = _output(x, head_axis, kind, next(outs, None), is_mixed)
+            y, result = _output(x, axes, kind, next(outs, None), is_mixed)
             target = _scaled(name, y, kind, scale)
             if target[3]:
                 scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-                target = *target[:2], as_4d(scales[..., None], head_axis)[..., 0], True
+                target = *target[:2], as_4d(scales[..., None], axes)[..., 0], True
                 results.append((result, scales))
             else:
                 results.append(result)
@@ -186,9 +192,14 @@ def planned(
     return results, _launch(plans, cos, sin, rows, slots, block, count, geometry, stages.norm)
 
 
-def as_4d(x: Tensor, head_axis: int | None) -> Tensor:
-    """Return x as (batch, tokens, heads, channels), without a copy if possible."""
+def as_4d(x: Tensor, axes: tuple[int | None, int]) -> Tensor:
+    """Return x as (batch, tokens, heads, channels), without a copy if possible.
+
+    axes  that of the heads, or None; and of the sequence, once the heads are moved
+    """
+    head_axis, place = axes
     x = x.unsqueeze(-2) if head_axis is None else x.movedim(head_axis, -2)
+    x = x.movedim(place, -3)
     return x.reshape(-1, *x.shape[-3:]) if x.numel() else x.reshape(0, 1, *x.shape[-2:])
 
 
@@ -201,19 +212,19 @@ def _weight(norm: Norm | None, name: str, x: Tensor) -> tuple[Tensor | None, boo
 
 
 def _output(
-    x: Tensor, head_axis: int | None, kind: str, out: Tensor | None, is_mixed: bool
+    x: Tensor, axes: tuple[int | None, int], kind: str, out: Tensor | None, is_mixed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the result, `out` if the kernel can write into it, preceded by its `as_4d`."""
     dtype = getattr(torch, kind)
     if out is not None and out.dtype == dtype and out.shape == x.shape and out.stride(-1) == 1:
-        y = as_4d(out, head_axis)
+        y = as_4d(out, axes)
         if y.data_ptr() == out.data_ptr() and not (is_mixed and out.data_ptr() == x.data_ptr()):
             return y, out
     result = torch.empty_like(x, dtype=dtype)
-    y = as_4d(result, head_axis)
+    y = as_4d(result, axes)
     if y.data_ptr() != result.data_ptr() or y.stride(-1) != 1:
         result = torch.empty(x.shape, dtype=dtype, device=x.device)
-        y = as_4d(result, head_axis)
+        y = as_4d(result, axes)
     return y, result
 
 
@@ -258,16 +269,28 @@ def _in_cache(
     return _scaled(name, y, kind, scale)
 
 
-def _slots(cache: KVCache | LatentCache | None, fitted: Fit) -> tuple[Tensor | None, int, int]:
-    """Return the slots as (batch, tokens), the block size, and the number of slots in the cache."""
+def _slots(
+    cache: KVCache | LatentCache | None, fitted: Fit
+) -> tuple[Tensor | None, int | None, int]:
+    """Return the slots as (batch, tokens), the block size, and the number of slots in the cache.
+
+    The block size is None if that of k is not that of v. Raises ValueError if one has more slots.
+    """
     if cache is None:
         return None, 1, 0
-    memory = cache.rows if isinstance(cache, LatentCache) else cache.k
-    slots = slots_of(cache.slots, memory)
+    memories = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
+    memories = [memory for memory in memories if memory is not None]
+    if not memories:
+        raise ValueError("the cache has neither k nor v: pass KVCache(k, v, slots)")
+    slots = slots_of(cache.slots, memories[0])
     check_slot_shape(tuple(slots.shape), fitted.tokens)
-    is_flat = memory.ndim == (2 if isinstance(cache, LatentCache) else 3)
-    block = 1 if is_flat else memory.shape[1]
-    return slots.reshape(-1, fitted.tokens[-1]), block, memory.shape[0] * block
+    flat = 2 if isinstance(cache, LatentCache) else 3
+    blocks = {1 if memory.ndim == flat else memory.shape[1] for memory in memories}
+    counts = [math.prod(memory.shape[: memory.ndim - flat + 1]) for memory in memories]
+    if len({*counts}) > 1:
+        raise ValueError(f"k and v of the cache must have as many slots: got {counts}")
+    slots = slots.reshape(fitted.tokens).movedim(fitted.place, -1)
+    return slots.reshape(-1, slots.shape[-1]), blocks.pop() if len(blocks) == 1 else None, counts[0]
 
 
 def _launch(
@@ -306,7 +329,8 @@ def _launch(
         if is_there:
             groups = -(-used.x.shape[2] // heads)
             parts = -(-_PROGRAMS * processors // (batches * blocks))
-            parts = 1 if used.is_full else min(groups, parts)
+            each = -(-groups // min(groups, parts))  # of a program; 4 groups in 3 parts are in 2
+            parts = 1 if used.is_full else -(-groups // each)
         array_numbers, array_constants = _arguments(name, used, geometry)
         numbers += [*array_numbers, used.x.shape[2] if is_there else 0, parts]
         constants |= array_constants

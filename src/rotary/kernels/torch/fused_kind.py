@@ -17,9 +17,9 @@ class Kind(NamedTuple):
     dtype, scales  those of `rotary.fused`, or with a cache its scales for k and v: numbers, "token"
                    or None for one that is a tensor
     cache          the type of the cache, or None
-    places         where q, k, v, three weights, two caches, slots and three scales are among the
-                   operands; `ABSENT` for one that the call does not have. One weight may serve q
-                   and k, one scale k and v
+    places         where q, k, v, two caches, slots, three weights and three scales are among the
+                   operands; `ABSENT` for one that the call does not have. One weight, or one
+                   scale, may have several places
     """
 
     options: Options
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
 
 def operands_of(kind: Kind, xs: Sequence[Tensor]) -> Operands:
     """Return the operands of a call of this kind by name."""
-    q, k, v, wq, wk, wv, first, second, slots, *scales = [
+    q, k, v, first, second, slots, wq, wk, wv, *scales = [
         None if place == ABSENT else xs[place] for place in kind.places
     ]
     assert q is not None

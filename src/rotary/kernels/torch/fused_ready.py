@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, float32
 
 from ..geometry import Options
 from ..stages import TOKEN, KVCache, LatentCache, Stages, changes_v
@@ -19,7 +19,8 @@ except ImportError:  # without Numba
     code_on_cpu = None
 
 _NOTHING = None, None, None
-_WEIGHTS, _SCALES = 3, 10  # the places of the first weight and of the scale of k
+_SHARED = 6  # the place of the first operand that is only read, so that one may serve two
+_WRITTEN = 2  # axes of scales, one for each token and head, that a call writes
 Result = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -47,26 +48,30 @@ def quick(
         memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
     if is_recorded_by_dynamo():
         return None
+    has_read = cache is not None or k is not None, (v if cache is None else memory[1]) is not None
     fixed: list[float | str | None] = []
     read_scales: list[Tensor | None] = []
-    for scale in scales:
+    for scale, is_used in zip(scales, (True, *has_read), strict=True):
+        if not is_used:
+            scale = 1.0
         is_read = isinstance(scale, Tensor)
-        if not is_read and type(scale) is not float and type(scale) is not str:
+        if is_read and scale.ndim < _WRITTEN and scale.dtype != float32:
+            return None  # the kernel would get a copy
+        if not is_read and type(scale) not in (float, int, str):
             return None
-        fixed.append(None if is_read else scale)
+        fixed.append(None if is_read else float(scale) if type(scale) is int else scale)
         read_scales.append(scale if is_read else None)
     places: list[int] = []
     xs: list[Tensor] = []
-    for x in (q, k, v, *weights, *memory, *read_scales):
+    shared: dict[int, int] = {}  # guards take no tensor twice
+    for index, x in enumerate((q, k, v, *memory, *weights, *read_scales)):
         if x is None:
             places.append(ABSENT)
-        elif x is weights[0] and len(places) > _WEIGHTS:  # guards take no tensor twice
-            places.append(places[_WEIGHTS])
-        elif x is read_scales[1] and len(places) > _SCALES:
-            places.append(places[_SCALES])
-        else:
-            places.append(len(xs))
+            continue
+        place = len(xs) if index < _SHARED else shared.setdefault(id(x), len(xs))
+        if place == len(xs):
             xs.append(x)
+        places.append(place)
     kind_of_cache = None if cache is None else type(cache)
     kind = Kind(options, eps, add_one, dtype, tuple(fixed), kind_of_cache, tuple(places))
     read: Tables = tables

@@ -43,7 +43,7 @@ def code_of(
     outs = tuple(out) if out is not None else tuple([maker() for maker in new])
     if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in rotated]:
         return None
-    written = [*(out or ()), *[x for x in operands[6:8] if x is not None]]
+    written = [*(out or ()), *[x for x in operands[3:5] if x is not None]]
     if len({y.is_inference() for y in written}) > 1:
         return None
     check_no_inference(written)
@@ -75,7 +75,7 @@ def _can_run(
         return False
     if wants_grad(*every, *(out or ())) or len(set(map(id, every))) < len(every):
         return False
-    q, k, v, wq, wk, wv, _, v_cache, slots, *_ = operands
+    q, k, v, _, v_cache, slots, wq, wk, wv, *_ = operands
     cos, sin, *rows = tables
     if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
         return False
@@ -112,11 +112,11 @@ def _places(
     sources, targets = spots[:count], [*range(len(tensors) - count, len(tensors))]
     if kind.cache is not None:
         sources = spots[:3]
-        targets += [spots[6], spots[6 if kind.cache is LatentCache else 7]]
+        targets += [spots[3], spots[3 if kind.cache is LatentCache else 4]]
     places = []
     for index, (piece, lies, _) in enumerate(pieces):
-        weight = ABSENT if piece.weight is None else spots[3 + index]
-        slots = ABSENT if piece.slots is None else spots[8]
+        weight = ABSENT if piece.weight is None else spots[6 + index]
+        slots = ABSENT if piece.slots is None else spots[5]
         offset = lies.out - tensors[targets[index]].data_ptr()
         places.append(Place(sources[index], targets[index], weight, slots, offset))
     return places
@@ -129,7 +129,7 @@ def _run_of(
     """Return code that runs a plan on tensors of the forms that it was made for."""
     is_checked, is_tracked = bool(written), bool(written) and not written[0].is_inference()
     read_count = sum([spot != ABSENT for spot in places_of[:3]])
-    cache_spots = [spot for spot in places_of[6:8] if spot != ABSENT]
+    cache_spots = [spot for spot in places_of[3:5] if spot != ABSENT]
     checked_spacings: set[tuple[int, ...]] = set()
 
     def run(

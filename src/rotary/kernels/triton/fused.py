@@ -31,7 +31,7 @@ def added(a, b):
 
 @triton.jit
 def larger(a, b):
-    return tl.maximum(a, b)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -159,10 +159,12 @@ def all_stages(
             if SCALE == "token":
                 most = tl.full((ROWS,), 0.0, tl.float32)
                 if PAIRS > 0:
-                    most = tl.reduce(tl.maximum(tl.abs(u), tl.abs(v)), 1, larger)
+                    is_pair = tl.arange(0, WIDTH)[None, :] < PAIRS  # of others the angles are NaN
+                    longer = tl.where(is_pair, larger(tl.abs(u), tl.abs(v)), 0.0)
+                    most = tl.reduce(longer, 1, larger)
                 if REST > 0:
-                    most = tl.maximum(most, tl.reduce(tl.abs(rest), 1, larger))
-                divisor = tl.div_rn(most, most * 0 + LARGEST)
+                    most = larger(most, tl.reduce(tl.abs(rest), 1, larger))
+                divisor = tl.div_rn(most, tl.full((ROWS,), LARGEST, tl.float32))
                 divisor = tl.where(divisor < 1.1754943508222875e-38, 1.0, divisor)  # TINY
                 tl.store(
                     scale + scale_at + head * s_head,

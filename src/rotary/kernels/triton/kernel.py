@@ -269,7 +269,7 @@ def _moved(
     *blocks, at = corner
     starts = (*blocks, 0, 0, at) if angles.has_rows else (*blocks, at, at, 0)
     return tuple(
-        x if start == 0 else x.as_strided((1,), (1,), x.storage_offset() + start)
+        x if start == 0 or not x.numel() else x.as_strided((1,), (1,), x.storage_offset() + start)
         for x, start in zip(operands, starts, strict=True)
     )
 

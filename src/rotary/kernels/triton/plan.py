@@ -1,6 +1,6 @@
 """Computes the arguments of a launch of the GPU kernel from shapes and strides.
 
-The kernel loops over (batch, token, head), so the axes of every array are mapped to these. Heads
+A program is one of (batch, tokens, heads), so the axes of every array are mapped to these. Heads
 are an axis along which all entries share one row of angles, tokens an axis along which angles vary.
 The other axes are merged into one batch axis; those that cannot be merged take one launch for each
 entry.
