@@ -247,8 +247,22 @@ def test_rows_that_would_leave_their_block_are_refused():
     with pytest.raises(ValueError, match="scales blocks of 128 rows, and rows would leave"):
         carried(arrays, config_of(2, 256))
     arrays["weight_scale_inv"] = np.zeros((3, 1), np.int32)
-    with pytest.raises(ValueError, match=r"\(3, 1\): neither one number, nor 512 rows, nor 4 bl"):
+    with pytest.raises(ValueError, match=r"\(3, 1\): neither one number, nor 512 rows, nor 4 x 1"):
         carried(arrays, config_of(2, 256))
+
+
+def test_scales_that_are_no_blocks_of_the_weight_are_refused():
+    """The transposed scales of AMD Quark have as many rows as a weight has blocks."""
+    config = config_of(8, 64)
+    quark = {"weight": np.zeros((512, 64), np.int32), "weight_scale": np.ones((4, 512), np.float32)}
+    with pytest.raises(ValueError, match="packs several numbers in 32 bits, as AMD Quark does"):
+        carried(quark, config)
+    turned = {
+        "weight": np.zeros((128, 128), np.int8),
+        "weight_scale": np.ones((1, 128), np.float32),
+    }
+    with pytest.raises(ValueError, match="nor 128 rows, nor 1 x 1 blocks of 128 x 128"):
+        carried(turned, config_of(2, 64))
 
 
 @pytest.mark.parametrize("name", ["weight.absmax", "weight.quant_state.bitsandbytes__nf4", "W_q",

@@ -390,6 +390,10 @@ def test_of_a_hybrid_the_queries_beside_a_latent_move():
         ("half", "interleaved", {"model_type": "zamba2"}, "'zamba2' does not rotate"),
         ("half", "interleaved", {"model_type": "pixtral"}, "'pixtral' is a vision tower"),
         ("half", "interleaved", {"model_type": "clvp_encoder"}, "values are rotated as well"),
+        ("interleaved", "half", {"model_type": "roformer", "rotary_value": True},
+         "rotary_value says values rotate as well"),
+        ("half", "interleaved", {"model_type": "t5gemma"}, "its encoder rotates too"),
+        ("half", "interleaved", {"model_type": "t5gemma2"}, "its encoder rotates too"),
         ("half", "interleaved", {**LLAMA, "hidden_size": 96},
          r"q_proj.weight' of shape \(64, 64\) .* has 64 output channels, and 4 heads of 24 are"),
     ],
@@ -546,6 +550,7 @@ HOSTILE = {
     "hidden_size is a list": ({"hidden_size": [64], "num_key_value_heads": 3},
                               "64 input channels, and the config says hidden_size \\[64\\]"),
     "quantized is a text": ({"quantization_config": "fp8"}, "quantization_config must be an obj"),
+    "transposed": ({"quantization_config": {"quant_method": "eetq"}}, "stores weights transposed"),
     "blocks of 0": ({"quantization_config": {"weight_block_size": [0, 0]}}, "whole numbers >= 1"),
 }  # fmt: skip
 

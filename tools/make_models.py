@@ -249,6 +249,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         "refused": "its latents differ by layer, and a gain is of their rotated part alone"
     },
+    **dict.fromkeys(
+        ("t5_gemma_module", "t5gemma2_decoder"),
+        {"refused": "its encoder rotates too, and the config key for the layout is of one part"},
+    ),
     "zaya": {"refused": "queries and keys pass a convolution before the rotation"},
     **dict.fromkeys(("seamless_m4t", "wav2vec2-bert", "wav2vec2-conformer"), HIDDEN),
 }  # fmt: skip

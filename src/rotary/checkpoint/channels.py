@@ -78,6 +78,12 @@ def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
                 f"tensor '{group}.{parameter}': {owner} holds blocks across rows, which cannot "
                 "move; convert the weights before they are quantized"
             )
+    weight = tensors.get("weight")
+    if weight is not None and weight.dtype in ("I32", "U32") and "weight_scale" in tensors:
+        raise ValueError(
+            f"tensor '{group}.weight' packs several numbers in 32 bits, as AMD Quark does along "
+            "the output channels; convert the weights before they are quantized"
+        )
     if "qweight" in tensors:
         if "scales" not in tensors:
             raise ValueError(f"tensor '{group}.qweight' needs '{group}.scales' beside it")
@@ -89,11 +95,15 @@ def count_of(group: str, tensors: Mapping[str, Tensor]) -> int:
 
 
 def place_of(
-    group: str, parameter: str, tensors: Mapping[str, Tensor], size: int, block: int = BLOCK
+    group: str,
+    parameter: str,
+    tensors: Mapping[str, Tensor],
+    size: int,
+    block: tuple[int, int] = (BLOCK, BLOCK),
 ) -> Place:
     """Return where the `size` output channels of a projection are in one of its tensors.
 
-    block  rows of a block of scales, `weight_block_size[0]` of a quantization_config
+    block  rows and columns of a block of scales, `weight_block_size` of a quantization_config
     Raises ValueError for a shape that does not hold them, with both numbers.
     """
     shape, kind = tensors[parameter].shape, treatment(parameter)
@@ -120,12 +130,14 @@ def place_of(
                 "leave (--leave)"
             )
         return Place(0)
-    blocks = math.ceil(size / block)
-    if len(shape) == 2 and shape[0] == blocks:
-        return Place(None, block=block, stays="its blocks hold whole slices")
+    weight = tensors.get("weight")
+    inputs = weight.shape[-1] if weight is not None and len(weight.shape) == 2 else None
+    blocks = math.ceil(size / block[0]), None if inputs is None else math.ceil(inputs / block[1])
+    if shape == blocks:
+        return Place(None, block=block[0], stays="its blocks hold whole slices")
     raise ValueError(
-        f"{where} has shape {shape}: neither one number, nor {size} rows, nor {blocks} blocks of "
-        f"{block} rows"
+        f"{where} has shape {shape}: neither one number, nor {size} rows, nor {blocks[0]} x "
+        f"{blocks[1]} blocks of {block[0]} x {block[1]}"
     )
 
 

@@ -24,8 +24,8 @@ MANIFEST = "rotary-conversion.json"  # of a finished conversion
 JOURNAL = "rotary-conversion.unfinished"  # of an unfinished one
 # suffixes of files with weights, or lists of them; only safetensors are converted and copied
 WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz",
-    ".onnx",
+    ".safetensors", ".bin", ".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".distcp", ".nemo", ".h5",
+    ".msgpack", ".gguf", ".npz", ".npy", ".onnx", ".onnx_data", ".ot", ".tflite",
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_AXES = 64  # the limit of NumPy and of torch

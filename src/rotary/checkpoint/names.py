@@ -70,7 +70,7 @@ RULES = (
     ("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
     ("latent query, with a gate", r"self_attn\.q_gate_proj"),
     ("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),
-    ("latent key", rf"{_SELF}\.(?:kv_a_proj_with_mqa|wkv_a)|attn_kv_a_mqa"),
+    ("latent key", rf"{_SELF}\.(?:kv_a_proj_with_mqa|wkv_a(?:_with_mqa)?)|attn_kv_a_mqa"),
     ("query", rf"{_SELF}\.{_Q}|attn_q|{_SELF}\.linear_q_adapter_list\.\d+\.1"),
     ("key", rf"{_SELF}\.{_K}|attn_k|{_SELF}\.linear_k_adapter_list\.\d+\.1"),
     ("left: an inner half", rf"{_SELF}\.linear_[qk]_adapter_list\.\d+\.0"),
@@ -100,7 +100,7 @@ _OTHER_PART = re.compile(
 )
 _LOOKS = re.compile(
     r"(?:^|[._])(?:q|k|qk|kv|qkv)(?:[._\d]|$)|quer(?:y|ies)|(?:^|[._])keys?(?:[._]|$)|qkv"
-    r"|(?:^|[._])w(?:q|k)|W_pack|c_attn|(?:att|mha)[\w.]*[._]in_proj",
+    r"|(?:^|[._])w(?:q|k)|W_pack|(?:^|[._])c_attn|(?:att|mha)[\w.]*[._]in_proj",
     re.IGNORECASE,
 )
 _WIDE = re.compile(

@@ -241,7 +241,7 @@ def _move_of(
     wide: Mapping[str, tuple[str, Tensor]],
     spec: Rotary,
     layer: Config,
-    block: int,
+    block: tuple[int, int],
     source: str,
     target: str,
 ) -> Move:
@@ -285,22 +285,31 @@ def _layers(config: object) -> _Layers:
     name = first.data.get("model_type", "")
     if "num_axes" in first.model:
         raise ValueError(f"{name!r} is a vision tower; only the text part of a model is converted")
+    if first.data.get("rotary_value"):
+        raise ValueError(f"{name!r} cannot be converted: rotary_value says values rotate as well")
     if not any(spec for spec, _ in layers.values()):
         raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
     return layers
 
 
-def _block_of(config: object, first: Config) -> int:
-    """Return the number of rows of a block of quantized scales."""
+def _block_of(config: object, first: Config) -> tuple[int, int]:
+    """Return the number of rows and of columns of a block of quantized scales."""
     quantized = load(config).get("quantization_config") or first.data.get("quantization_config")
-    blocks = quantized.get("weight_block_size") if isinstance(quantized, Mapping) else None
-    block = blocks[0] if isinstance(blocks, list | tuple) and blocks else blocks or BLOCK
-    if (quantized and not isinstance(quantized, Mapping)) or type(block) is not int or block < 1:
+    values = quantized if isinstance(quantized, Mapping) else {}
+    blocks = values.get("weight_block_size") or BLOCK
+    ends = (blocks[0], blocks[-1]) if isinstance(blocks, list | tuple) else (blocks, blocks)
+    sizes = [size for size in ends if type(size) is int and size >= 1]
+    if (quantized and not isinstance(quantized, Mapping)) or len(sizes) < 2:
         raise ValueError(
             "quantization_config must be an object, and its weight_block_size hold whole numbers "
             f">= 1, got {quantized!r:.200}"
         )
-    return block
+    if values.get("quant_method") == "eetq":
+        raise ValueError(
+            "quantization_config says eetq, which stores weights transposed; convert the weights "
+            "before they are quantized"
+        )
+    return sizes[0], sizes[1]
 
 
 def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
