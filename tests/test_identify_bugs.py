@@ -390,3 +390,60 @@ def test_a_function_with_tables_whose_table_order_fits_no_layout():
     found = identify(apply, D)
     assert found.is_rotation
     assert found.tables == "repeat"
+
+
+# --- faults beyond the first heads, the first tokens, and the first wrong position ---
+
+
+@pytest.mark.parametrize("first", [3, 8, 64 + D // 4])
+def test_a_head_that_is_not_rotated_is_named_wherever_it_is(first):
+    def some(x, positions):
+        return np.concatenate([rope(x[:, :first], positions), x[:, first:]], axis=1)
+
+    if first > 64:  # more heads than are asked for
+        assert identify(some, D, form="positions").findings == ()
+        return
+    (finding,) = identify(some, D, form="positions").findings
+    assert finding.code == "heads_differ"
+    assert f"head {first} of 64" in finding.text
+
+
+def forgets(count):
+    def some(x, positions):
+        y = rope(x, positions)
+        y[..., count:, :] = x[..., count:, :]
+        return y
+
+    return some
+
+
+def starts_again(x, positions):
+    return rope(x, np.concatenate([positions[:64], positions[64:] - positions[64:65]]))
+
+
+@pytest.mark.parametrize(
+    ("some", "token"),
+    [(forgets(6), 4), (forgets(1000), 512), (forgets(1023), 1021), (forgets(16_383), 16_381),
+     (starts_again, 64)],
+)  # fmt: skip
+def test_tokens_late_in_a_row_are_seen(some, token):
+    found = identify(some, D, form="positions")
+    assert found.codes == ("later_tokens_differ",)
+    late = {512: 1021}.get(token, token)  # of 1024 tokens the last three are looked at, too
+    assert f"token {late} or one of the next two" in found.findings[0].text
+
+
+@pytest.mark.parametrize(
+    "at",
+    [lambda p: np.where(p >= 1000, p - 1000, p),
+     lambda p: np.where((p >= 4096) & (p < 6000), p - 4096, p),
+     lambda p: np.where((p >= 4096) & (p < 8000), 4095, p),
+     lambda p: np.where((p >= 4096) & (p < 8000), 0, p)],
+    ids=["minus 1000", "a restart that ends", "clamped for a while", "still for a while"],
+)  # fmt: skip
+def test_what_does_not_hold_further_on_gets_no_name(at):
+    """As the end of a table, or a remainder, would."""
+    found = identify(partial(rope, at=at), D, form="positions")
+    names = {"positions_restart", "positions_clamped", "not_rotated_far", "positions_overflow"}
+    assert found.codes
+    assert not names & {*found.codes}

@@ -128,28 +128,28 @@ def with_length(
     return grown, Finding("depends_on_length", text + "the call that rotated them")
 
 
-# code, text, and the positions as which E, the first wrong one, and E + 5 are rotated
-ENDS: tuple[tuple[str, str, Callable[[int], tuple[int, int]]], ...] = (
+# code, text, and as which position p is rotated, if E is the first wrong one
+ENDS: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (
     (
         "positions_clamped",
         "positions from {edge:,} on are all rotated as {before:,}: a table of {edge:,} rows whose "
         "index is clamped",
-        lambda edge: (edge - 1, edge - 1),
+        lambda edge, p: edge - 1,
     ),
     (
         "positions_restart",
         "position {edge:,} is rotated as 0 again, and so on: positions are taken modulo {edge:,}",
-        lambda edge: (0, 5),
+        lambda edge, p: p % edge,
     ),
     (
         "not_rotated_far",
         "positions from {edge:,} on are not rotated at all",
-        lambda edge: (0, 0),
+        lambda edge, p: 0,
     ),
     (
         "positions_overflow",
         "position {edge:,} is rotated as -{edge:,}: positions are whole numbers of too few bits",
-        lambda edge: (-edge, 5 - edge),
+        lambda edge, p: (p + edge) % (2 * edge) - edge,
     ),
 )  # fmt: skip
 
@@ -174,9 +174,9 @@ def end_of_table(far: Far, inv_freq: Array, last: int, limit: int) -> Finding | 
         longer = far.angles(range(wrong, wrong + 6))[0]
         if np.abs(wrapped(longer - far.angles([wrong])[0])).max() >= allowed:
             return None
+        later = [p for p in (2 * wrong, 3 * wrong + 7, limit) if wrong + 5 < p <= limit]
         for code, text, turned_as in ENDS:
-            if all(is_turned_as(wrong + step, each)
-                   for step, each in zip((0, 5), turned_as(wrong), strict=True)):  # fmt: skip
+            if all([is_turned_as(p, turned_as(wrong, p)) for p in (wrong, wrong + 5, *later)]):
                 return Finding(code, text.format(edge=wrong, before=wrong - 1))
     except ValueError:
         return None

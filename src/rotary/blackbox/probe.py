@@ -210,6 +210,12 @@ def check(box: Box) -> list[Finding]:
                                        "its own and tokens are not: heads are taken for tokens, or "
                                        "seq_dim is the other one")]  # fmt: skip
         findings.append(Finding("heads_differ", "not all heads are rotated alike"))
+    if not findings:
+        many = np.repeat(x[:, :1], max(64, box.head_dim), axis=1)
+        with suppress(ValueError):  # it may take other numbers of heads only
+            wrong = np.abs(box(many, positions) - y[:, :1]).max((0, 2, 3)) > allowed
+            text = f"head {wrong.argmax()} of {len(wrong)} equal ones is rotated differently"
+            add_if(bool(wrong.any()), "heads_differ", text)
     others = [0, 2, 3, 4]
     lone = x.copy()
     lone[:, :, others] = 0
@@ -278,13 +284,27 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
             if differ(box(np.concatenate([x, x]), rows)[:1], box(x, near)):
                 text = "a short row is rotated differently beside a long one: the length is "
                 findings.append(Finding("depends_on_batch", text + "that of the batch"))
-    for seq in [seq for seq in LONG_ROWS if seq <= limit and not findings]:
-        row = np.concatenate([x, np.zeros((1, 2, seq - 3, box.head_dim))], axis=2)
-        if changes(row, np.arange(17, 17 + seq)):
-            safe = seq // 4
-            text = f"rows of {seq} tokens are rotated differently"
-            findings = [Finding("depends_on_length", text)]
+    for seq in LONG_ROWS:
+        if findings or seq > limit:
             break
+        row, numbers = (
+            np.concatenate([x, sample(box, 1, 2, seq - 3, 1)], axis=2),
+            17 + np.arange(seq),
+        )
+        with suppress(ValueError):
+            y = box(row, box.positions(numbers))
+            if differ(y[:, :, :1], before[:, :, :1]):
+                safe = seq // 4
+                text = f"rows of {seq} tokens are rotated differently"
+                findings = [Finding("depends_on_length", text)]
+                break
+            for at in (*(1 << power for power in range(2, seq.bit_length() - 1)), seq - 3):
+                few = slice(at, at + 3)
+                if differ(y[:, :, few], box(row[:, :, few], box.positions(numbers[few]))):
+                    text = f"token {at} or one of the next two is rotated differently in a row of "
+                    text += f"{seq} than at the beginning of a row"
+                    findings = [Finding("later_tokens_differ", text)]
+                    break
     if differ(box(x, near), before):
         text = "a short row is rotated differently after a long one"
         findings.append(Finding("remembers_length", text))
