@@ -326,6 +326,22 @@ def test_matrices_that_no_rule_knows_are_listed_and_vectors_are_not():
     assert plan(known, LLAMA, "half", "interleaved").warning == ""
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_left"),
+    {(): True, (1,): True, (4,): True, (64,): False, (16,): False, (4, 16): False}.items(),
+)
+def test_a_scale_of_a_cache_stays_unless_it_is_of_every_channel(shape, is_left):
+    scale = {f"{LAYER}k_scale": Tensor("F32", shape, 0, 4)}
+    tensors = {**shapes(q_proj__weight=(64, 64), k_proj__weight=(64, 64)), **scale}
+    if is_left:
+        made = plan(tensors, LLAMA, "half", "interleaved")
+        assert made.left == ((f"{LAYER}k_scale", "one number for a cache"),)
+        return
+    with pytest.raises(ValueError, match=r"k_scale' may scale every channel of the heads, \d\d of"):
+        plan(tensors, LLAMA, "half", "interleaved")
+    assert plan(tensors, LLAMA, "half", "interleaved", leave=["*.k_scale"]).moves
+
+
 SCALE = "q_proj.weight_scale_inv"  # one row for each block of rows
 
 

@@ -57,6 +57,7 @@ _K = r"(?:k_proj|key|wk)"
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
 # A kind, or LEFT and the reason, and the modules of this kind: the text between the number of the
 # layer and the parameter. Rules of models.json for the model come first; then the first match here.
+CACHE_SCALE = "one number for a cache"
 RULES = (
     ("left: cross-attention does not rotate",
      r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?"),
@@ -66,7 +67,7 @@ RULES = (
      rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)"
      r"|attn\.(?:wq_a|wkv_b|kv_norm)|attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)"),
     ("left: summed up, so that no order matters", rf"{_SELF}\.lambda_[qk][12]"),
-    ("left: one number for a cache", r"self_attn(?:\.attn)?\.[qkv]_scale"),
+    (f"left: {CACHE_SCALE}", r"self_attn(?:\.attn)?\.[qkv]_scale"),
     ("query and key", rf"{_SELF}\.{_QKV}|attn_qkv"),
     ("latent query, with a gate", r"self_attn\.q_gate_proj"),
     ("latent query", rf"{_SELF}\.(?:q_b_proj|wq_b)|attn_q_b"),

@@ -18,7 +18,15 @@ from ..strict_json import JSON
 from . import channels
 from .channels import BLOCK, Place, Run
 from .files import Checkpoint, ConfigFile, Tensor
-from .names import LEFT, Name, code_base, recognised, unknown_in_attention, widened_layer
+from .names import (
+    CACHE_SCALE,
+    LEFT,
+    Name,
+    code_base,
+    recognised,
+    unknown_in_attention,
+    widened_layer,
+)
 
 UNKNOWN = "in attention, but its name is not known"
 _NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
@@ -216,6 +224,14 @@ def plan(
             is_value = first.data.get("attention_k_eq_v") and kind != "sliding_attention"
             if reason or not is_value:
                 continue
+        numbers = math.prod(tensors[name.tensor].shape)
+        if reason == CACHE_SCALE and any(
+            s and numbers % s.head_dim == 0 for s, _ in layers.values()
+        ):
+            raise ValueError(
+                f"tensor {name.tensor!r} may scale every channel of the heads, {numbers} of them, "
+                "and these move; if it does not, name it in leave (--leave)"
+            )
         if spec is None or reason:
             left.append(Left(name.tensor, reason))
             continue
