@@ -46,7 +46,7 @@ typedef struct {
     uint32_t grid[3], block[3], shared; void *stream, *attributes; uint32_t count;
 } Config;
 Launch launches[256];
-uint64_t launched = 0, counted = 28, waited = 0, refused = 0;
+uint64_t launched = 0, counted = 0, waited = 0, refused = 0;
 int cuLaunchKernelEx(const Config *config, void *function, void **values, void **extra) {
     if (refused) { refused--; return 201; }
     if (waited) usleep(waited);
@@ -145,7 +145,7 @@ class Stub:
 
     @property
     def counted(self) -> int:
-        """How many arguments of a launch are kept: 28 are those of a rotation."""
+        """How many arguments of a launch are kept; at first as many as a rotation has."""
         return ctypes.c_uint64.in_dll(self.library, "counted").value
 
     @counted.setter

@@ -100,6 +100,7 @@ CALLS = {
         q, None, None, dtype="int8", scale=FOR_ALL
     ),
     "bytes, whole scales": lambda q, k, v: call(q, k, None, dtype="int8", scale=(2, FOR_ALL, 1)),
+    "whole scales": lambda q, k, v: call(q, k, v, scale=(2, 1, 1)),
     "bytes, scales of tokens": lambda q, k, v: call(q, k, v, dtype="int8", scale="token"),
     "bytes, scales of tokens of k": lambda q, k, v: call(
         q, k, None, dtype="int8", scale=(FOR_ALL, "token", 1.0)
@@ -292,11 +293,12 @@ def test_a_scale_that_learns_is_left_to_the_operators_of_torch(stub):
 
 def test_the_word_token_is_no_scale_of_a_cache(stub):
     q, k, v = qkv()
-    before = k.clone(), v.clone()
     with pytest.raises(ValueError, match="k_scale is 'token': for a scale of each token and head"):
         call(q, k, v, cache=KVCache(*BYTES, SLOTS, "token", "token"))
-    assert torch.equal(k, before[0])
-    assert torch.equal(v, before[1])
+    cache = LatentCache(ROWS.to(torch.float8_e4m3fn), SLOTS, "token")
+    with pytest.raises(ValueError, match="scale of the cache is 'token'"):
+        rotary.fused(*OF_LATENT, LATENT, seq_dim=-3, tables=SHORT, cache=cache)
+    assert stub.launches == []
 
 
 def test_each_thread_has_arguments_of_its_own(stub):

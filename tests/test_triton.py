@@ -122,9 +122,11 @@ def test_launches_of_a_call(case, expected, monkeypatch):
     assert len(launches) == expected
 
 
-def test_the_work_may_be_cut_in_any_way(monkeypatch):
+@pytest.mark.parametrize("seq_dim", [-3, -2])
+def test_the_work_may_be_cut_in_any_way(seq_dim, monkeypatch):
     """Few programs of many rows, or many of few, in either order: the numbers are the same."""
-    case = Case((2, 40, 12, 16), (2, 40, 8, 16), (40,), seq_dim=-3)
+    shapes = [(2, 40, heads, 16) if seq_dim == -3 else (2, heads, 40, 16) for heads in (12, 8)]
+    case = Case(*shapes, (40,), seq_dim=seq_dim)
     launches = count_launches(monkeypatch)
     xs, cos, sin = operands(case, np.float32)
     options, plan = case.options("half", None), kernel.plan
@@ -135,7 +137,8 @@ def test_the_work_may_be_cut_in_any_way(monkeypatch):
             rotate(tuple(map(to_torch, xs)), cos, sin, options), want, strict=True
         ):
             assert torch.equal(got, to_torch(array))
-    assert launches == [50, 2 * 40 * 20, 2 * 3 * 3, 2 * 10 * 2]
+    planned = {-3: 2 * 5 * 5, -2: 2 * 2 * 20}[seq_dim]
+    assert launches == [planned, 2 * 40 * 20, 2 * 3 * 3, 2 * 10 * 2]
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 10, 641, 65_535, 65_537, 2**30 + 1, 2**31 - 1])

@@ -284,28 +284,37 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
             if differ(box(np.concatenate([x, x]), rows)[:1], box(x, near)):
                 text = "a short row is rotated differently beside a long one: the length is "
                 findings.append(Finding("depends_on_batch", text + "that of the batch"))
-    for seq in LONG_ROWS:
-        if findings or seq > limit:
+    for seq in [seq for seq in LONG_ROWS if seq <= limit and not findings]:
+        row = np.concatenate([x, sample(box, 1, 2, seq - 3, 1)], axis=2)
+        if changes(row, np.arange(17, 17 + seq)):
+            safe = seq // 4
+            text = f"rows of {seq} tokens are rotated differently"
+            findings = [Finding("depends_on_length", text)]
+        elif (token := token_lost(box, row, differ)) is not None:
+            text = f"token {token} or one of the next two is rotated differently in a row of "
+            text += f"{seq} than at the beginning of a row"
+            findings = [Finding("later_tokens_differ", text)]
+        if findings:
             break
-        row, numbers = (
-            np.concatenate([x, sample(box, 1, 2, seq - 3, 1)], axis=2),
-            17 + np.arange(seq),
-        )
-        with suppress(ValueError):
-            y = box(row, box.positions(numbers))
-            if differ(y[:, :, :1], before[:, :, :1]):
-                safe = seq // 4
-                text = f"rows of {seq} tokens are rotated differently"
-                findings = [Finding("depends_on_length", text)]
-                break
-            for at in (*(1 << power for power in range(2, seq.bit_length() - 1)), seq - 3):
-                few = slice(at, at + 3)
-                if differ(y[:, :, few], box(row[:, :, few], box.positions(numbers[few]))):
-                    text = f"token {at} or one of the next two is rotated differently in a row of "
-                    text += f"{seq} than at the beginning of a row"
-                    findings = [Finding("later_tokens_differ", text)]
-                    break
     if differ(box(x, near), before):
         text = "a short row is rotated differently after a long one"
         findings.append(Finding("remembers_length", text))
     return safe, findings
+
+
+def token_lost(box: Box, row: Array, differ: Callable[[Array, Array], bool]) -> int | None:
+    """Return the first of some tokens of a long row that a short row has otherwise; or None.
+
+    The tokens 4, 8, 16, ... and the last three, each with the next two; the row begins at 17.
+    """
+    seq = row.shape[2]
+    try:
+        y = box(row, box.positions(np.arange(17, 17 + seq)))
+        for at in (*(1 << power for power in range(2, seq.bit_length() - 1)), seq - 3):
+            few = slice(at, at + 3)
+            alone = box(row[:, :, few], box.positions(np.arange(17 + at, 20 + at)))
+            if differ(y[:, :, few], alone):
+                return at
+    except ValueError:
+        return None
+    return None

@@ -55,9 +55,9 @@ _Q = r"(?:q_proj|query|wq)"
 _K = r"(?:k_proj|key|wk)"
 # wqkv and query_key_value are packed in ways that shapes do not tell apart: for known models only
 _QKV = r"(?:qkv_proj|Wqkv|c_attn|att_proj|W_pack)"
+CACHE_SCALE = "one number for a cache"
 # A kind, or LEFT and the reason, and the modules of this kind: the text between the number of the
 # layer and the parameter. Rules of models.json for the model come first; then the first match here.
-CACHE_SCALE = "one number for a cache"
 RULES = (
     ("left: cross-attention does not rotate",
      r"(?:.*[._])?(?:cross_attn|cross_attention|crossattention|encoder_attn)(?:[._].*)?"),

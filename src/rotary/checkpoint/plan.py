@@ -224,14 +224,8 @@ def plan(
             is_value = first.data.get("attention_k_eq_v") and kind != "sliding_attention"
             if reason or not is_value:
                 continue
-        numbers = math.prod(tensors[name.tensor].shape)
-        if reason == CACHE_SCALE and any(
-            s and numbers % s.head_dim == 0 for s, _ in layers.values()
-        ):
-            raise ValueError(
-                f"tensor {name.tensor!r} may scale every channel of the heads, {numbers} of them, "
-                "and these move; if it does not, name it in leave (--leave)"
-            )
+        if reason == CACHE_SCALE:
+            _check_cache_scale(name.tensor, math.prod(tensors[name.tensor].shape), layers)
         if spec is None or reason:
             left.append(Left(name.tensor, reason))
             continue
@@ -290,6 +284,15 @@ def _move_of(
             "their block; convert the weights before they are quantized"
         )
     return move
+
+
+def _check_cache_scale(tensor: str, count: int, layers: _Layers) -> None:
+    """Refuse a scale of a cache that may be one of every channel, as channels move."""
+    if any([spec and count % spec.head_dim == 0 for spec, _ in layers.values()]):
+        raise ValueError(
+            f"tensor {tensor!r} may scale every channel of the heads, {count} of them, and these "
+            "move; if it does not, name it in leave (--leave)"
+        )
 
 
 def _layers(config: object) -> _Layers:

@@ -111,7 +111,8 @@ def changes_v(stages: Stages) -> bool:
     """Whether v is normalized, or cast, before it is returned."""
     has_norm = stages.norm is not None and stages.norm.v is not None
     scale = stages.scales[2]
-    return has_norm or stages.dtype is not None or not (isinstance(scale, float) and scale == 1)
+    is_one = isinstance(scale, (int, float)) and scale == 1
+    return has_norm or stages.dtype is not None or not is_one
 
 
 def is_written(scale: Operand, cache: Operand) -> bool:
@@ -175,25 +176,26 @@ def check_scales(
 
     >>> check_scales(Stages(scales=(0.5, None, None)), ("q", None, None), lambda array: None)
     """
+    of_cache = [
+        (name, scale)
+        for name, array, scale in _cache_arrays(stages.cache)
+        if array is not None and not is_written(scale, array)
+    ]
+    for name, scale in of_cache:
+        if isinstance(scale, str):
+            raise ValueError(
+                f"{name} is {scale!r}: for a scale of each token and head pass an array of the "
+                "shape of the cache without its last axis, which the call writes"
+            )
     used = [
         (f"scale of {name}", scale)
         for name, x, scale in zip("qkv", xs, stages.scales, strict=True)
         if x is not None and (name == "q" or stages.cache is None)
     ]
-    used += [
-        (name, scale)
-        for name, array, scale in _cache_arrays(stages.cache)
-        if array is not None and not is_written(scale, array)
-    ]
-    for name, scale in used:
+    for name, scale in used + of_cache:
         if scale is None:
             raise TypeError(f"{name} is None: leave it out, or pass 1.0, if nothing is scaled")
         if isinstance(scale, str):
-            if not name.startswith("scale of "):
-                raise ValueError(
-                    f"{name} is {scale!r}: for a scale of each token and head pass an array of the "
-                    "shape of the cache without its last axis, which the call writes"
-                )
             continue
         if isinstance(scale, (int, float)):
             wrong = [] if 0 < abs(scale) < math.inf else [scale]

@@ -48,23 +48,24 @@ def quick(
         memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
     if is_recorded_by_dynamo():
         return None
-    has_read = cache is not None or k is not None, (v if cache is None else memory[1]) is not None
+    scaled = q, k, v if cache is None else memory[1]
     fixed: list[float | str | None] = []
-    read_scales: list[Tensor | None] = []
-    for scale, is_used in zip(scales, (True, *has_read), strict=True):
-        if not is_used:
-            scale = 1.0
-        is_read = isinstance(scale, Tensor)
-        if is_read and scale.ndim < _WRITTEN and scale.dtype != float32:
-            return None  # the kernel would get a copy
-        if not is_read and type(scale) not in (float, int, str):
+    in_memory: list[Tensor | None] = []
+    for x, scale in zip(scaled, scales, strict=True):
+        if isinstance(scale, Tensor) and x is not None:
+            if scale.ndim < _WRITTEN and scale.dtype != float32:
+                return None  # the kernel would get a copy
+            fixed.append(None)
+            in_memory.append(scale)
+        elif x is None or type(scale) in (float, int, str):
+            fixed.append(1.0 if x is None else scale)
+            in_memory.append(None)
+        else:
             return None
-        fixed.append(None if is_read else float(scale) if type(scale) is int else scale)
-        read_scales.append(scale if is_read else None)
     places: list[int] = []
     xs: list[Tensor] = []
     shared: dict[int, int] = {}  # guards take no tensor twice
-    for index, x in enumerate((q, k, v, *memory, *weights, *read_scales)):
+    for index, x in enumerate((q, k, v, *memory, *weights, *in_memory)):
         if x is None:
             places.append(ABSENT)
             continue
