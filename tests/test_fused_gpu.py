@@ -382,8 +382,8 @@ def codes(xs, spec, stages, monkeypatch):
             for arch in (80, 90):
                 options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
                 result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-                stores = widths("st", result.asm["ptx"])
-                found.append((*used_by(result.asm["cubin"]), stores))
+                ptx = result.asm["ptx"]
+                found.append((*used_by(result.asm["cubin"]), widths("st", ptx), "max.NaN" in ptx))
 
     monkeypatch.setattr(torch_fused_gpu, "kernel", Launch())
     cos, sin = rotary.cos_sin(spec, torch.arange(xs[0].shape[-3]))
@@ -411,10 +411,18 @@ def test_the_compiled_kernel_spills_nothing_and_stores_vectors(form, monkeypatch
         q, k = draw(1, 64, 32, 192, dtype=torch.bfloat16), draw(1, 64, 1, 64, dtype=torch.bfloat16)
         v = draw(1, 64, 512, dtype=torch.bfloat16)
         cache = LatentCache(torch.zeros(64, 576, dtype=torch.bfloat16), torch.arange(64))
-    for registers, local, stores in codes((q, k, v), spec, Stages(norm, cache), monkeypatch):
+    for registers, local, stores, _ in codes((q, k, v), spec, Stages(norm, cache), monkeypatch):
         assert local == 0, "registers are spilled"
         assert registers <= 128
         assert set(stores) <= {128, 64, 32}  # 32 where a tile has two rows of 64 channels
+
+
+def test_the_compiled_kernel_keeps_a_nan_in_the_largest_channel(monkeypatch, tmp_path):
+    """As the interpreter does anyway; the plain instruction drops it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    stages = Stages(dtype="int8", scales=("token",) * 3)
+    xs = draw(1, 64, 32, 128, dtype=torch.bfloat16), None, None
+    assert all(keeps for *_, keeps in codes(xs, Rotary(128), stages, monkeypatch))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])

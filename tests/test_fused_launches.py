@@ -100,7 +100,6 @@ CALLS = {
         q, None, None, dtype="int8", scale=FOR_ALL
     ),
     "bytes, whole scales": lambda q, k, v: call(q, k, None, dtype="int8", scale=(2, FOR_ALL, 1)),
-    "whole scales": lambda q, k, v: call(q, k, v, scale=(2, 1, 1)),
     "bytes, scales of tokens": lambda q, k, v: call(q, k, v, dtype="int8", scale="token"),
     "bytes, scales of tokens of k": lambda q, k, v: call(
         q, k, None, dtype="int8", scale=(FOR_ALL, "token", 1.0)
@@ -289,6 +288,14 @@ def test_a_scale_that_learns_is_left_to_the_operators_of_torch(stub):
         y, _, _ = call(q, k, None, dtype="float32", scale=(learning, 1.0, 1.0))
         assert y.requires_grad
     assert stub.launches == []
+
+
+def test_a_whole_number_for_a_scale_is_the_number(stub):
+    """1 and 1.0 are one key: what is kept for one serves the other."""
+    q, k, v = qkv()
+    for scale in ((2.0, 1.0, 1.0), (2, 1, 1), (2.0, 1.0, 1.0)):
+        assert call(q, k, v, scale=scale)[2] is v
+    assert len(stub.launches) == 3
 
 
 def test_the_word_token_is_no_scale_of_a_cache(stub):
