@@ -484,3 +484,68 @@ def test_no_file_is_given_out_by_its_path(page_server):
         connection.request("GET", path)
         assert connection.getresponse().status == 404, path
         connection.close()
+
+
+@pytest.mark.parametrize("query", ["a.head_dim=2&context=1000", "a.base=1&context=4096"])
+def test_a_curve_that_is_flat_up_to_rounding_is_drawn_at_once(show, query):
+    page = show(f"?view=decay&{query}")
+    expect(page.locator("#plot-a path.curve")).to_have_count(1)
+    assert 1 <= page.locator("#plot-a text.tick").count() < 40
+    page.locator("#plot-a").press("ArrowRight")  # distance 0, which a log axis does not have
+    expect(page.locator("#plot-a .tip text").first).to_have_text("distance 0")
+
+
+def test_a_wrong_number_stops_no_other_control_and_goes_back_with_its_error(show):
+    page = show("?view=wavelengths&context=4096")
+    page.locator("#context").fill("32k")
+    expect(error(page, "context")).to_contain_text("must be a number, got '32k'")
+    page.get_by_role("radio", name="Decay").check()
+    expect(words(page)).to_contain_text("mean size of the partial sums")
+    expect(page.locator("#context")).to_have_value("4096")
+    expect(error(page, "context")).to_contain_text("must be a number, got '32k'")
+    page.get_by_label("A: model").select_option("llama-2-7b")
+    expect(error(page, "context")).to_have_text("")
+    page.get_by_label("Compare with B").check()
+    page.locator("#b-base").fill("-5")
+    expect(error(page, "b.base")).to_contain_text("base must be in")
+    page.get_by_label("Compare with B").uncheck()
+    expect(page.locator("#side-b")).to_be_hidden()
+
+
+def test_a_zoom_ends_where_the_next_picture_has_other_axes_or_no_point_in_it(show):
+    page = show("?view=wavelengths&a.model=llama-2-7b")
+    box = page.locator("#plot-a").bounding_box()
+    page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + box["height"] / 2)
+    page.mouse.up()
+    dots = page.locator("#plot-a circle.dot")
+    seen = page.evaluate("charts.a.zoom")
+    assert seen[0] > 40
+    page.locator("#a-head_dim").fill("32")
+    expect(dots).to_have_count(16)
+    assert page.evaluate("charts.a.zoom") is None
+
+
+def test_a_rope_that_no_config_holds_says_so_in_the_place_of_the_file(show):
+    page = show("?view=wavelengths&a.method=ntk&context=65536")
+    expect(page.locator("#links-a")).to_contain_text("No config: ")
+    expect(page.locator("#links-a").get_by_text("Config for transformers")).to_have_count(0)
+    page.get_by_label("A: method").select_option("yarn")
+    expect(page.locator("#links-a").get_by_text("Config for transformers")).to_have_count(1)
+
+
+def test_names_of_bars_and_methods_fit_on_a_phone(show):
+    page = show("?view=reach&a.model=gemma-3-4b, sliding_attention&context=131072", width=390)
+    expect(page.locator("#plot-a rect.bar")).to_have_count(6)
+    wide = page.evaluate("""() => [...document.querySelectorAll("#plot-a text")].map(each =>
+        each.getBBox().x + each.getBBox().width - document.querySelector("#plot-a").clientWidth)""")
+    assert max(wide) <= 0
+    page.goto(page.url.partition("?")[0] + "?view=methods&a.model=phi-3.5-mini&context=131072")
+    expect(page.locator("#plot-a text.strong").last).to_have_text("model: longrope")
+    names, dials = page.evaluate("""() => [
+        Math.max(...[...document.querySelectorAll("#plot-a text.strong")].map(each =>
+            each.getBBox().x + each.getBBox().width)),
+        Math.min(...[...document.querySelectorAll("#plot-a circle.dial")].map(each =>
+            each.getBBox().x))]""")
+    assert names <= dials

@@ -1,6 +1,7 @@
 """The views that move and those that advise: their numbers, without a browser."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import rotary
 from rotary.analysis import extension
 from rotary.analysis.extension import option_rows
 from rotary.explorer import page, views
-from rotary.explorer.models import published
+from rotary.explorer.models import PASTED, published
 from rotary.explorer.side import FieldError, Side, look
-from rotary.plan import plan, recommend
-from rotary.reach import reach
+from rotary.explorer.state import State, to_fields
+from rotary.plan import plan, recommend, recommend_model
+from rotary.reach import reach, reaches
 
+CONFIGS = Path(__file__).parent / "configs"
 LLAMA_3 = Side(model="llama-3-8b")
 
 
@@ -91,6 +94,105 @@ def test_reach_is_that_of_the_library():
     assert views.reach(look(LLAMA_3, 8192)).figure.bars[2].text == "none up to 8,192"
 
 
+@pytest.mark.parametrize(("method", "count"), [("linear", 18), ("ntk", 18), ("as published", 18)])
+def test_reach_counts_what_the_training_showed_and_a_chosen_method_came_later(method, count):
+    seen = look(Side(model="llama-2-7b", method=method), 32_768)
+    trained = 4096 * 10_000.0 ** (-np.arange(64) / 64) / (2 * np.pi)
+    assert (trained < 1).sum() == count
+    assert f"{count} of 64 pairs made less than one turn" in views.reach(seen).words
+    waves = views.wavelengths(seen).words
+    assert f"{count} pairs never turn once" in waves
+    assert f"{count} of 64 pairs saw less than the whole circle" in views.coverage(seen).words
+    new = {"linear": "0.0%", "ntk": "5.6%"}.get(method)
+    rows = dict(views.reach(seen).tables[0].rows)
+    assert new is None or rows["angles not seen in training"].startswith(new)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-4b, full_attention", "hunyuan-7b", "llama-3.1-8b"])
+def test_views_agree_on_what_a_model_as_published_was_trained_with(name):
+    seen = look(Side(model=name), published(name).context)
+    (count,) = (word for word in views.wavelengths(seen).words.split() if word.isdigit()
+                and f"{word} pairs never turn" in views.wavelengths(seen).words)  # fmt: skip
+    assert f"{count} of " in views.coverage(seen).words
+    assert f"{count} of " in views.reach(seen).words
+    less = np.array(views.methods(seen).figure.moving.seen) < 2 * np.pi
+    assert less.sum() == int(count)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("gemma-3-4b, sliding_attention", 1024), ("mistral-7b-v0.1", 4096)]
+)
+def test_reach_sees_no_farther_than_a_window_as_rotary_reach(name, window):
+    path, _, kind = name.partition(", ")
+    seen = look(Side(model=name), published(name).context)
+    expected = reaches(CONFIGS / f"{path}.json", kind or None)[kind or None]
+    found = views.reach(seen)
+    assert found.tables[0].rows == tuple(expected.rows())
+    assert expected.length == window
+    assert found.words.endswith(f"no farther than their window, {window:,} tokens.")
+    assert not found.figure.bars[1].is_short
+
+
+def test_a_pair_that_turns_within_the_context_is_no_end_of_it():
+    found = views.reach(look(Side(model="gemma-3-4b, sliding_attention"), 131_072))
+    turn = found.figure.bars[-1]
+    assert (turn.name, turn.is_short) == ("the slowest pair turns once in", False)
+    assert turn.length < 131_072
+
+
+PLANNED = [
+    "phi-3-mini-128k", "phi-3.5-moe", "exaone-4.0-32b", "mistral-7b-v0.1",
+    "command-r7b", "gemma-3-1b, sliding_attention", "olmo-3-7b, sliding_attention", "glm-4.5v",
+    "qwen2-vl-7b", "qwen3-vl-8b", "ministral-3-8b", "modernbert-base-v5, sliding_attention",
+    "llama-3-8b", "gpt-oss-20b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_is_that_of_rotary_plan_for_the_config_of_the_model(name):
+    path, _, kind = name.partition(", ")
+    config = json.loads((CONFIGS / f"{path}.json").read_text())
+    context = min(2 * published(name).context, 2**19)
+    pasted = Side(model=PASTED, config=json.dumps(config), layer=kind)
+    for side in (Side(model=name), pasted):
+        found = page.drawn(to_fields(State(a=side, view="plan", context=context)))
+        expected = recommend_model(config, context, kind or None)
+        shown = found["pictures"]["a"]
+        assert json.loads(shown["config"]) == expected.rope_parameters
+        assert shown["words"] == expected.reason
+
+
+@pytest.mark.parametrize("name", ["gpt-j-6b", "esm2-650m"])
+def test_a_plan_refuses_what_the_code_of_the_model_does_not_read(name):
+    found = page.drawn({"view": "plan", "a.model": name, "context": "16384"})
+    assert found["pictures"] == {}
+    assert found["errors"] == {"view": "this model reads only rope_type default, got 'yarn'"}
+
+
+def test_the_curve_of_a_plan_has_the_points_that_its_words_name():
+    found = views.plan(look(LLAMA_3, 131_072))
+    assert "at 12,703 of 131,072 distances (B_m < 0), first at 18,438" in found.words
+    distances, sums = found.columns["distance"], found.columns["as_it_is"]
+    angles = np.arange(1, 131_073)[:, None] * 500_000.0 ** (-np.arange(64) / 64)
+    every = np.cos(angles).sum(1)
+    assert sums.min() == pytest.approx(every.min())
+    below = distances[sums < 0][0]
+    assert 18_438 <= below < 18_438 * 1.03
+
+
+def test_q_times_k_counts_the_attention_factor_of_a_method():
+    seen = look(Side(model="llama-2-7b", method="yarn"), 131_072)
+    found = views.hands(seen)
+    factor = (0.1 * np.log(32) + 1) ** 2
+    assert found.figure.moving.factor == pytest.approx(factor)
+    assert f"from {64 * factor:.4g} at 0" in found.words
+    one = rotary.apply(seen.spec, np.ones((1, 1, 1, 128)), positions=[0], seq_len=131_072)
+    assert float((one * one).sum()) / 2 == pytest.approx(64 * factor)
+    speeds = np.abs(found.figure.moving.inv_freq)
+    at = int(found.columns["distance"][-1])
+    assert found.columns["score"][-1] == pytest.approx(factor * np.cos(at * speeds).sum())
+
+
 def test_plan_is_that_of_the_library_and_its_config_gives_the_recommendation():
     spec = published("llama-3-8b").spec
     found, expected = views.plan(look(LLAMA_3, 32_768)), recommend(32_768, spec, 8192)
@@ -109,8 +211,11 @@ def test_a_plan_begins_with_the_model_and_not_with_a_method_that_was_chosen():
     scaled = Side(model="llama-3.1-8b")
     assert look(scaled, 4096).advertised == 131_072
     assert "keep its RoPE." in views.plan(look(scaled, 4096)).words
-    chosen = look(Side(model="llama-3-8b", method="linear"), 32_768)
-    assert views.plan(chosen).config == views.plan(look(LLAMA_3, 32_768)).config
+    fields = {"view": "plan", "a.model": "llama-3-8b", "context": "32768"}
+    plain, chosen = page.drawn(fields), page.drawn({**fields, "a.method": "linear"})
+    assert plain["pictures"] == chosen["pictures"]
+    assert plain["pictures"]["a"]["title"] == "A: llama-3-8b"
+    assert chosen["fields"]["a.method"] == "linear"  # for the other views
 
 
 def test_a_recommendation_is_the_plan_without_the_bases():
@@ -162,6 +267,25 @@ def test_two_models_that_are_alike_differ_in_nothing():
     assert found.words == (
         "Every pair turns at the same speed in both: one can be used in place of the other."
     )
+
+
+def test_an_order_that_is_written_bears_on_cached_keys_and_not_on_weights():
+    found, rows = difference(*(Side(model=f"deepseek-{name}", method="none")
+                               for name in ("v3", "v2-lite")))  # fmt: skip
+    assert "layout" not in rows
+    assert "out_layout" in rows
+    assert "weights fit both, but keys cached by one" in found.words
+    assert "rotary convert" not in found.words
+
+
+def test_an_attention_factor_keeps_one_model_from_replacing_the_other():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    one, other = (
+        Side(model=PASTED, config=json.dumps({"head_dim": 64, "rope_scaling": {**scaling, **own}}))
+        for own in ({}, {"attention_factor": 1.0})
+    )
+    words = difference(one, other, 8192)[0].words
+    assert words.startswith("Every pair turns at the same speed in both. Scores are multiplied by")
 
 
 def test_what_differs_between_two_models_is_listed_and_explained():

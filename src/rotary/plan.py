@@ -12,7 +12,7 @@ from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare, stretched_further
 from .analysis.search import MinBase, SafeBase, min_base, rounded_up, safe_base
 from .analysis.spectrum import before_scaling, whole_number
-from .configs import choose
+from .configs import Config, choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
 from .reach import lengths
@@ -191,6 +191,17 @@ def recommend_model(
     trained, advertised = lengths(spec, entry)
     if trained is None:
         raise ValueError("the config has no max_position_embeddings, the length of its training")
+    return recommend_layers(entry, spec, context, trained, advertised)
+
+
+def recommend_layers(
+    entry: Config, spec: Rotary, context: int, trained: int, advertised: int | None
+) -> Recommendation:
+    """Recommend how the layers of a model reach `context` tokens: `recommend_model` when read.
+
+    entry    what the config says about these layers: their window, and what their code reads
+    spec, trained, advertised  as in `recommend`; they may differ from those of the config
+    """
     _check(context, spec)
     seen = max(2, min(context, entry.window or context))
     advice = recommend(seen, spec, trained, advertised=advertised)

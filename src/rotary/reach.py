@@ -88,10 +88,14 @@ class Reach(NamedTuple):
         ]
 
 
-def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
+def reach(
+    spec: Rotary, length: int, trained: int | None = None, *, original: Rotary | None = None
+) -> Reach:
     """Compute how far a RoPE reaches within `length` tokens.
 
-    trained  the length of the training the frequencies come from; default `length`
+    trained   the length of the training the frequencies come from; default `length`
+    original  the RoPE of that training; default `analysis.before_scaling(spec)`, which takes linear
+              and ntk as trained
     Source of B_m: Men et al. (arXiv 2405.14591); of the critical dimension: Liu et al. (arXiv
     2310.05209). Raises ValueError for a length outside 1 .. 2^24.
 
@@ -101,7 +105,7 @@ def reach(spec: Rotary, length: int, trained: int | None = None) -> Reach:
     """
     whole_number("length", length)
     trained = length if trained is None else whole_number("trained", trained)
-    original = before_scaling(spec)
+    original = before_scaling(spec) if original is None else original
     periods = wavelengths(spec, length)
     failing, where, least = survey(spec, length, seq_len=length)
     result = Reach(

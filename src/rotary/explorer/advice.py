@@ -10,10 +10,10 @@ from ..analysis import bounds
 from ..analysis.extension import option_rows
 from ..angles import inv_freq
 from ..kernels import Numbers
-from ..plan import MAX_CONTEXT, recommend
+from ..plan import MAX_CONTEXT, recommend_layers
 from ..reach import TOLERANCE
 from ..reach import reach as measure
-from .curves import spaced, trained_line
+from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
 from .side import FieldError, Look, check_scaling
 
@@ -22,29 +22,36 @@ ALIKE = 1e-9  # frequencies with a smaller relative difference count as equal
 
 def reach(look: Look) -> Picture:
     """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
-    result = measure(look.spec, look.context, look.trained)
-    first, context = result.first_failure, look.context
-    beyond = f"none up to {context:,}"
-    bars = [
-        ("context asked for", context, f"{context:,} tokens"),
-        ("trained length", result.trained, f"{result.trained:,} tokens"),
+    context, window = look.context, look.entry.window
+    length, trained = (min(each, window or each) for each in (context, look.trained))
+    result = measure(look.spec, length, trained, original=look.before)
+    first, words = result.first_failure, result.verdict
+    ends = [("trained length", look.trained, f"{look.trained:,} tokens")]
+    if window is not None:
+        ends.insert(0, ("these layers see no farther than", window, f"{window:,} tokens"))
+        words += f" These layers see no farther than their window, {window:,} tokens."
+    ends += [
         ("a similar key is first not preferred at (B_m < 0)",
-         first or context, f"{first:,}" if first else beyond),
+         first or length, f"{first:,}" if first else f"none up to {length:,}"),
         (f"float32 angles are right to {TOLERANCE:g} rad up to",
          result.float32_positions, f"{result.float32_positions:,}"),
-        ("the slowest pair turns once in", result.longest_wavelength,
-         f"{result.longest_wavelength:,.0f} tokens"),
     ]  # fmt: skip
-    lengths = np.array([max(length, 1.0) for _, length, _ in bars])
+    turn = result.longest_wavelength  # no end: a pair that turns has shown all of its angles
+    bars = (
+        Bar("context asked for", context, f"{context:,} tokens", False),
+        *(Bar(name, tokens, text, tokens < length) for name, tokens, text in ends),
+        Bar("the slowest pair turns once in", turn, f"{turn:,.0f} tokens", False),
+    )
+    lengths = np.array([max(bar.length, 1.0) for bar in bars])
     figure = Figure(
         Axis("tokens", is_log=True, ends=(float(lengths.min()) / 4, float(lengths.max()) * 1.1)),
         Axis(""),
         lines=(Line("x", context, "context", "red"),),
-        bars=tuple(Bar(name, length, text, length < context) for name, length, text in bars),
+        bars=bars,
     )
     columns: dict[str, Numbers] = {"bar": np.arange(len(bars)), "tokens": lengths}
     table = Table(("what", "value"), tuple(result.rows()))
-    return Picture(columns, result.verdict, figure, (table,))
+    return Picture(columns, words, figure, (table,))
 
 
 def plan(look: Look) -> Picture:
@@ -58,31 +65,29 @@ def plan(look: Look) -> Picture:
             f"a plan is made for a context of 2 .. {MAX_CONTEXT:,} tokens, got {look.context:,}",
         )
     if look.context > look.advertised:
-        check_scaling(look.start, look.trained)
-    advice = recommend(look.context, look.start, look.trained, advertised=look.advertised)
-    distances = spaced(look.context)
-    columns: dict[str, Numbers] = {"distance": distances}
-    curves = [Curve("as_it_is", "as it is")]
-    columns["as_it_is"] = bounds.similarity(look.start, distances, seq_len=look.context)
-    words = advice.reason
+        check_scaling(look.spec, look.trained)
+    advice = recommend_layers(look.entry, look.spec, look.context, look.trained, look.advertised)
+    shown = [("as_it_is", "as it is", look.spec)]
     if advice.action != "keep":
         name = f"recommended: {advice.recommended.schedule}"
-        curves.append(Curve("recommended", name, "red", "dotted"))
-        columns["recommended"] = bounds.similarity(
-            advice.recommended, distances, seq_len=look.context
-        )
-    if look.start.num_axes > 1:
-        words += " Keep the keys of the config that deal out the axes, such as mrope_section."
+        shown.append(("recommended", name, advice.recommended))
+    last = advice.context  # no farther than the window
+    distances = np.unique(np.concatenate([outline(spec, last, last) for *_, spec in shown]))
+    columns: dict[str, Numbers] = {"distance": distances}
+    curves: list[Curve] = []
+    for column, name, spec in shown:
+        columns[column] = bounds.similarity(spec, distances, seq_len=last)
+        curves.append(Curve(column, name, *(("red", "dotted") if curves else ("blue", ""))))
     figure = Figure(
-        Axis("distance m, tokens", is_log=True),
+        distance_axis(look.spec, last),
         Axis("B_m: preference for a similar key"),
         tuple(curves),
-        (Line("y", 0, "", "ink"), *trained_line(look)),
+        (Line("y", 0, "", "ink"), *(trained_line(look) if look.trained <= last else ())),
     )
     header, *rows = option_rows(advice.options)
     tables = (Table(header, tuple(rows)),) if rows else ()
-    keys = {key: value for key, value in advice.rope_parameters.items() if key != "head_dim"}
-    return Picture(columns, words, figure, tables, json.dumps(keys, indent=2))
+    keys = json.dumps(advice.rope_parameters, indent=2)
+    return Picture(columns, advice.reason, figure, tables, keys)
 
 
 def difference(a: Look, b: Look) -> Picture:
@@ -135,12 +140,17 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
             f"{other.head_dim}: neither weights nor cached keys of one fit the other."
         )
         return
-    is_same_order = (one.layout, one.out_layout) == (other.layout, other.out_layout)
-    if not is_same_order:
+    if one.layout != other.layout:
         yield (
             f"The layouts differ: A is {one.layout}, B is {other.layout}. Weights of one give "
             "wrong scores in code for the other, without an error: `rotary convert` moves them."
         )
+    elif one.out_layout != other.out_layout:
+        yield (
+            f"A writes rotated channels as {one.out_layout}, B as {other.out_layout}: weights fit "
+            "both, but keys cached by one give wrong scores with queries of the other."
+        )
+    is_same_order = (one.layout, one.out_layout) == (other.layout, other.out_layout)
     if (one.sign, one.axes) != (other.sign, other.axes):
         yield "Direction or axes of the pairs differ: they turn by other angles."
     first, second = speeds
@@ -164,7 +174,10 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
             f"{by:.4g} times as fast as in {slow}. Keys cached by one cannot be read by the other, "
             "and weights trained with one need the frequencies of that one."
         )
-    elif is_same_order and one.axes == other.axes and one.sign == other.sign:
+    elif (
+        is_same_order and one.axes == other.axes and one.sign == other.sign
+        and math.isclose(*amplitudes)
+    ):  # fmt: skip
         yield "Every pair turns at the same speed in both: one can be used in place of the other."
     else:
         yield "Every pair turns at the same speed in both."

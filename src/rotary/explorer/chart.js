@@ -1,7 +1,8 @@
 // Draws the figures of figures.py as SVG: curves, lines, a band, rows of cells, over two axes.
 "use strict";
 
-const RIGHT = 14, BOTTOM = 42, LEFT = 60, TEXT = 6.6;  // pixels; TEXT: the width of a letter
+const RIGHT = 14, BOTTOM = 42, LEFT = 60;  // pixels
+const TEXT = 6.6, BOLD = 7.4;  // the width of a letter
 
 function node(parent, tag, attributes = {}, text = "") {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -30,7 +31,9 @@ function scale(axis, values, from, to, ends = axis.ends) {
   const all = values.filter(value => Number.isFinite(value) && (value > 0 || !axis.is_log));
   let [low, high] = (ends ?? [all.reduce((a, b) => Math.min(a, b), Infinity),
                               all.reduce((a, b) => Math.max(a, b), -Infinity)]).map(into);
-  const spare = ends ? 0 : (high - low) * 0.03 || 0.5;
+  const size = Math.max(Math.abs(low), Math.abs(high), axis.is_log ? 1 : 0);
+  const isFlat = high - low <= 1e-9 * size;  // up to rounding, so ticks would all be one number
+  const spare = ends ? 0 : isFlat ? 0.5 : (high - low) * 0.03;
   [low, high] = [low - spare, high + spare];
   const at = value => from + (into(value) - low) / (high - low) * (to - from);
   const back = pixel => out(low + (pixel - from) / (to - from) * (high - low));
@@ -92,7 +95,10 @@ class Chart {
 
   // beside: a picture that is compared with this one; both get axes that hold both
   draw(picture, beside = picture) {
-    if (this.picture?.figure.x.title !== picture.figure.x.title) this.zoom = null;
+    const [old, { x, y }] = [this.picture?.figure, picture.figure];
+    const isSame = old?.x.title === x.title && old.x.is_log === x.is_log && old.y.title === y.title;
+    const isSeen = at => at >= this.zoom?.[0] && at <= this.zoom?.[1];
+    if (!isSame || !Object.values(picture.columns)[0].some(isSeen)) this.zoom = null;
     [this.picture, this.beside] = [picture, beside];
     this.index = null;
     this.svg.setAttribute("role", "img");
@@ -263,6 +269,8 @@ class Chart {
       const title = node(this.svg, "text", { x: box.left, y: top + 14 }, isLong ? "" : words);
       if (isLong) node(title, "tspan", {}, name.replace(/ \(.*\)/, "") + ": ");
       node(title, "tspan", { class: "strong" }, text);
+      const share = (box.right - box.left) / title.getComputedTextLength();
+      if (share < 1) title.style.fontSize = `${share * parseFloat(getComputedStyle(title).fontSize)}px`;
     });
   }
 
@@ -297,13 +305,14 @@ class Chart {
       const value = columns[y][index];
       if (value == null) continue;
       lines.push(`${name}: ${long(value)}`);
-      node(this.tip, "circle", { cx: this.xs.at(this.x[index]), cy: this.ys.at(value), r: 4 });
+      const [cx, cy] = [this.xs.at(this.x[index]), this.ys.at(value)];
+      if (Number.isFinite(cx) && Number.isFinite(cy)) node(this.tip, "circle", { cx, cy, r: 4 });
     }
     for (const { column, of, name } of figure.rows) {
       if (columns[column][index] != null) lines.push(`${name}: ${of} ${columns[column][index]}`);
     }
     const width = Math.max(...lines.map(line => line.length)) * TEXT + 12;
-    const at = this.xs.at(this.x[index]);
+    const at = Math.max(this.xs.at(this.x[index]), box.left);  // 0 is far left of a log axis
     const left = at + 10 + width > box.right ? Math.max(at - 10 - width, 0) : at + 10;
     const top = Math.min(Math.max((pixel ?? box.top + 30) - 20, box.top), box.bottom - 16 * lines.length - 8);
     node(this.tip, "rect", { x: left, y: top, width, height: 16 * lines.length + 6, rx: 4 });

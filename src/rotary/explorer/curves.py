@@ -10,11 +10,12 @@ from .. import layouts
 from ..analysis import bounds, decay, extension, precision, spectrum
 from ..angles import inv_freq
 from ..kernels import Numbers
+from ..spec import Rotary
 from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
 from .side import Look
 
 POINTS = 1024  # points of a curve: enough for a screen, and quick to send
-EXHAUSTIVE = 2**21  # pairs times distances up to which every distance is computed
+EXHAUSTIVE = 2**23  # pairs times distances up to which every distance is computed
 SEARCHED = 2**17  # distances that are searched while the page waits
 TOLERANCE = 1e-3  # an error of cos or sin that bfloat16 q and k hide
 ARITHMETICS = {  # name -> colour and dash of its curve
@@ -77,7 +78,8 @@ def similarity(look: Look) -> Picture:
     """Draw B_m, the preference for a similar key over a random one, and where it is first < 0."""
     searched = min(look.context, SEARCHED)
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
-    distances = np.union1d(outline(look), [] if first is None else [first]).astype(np.int64)
+    outlined = outline(look.spec, look.context, look.context)
+    distances = np.union1d(outlined, [] if first is None else [first]).astype(np.int64)
     sums = bounds.similarity(look.spec, distances, seq_len=look.context)
     points: tuple[Point, ...] = ()
     if first is not None:
@@ -90,9 +92,9 @@ def similarity(look: Look) -> Picture:
     else:
         words = f"A similar key is preferred at every distance up to {searched:,}."
         if searched < look.context:
-            words += f" Not searched beyond; `rotary plan --context {look.context}` does."
+            words += " Not searched beyond; the view Reach does."
     figure = Figure(
-        Axis("distance m, tokens", is_log=True),
+        distance_axis(look.spec, look.context),
         Axis("B_m"),
         (Curve("similarity", "B_m"),),
         (Line("y", 0, "", "ink"), *trained_line(look)),
@@ -101,15 +103,30 @@ def similarity(look: Look) -> Picture:
     return Picture({"distance": distances, "similarity": sums}, words, figure)
 
 
-def outline(look: Look) -> npt.NDArray[np.int64]:
-    """Return the distances of the highest and lowest B_m per interval; samples if that is slow."""
-    every = min(look.context, EXHAUSTIVE // (look.spec.rotary_dim // 2))
-    sums = bounds.similarity(look.spec, np.arange(1, every + 1), seq_len=look.context)
+def _searched(spec: Rotary, last: int) -> int:
+    """Return up to which distance `outline` computes every B_m."""
+    return min(last, EXHAUSTIVE // (spec.rotary_dim // 2))
+
+
+def distance_axis(spec: Rotary, last: int) -> Axis:
+    """Return the axis of the distances of `outline`."""
+    every = _searched(spec, last)
+    samples = f", samples beyond {every:,}" if every < last else ""
+    return Axis(f"distance, tokens{samples}", is_log=True)
+
+
+def outline(spec: Rotary, last: int, seq_len: int) -> npt.NDArray[np.int64]:
+    """Return the distances up to `last` of the highest and the lowest B_m in each interval.
+
+    Where computing every B_m would be slow, these are samples.
+    """
+    every = _searched(spec, last)
+    sums = bounds.similarity(spec, np.arange(1, every + 1), seq_len=seq_len)
     kept = [1, every]
     for start, stop in itertools.pairwise(spaced(every, POINTS // 2).tolist()):
         stretch = sums[start - 1 : stop - 1]
         kept += [start + int(stretch.argmin()), start + int(stretch.argmax())]
-    samples = spaced(look.context)
+    samples = spaced(last)
     return np.union1d(kept, samples[samples > every]).astype(np.int64)
 
 
@@ -117,13 +134,17 @@ def scaling(look: Look) -> Picture:
     """Draw how much the scaling slowed each pair down, with the band in which YaRN blends."""
     (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
     ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
-    first, last = spectrum.yarn_band(look.plain, look.trained)
-    words = (
-        f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}. "
-        f"With {look.trained:,} trained tokens YaRN keeps pairs before {first:.1f} "
-        f"(32 turns) and interpolates those after {last:.1f} (1 turn). "
-        f"Scores are multiplied by {factor**2:.4g}."
-    )
+    words = f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}. "
+    band = None
+    if len(ratio) > 1 and look.plain.base > 1:  # else no pair is faster than another
+        count = len(ratio)
+        first, last = np.clip(spectrum.yarn_band(look.plain, look.trained), 0, count).tolist()
+        words += (
+            f"With {look.trained:,} trained tokens YaRN keeps pairs before {first:.1f} (32 turns) "
+            f"and interpolates those after {last:.1f} (1 turn), of {count}. "
+        )
+        band = Band(min(first, count - 1), min(last, count - 1), "YaRN blends here")
+    words += f"Scores are multiplied by {factor**2:.4g}."
     if (ratio == 1).all():
         words = (
             "Nothing is scaled here: choose a method, and a context longer than the training. "
@@ -132,24 +153,23 @@ def scaling(look: Look) -> Picture:
     columns = {
         "pair": np.arange(len(ratio)),
         "speed_ratio": ratio,
-        "turns_in_training": spectrum.turns_completed(look.plain, look.trained),
+        "turns_in_training": spectrum.turns_completed(look.before, look.trained),
     }
-    start, stop = np.clip((first, last), 0, len(ratio) - 1).tolist()
     lowest = min(float(ratio[ratio > 0].min()), 0.5)
     figure = Figure(
         Axis("pair"),
         Axis("speed after / before scaling", is_log=True, ends=(lowest / 1.25, 1.25)),
         (Curve("speed_ratio", "speed ratio", has_dots=True),),
-        band=Band(start, stop, "YaRN blends here"),
+        band=band,
     )
     return Picture(columns, words, figure)
 
 
 def coverage(look: Look) -> Picture:
     """Draw the share of its circle that each pair saw in training, and its share of new angles."""
-    seen = extension.coverage(look.plain, look.trained)
+    seen = extension.coverage(look.before, look.trained)
     unseen = extension.unseen(
-        look.plain, look.trained, look.spec, [look.context - 1], look.context
+        look.before, look.trained, look.spec, [look.context - 1], look.context
     )[0]
     words = (
         f"{int((seen < 1).sum())} of {len(seen)} pairs saw less than the whole circle in "

@@ -69,8 +69,15 @@ async function run() {
       const errors = answer.errors;
       answer = { ...await post("draw", { fields: {}, changed: "" }), errors };
     }
+    // A bad number in another control must not stop this one: that control goes back, with its error
+    const errors = {};
+    for (let bad; last && !answer.pictures && (bad = Object.keys(answer.errors)[0]) in fields && bad !== name;) {
+      Object.assign(errors, answer.errors);
+      fields[bad] = last.fields[bad] ?? "";
+      answer = await post("draw", { fields, changed: name });
+    }
     queue.shift();
-    show(answer);
+    show({ ...answer, errors: { ...errors, ...answer.errors } });
   }
 }
 
@@ -93,7 +100,7 @@ function show({ errors, ...answer }) {
   set({ ...answer.shown, ...Object.fromEntries(configs) });
 }
 
-function showSide(side, { pictures, query, shown, figures, controls: sides }) {
+function showSide(side, { pictures, query, shown, figures, controls: sides, no_config }) {
   const isShown = figures.includes(side);
   for (const id of [`picture-${side}`, `notes-${side}`]) one(`#${id}`).hidden = !isShown;
   one(`#side-${side}`).hidden = !sides.includes(side);
@@ -110,11 +117,13 @@ function showSide(side, { pictures, query, shown, figures, controls: sides }) {
   one(`#words-${side}`).textContent = picture.words;
   charts[side].draw(picture, figures === "ab" ? pictures[side === "a" ? "b" : "a"] : picture);
   showTables(one(`#tables-${side}`), picture);
+  const files = Object.entries(FILES).filter(([, file]) => file !== "config.json" || !no_config[side]);
   const links = query === null
     ? ["This config is too long for a link, and so for the files that a link holds."]
     : [make("a", { href: query ? `?${query}` : location.pathname }, "Link to this view"),
-       ...Object.entries(FILES).map(([title, file]) =>
-         make("a", { href: `download/${file}?${query}${side === "b" ? "&side=b" : ""}` }, title))];
+       ...files.map(([title, file]) =>
+         make("a", { href: `download/${file}?${query}${side === "b" ? "&side=b" : ""}` }, title)),
+       ...no_config[side] ? [`No config: ${no_config[side]}.`] : []];
   const save = make("button", { type: "button" }, "Picture (SVG)");
   save.addEventListener("click", () => {
     const data = encodeURIComponent(charts[side].svgText());

@@ -88,10 +88,12 @@ class Hands:
     """Pairs that `hands.js` draws as dials, beside a curve of their score against distance.
 
     inv_freq  radians per token of each pair, negative where it turns clockwise
+    factor    what the scores of the rotated channels are multiplied by
     constant  what the channels that are not rotated add to the score;  last  the largest distance
     """
 
     inv_freq: tuple[float, ...]
+    factor: float
     constant: float
     last: int
     kind: str = "hands"

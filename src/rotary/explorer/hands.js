@@ -5,8 +5,8 @@
 class Hands {
   static sliders = { distance: "Distance", position: "Position of k" };
 
-  constructor(chart, { inv_freq, constant, last }) {
-    Object.assign(this, { chart, speeds: inv_freq, constant, last });
+  constructor(chart, { inv_freq, factor, constant, last }) {
+    Object.assign(this, { chart, speeds: inv_freq, factor, constant, last });
   }
 
   start() {
@@ -51,8 +51,8 @@ class Hands {
       hand(this.centres[i], this.radius, at * this.speeds[pair])).join("");
     this.k.setAttribute("d", path(position));
     this.q.setAttribute("d", path(position + distance));
-    this.marks.move(distance, [
-      this.speeds.reduce((sum, speed) => sum + Math.cos(distance * speed), this.constant)]);
+    const sum = this.speeds.reduce((sum, speed) => sum + Math.cos(distance * speed), 0);
+    this.marks.move(distance, [this.factor * sum + this.constant]);
   }
 }
 

@@ -16,7 +16,8 @@ class Methods {
 
   // As many pairs as there is room for; their dials fill the whole picture
   place(width, height) {
-    const label = 96, count = "00 of 000 new".length * TEXT;
+    const longest = Math.max(...this.methods.map(({ name }) => name.length));
+    const label = Math.max(96, longest * BOLD + 8), count = "00 of 000 new".length * TEXT;
     const high = (height - 46) / this.methods.length;
     const left = width - label - count, size = Math.min(high, 60, left / 6);
     const room = Math.min(Math.floor(left / size + 1e-9), this.before.length);

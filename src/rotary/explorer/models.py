@@ -7,7 +7,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..configs import choose, from_hf_config, layer_types
+from ..configs import Config, choose, from_hf_config, layer_types
+from ..configs.hf_writing import as_model_reads, model_keys
 from ..reach import lengths
 from ..spec import Rotary
 from ..strict_json import JSON, parsed
@@ -27,6 +28,7 @@ class Model(NamedTuple):
     layers   the layer types with different RoPEs; empty if all layers have the same
     layer    the one of these layer types that `spec` belongs to
     name     its name in the config: text that must not be trusted
+    entry    what the config says about these layers
     """
 
     spec: Rotary
@@ -35,6 +37,7 @@ class Model(NamedTuple):
     layers: tuple[str, ...] = ()
     layer: str | None = None
     name: str = ""
+    entry: Config = Config({}, {}, {}, None, True)
 
 
 @cache
@@ -91,12 +94,13 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
         raise ValueError("these layers have no rotation; choose another layer type")
     if spec.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {spec.head_dim}")
-    before, advertised = lengths(spec, choose(config, layer_type))
+    entry = choose(config, layer_type)
+    before, advertised = lengths(spec, entry)
     context = advertised if isinstance(advertised, int) and advertised > 0 else 4096
     trained = before if isinstance(before, int) and before > 0 else context
     if max(context, trained) > MAX_LENGTH:
         raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
-    return Model(spec, trained, context, layers, layer_type)
+    return Model(spec, trained, context, layers, layer_type, entry=entry)
 
 
 @lru_cache(maxsize=8)
@@ -121,7 +125,7 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
     {'rope_theta': 500000.0, 'head_dim': 64}
     """
     text = json.dumps(config)
-    original, kept, size, left = _model(config, layer_type), json.loads(text), len(text), MAX_TRIED
+    original, kept, size, left = _facts(config, layer_type), json.loads(text), len(text), MAX_TRIED
 
     def look_in(part: dict[str, JSON]) -> None:
         nonlocal left, size
@@ -131,7 +135,7 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
             if left < 0 or (part is kept and key == "model_type"):
                 continue
             order, value = list(part), part.pop(key)
-            if _model(kept, layer_type) == original:
+            if _facts(kept, layer_type) == original:
                 size -= long[key]
                 continue
             rest = {**part, key: value}
@@ -144,10 +148,17 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
     return kept
 
 
-def _model(config: dict[str, JSON], layer_type: str | None) -> Model | None:
+def _facts(config: dict[str, JSON], layer_type: str | None) -> tuple[object, ...] | None:
+    """Return all that the page shows of a config, None if it gives no RoPE."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an attempt may lack keys that it needs
-            return read(config, layer_type)
+            model = read(config, layer_type)
     except ValueError:
         return None
+    entry = model.entry
+    try:  # the keys that a plan writes
+        keys = model_keys(entry, as_model_reads(entry, model.spec, model.context), model.context)
+    except ValueError:
+        keys = {}
+    return *model[:-1], entry.window, keys

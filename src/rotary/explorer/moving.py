@@ -6,11 +6,11 @@ import re
 import numpy as np
 
 from .. import layouts
-from ..analysis import bounds, decay, extension
+from ..analysis import bounds, decay, extension, spectrum
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..spec import Rotary
-from .curves import outline, trained_line
+from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Curve, Figure, Hands, Line, Order, Orders, Picture, Stretch, Stretched
 from .side import Look, check_scaling
 
@@ -23,22 +23,24 @@ METHODS = ("linear", "ntk", "yarn", "llama3", "longrope")
 
 def hands(look: Look) -> Picture:
     """Draw each pair as two hands, of k and q, and q . k of two equal vectors against distance."""
-    distances = outline(look)
-    scores = bounds.similarity(look.spec, distances, seq_len=look.context)
-    speeds = look.spec.sign * inv_freq(look.spec, look.context)[0]
-    same = float(bounds.similarity(look.spec, [0], seq_len=look.context)[0])
+    distances = outline(look.spec, look.context, look.context)
+    frequencies, factor = inv_freq(look.spec, look.context)
+    speeds, times, still = look.spec.sign * frequencies, factor**2, spectrum.still_pairs(look.spec)
+    sums = bounds.similarity(look.spec, distances, still=0.0, seq_len=look.context)
+    scores = times * sums + still
     words = (
         f"Move both tokens (position of k): all hands turn and q · k stays, so a score depends on "
         f"the distance alone. Move them apart (distance, or drag the red point): q · k of equal "
-        f"vectors goes from {same:g} at 0 to {scores[-1]:.4g} at {distances[-1]:,} tokens. The "
-        f"first pairs turn fast and tell near tokens apart, the last ones turn slowly."
+        f"vectors goes from {times * len(speeds) + still:.4g} at 0 to {scores[-1]:.4g} at "
+        f"{distances[-1]:,} tokens. The first pairs turn fast and tell near tokens apart, the last "
+        f"ones turn slowly."
     )
     figure = Figure(
-        Axis("distance, tokens", is_log=True),
+        distance_axis(look.spec, look.context),
         Axis("q · k"),
         (Curve("score", "q · k"),),
         (Line("y", 0, "", "ink"), *trained_line(look)),
-        moving=Hands(tuple(speeds.tolist()), same - len(speeds), look.context),
+        moving=Hands(tuple(speeds.tolist()), times, still, look.context),
     )
     return Picture({"distance": distances, "score": scores}, words, figure)
 
@@ -104,7 +106,7 @@ def methods(look: Look) -> Picture:
     """Draw what each scaling method does to each pair: its hand before and after scaling."""
     before = inv_freq(look.plain)[0]
     ways = _methods(look)
-    seen = np.minimum(look.trained * before, 2 * np.pi)
+    seen = np.minimum(look.trained * inv_freq(look.before)[0], 2 * np.pi)
     last = max(look.context, look.trained)
     columns: dict[str, Numbers] = {
         "pair": np.arange(len(before)),
@@ -112,7 +114,7 @@ def methods(look: Look) -> Picture:
     new = {}
     for name, spec in ways.items():
         columns[re.sub(r"\W+", "_", name)] = inv_freq(spec, last)[0]
-        share = extension.unseen(look.plain, look.trained, spec, [last - 1], last)[0]
+        share = extension.unseen(look.before, look.trained, spec, [last - 1], last)[0]
         new[name] = int((share > 0.005).sum())
     listed = ", ".join(f"{name} {count}" for name, count in new.items())
     words = (

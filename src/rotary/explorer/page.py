@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..analysis import search
 from ..configs import to_hf_config
+from ..plan import MAX_CONTEXT
 from .figures import Picture, as_script
 from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, presets
 from .side import METHODS, FieldError, Look
@@ -67,6 +68,7 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     fields, query, shown  the state by its controls, as a link (None: too long), and all values
     text, group, pictures the view in words; one picture for each side that has one
     figures, controls     the sides that have a picture and controls, "a" or "ab"
+    no_config             side -> why there is no config for transformers of its RoPE
     errors                name of a control -> one line; if it is the only key, nothing changes
     """
     try:
@@ -76,7 +78,7 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     view = VIEWS[state.view]
     is_of_two = isinstance(view, ViewOfTwo)
     figures = "ab" if state.compared and not is_of_two else "a"
-    pictures, errors = {}, {}
+    pictures, errors, no_config = {}, {}, {}
     for letters in ["ab"] if is_of_two else figures:
         try:
             picture = _of_sides(state, letters)
@@ -84,6 +86,10 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
             errors[getattr(error, "field", "view")] = str(error)[:400]
         else:
             pictures[letters[0]] = {"title": _title(state, letters), **picture.data()}
+            try:
+                config_json(state, letters[0])
+            except ValueError as error:
+                no_config[letters[0]] = str(error)[:400]
     return {
         "fields": to_fields(state),
         "query": to_query(state),
@@ -93,6 +99,7 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
         "figures": figures,
         "controls": "ab" if is_of_two or state.compared else "a",
         "pictures": pictures,
+        "no_config": no_config,
         "errors": errors,
     }
 
@@ -107,7 +114,7 @@ def _of_sides(state: State, letters: str) -> Picture:
 
 
 def _title(state: State, letters: str) -> str:
-    return "; ".join(f"{each.upper()}: {getattr(state, each).title()}" for each in letters)
+    return "; ".join(f"{each.upper()}: {state.side(each).title()}" for each in letters)
 
 
 def smallest_base(look: Look) -> str:
@@ -119,8 +126,18 @@ def smallest_base(look: Look) -> str:
 smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     """
     spec, context = look.spec, look.context
-    if not (spec.rotary_dim == spec.head_dim <= 256 and spec.head_dim >= 8 and context <= 2**17):
-        return f"This takes more than a moment: run rotary plan --context {context}."
+    if spec.rotary_dim != spec.head_dim:
+        return (
+            "A part of the head is rotated, which takes more than a moment: run rotary plan "
+            "--from with the config.json of the model."
+        )
+    if not 2 <= context <= MAX_CONTEXT:
+        return f"The smallest base is searched for 2 .. {MAX_CONTEXT:,} tokens, got {context:,}."
+    if not 8 <= spec.head_dim <= 256 or context > 2**17:
+        return (
+            "This takes more than a moment: run rotary plan "
+            f"--context {context} --head-dim {spec.head_dim}."
+        )
     least = _min_base(context, spec.head_dim).base
     base = search.rounded_up(least, context, spec.head_dim, digits=8)
     return (

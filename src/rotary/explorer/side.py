@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from ..analysis import extension, spectrum
+from ..configs import Config
 from ..spec import Rotary, nearest
 from ..strict_json import JSON
 from .models import (
@@ -94,8 +95,8 @@ class Look:
     plain    the same base and channels without any scaling
     before   the RoPE of the training, by `spectrum.before_scaling`; gives the critical dimension
     trained  length of the training before an extension;  context  the requested length
-    start    where a plan begins: the RoPE without a method that was chosen on the page
-    advertised  the length that `start` reaches
+    advertised  the length that the model reaches as published
+    side     the controls that all of it was made from
     """
 
     spec: Rotary
@@ -103,8 +104,13 @@ class Look:
     before: Rotary
     trained: int
     context: int
-    start: Rotary
     advertised: int
+    side: Side
+
+    @property
+    def entry(self) -> Config:
+        """What the config says about these layers, before any change on the page."""
+        return self.side.original().entry
 
 
 def look(side: Side, context: int) -> Look:
@@ -119,7 +125,7 @@ def look(side: Side, context: int) -> Look:
     plain = spec
     if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
-    before, start, advertised = spectrum.before_scaling(spec), spec, trained
+    before, advertised = spectrum.before_scaling(spec), trained
     if original.spec.schedule != "default":  # its scaling may reach beyond the training
         advertised = max(trained, original.context)
     if side.method != AS_MADE:
@@ -127,8 +133,7 @@ def look(side: Side, context: int) -> Look:
             check_scaling(plain, trained)
         scaled = extension.methods(plain, trained, context) if context > trained else {}
         spec, before = scaled.get(side.method, plain), plain
-        start, advertised = plain, trained
-    return Look(spec, plain, before, trained, context, start, advertised)
+    return Look(spec, plain, before, trained, context, advertised, side)
 
 
 def check_scaling(plain: Rotary, trained: int) -> None:

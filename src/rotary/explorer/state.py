@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from .models import PASTED
-from .side import FieldError, Look, Side, look, number, one_of, side
+from .side import AS_MADE, FieldError, Look, Side, look, number, one_of, side
 from .views import VIEWS
 
 
@@ -23,9 +23,14 @@ class State:
     view: str = "hands"
     context: int = 32768
 
+    def side(self, letter: str) -> Side:
+        """Return side "a" or "b" as the view shows it: a plan starts without a chosen method."""
+        one: Side = getattr(self, letter)
+        return dataclasses.replace(one, method=AS_MADE) if self.view == "plan" else one
+
     def look(self, letter: str) -> Look:
         """Return the RoPE and lengths of side "a" or "b"; FieldError if a value is invalid."""
-        one: Side = getattr(self, letter)
+        one = self.side(letter)
         try:
             one.original()
         except ValueError as error:

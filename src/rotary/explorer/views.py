@@ -88,7 +88,8 @@ VIEWS: dict[str, View | ViewOfTwo] = {
     ),
     "plan": View(
         "Plan", DECIDE, "How to bring trained weights to the context: set the model and the "
-        "context, then copy the config. The same as rotary plan.", plan,
+        "context, then copy the config. The same as rotary plan, which starts from the model as "
+        "published, whatever method is chosen.", plan,
     ),
     "models": ViewOfTwo(
         "Two models", DECIDE, "What differs between the RoPE of A and of B, and what that means "
