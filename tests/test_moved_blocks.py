@@ -36,6 +36,9 @@ CACHES = {
     "flat rows of latents": ((9, 48), LATENT),
     "interleaved": ((9, 6, 3, 32), Rotary(32, layout="interleaved")),
     "writes half": ((9, 6, 3, 32), Rotary(32, layout="interleaved", out_layout="half")),
+    # 128 and 192 codes are read at once, of which a register holds 64
+    "128 channels, interleaved": ((9, 3, 128), Rotary(128, layout="interleaved")),
+    "a slice of 192, interleaved": ((9, 200), Rotary(200, 192, 4, layout="interleaved")),
     "a slice": ((9, 6, 3, 32), Rotary(32, 12, 6, base=50.0)),
     "more axes": ((9, 2, 3, 2, 5, 32), SPEC),
 }

@@ -28,7 +28,7 @@ WAYS = {
     "lookups": ["f16c", "avx2", "avx512bw", "avx512vbmi"],
 }  # fmt: skip
 HERE = [feature for feature in WAYS["lookups"] if short_floats.compiles_for(feature, False)]
-RESTS = [0, 1, 15, 16, 17, 31, 33, 63]  # behind vectors of 64: every number of lanes
+RESTS = [0, 1, 15, 16, 17, 31, 33, 63, 127]  # behind vectors of 128: every number of lanes
 
 
 @pytest.fixture(params=[name for name, need in WAYS.items() if set(need) <= set(HERE)])
@@ -44,7 +44,8 @@ def loops(request, monkeypatch):
             def generate(context, b, signature, arguments):
                 _, source, target, count = arguments
                 element = vec.ELEMENTS[tag]
-                vec.each(b, count, element.lanes, body_of(b, tag, element.size, source, target))
+                widths = 2 * element.lanes[0], *element.lanes  # as many as in interleaved pairs
+                vec.each(b, count, widths, body_of(b, tag, element.size, source, target))
                 return context.get_dummy_value()
 
             return types.void(tag, types.int64, types.int64, types.int64), generate
@@ -98,7 +99,7 @@ def test_every_number_is_rounded_once_to_the_nearest(loops, name):
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)
     words = np.concatenate([*(halves + low for low in lows), random])
     most = np.inf if name.endswith("16") else float(ml_dtypes.finfo(dtype).max)
-    for count in (len(words), *(64 + rest for rest in RESTS)):
+    for count in (len(words), *(128 + rest for rest in RESTS)):
         x = words[:: len(words) // count].view(np.float32)[:count].copy()
         x.view(np.uint32)[np.isnan(x)] |= 1 << 22  # quiet, as results of arithmetic are
         found, both = np.zeros(count, code), np.zeros((count, 2), code)

@@ -56,7 +56,8 @@ def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
     if mantissa == 10:
         return _float16(b, codes)
     if lanes >= _WORDS and _has_lookup():
-        return _looked_up(b, codes, mantissa)
+        parts = _parts(b, codes, _BYTES)  # as many as a register holds
+        return joined(b, [_looked_up(b, part, mantissa) for part in parts])
     # float8_e5m2 is the upper half of a float16
     bits = b.shl(b.zext(codes, vector(I16, lanes)), constant(I16, lanes, 8))
     if mantissa == 3:  # with an exponent one bit longer, 2^8 times too small; all ones is NaN
@@ -213,7 +214,7 @@ def _saturating(b: ir.IRBuilder, name: str, one: ir.Value, other: ir.Value) -> i
 
 
 def _looked_up(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
-    """Return 8-bit codes as float32: the bits of a bfloat16, which is exact, and 16 zero bits."""
+    """Return up to 64 8-bit codes as float32: the bits of a bfloat16, exact, and 16 zero bits."""
     lanes = lanes_of(codes)
     numbers = [_bfloat16(code, mantissa) for code in range(128)]
     padding = [min(lane, lanes - 1) for lane in range(_BYTES)]
