@@ -134,7 +134,11 @@ def recommend(
     reached = _reached(spec, trained, advertised)
     if context <= reached:
         return _recommendation(context, trained, spec, spec)
-    options = _options(spec, trained, context)
+    original = before_scaling(spec)
+    options: tuple[Row, ...] = ()
+    if original.schedule == "default":  # no method stretches linear, ntk and proportional
+        plain = dataclasses.replace(original, axes=())
+        options = tuple(compare(plain, trained, context))
     recommended = _scaled(spec, context, context / reached, options)
     return _recommendation(context, trained, spec, recommended, options)
 
@@ -279,17 +283,11 @@ def _recommendation(
 ) -> Recommendation:  # fmt: skip
     """Build a recommendation, with the failures of the present spec."""
     failing = failures(spec, context, seq_len=context)
+    action = "keep" if recommended == spec else "base" if trained is None else "scaling"
+    first = int(failing[0]) if len(failing) else None
+    keys = rope_keys(recommended, context)
     result = Recommendation(
-        context=context,
-        trained=trained,
-        spec=spec,
-        action="keep" if recommended == spec else "base" if trained is None else "scaling",
-        recommended=recommended,
-        first_failure=int(failing[0]) if len(failing) else None,
-        failures=len(failing),
-        options=options,
-        rope_parameters=rope_keys(recommended, context),
-        reason="",
+        context, trained, spec, action, recommended, first, len(failing), options, keys, reason=""
     )
     return result._replace(reason=" ".join(_sentences(result)))
 
@@ -317,13 +315,6 @@ def _reached(spec: Rotary, trained: int, advertised: int | None) -> int:
     # a config may say the length before the scaling, as Qwen2.5's instructions for YaRN do
     covered = spec.params["factor"] * spec.params["original_max_position_embeddings"]
     return max(reached, int(covered))
-
-
-def _options(spec: Rotary, trained: int, context: int) -> tuple[Row, ...]:
-    original = before_scaling(spec)
-    if original.schedule != "default":  # linear, ntk, proportional: no method stretches these
-        return ()
-    return tuple(compare(dataclasses.replace(original, axes=()), trained, context))
 
 
 def _scaled(spec: Rotary, context: int, growth: float, options: tuple[Row, ...]) -> Rotary:
