@@ -133,6 +133,31 @@ def test_jax_moves_blocks_also_under_jit(dtype):
         assert dtype == "float32" or (error > 0).mean() < 0.01  # a few round otherwise
 
 
+def _compiled(k, spec, **given):
+    return torch.compile(lambda k: rerotate(k, spec, **given), backend="aot_eager")(k)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("scale", [None, 1.7])
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [(np.asarray, rerotate), (as_torch, rerotate), (as_torch, _compiled), (jnp.asarray, rerotate)],
+    ids=["numpy", "torch", "compiled", "jax"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_every_code_beside_the_rotation_is_kept(library, call, dtype, scale):
+    """Infinity of float8_e5m2 is beyond what saturates, and each NaN has a code of its own."""
+    codes = np.arange(256, dtype=np.uint8).repeat(8).reshape(1, 256, 8).view(dtype_of(dtype))
+    scales = None if scale is None else np.linspace(1, scale, 8, dtype=np.float32)
+    given = {} if scale is None else {"scale": torch.as_tensor(scales) if library is as_torch
+                                      else library(scales)}  # fmt: skip
+    spec = Rotary(8, 4, 2)
+    moved = call(library(codes), spec, shift=3, seq_dim=-2, **given)
+    beside = [0, 1, 6, 7]
+    np.testing.assert_array_equal(bits_of(moved)[..., beside], bits_of(codes)[..., beside])
+    assert (bits_of(moved) != bits_of(codes)).any()
+
+
 def test_a_large_cache_is_moved_on_all_threads():
     cache = numbers((600, 16, 8, 32))
     blocks = np.random.default_rng(1).permutation(600)[:500]

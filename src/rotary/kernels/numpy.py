@@ -283,7 +283,7 @@ def move(
 
         keys = codes * scale, if they have 8 bits
         keys rotated
-        codes = round(keys / scale), ties to even, saturated
+        codes = round(keys / scale), ties to even, saturated, of the channels that are rotated
 
     x         (blocks, ..., head_dim), floating point or of a dtype of CODES
     cos, sin  (blocks, ..., pairs), with as many axes as x, each of the size in x or 1. With
@@ -302,7 +302,8 @@ def move(
     scales = np.float32(1) if scale is None else np.broadcast_to(scale, x.shape)[picked]
     numbers = (keys.astype(np.float32) * scales).astype(np.float32)
     (moved,) = rotate((numbers,), cos, sin, None, options, None)
-    y[picked] = rounded(moved / scales, x.dtype)
+    own = (picked, ..., slice(options.start, options.start + 2 * cos.shape[-1]))
+    y[own] = rounded(moved / scales, x.dtype)[own[1:]]  # codes of other channels are kept
     return y
 
 

@@ -80,18 +80,24 @@ def move(
     """
     keys, scales = x if blocks is None else x[blocks], None
     name = reference.name_of(x.dtype)
-    if name in reference.CODES:
-        keys = keys.astype(np.float32)
-        if scale is not None:
-            scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)
-            scales = scales if blocks is None else scales[blocks]
-            keys = keys * scales
-    (moved,) = rotate((keys,), cos, sin, None, options, out)
-    if name in reference.CODES:
-        moved = jnp.clip(moved if scales is None else moved / scales, *reference.CODES[name])
-        moved = jnp.rint(moved) if name == "int8" else moved
-    moved = moved.astype(x.dtype)
-    return moved if blocks is None else x.at[blocks].set(moved)
+    if name not in reference.CODES:
+        (moved,) = rotate((keys,), cos, sin, None, options, out)
+        moved = moved.astype(x.dtype)
+        return moved if blocks is None else x.at[blocks].set(moved)
+    numbers = keys.astype(np.float32)
+    if scale is not None:
+        scales = jnp.broadcast_to(jnp.asarray(scale, np.float32), x.shape)
+        scales = scales if blocks is None else scales[blocks]
+        numbers = numbers * scales
+    (moved,) = rotate((numbers,), cos, sin, None, options, out)
+    moved = jnp.clip(moved if scales is None else moved / scales, *reference.CODES[name])
+    moved = (jnp.rint(moved) if name == "int8" else moved).astype(x.dtype)
+    # channels that are not rotated keep their bits: XLA has one NaN for the codes of all
+    own = (..., slice(options.start, options.start + 2 * cos.shape[-1]))
+    cache, kept, bits = (lax.bitcast_convert_type(y, np.uint8) for y in (x, keys, moved))
+    bits = kept.at[own].set(bits[own])
+    bits = bits if blocks is None else cache.at[blocks].set(bits)
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 @partial(jax.jit, static_argnames="options")

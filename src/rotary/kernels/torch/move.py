@@ -110,9 +110,9 @@ def _formula(
 ) -> Tensor:
     is_codes = x.dtype in CODES
     cache = x.view(torch.uint8) if is_codes else x  # torch cannot index float8
-    keys = cache if blocks is None else cache.index_select(0, blocks)
+    keys = codes = cache if blocks is None else cache.index_select(0, blocks)
     if is_codes:
-        keys = keys.view(x.dtype).float()
+        keys = codes.view(x.dtype).float()
         if scale is not None:
             scales = scale.float().expand(x.shape)
             scale = scales if blocks is None else scales.index_select(0, blocks)
@@ -122,6 +122,10 @@ def _formula(
         moved = (moved if scale is None else moved / scale).clamp(*LIMITS[CODES[x.dtype]])
         moved = moved.round() if x.dtype == torch.int8 else moved
         moved = moved.to(x.dtype).view(torch.uint8)
+        start, stop = options.start, options.start + 2 * cos.shape[-1]
+        if stop - start < x.shape[-1]:  # codes of other channels are kept: rounding changes NaN
+            parts = codes[..., :start], moved[..., start:stop], codes[..., stop:]
+            moved = torch.cat(parts, dim=-1)
     if out is None:
         result = moved if blocks is None else cache.index_copy(0, blocks, moved)
         return result.view(x.dtype) if is_codes else result
