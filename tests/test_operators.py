@@ -62,6 +62,24 @@ def test_row_numbers_in_the_memory_of_the_output_are_refused():
         )
 
 
+@pytest.mark.parametrize("count", [4, 300_000])  # in one loop, and by tables
+@pytest.mark.parametrize("library", [torch.as_tensor, np.asarray])
+def test_positions_in_the_memory_of_the_output_are_refused(count, library):
+    """A row of a table is shorter here than a position, so its length says nothing of theirs."""
+    memory = np.zeros(4 * count + 4, np.float32)
+    positions = memory.view(np.int64)[:count]
+    positions[:] = np.arange(count)
+    x, spec = library(np.ones((count, 2), np.float32)), rotary.Rotary(2)
+    for start in (0, 4, 2 * count - 1):
+        out = library(memory[start : start + 2 * count].reshape(count, 2))
+        with pytest.raises(ValueError, match="out overlaps"):
+            rotary.apply(spec, x, positions=library(positions), out=out)
+    assert (positions == np.arange(count)).all()
+    beside = library(memory[2 * count : 4 * count].reshape(count, 2))
+    rotary.apply(spec, x, positions=library(positions), out=beside)
+    assert (positions == np.arange(count)).all()
+
+
 def test_released_memory_is_not_read():
     x = X.clone()
     x.untyped_storage().resize_(0)

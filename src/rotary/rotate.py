@@ -265,6 +265,8 @@ def apply(
     if positions is not None:
         is_part = kernel.on_shards is not None
         _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, is_part)
+        if outs is not None and kernel.check_out is not None:
+            kernel.check_out((*xs, positions), outs)
     if (
         is_exact
         and kernel.rotate_exact
