@@ -491,6 +491,12 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
+def state_of(module):
+    """What a module holds, as text; sets sorted, as a copy may list them in another order."""
+    return {name: sorted(value) if isinstance(value, set) else repr(value)
+            for name, value in vars(module).items()}  # fmt: skip
+
+
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
 @pytest.mark.parametrize("model_type", ["llama", "tomorrow"])
 def test_frequencies_that_follow_the_length_are_left_as_they_were(rope, model_type):
@@ -504,10 +510,10 @@ def test_frequencies_that_follow_the_length_are_left_as_they_were(rope, model_ty
     with torch.no_grad():
         expected = copy.deepcopy(model)(ids).last_hidden_state
     config.model_type = model_type
-    before = {name: copy.deepcopy(value) for name, value in vars(model.rotary_emb).items()}
+    before = state_of(model.rotary_emb)
     assert rotations(model)[0].source == ("config and forward" if model_type == "llama" else
                                           "forward")  # fmt: skip
-    assert repr(vars(model.rotary_emb)) == repr(before)
+    assert state_of(model.rotary_emb) == before
     with torch.no_grad():
         assert torch.equal(model(ids).last_hidden_state, expected)
 
@@ -611,3 +617,24 @@ def test_a_vision_model_with_class_and_register_tokens():
     where = np.concatenate([np.zeros((5, 2)), patches])
     (found,) = rotations(model, example=torch.randn(2, 3, 32, 48), positions=where)
     assert (found.spec, found.source) == (rotary.from_hf_config(config), "config and forward")
+
+
+def test_layers_that_share_a_rope_are_one_also_where_their_measured_specs_differ_by_noise():
+    """An attention factor that is measured differs in its tenth digit from layer to layer."""
+    llama = pytest.importorskip("transformers.models.llama")
+    torch.manual_seed(0)
+    scaling = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0,
+               "original_max_position_embeddings": 64}  # fmt: skip
+    config = llama.LlamaConfig(
+        num_hidden_layers=3, hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, intermediate_size=64, vocab_size=64, max_position_embeddings=256,
+        rope_parameters=scaling,
+    )  # fmt: skip
+    model = llama.LlamaForCausalLM(config).eval()
+    expected = rotary.inv_freq(rotary.from_model(model))
+    model.config.model_type = "of nobody"
+    (found,) = rotations(model)
+    assert len(found.modules) == 3
+    np.testing.assert_allclose(rotary.inv_freq(found.spec)[0], expected[0], rtol=1e-3)
+    assert rotary.inv_freq(found.spec)[1] == pytest.approx(expected[1], rel=1e-6)
+    assert rotary.from_model(model) == found.spec

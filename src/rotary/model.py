@@ -168,9 +168,13 @@ and positions=, those of its tokens
         part, config, _ = configs[path]
         spec, source = agreeing.get(path), "config and forward"
         if spec is None:  # inside of an attention that agrees, the config does not speak of it
-            is_stated = not any(path.startswith(f"{outer}.") for outer in agreeing)
-            spec = _measured(path, own, at, config if is_stated else None, kinds[path], candidates)
+            if any(path.startswith(f"{outer}.") for outer in agreeing):
+                config = None
             source = "forward"
+            if config is None:  # specs measured on modules that share a RoPE differ by noise
+                others = (each for _, _, each, source_ in groups if source_ == source)
+                spec = next((each for each in others if _gives(each, own, at)), None)
+            spec = spec or _measured(path, own, at, config, kinds[path], candidates)
         groups.setdefault((part, kinds[path], spec, source), []).append(path)
     if not groups:
         raise ValueError(
@@ -296,7 +300,7 @@ def _confirmed(config: object, kind: str | None, seen: list[Rotation], at: Array
         expected = None if config is None else _expected(config, kind)
     except ValueError:
         return None
-    return expected if expected and all(_reproduces(expected, each, at) for each in seen) else None
+    return expected if expected and _gives(expected, seen, at) else None
 
 
 def _measured(
@@ -320,7 +324,7 @@ def _measured(
             f"rotates as {measured}{_rounding_hint(expected, seen, at)}"
         )
     for spec in specs:  # those measured on q and on k differ by noise
-        if all(_reproduces(spec, rotation, at) for rotation in seen):
+        if _gives(spec, seen, at):
             return spec
     raise ValueError(f"{path} rotates q and k, or their parts, differently: {measured}")
 
@@ -330,6 +334,11 @@ def _starts_at_a_quarter(rotation: Rotation, at: Array) -> bool:
     angles = rotation.turned.angles[(at == 0).all(axis=1)]
     off = np.abs(np.abs(angles) - np.pi / 2)
     return bool(off.size and off.max() <= max(1e-3, 40 * rotation.turned.noise))
+
+
+def _gives(spec: Rotary, seen: list[Rotation], at: Array) -> bool:
+    """Whether a spec reproduces all that was seen in a module."""
+    return all(_reproduces(spec, each, at) for each in seen)
 
 
 def _reproduces(spec: Rotary, rotation: Rotation, at: Array) -> bool:
@@ -357,8 +366,7 @@ def _rounding_hint(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
     exact, factor = inv_freq(spec)
     for dtype in ("bfloat16", "float16"):
         params = {"inv_freq": round_to(exact, dtype), "attention_factor": factor}
-        if all(_reproduces(dataclasses.replace(spec, schedule="custom", params=params), each, at)
-               for each in seen):  # fmt: skip
+        if _gives(dataclasses.replace(spec, schedule="custom", params=params), seen, at):
             return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
     return ""
 
