@@ -125,20 +125,20 @@ def test_launches_of_a_call(case, expected, monkeypatch):
 @pytest.mark.parametrize("seq_dim", [-3, -2])
 def test_the_work_may_be_cut_in_any_way(seq_dim, monkeypatch):
     """Few programs of many rows, or many of few, in either order: the numbers are the same."""
-    shapes = [(2, 40, heads, 16) if seq_dim == -3 else (2, heads, 40, 16) for heads in (12, 8)]
-    case = Case(*shapes, (40,), seq_dim=seq_dim)
+    shapes = [(2, 18, heads, 16) if seq_dim == -3 else (2, heads, 18, 16) for heads in (6, 4)]
+    case = Case(*shapes, (18,), seq_dim=seq_dim)
     launches = count_launches(monkeypatch)
     xs, cos, sin = operands(case, np.float32)
     options, plan = case.options("half", None), kernel.plan
     want = reference.rotate(xs, cos, sin, None, options, None)
-    for change in ({}, *({"tokens": t, "heads": h} for t, h in ((1, 1), (16, 8), (4, 16)))):
+    for change in ({}, *({"tokens": t, "heads": h} for t, h in ((1, 1), (8, 4), (4, 16)))):
         monkeypatch.setattr(kernel, "plan", lambda *a, c=change: replanned(plan(*a), **c))
         for got, array in zip(
             rotate(tuple(map(to_torch, xs)), cos, sin, options), want, strict=True
         ):
             assert torch.equal(got, to_torch(array))
-    planned = {-3: 2 * 5 * 5, -2: 2 * 2 * 20}[seq_dim]
-    assert launches == [planned, 2 * 40 * 20, 2 * 3 * 3, 2 * 10 * 2]
+    planned = {-3: 2 * 2 * 5, -2: 2 * 1 * 10}[seq_dim]
+    assert launches == [planned, 2 * 18 * 10, 2 * 3 * 3, 2 * 5 * 2]
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 10, 641, 65_535, 65_537, 2**30 + 1, 2**31 - 1])
