@@ -236,6 +236,8 @@ def test_wrong_preparations():
     cos, sin = cos_sin(PLAIN, POSITIONS)
     with pytest.raises(TypeError, match=r"prepare\(rotary.apply, spec, q, k"):
         prepare(rotary.cos_sin, PLAIN, q)
+    with pytest.raises(TypeError, match=r"spec, ...\); got a tuple$"):  # and no line of numbers
+        prepare((q, q), cos, sin, PLAIN)
     with pytest.raises(TypeError, match=r"^rotary.apply: missing a required argument: 'q'"):
         prepare(apply, PLAIN)
     with pytest.raises(TypeError, match=r"^rotary.rotate: got an unexpected keyword .* 'base'"):

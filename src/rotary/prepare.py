@@ -48,9 +48,10 @@ got float32 (1, 1, 1, 4) with strides [4]: prepare a call for each shape and dty
 rotary.apply
     """
     if function is not rotate and function is not apply:
+        name = getattr(function, "__name__", f"a {type(function).__name__}")
         raise TypeError(
             "give the function and its arguments, prepare(rotary.apply, spec, q, k, ...) or "
-            f"prepare(rotary.rotate, (q, k), cos, sin, spec, ...); got {function!r}"
+            f"prepare(rotary.rotate, (q, k), cos, sin, spec, ...); got {name}"
         )
     try:
         inspect.signature(function).bind(*arguments, **options)

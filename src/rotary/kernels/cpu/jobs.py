@@ -199,9 +199,7 @@ def call_of(
 
     read = index if angles and index else table  # what lies at the addresses of cos and sin
     if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
-        return Call(
-            job_of([steps for _, steps in walks], size, _reach(xs, outs, read, rows)), size
-        )
+        return Call(job_of([steps for _, steps in walks], size, _reach(xs, outs, read, rows)), size)
     blocks = [(job_of([steps], size // len(offsets), 0), offsets) for offsets, steps in walks]
     return Call(blocks[0][0], size, tuple(blocks))
 
