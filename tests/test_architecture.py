@@ -33,6 +33,7 @@ LOADED_BY_IMPORT = {
     "positions",
     "spec",
     "strict_json",
+    "words",
 }
 MAX_LINES = 400
 LONGER = {

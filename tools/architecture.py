@@ -14,7 +14,7 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other. "kernels" is its __init__.py.
 FLOORS = (
-    {"schedules", "layouts", "cache", "fanout", "strict_json"},
+    {"schedules", "layouts", "cache", "fanout", "strict_json", "words"},
     {"spec"},
     {"kernels/geometry", "kernels/memory", "kernels/private"},
     {"kernels"},

@@ -32,6 +32,7 @@ from .kernels import (
 from .kernels.geometry import check_axes
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary, check_spec
+from .words import brief
 
 Precision = Literal["exact", "float32"]
 
@@ -74,7 +75,7 @@ def turns(spec: Rotary, seq_len: int | None = None) -> npt.NDArray[np.uint64]:
 
 def check_precision(precision: object) -> None:
     if precision not in ("exact", "float32"):
-        raise ValueError(f"precision must be 'exact' or 'float32', got {precision!r}")
+        raise ValueError(f"precision must be 'exact' or 'float32', got {brief(precision)}")
 
 
 @overload
@@ -169,12 +170,8 @@ def sequence_cos_sin(
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
     # round up to a power of two: a few cached sizes serve every length
     rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
-
-    def build() -> tuple[Array, Array]:
-        return cos_sin(spec, kernel.arange(like, rows), precision, length)
-
     key = ("tables", spec, length, rows, precision, kernel.device_key(like))
-    cos, sin = _cache.get(key, build)
+    cos, sin = _cache.get(key, lambda: cos_sin(spec, kernel.arange(like, rows), precision, length))
     return cos[:seq], sin[:seq]
 
 
@@ -327,7 +324,7 @@ def _known_length(spec: Rotary, seq_len: object) -> int | None:
     if not isinstance(seq_len, int) and hasattr(seq_len, "item"):
         seq_len = seq_len.item()
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a whole number >= 0, got {seq_len!r}")
+        raise ValueError(f"seq_len must be a whole number >= 0, got {brief(seq_len)}")
     return seq_len
 
 

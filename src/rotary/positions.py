@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from .kernels import Array, Numbers, is_traced
 from .kernels.place import Place, is_array, is_open_size
+from .words import brief
 
 Positions = npt.NDArray[np.int64]
 Fractions = npt.NDArray[np.float64]
@@ -239,7 +240,7 @@ def shard(
     [2, 3, 2, 3]
     """
     if order not in get_args(Order):
-        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {brief(order)}")
     seq_len, world = _whole_number("seq_len", seq_len), _whole_number("world", world)
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
@@ -337,7 +338,7 @@ def grid(
     if len(origins) != len(sizes) or not {*origins} <= {*ORIGINS}:
         raise ValueError(
             f"origin must be one of {', '.join(ORIGINS)}, or one for each of {len(sizes)} axes, "
-            f"got {origin!r}"
+            f"got {brief(origin)}"
         )
     place = Place(like)
     starts = [ORIGINS[each](size) for each, size in zip(origins, sizes, strict=True)]
@@ -359,7 +360,9 @@ def grid(
 def _spacing(spacing: float | Sequence[float], axes: int) -> list[float]:
     steps = [*spacing] if isinstance(spacing, Iterable) else [spacing] * axes
     if len(steps) != axes or not all(math.isfinite(step) for step in steps):
-        raise ValueError(f"spacing must be one number, or one for each of {axes}, got {spacing!r}")
+        raise ValueError(
+            f"spacing must be one number, or one for each of {axes}, got {brief(spacing)}"
+        )
     return [float(step) for step in steps]
 
 
@@ -428,11 +431,11 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
         if kind not in ("text", "image", "video") or len(numbers) != (1 if kind == "text" else 3):
             raise ValueError(
                 "a segment is ('text', length), ('image' | 'video', frames, height, width) or "
-                f"('video', frames, height, width, time_step), got {(kind, *numbers)!r}"
+                f"('video', frames, height, width, time_step), got {brief((kind, *numbers))}"
             )
         sizes = [*_sizes(f"sizes of {kind}", numbers)]
         if not 0 < step < math.inf:
-            raise ValueError(f"time_step of a video must be a number > 0, got {step!r}")
+            raise ValueError(f"time_step of a video must be a number > 0, got {brief(step)}")
         part = grid(*sizes, like=place.like)  # of text one column, which all axes share
         part = part + place.arange(3) * 0 if kind == "text" else part
         if step != 1:
@@ -502,7 +505,7 @@ def tie(
     """
     if spacing not in get_args(TieSpacing):
         raise ValueError(
-            f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {spacing!r}"
+            f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {brief(spacing)}"
         )
     place, following, after_image = Place(like), _whole_number("offset", offset), False
     one = 1 if spacing == "whole" else place.converted(np.ones(1))
@@ -511,7 +514,7 @@ def tie(
         if kind not in ("text", "image") or len(numbers) != (1 if kind == "text" else 2):
             raise ValueError(
                 "a segment is ('text', length) or ('image', height, width), "
-                f"got {(kind, *numbers)!r}"
+                f"got {brief((kind, *numbers))}"
             )
         sizes = _sizes(f"sizes of {kind}", numbers)
         part = grid(*sizes, like=place.like) * one
@@ -600,7 +603,7 @@ def _sizes(name: str, sizes: Iterable[object]) -> tuple[int, ...]:
         for number in numbers
     ]
     if not numbers or not all(is_whole) or any(number < 0 for number in numbers):
-        raise ValueError(f"{name} must be whole numbers >= 0, one per axis, got {numbers}")
+        raise ValueError(f"{name} must be whole numbers >= 0, one per axis, got {brief(numbers)}")
     return numbers
 
 

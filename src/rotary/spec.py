@@ -1,7 +1,6 @@
 """`Rotary`: a frozen data class with all settings of a RoPE; invalid values are errors."""
 
 import dataclasses
-import difflib
 import json
 import math
 import sys
@@ -12,6 +11,7 @@ from typing import TypeGuard
 
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
+from .words import brief, nearest
 
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
@@ -76,7 +76,7 @@ class Rotary:
             _one_of(name, getattr(self, name), _LAYOUTS)
         _one_of("schedule", self.schedule, SCHEDULES)
         if not is_whole(self.sign) or self.sign not in (1, -1):
-            raise ValueError(f"sign must be +1 or -1, got {self.sign!r}")
+            raise ValueError(f"sign must be +1 or -1, got {brief(self.sign)}")
         self._set("params", _frozen_params(self.schedule, self.params))
         self._set("axes", _checked_axes(self.axes, self.rotary_dim // 2))
         _check_frequencies(self)
@@ -170,7 +170,7 @@ out_layout, schedule, params, axes, sign
         """
         fields = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(data, Mapping):
-            raise ValueError(f"a spec must be a JSON object, got {data!r}")
+            raise ValueError(f"a spec must be a JSON object, got {brief(data)}")
         for name in data:
             if name not in fields:
                 raise ValueError(
@@ -220,7 +220,7 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
     ValueError: heads must be a whole number >= 1, got 2.0
     """
     if not is_whole(value) or value < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number >= {least}, got {brief(value)}")
 
 
 def check_spec(spec: object) -> None:
@@ -245,7 +245,7 @@ def check_head_dim(head_dim: object) -> None:
     """
     if not is_whole(head_dim) or not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
-            f"head_dim must be a whole number from 1 to {MAX_HEAD_DIM:,}, got {head_dim!r}"
+            f"head_dim must be a whole number from 1 to {MAX_HEAD_DIM:,}, got {brief(head_dim)}"
         )
 
 
@@ -258,19 +258,21 @@ def _check_slice(spec: Rotary) -> None:
         if is_whole(rotary_dim) and rotary_dim > head_dim:
             hint = f"; if it is the base, name it: Rotary({head_dim}, base={rotary_dim})"
         raise ValueError(
-            f"rotary_dim must be even and in (0, head_dim={head_dim}], got {rotary_dim!r}{hint}"
+            f"rotary_dim must be even and in (0, head_dim={head_dim}], "
+            f"got {brief(rotary_dim)}{hint}"
         )
     if not is_whole(start) or not 0 <= start <= head_dim - rotary_dim:
         raise ValueError(
-            f"start must be in [0, head_dim - rotary_dim = {head_dim - rotary_dim}], got {start!r}"
+            f"start must be in [0, head_dim - rotary_dim = {head_dim - rotary_dim}], "
+            f"got {brief(start)}"
         )
 
 
 def _check_base(base: object) -> None:
     if isinstance(base, bool) or not isinstance(base, int | float):
-        raise ValueError(f"base must be a number, got {base!r}")
+        raise ValueError(f"base must be a number, got {brief(base)}")
     if not 1 <= base <= _LARGEST:
-        raise ValueError(f"base must be finite and >= 1, got {base!r}")
+        raise ValueError(f"base must be finite and >= 1, got {brief(base)}")
     if base == 1:
         warnings.warn("base 1 gives every pair the same frequency, 1 rad per token", stacklevel=4)
 
@@ -285,23 +287,14 @@ def _check_factor(factor: object) -> None:
 def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
     if value not in list(choices):
         raise ValueError(
-            f"{name} must be one of {', '.join(choices)}; got {value!r}{nearest(value, choices)}"
+            f"{name} must be one of {', '.join(choices)}; "
+            f"got {brief(value)}{nearest(value, choices)}"
         )
-
-
-def nearest(value: object, choices: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the choice that is most like it; "" if none is.
-
-    >>> nearest("lama", ["llama", "gemma"])
-    "; did you mean 'llama'?"
-    """
-    close = difflib.get_close_matches(str(value), list(choices))
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _frozen_params(schedule: str, params: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(params, Mapping):
-        raise ValueError(f"params must be a mapping of names to values, got {params!r}")
+        raise ValueError(f"params must be a mapping of names to values, got {brief(params)}")
     allowed = parameters(schedule)
     for name in params:
         if name not in allowed:
@@ -335,7 +328,7 @@ def _frozen(name: str, value: object) -> object:
         return value
     if isinstance(value, Sequence):
         return tuple(_unwrapped(item) for item in value)
-    raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {value!r}")
+    raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {brief(value)}")
 
 
 def _plain_value(value: object) -> object:
@@ -347,7 +340,7 @@ def _plain_value(value: object) -> object:
 def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
     axes = axes.tolist() if hasattr(axes, "tolist") else axes
     if not isinstance(axes, Sequence):
-        raise ValueError(f"axes must be a list of axis numbers, one per pair, got {axes!r}")
+        raise ValueError(f"axes must be a list of axis numbers, one per pair, got {brief(axes)}")
     checked = tuple(axes)
     if not checked:
         return ()

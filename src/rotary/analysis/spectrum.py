@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from ..angles import inv_freq
 from ..spec import Rotary
+from ..words import brief
 
 Array = npt.NDArray[np.float64]
 Axes = tuple[int, ...] | None  # which axes of the position change; None: all, as in text
@@ -18,7 +19,7 @@ MAX_ANGLES = 2**27  # positions times pairs in one result: 1 GiB
 def whole_number(name: str, value: object, least: int = 1, most: int = MAX_LENGTH) -> int:
     """Return `value` if it is a whole number in `least` .. `most`; else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
+        raise ValueError(f"{name} must be a whole number, got {brief(value)}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be in {least:,} .. {most:,}, got {value:,}")
     return int(value)
@@ -39,7 +40,7 @@ def frequencies(spec: Rotary, seq_len: int | None = None, *, axes: Axes = None) 
     if axes is None:
         return rates
     if not isinstance(axes, tuple | list):
-        raise ValueError(f"axes must be a tuple of axis numbers, got {axes!r}")
+        raise ValueError(f"axes must be a tuple of axis numbers, got {brief(axes)}")
     for axis in axes:
         whole_number("axes", axis, 0, spec.num_axes - 1)
     driven = np.array(spec.axes or (0,) * len(rates))
@@ -87,9 +88,9 @@ def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None
 def number(name: str, value: object) -> float:
     """Return `value` as a float if it is a finite number; else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+        raise ValueError(f"{name} must be a number, got {brief(value)}")
     if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+        raise ValueError(f"{name} must be finite, got {brief(value)}")
     return float(value)
 
 
@@ -252,5 +253,5 @@ def digits(position: int, base: float, head_dim: int) -> Array:
 def _base(value: object) -> float:
     base = number("base", value)
     if base < 1:
-        raise ValueError(f"base must be >= 1, got {value!r}")
+        raise ValueError(f"base must be >= 1, got {brief(value)}")
     return base

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeGuard
 
 from ..positions import sections
 from ..schedules import default
-from ..spec import Rotary, check_head_dim, nearest
+from ..spec import Rotary, check_head_dim
 from ..strict_json import JSON
+from ..words import nearest
 from .files import load
 from .values import whole_number
 

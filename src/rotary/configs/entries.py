@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..spec import nearest
 from ..strict_json import JSON
+from ..words import brief, nearest
 from .files import load
 from .layers import Model, listed_layer_types, ropes
 from .record import Config
@@ -108,14 +108,14 @@ def choose(
         kinds = [str(kind) for kind in entries]
         raise ValueError(
             f"rope_parameters is nested by layer type; pass layer_type, one of "
-            f"{', '.join(kinds)}; got {layer_type!r}{nearest(layer_type, kinds)}"
+            f"{', '.join(kinds)}; got {brief(layer_type)}{nearest(layer_type, kinds)}"
         )
     rope = entries[None if are_alike else layer_type]
     if are_alike and layer_type is not None:
         if layer_type not in listed_layer_types(data):
             raise ValueError(
-                f"layer_type {layer_type!r} is not one of this model's: all its layers have one "
-                "RoPE; leave layer_type out"
+                f"layer_type {brief(layer_type)} is not one of this model's: all its layers have "
+                "one RoPE; leave layer_type out"
             )
         if layer_type in LAYERS_WITHOUT_ROPE:
             rope = None
@@ -173,7 +173,7 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
     """Return the config with another model_type, and its parts with those of that model."""
     own = data.get("model_type")
     if as_type not in MODELS:
-        raise ValueError(f"as_type {as_type!r} is not known{nearest(as_type, MODELS)}")
+        raise ValueError(f"as_type {brief(as_type)} is not known{nearest(as_type, MODELS)}")
     if own in MODELS and own != as_type:
         raise ValueError(f"model_type {own!r} is known: leave out as_type, which is {as_type!r}")
     renamed = {**data, "model_type": as_type}
@@ -194,7 +194,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         )
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
-            raise ValueError(f"part {part!r} needs a config with model_type")
+            raise ValueError(f"part {brief(part)} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if not isinstance(name, str) or name not in MODELS:
         raise ValueError(
@@ -205,12 +205,12 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     if part is None and (not of_parts or set(model) - _OF_PARTS):
         return data, model
     if not of_parts:
-        raise ValueError(f"model_type {name!r} has no part {part!r}: it is one model")
+        raise ValueError(f"model_type {name!r} has no part {brief(part)}: it is one model")
     key = part_key(data, part)
     if key is None or key not in of_parts:
         raise ValueError(
             f"model_type {name!r} has several parts; pass part, one of {', '.join(of_parts)}; "
-            f"got {part!r}{nearest(part, of_parts)}"
+            f"got {brief(part)}{nearest(part, of_parts)}"
         )
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
@@ -226,7 +226,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         inner = {} if part else {each: data[each] for each in data if each not in of_parts}
         inner = {**inner, "model_type": of_parts[key]}
     if not isinstance(inner, Mapping):
-        raise ValueError(f"{key} must be an object, got {inner!r}")
+        raise ValueError(f"{key} must be an object, got {brief(inner)}")
     inner = {**inner, "model_type": inner.get("model_type") or of_parts[key]}
     if inner["model_type"] == name:  # the part has the model_type of the whole
         inner["model_type"] = of_parts[key]

@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 
 from ..angles import inv_freq
 from ..schedules import grown_base, yarn_amplitude
-from ..spec import Rotary, nearest
+from ..spec import Rotary
 from ..strict_json import JSON
+from ..words import nearest
 from .gguf_file import TENSORS, read_gguf
 
 ARCHITECTURES: dict[str, dict[str, JSON]] = json.loads(

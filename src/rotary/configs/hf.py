@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
-from ..spec import Rotary, check_head_dim, nearest
+from ..spec import Rotary, check_head_dim
 from ..strict_json import JSON
+from ..words import nearest
 from .entries import HARMLESS, choose
 from .layers import Model, Rope, rope_parameters
 from .record import Config

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..positions import sections
 from ..schedules import yarn_amplitude
-from ..spec import Rotary, is_whole, nearest
+from ..spec import Rotary, is_whole
 from ..strict_json import JSON
+from ..words import nearest
 
 # defaults of the arguments of YaRN
 _YARN = {

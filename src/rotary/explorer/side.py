@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 
 from ..analysis import extension, spectrum
 from ..configs import Config
-from ..spec import Rotary, nearest
+from ..spec import Rotary
 from ..strict_json import JSON
+from ..words import nearest
 from .models import (
     MAX_HEAD_DIM,
     MAX_LENGTH,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Arithmetic
+from ..words import brief
 from .geometry import AngleOptions, Options
 from .private import recorded_as
 
@@ -287,7 +288,7 @@ def check_positions(positions: object) -> None:
     if positions is None or isinstance(positions, (int, float, str)):
         count = positions if isinstance(positions, int) and positions > 0 else "n"
         raise TypeError(
-            f"positions must be an array or a list, (..., seq), got {positions!r}; "
+            f"positions must be an array or a list, (..., seq), got {brief(positions)}; "
             f"range({count}) gives the first {count} positions"
         )
     if isinstance(positions, (list, tuple, range)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
+from ..words import brief
 from . import Array, Operand
 from .geometry import Geometry, Options, geometry_of, seq_axis
 
@@ -377,5 +378,5 @@ def dtype_name(dtype: object) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in LARGEST:
-        raise TypeError(f"dtype must be one of {', '.join(LARGEST)}, got {dtype}")
+        raise TypeError(f"dtype must be one of {', '.join(LARGEST)}, got {brief(name)}")
     return name

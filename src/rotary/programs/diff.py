@@ -18,8 +18,9 @@ from ..configs.entries import MODELS, TEXT_PARTS
 from ..configs.hf import check_top, refuse
 from ..configs.values import whole_number
 from ..schedules import SCHEDULES, parameters
-from ..spec import Rotary, check_whole, nearest
+from ..spec import Rotary, check_whole
 from ..strict_json import JSON
+from ..words import nearest
 from .case import Array, Case, NotComparedError, Program, RefusedError
 from .keras_hub import KERAS_HUB
 from .llama_cpp import LLAMA_CPP
