@@ -2,6 +2,7 @@
 ml_dtypes; also as for processors without the instructions."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -182,3 +183,26 @@ def test_processors_with_other_registers_give_the_same_numbers():
     here = printed(NORM)
     assert len(here) == 2
     assert printed(NORM, "64" if vec._HELD == 256 else "256") == here
+
+
+@pytest.mark.skipif("f16c" not in HERE, reason="stores of other processors have other names")
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.uint16, np.int16])
+def test_stores_that_are_to_bypass_the_caches_do(kind):
+    """LLVM converted to float16 and stored in one instruction, which knows no such store."""
+
+    @intrinsic
+    def stream(context, tag, source, target):
+        def generate(context, b, signature, arguments):
+            tag, (_, source, target) = signature.args[0], arguments
+            value = vec.load(b, vec.ELEMENTS[tag].real, source, vec.ELEMENTS[tag].lanes[0])
+            vec.store_wide(b, tag, target, value, True)
+            return context.get_dummy_value()
+
+        return types.void(tag, types.int64, types.int64), generate
+
+    walk = njit(lambda tag, source, target: stream(tag, source, target))
+    walk.compile((numba.typeof(kind(0)), types.int64, types.int64))
+    (assembly,) = walk.inspect_asm().values()
+    stored = vec.ELEMENTS[numba.typeof(kind(0))].lanes[0] * kind(0).itemsize
+    assert len(re.findall(r"\bv?movnt\w+\s+%\w+, ", assembly)) >= stored // 64
+    assert not re.search(r"vcvtps2ph\s+\S+ %\w+, \d*\(", assembly)

@@ -176,6 +176,17 @@ def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return _rounded(b, low, high)
 
 
+def kept(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Return 16-bit numbers in registers: one instruction converts to float16 and stores.
+
+    LLVM takes it also for a store that is to bypass the caches, and then the store does not.
+    """
+    lanes = 32 if compiles_for("avx512bw", False) else 16
+    if lanes_of(bits) < lanes or not compiles_for("f16c", False):
+        return bits
+    return joined(b, [_in_register(b, part) for part in _parts(b, bits, lanes)])
+
+
 def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """Return 16 bfloat16 as float32, in the order that `packed` undoes."""
     order = [number for lane in ORDER for number in (PACKED, lane)]  # 16 zero bits below each
