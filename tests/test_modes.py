@@ -759,7 +759,8 @@ HEAD = """\
 
 You can call `rotate` and `apply` directly, under a gradient, under `vmap`, compiled, recorded, and
 on tensors without values. In every mode a call gives the right answer, the same error as an
-ordinary call, or an error that says what to do instead. The tables say which.
+ordinary call, an error that says what to do instead or, where values are not known yet, NaN or a
+rotation backwards. The tables say which.
 `tests/test_modes.py` runs every cell; `python tests/test_modes.py` writes this page.
 
 | word | meaning |

@@ -1,6 +1,6 @@
-"""Rotary Position Embedding: exact at every position, for almost every model.
+"""Rotary Position Embedding: exact up to position 2^39, for almost every model.
 
-In place or with out= it is as fast as copying q and k in memory.
+For long prompts, in place or with out=, it is as fast as copying q and k in memory.
 
 >>> import numpy as np
 >>> spec = Rotary(head_dim=64, base=500_000.0)
@@ -71,8 +71,8 @@ __all__ = [
     "warm_up",
 ]
 
-_MODULES = ("analysis", "attention", "checkpoint", "configs", "identify", "nn", "plan", "plots",
-            "ranks", "reach", "schedules", "testing")  # fmt: skip
+_MODULES = ("analysis", "attention", "audit", "checkpoint", "configs", "identify", "nn", "plan",
+            "plots", "ranks", "reach", "schedules", "testing")  # fmt: skip
 _NEED_TORCH = {
     "from_model": "rotary.model",
     "patch": "rotary.integrations.transformers",

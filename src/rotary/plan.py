@@ -155,8 +155,8 @@ def plan(
     """Recommend a base or a scaling with which `spec` reaches `context` tokens.
 
     trained     the length of the training that made the weights; None before any training
-    advertised  the length the model reaches as it is; default `trained`. With yarn it reaches at
-                least factor times original_max_position_embeddings
+    advertised  the length the model reaches as it is; default `trained`. For a yarn spec it is at
+                least factor * original_max_position_embeddings
     progress    called with the share of the search that is done, 0 .. 1
     executor    where the search runs, as in `min_base`; default threads
     Without weights it recommends a base: the smallest one of two digits above `safe_base`. For

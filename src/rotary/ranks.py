@@ -81,8 +81,8 @@ def compare(
 
     spec       of the model, the same on every rank
     positions  of the tokens of this rank, (seq,) or (batch, seq), with several axes (..., seq,
-               axes). Every position must be held by the same number of ranks, with tensor
-               parallelism over 2 by two, and once by each (or as often as it occurs).
+               axes). Each position must be on the same number of ranks (2 with tensor parallelism
+               over 2), once per rank, or as often as it occurs in the sequence.
     cos, sin   the tables of this rank, (..., seq, rotary_dim / 2), to check them too
     seq_len    number of tokens of the whole sequence, if its positions are 0 .. seq_len - 1
     expected   the positions of the whole sequence, if they are others (packed, padded, images):

@@ -106,10 +106,10 @@ def dynamic(
     original_max_position_embeddings: int,
     seq_len: int | None = None,
 ) -> Frequencies:
-    """Dynamic NTK: the base grows with the length once a row is longer than the trained one.
+    """Dynamic NTK: the base grows once a sequence is longer than the trained length.
 
     n = max(seq_len, L), L = original_max_position_embeddings; the base is multiplied by
-    (factor n / L - (factor - 1))^(d / (d - 2)). `seq_len=None` means a row within L.
+    (factor n / L - (factor - 1))^(d / (d - 2)). `seq_len=None` means a sequence within L.
     Source: transformers 5.23, `_compute_dynamic_ntk_parameters`, which calls L
     `max_position_embeddings`. Differs from it: rotary_dim 2 is defined (transformers divides by 0).
 
@@ -394,8 +394,8 @@ def axial(
     widths    channels of each axis, where the shares are not equal (16, 56, 56): each has the
               ladder of its own width, one after another
     ladder    "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after
-              another; "turns": the same ladders, each frequency for every axis in turn; "dealt":
-              one ladder of the full width, dealt out to the axes in turn
+              another; "turns": the same ladders, alternating: each frequency once per axis;
+              "dealt": one ladder of the full width, dealt out to the axes in turn
     Raises ValueError if rotary_dim is not a multiple of 2 num_axes, or not the sum of even widths.
     Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family
     ("blocks"), Kimi K2.5 ("turns"), Pixtral ("dealt"); diffusers 0.42, Flux and Wan (`widths`).

@@ -72,7 +72,7 @@ def reach(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Show up to which length the RoPE of a model works, and why.
+    """Show what may limit the context of a model, and why.
 
     Prints the distances at which a similar key scores lower than a random one (B_m < 0), the
     angles that training did not show, and the precision of float32 angles.

@@ -64,7 +64,8 @@ def design(
         typer.Option(help="Want: lines of a distance, a comma and B_m / B_0.", metavar="FILE"),
     ] = None,
     longest_wavelength: Annotated[
-        float | None, typer.Option(help="Of the slowest pair, in tokens; default 64 x --length.")
+        float | None,
+        typer.Option(help="Upper limit of the wavelength, in tokens; default 64 x --length."),
     ] = None,
     starts: Annotated[
         int, typer.Option(help="Number of searches; more may find better frequencies.")

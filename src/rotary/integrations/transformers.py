@@ -8,8 +8,8 @@
     FluxAttnProcessor.__call__      another class for this processor, `methods`
     FluxPosEmbed.forward            pos_embed.forward with exact=True, `grids`
 
-The second one adds a name to the model's file, private and used by nothing else. All others change
-only this instance.
+The second one adds a private name to the Python module of the model's code. All others change only
+this instance.
 """
 
 import dataclasses
