@@ -449,3 +449,38 @@ def test_code_of_a_model_folder_is_never_executed(tmp_path, monkeypatch):
     importlib.import_module("configuration_x")  # the trap works
     assert (tmp_path / "executed").exists()
     del sys.modules["configuration_x"]
+
+
+@pytest.mark.parametrize("present", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize(
+    ("model_type", "beside"),
+    [("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 5000.0}),
+     ("gemma3n_text", {"rope_theta": 5e5}),
+     ("t5gemma2_text", {"rope_theta": 5e5})],
+)  # fmt: skip
+def test_a_layer_type_without_an_entry_has_the_base_beside_the_entries(model_type, beside, present):
+    entry = {present: {"rope_type": "default", "rope_theta": 12345.0}}
+    config = {**beside, "rope_parameters": entry}
+    theirs = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(config)).rope_parameters
+    for kind in ("full_attention", "sliding_attention"):
+        ours = from_hf_config({"model_type": model_type, **config}, kind)
+        assert ours.base == theirs[kind]["rope_theta"]
+
+
+@pytest.mark.parametrize("model_type", ["ministral3", "higgs_audio_v2", "apertus", "cwm"])
+def test_a_base_that_is_not_read_is_refused_with_the_one_of_the_model(model_type):
+    theirs = transformers.AutoConfig.for_model(model_type, rope_theta=12345.0).rope_parameters
+    base = theirs["rope_theta"]
+    assert base != 12345.0
+    with pytest.raises(
+        ValueError, match=rf"12345.0 is not read .* which has {base:g}".replace("+", r"\+")
+    ):
+        from_hf_config({"model_type": model_type, "rope_theta": 12345.0})
+    assert from_hf_config({"model_type": model_type, "rope_theta": base}).base == base
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "default", "rope_theta": 5e5}])
+def test_a_model_that_needs_an_entry_for_each_layer_type_is_not_read_without(rope):
+    config = {"model_type": "cohere_compass_text", "rope_parameters": rope}
+    with pytest.raises(ValueError, match="needs rope_parameters with an entry for each layer type"):
+        from_hf_config(config)

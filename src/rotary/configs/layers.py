@@ -25,9 +25,11 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     """
     written = rope_parameters(data)
     _check_filled(written, data, model)
+    unread = model.get("unread_alone", ())
     rope = written or {
-        key: value for key, value in model.get("rope", {}).items() if data.get(key) is None
-    }
+        key: value for key, value in model.get("rope", {}).items()
+        if data.get(key) is None or key in unread
+    }  # fmt: skip
     if "not_one" in model:  # `rotary_of` refuses it, whatever its other keys are
         return {None: rope}
     check_shapes(data)
@@ -45,6 +47,11 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     labels = {*own, *listed_layer_types(data)}
     if rope and (labels & rope.keys() or all(map(_is_entry, rope.values()))):
         return _nested(rope, own, data, model)
+    if model.get("nested"):
+        raise ValueError(
+            f"model_type {data.get('model_type')!r} needs rope_parameters with an entry for each "
+            "layer type; transformers fails without one"
+        )
     if not own:
         return {None: rope}
     return _flat(written, own, data, model)
@@ -153,7 +160,7 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
                 f"rope_parameters of {empty[0]!r} is null, and transformers then uses "
                 f"{own.get(empty[0])}; write the values"
             )
-        return {**own, **nested}
+        return {**_without_base(own), **nested}
     if missing := [kind for kind in own if kind not in nested]:
         raise ValueError(
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
@@ -187,14 +194,18 @@ def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -
                 f"rope_scaling of model_type {name!r} has {key}, which its code replaces by that "
                 "of the model; remove the key"
             )
-    without_base = {
-        kind: value and {key: value[key] for key in value if key != "rope_theta"}
-        for kind, value in own.items()
-    }
     kind_of = written.get("rope_type") or written.get("type")
     scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **written}
     scaled_layers = scaled_layers if written else ()
     return {
         kind: scaling if value and kind in scaled_layers else value
-        for kind, value in without_base.items()
+        for kind, value in _without_base(own).items()
+    }
+
+
+def _without_base(own: Entries) -> Entries:
+    """Return the class's entries without their bases, which keys beside them may replace."""
+    return {
+        kind: value and {key: value[key] for key in value if key != "rope_theta"}
+        for kind, value in own.items()
     }
