@@ -17,6 +17,7 @@
                   equal_mscales: mscale is then the same, otherwise 1
   needs_sections  the loader stops without dimension_sections
   whole_head  it refuses to rotate a part of the head
+  blocks      it rotates only in models of so many blocks (Baichuan 7B, not 13B)
 Sources: llama.cpp b11549, src/llama-model.cpp (load_hparams, llama_model_rope_type,
 get_rope_factors), src/llama-context.cpp (the constructor), src/models/*.cpp, ggml-cpu/ops.cpp
 (ggml_compute_forward_rope_flt). tests/test_gguf.py compares with what that program computed.
@@ -171,6 +172,11 @@ def _opened(
             hint = nearest(key, [f"rope.{each}" for each in _KEYS])
             raise ValueError(f"GGUF key {prefix + key!r} is not known{hint}")
         _check_value(prefix + key, key, keys[key])
+    count = keys.get("block_count")
+    if count is not None and count != model.get("blocks", count):
+        raise ValueError(
+            f"llama.cpp rotates in {name!r} only if it has {model['blocks']} blocks, got {count!r}"
+        )
     if "finetuned" in model.get("reads", ()) and not keys.get("rope.scaling.finetuned", True):
         raise ValueError(
             f"llama.cpp does not rotate in this file: {name}.rope.scaling.finetuned is false"
