@@ -211,6 +211,13 @@ def test_what_is_in_attention_under_a_name_that_says_nothing_is_told_apart(tenso
     assert names.unknown_in_attention(tensor) == is_unknown
 
 
+def test_an_encoder_that_rotates_by_itself_is_left():
+    """Evolla's protein encoder is ESM, with heads and layers of its own."""
+    tensor = "model.protein_encoder.model.encoder.layer.0.attention.self.query.weight"
+    found = names.classify(tensor, "evolla")
+    assert (found.kind, found.reason) == ("left", "not of the text model")
+
+
 def test_no_query_and_no_key_at_all_is_refused_with_a_few_names():
     with pytest.raises(ValueError, match=r"the first names are: lm_head\.weight, a\.b$"):
         names.recognised(["lm_head.weight", "a.b"])

@@ -346,3 +346,17 @@ def test_tables_that_are_no_rotation_are_skipped():
         assert {reason for _, reason in patched.skipped} == {
             "apply_rotary_pos_emb gets tables that may turn the two channels of a pair differently"
         }
+
+
+def test_a_method_that_names_what_an_extension_has_is_searched_without_it():
+    """Apertus names torch.classes.xielu.XIELU, and asking for it without the extension raises."""
+    config = AutoConfig.for_model(
+        "apertus", hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = logits(model)
+    with patch(model) as patched:
+        assert "self_attn (2): half" in str(patched)
+        torch.testing.assert_close(logits(model), before)

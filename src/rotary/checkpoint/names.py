@@ -96,8 +96,8 @@ _PARAMETER = re.compile(
     + ")"
 )
 _OTHER_PART = re.compile(
-    r"(?:^|\.)(?:visual|vision|vit|siglip|image|audio|speech|codec|video|semantic|vq|sam|talker"
-    r"|token2wav|code2wav|qformer|perceiver|resampler|projector|connector|multi_modal|mm)\w*\."
+    r"(?:^|\.)(?:visual|vision|vit|siglip|image|audio|speech|codec|video|protein|semantic|vq|sam"
+    r"|talker|token2wav|code2wav|qformer|perceiver|resampler|projector|connector|multi_modal|mm)\w*\."
 )
 _LOOKS = re.compile(
     r"(?:^|[._])(?:q|k|qk|kv|qkv)(?:[._\d]|$)|quer(?:y|ies)|(?:^|[._])keys?(?:[._]|$)|qkv"

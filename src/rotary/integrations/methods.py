@@ -51,8 +51,7 @@ def rotations_called(
             if _is_rotation(value, name):
                 yield function.__globals__, value
         for module, name in _through_modules(function, function.__code__):
-            value = getattr(module, name, None)
-            if _is_rotation(value, name):
+            if _ROTATES.search(name) and _is_rotation(value := getattr(module, name, None), name):
                 yield vars(module), value
         for value in _local_functions(function):
             yield function.__globals__, value
@@ -84,7 +83,10 @@ def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[M
             if not isinstance(owner, ModuleType):
                 break
             yield owner, name
-            owner = getattr(owner, name, None)
+            try:
+                owner = getattr(owner, name, None)
+            except RuntimeError:  # torch.classes has only what an extension has registered
+                break
 
 
 @functools.lru_cache(maxsize=4096)  # as for `_globals`
