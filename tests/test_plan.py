@@ -142,7 +142,7 @@ def test_transformers_loads_what_is_written_for_a_model_that_reads_longrope_alon
     data = {**shorter(name), "original_max_position_embeddings": 64}
     found = recommend_model(data, 512)
     assert found.recommended.schedule == "yarn"
-    assert "does not read yarn: the keys say the same frequencies as longrope" in found.reason
+    assert "does not read yarn: the keys say it as longrope" in found.reason
     data.pop("rope_scaling")
     new = {**data, **found.rope_parameters}
     (steps, amplitude), (wanted, other) = inv_freq(from_hf_config(new)), inv_freq(found.recommended)
@@ -281,3 +281,20 @@ def test_what_is_no_text_is_refused():
         plan_model({"head_dim": 64}, 1024)
     with pytest.raises(ValueError, match="trained must be in 1"):
         plan(1024, LLAMA_2, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("gemma-3-1b", "full_attention", "into the entry of 'full_attention' in its rope_param"),
+        ("mistral-small-3.1-24b", None, "into the part with model_type 'mistral'"),
+        ("llama-3-8b", None, None),
+    ],
+)
+def test_it_says_where_the_keys_go(name, kind, words):
+    """A flat rope_parameters is not read by models with layer types, nor keys beside a part."""
+    context = 2 * recommend_model(CONFIGS / f"{name}.json", 4096, kind).trained
+    found = recommend_model(CONFIGS / f"{name}.json", context, kind)
+    assert found.action == "scaling"
+    assert (" The keys go " in found.reason) == (words is not None)
+    assert words is None or words in found.reason

@@ -201,9 +201,8 @@ def recommend_model(
 def recommend_layers(
     entry: Config, spec: Rotary, context: int, trained: int, advertised: int | None
 ) -> Recommendation:
-    """Recommend how the layers of a model reach `context` tokens: `recommend_model` when read.
+    """Recommend how layers of a model, of which `entry` is the config, reach `context` tokens.
 
-    entry    what the config says about these layers: their window, and what their code reads
     spec, trained, advertised  as in `recommend`; they may differ from those of the config
     """
     _check(context, spec)
@@ -213,11 +212,12 @@ def recommend_layers(
     reason = advice.reason
     if seen < context:
         reason += f" These layers see no farther than their window, {seen:,} tokens."
-    if read.schedule != advice.recommended.schedule:
-        reason += (
-            f" This model does not read {advice.recommended.schedule}: the keys say the same "
-            f"frequencies as {read.schedule}."
-        )
+    if read.schedule != (name := advice.recommended.schedule):
+        reason += f" This model does not read {name}: the keys say it as {read.schedule}."
+    if advice.action != "keep" and entry.is_by_layer_type:
+        reason += f" The keys go into the entry of {entry.layer_type!r} in its rope_parameters."
+    elif advice.action != "keep" and entry.model_type != entry.file_type:
+        reason += f" The keys go into the part with model_type {entry.model_type!r}."
     return advice._replace(rope_parameters=model_keys(entry, read, context), reason=reason)
 
 
