@@ -580,6 +580,26 @@ def test_identify_reads_a_function_from_a_file(main, tmp_path):
     assert_refused(main("identify", f"{path}:nothing", "--head-dim", "16"), "nothing")
 
 
+def test_identify_is_told_the_form_that_a_signature_does_not_say(main, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import rotary\n\n"
+        "def turn(*given):\n"
+        "    return rotary.apply(rotary.Rotary(head_dim=16), given[0], positions=given[1])\n"
+    )
+    asked = "identify", f"{path}:turn", "--head-dim", "16"
+    assert_refused(main(*asked), "neither form; say form='positions'")
+    assert "head_dim=16" in main(*asked, "--form", "positions").out
+    assert_refused(main(*asked, "--form", "position"), "form must be")
+
+
+@pytest.mark.parametrize("option", [("vectors", LLAMA, "-o"), ("design", "--curve")])
+def test_a_file_in_no_folder_is_named_without_a_number(main, tmp_path, option):
+    path = tmp_path / "nowhere" / "file"
+    length = ("--head-dim", "64", "--length", "512") if option[0] == "design" else ()
+    assert_refused(main(*option, str(path), *length), f"error: {path}: No such file")
+
+
 def test_long_lists_are_cut_short(main):
     text = " ".join(main("inspect", str(CONFIGS / "phi-4-mini.json")).out.split())
     assert re.search(r"long_factor 1, 1\.1\d+, .*\.\.\. \(48 values\)", text)

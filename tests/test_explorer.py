@@ -742,6 +742,14 @@ def test_a_port_that_is_taken_is_an_error_that_names_it():
             serve(port=port)
 
 
+@pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1"])  # no address; not of this machine
+def test_a_host_that_is_not_this_machine_is_an_error_that_says_so(host):
+    from rotary.explorer import serve
+
+    with pytest.raises(OSError, match=f"{host}, port .*; --host must be an address of this"):
+        serve(host, port=8000)
+
+
 def test_the_smallest_base_is_the_certified_one():
     assert "4,293.4376" in page.smallest_base(look(LLAMA_2, 1024))
     assert models.published("llama-2-7b").spec.base > 4293.4376

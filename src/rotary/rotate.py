@@ -266,7 +266,9 @@ def apply(
         is_part = kernel.on_shards is not None
         _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, is_part)
         if outs is not None and kernel.check_out is not None:
-            kernel.check_out((*xs, positions), outs)
+            shapes = [[getattr(array, "shape", None) for array in each] for each in (xs, outs)]
+            if shapes[0] == shapes[1]:  # others are refused below
+                kernel.check_out((*xs, positions), outs)
     if (
         is_exact
         and kernel.rotate_exact

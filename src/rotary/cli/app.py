@@ -46,7 +46,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, MemoryError, ImportError) as error:
-        typer.echo(f"error: {printable(str(error))}", err=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        typer.echo(f"error: {printable(text)}", err=True)
         sys.exit(1)
 
 

@@ -239,6 +239,14 @@ def identify(
     target: Annotated[str, typer.Argument(help="module:function or path/to/file.py:function.")],
     head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")],
     num_axes: Annotated[int, typer.Option(min=1, help="Axes of a position.")] = 1,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="positions for f(x, positions), tables for f(q, k, cos, sin); default: by its "
+            "arguments.",
+            metavar="FORM",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -264,7 +272,7 @@ def identify(
 
     if allow and not check:
         raise ValueError("--allow needs --check")
-    result = examine(load(target), head_dim, num_axes=num_axes)
+    result = examine(load(target), head_dim, num_axes=num_axes, form=form)
     if as_json:
         print_json(result.to_dict())
     else:

@@ -114,7 +114,7 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     own = {key: config.rope[key] for key in _OF_MODEL if key in config.rope}
     keys["rope_parameters"] = {**own, **keys["rope_parameters"]}
     if needs_head_dim(config, spec.schedule):
-        keys["head_dim"] = spec.head_dim
+        keys["head_dim"] = config.head_dim
     return keys
 
 

@@ -86,8 +86,10 @@ def plan(look: Look) -> Picture:
     )
     header, *rows = option_rows(advice.options)
     tables = (Table(header, tuple(rows)),) if rows else ()
-    keys = json.dumps(advice.rope_parameters, indent=2)
-    return Picture(columns, advice.reason, figure, tables, keys)
+    keys = dict(advice.rope_parameters)
+    if "head_dim" in keys:  # of the config, which may have been changed on the page
+        keys["head_dim"] = look.spec.head_dim
+    return Picture(columns, advice.reason, figure, tables, json.dumps(keys, indent=2))
 
 
 def difference(a: Look, b: Look) -> Picture:

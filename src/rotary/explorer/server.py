@@ -6,6 +6,7 @@ Requests that another site causes are refused before anything is read or compute
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import json
 import re
@@ -270,7 +271,7 @@ def _listening(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, each), family=family)
         except OSError as error:
             refused = error
-    raise OSError(
-        f"cannot listen on {host}, port {port or f'{PORTS[0]} to {PORTS[-1]}'}: "
-        f"{refused.strerror}; choose another port"
-    )
+    is_of_host = refused.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
+    advice = "--host must be an address of this machine" if is_of_host else "choose another port"
+    ports = port or f"{PORTS[0]} to {PORTS[-1]}"
+    raise OSError(f"cannot listen on {host}, port {ports}: {refused.strerror}; {advice}")
