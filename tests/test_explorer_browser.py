@@ -549,3 +549,17 @@ def test_names_of_bars_and_methods_fit_on_a_phone(show):
         Math.min(...[...document.querySelectorAll("#plot-a circle.dial")].map(each =>
             each.getBBox().x))]""")
     assert names <= dials
+
+
+def test_a_server_that_is_gone_is_asked_no_more_than_twice(show):
+    page = show("?view=wavelengths&context=4096")
+    asked = []
+    page.route(
+        "**/draw", lambda route: (asked.append(route), route.fulfill(status=503, body="busy"))
+    )
+    page.locator("#context").fill("8192")
+    expect(error(page, "view")).to_contain_text("busy")
+    page.wait_for_timeout(300)
+    assert 1 <= len(asked) <= 2
+    page.unroute("**/draw")
+    show.said.clear()  # Chromium tells of each answer with status 503

@@ -71,7 +71,9 @@ async function run() {
     }
     // A bad number in another control must not stop this one: that control goes back, with its error
     const errors = {};
-    for (let bad; last && !answer.pictures && (bad = Object.keys(answer.errors)[0]) in fields && bad !== name;) {
+    while (last && !answer.pictures) {
+      const [bad] = Object.keys(answer.errors);
+      if (bad === name || bad in errors || !(bad in fields)) break;  // twice: the server is gone
       Object.assign(errors, answer.errors);
       fields[bad] = last.fields[bad] ?? "";
       answer = await post("draw", { fields, changed: name });
