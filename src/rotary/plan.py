@@ -15,7 +15,7 @@ from .analysis.spectrum import before_scaling, whole_number
 from .configs import Config, choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
-from .reach import lengths
+from .reach import lengths, visible
 from .spec import Rotary
 from .strict_json import JSON
 
@@ -206,7 +206,7 @@ def recommend_layers(
     spec, trained, advertised  as in `recommend`; they may differ from those of the config
     """
     _check(context, spec)
-    seen = max(2, min(context, entry.window or context))
+    seen = max(2, visible(context, entry))
     advice = recommend(seen, spec, trained, advertised=advertised)
     read = as_model_reads(entry, advice.recommended, context)
     reason = advice.reason

@@ -155,7 +155,7 @@ def _of_layer(config: Config, length: int | None) -> Reach | None:
     length = advertised if length is None else whole_number("length", length)
     if length is None:
         raise ValueError("the config has no max_position_embeddings; give the length, in tokens")
-    return reach(spec, _visible(length, config), trained and _visible(trained, config))
+    return reach(spec, visible(length, config), trained and visible(trained, config))
 
 
 def distances_to(length: int) -> npt.NDArray[np.int64]:
@@ -182,8 +182,12 @@ def lengths(spec: Rotary, config: Config) -> tuple[int | None, int | None]:
     return (original or advertised), advertised
 
 
-def _visible(length: int, config: Config) -> int:
-    """Return `length`, or the window of the rotated layers if that is shorter."""
+def visible(length: int, config: Config) -> int:
+    """Return `length`, or the window of the rotated layers if that is shorter.
+
+    >>> visible(8192, choose({"model_type": "mistral", "sliding_window": 4096}))
+    4096
+    """
     return min(length, config.window or length)
 
 

@@ -11,7 +11,7 @@ from ..analysis.extension import option_rows
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..plan import MAX_CONTEXT, recommend_layers
-from ..reach import TOLERANCE
+from ..reach import TOLERANCE, visible
 from ..reach import reach as measure
 from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
@@ -23,7 +23,7 @@ ALIKE = 1e-9  # frequencies with a smaller relative difference count as equal
 def reach(look: Look) -> Picture:
     """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
     context, window = look.context, look.entry.window
-    length, trained = (min(each, window or each) for each in (context, look.trained))
+    length, trained = (visible(each, look.entry) for each in (context, look.trained))
     result = measure(look.spec, length, trained, original=look.before)
     first, words = result.first_failure, result.verdict
     ends = [("trained length", look.trained, f"{look.trained:,} tokens")]
@@ -72,7 +72,7 @@ def plan(look: Look) -> Picture:
         name = f"recommended: {advice.recommended.schedule}"
         shown.append(("recommended", name, advice.recommended))
     last = advice.context  # no farther than the window
-    distances = np.unique(np.concatenate([outline(spec, last, last) for *_, spec in shown]))
+    distances = np.unique(np.concatenate([outline(spec, last) for *_, spec in shown]))
     columns: dict[str, Numbers] = {"distance": distances}
     curves: list[Curve] = []
     for column, name, spec in shown:
@@ -82,7 +82,7 @@ def plan(look: Look) -> Picture:
         distance_axis(look.spec, last),
         Axis("B_m: preference for a similar key"),
         tuple(curves),
-        (Line("y", 0, "", "ink"), *(trained_line(look) if look.trained <= last else ())),
+        (Line("y", 0, "", "ink"), *trained_line(look, last)),
     )
     header, *rows = option_rows(advice.options)
     tables = (Table(header, tuple(rows)),) if rows else ()

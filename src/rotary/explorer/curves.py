@@ -69,7 +69,7 @@ def decay_curve(look: Look) -> Picture:
         Axis("distance, tokens", is_log=True),
         Axis("mean |S_j|"),
         (Curve("mean_partial_sum", "mean |S_j|"),),
-        trained_line(look),
+        trained_line(look, look.context),
     )
     return Picture({"distance": distances, "mean_partial_sum": mean}, words, figure)
 
@@ -78,7 +78,7 @@ def similarity(look: Look) -> Picture:
     """Draw B_m, the preference for a similar key over a random one, and where it is first < 0."""
     searched = min(look.context, SEARCHED)
     first = bounds.first_failure(look.spec, searched, seq_len=look.context)
-    outlined = outline(look.spec, look.context, look.context)
+    outlined = outline(look.spec, look.context)
     distances = np.union1d(outlined, [] if first is None else [first]).astype(np.int64)
     sums = bounds.similarity(look.spec, distances, seq_len=look.context)
     points: tuple[Point, ...] = ()
@@ -97,7 +97,7 @@ def similarity(look: Look) -> Picture:
         distance_axis(look.spec, look.context),
         Axis("B_m"),
         (Curve("similarity", "B_m"),),
-        (Line("y", 0, "", "ink"), *trained_line(look)),
+        (Line("y", 0, "", "ink"), *trained_line(look, look.context)),
         points,
     )
     return Picture({"distance": distances, "similarity": sums}, words, figure)
@@ -115,13 +115,13 @@ def distance_axis(spec: Rotary, last: int) -> Axis:
     return Axis(f"distance, tokens{samples}", is_log=True)
 
 
-def outline(spec: Rotary, last: int, seq_len: int) -> npt.NDArray[np.int64]:
-    """Return the distances up to `last` of the highest and the lowest B_m in each interval.
+def outline(spec: Rotary, last: int) -> npt.NDArray[np.int64]:
+    """Return the distances in `last` tokens of the highest and the lowest B_m in each interval.
 
     Where computing every B_m would be slow, these are samples.
     """
     every = _searched(spec, last)
-    sums = bounds.similarity(spec, np.arange(1, every + 1), seq_len=seq_len)
+    sums = bounds.similarity(spec, np.arange(1, every + 1), seq_len=last)
     kept = [1, every]
     for start, stop in itertools.pairwise(spaced(every, POINTS // 2).tolist()):
         stretch = sums[start - 1 : stop - 1]
@@ -248,6 +248,6 @@ def spaced(last: int, count: int = POINTS) -> npt.NDArray[np.int64]:
     return np.unique(np.geomspace(1, last, count).round().astype(np.int64))
 
 
-def trained_line(look: Look) -> tuple[Line, ...]:
-    """Return the trained length as a line, if the figure reaches that far."""
-    return (Line("x", look.trained, "trained", "green"),) if look.trained <= look.context else ()
+def trained_line(look: Look, last: int) -> tuple[Line, ...]:
+    """Return the trained length as a line, if the figure, up to `last`, reaches that far."""
+    return (Line("x", look.trained, "trained", "green"),) if look.trained <= last else ()

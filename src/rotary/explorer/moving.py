@@ -23,7 +23,7 @@ METHODS = ("linear", "ntk", "yarn", "llama3", "longrope")
 
 def hands(look: Look) -> Picture:
     """Draw each pair as two hands, of k and q, and q . k of two equal vectors against distance."""
-    distances = outline(look.spec, look.context, look.context)
+    distances = outline(look.spec, look.context)
     frequencies, factor = inv_freq(look.spec, look.context)
     speeds, times, still = look.spec.sign * frequencies, factor**2, spectrum.still_pairs(look.spec)
     sums = bounds.similarity(look.spec, distances, still=0.0, seq_len=look.context)
@@ -39,7 +39,7 @@ def hands(look: Look) -> Picture:
         distance_axis(look.spec, look.context),
         Axis("q · k"),
         (Curve("score", "q · k"),),
-        (Line("y", 0, "", "ink"), *trained_line(look)),
+        (Line("y", 0, "", "ink"), *trained_line(look, look.context)),
         moving=Hands(tuple(speeds.tolist()), times, still, look.context),
     )
     return Picture({"distance": distances, "score": scores}, words, figure)

@@ -176,7 +176,7 @@ def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return _rounded(b, low, high)
 
 
-def kept(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def in_registers(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """Return 16-bit numbers in registers: one instruction converts to float16 and stores.
 
     LLVM takes it also for a store that is to bypass the caches, and then the store does not.

@@ -173,7 +173,7 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, streaming: bool =
         b.store(value, pointer, align=size)
         return
     if value.type.element is I16:
-        value = short_floats.kept(b, value)
+        value = short_floats.in_registers(b, value)
     hint = b.module.add_metadata([constant(I32, 1, 1)])
     stored = b.store(value, pointer, align=min(value.type.count * size, CACHE_LINE))
     stored.set_metadata("nontemporal", hint)
