@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.torch.private import version_of
+from ..kernels.torch.state import has_memory
 
 # what other libraries raise for arguments of a wrong shape or type
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
@@ -90,14 +91,17 @@ def prepared(
 
     has_prefix  x may have tokens before those of the tables: they get an angle of 0
 
-    The result is stored on the first table, so it is freed with that table.
+    The result is stored on the first table, so it is freed with that table. It is computed anew if
+    a write to the tables would not be seen: torch does not count those to inference tensors.
     """
     rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
     key = style, axis, len(shape), shape[-2] - rows if has_prefix else 0
-    if torch.compiler.is_compiling() or any([table.requires_grad for table in tables]):
+    if torch.compiler.is_compiling() or any(
+        [t.requires_grad or t.is_inference() or not has_memory(t) for t in tables]
+    ):
         return _after_prefix(tables, *key)
     first, last = tables[0], tables[-1]
-    versions = [0 if table.is_inference() else version_of(table) for table in tables]
+    versions = [(version_of(table), table.data_ptr()) for table in tables]
     cached = vars(first).setdefault(_CACHED, {})
     other = None if last is first else last  # a table must not refer to itself
     if key in cached and cached[key][0] is other and cached[key][1] == versions:
