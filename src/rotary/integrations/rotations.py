@@ -304,7 +304,10 @@ def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
 def _agrees(
     function: Callable[..., object], convention: Convention, trial: _Trial, rotary_dim: int
 ) -> bool:
-    """Return whether `function` and our rotation agree on random tensors with random angles."""
+    """Return whether `function` and our rotation agree on random tensors with random angles.
+
+    Raises ValueError if `function` writes to q or k: its caller may read the result there.
+    """
     arguments = _random(convention, trial, rotary_dim)
     with torch.no_grad():
         ours = _rotated(convention, arguments)
@@ -312,6 +315,10 @@ def _agrees(
             theirs = None if ours is None else function(**arguments)
         except REFUSALS:
             return False
+    before = _random(convention, trial, rotary_dim)
+    if not all([torch.equal(arguments[name], before[name])
+                for name in convention.parameters[: convention.operands]]):  # fmt: skip
+        raise ValueError("writes to q or k, which rotary would leave as they are")
     if convention.operands == 1:
         theirs, ours = (theirs,), (ours,)
     if not isinstance(theirs, (tuple, list)) or len(theirs) != convention.operands:
