@@ -20,6 +20,7 @@ from .grids import exact_tables, maker_of, tables_of
 from .styles import REFUSALS, full_width, half_width, style_of
 
 _SEQ = 3
+_FAR = tuple(2**power for power in (9, 12, 15, 18))  # where frequencies may be others
 
 
 class Source(NamedTuple):
@@ -177,6 +178,17 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
     for one, other in zip(theirs, ours, strict=True):
         if not torch.allclose(one, other, rtol=2e-5, atol=2e-5):
             raise ValueError("its tables do not follow from inv_freq alone")
+    for position in _FAR:
+        steps = torch.full((1, source.axes), position)
+        try:
+            theirs = _cos_sin(module, layer_type, source, steps)
+        except ValueError:  # a module may have no tables there
+            continue
+        ours = cos_sin(spec(own), steps if source.axes > 1 else steps[:, 0])
+        rounding = 2e-5 + 2.0**-22 * position * own[which].abs()  # of float32 angles
+        for one, other in zip(theirs, ours, strict=True):
+            if ((one - other).abs() > rounding).any():
+                raise ValueError(f"its frequencies at position {position} are not inv_freq")
     return spec(_float64_frequencies(module, layer_type, buffer))
 
 
