@@ -336,6 +336,33 @@ def test_tables_that_depend_on_the_length_stay_as_they_are(kind, kernel_calls):
     assert patched.patched[-1] == ("model.layers.1.self_attn", "half")
 
 
+def test_tables_that_change_with_the_length_without_saying_so_stay(kernel_calls):
+    """As LlamaDynamicNTKScalingRotaryEmbedding of older code, which has no rope_type."""
+
+    class Growing(modeling_llama.LlamaRotaryEmbedding):
+        def forward(self, x, position_ids):
+            longest = position_ids.max() + 1
+            if longest > 64:
+                self.inv_freq = self.original_inv_freq / (longest / 64)
+            return super().forward(x, position_ids)
+
+    model = new_model()
+    model.model.rotary_emb = Growing(model.config)
+    with patch(model, exact=True) as patched:
+        (skip,) = patched.skipped
+        assert skip == (
+            "model.rotary_emb",
+            "keeps its own tables: its frequencies at position 512 are not inv_freq",
+        )
+
+
+def test_a_model_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = new_model()
+    with pytest.raises(ValueError, match=r"model\.rotary_emb is on the meta device"):
+        patch(model)
+
+
 def test_tables_that_are_no_rotation_are_skipped():
     """HunYuan-VL splits four axes over the doubled width, so the two channels of a pair differ."""
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}

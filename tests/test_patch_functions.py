@@ -153,6 +153,20 @@ def test_tables_written_in_place_are_read_again():
     assert torch.equal(ours(q, k, cos, sin)[0], 6 * q)
 
 
+@pytest.mark.parametrize("how", ["in inference mode", "by .data"])
+def test_tables_written_where_torch_does_not_count_it_are_read_again(how):
+    ours = replacement_of(llama, convention_of(llama))
+    q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    with torch.inference_mode(how == "in inference mode"):
+        cos, sin = torch.ones(1, 3, 16), torch.zeros(1, 3, 16)
+        assert torch.equal(ours(q, k, cos, sin)[0], q)
+        if how == "by .data":
+            cos.data = 2 * cos
+        else:
+            cos.mul_(2)
+        assert torch.equal(ours(q, k, cos, sin)[0], 2 * q)
+
+
 def test_prepared_tables_die_with_the_tables_of_the_model():
     ours = replacement_of(llama, convention_of(llama))
     q, k, cos = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.ones(1, 3, 16)
@@ -189,6 +203,18 @@ def ignores_axis(q, k, cos, sin, unsqueeze_dim=1):
 
 def forgets_key(q, k, cos, sin):
     return llama(q, k, cos, sin)[0]
+
+
+def in_place(q, k, cos, sin):
+    for x, y in zip((q, k), llama(q, k, cos, sin), strict=True):
+        x.copy_(y)
+    return q, k
+
+
+def test_a_function_that_writes_to_its_arguments_is_refused():
+    """The code that calls it may read q and k afterwards."""
+    with pytest.raises(ValueError, match="writes to q or k"):
+        convention_of(in_place)
 
 
 @pytest.mark.parametrize("function", [shears, scales, ignores_axis, forgets_key])
@@ -256,6 +282,56 @@ class Inherits(Plain):
     def forward(self, *args):
         assert super().forward is not None
         return apply_rotary(*args)
+
+
+class Super(Plain):
+    @torch.no_grad()
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+class ByName(Plain):
+    def forward(self, *args):
+        return Plain.forward(self, *args)
+
+
+class Static(nn.Module):
+    @staticmethod
+    def turn(*args):
+        return apply_rotary(*args)
+
+    def forward(self, *args):
+        return self.turn(*args)
+
+
+class Stored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = apply_rotary
+
+    def forward(self, *args):
+        return self.turn(*args)
+
+
+apply_rotary_part = functools.partial(apply_rotary, unsqueeze_dim=1)
+
+
+class Turn:
+    def __call__(self, q, k, cos, sin, unsqueeze_dim=1):
+        return apply_rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+apply_rotary_object = Turn()
+
+
+class Partial(Plain):
+    def forward(self, *args):
+        return apply_rotary_part(*args)
+
+
+class Object(Plain):
+    def forward(self, *args):
+        return apply_rotary_object(*args)
 
 
 class Shared(Plain):
@@ -335,7 +411,7 @@ def test_the_attribute_of_a_module_that_is_a_method_too_is_skipped():
 
 
 REACHED = [Plain, Wrapped, Helper, Inner, Inherits, ThroughModule, ThroughPackage, Imports,
-           ImportsInside]  # fmt: skip
+           ImportsInside, Partial, Object]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REACHED)
@@ -378,6 +454,82 @@ def test_a_name_that_is_an_attribute_as_well_is_skipped(kernel_calls):
         assert patched.patched == []
         ((_, reason),) = patched.skipped
         assert reason == "apply_rotary is also the name of an attribute in the code that calls it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Super, "is called by Plain.forward, which Super.forward overrides"),
+        (ByName, "is called by Plain.forward, which ByName.forward overrides"),
+        (Static, "is called by turn, which takes no module"),
+        (Stored, "is kept by Stored.__init__"),
+    ],
+)
+def test_what_cannot_be_replaced_in_one_module_is_skipped(kind, reason, kernel_calls):
+    module = kind()
+    before = module(*operands())
+    with patch(module) as patched:
+        assert (patched.patched, patched.skipped) == ([], [("", f"apply_rotary {reason}")])
+        assert all(map(torch.equal, module(*operands()), before))
+    assert kernel_calls == []
+
+
+def turning(interleaved):
+    def turned(x, cos, sin):
+        u, v = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        both = u * cos - v * sin, v * cos + u * sin
+        return torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+
+    def apply_rotary_either(q, k, cos, sin):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return turned(q, cos, sin), turned(k, cos, sin)
+
+    return apply_rotary_either
+
+
+apply_rotary_first, apply_rotary_second = turning(False), turning(True)
+
+
+class First(nn.Module):
+    def forward(self, *args):
+        return apply_rotary_first(*args)
+
+
+class Second(nn.Module):
+    def forward(self, *args):
+        return apply_rotary_second(*args)
+
+
+def test_two_functions_of_one_name_in_one_file_do_not_replace_each_other(kernel_calls):
+    one, other = First(), Second()
+    before = one(*operands()), other(*operands())
+    with patch(one), patch(other):
+        after = one(*operands()), other(*operands())
+    assert len(kernel_calls) >= 2
+    for x, y in zip(before, after, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(x, y, strict=True))
+
+
+def test_a_wrapper_that_keeps_the_method_calls_the_original_after_unpatch(kernel_calls):
+    module = Plain()
+    patch(module)
+    module._profiled = module.forward
+    module.forward = lambda *args: module._profiled(*args)
+    unpatch(module)
+    module(*operands())
+    assert kernel_calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_default_dtypes_change_no_conclusion(dtype):
+    convention_of.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), patch(Plain()) as patched:
+            assert patched.patched == [("", "half")]
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_forward_that_somebody_replaced_is_left_alone(kernel_calls):

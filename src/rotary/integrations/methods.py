@@ -20,7 +20,7 @@ import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from importlib import util
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
@@ -42,10 +42,7 @@ def rotations_called(
     The namespace is that of the method's file, or of the module through which the function is
     called. If the method is decorated, the function inside the decorator is searched as well.
     """
-    functions = [method]
-    for function in functions:
-        inner = [_content(cell) for cell in function.__closure__ or ()]
-        functions += [f for f in inner if isinstance(f, FunctionType) and f not in functions]
+    for function in _with_decorated(method):
         for name in sorted(_globals(function.__code__)):
             value = function.__globals__.get(name)
             if _is_rotation(value, name):
@@ -55,6 +52,15 @@ def rotations_called(
                 yield vars(module), value
         for value in _local_functions(function):
             yield function.__globals__, value
+
+
+def _with_decorated(method: FunctionType) -> Iterator[FunctionType]:
+    """Yield a function and those that its closure holds, as a decorator's does."""
+    functions = [method]
+    for function in functions:
+        yield function
+        inner = [_content(cell) for cell in function.__closure__ or ()]
+        functions += [f for f in inner if isinstance(f, FunctionType) and f not in functions]
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,7 +74,8 @@ def _local_functions(method: FunctionType) -> tuple[FunctionType, ...]:
 
 
 def _is_rotation(value: object, name: str) -> TypeGuard[Callable[..., object]]:
-    return bool(_ROTATES.search(name)) and callable(value) and not isinstance(value, type)
+    is_function = callable(value) and not isinstance(value, type)
+    return bool(_ROTATES.search(name)) and is_function and isinstance(value, Hashable)
 
 
 def _through_modules(function: FunctionType, code: CodeType) -> Iterator[tuple[ModuleType, str]]:
@@ -151,6 +158,53 @@ def _globals(code: CodeType) -> frozenset[str]:
 
 def _nested(code: CodeType) -> list[CodeType]:
     return [part for part in code.co_consts if isinstance(part, CodeType)]
+
+
+# --- which methods can be replaced ---
+
+
+@functools.lru_cache(maxsize=256)
+def methods_of(kind: type) -> tuple[tuple[str, FunctionType, str | None], ...]:
+    """Return (name, function, obstacle) of the methods that a class adds to nn.Module.
+
+    obstacle  why one module cannot be given another function instead; None if it can
+
+    Of methods that another class overrides, only those are listed that it may call by `super()`.
+
+    >>> class Traced(nn.Module):
+    ...     def forward(self, x): return x
+    >>> [(name, obstacle) for name, _, obstacle in methods_of(Traced)]
+    [('forward', None)]
+    """
+    methods: list[tuple[str, FunctionType, str | None]] = []
+    read: set[str] = set()  # names that the code of the classes before uses
+    for base in kind.__mro__:
+        if base in nn.Module.__mro__:
+            continue
+        own: list[FunctionType] = []
+        for name, value in vars(base).items():
+            is_plain = isinstance(value, FunctionType)
+            function = value if is_plain else getattr(value, "__func__", None)
+            if not isinstance(function, FunctionType):
+                continue
+            own += _with_decorated(function)
+            first = next(k for k in kind.__mro__ if name in vars(k))
+            if name == "__init__":
+                methods.append((name, function, f"is kept by {base.__name__}.__init__"))
+            elif first is not base:
+                if name in read and not read.isdisjoint({"super", base.__name__}):
+                    by = f"{base.__name__}.{name}, which {first.__name__}.{name} overrides"
+                    methods.append((name, function, f"is called by {by}"))
+            else:
+                obstacle = None if is_plain else f"is called by {name}, which takes no module"
+                methods.append((name, function, obstacle))
+        read = read.union(*[_names(function.__code__) for function in own])
+    return tuple(methods)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes that a code object, or one in it, uses."""
+    return {*code.co_names}.union(*[_names(part) for part in _nested(code)])
 
 
 # --- a copy that calls others ---
@@ -286,10 +340,10 @@ def restore_methods(model: nn.Module) -> bool:
     for owner, attribute, original in replaced:
         if attribute == "__class__":
             object.__setattr__(owner, attribute, original)
-        elif attribute.startswith("_old_"):
-            object.__setattr__(owner, attribute, MethodType(original, owner))
-        else:
+        elif getattr(type(owner), attribute, None) is original:
             object.__delattr__(owner, attribute)
+        else:  # a wrapper keeps the method that it calls under a name of its own
+            object.__setattr__(owner, attribute, MethodType(original, owner))
     return bool(replaced)
 
 

@@ -12,7 +12,9 @@ The second one adds a private name to the Python module of the model's code. All
 this instance.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import re
 import warnings
 from collections import Counter
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..checkpoint.layout import disagreement, marked_layout, seen_in_model
@@ -29,6 +32,7 @@ from .methods import (
     attribute_of,
     copy_calling,
     is_patched,
+    methods_of,
     owners,
     restore_methods,
     rotations_called,
@@ -96,7 +100,8 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     exact=True   float32 tables from exact angles; transformers has float32 angles in the dtype of
                  the model. The float64 frequencies are those of `rotary.from_hf_config` if it knows
                  the model and agrees with the buffer, else `inv_freq` as it is; the attention
-                 factor is kept. Dynamic NTK and LongRoPE keep their own tables.
+                 factor is kept. Dynamic NTK and LongRoPE keep their own tables. Code that reads the
+                 tables without such a function gets float32.
 
                  Image models: Flux and others that take ids, Wan and others that take a video,
                  and DINOv3, which keeps its random positions in training.
@@ -109,7 +114,8 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     rotated in the layout of the weights, which `rope_traditional` of the config gives.
 
     Returns a `Patch`: a context manager with `.unpatch()`, `.patched`, `.skipped`. A deep copy of a
-    patched model is patched; an unpickled one is not.
+    patched model is patched; an unpickled one is not. A shallow copy of a module, such as those of
+    nn.DataParallel, calls the methods of the patched one, with its weights.
     Raises ValueError if the model is patched already, has nothing that rotates, or has weights in
     another layout and a rotation that cannot be replaced. Warns (UserWarning) if the norms of the
     query and key rows suggest another layout than the config.
@@ -129,17 +135,18 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
         )
     if is_patched(model):
         raise ValueError("this model is patched already; call unpatch first")
-    callers, skipped = _callers(model)
-    if not callers and not skipped:
-        raise ValueError(
-            f"found no rotation to replace in {type(model).__qualname__}: no module calls a "
-            "function that takes cos and sin"
-        )
-    forwards = _exact_forwards(model, callers, skipped) if exact else {}
+    with _usual_defaults():
+        callers, skipped = _callers(model)
+        if not callers and not skipped:
+            raise ValueError(
+                f"found no rotation to replace in {type(model).__qualname__}: no module calls a "
+                "function that takes cos and sin"
+            )
+        forwards = _exact_forwards(model, callers, skipped) if exact else {}
     patched = [(caller.path, str(caller)) for caller in callers]
     patched += [(name, "exact tables") for name in forwards]
-    for caller in callers:
-        method = caller.patched(is_exact=caller.embedding in forwards)
+    methods = [caller.patched(is_exact=caller.embedding in forwards) for caller in callers]
+    for caller, method in zip(callers, methods, strict=True):
         set_method(caller.module, caller.attribute, method, caller.method)
     for name, forward in forwards.items():
         module = model.get_submodule(name)
@@ -153,12 +160,26 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`; ValueError if the model is not patched.
 
+    Remove what has wrapped a patched method first: it would still call that method.
+
     >>> unpatch(nn.Linear(2, 2))
     Traceback (most recent call last):
     ValueError: this model is not patched
     """
     if not restore_methods(model):
         raise ValueError("this model is not patched")
+
+
+@contextlib.contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Let torch make float32 tensors on the CPU: functions are tried on such tensors."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 class _Caller(NamedTuple):
@@ -193,8 +214,13 @@ class _Caller(NamedTuple):
             kind = "exact_" if is_exact else ""
             kind += f"{conventions[0].style}_" if conventions[0].chosen else ""
             kind += f"{conventions[0].layout}_" if conventions[0].by_config else ""
-            name = names[function] = f"_rotary_{kind}{function.__name__}"
-            if getattr(globals_.get(name), "__wrapped__", None) is not function:
+            plain = f"_rotary_{kind}{_name_of(function)}"
+            numbered = (f"{plain}_{number}" for number in itertools.count(2))
+            names[function] = name = next(  # functions of one file may have the same name
+                each for each in itertools.chain((plain,), numbered)
+                if getattr(globals_.get(each), "__wrapped__", function) is function
+            )  # fmt: skip
+            if name not in globals_:
                 globals_[name] = replacement_of(function, *conventions, keeps_dtype=is_exact)
         if self.moved is None:
             return copy_calling(self.method, tuple(names.items()))
@@ -207,28 +233,36 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
     """Return the modules that can be patched, and (path, reason) of those that cannot."""
     callers: list[_Caller] = []
     skipped: list[tuple[str, str]] = []
-    styles = {name: tables.styles_of(module) for name, module in tables.embeddings(model).items()}
+    styles = {}
+    for name, embedding_module in tables.embeddings(model).items():
+        if any([buffer.is_meta for buffer in embedding_module.buffers()]):
+            raise ValueError(f"{name} is on the meta device and cannot be tried; load the model")
+        styles[name] = tables.styles_of(embedding_module)
     layouts = _layouts_by_config(model)
     for path, module in owners(model):
         if path in styles:
             continue
         embedding = tables.nearest(styles, path)
         layout = layouts.get(path)
-        for name, method in _methods_of(type(module)):
+        for name, method, obstacle in methods_of(type(module)):  # type: ignore[arg-type]  # it has a hash
             conventions: dict[Callable[..., object], tuple[Convention, ...]] = {}
             for _, function in rotations_called(method):
                 try:
                     found = conventions_of(function)
+                    if obstacle is not None:
+                        raise ValueError(obstacle)
                     found = _of_these_tables(found, styles.get(embedding or "", set()))
                     attribute_of(module, name, method)
                     copy_calling(method, ((function, "_"),))  # raises if it cannot be copied
                 except ValueError as error:
+                    if name == "__init__" and str(error) != obstacle:
+                        continue  # it calls much that is no rotation
                     if layout is not None:
                         raise ValueError(
-                            f"{path}: {function.__name__} {error}, and by rope_traditional of the "
+                            f"{path}: {_name_of(function)} {error}, and by rope_traditional of the "
                             f"config the weights are {layout}; convert them back"
                         ) from error
-                    skipped.append((path, f"{function.__name__} {error}"))
+                    skipped.append((path, f"{_name_of(function)} {error}"))
                     continue
                 conventions[function] = tuple(
                     each if layout in (None, each.layout)
@@ -262,13 +296,8 @@ def _moved_norms(
     return found if all([rms_norm_of(getattr(module, n, None)) for n in found.norms]) else None
 
 
-def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods that a class adds to nn.Module; for each name, the one that is called."""
-    names = {n: None for k in kind.__mro__ if k not in nn.Module.__mro__ for n in vars(k)}
-    for name in names:
-        method = getattr(kind, name)
-        if isinstance(method, FunctionType):
-            yield name, method
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
