@@ -164,6 +164,26 @@ def test_long_rope_reads_the_rows_of_its_long_list(vllm, calls, exact):
         assert len(calls) == 1
 
 
+@pytest.mark.parametrize("position", [-1, ROWS])
+def test_a_position_of_m_rope_outside_the_table_is_an_error(vllm, position):
+    rope = vllm().MRotaryEmbedding(*PLAIN, mrope_section=[1, 1, 2])
+    with pytest.raises(ValueError, match=rf"position.* {position}"):
+        rope(torch.tensor([[0, 1, 2, 3, 4], [5, 6, position, 8, 9], [0] * 5]), *packed())
+
+
+def test_the_short_list_of_long_rope_ends_where_the_long_one_begins(vllm, monkeypatch):
+    vllm()
+    kind = importlib.import_module(PACKAGE).Phi3LongRoPEScaledRotaryEmbedding
+    monkeypatch.setattr(kind, "use_long_rope", False)
+    rope = kind(HEAD, HEAD, ROWS, torch.float32)
+    q, k = packed()
+    expected = own_of(rope).forward(rope, torch.arange(TOKENS), q, k)
+    for x, y in zip(rope(torch.arange(TOKENS), q, k), expected, strict=True):
+        torch.testing.assert_close(x, y)
+    with pytest.raises(ValueError, match=r"position.* 8"):
+        rope(torch.tensor([0, 1, 2, 3, 8]), q, k)
+
+
 def test_a_prepared_call_takes_other_arrays_and_refuses_other_rows(vllm, calls):
     rope = vllm().RotaryEmbedding(*PLAIN)
     positions = torch.arange(TOKENS)

@@ -132,7 +132,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         return torch.cat([angles.cos(), angles.sin()], -1)
 
     def forward(self, positions, query, key=None, offsets=None):
-        at = positions + 8 if offsets is None else positions + 8 + offsets
+        at = positions + 8 * self.use_long_rope + (0 if offsets is None else offsets)
         cos, sin = self.long_short_cos_sin_cache[at].chunk(2, -1)
         return tuple(
             turned(x.view(len(at), -1, self.head_size), cos, sin, True, self.rotary_dim).flatten(1)

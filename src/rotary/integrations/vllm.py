@@ -34,6 +34,8 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from ..kernels.torch.launch import check_row_range
+from ..kernels.torch.state import is_on_host
 from ..prepare import prepare
 from ..rotate import rotate
 from .vllm_tables import EXACT, Rope, adopt, cache_of, exact_table, is_exact, tables_of
@@ -269,6 +271,8 @@ def _rotated(
     cos, sin, rows = tables.cos, tables.sin, None
     if has_axes:
         axes = rope._buffers[_AXES]
+        if not is_compiling and is_on_host(positions):
+            check_row_range(positions, tables.whole)
         columns = torch.arange(len(axes), device=axes.device)
         cos, sin = tables.whole[positions.t()[:, axes], columns].chunk(2, -1)
     else:

@@ -24,6 +24,7 @@ class Rope(Protocol):
     mrope_interleaved: bool
     mrope_dim: list[int]
     original_max_position_embeddings: int
+    use_long_rope: bool
     rotary_tables: "Tables | None"
     _buffers: dict[str, Tensor]
 
@@ -94,9 +95,11 @@ def adopt(rope: Rope, exact: Tensor | None = None) -> Tables:
 
 
 def _halves(rope: Rope, whole: Tensor, cache: Tensor, version: object) -> Tables:
-    # LongRoPE has the rows of its long list after those of the short one
-    is_long = getattr(rope, "use_long_rope", False)
-    cos, sin = whole[rope.original_max_position_embeddings if is_long else 0 :].chunk(2, -1)
+    rows = whole
+    if hasattr(rope, "use_long_rope"):  # the rows of its long list are after those of the short one
+        short = rope.original_max_position_embeddings
+        rows = whole[short:] if rope.use_long_rope else whole[:short]
+    cos, sin = rows.chunk(2, -1)
     return Tables(cos, sin, whole, cache, version, {})
 
 
