@@ -503,6 +503,15 @@ REFUSED = {
     "fractions": (lambda f: f(cache=KVCache(CACHE, None, SLOTS * 0.5)), TypeError, "whole numbers"),
     "cache": (lambda f: f(cache=KVCache(CACHE[:, :1], None, SLOTS)), ValueError, "cache of k must"),
     "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, SLOTS)), ValueError, "cache has no v"),
+    "no v for it": (lambda f: f(cache=KVCache(CACHE, CACHE, SLOTS)), ValueError, "v was not given"),
+    "heads": (
+        lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)), ValueError,
+        f"one head, (1, {SEQ}, {DIM}), got (2, ",
+    ),
+    "no heads": (
+        lambda f: f(k=KEY[0], v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)),
+        ValueError, "one head",
+    ),
     "no k": (lambda f: f(k=None, cache=KVCache(CACHE, None, SLOTS)), ValueError, "pass k"),
     "v": (lambda f: f(v=KEY[:1]), ValueError, "shape of k except for its last axis"),
     "latent": (lambda f: f(cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "latent part"),

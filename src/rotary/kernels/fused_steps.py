@@ -139,8 +139,6 @@ def cache_writes(
         return [Write("the rows", row, cache.rows, cache.scale)]
     result = [Write("k", keys, cache.k, cache.k_scale)]
     if v is not None:
-        if cache.v is None:
-            raise ValueError("v was given, but the cache has no v: pass KVCache(k, v, slots)")
         result.append(Write("v", per_token(library, v, fitted), cache.v, cache.v_scale))
     return result
 

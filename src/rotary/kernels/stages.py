@@ -241,10 +241,15 @@ def fit(
     q, k, v = shapes
     assert q is not None
     axis = seq_axis(q, options.seq_dim)
+    has_heads = len(q) > 2
+    head_axis = (len(q) - 2 if axis != len(q) - 2 else len(q) - 3) if has_heads else None
     geometries: tuple[Geometry, ...]
     if isinstance(stages.cache, LatentCache):
         _check_latent(k, v, stages.cache, table)
         assert k is not None
+        if len(k) != len(q) or (head_axis is not None and k[head_axis] != 1):
+            one = tuple(1 if axis == head_axis else size for axis, size in enumerate(q[:-1]))
+            raise ValueError(f"for a LatentCache k has one head, {(*one, k[-1])}, got {k}")
         of_k = options._replace(start=0, rotary_dim=None, head_dim=None, seq_dim=axis)
         geometries = (
             geometry_of((q,), table, rows, options._replace(seq_dim=axis)),
@@ -255,14 +260,17 @@ def fit(
         both = (q,) if k is None else (q, k)
         geometries = (geometry_of(both, table, rows, options),) * len(both)
     tokens = _tokens(q, axis)
-    has_heads = len(q) > 2
-    head_axis = (len(q) - 2 if axis != len(q) - 2 else len(q) - 3) if has_heads else None
     if v is not None and isinstance(stages.cache, LatentCache):
         _check_tokens("v", v[:-1], tokens)
     elif v is not None and (k is None or v[:-1] != k[:-1]):
         raise ValueError(f"v must have the shape of k except for its last axis, got {v} and {k}")
     if stages.cache is not None and k is None:
         raise ValueError("cache= was given without k, which is written to it: pass k")
+    if isinstance(stages.cache, KVCache) and (v is None) != (stages.cache.v is None):
+        raise ValueError(
+            "v was given, but the cache has no v: pass KVCache(k, v, slots)" if v is not None
+            else "the cache has v, but v was not given: pass v, or KVCache(k, None, slots)"
+        )  # fmt: skip
     return Fit(geometries, axis, head_axis, tokens)
 
 

@@ -256,8 +256,6 @@ def _in_cache(
         memory, scale = cache.rows[..., None, part], cache.scale
     else:
         memory, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
-        if memory is None:
-            raise ValueError("v was given, but the cache has no v: pass KVCache(k, v, slots)")
         block = check_cache(name, tuple(memory.shape), tuple(x.shape[-2:]))
     kind = dtype_name(memory.dtype)
     y = memory.unsqueeze(1) if block is None else memory
