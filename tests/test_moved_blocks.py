@@ -196,6 +196,58 @@ def test_all_layers_take_one_call():
     np.testing.assert_array_equal(layers, wanted)
 
 
+WRONG_LAYERS = {
+    "head_dim": ((4, 2, 3, 6), np.float32),
+    "tokens": ((4, 2, 4, 8), np.float32),
+    "axes": ((2, 3, 8), np.float32),
+    "dtype": ((4, 2, 3, 8), np.int64),
+}
+
+
+@pytest.mark.parametrize("given", [{"blocks": [1]}, {"blocks": [1, 2], "seq_dim": -2}, {}], ids=str)
+@pytest.mark.parametrize("name", WRONG_LAYERS)
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_layer_that_does_not_fit_is_refused_before_any_is_moved(library, name, given):
+    shape, dtype = WRONG_LAYERS[name]
+    first = library(np.ones((4, 2, 3, 8), np.float32))
+    layers = first, library(np.ones(shape, dtype))
+    with pytest.raises(ValueError, match=r"k\[1\] must be like k\[0\]"):
+        rerotate(layers, Rotary(head_dim=8), shift=3, out=layers, **given)
+    assert (first == 1).all()
+
+
+def test_a_layer_that_learns_is_refused_before_any_is_moved():
+    first, second = torch.ones(4, 2, 3, 8), torch.ones(4, 2, 3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="out= does not take part in autograd"):
+        rerotate((first, second), Rotary(head_dim=8), blocks=[1], shift=3, out=(first, second))
+    assert (first == 1).all()
+
+
+def test_layers_may_differ_in_heads_and_blocks():
+    for shapes in (((4, 2, 3, 8), (6, 5, 3, 8)), ((4, 2, 8), (6, 5, 8))):
+        layers = [np.ones(shape, np.float32) for shape in shapes]
+        moved = rerotate(layers, Rotary(head_dim=8), blocks=[1, 3], shift=3)
+        for x, y in zip(layers, moved, strict=True):
+            np.testing.assert_array_equal(
+                y, rerotate(x, Rotary(head_dim=8), blocks=[1, 3], shift=3)
+            )
+
+
+@pytest.mark.parametrize("wrong", [0, np.nan, np.inf])
+def test_scales_of_channels_that_no_key_can_have_are_refused(wrong):
+    scale = np.array([wrong, *[1] * 7], np.float32)
+    with pytest.raises(ValueError, match="scale must be finite and not 0"):
+        rerotate(np.ones((1, 1, 1, 8), np.int8), Rotary(8), blocks=[0], shift=4, scale=scale)
+
+
+def test_traced_blocks_below_0_are_skipped_in_jax():
+    jax = pytest.importorskip("jax")
+    x = jax.random.normal(jax.random.key(0), (6, 3, 2, 8))
+    move = jax.jit(lambda k, b, s: rerotate(k, Rotary(8), blocks=b, shift=s, seq_dim=-3))
+    moved = move(x, np.array([4, -1]), np.array([5, -3]))
+    assert np.flatnonzero((moved != x).any((1, 2, 3))).tolist() == [4]
+
+
 def test_one_shift_serves_all_blocks_and_all_tokens():
     cache = numbers((9, 6, 3, 32))
     one = rerotate(cache, SPEC, blocks=BLOCKS, shift=-7)

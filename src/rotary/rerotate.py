@@ -142,6 +142,8 @@ def rerotate(
         raise ValueError(
             f"the last axis of k must be head_dim={spec.head_dim} of the spec, got {shape[-1]}"
         )
+    for index, x in enumerate(xs[1:], start=1):
+        _check_layer(index, x, like, axis, is_paged=blocks is not None)
     if out is not None and len(xs) > 1 and kernel.check_out is not None:
         kernel.check_out(xs, outputs(out, len(xs)))
     shift = None if shift is None else _signed(kernel, shift, like)
@@ -171,7 +173,7 @@ def rerotate(
     if picked is not None and not any(map(is_per_row, (seq_len, new_seq_len))):
         picked, old, new = _in_order(kernel, picked, old, new, len(like))
     cos, sin = moved_cos_sin(spec, new_spec, old, new, like, seq_len, new_seq_len, allow_negative)
-    dtype = str(like.dtype).rpartition(".")[2]
+    dtype = _dtype_of(like)
     if dtype not in (*FLOATS, *CODES):
         raise TypeError(f"k must be one of {', '.join((*FLOATS, *CODES))}, got {like.dtype}")
     scales = None if scale is None else _channel_scales(kernel, scale, like, dtype)
@@ -192,6 +194,8 @@ def rerotate(
         sizes = [count, *[1] * (len(shape) - 2), spec.rotary_dim // 2]
         if len(cos.shape) == 3:
             sizes[axis] = shape[axis]
+            if any([x.shape[axis] != shape[axis] for x in xs]):
+                raise ValueError("positions of each token need arrays k of one block size")
         cos, sin, seq_dim = cos.reshape(sizes), sin.reshape(sizes), 0
     options = Options(spec.out_layout, None, spec.rotary_dim, spec.start, seq_dim, spec.head_dim)
     outs = [None] * len(xs) if out is None else outputs(out, len(xs))
@@ -216,6 +220,23 @@ def _moved_in_place(
         return False
     options = Options(spec.out_layout, None, spec.rotary_dim, spec.start, 0, spec.head_dim)
     return kernel.move_by(xs, blocks, shift, partial(turns, spec), spec.sign < 0, options)
+
+
+def _dtype_of(x: Array) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
+def _check_layer(index: int, x: Array, like: Array, axis: int, *, is_paged: bool) -> None:
+    """Refuse an array that does not fit the first one, before any of them is moved."""
+    shape, first = tuple(x.shape), tuple(like.shape)
+    free = [len(first) - 2 if axis == len(first) - 3 else len(first) - 3]  # heads may differ
+    free += ([0, 1] if len(first) == 3 else [0]) if is_paged else []  # (slots, heads, head_dim)
+    sizes = [[n for place, n in enumerate(each) if place not in free] for each in (shape, first)]
+    if len(shape) != len(first) or sizes[0] != sizes[1] or _dtype_of(x) != _dtype_of(like):
+        raise ValueError(
+            f"k[{index}] must be like k[0], {like.dtype} {first}, except for the number of heads "
+            f"or blocks; got {x.dtype} {shape}"
+        )
 
 
 def _check_specs(spec: Rotary, new_spec: Rotary) -> None:
@@ -360,4 +381,9 @@ def _channel_scales(kernel: Kernel[Array], scale: object, like: Array, dtype: st
         fits = False
     if not fits:
         raise ValueError(f"scale of shape {tuple(scales.shape)} does not broadcast to k {shape}")
-    return None if tuple(scales.shape)[-1:] in ((), (1,)) else scales
+    if tuple(scales.shape)[-1:] in ((), (1,)):
+        return None
+    values = kernel_of(scales).to_numpy(scales)
+    if values is not None and not (is_good := np.isfinite(values) & (values != 0)).all():
+        raise ValueError(f"scale must be finite and not 0, got {values[~is_good][0]}")
+    return scales

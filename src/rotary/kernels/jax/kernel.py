@@ -78,6 +78,8 @@ def move(
 
     A traced block number outside the cache is skipped.
     """
+    if blocks is not None:  # an index below 0 would count from the end
+        blocks = jnp.where(blocks < 0, x.shape[0], blocks)
     keys, scales = x if blocks is None else x[blocks], None
     name = reference.name_of(x.dtype)
     if name not in reference.CODES:

@@ -81,7 +81,13 @@ def move_by(
 
 
 def check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse outputs that must not be written, or that share memory."""
+    """Refuse arrays on several devices, and outputs that must not be written or share memory."""
+    for x in (*xs, *out):
+        check_device(x, xs[0])
+    check_strided((*xs, *out))
+    for x, y in zip(xs, out, strict=True):
+        check_like("input", x, y)
+    check_no_grad(xs, out)
     if not is_recording():
         check_writable(xs, out)
 
