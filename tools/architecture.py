@@ -14,9 +14,9 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other. "kernels" is its __init__.py.
 FLOORS = (
-    {"schedules", "layouts", "cache", "fanout", "strict_json", "words"},
+    {"schedules", "layouts", "cache", "fanout", "strict_json", "words", "kernels/private"},
     {"spec"},
-    {"kernels/geometry", "kernels/memory", "kernels/private"},
+    {"kernels/geometry", "kernels/memory"},
     {"kernels"},
     {"kernels/numpy", "kernels/stages", "kernels/phases", "kernels/place"},
     {"kernels/fused_steps"},
@@ -54,6 +54,7 @@ LIBRARIES = {
         "transformers",
         "vllm",
     },
+    "kernels": {"torch"},
     "kernels/geometry": {"torch"},
     "kernels/numpy_fused": {"ml_dtypes"},
     "kernels/cpu": {"llvmlite", "numba"},

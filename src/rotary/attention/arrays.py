@@ -1,6 +1,5 @@
 """Array helpers of the attention functions: library, positions, types and shared heads."""
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ def namespace(array: Array) -> Any:
         raise TypeError(
             "rotary.attention takes arrays of NumPy, torch and JAX, got MLX: pass numpy.array(x)"
         )
-    return sys.modules[kernel.namespace]
+    return kernel.namespace
 
 
 def positions_of(positions: object, x: Array) -> Array:

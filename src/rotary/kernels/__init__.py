@@ -4,10 +4,10 @@ To add a library, write a file with a `KERNEL` and add an entry to `KERNELS`. `n
 reference implementation and documents what each function computes.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, TypeGuard, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..schedules import Arithmetic
 from ..words import brief
 from .geometry import AngleOptions, Options
-from .private import recorded_as
+from .private import is_a, is_recorded_by_torch, recorded_as
 
 Array = TypeVar("Array", bound=Any)  # of NumPy, torch, JAX or MLX: the type that goes in comes out
 Operand = Any  # an array of any library, or what a caller passes in its place, such as a number
@@ -57,7 +57,7 @@ class Kernel(Generic[Array]):
     """The functions of an array library; those with default None are optional."""
 
     name: str
-    namespace: str  # the module with exp, where, stack, ...
+    namespace: ModuleType  # the module with exp, where, stack, ...
     rotate: Rotate[Array]  # (xs, cos, sin, positions, options, out)
     tables: Tables[Array]  # cos and sin: (positions, turns, scales, axes, backwards)
     tables_float64: Tables[Array]  # of fractional positions, from inv_freq
@@ -135,20 +135,12 @@ def known_kernel(kind: type) -> SomeKernel | None:
 
 
 def _find(array: object) -> SomeKernel:
-    kernels = [load() for name, load in KERNELS.items() if _is_a(array, name)]
+    kernels = [load() for name, load in KERNELS.items() if is_a(array, name)]
     if not (kernels and kernels[0].takes(array)):
         raise TypeError(f"cannot rotate a {_described(array)}")
-    # another thread may be in the middle of importing torch
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    if compiler is None or not compiler.is_compiling():  # a traced call has no side effect
+    if not is_recorded_by_torch():  # a traced call has no side effect
         kernels_by_type[type(array)] = kernels[0]
     return kernels[0]
-
-
-def _is_a(array: object, name: str) -> bool:
-    library, _, kind = name.rpartition(".")
-    module = sys.modules.get(library)  # no array can exist before its library is imported
-    return module is not None and isinstance(array, getattr(module, kind, ()))
 
 
 def _numpy() -> SomeKernel:
@@ -276,8 +268,7 @@ def is_distributed(tensor: object) -> bool:
     >>> is_distributed(3)
     False
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return is_a(tensor, "torch.distributed.tensor.DTensor")
 
 
 def check_positions(positions: object) -> None:
@@ -293,9 +284,8 @@ def check_positions(positions: object) -> None:
         )
     if isinstance(positions, (list, tuple, range)):
         return
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(positions, torch.Tensor):
-        if positions.is_nested:
+    if is_a(positions, "torch.Tensor"):
+        if positions.is_nested:  # type: ignore[attr-defined]
             raise TypeError(NESTED)
         return
     if hint_for(type(positions)):
@@ -345,8 +335,7 @@ def is_traced(value: object) -> bool:
     >>> is_traced(3)
     False
     """
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.core.Tracer)
+    return is_a(value, "jax.core.Tracer")
 
 
 def is_symbolic(value: object) -> bool:
@@ -357,8 +346,8 @@ def is_symbolic(value: object) -> bool:
     >>> is_symbolic(3)
     False
     """
-    torch = sys.modules.get("torch")
-    return torch is not None and (
-        isinstance(value, torch.SymInt)
-        or (isinstance(value, torch.Tensor) and torch.jit.is_tracing())
-    )
+    if is_a(value, "torch.Tensor"):
+        import torch
+
+        return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+    return is_a(value, "torch.SymInt")

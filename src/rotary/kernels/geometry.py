@@ -1,6 +1,5 @@
 """Computes how the shapes of the arrays of one rotation fit together."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import layouts
+from .private import is_recorded_by_torch
 
 
 class Options(NamedTuple):
@@ -188,9 +188,7 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
     would compile a call for each number of tokens.
     """
     is_known: Callable[[bool], bool] = bool
-    # another thread may be in the middle of importing torch
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    if compiler is not None and compiler.is_compiling():
+    if is_recorded_by_torch():
         from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
     shape = shapes[0]
     return (

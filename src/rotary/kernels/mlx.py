@@ -333,7 +333,7 @@ def _to_mlx(array: Array | Numbers) -> Array:
 
 KERNEL = Kernel[Array](
     name="mlx",
-    namespace="mlx.core",
+    namespace=mx,
     rotate=rotate,
     tables=tables,
     tables_float64=tables_float64,

@@ -329,7 +329,7 @@ def rounded(numbers: Array, dtype: np.dtype[np.generic]) -> Array:
 
 KERNEL = Kernel(
     name="reference",
-    namespace="numpy",
+    namespace=np,
     rotate=rotate,
     tables=tables,
     tables_float64=tables_float64,

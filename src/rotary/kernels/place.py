@@ -1,7 +1,5 @@
 """Makes positions in the library and on the device of an array that a caller passes."""
 
-import sys
-
 import numpy as np
 
 from . import Numbers, SomeKernel, host, is_symbolic, kernel_of
@@ -14,7 +12,7 @@ class Place:
         arrays = [each for each in candidates if is_array(each)]
         self.like: Numbers = arrays[0] if arrays else np.empty(0)  # type: ignore[assignment]
         self.kernel: SomeKernel = kernel_of(self.like) if arrays else host()
-        self.xp = sys.modules[self.kernel.namespace]
+        self.xp = self.kernel.namespace
 
     def arange(self, count: int) -> Numbers:
         """Return 0 .. count - 1."""
@@ -30,7 +28,7 @@ class Place:
 
     def whole(self, name: str, value: object) -> Numbers:
         """Convert whole numbers to this library and device; ValueError for other numbers."""
-        zero, is_torch = self.arange(1) * 0, self.kernel.namespace == "torch"
+        zero, is_torch = self.arange(1) * 0, self.xp.__name__ == "torch"
         is_int = type(value) is int or is_open_size(value)  # both may be symbols of torch
         if is_int and (is_torch or self.xp is np):
             return (zero + value)[0]
@@ -46,7 +44,7 @@ class Place:
             if numbers.size and self.is_too_large(int(np.abs(numbers).max())):
                 raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
             numbers = self.converted(numbers.astype(np.int64))
-        if self.kernel.namespace == "mlx.core":  # a sum of int64 and uint64 would be float32
+        if self.xp.__name__ == "mlx.core":  # a sum of int64 and uint64 would be float32
             return numbers.astype(zero.dtype)
         return (zero + numbers).reshape(numbers.shape)
 
@@ -59,7 +57,7 @@ class Place:
 
     def is_too_large(self, value: int) -> bool:
         """Whether a whole number is too large for the integers of JAX."""
-        if self.kernel.namespace != "jax.numpy":
+        if self.xp.__name__ != "jax.numpy":
             return False
         return value > int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
 

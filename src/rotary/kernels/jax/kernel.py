@@ -233,7 +233,7 @@ def check_rows(positions: Any, table: Array) -> Array:
 
 KERNEL = Kernel(
     name="jax",
-    namespace="jax.numpy",
+    namespace=jnp,
     rotate=rotate,
     tables=angles.tables,
     tables_float64=angles.tables_float64,

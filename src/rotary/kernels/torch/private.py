@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from ..private import constant as constant
 from ..private import private
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., object])
 
 # --- what is active around a call ---
 
@@ -130,17 +130,6 @@ FunctionalMode: type | None = private(
     torch, "_subclasses.functional_tensor.FunctionalTensorMode", None
 )
 FunctionalTensor: type = private(torch, "_subclasses.functional_tensor.FunctionalTensor", Tensor)
-
-
-def constant(function: Function) -> Function:
-    """Have torch.compile call a function while it records, and use the result as a constant.
-
-    `torch.compiler.assume_constant_result` does so too, and imports Dynamo, which takes a second.
-    """
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def stays_in_place(x: Tensor) -> None:

@@ -370,7 +370,7 @@ def _check(x: Tensor) -> None:
 
 KERNEL = Kernel(
     name="torch",
-    namespace="torch",
+    namespace=torch,
     rotate=rotate_uncached,
     quick=quick,
     rotate_at=rotate_at,
