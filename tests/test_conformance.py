@@ -393,6 +393,13 @@ def on_all_heads(t):
 
 
 ROWS_RIGHT = [with_positions(on_all_heads), with_tables(on_all_heads)]
+
+
+def for_rows(change):
+    """f(x, positions) that is right for one row of positions, and not for two."""
+    return lambda x, p: right(x, p) if p.ndim == 1 else change(x, p)
+
+
 ROWS_WRONG = {
     "rows_share_positions": [
         with_positions(lambda t: t[0] if t.ndim == 3 else t),
@@ -459,11 +466,30 @@ def test_rows_that_are_not_rotated_by_their_own_positions_are_named(code):
         check(form, QWEN3, skip=["rows"])
 
 
+ROWS_LOST = {
+    "nothing": lambda x, p: x * 0,
+    "NaN": lambda x, p: x * np.nan,
+    "rows swapped": lambda x, p: by_row()(x, p[::-1]),
+    "the mean of both": lambda x, p: right(x, p.mean(axis=0)),
+    "the last row for all": lambda x, p: right(x, p[-1]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_LOST)
+def test_an_answer_that_is_neither_right_nor_that_of_the_first_row_is_named(name):
+    assert codes(for_rows(ROWS_LOST[name]), QWEN3, max_position=64) == ("rows_differ",)
+
+
 def test_a_function_for_one_row_that_refuses_two_or_takes_them_for_axes_passes():
     def one_row(x, positions):
         if positions.ndim != 1:
             raise TypeError("positions of one axis")
         return right(x, positions)
+
+    def one_row_of_two_axes(x, positions):
+        if len(positions) != 1:
+            raise TypeError("positions (1, seq)")
+        return right(x, positions[0])
 
     def two_axes(x, positions):
         """Positions (seq,), or one row for each of two axes, as M-RoPE takes them."""
@@ -471,9 +497,14 @@ def test_a_function_for_one_row_that_refuses_two_or_takes_them_for_axes_passes()
             return right(x, positions)
         return turned(x, positions[np.arange(64) % 2].T * ladder(1e6, 128))
 
-    for fn in (one_row, two_axes, with_positions(lambda t: t), with_tables(lambda t: t)):
-        check(fn, QWEN3)
-        assert identify(fn, 128).findings == ()
+    def one_offset(x, positions):
+        return right(x, positions[0] + np.arange(x.shape[-2]))
+
+    check(one_offset, QWEN3, skip=["gaps"], max_position=64)
+    in_heads = with_positions(lambda t: t), with_tables(lambda t: t)
+    for fn in (one_row, one_row_of_two_axes, two_axes, *in_heads):
+        check(fn, QWEN3, max_position=64)
+    assert identify(two_axes, 128).findings == ()
 
 
 def test_what_is_skipped_is_not_named_either():

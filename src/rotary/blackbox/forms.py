@@ -76,7 +76,7 @@ def boxes_with_positions(
                 is_one_row = p.ndim == (1 if axes == 1 else 2)
                 return {"x": x, "positions": p.reshape(lead + p.shape) if is_one_row else p}
 
-            box = Box(fn, convert, head_dim, seq_dim, axes, dtype, arguments, by_row=bool(lead))
+            box = Box(fn, convert, head_dim, seq_dim, axes, dtype, arguments)
             yield f"{name}, positions {'(1, seq' if lead else '(seq'})", box
 
 
@@ -142,4 +142,4 @@ def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
 
 
 def _asked_by_row(box: Box) -> Box:
-    return dataclasses.replace(box, by_row=box.by_row or rotation_of_rows(box) is not None)
+    return dataclasses.replace(box, by_row=rotation_of_rows(box) is not None)
