@@ -424,6 +424,15 @@ def into_one_buffer():
     return fn
 
 
+def once_for_each_head_of_q(q, k, cos, sin):
+    """Rotates heads of k in place, those that several heads of q share several times."""
+    k = k.copy()
+    for head in range(q.shape[1]):
+        shared = slice(at := head * k.shape[1] // q.shape[1], at + 1)
+        k[:, shared] = ROWS_RIGHT[1](q, k[:, shared], cos, sin)[1]
+    return ROWS_RIGHT[1](q, k, cos, sin)[0], k
+
+
 def where(condition, change=lambda x, p: x.copy()):
     return lambda x, p: change(x, p) if condition(x, p) else right(x, p)
 
@@ -436,6 +445,7 @@ WRONG_IN = {  # a case: a function that is right in all others, made anew for ea
     "one token": lambda: where(lambda x, p: x.shape[2] == 1),
     "batch": lambda: where(lambda x, p: x.shape[0] == 3),
     "rows": lambda: by_row(lambda p: p[:1].repeat(len(p), axis=0)),
+    "key heads": lambda: once_for_each_head_of_q,
     "far": lambda: where(lambda x, p: p.max() > 2000),
     "again": remembering,
     "input": lambda: in_place,
@@ -535,6 +545,45 @@ def test_k_is_asked_as_well():
         return q * cos + half * sin, k
 
     assert codes(apply, QWEN3) != ()
+
+
+def half(x):
+    return np.concatenate([-x[..., 64:], x[..., :64]], -1)
+
+
+Q_AND_K_MIXED = {  # what q and k become, and the names of those that are wrong
+    "k beside a half of q": (
+        lambda q, k, c, s: (q * c + half(q) * s, k * c + half(q) * s), ["k depends on q"]),
+    "k is q": (lambda q, k, c, s: (q * c + half(q) * s,) * 2, ["k depends on q, and not on k"]),
+    "swapped": (
+        lambda q, k, c, s: (k * c + half(k) * s, q * c + half(q) * s),
+        ["q depends on k, and not on q", "k depends on q, and not on k"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Q_AND_K_MIXED)
+def test_a_result_for_k_that_is_made_of_q_is_named(name):
+    mixed, said = Q_AND_K_MIXED[name]
+
+    def apply(q, k, cos, sin):
+        return mixed(q, k, on_all_heads(cos), on_all_heads(sin))
+
+    with pytest.raises(WrongRotationError) as error:
+        check(apply, QWEN3)
+    texts = [text for code, text in error.value.findings if code == "mixes_q_k"]
+    assert len(texts) == len(said)
+    assert all(words in text for words, text in zip(said, texts, strict=True))
+    found = identify(apply, 128)
+    assert "mixes_q_k" in found.codes
+    assert not found.is_rotation
+
+
+def test_a_function_that_takes_as_many_heads_of_k_as_of_q_alone_passes():
+    def stacked(q, k, cos, sin):
+        q, k = np.stack([q, k]) * on_all_heads(cos) + half(np.stack([q, k])) * on_all_heads(sin)
+        return q, k
+
+    check(stacked, QWEN3)
 
 
 @pytest.mark.parametrize("order", ["tile", "repeat", "half"])

@@ -29,7 +29,7 @@ RIGHT = 1e-3  # rad
 FIT_NOISE = 4  # how many times the noise of an angle a schedule may be off at the last position
 COARSE = ("bfloat16", "float16")
 FATAL = {
-    *("not_repeatable", "not_linear", "mixes_heads", "mixes_tokens"),
+    *("not_repeatable", "not_linear", "mixes_heads", "mixes_tokens", "mixes_q_k"),
     *("heads_differ", "heads_as_positions"),
 }
 # rad: how far an angle may be off because cos and sin are held in this type

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,15 +94,19 @@ def boxes_with_tables(
     for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
 
-            def arguments(x: Array, p: Array, lead: tuple[int, ...] = lead) -> Mapping[str, Array]:
+            def arguments(
+                which: int, x: Array, p: Array, lead: tuple[int, ...] = lead
+            ) -> Mapping[str, Array]:
                 angles = p[..., None] * inv_freq
                 tables = [TABLES[order](table) for table in (np.cos(angles), np.sin(angles))]
                 rows = p.shape[:-1] + lead[p.ndim - 1 :]
                 cos, sin = (t.reshape(rows + t.shape[-2:]) for t in tables)
-                return {"q": x, "k": x, "cos": cos, "sin": sin}
+                q, k = (x, x[..., ::-1]) if which == 0 else (x[..., ::-1], x)  # never alike
+                return {"q": q, "k": k, "cos": cos, "sin": sin}
 
             q, k = (
-                Box(fn, convert, head_dim, seq_dim, 1, dtype, arguments, which) for which in (0, 1)
+                Box(fn, convert, head_dim, seq_dim, 1, dtype, partial(arguments, which), which)
+                for which in (0, 1)
             )
             yield f"{name}, tables of {len(lead) + 2} axes", (q, k)
 

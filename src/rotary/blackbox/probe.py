@@ -55,7 +55,7 @@ class Box:
     """A callable and the form of its arguments.
 
     `arguments` makes of x and positions the NumPy arrays that the callable takes, by name and in
-    order. The callable returns the rotated x, or a tuple that has it at index `which`.
+    order. The callable returns the rotated x, or q and k, of which x is the one at index `which`.
     With `by_index` it ignores positions and counts tokens from 0, so a run of positions is put at
     the end of a longer row.
     Positions are multiples of `step`; with `by_row` each row may have its own: (batch, seq).
@@ -82,7 +82,7 @@ class Box:
         arrays = self.arguments(x if self.seq_dim == -2 else x.swapaxes(1, 2), positions)
         given = {name: self.convert(array) for name, array in arrays.items()}
         before = {name: to_numpy(array) for name, array in given.items()}
-        asked = next(iter(before.values())).shape
+        asked = list(before.values())[self.which or 0].shape
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a box may warn of far positions
             try:
@@ -184,6 +184,36 @@ def rotation_of_rows(box: Box) -> str | None:
     return "rows_differ" if np.abs(gaps - one).max() > allowed else None
 
 
+def beside(box: Box, change: Callable[[Array], Array]) -> Box:
+    """Return a box of q or k where the other of both is changed."""
+    other = "k" if box.which == 0 else "q"
+
+    def arguments(x: Array, positions: Array) -> Mapping[str, Array]:
+        given = box.arguments(x, positions)
+        return {**given, other: change(given[other])}
+
+    return dataclasses.replace(box, arguments=arguments)
+
+
+def grouped(box: Box) -> Box:
+    """Return a box of q or k where q has twice as many heads as k, as grouped queries have."""
+    axis = 1 if box.seq_dim == -2 else 2
+    if box.which == 0:
+        return beside(box, lambda k: np.split(k, 2, axis)[0])
+    return beside(box, lambda q: np.repeat(q, 2, axis))
+
+
+def takes(box: Box, x: Array, positions: Array) -> bool:
+    """Whether a call gives numbers of the right shape, also if they are not finite."""
+    try:
+        box(x, positions)
+    except NotFiniteError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
 def overwriting(box: Box, x: Array, other: Array, positions: Array) -> list[Finding]:
     """Return findings about arguments, and results of an earlier call, that a call overwrites."""
     first, findings = box.call(x, positions), []
@@ -214,6 +244,12 @@ def check(box: Box) -> list[Finding]:
 
     if differ(box(x, positions), y):
         return [*findings, Finding("not_repeatable", "the same call gives another result")]
+    if box.which is not None and differ(beside(box, np.negative)(x, positions), y):
+        own, other_one = "qk" if box.which == 0 else "kq"
+        text = f"the result for {own} depends on {other_one}"
+        if not differ(beside(box, np.negative)(-x, positions), y):
+            text += f", and not on {own}: one is taken for the other"
+        return [*findings, Finding("mixes_q_k", text)]
     mixed = box(2 * x - 3 * other, positions)
     if differ(mixed, 2 * y - 3 * box(other, positions)):
         return [*findings, Finding("not_linear", "not linear in x: it normalizes, adds or clips")]
@@ -249,6 +285,12 @@ def check(box: Box) -> list[Finding]:
                 add_if(differ(alone[-1:], y[:, : lone.shape[1], : lone.shape[2]]),
                        "depends_on_shape", f"a {what} alone is rotated differently than among "
                        f"others, in a batch of {rows}")  # fmt: skip
+    if box.which is not None and not findings:
+        with suppress(ValueError):  # it may take as many heads of k as of q only
+            four = sample(box, 1, 4, 5)
+            text = "the result is another one where k has half as many heads as q"
+            wrong = differ(grouped(box)(four, positions), box(four, positions))
+            add_if(wrong, "depends_on_shape", text)
     try:
         both = box(np.concatenate([other, x]), positions)
         add_if(differ(both[1:], y), "mixes_batch", "a row depends on the rest of its batch")

@@ -15,7 +15,7 @@ from ..blackbox.forms import (
     boxes_with_tables,
     first_that_works,
 )
-from ..blackbox.probe import ROWS, UNITS, Box, Finding, overwriting, sample
+from ..blackbox.probe import ROWS, UNITS, Box, Finding, grouped, overwriting, sample, takes
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
 from ..spec import Rotary, check_whole
@@ -32,6 +32,7 @@ CASES = {
     "one token": ("depends_on_shape",),
     "batch": ("mixes_batch", "refuses_batch"),
     "rows": (*ROWS, "depends_on_batch"),
+    "key heads": ("depends_on_shape",),
     "far": (),
     "again": ("remembers_length",),
     "input": ("overwrites_input",),
@@ -110,9 +111,10 @@ def check(
 
     Compares with the plain formula in float64: 2 heads at positions 0 to 15, positions with gaps, a
     row of 1024 tokens, one head, one token, a batch, a batch whose rows have different positions if
-    the function takes them without an error, far positions, the first call again, and whether an
-    argument or the result of an earlier call was overwritten. If anything differs, it looks for the
-    mistake among `mistakes`, then by `identify`.
+    the function takes them without an error, half as many heads of k as of q if f(q, k, cos, sin)
+    takes them, far positions, the first call again, and whether an argument or the result of an
+    earlier call was overwritten. The numbers of q and of k differ. If anything differs, it looks
+    for the mistake among `mistakes`, then by `identify`.
     Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
@@ -211,6 +213,9 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
     ]  # fmt: skip
     if box.by_row:
         inputs.append(("rows", sample(box, 2, 2, 5), np.stack([five, at(*range(20, 25))])))
+    four = sample(box, 1, 4, 5)
+    if box.which is not None and takes(grouped(box), four, five):
+        inputs.append(("key heads", four, five))
     middles = [1 << n for n in range(5, rules.max_position.bit_length())]
     for axis, middle in itertools.product(range(spec.num_axes), [*middles, rules.max_position]):
         run = box.positions([middle - 2, middle - 1, middle], axis)
@@ -220,7 +225,7 @@ def _calls(box: Box, spec: Rotary, rules: Rules) -> Iterator[Call]:
         if case in rules.skip:
             continue
         try:
-            y = box(x, positions)
+            y = (grouped(box) if case == "key heads" else box)(x, positions)
             written = overwriting(box, x, -x, positions) if case == "near" else ()
         except ValueError as error:
             yield Call(case, x, positions, None, str(error))
