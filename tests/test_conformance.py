@@ -425,11 +425,9 @@ def into_one_buffer():
 
 
 def once_for_each_head_of_q(q, k, cos, sin):
-    """Rotates heads of k in place, those that several heads of q share several times."""
-    k = k.copy()
-    for head in range(q.shape[1]):
-        shared = slice(at := head * k.shape[1] // q.shape[1], at + 1)
-        k[:, shared] = ROWS_RIGHT[1](q, k[:, shared], cos, sin)[1]
+    """In place: a head of k that several heads of q share is rotated several times."""
+    for _ in range(q.shape[1] // k.shape[1]):
+        k = ROWS_RIGHT[1](q, k, cos, sin)[1]
     return ROWS_RIGHT[1](q, k, cos, sin)[0], k
 
 
@@ -643,9 +641,30 @@ def test_x_of_every_dtype(dtype):
 def test_how_far_and_how_exact_is_for_the_caller_to_say():
     in_float32 = lambda x, p: turned(x, (np.float32(p)[:, None] * np.float32(ladder(1e6, 128))))  # noqa: E731
     check(in_float32, QWEN3)
-    assert codes(in_float32, QWEN3, tolerance=1e-6) == ("differs",)
+    assert codes(in_float32, QWEN3, tolerance=1e-6) == ("float32_angles",)
+    assert codes(in_float32, QWEN3, tolerance=1e-9) == ("differs",)  # cos and sin are rounded too
     assert codes(in_float32, QWEN3, max_position=2**20) == ("float32_angles",)
     check(in_float32, QWEN3, max_position=2**20, tolerance=0.2)
+
+
+def test_only_what_concerns_a_wrong_case_is_named():
+    """As in transformers: float32 angles, and the length of the batch, which no row here shows."""
+
+    def fn(x, positions):
+        growth = 2 * max(positions.max() + 1, 2**17) / 2**17 - 1
+        angle = np.float32(positions)[..., None] * np.float32(ladder(1e4 * growth ** (64 / 62), 64))
+        return turned(x, angle[:, None])
+
+    spec = dynamic(2.0, 2**17)
+    assert "depends_on_batch" in identify(fn, 64).codes
+    with pytest.raises(WrongRotationError, match="allowed by tolerance=0") as error:
+        check(fn, spec)
+    assert error.value.codes == ("float32_angles",)
+    check(fn, spec, skip=["far"])
+    text = error.value.findings[0].text
+    check(fn, spec, tolerance=float(text.split("tolerance=")[1].split(",")[0]))
+    shared = lambda x, p: fn(x, p[:1].repeat(len(p), axis=0))  # noqa: E731
+    assert codes(shared, spec) == ("rows_share_positions", "float32_angles")
 
 
 def test_a_row_length_that_is_fixed():

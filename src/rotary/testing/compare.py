@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,20 +19,23 @@ from ..blackbox.forms import (
 from ..blackbox.probe import ROWS, UNITS, Box, Finding, grouped, overwriting, sample, takes
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
+from ..layouts import pair_indices
 from ..spec import Rotary, check_whole
 from .formula import rotated, tables
+from .golden import PER_POSITION
 from .mistakes import mistakes
 
+UNCLEAR = 0.5  # float32 angles that are off by more explain every result
 FAR = 4095  # the last row of a table of 4096; float32 angles are right to 1e-3 rad there
-# the cases of a check, and the codes of identify that concern only this case
+# the cases of a check, and the codes of identify that concern only these cases
 CASES = {
     "near": (),
     "gaps": ("positions_consecutive",),
     "row": (),
-    "one head": ("depends_on_shape",),
-    "one token": ("depends_on_shape",),
+    "one head": ("depends_on_shape", "mixes_batch"),
+    "one token": ("depends_on_shape", "mixes_batch"),
     "batch": ("mixes_batch", "refuses_batch"),
-    "rows": (*ROWS, "depends_on_batch"),
+    "rows": (*ROWS, "depends_on_batch", "mixes_batch"),
     "key heads": ("depends_on_shape",),
     "far": (),
     "again": ("remembers_length",),
@@ -140,14 +144,13 @@ def check(
     wrong = [[call for call in calls if _differs(call, spec, rules)] for calls in trials]
     if not all(wrong):
         return
-    identify_fn = partial(identify, fn, spec.head_dim, form=kind, seq_dim=seq_dim, library=library,
-                          dtype=dtype, max_position=rules.max_position)  # fmt: skip
-    findings = (
-        _known(spec, trials, rules)
-        or _measured(identify_fn, spec, kind, rules)
-        or (Finding("differs", "for a reason not known"),)
-    )
-    where = _where(min(wrong, key=len), spec, rules, len(trials[0]))
+    fewest = min(wrong, key=len)
+    findings = _known(spec, trials, rules) or _causes(
+        fewest, spec, kind, rules,
+        partial(identify, fn, spec.head_dim, form=kind, seq_dim=seq_dim, library=library,
+                dtype=dtype, max_position=rules.max_position),
+    )  # fmt: skip
+    where = _where(fewest, spec, rules, len(trials[0]))
     lines = [f"does not rotate as {brief(spec)}", *(f"{code}: {text}" for code, text in findings)]
     raise WrongRotationError("\n  ".join([*lines, where]), findings)
 
@@ -245,10 +248,42 @@ def _expected(call: Call, spec: Rotary, seq_len: int | None) -> Array:
 
 
 def _differs(call: Call, spec: Rotary, rules: Rules) -> bool:
-    if call.y is None:
-        return True
+    return call.y is None or bool(_errors(call, spec, rules).max() > rules.allowed)
+
+
+def _errors(call: Call, spec: Rotary, rules: Rules) -> Array:
+    """Return how far each number of a result is off, as a part of the largest right one."""
     expected = _expected(call, spec, rules.seq_len)
-    return bool(np.abs(call.y - expected).max() > rules.allowed * np.abs(expected).max())
+    return np.abs(call.y - expected) / np.abs(expected).max()
+
+
+def _is_rounded(call: Call, spec: Rotary, rules: Rules) -> bool:
+    """Whether float32 angles explain a result: each pair is off by a small share of its angle."""
+    if call.y is None:
+        return False
+    numbers = call.positions[..., list(spec.axes)] if spec.axes else call.positions[..., None]
+    angles = np.abs(numbers * inv_freq(spec, rules.seq_len)[0])
+    pairs = pair_indices(spec.rotary_dim, spec.out_layout, spec.start)
+    allowed = np.zeros((*angles.shape[:-1], spec.head_dim))
+    allowed[..., pairs] = np.minimum(2 * PER_POSITION * angles, UNCLEAR)[..., None]
+    if allowed.ndim == 3:  # rows; the same for all heads
+        allowed = allowed[:, None]
+    return bool((_errors(call, spec, rules) <= rules.allowed + allowed).all())
+
+
+def _rounded(calls: Sequence[Call], spec: Rotary, rules: Rules) -> Finding:
+    """Return the finding about calls that float32 angles explain, and what would allow them."""
+    errors = [float(_errors(call, spec, rules).max()) for call in calls]
+    worst = calls[int(np.argmax(errors))]
+    digit = 10.0 ** math.floor(math.log10(max(errors)))
+    enough = digit * math.ceil(max(errors) / digit)
+    cases = ", ".join(dict.fromkeys(repr(call.case) for call in calls))
+    text = (
+        f"angles are computed in float32: off by {max(errors):.1e} of the largest number in a row "
+    )
+    text += f"up to position {worst.positions.max():,}; allowed by tolerance={enough:g}, or leave "
+    text += f"it out by skip=[{cases}]"
+    return Finding("float32_angles", text)
 
 
 def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tuple[Finding, ...]:
@@ -261,10 +296,27 @@ def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tupl
     return ()
 
 
+def _causes(
+    wrong: Sequence[Call], spec: Rotary, kind: str, rules: Rules,
+    identify_fn: Callable[..., Identification],
+) -> tuple[Finding, ...]:  # fmt: skip
+    """Return why calls differ: float32 angles for the cases that they explain, else `identify`."""
+    others = {call.case for call in wrong if not _is_rounded(call, spec, rules)}
+    rounded = [call for call in wrong if call.case not in others]
+    findings = _measured(identify_fn, spec, kind, rules, others) if others else ()
+    if rounded and all(code != "float32_angles" for code, _ in findings):
+        findings = (*findings, _rounded(rounded, spec, rules))
+    return findings or (Finding("differs", "for a reason not known"),)
+
+
 def _measured(
-    identify_fn: Callable[..., Identification], spec: Rotary, kind: str, rules: Rules
-) -> tuple[Finding, ...]:
-    """Return what `identify` finds in fn and not in the formula, and how the specs differ."""
+    identify_fn: Callable[..., Identification], spec: Rotary, kind: str, rules: Rules,
+    cases: Collection[str],
+) -> tuple[Finding, ...]:  # fmt: skip
+    """Return what `identify` finds in fn and not in the formula, and how the specs differ.
+
+    cases  that are wrong: what concerns other cases alone is not their cause
+    """
     if kind == "tables":  # identify calls it with the frequencies of base 10,000
         plain = dataclasses.replace(spec, schedule="default", params={}, base=1e4)
         right = Identification(plain, amplitude=1.0)
@@ -280,7 +332,8 @@ def _measured(
         result = identify_fn(**options)
     except ValueError as error:
         return (Finding("refuses", str(error)),)
-    usual = {*right.codes, *(code for case in rules.skip for code in CASES[case])}
+    of_cases = {code for codes in CASES.values() for code in codes}
+    usual = {*right.codes, *(of_cases - {code for case in cases for code in CASES[case]})}
     usual |= {"clockwise"} if spec.sign < 0 else set()
     findings = [finding for finding in result.findings if finding.code not in usual]
     return (*findings, *_other(result, right, rules.allowed))
