@@ -699,7 +699,15 @@ BAD = {
     "no function": ((3, QWEN3), {}, ValueError, "fn must be a callable"),
     "a skipped case": ((right, QWEN3), {"skip": ["gap"]}, ValueError, "near, gaps"),
     "skip as text": ((right, QWEN3), {"skip": "gaps"}, ValueError, "must be a list"),
-    "tolerance": ((right, QWEN3), {"tolerance": 0}, ValueError, "tolerance must be above 0"),
+    "a case in a list": ((right, QWEN3), {"skip": [["gaps"]]}, ValueError, "near, gaps"),
+    "tolerance": ((right, QWEN3), {"tolerance": 0}, ValueError, "above 0 and below 1, got 0"),
+    "tolerance as text": (
+        (right, QWEN3),
+        {"tolerance": "a"},
+        ValueError,
+        "tolerance must be a number .* got 'a'",
+    ),
+    "a length": ((right, QWEN3), {"seq_len": "8"}, ValueError, "seq_len must be a whole number"),
     "max_position": ((right, QWEN3), {"max_position": 8}, ValueError, "whole number >= 31, got 8"),
     "dtype": ((right, QWEN3), {"dtype": "int8"}, ValueError, "dtype must be one of"),
     "what cannot be called": (

@@ -110,9 +110,13 @@ def test_a_file_that_cannot_be_written_is_one_line(main, tmp_path):
     assert main("vectors", LLAMA, "-o", str(tmp_path)).code == 1
 
 
-def test_no_spec_is_refused():
+def test_what_is_no_spec_is_refused():
     with pytest.raises(ValueError, match="at least one spec"):
         vectors({})
+    for wrong in (5, [Rotary(head_dim=4)], {"full_attention": {"head_dim": 4}}):
+        with pytest.raises(TypeError, match=r"specs must be a Rotary, or .*; got ") as error:
+            vectors(wrong)
+        assert "\n" not in str(error.value)
 
 
 # --- the numbers ---

@@ -5,10 +5,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
 
+from .. import words
 from ..angles import inv_freq
 from ..blackbox.forms import (
     TABLES,
@@ -135,7 +137,7 @@ def check(
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     fns, kind = callables(fn, form, seq_dim, library, dtype)
-    rules = _rules(spec, seq_len, max_position, tolerance + 4 * UNITS[dtype], skip)
+    rules = _rules(spec, seq_len, max_position, tolerance, dtype, skip)
     spec = _of_tables(spec) if kind == "tables" else spec
     trials = [
         [call for box in boxes for call in _calls(box, spec, rules)]
@@ -156,17 +158,22 @@ def check(
 
 
 def _rules(
-    spec: Rotary, seq_len: int | None, max_position: int | None, allowed: float, skip: Sequence[str]
-) -> Rules:
-    if not isinstance(skip, tuple | list) or not set(skip) <= set(CASES):
-        raise ValueError(f"skip must be a list of cases, of {', '.join(CASES)}; got {skip!r}")
-    if not 0 < allowed < 1:
-        raise ValueError(f"tolerance must be above 0 and below 1, got {allowed:g}")
+    spec: Rotary, seq_len: int | None, max_position: int | None, tolerance: float, dtype: str,
+    skip: Sequence[str],
+) -> Rules:  # fmt: skip
+    if not isinstance(skip, tuple | list) or not all(each in [*CASES] for each in skip):
+        got = words.brief(skip)
+        raise ValueError(f"skip must be a list of cases, of {', '.join(CASES)}; got {got}")
+    if not (isinstance(tolerance, Real) and 0 < tolerance < 1):
+        got = words.brief(tolerance)
+        raise ValueError(f"tolerance must be a number above 0 and below 1, got {got}")
+    if seq_len is not None:
+        check_whole("seq_len", seq_len)
     if max_position is None:
         trained = spec.params.get("original_max_position_embeddings", 0)
         max_position = max(FAR, 2 * trained if spec.depends_on_length else 0)
     check_whole("max_position", max_position, 31)
-    return Rules(max_position, seq_len, allowed, skip)
+    return Rules(max_position, seq_len, tolerance + 4 * UNITS[dtype], skip)
 
 
 def _of_tables(spec: Rotary) -> Rotary:

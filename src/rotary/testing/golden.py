@@ -14,6 +14,7 @@ from ..kernels import Numbers as Array
 from ..layouts import pair_indices
 from ..spec import Rotary
 from ..strict_json import JSON
+from ..words import brief
 from .formula import rotated, tables
 
 FORMAT, VERSION = "rotary-vectors", 1
@@ -37,6 +38,11 @@ def vectors(specs: Rotary | Mapping[str | None, Rotary | None]) -> dict[str, JSO
     '3f800000 3f800000 3f0a5140 3f7ffcb9'
     """
     by_type = {None: specs} if isinstance(specs, Rotary) else specs
+    if not isinstance(by_type, Mapping) or not all(
+        spec is None or isinstance(spec, Rotary) for spec in by_type.values()
+    ):
+        rule = "specs must be a Rotary, or {layer type: Rotary or None}, as from_hf_config returns"
+        raise TypeError(f"{rule}; got {brief(specs)}")
     if not by_type:
         raise ValueError("vectors needs at least one spec")
     cases: list[dict[str, JSON]] = []
