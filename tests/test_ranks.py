@@ -323,10 +323,19 @@ def test_axes_pass_against_the_positions_of_the_whole_sequence():
         (lambda cos, sin, at: cos_sin(SPEC, at + 3), "those of other positions or frequencies"),
         (lambda cos, sin, at: (cos_sin(SPEC, torch.arange(8))[0], sin),
          "those of other positions or frequencies"),
-        (lambda cos, sin, at: (torch.full_like(cos, float("nan")), sin), "off by inf"),
-        (lambda cos, sin, at: (cos, torch.full_like(sin, float("nan"))), "off by inf"),
+        (lambda cos, sin, at: (torch.full_like(cos, float("nan")), sin),
+         "are NaN, first at position 100"),
+        (lambda cos, sin, at: (cos, sin + torch.tensor([0.0] * 6 + [float("nan")] * 2)[:, None]),
+         "are NaN, first at position 106"),
+        (lambda cos, sin, at: (cos, sin + float("inf")), "are infinite, first at position 100"),
+        (lambda cos, sin, at: (2 * cos, 2 * sin),
+         "first at position 100: multiplied by 2, not by the attention factor 1"),
+        (lambda cos, sin, at: (torch.cat((cos, sin), -1), sin),
+         "tables: rank 0: cos must be (8, 32), got shape (8, 64)"),
         (lambda cos, sin, at: (torch.cat((cos, cos), -1), sin),
-         "cos must be (8, 32), got shape (8, 64)"),
+         "got shape (8, 64): the full width; pass cos[..., :32]"),
+        (lambda cos, sin, at: (cos, sin.repeat_interleave(2, dim=-1)),
+         "sin must be (8, 32), got shape (8, 64): the full width; pass sin[..., ::2]"),
     ],
 )  # fmt: skip
 def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
@@ -338,6 +347,23 @@ def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
         at = torch.arange(8)
         cos, sin = cos_sin(SPEC, at)
     assert said in str(compare(SPEC, at, *break_it(cos, sin, at), expected=at))
+
+
+@pytest.mark.usefixtures("alone")
+def test_tables_without_the_attention_factor_are_told_from_those_of_other_positions():
+    spec = Rotary(head_dim=64, schedule="yarn", params={
+        "factor": 4.0, "original_max_position_embeddings": 16})  # fmt: skip
+    at, size = torch.arange(8), 0.1 * np.log(4) + 1
+
+    def said(positions, change=lambda table: table):
+        tables = (change(table / size) for table in cos_sin(spec, positions))
+        return str(compare(spec, at, *tables, seq_len=8))
+
+    assert said(at).endswith("off by 1.2e-01, first at position 0: "
+                             "the attention factor 1.13863 is missing")  # fmt: skip
+    rounded = said(at, lambda table: table.bfloat16())
+    assert rounded.endswith("is missing; angles or tables of low precision")
+    assert said(at + 3).endswith("missing; they are those of other positions or frequencies")
 
 
 @pytest.mark.usefixtures("alone")

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from .angles import cos_sin, inv_freq, turns
 from .kernels import Numbers as Array
 from .spec import Rotary, check_spec, check_whole
+from .words import brief
 
 TOLERANCE = 1e-6  # exact tables are off by 1.5e-7, float32 angles by 8e-3 near position 131 072
 _ROUNDED = 0.05  # tables of another position are off by more than this in some pair
+_FAULTY = (ValueError, TypeError, MemoryError, RuntimeError)  # the last of tensors without numbers
 _PACKAGES = ("rotary", "torch", "numpy")
 _SAMPLES = (0, 1, 1023, 131_071, 16_777_215, 2**39)
 
@@ -105,15 +107,7 @@ def compare(
     positions: 0 is held by nobody; 8 is outside of the sequence, on rank 0
     >>> dist.destroy_process_group()
     """
-    check_spec(spec)
-    if seq_len is not None:
-        check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
-    if not (isinstance(tolerance, Real) and tolerance > 0):
-        raise ValueError(f"tolerance must be a number > 0, got {tolerance!r}")
-    if positions is not None and seq_len is None and expected is None:
-        raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
-    if (cos is None) != (sin is None) or (cos is not None and positions is None):
-        raise ValueError("to check tables pass positions, cos and sin: all three are needed")
+    _check_arguments(spec, positions, cos, sin, seq_len, expected, tolerance)
     rank = dist.get_rank()
     facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
@@ -122,21 +116,23 @@ def compare(
     faults = []
     held = whole = None
     lengths = [] if seq_len is None else [seq_len]  # of the rows, or of all
+    what = "positions"
     try:
         if positions is not None:
             held = _rows_of(positions, spec.num_axes)
             whole = _whole(expected, seq_len, held)
             lengths = lengths or (whole.max(axis=(1, 2), initial=-1) + 1).tolist()
+        facts["positions", "batch"] = None if held is None else len(held)
+        if whole is not None:
+            facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
+        what = "tables"
         if cos is not None and (
             fault := _table_fault(spec, positions, cos, sin, tolerance, lengths)
         ):
             faults.append(("tables", f"those of rank {rank} are {fault}"))
-        facts["positions", "batch"] = None if held is None else len(held)
-        if whole is not None:
-            facts["positions", "(seq_len, sha256)"] = whole.shape[1], _digest(whole)
-    except (ValueError, TypeError, RuntimeError) as wrong:  # the last of tensors without numbers
+    except _FAULTY as wrong:
         text = str(wrong).partition("\n")[0]
-        faults.append(("positions", f"rank {rank}: {text}"))
+        faults.append((what, f"rank {rank}: {text}"))
     digest, error = _turns_and_error(spec, max(lengths, default=1))
     if lengths or positions is None:  # else the length is not known here
         facts["spec", "turns"] = digest
@@ -169,6 +165,21 @@ def gathered(value: Any, group: Any = None) -> dict[int, Any]:
 
 
 # --- the facts of one rank ---
+
+
+def _check_arguments(
+    spec: Rotary, positions: object, cos: object, sin: object, seq_len: int | None,
+    expected: object, tolerance: float,
+) -> None:  # fmt: skip
+    check_spec(spec)
+    if seq_len is not None:
+        check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
+    if not (isinstance(tolerance, Real) and tolerance > 0):
+        raise ValueError(f"tolerance must be a number > 0, got {brief(tolerance)}")
+    if positions is not None and seq_len is None and expected is None:
+        raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
+    if (cos is None) != (sin is None) or (cos is not None and positions is None):
+        raise ValueError("to check tables pass positions, cos and sin: all three are needed")
 
 
 def _turns_and_error(spec: Rotary, length: int) -> tuple[str, float]:
@@ -229,29 +240,56 @@ def _table_fault(
     exact = cos_sin(spec, at, seq_len=seq_len, allow_negative=True)
     shape, tables = exact[0].shape, (_numpy(cos), _numpy(sin))
     for name, table in zip(("cos", "sin"), tables, strict=True):
-        if table.size != math.prod(shape) or table.shape[-1] != shape[-1]:
-            raise ValueError(f"{name} must be {shape}, got shape {table.shape}")
+        if table.size != math.prod(shape) or table.shape[-1:] != shape[-1:]:
+            hint = _width_hint(name, table, shape[-1])
+            raise ValueError(f"{name} must be {shape}, got shape {table.shape}{hint}")
+    tables = tables[0].reshape(shape), tables[1].reshape(shape)
     gaps = _gaps(tables, exact)
     if not (gaps > tolerance).any():
         return ""
-    first = at.reshape(len(gaps), -1)[np.argmax(gaps > tolerance)].tolist()
-    where = first[0] if len(first) == 1 else tuple(first)
-    text = f"off by {gaps.max():.1e}, first at position {where}"
+    is_lost = ~np.isfinite(gaps)
+    first = at.reshape(len(gaps), -1)[np.argmax(is_lost if is_lost.any() else gaps > tolerance)]
+    where = f"first at position {tuple(first.tolist()) if len(first) > 1 else first[0]}"
+    if is_lost.any():
+        return f"{'NaN' if np.isnan(tables).any() else 'infinite'}, {where}"
+    text = f"off by {gaps.max():.1e}, {where}: "
+    size, right = np.hypot(*tables), np.hypot(*exact)
+    ratio = float(np.median(size / right))
+    if ratio > 0 and abs(ratio - 1) > max(tolerance, 4 * np.ptp(size / right)):
+        factor = float(np.median(right))
+        if abs(ratio * factor - 1) < abs(ratio - 1) / 10:
+            text += f"the attention factor {factor:.6g} is missing"
+        else:
+            text += f"multiplied by {ratio * factor:.6g}, not by the attention factor {factor:.6g}"
+        tables = tables[0] / ratio, tables[1] / ratio
+        gaps = _gaps(tables, exact)
+        if gaps.max() <= tolerance:
+            return text
+        text += "; "
     if gaps.max() < _ROUNDED:
-        return f"{text}: angles or tables of low precision"
+        return f"{text}angles or tables of low precision"
     if spec.num_axes == 1:
         count = at.shape[-1]
         local = cos_sin(spec, np.broadcast_to(np.arange(count), at.shape), seq_len=seq_len)
         if _gaps(tables, local).max() <= tolerance:
-            return f"{text}: they are those of 0..{count - 1}, arange(local length)"
-    return f"{text}: they are those of other positions or frequencies"
+            return f"{text}they are those of 0..{count - 1}, arange(local length)"
+    return f"{text}they are those of other positions or frequencies"
+
+
+def _width_hint(name: str, table: Array, pairs: int) -> str:
+    """Return how to cut a table that has a column for each channel, if this is one."""
+    if table.shape[-1:] == (2 * pairs,):
+        if np.array_equal(table[..., :pairs], table[..., pairs:]):  # cat(c, c)
+            return f": the full width; pass {name}[..., :{pairs}]"
+        if np.array_equal(table[..., ::2], table[..., 1::2]):  # repeat_interleave(c, 2)
+            return f": the full width; pass {name}[..., ::2]"
+    return ""
 
 
 def _gaps(tables: tuple[Array, Array], exact: tuple[Array, Array]) -> Array:
     """Return the error of every token, relative to the attention factor; of NaN it is infinite."""
     cos, sin = (
-        np.abs(table.reshape(right.shape) - right).max(axis=-1)
-        for table, right in zip(tables, exact, strict=True)
+        np.abs(table - right).max(axis=-1) for table, right in zip(tables, exact, strict=True)
     )
     gaps = np.maximum(cos, sin) / np.hypot(exact[0][..., 0], exact[1][..., 0])
     return np.where(np.isnan(gaps), np.inf, gaps).ravel()
