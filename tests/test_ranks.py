@@ -453,7 +453,7 @@ def test_a_rank_without_positions_is_not_blamed_for_the_frequencies():
 
 JOB = """
 import torch, torch.distributed as dist
-import rotary
+import rotary, rotary.ranks
 from rotary import positions
 
 SPEC = rotary.Rotary(head_dim=128, base=5e5)
@@ -461,6 +461,10 @@ RANK = dist.get_rank()
 
 def held():
     return torch.from_numpy(positions.shard(1024, RANK, 2, "head_tail"))
+
+def refused():
+    cos, sin = rotary.cos_sin(SPEC, held())
+    return rotary.ranks.compare(SPEC, held(), cos, sin if RANK == 0 else None, seq_len=1024)
 
 def planted():
     at = torch.arange(512) if RANK == 1 else held()
@@ -534,6 +538,29 @@ def test_a_rank_with_other_positions_and_tables_fails_the_job_and_is_named(job):
         "it looks like arange(local length)"
     )
     assert "exitcode  : 1" in done.stderr
+
+
+def test_an_argument_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(job):
+    done = job("refused", "--json", forked=True)
+    lacks = "to check tables pass positions, cos and sin: all three are needed"
+    assert [finding["text"] for finding in json.loads(done.stdout)["findings"]] == [
+        f"job.py:refused failed on rank 0: ValueError: rank 1: {lacks}",
+        f"job.py:refused failed on rank 1: ValueError: {lacks}",
+    ]
+
+
+@pytest.mark.parametrize("returned", ["(range(8), None, 1.0)", "None", "(1, 2)"])
+def test_what_a_function_must_return_is_said(tmp_path, monkeypatch, capsys, returned):
+    (tmp_path / "job.py").write_text(f"def mine():\n    return {returned}\n")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    target, given = f"{tmp_path}/job.py:mine", ("--config", LLAMA, "--seq-len", "8", "--json")
+    done = in_process(monkeypatch, capsys)("doctor", target, "--distributed", *given)
+    assert (done.code, done.err) == (1, "")
+    (finding,) = json.loads(done.out)["findings"]
+    assert finding["what"] == "function"
+    assert finding["text"].endswith("it must return positions, or (positions, cos, sin)")
 
 
 def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, capsys):

@@ -96,7 +96,7 @@ def compare(
     Every rank receives the positions of all ranks, 8 bytes a token and axis from each rank that
     holds it (8 MiB for 1M tokens, 16 MiB with tensor parallelism over 2), and about 1 KB more. A
     wrong shape or dtype on one rank, or a tensor that holds no numbers (on the meta device), is a
-    finding and not an error, so that no rank waits for it.
+    finding and not an error. An error on one rank is raised on all, so that no rank waits for it.
     Raises TypeError if `spec` is not a `Rotary`; ValueError for positions with neither seq_len nor
     expected, for tables without positions, for one table without the other, for a seq_len or
     tolerance that is no length or error, and in a rank that is not in the group.
@@ -107,7 +107,12 @@ def compare(
     positions: 0 is held by nobody; 8 is outside of the sequence, on rank 0
     >>> dist.destroy_process_group()
     """
-    _check_arguments(spec, positions, cos, sin, seq_len, expected, tolerance)
+    try:
+        _check_arguments(spec, positions, cos, sin, seq_len, expected, tolerance)
+    except (TypeError, ValueError) as refusal:
+        if dist.is_initialized():
+            gathered(str(refusal), group)
+        raise
     rank = dist.get_rank()
     facts: dict[tuple[str, str], object] = {
         **{("versions", name): importlib.metadata.version(name) for name in _PACKAGES},
@@ -141,6 +146,9 @@ def compare(
         faults.append(("kernel", text))
     shown = {key: repr(value) for key, value in facts.items()}
     ranks = gathered((shown, held, faults), group)  # plain data: versions may differ
+    for failed, told in ranks.items():
+        if isinstance(told, str):
+            raise ValueError(f"rank {failed}: {told}")
     findings = [*_differing({rank: shown for rank, (shown, _, _) in ranks.items()})]
     for rank, (_, _, faults) in ranks.items():
         findings += [Finding(what, (rank,), text) for what, text in faults]

@@ -57,7 +57,7 @@ def _report(spec: "Rotary", target: str | None, seq_len: int | None) -> "Report"
         try:
             returned = load(target)()
             arguments = list(returned) if isinstance(returned, tuple) else [returned]
-            if len(arguments) not in (1, 3):
+            if len(arguments) not in (1, 3) or any(each is None for each in arguments):
                 raise ValueError("it must return positions, or (positions, cos, sin)")
         except Exception as error:  # whatever a stranger's file raises
             failure = one_line(error)
