@@ -44,6 +44,9 @@ def test_tables_are_the_sums_of_the_paper(library, outputs):
     for mine, other in zip(ours, wanted, strict=True):
         assert mine.shape == (1, 2, 4, 8)
         np.testing.assert_allclose(np.asarray(mine)[0], other, rtol=0, atol=2e-6)
+    back = fourier_cos_sin(SPEC, library(learned), [-500, -7], allow_negative=True)
+    np.testing.assert_allclose(np.asarray(back[0])[0, :, ::-1], wanted[0][:, 2:], atol=2e-6)
+    np.testing.assert_allclose(np.asarray(back[1])[0, :, ::-1], -wanted[1][:, 2:], atol=2e-6)
     by_row = fourier_cos_sin(SPEC, library(learned), np.array([[3, 4], [8, 2]]))
     for table, wanted_ in zip(by_row, by_sums(learned, [3, 4, 8, 2]), strict=True):
         rows = np.asarray(table).transpose(0, 2, 1, 3).reshape(4, 2, 8).transpose(1, 0, 2)

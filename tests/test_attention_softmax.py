@@ -10,7 +10,14 @@ from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw, qkv
 from libraries import if_installed
 
 from rotary import Rotary, apply, inv_freq
-from rotary.attention import scale_by_log_n, softmax_attention, vo_rope_attention
+from rotary.attention import (
+    distance_attention,
+    scale_by_log_n,
+    self_extend,
+    softmax_attention,
+    vo_rope_attention,
+    xpos,
+)
 
 torch = if_installed("torch")
 
@@ -82,6 +89,29 @@ def test_positions_of_each_row_of_a_batch():
     ]
     ours = softmax_attention(q, k, v, spec, q_positions=positions, k_positions=positions)
     np.testing.assert_allclose(ours, np.stack(wanted), rtol=0, atol=100 * 2.0**-52)
+
+
+BACKWARDS = {
+    "softmax": lambda spec, x, p, **how: softmax_attention(
+        *x, spec, q_positions=p, k_positions=p, **how),
+    "values": lambda spec, x, p, **how: vo_rope_attention(
+        *x, spec, spec, q_positions=p, k_positions=p, **how),
+    "distances": lambda spec, x, p, **how: distance_attention(
+        *x, spec, self_extend(4, 2), q_positions=p, k_positions=p, **how),
+    "xpos": lambda spec, x, p, **how: softmax_attention(
+        *xpos(spec, *x[:2], positions=p, **how), x[2]),
+}  # fmt: skip
+
+
+@LIBRARIES
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_negative_positions_are_asked_for(name, library):
+    spec, x = Rotary(head_dim=8), [library(each) for each in qkv(2, 9, 8)]
+    wanted = BACKWARDS[name](spec, x, np.arange(9))
+    ours = BACKWARDS[name](spec, x, np.arange(-6, 3), allow_negative=True)
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), rtol=0, atol=SHIFT)
+    with pytest.raises(ValueError, match=r"positions must be >= 0, got -[63]; pass allow_negative"):
+        BACKWARDS[name](spec, x, np.arange(-6, 3))
 
 
 NARROW = pytest.mark.parametrize("kind", ["i1", "u1", "u2", "u4", "u8"])

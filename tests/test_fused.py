@@ -136,6 +136,25 @@ def test_positions_and_tables():
         np.testing.assert_array_equal(y, z)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "compiled"])
+def test_a_centred_grid_rotates_backwards_if_asked_to(library):
+    spec = Rotary(DIM, axes=(0, 1) * 2)
+    where = rotary.positions.grid(2, 3, origin="center")
+    q, k = arrays((2,), np.float32)
+    wanted = rotary.apply(spec, q, k, positions=where, seq_dim=-2, allow_negative=True)
+    call = fused if library != "compiled" else torch.compile(fused, backend="eager")
+    if library == "jax":
+        q, k = map(if_installed("jax.numpy").asarray, (q, k))
+    elif library != "numpy":
+        q, k, where = map(torch.from_numpy, (q, k, where))
+    ours = call(q, k, None, spec, where, seq_dim=-2, allow_negative=True)
+    for mine, other in zip(ours, wanted, strict=False):
+        np.testing.assert_allclose(np.asarray(mine), other, rtol=0, atol=1e-6)
+    if library != "compiled":
+        with pytest.raises(ValueError, match=r"positions must be >= 0, got -1.0; pass allow_neg"):
+            fused(q, k, None, spec, where, seq_dim=-2)
+
+
 def test_16_bits_are_rounded_once():
     spec, norm = SPECS["half"], Norm(*weights("head"), EPS)
     for dtype in (np.float16, ml_dtypes.bfloat16):

@@ -70,6 +70,15 @@ def test_it_is_apply(dtype, precision):
     assert_equal(module(q, k, positions=positions), wanted)
 
 
+def test_a_centred_grid_rotates_backwards_if_asked_to():
+    where = torch.from_numpy(rotary.positions.grid(33, origin="center"))[:, 0]
+    module, (q, k) = RotaryEmbedding(SPEC, seq_dim=-2), heads()
+    wanted = rotary.apply(SPEC, q, k, positions=where, seq_dim=-2, allow_negative=True)
+    assert_equal(module(q, k, positions=where, allow_negative=True), wanted)
+    with pytest.raises(ValueError, match=r"positions must be >= 0, got -16.0; pass"):
+        module(q, k, positions=where)
+
+
 def test_the_sequence_may_come_before_the_heads():
     q, k = heads()
     wanted = [x.transpose(1, 2) for x in RotaryEmbedding(SPEC)(q, k)]

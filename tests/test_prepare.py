@@ -253,6 +253,13 @@ def test_wrong_preparations():
         prepare(rotate, q, cos[:, :0], sin[:, :0], PLAIN)
 
 
+def test_a_warm_up_for_negative_positions():
+    q, k = tensors()
+    rotary.warm_up(PLAIN, q, k, positions=-POSITIONS, allow_negative=True)
+    with pytest.raises(ValueError, match="positions must be >= 0, got -70000"):
+        rotary.warm_up(PLAIN, q, k, positions=-POSITIONS)
+
+
 def test_without_the_guards_of_torch_it_is_the_whole_call(monkeypatch):
     monkeypatch.setattr(torch_ready, "TensorGuards", None)
     xs = tensors()

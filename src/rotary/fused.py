@@ -31,6 +31,7 @@ def fused(
     scale: Scale = 1.0,
     seq_dim: int | None = None,
     precision: Precision = "exact",
+    allow_negative: bool = False,
     out: object = None,
 ) -> tuple[Array, K, V]:
     """Normalize, rotate, cast and store q, k and v between their projections and attention.
@@ -57,7 +58,7 @@ def fused(
                number of the dtype) and returns a tuple (values, scales) for each array. A tuple of
                three scales is for q, k and v
     seq_dim    axis of the tokens, as in `rotary.rotate`
-    precision  as in `rotary.cos_sin`
+    precision  as in `rotary.cos_sin`, like `allow_negative`; `tables` have both in them
     out        arrays for the results that are returned, in the order q, k, v; `out=(q, k)` works in
                place
     Returns (q, k, v), with None for an array that was None or was written to a cache; v is the same
@@ -131,7 +132,8 @@ def fused(
             seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
             cos, sin = sequence_cos_sin(spec, q, seq, precision)
         else:
-            cos, sin = cos_sin(spec, kernel.as_positions(positions, q), precision)
+            at = kernel.as_positions(positions, q)
+            cos, sin = cos_sin(spec, at, precision, allow_negative=allow_negative)
         options = options_of(spec, seq_dim=seq_dim)
     scales = scale if isinstance(scale, tuple) else (scale,) * 3
     if len(scales) != 3:

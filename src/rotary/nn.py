@@ -43,11 +43,23 @@ class RotaryEmbedding(torch.nn.Module):
 
     @overload
     def forward(
-        self, q: Tensor, k: None = None, *, positions: object = None, seq_len: object = None
+        self,
+        q: Tensor,
+        k: None = None,
+        *,
+        positions: object = None,
+        seq_len: object = None,
+        allow_negative: bool = False,
     ) -> Tensor: ...
     @overload
     def forward(
-        self, q: Tensor, k: Tensor, *, positions: object = None, seq_len: object = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        positions: object = None,
+        seq_len: object = None,
+        allow_negative: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
@@ -56,6 +68,7 @@ class RotaryEmbedding(torch.nn.Module):
         *,
         positions: object = None,
         seq_len: object = None,
+        allow_negative: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return rotated (q, k), or q if k is None; arguments and errors as in `rotary.apply`."""
         return apply(
@@ -66,6 +79,7 @@ class RotaryEmbedding(torch.nn.Module):
             seq_len=seq_len,
             seq_dim=self.seq_dim,
             precision=self.precision,
+            allow_negative=allow_negative,
         )
 
     def extra_repr(self) -> str:

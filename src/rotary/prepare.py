@@ -69,6 +69,7 @@ def warm_up(
     positions: Array | None = None,
     seq_dim: int | None = None,
     seq_len: object = None,
+    allow_negative: bool = False,
     out: object = None,
     gradient: bool = False,
 ) -> None:
@@ -106,13 +107,16 @@ def warm_up(
     if positions is None and seq_dim is None:
         seq_dim = -2  # as `apply` does
     table = sequence_cos_sin(spec, q, seq, "exact", seq_len) if spec.num_axes == 1 else None
-    tables = table if positions is None else cos_sin(spec, positions, "exact", seq_len)
+    tables = table
+    if positions is not None:
+        tables = cos_sin(spec, positions, "exact", seq_len, allow_negative=allow_negative)
     if tables is None:
         raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
     for is_back in (False, True) if gradient else (False,):
         to = None if is_back else out
         how = {"seq_dim": seq_dim, "conjugate": is_back, "out": to}
-        prepare(apply, spec, q, k, positions=positions, seq_len=seq_len, **how)
+        at = {"positions": positions, "seq_len": seq_len, "allow_negative": allow_negative}
+        prepare(apply, spec, q, k, **at, **how)
         prepare(rotate, xs, *tables, spec, **how)
         if positions is not None and table is not None:
             prepare(rotate, xs, *table, spec, positions=positions, **how)

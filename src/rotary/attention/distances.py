@@ -120,13 +120,14 @@ def distance_attention(
     *,
     q_positions: object = None,
     k_positions: object = None,
+    allow_negative: bool = False,
 ) -> Array:
     """Causal softmax attention in which q and k are rotated by mapped distances, exactly.
 
     It computes two score matrices. For distances inside the window, q and k are rotated as usual.
     Beyond it, positions are m // group, frequencies are `slope` times those of the spec, and q is
     also rotated by the shift. Angles of both are 64-bit turns, so they are exact at any offset.
-    Cache k unrotated. Positions and heads are as in `softmax_attention`.
+    Cache k unrotated. Positions, `allow_negative` and heads are as in `softmax_attention`.
     Raises ValueError for a spec of several axes or one that depends on the length.
 
     >>> import numpy as np
@@ -146,11 +147,16 @@ def distance_attention(
     far_spec = _with_frequencies(spec, distances.slope * frequencies, float(factor))
     shift_spec = _with_frequencies(spec, distances.shift * frequencies, 1.0)
     shift_spec = dataclasses.replace(shift_spec, layout=spec.out_layout)
-    far_q = apply(far_spec, q, positions=m // distances.group, seq_dim=-2)
+    far_q, far_k, near_q, near_k = (
+        apply(each, x, positions=where, seq_dim=-2, allow_negative=allow_negative)
+        for each, x, where in (
+            (far_spec, q, m // distances.group),
+            (far_spec, k, n // distances.group),
+            (spec, q, m),
+            (spec, k, n),
+        )
+    )
     far_q = apply(shift_spec, far_q, positions=0 * m + 1, seq_dim=-2)
-    far_k = apply(far_spec, k, positions=n // distances.group, seq_dim=-2)
-    near_q = apply(spec, q, positions=m, seq_dim=-2)
-    near_k = apply(spec, k, positions=n, seq_dim=-2)
     m, n = m[..., :, None], n[..., None, :]
     near, far = near_q @ near_k.swapaxes(-1, -2), far_q @ far_k.swapaxes(-1, -2)
     scores = namespace(q).where(per_head(m - n < distances.window, q.ndim), near, far)

@@ -40,6 +40,7 @@ def xpos(
     origin: int = 0,
     scale_base: float = 512.0,
     gamma: float = 0.4,
+    allow_negative: bool = False,
 ) -> tuple[Array, Array]:
     """Return q and k rotated by `spec`, q times zeta^m and k times zeta^-n: scores decay.
 
@@ -48,8 +49,9 @@ def xpos(
     decays. The origin cancels if it is the same for q and for every key, so cached keys stay right
     while decoding. An origin in the middle of the current sequence, as in the authors' code, moves
     while decoding.
-    Raises ValueError for several axes, and for a position so far from the origin that a factor is
-    beyond 2^64 (float16: 2^8, float64: 2^512): 18,000 tokens, for gamma 0.4 and scale_base 512.
+    Raises ValueError for several axes, for a negative position unless `allow_negative`, and for one
+    so far from the origin that a factor is beyond 2^64 (float16: 2^8, float64: 2^512): 18,000
+    tokens, for gamma 0.4 and scale_base 512.
     Traced positions are not checked; those too far from the origin give infinity or NaN.
     On JAX it needs 64-bit types, as `mixed_cos_sin` does; without them it raises a TypeError.
     Source: Sun et al. (arXiv 2212.10554), algorithm 1.
@@ -68,7 +70,7 @@ def xpos(
     rates = np.log((pairs + gamma) / (1 + gamma)) / scale_base
     _check_distance(positions - origin, -rates[0], q.dtype)
     exponents = cast(positions - origin, float64_of(q))[..., None] * kernel.as_positions(rates, q)
-    cos, sin = cos_sin(spec, positions)
+    cos, sin = cos_sin(spec, positions, allow_negative=allow_negative)
     width = xp.promote_types(q.dtype, xp.float32)
     up, down = cast(xp.exp(exponents), width), cast(xp.exp(-exponents), width)
     return (

@@ -62,7 +62,12 @@ def fourier_coefficients(
 
 
 def fourier_cos_sin(
-    spec: Rotary, coefficients: Array, positions: object = None, *, seq_len: int | None = None
+    spec: Rotary,
+    coefficients: Array,
+    positions: object = None,
+    *,
+    seq_len: int | None = None,
+    allow_negative: bool = False,
 ) -> tuple[Array, Array]:
     """Return cos and sin of FoPE, (1 or batch, heads, seq, rotary_dim / 2), like `coefficients`.
 
@@ -72,7 +77,8 @@ def fourier_cos_sin(
     Pass them to `rotate((q, k), cos, sin, spec)`; for fewer key heads, make tables from the
     coefficients of these heads. Rotated keys can be cached, because a row of the tables depends on
     its own position alone.
-    Raises ValueError for shapes that do not fit the spec, and as `fourier_coefficients` does.
+    Raises ValueError for shapes that do not fit the spec, for a negative position unless
+    `allow_negative`, and as `fourier_coefficients` does.
 
     >>> learned = fourier_coefficients(Rotary(head_dim=8), 100, heads=2, seed=0)
     >>> cos, sin = fourier_cos_sin(Rotary(head_dim=8), learned, seq_len=5)
@@ -92,7 +98,8 @@ def fourier_cos_sin(
     at = at if at.ndim == 2 else at[None]
     wide = at_least_float32(coefficients)
     tables = []
-    for table, weights, still in zip(cos_sin(spec, at), wide, (1.0, 0.0), strict=True):
+    own = cos_sin(spec, at, allow_negative=allow_negative)
+    for table, weights, still in zip(own, wide, (1.0, 0.0), strict=True):
         seen = cast(xp.asarray(table[:, None, :, : shape[2]]), wide.dtype)
         mixed = seen @ weights
         rest = mixed[..., :1] * 0 + still

@@ -36,6 +36,7 @@ def softmax_attention(
     k_positions: object = None,
     causal: bool = True,
     window: int | None = None,
+    allow_negative: bool = False,
 ) -> Array:
     """softmax(q k^T / sqrt(head_dim)) v, with q and k rotated if a spec is given.
 
@@ -45,8 +46,9 @@ def softmax_attention(
     including itself, so that no distance is larger than window - 1.
     A spec that depends on the length is scaled for the largest position of the keys.
     On torch this is `scaled_dot_product_attention`, on NumPy and JAX the formula.
-    Raises ValueError if the heads of q are not a multiple of those of k, for causal=True with
-    several axes, and for a window below 1 or without causal=True.
+    Raises ValueError if the heads of q are not a multiple of those of k, for a negative position
+    unless `allow_negative`, for causal=True with several axes, and for a window below 1 or without
+    causal=True.
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16; Su, kexue.fm 9431, for the
     window.
 
@@ -66,8 +68,12 @@ def softmax_attention(
             raise ValueError("window counts the tokens before a query: it needs causal=True")
     if spec is not None:
         seq_len = row_length(spec, k, k_positions)
-        q = apply(spec, q, positions=q_positions, seq_dim=-2, seq_len=seq_len)
-        k = apply(spec, k, positions=k_positions, seq_dim=-2, seq_len=seq_len)
+        q, k = (
+            apply(
+                spec, x, positions=where, seq_dim=-2, seq_len=seq_len, allow_negative=allow_negative
+            )
+            for x, where in ((q, q_positions), (k, k_positions))
+        )
     is_torch = namespace(q).__name__ == "torch"
     has_default_positions = q_positions is None and k_positions is None
     visible = None
@@ -113,6 +119,7 @@ def vo_rope_attention(
     q_positions: object = None,
     k_positions: object = None,
     causal: bool = True,
+    allow_negative: bool = False,
 ) -> Array:
     """VO-RoPE: softmax attention with rotated values, whose output is rotated back.
 
@@ -128,17 +135,32 @@ def vo_rope_attention(
     True
     """
     seq_len = row_length(value_spec, k, k_positions)
+    rotated = apply(
+        value_spec,
+        v,
+        positions=k_positions,
+        seq_dim=-2,
+        seq_len=seq_len,
+        allow_negative=allow_negative,
+    )
     attended = softmax_attention(
         q,
         k,
-        apply(value_spec, v, positions=k_positions, seq_dim=-2, seq_len=seq_len),
+        rotated,
         spec,
         q_positions=q_positions,
         k_positions=k_positions,
         causal=causal,
+        allow_negative=allow_negative,
     )
     output = apply(
-        value_spec, attended, positions=q_positions, seq_dim=-2, seq_len=seq_len, conjugate=True
+        value_spec,
+        attended,
+        positions=q_positions,
+        seq_dim=-2,
+        seq_len=seq_len,
+        allow_negative=allow_negative,
+        conjugate=True,
     )
     return output / float(inv_freq(value_spec)[1]) ** 2
 
