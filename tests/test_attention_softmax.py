@@ -1,6 +1,7 @@
 """Softmax attention on NumPy and torch alike: shared heads, masks, log n, rotary values, p-RoPE."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -112,6 +113,20 @@ def test_negative_positions_are_asked_for(name, library):
     np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), rtol=0, atol=SHIFT)
     with pytest.raises(ValueError, match=r"positions must be >= 0, got -[63]; pass allow_negative"):
         BACKWARDS[name](spec, x, np.arange(-6, 3))
+
+
+@LIBRARIES
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 4), (3, 4), (2, 2, 4)])
+def test_positions_and_counts_that_are_not_one_per_token_are_refused(library, shape):
+    q = library(draw(*((2, 3, 2, 4, 8) if shape == (2, 4) else (2, 2, 4, 8))))
+    p, where = library(np.ones(shape, np.int64)), re.escape(f"got {shape} beside (2, ")
+    for name, call in (
+        ("q_positions", lambda: softmax_attention(q, q, q, q_positions=p)),
+        ("k_positions", lambda: softmax_attention(q, q, q, k_positions=p)),
+        ("counts", lambda: scale_by_log_n(q, p, 10)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be .*{where}"):
+            call()
 
 
 NARROW = pytest.mark.parametrize("kind", ["i1", "u1", "u2", "u4", "u8"])

@@ -125,6 +125,21 @@ def per_query_head(q: Array, k: Array) -> Array:
     return each.reshape(*lead, q.shape[-3], seq, width)
 
 
+def check_per_token(name: str, positions: Array, x: Array) -> None:
+    """Refuse numbers that are not one per token of x, which NumPy's rules may still broadcast.
+
+    >>> check_per_token("q_positions", np.zeros(1), np.zeros((4, 8)))
+    Traceback (most recent call last):
+    ValueError: q_positions must be (seq,), or (batch, seq) beside 4 axes; got (1,) beside (4, 8)
+    """
+    shape, beside = tuple(positions.shape), tuple(x.shape)
+    is_by_row = len(shape) == 2 and len(beside) in (3, 4) and shape[0] in (1, beside[0])
+    if shape[-1:] != beside[-2:-1] or not (len(shape) == 1 or is_by_row):
+        raise ValueError(
+            f"{name} must be (seq,), or (batch, seq) beside 4 axes; got {shape} beside {beside}"
+        )
+
+
 def per_head(pairs: Array, num_dims: int) -> Array:
     """Add an axis for heads to (batch, ...) arrays of 3 axes, if the scores have 4 axes.
 

@@ -17,6 +17,7 @@ from .arrays import (
     Array,
     at_least_float32,
     cast,
+    check_per_token,
     has_shared_heads,
     namespace,
     per_head,
@@ -46,9 +47,9 @@ def softmax_attention(
     including itself, so that no distance is larger than window - 1.
     A spec that depends on the length is scaled for the largest position of the keys.
     On torch this is `scaled_dot_product_attention`, on NumPy and JAX the formula.
-    Raises ValueError if the heads of q are not a multiple of those of k, for a negative position
-    unless `allow_negative`, for causal=True with several axes, and for a window below 1 or without
-    causal=True.
+    Raises ValueError if the heads of q are not a multiple of those of k, for positions that are not
+    one per token, for a negative one with a spec unless `allow_negative`, for causal=True with
+    several axes, and for a window below 1 or without causal=True.
     Source: Su et al., RoFormer (arXiv 2104.09864), equations 2 and 16; Su, kexue.fm 9431, for the
     window.
 
@@ -79,6 +80,8 @@ def softmax_attention(
     visible = None
     if causal and not (is_torch and has_default_positions and window is None):
         m, n = positions_of_both(q_positions, q, k_positions, k)
+        check_per_token("q_positions", m, q)
+        check_per_token("k_positions", n, k)
         distance = m[..., :, None] - n[..., None, :]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         visible = per_head(seen, q.ndim)
@@ -170,7 +173,7 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
 
     This keeps the entropy of the weights from growing with the number of keys. `counts`, the n, are
     (seq,) or (batch, seq): position + 1 if positions start at 0. q may be rotated before or after.
-    Raises ValueError if trained_length < 2.
+    Raises ValueError if trained_length < 2, and for counts that are not one per token.
     Source: Su, kexue.fm 8823 (log n) and 9708 (never below 1, for a model trained without it).
 
     >>> import numpy as np
@@ -180,7 +183,9 @@ def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
     if trained_length < 2:
         raise ValueError(f"trained_length must be >= 2 tokens, got {trained_length}")
     xp = namespace(q)
-    seen = cast(positions_of(counts, q), at_least_float32(q).dtype)
+    seen = positions_of(counts, q)
+    check_per_token("counts", seen, q)
+    seen = cast(seen, at_least_float32(q).dtype)
     factors = xp.clip(xp.log(xp.clip(seen, 1, None)) / math.log(trained_length), 1, None)
     return q * cast(per_head(factors[..., None], q.ndim), q.dtype)
 
