@@ -105,6 +105,15 @@ def test_without_a_spec_the_weights_are_an_average(library, attend):
 
 
 @FORMS
+@pytest.mark.parametrize("lengths", [(5, 3, 3), (1, 3, 3), (5, 5, 6), (5, 5, 4)])
+def test_tokens_without_a_partner_are_refused(attend, lengths):
+    q, k, v = (np.ones((2, seq, 8)) for seq in lengths)
+    named = "got {}, {} and {} tokens".format(*lengths)
+    with pytest.raises(ValueError, match=named):
+        attend(q, k, v)
+
+
+@FORMS
 def test_negative_positions_are_asked_for(attend):
     q, k, v = qkv(3, 8)
     with pytest.raises(ValueError, match="positions must be >= 0, got -1"):

@@ -35,8 +35,8 @@ def linear_attention(
     `positions` and `allow_negative` are those of `rotary.apply`. With `causal` a token sees itself
     and the tokens before it, and all pairs of tokens are computed. Without `causal` each token sees
     all tokens, in time linear in seq.
-    Raises ValueError for a feature map that does not return (..., seq, features), or in NumPy
-    returns negative numbers.
+    Raises ValueError for q, k and v of different lengths (without `causal`, k and v), and for a
+    feature map that does not return (..., seq, features), or in NumPy returns negative numbers.
 
     >>> x = np.ones((1, 2))
     >>> linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
@@ -46,6 +46,7 @@ def linear_attention(
     array([[1.73105858],
            [1.73105858]])
     """
+    _check_tokens(*((q, k, v) if causal else (k, k, v)))
     out_type, v = v.dtype, at_least_float32(v)
     maps = q_features, k_features
     q, k, rotated_q, rotated_k = _features(q, k, spec, positions, allow_negative, maps)
@@ -72,6 +73,7 @@ def recurrent_linear_attention(
     >>> recurrent_linear_attention(x, x, np.array([[7.0, 8.0]]), Rotary(head_dim=2))
     array([[7., 8.]])
     """
+    _check_tokens(q, k, v)
     maps = q_features, k_features
     return _by_chunks(_features(q, k, spec, positions, allow_negative, maps), v, None, 1)[0]
 
@@ -111,8 +113,9 @@ def chunked_linear_attention(
 
     It continues from `state`, so pieces of any length, one after another, give the result of the
     whole sequence. Without `positions` the first token is at state.position, or 0 without a state.
-    Raises ValueError if chunk_size < 1, and for a spec of several axes or one that depends on the
-    length: the keys summed in a state cannot be rotated again.
+    Raises ValueError if chunk_size < 1, for q, k and v of different lengths, and for a spec of
+    several axes or one that depends on the length: the keys summed in a state cannot be
+    rotated again.
     Source: the chunkwise form of Hua et al. (arXiv 2202.10447), section 3.2, with equation 19.
 
     >>> x, spec = np.ones((3, 2)), Rotary(head_dim=2)
@@ -123,6 +126,7 @@ def chunked_linear_attention(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+    _check_tokens(q, k, v)
     if spec is not None and (spec.num_axes > 1 or spec.depends_on_length):
         raise ValueError(
             "a state needs one position axis and frequencies that do not depend on the length, got "
@@ -141,6 +145,15 @@ def chunked_linear_attention(
     features = _features(q, k, spec, positions, allow_negative, (q_features, k_features))
     output, s, z = _by_chunks(features, v, state, chunk_size)
     return output, LinearState(s, z, position)
+
+
+def _check_tokens(q: Array, k: Array, v: Array) -> None:
+    counts = [x.shape[-2] for x in (q, k, v)]
+    if counts[0] != counts[1] or counts[1] != counts[2]:
+        raise ValueError(
+            "a token needs one row of each of q, k and v (without causal, of k and v): got "
+            f"{counts[0]}, {counts[1]} and {counts[2]} tokens"
+        )
 
 
 def _by_chunks(
