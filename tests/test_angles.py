@@ -456,6 +456,15 @@ def test_positions_that_make_no_sense(library, spec, where, message):
         rotary.cos_sin(spec, library(where))
 
 
+@libraries
+def test_a_row_of_negative_positions_has_the_length_0(library):
+    spec = Rotary(16, schedule="dynamic", params={"factor": 2.0, **YARN})
+    for where in (np.array([[-3, -9], [500, 7]]), np.array([[-3.5, -9.0], [500.5, 7.0]])):
+        ours = rotary.cos_sin(spec, library(where), allow_negative=True)
+        wanted = rotary.cos_sin(spec, library(where), seq_len=[0, 501], allow_negative=True)
+        assert_same(ours, wanted)
+
+
 def test_integers_beyond_int64():
     with pytest.raises(ValueError, match=r"positions must fit in int64, got 9223372036854775808"):
         rotary.cos_sin(SPEC, np.array([2**63], np.uint64))

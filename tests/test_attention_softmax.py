@@ -116,6 +116,19 @@ def test_negative_positions_are_asked_for(name, library):
 
 
 @LIBRARIES
+@pytest.mark.parametrize("last", [-3, 6.5])
+def test_the_length_of_negative_and_fractional_positions(library, last):
+    params = {"factor": 2.0, "original_max_position_embeddings": 4}
+    spec, x = Rotary(8, schedule="dynamic", params=params), [library(e) for e in qkv(1, 2, 3, 8)]
+    where = library(np.array([last - 2, last - 1, last]))
+    ours = softmax_attention(*x, spec, q_positions=where, k_positions=where, allow_negative=True)
+    options = {"seq_len": max(0, int(last) + 1), "allow_negative": True}
+    rotated = [apply(spec, each, positions=where, seq_dim=-2, **options) for each in x[:2]]
+    wanted = softmax_attention(*rotated, x[2])
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), rtol=0, atol=1e-14)
+
+
+@LIBRARIES
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 4), (3, 4), (2, 2, 4)])
 def test_positions_and_counts_that_are_not_one_per_token_are_refused(library, shape):
     q = library(draw(*((2, 3, 2, 4, 8) if shape == (2, 4) else (2, 2, 4, 8))))

@@ -41,7 +41,7 @@ def _signed(positions: Array) -> Array:
     dtype = str(getattr(positions.dtype, "name", positions.dtype))  # of NumPy also ">u8"
     if "int" not in dtype:
         return positions
-    wide = cast(positions, _widest(namespace(positions)))
+    wide = cast(positions, widest(namespace(positions)))
     values = kernel_of(wide).to_numpy(wide) if "uint" in dtype else None
     if values is not None and (values < 0).any():
         too_large = values.view(f"u{values.itemsize}").max()
@@ -49,7 +49,7 @@ def _signed(positions: Array) -> Array:
     return wide
 
 
-def _widest(xp: Any) -> Any:
+def widest(xp: Any) -> Any:
     """Return the widest signed integer type of a library."""
     return xp.asarray(0).dtype if xp.__name__ == "jax.numpy" else xp.int64
 
@@ -68,7 +68,7 @@ def positions_of_both(
     xp = next((namespace(p) for p in pair if not isinstance(p, np.ndarray)), None)
     if xp is None or xp.__name__ != "jax.numpy":
         return pair
-    limit = xp.iinfo(_widest(xp)).max
+    limit = xp.iinfo(widest(xp)).max
     if any(isinstance(each, np.ndarray) and (abs(each) > limit).any() for each in pair):
         raise ValueError(
             "NumPy positions above 2^31 beside JAX ones: make both NumPy arrays, or set "

@@ -24,6 +24,7 @@ from .arrays import (
     per_query_head,
     positions_of,
     positions_of_both,
+    widest,
 )
 
 
@@ -239,4 +240,6 @@ def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
     if k_positions is None:
         return k.shape[-2]
     positions = positions_of(k_positions, k)
-    return namespace(positions).amax(positions, axis=-1) + 1
+    xp = namespace(positions)
+    largest = xp.amax(positions, axis=(-2, -1) if spec.num_axes > 1 else -1)
+    return xp.clip(cast(largest, widest(xp)), -1, None) + 1

@@ -155,10 +155,14 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
 
 
 def row_lengths(positions: Array) -> list[int]:
-    """Return largest position + 1 of each row; positions are (batch, seq) or (batch, seq, axes)."""
+    """Return largest position + 1 of each row, 0 if all are negative.
+
+    Positions are (batch, seq) or (batch, seq, axes).
+    """
     if not positions.size:
         return []
-    return (positions.reshape(len(positions), -1).max(axis=1).astype(np.int64) + 1).tolist()
+    largest = positions.reshape(len(positions), -1).max(axis=1).tolist()
+    return [max(0, int(each) + 1) for each in largest]
 
 
 def arange(like: Array, count: int) -> Array:
