@@ -49,6 +49,20 @@ def test_sinusoidal_is_the_formula(dim, base):
     np.testing.assert_allclose(ours, wanted, rtol=0, atol=4096 * 4 * EPS)
 
 
+def test_fractions_are_the_formula_and_numbers_that_are_none_are_refused():
+    where = np.array([-0.5, 1.5, 1000.25])
+    wanted = np.stack((np.sin(where), np.cos(where), np.sin(where / 100), np.cos(where / 100)), -1)
+    np.testing.assert_allclose(sinusoidal(where, 4), wanted, rtol=0, atol=1000 * 4 * EPS)
+    np.testing.assert_array_equal(sinusoidal(np.arange(3.0), 4), sinusoidal([0, 1, 2], 4))
+    for wrong in ([0.5, math.nan], [math.inf]):
+        with pytest.raises(ValueError, match="positions must be finite"):
+            sinusoidal(wrong, 4)
+    with pytest.raises(TypeError, match="positions must be whole numbers, or float64"):
+        sinusoidal(np.array([True]), 4)
+    with pytest.raises(ValueError, match=f"positions must fit in int64, got {2**63}"):
+        sinusoidal(np.array([2**63], np.uint64), 4)
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(0, 2**20), st.integers(0, 2**20))
 def test_inner_products_depend_on_the_distance(m, n):

@@ -251,7 +251,7 @@ def _rows(
     """Check positions; return them as (rows, seq) or (rows, seq, axes), their kind, the lengths."""
     _check_shape(spec, positions.shape, max_bytes)
     kind, low, high = kernel.inspect(positions)
-    _check_range(kind, low, high, allow_negative)
+    check_range(kind, low, high, allow_negative)
     lead = _tokens(spec, positions)[:-1]
     rows = positions.reshape(math.prod(lead), *positions.shape[len(lead) :])
     return rows, kind, _row_lengths(spec, kernel, rows, seq_len, lead)
@@ -371,7 +371,7 @@ def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
             )
 
 
-def _check_range(kind: str, low: float | None, high: float | None, allow_negative: bool) -> None:
+def check_range(kind: str, low: float | None, high: float | None, allow_negative: bool) -> None:
     if low is None or high is None:
         return
     size = max(abs(low), abs(high))

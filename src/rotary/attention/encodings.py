@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..angles import cos_sin, turns
-from ..kernels import Numbers, is_traced, kernel_of
+from ..angles import check_range, cos_sin, inv_freq, turns
+from ..kernels import Numbers, host, is_traced, kernel_of
 from ..rotate import rotate
 from ..spec import Rotary
 from .arrays import Array, cast, float64_of, namespace, positions_of
@@ -17,17 +17,26 @@ from .arrays import Array, cast, float64_of, namespace, positions_of
 def sinusoidal(positions: Numbers, dim: int, base: float = 10_000.0) -> npt.NDArray[np.float64]:
     """Return the additive embedding that RoPE replaces: (..., dim) float64, a NumPy array.
 
+    positions  (...) whole numbers, at which angles are exact, or fractions as in `rotary.cos_sin`
+
     p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same angle. It is added to the
     token embeddings, before W_q, W_k and W_v. Its inner product depends on distance alone:
     p_m . p_n = sum_t cos((m - n) base^(-2t/dim)).
+    Raises TypeError and ValueError for positions that `rotary.cos_sin` refuses, except negative.
     Source: Vaswani et al. (arXiv 1706.03762), section 3.5.
 
     >>> sinusoidal(np.array([0, 1]), 2).round(4)
     array([[0.    , 1.    ],
            [0.8415, 0.5403]])
     """
-    steps = turns(Rotary(head_dim=dim, base=base)).astype(np.int64)
-    angles = np.asarray(positions, np.int64)[..., None] * steps * (2 * np.pi / 2**64)
+    spec, where = Rotary(head_dim=dim, base=base), np.asarray(positions)
+    kind, low, high = host().inspect(where)
+    check_range(kind, low, high, allow_negative=True)
+    if kind == "int":
+        steps = turns(spec).astype(np.int64)
+        angles = where.astype(np.int64)[..., None] * steps * (2 * np.pi / 2**64)
+    else:
+        angles = where.astype(np.float64)[..., None] * inv_freq(spec)[0]
     return np.stack((np.sin(angles), np.cos(angles)), axis=-1).reshape(*angles.shape[:-1], dim)
 
 
