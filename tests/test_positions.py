@@ -1,5 +1,6 @@
 """Builders of positions against loops, and against what transformers builds for its models."""
 
+import re
 import types
 from typing import get_args
 
@@ -43,6 +44,13 @@ def test_arange_takes_an_offset_per_row():
         ((-1,), "seq_len must be >= 0, got -1"),
         ((3, 0.5), "offset must hold whole numbers, got dtype float64"),
         ((3, [True]), "offset must hold whole numbers, got dtype bool"),
+        ((2.5,), "seq_len must hold whole numbers, got dtype float64"),
+        ((True,), "seq_len must hold whole numbers, got dtype bool"),
+        (("3",), "seq_len must hold whole numbers, got dtype <U1"),
+        ((2, 2**63 - 1), "the last position must fit in int64, got 9223372036854775808"),
+        ((2, [0, 2**63 - 1]), "the last position must fit in int64, got 9223372036854775808"),
+        ((2, 2**64), "offset must fit in int64, got 18446744073709551616"),
+        ((2, np.array([2**63], np.uint64)), "offset must fit in int64, got 9223372036854775808"),
         (
             (10**12,),
             r"1 x 1000000000000 positions take 8,000,000,000,000 bytes, over "
@@ -54,6 +62,16 @@ def test_arange_takes_an_offset_per_row():
 def test_arange_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         positions.arange(*arguments)
+
+
+def test_positions_end_with_the_last_of_int64():
+    assert positions.arange(2, 2**63 - 2).tolist() == [2**63 - 2, 2**63 - 1]
+    for call in (
+        lambda: positions.draft([-1, 0], 2**63 - 1),
+        lambda: positions.mrope([("text", 2)], offset=2**63 - 1),
+    ):
+        with pytest.raises(ValueError, match="the last position must fit in int64"):
+            call()
 
 
 def test_arange_stops_at_the_limit_exactly():
@@ -215,10 +233,17 @@ def test_after_a_video_in_seconds_text_follows_the_largest_position():
     assert positions.mrope([("video", 0, 4, 2, 2.5), ("text", 1)]).tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.parametrize("step", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("step", [0, -1.0, float("nan"), float("inf"), None, "a", 1e305])
 def test_mrope_refuses_other_steps_of_time(step):
-    with pytest.raises(ValueError, match="time_step of a video must be a number > 0, got"):
+    with pytest.raises(ValueError, match="time_step of a video must be a number > 0 and below"):
         positions.mrope([("video", 2, 1, 1, step)])
+
+
+@pytest.mark.parametrize("build", [positions.mrope, positions.tie])
+@pytest.mark.parametrize("segment", [3, (), None])
+def test_what_is_no_segment_is_refused(build, segment):
+    with pytest.raises(ValueError, match=re.escape(f"got {segment}") + "$"):
+        build([("text", 1), segment])
 
 
 def test_after_a_long_video_text_follows_the_last_frame():

@@ -57,8 +57,9 @@ def arange(
 ) -> object:
     """Positions offset .. offset + seq_len - 1: (seq,), or (batch, seq) for one offset per row.
 
-    `offset` is the number of tokens already in the cache. Raises ValueError for a negative length,
-    for offsets that are not whole numbers, and before allocating more than `max_bytes`.
+    `offset` is the number of tokens already in the cache. Raises ValueError for a length or offsets
+    that are not whole numbers, for a negative length, for positions beyond int64, and before
+    allocating more than `max_bytes`.
 
     >>> arange(3, offset=10).tolist()
     [10, 11, 12]
@@ -66,20 +67,26 @@ def arange(
     [[0, 1], [7, 8]]
     """
     place = Place(offset, like)
-    offsets = place.whole("offset", offset)
+    offsets, seq_len = place.whole("offset", offset), _whole_number("seq_len", seq_len)
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
     count = math.prod(offsets.shape)
-    is_known = isinstance(seq_len, int | np.integer)  # not a symbol of jax.export
+    is_known = isinstance(seq_len, int)  # not a symbol of jax.export
     if is_known and 8 * seq_len * max(count, 1) > max_bytes:
         raise ValueError(
             f"{count} x {seq_len} positions take {8 * seq_len * count:,} bytes, over "
             f"max_bytes = {max_bytes:,}; build them in parts or raise max_bytes"
         )
-    numbers = place.in_memory(offsets) if is_known else None
-    if numbers is not None and numbers.size and place.is_too_large(int(numbers.max()) + seq_len):
-        raise ValueError("offset: JAX without x64 has no positions beyond 2^31 - 1")
+    if is_known:
+        _check_last(place, offsets, seq_len)
     return offsets[..., None] + place.arange(seq_len)
+
+
+def _check_last(place: Place, offsets: Numbers, count: int) -> None:
+    """Refuse `count` positions from each offset on that would wrap, where offsets can be read."""
+    numbers = place.in_memory(offsets)
+    if numbers is not None and numbers.size:
+        place.check_size("the last position", int(numbers.max()) + count - 1)
 
 
 @overload
@@ -171,6 +178,7 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
         numbers is not None and ((numbers < -1) | (numbers >= np.arange(nodes))).any()
     ):
         raise ValueError("parents must be (..., nodes), each -1 or the number of a node before it")
+    _check_last(place, start, nodes)
     ancestors = array.reshape(math.prod(array.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
     depth = (ancestors >= 0) * 1
@@ -426,27 +434,45 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     place = Place(offset, like)
     first, start = place.whole("offset", offset), 0
     parts = [grid(0, 0, 0, like=place.like)]
-    for kind, *numbers in segments:
-        step = float(numbers.pop()) if kind == "video" and len(numbers) == 4 else 1.0
+    for segment in segments:
+        kind, *numbers = _parts(segment)
+        given = numbers.pop() if kind == "video" and len(numbers) == 4 else 1.0
         if kind not in ("text", "image", "video") or len(numbers) != (1 if kind == "text" else 3):
             raise ValueError(
                 "a segment is ('text', length), ('image' | 'video', frames, height, width) or "
-                f"('video', frames, height, width, time_step), got {brief((kind, *numbers))}"
+                f"('video', frames, height, width, time_step), got {brief(segment)}"
             )
-        sizes = [*_sizes(f"sizes of {kind}", numbers)]
-        if not 0 < step < math.inf:
-            raise ValueError(f"time_step of a video must be a number > 0, got {brief(step)}")
+        sizes, step = [*_sizes(f"sizes of {kind}", numbers)], _number(given)
+        if not 0 < step < 2**31:
+            raise ValueError(
+                f"time_step of a video must be a number > 0 and below 2^31, got {brief(given)}"
+            )
         part = grid(*sizes, like=place.like)  # of text one column, which all axes share
         part = part + place.arange(3) * 0 if kind == "text" else part
         if step != 1:
             times = [int(_float32(at * _float32(step))) for at in range(sizes[0])]
+            sizes[0] = times[-1] + 1 if times else 0
+            place.check_size("the time of the last frame", sizes[0])
             frame, is_time = grid(1, *sizes[1:], like=place.like), place.arange(3) < 1
             frames = [frame + is_time * time for time in times]
             part = place.xp.concatenate([part[:0], *frames])
-            sizes[0] = times[-1] + 1 if times else 0
         parts.append(part + start)
         start += max(sizes) if min(sizes) > 0 else 0
+    _check_last(place, first, start)
     return place.xp.concatenate(parts) + first[..., None, None]
+
+
+def _parts(segment: object) -> Sequence[object]:
+    """Return the parts of a segment; what has none becomes a kind that is unknown."""
+    return segment if isinstance(segment, (tuple, list)) and segment else (segment,)
+
+
+def _number(value: object) -> float:
+    """Return a number as a float, and NaN for what is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # tried
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _float32(number: float) -> float:
@@ -510,11 +536,11 @@ def tie(
     place, following, after_image = Place(like), _whole_number("offset", offset), False
     one = 1 if spacing == "whole" else place.converted(np.ones(1))
     parts = [grid(0, 0, like=place.like) * one]
-    for kind, *numbers in segments:
+    for segment in segments:
+        kind, *numbers = _parts(segment)
         if kind not in ("text", "image") or len(numbers) != (1 if kind == "text" else 2):
             raise ValueError(
-                "a segment is ('text', length) or ('image', height, width), "
-                f"got {brief((kind, *numbers))}"
+                f"a segment is ('text', length) or ('image', height, width), got {brief(segment)}"
             )
         sizes = _sizes(f"sizes of {kind}", numbers)
         part = grid(*sizes, like=place.like) * one

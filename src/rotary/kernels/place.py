@@ -30,6 +30,8 @@ class Place:
         """Convert whole numbers to this library and device; ValueError for other numbers."""
         zero, is_torch = self.arange(1) * 0, self.xp.__name__ == "torch"
         is_int = type(value) is int or is_open_size(value)  # both may be symbols of torch
+        if type(value) is int:
+            self.check_size(name, value)
         if is_int and (is_torch or self.xp is np):
             return (zero + value)[0]
         numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
@@ -38,11 +40,14 @@ class Place:
         kind = str(numbers.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
+        known = self.in_memory(numbers) if kind == "uint64" else None
+        if isinstance(numbers, np.ndarray) or known is not None:
+            values = numbers if known is None else known
+            for largest in (values.max(), values.min()) if values.size else ():
+                self.check_size(name, int(largest))
         if is_torch:
             return numbers.to(zero.dtype)  # type: ignore[attr-defined]  # a tensor
         if isinstance(numbers, np.ndarray):
-            if numbers.size and self.is_too_large(int(np.abs(numbers).max())):
-                raise ValueError(f"{name}: JAX without x64 has no whole numbers beyond 2^31 - 1")
             numbers = self.converted(numbers.astype(np.int64))
         if self.xp.__name__ == "mlx.core":  # a sum of int64 and uint64 would be float32
             return numbers.astype(zero.dtype)
@@ -55,19 +60,31 @@ class Place:
         result: Numbers = self.xp.asarray(self.kernel.as_positions(numbers, self.like))
         return result
 
-    def is_too_large(self, value: int) -> bool:
-        """Whether a whole number is too large for the integers of JAX."""
-        if self.xp.__name__ != "jax.numpy":
-            return False
-        return value > int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
+    def check_size(self, name: str, value: int) -> None:
+        """Refuse a whole number that would wrap: int64 holds positions, in JAX without x64 int32.
+
+        >>> Place().check_size("offset", 2**63)
+        Traceback (most recent call last):
+        ValueError: offset must fit in int64, got 9223372036854775808
+        """
+        if self.xp.__name__ == "jax.numpy":
+            limit = int(self.xp.iinfo(self.xp.asarray(0).dtype).max)
+        else:
+            limit = 2**63 - 1
+        if abs(value) > limit:
+            kind = "int64" if limit > 2**31 else "int32, as JAX without x64 ends at 2^31 - 1"
+            raise ValueError(f"{name} must fit in {kind}, got {value}")
 
 
 def is_open_size(value: object) -> bool:
-    """Whether a value is a size that torch.export leaves open, and no array.
+    """Whether a value is a size that torch.export or jax.export leaves open, and no array.
 
     >>> is_open_size(3)
     False
     """
+    export = sys.modules.get("jax.export")  # no symbol of it can exist before its import
+    if export is not None and export.is_symbolic_dim(value):
+        return True
     return is_symbolic(value) and not is_array(value)
 
 
