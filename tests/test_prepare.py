@@ -260,6 +260,40 @@ def test_a_warm_up_for_negative_positions():
         rotary.warm_up(PLAIN, q, k, positions=-POSITIONS)
 
 
+UNFIT = {
+    "head_dim": (lambda a: {"q": a(2, 6)}, ValueError, "must be head_dim=8 of the spec, got 6"),
+    "k": (lambda a: {"k": a(1, 2, 5, 8)}, ValueError, "may differ in the number of heads only"),
+    "positions": (lambda a: {"positions": np.arange(5), "seq_dim": -2}, ValueError, "5 against 3"),
+    "a number": (lambda a: {"positions": 3}, TypeError, "positions must be an array or a list"),
+    "dtype": (lambda a: {"q": a(1, 2, 3, 8, kind=np.int32)}, TypeError, "x must be one of float32"),
+    "out": (lambda a: {"out": a(1, 2, 3, 6)}, (TypeError, ValueError), "out(= cannot| must be)"),
+    "library": (lambda a: {"k": [[1.0]]}, TypeError, "all arrays must be of one library"),
+    "spec": (lambda a: {"spec": 8}, TypeError, "spec, the first argument, must be a Rotary"),
+    "axes": (lambda a: {"spec": Rotary(8, axes=(0, 1) * 2)}, ValueError, "2 axes needs positions"),
+}
+LIBRARIES = {
+    "numpy": np.asarray,
+    "torch": torch.from_numpy,
+    "jax": jnp.asarray,
+    "mlx": if_installed("mlx.core").array,
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_is_refused_before_the_first_step(name, library):
+    change, error, message = UNFIT[name]
+
+    def array(*shape, kind=np.float32):
+        return LIBRARIES[library](np.ones(shape, kind))
+
+    given = {"spec": PLAIN, "q": array(1, 2, 3, 8), **change(array)}
+    with pytest.raises(error, match=message):
+        rotary.warm_up(**given)
+    with pytest.raises(error, match=message):
+        prepare(apply, **given)
+
+
 def test_without_the_guards_of_torch_it_is_the_whole_call(monkeypatch):
     monkeypatch.setattr(torch_ready, "TensorGuards", None)
     xs = tensors()

@@ -7,9 +7,18 @@ from typing import Any
 import numpy as np
 
 from .angles import Precision, cos_sin, sequence_cos_sin
-from .kernels import NEEDS_LENGTH, Array, kernel_of
-from .kernels.geometry import AngleOptions, Options, seq_axis
-from .rotate import angle_options, apply, options_of, rotate
+from .kernels import NEEDS_LENGTH, Array, Operand, SomeKernel, check_positions, kernel_of
+from .kernels.geometry import AngleOptions, Options, geometry_of, seq_axis
+from .rotate import (
+    angle_options,
+    apply,
+    check_library,
+    check_one_axis,
+    check_tokens,
+    options_of,
+    outputs,
+    rotate,
+)
 from .spec import Rotary, check_spec
 
 Arrays = Sequence[object]
@@ -32,9 +41,10 @@ def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
     three quarters of the CPU time. Elsewhere (NumPy, JAX, a gradient on a CPU, torch.compile)
     it checks shapes and dtypes and makes the ordinary call.
 
-    Raises TypeError for another function. A step raises ValueError for arrays of another shape,
-    dtype, memory order or number than it was prepared for, before anything is written. Row numbers,
-    positions and overlapping memory are checked as in the ordinary call.
+    Raises TypeError for another function, and what the call would raise for shapes and dtypes that
+    do not fit, and for outputs unlike their input. A step raises ValueError for arrays of another
+    shape, dtype, memory order or number than it was prepared for, before anything is written. Row
+    numbers, positions and overlapping memory are checked as in the ordinary call.
 
     >>> import numpy as np
     >>> spec, q, positions = Rotary(head_dim=4), np.ones((1, 2, 1, 4), np.float32), np.array([[3]])
@@ -86,13 +96,16 @@ def warm_up(
     it compiles the loops for torch tensors. For other libraries it only checks the arguments.
     Nothing is rotated or written.
 
-    Raises what the calls would raise for arrays that do not fit. On a GPU also TypeError for
-    positions that are not a tensor on it, and ValueError if the spec depends on the length and
-    there are positions but no `seq_len`: both would wait for the device in every call.
+    Raises what the calls would raise for shapes, dtypes and libraries that do not fit, for outputs
+    unlike their input, and for positions that can be read. Whether torch tensors share memory is
+    checked by the calls. On a GPU also TypeError for positions that are not a tensor on it, and
+    ValueError if the spec depends on the length and there are positions but no `seq_len`: both
+    would wait for the device in every call.
 
     >>> import numpy as np
     >>> warm_up(Rotary(head_dim=4), np.ones((1, 2, 3, 4), np.float32))  # nothing to do
     """
+    check_spec(spec)
     kernel = kernel_of(q)
     if positions is not None and kernel.is_on_gpu is not None and kernel.is_on_gpu(q):
         if not (kernel.takes(positions) and kernel.is_on_gpu(positions)):
@@ -103,15 +116,18 @@ def warm_up(
         if spec.depends_on_length and seq_len is None:
             raise ValueError(f"on a GPU {NEEDS_LENGTH}: it would be read from the positions")
     xs = (q,) if k is None else (q, k)
+    if positions is None:
+        check_one_axis(spec)
+        seq_dim = -2 if seq_dim is None else seq_dim  # as `apply` does
+    else:
+        check_positions(positions)
+        positions = kernel.as_positions(positions, q)
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
-    if positions is None and seq_dim is None:
-        seq_dim = -2  # as `apply` does
     table = sequence_cos_sin(spec, q, seq, "exact", seq_len) if spec.num_axes == 1 else None
     tables = table
     if positions is not None:
         tables = cos_sin(spec, positions, "exact", seq_len, allow_negative=allow_negative)
-    if tables is None:
-        raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
+    assert tables is not None  # the spec has one axis, or there are positions
     for is_back in (False, True) if gradient else (False,):
         to = None if is_back else out
         how = {"seq_dim": seq_dim, "conjugate": is_back, "out": to}
@@ -140,7 +156,12 @@ def _prepared_rotate(
     tables = (cos, sin) if positions is None else (cos, sin, positions)
     if not (xs := _as_tuple(x)):
         raise ValueError("x must hold at least one array")
-    run = _run(options_of(spec, **how), xs, tables, _as_tuple(out), whole, "rotate")
+    options = options_of(spec, **how)
+    kernel = _checked(xs, (cos, sin), out)
+    if kernel.on_shards is None:
+        rows = None if positions is None else _shape(positions)
+        geometry_of(tuple(map(_shape, xs)), _shape(cos), rows, options)
+    run = _run(options, xs, tables, _as_tuple(out), whole, "rotate")
 
     def step(
         x: Any, cos: object, sin: object, *, positions: object = None, out: Any = None
@@ -164,12 +185,12 @@ def _prepared_apply(
     **how: Any,
 ) -> Call:
     check_spec(spec)
-    options = None
-    if precision == "exact" and (positions is not None or spec.num_axes == 1):
-        at = options_of(spec, sign=spec.sign, **how)
-        if positions is None and at.seq_dim is None:
-            at = at._replace(seq_dim=-2)
-        options = angle_options(spec, at, seq_len, allow_negative)
+    at = options_of(spec, sign=spec.sign, **how)
+    if positions is None:
+        check_one_axis(spec)
+        at = at._replace(seq_dim=-2 if at.seq_dim is None else at.seq_dim)
+    is_exact = precision == "exact"
+    options = angle_options(spec, at, seq_len, allow_negative) if is_exact else None
 
     def whole(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         results: Any = apply(
@@ -179,6 +200,13 @@ def _prepared_apply(
         return results if len(xs) > 1 else (results,)
 
     xs = (q,) if k is None else (q, k)
+    kernel, shapes = _checked(xs, (), out), tuple(map(_shape, xs))
+    if positions is not None:
+        check_positions(positions)
+        check_tokens(spec, _shape(positions), shapes, at, kernel.on_shards is not None)
+    elif kernel.on_shards is None:
+        seq = shapes[0][seq_axis(shapes[0], at.seq_dim)]
+        geometry_of(shapes, (seq, spec.rotary_dim // 2), None, at)
     tables = () if positions is None else (positions,)
     run = _run(options, xs, tables, _as_tuple(out), whole, "apply")
 
@@ -191,6 +219,20 @@ def _prepared_apply(
         return run((q, k), tables, out)
 
     return step
+
+
+def _checked(xs: Arrays, others: Arrays, out: object) -> SomeKernel:
+    """Return the kernel of arrays; refuse libraries and dtypes, and outputs, as `rotate` does."""
+    kernel: SomeKernel = kernel_of(xs[0])
+    outs = None if out is None else outputs(out, len(xs))
+    check_library(kernel, xs[0], *xs[1:], *others, *(outs or ()))
+    if kernel.check_xs is not None:
+        kernel.check_xs(xs, outs)
+    return kernel
+
+
+def _shape(array: Operand) -> tuple[int, ...]:
+    return tuple(np.shape(array))
 
 
 def _as_tuple(arrays: object) -> Arrays | None:

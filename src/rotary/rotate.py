@@ -3,7 +3,7 @@
 from typing import Any, TypeVar, overload
 
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import Array, check_positions, hint_for, is_per_row, kernel_of, known_kernel
+from .kernels import Array, Kernel, check_positions, hint_for, is_per_row, kernel_of, known_kernel
 from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 
@@ -114,7 +114,23 @@ def rotate(
             return results if is_several else results[0]
     if kernel.check is not None:
         kernel.check(xs[0])
-    for array in (*xs[1:], cos, sin, *(outs or ())):
+    check_library(kernel, xs[0], *xs[1:], cos, sin, *(outs or ()))
+    if positions is not None:
+        check_positions(positions)
+    results = kernel.rotate(xs, cos, sin, positions, options_of(*caller_options), outs)
+    return results if is_several else results[0]
+
+
+def check_library(kernel: Kernel[Array], x: Array, *others: object) -> None:
+    """Refuse arrays that `kernel`, that of x, does not take.
+
+    >>> import numpy as np
+    >>> check_library(kernel_of(np.ones(2)), np.ones(2), [1.0, 2.0])
+    Traceback (most recent call last):
+    TypeError: all arrays must be of one library: ndarray and builtins.list
+    """
+    kind = type(x)
+    for array in others:
         if type(array) is not kind and not kernel.takes(array):
             if isinstance(array, Rotary):
                 raise TypeError(f"cos and sin must be arrays, got a Rotary: {_BOTH_FORMS}")
@@ -122,10 +138,6 @@ def rotate(
                 f"all arrays must be of one library: {kind.__qualname__} and "
                 f"{type(array).__module__}.{type(array).__qualname__}{hint_for(type(array))}"
             )
-    if positions is not None:
-        check_positions(positions)
-    results = kernel.rotate(xs, cos, sin, positions, options_of(*caller_options), outs)
-    return results if is_several else results[0]
 
 
 _BOTH_FORMS = (
@@ -244,8 +256,7 @@ def apply(
     xs = (q,) if k is None else (q, k)
     outs = None if out is None else outputs(out, len(xs))
     if positions is None:
-        if spec.num_axes > 1:
-            raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
+        check_one_axis(spec)
         seq_dim = -2 if seq_dim is None else seq_dim
     else:
         check_positions(positions)
@@ -264,7 +275,7 @@ def apply(
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if positions is not None:
         is_part = kernel.on_shards is not None
-        _check_positions(spec, tuple(positions.shape), tuple(q.shape), options, is_part)
+        check_tokens(spec, tuple(positions.shape), (tuple(q.shape),), options, is_part)
         if outs is not None and kernel.check_out is not None:
             shapes = [[getattr(array, "shape", None) for array in each] for each in (xs, outs)]
             if shapes[0] == shapes[1]:  # others are refused below
@@ -316,13 +327,29 @@ def _is_of_one_length(spec: Rotary, positions: object, seq_len: object) -> bool:
     return positions is None if seq_len is None else not is_per_row(seq_len)
 
 
-def _check_positions(
-    spec: Rotary, shape: tuple[int, ...], x_shape: tuple[int, ...], options: Options, is_part: bool
+def check_one_axis(spec: Rotary) -> None:
+    """Refuse a spec with several axes where there are no positions.
+
+    >>> check_one_axis(Rotary(head_dim=4))
+    """
+    if spec.num_axes > 1:
+        raise ValueError(f"a spec with {spec.num_axes} axes needs positions (..., seq, axes)")
+
+
+def check_tokens(
+    spec: Rotary,
+    shape: tuple[int, ...],
+    x_shapes: tuple[tuple[int, ...], ...],
+    options: Options,
+    is_part: bool,
 ) -> None:
     """Refuse positions that do not fit q, before tables are made of them.
 
     A table of as many axes as x is legal for `rotate`, but positions never have a head axis.
+
+    >>> check_tokens(Rotary(head_dim=4), (3,), ((2, 3, 4),), Options(), False)
     """
+    x_shape = x_shapes[0]
     check_axes(spec.num_axes, shape)
     tokens = shape[:-1] if spec.num_axes > 1 else shape
     if len(tokens) > 2 or (len(tokens) == 2 and len(x_shape) < 4):
@@ -335,4 +362,4 @@ def _check_positions(
     # torch.jit.trace records sizes that are not ints; a shard has only a part of the sizes
     if tokens and not is_part and all(type(size) is int for size in (*tokens, *x_shape)):
         table = x_shape[seq_axis(x_shape, options.seq_dim)], spec.rotary_dim // 2
-        geometry_of((x_shape,), table, tokens, options)
+        geometry_of(x_shapes, table, tokens, options)

@@ -77,6 +77,8 @@ class Kernel(Generic[Array]):
     device_key: Callable[[Array], str]  # the device of an array, a part of the cache key
 
     check: Callable[[Array], None] | None = None  # refuses arrays that their type does not exclude
+    # (xs, out): refuses dtypes, and outputs unlike x, as `rotate` does, before anything is prepared
+    check_xs: Callable[..., None] | None = None
     # the fast path of `rotate`, tried first: runs code that is cached for calls of this form;
     # returns None if `rotate` has to be called
     quick: Quick[Array] | None = None

@@ -39,11 +39,8 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`, except `out`: MLX makes new arrays.
     """
-    if out is not None:
-        raise TypeError(
-            "out= cannot be used with MLX arrays, which are not written into: use the result"
-        )
-    _check_operands(xs, cos, sin)
+    check_xs(xs, out)
+    _check_tables(cos, sin)
     rows = None if positions is None else _check_rows(positions, len(cos))
     shapes = tuple(tuple(x.shape) for x in xs)
     geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
@@ -195,15 +192,22 @@ def _per_pair(positions: Array | Numbers, axes: Sequence[int]) -> Array:
 # --- checks ---
 
 
-def _check_operands(
-    xs: Sequence[Array | Numbers], cos: Array | Numbers, sin: Array | Numbers
-) -> None:
-    kinds, (cos_kind, sin_kind) = [*map(_kind, xs)], map(_kind, (cos, sin))
+def check_xs(xs: Sequence[Array | Numbers], out: object) -> None:
+    """Refuse dtypes that cannot be rotated, and `out`."""
+    if out is not None:
+        raise TypeError(
+            "out= cannot be used with MLX arrays, which are not written into: use the result"
+        )
+    kinds = [*map(_kind, xs)]
     for kind in kinds:
         if kind not in reference.FLOATS:
             raise TypeError(f"x must be one of {', '.join(reference.FLOATS)}, got {kind}")
         if kind != kinds[0]:
             raise TypeError(f"q and k must have one dtype, got {kinds[0]} and {kind}")
+
+
+def _check_tables(cos: Array | Numbers, sin: Array | Numbers) -> None:
+    cos_kind, sin_kind = _kind(cos), _kind(sin)
     if cos.shape != sin.shape or cos_kind != sin_kind:
         raise ValueError(
             f"cos and sin must be alike, got {cos_kind} {cos.shape} and {sin_kind} {sin.shape}"
@@ -351,4 +355,5 @@ KERNEL = Kernel[Array](
     is_cacheable=is_cacheable,
     device_key=device_key,
     move=move,
+    check_xs=check_xs,
 )

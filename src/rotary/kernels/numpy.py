@@ -79,11 +79,7 @@ def check_operands(
     xs: Sequence[Array], cos: Array, sin: Array, out: Sequence[Array] | None
 ) -> None:
     """Refuse what cannot be rotated: dtypes, mixed libraries, unusable `out`."""
-    for x in xs:
-        if name_of(x.dtype) not in FLOATS:
-            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {_described(x.dtype)}")
-        if x.dtype != xs[0].dtype:
-            raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
+    check_xs(xs, None)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
             f"cos and sin must have one shape and dtype, got {cos.dtype} {cos.shape} and "
@@ -95,10 +91,21 @@ def check_operands(
         check_out((*xs, cos, sin), out)
 
 
+def check_xs(xs: Sequence[Array], out: Sequence[Array] | None) -> None:
+    """Refuse x and `out` that cannot be rotated, whatever the tables are."""
+    for x in xs:
+        if name_of(x.dtype) not in FLOATS:
+            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {_described(x.dtype)}")
+        if x.dtype != xs[0].dtype:
+            raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
+    if out is not None:
+        check_out(xs, out)
+
+
 def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
     """Refuse outputs that are not like their input, are read-only, or overlap other arrays.
 
-    `inputs` are the x of each output, in the same order, then the two tables.
+    `inputs` are the x of each output, in the same order, then other arrays such as the tables.
     """
     for x, y in zip(inputs, out, strict=False):
         check_like("input", x, y)
@@ -352,4 +359,5 @@ KERNEL = Kernel(
     device_key=device_key,
     move=move,
     check_out=check_out,
+    check_xs=check_xs,
 )

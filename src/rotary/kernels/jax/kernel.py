@@ -35,7 +35,9 @@ from . import angles
 Array = jax.Array
 _FLOAT64 = np.dtype(np.float64)
 _dtype = attrgetter("dtype")
-check_operands: Callable[..., None] = reference.check_operands  # reads only shapes and dtypes
+# both read only shapes and dtypes
+check_operands: Callable[..., None] = reference.check_operands
+_check_dtypes: Callable[..., None] = reference.check_xs
 
 
 def rotate(
@@ -57,12 +59,22 @@ def rotate(
 
 def check_types(xs: Sequence[Array], cos: Array, sin: Array, out: object) -> None:
     """Refuse what the compiled call cannot check: `out`, and float64 if JAX has 32 bits only."""
-    if out is not None:
-        raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
+    _check_out(out)
     if _FLOAT64 in map(_dtype, (*xs, cos, sin)):  # also NumPy arrays, which jit rounds
         check_operands(xs, cos, sin, None)
         if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise TypeError("float64 tables need jax.config.update('jax_enable_x64', True)")
+
+
+def check_xs(xs: Sequence[Array], out: object) -> None:
+    """Refuse dtypes that cannot be rotated, and `out`."""
+    _check_out(out)
+    _check_dtypes(xs, None)
+
+
+def _check_out(out: object) -> None:
+    if out is not None:
+        raise TypeError("out= cannot be used with JAX arrays, which are immutable: use the result")
 
 
 def move(
@@ -251,4 +263,5 @@ KERNEL = Kernel(
     is_cacheable=angles.is_cacheable,
     device_key=angles.device_key,
     move=move,
+    check_xs=check_xs,
 )

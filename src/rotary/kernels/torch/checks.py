@@ -53,10 +53,15 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
 def check_strided(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not strided: nested and sparse ones."""
     for x in tensors:
-        if x.is_nested:
-            raise TypeError(NESTED)
+        check_plain(x)
         if x.layout is not torch.strided:
             raise TypeError(f"tensors must be dense, got {x.layout}: pass x.to_dense()")
+
+
+def check_plain(x: Tensor) -> None:
+    """Refuse a nested tensor."""
+    if x.is_nested:
+        raise TypeError(NESTED)
 
 
 def check_device(tensor: Tensor, x: Tensor) -> None:

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import NESTED, CallerOptions, Kernel, Numbers
+from .. import CallerOptions, Kernel, Numbers
 from ..geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
 from . import angles, gpu, move, ready
-from .checks import check_no_grad, check_operands, check_rows, check_writable, check_xs
+from .checks import check_no_grad, check_operands, check_plain, check_rows, check_writable, check_xs
 from .launch import (
     Differentiable,
     differentiable,
@@ -363,11 +363,6 @@ def _rotate_exact(
     return run(xs)
 
 
-def _check(x: Tensor) -> None:
-    if x.is_nested:
-        raise TypeError(NESTED)
-
-
 KERNEL = Kernel(
     name="torch",
     namespace=torch,
@@ -390,7 +385,8 @@ KERNEL = Kernel(
     host_constant=angles.host_constant,
     is_cacheable=angles.is_cacheable,
     device_key=angles.device_key,
-    check=_check,
+    check=check_plain,
+    check_xs=check_xs,
     is_on_gpu=lambda x: is_on_gpu(x),
     makes_angles=makes_angles,
     rotate_exact=rotate_exact,
