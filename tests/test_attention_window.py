@@ -156,6 +156,9 @@ def test_the_length_of_a_key_does_not_matter_and_zeros_stay():
     np.testing.assert_allclose(np.linalg.norm(key_norm(k), axis=-1), math.sqrt(8), rtol=1e-14)
     rotated_before = apply(SPEC, key_norm(k))
     np.testing.assert_allclose(rotated_before, key_norm(apply(SPEC, k)), rtol=0, atol=1e-6)
+    for size in (1e30, 1e-30):  # their squares are infinite, or 0, in float32
+        for one in (np.full((1, 4), size, np.float32), torch.full((1, 4), size)):
+            np.testing.assert_allclose(np.asarray(key_norm(one)), np.ones((1, 4)), rtol=1e-6)
     zeros = torch.zeros(2, 4, requires_grad=True)
     key_norm(zeros).sum().backward()
     assert not key_norm(zeros).any()

@@ -227,10 +227,12 @@ def key_norm(k: Array) -> Array:
     """
     xp = namespace(k)
     wide = at_least_float32(k)
-    squares = (wide * wide).sum(axis=-1, keepdims=True)
-    is_zero = squares == 0
+    largest = xp.amax(xp.abs(wide), axis=-1, keepdims=True)
+    is_zero = largest == 0
+    unit = wide / xp.where(is_zero, 1.0, largest)  # squares of 1e30 or 1e-30 leave float32
+    squares = (unit * unit).sum(axis=-1, keepdims=True)
     lengths = xp.sqrt(xp.where(is_zero, 1.0, squares))
-    return cast(wide * (math.sqrt(k.shape[-1]) / lengths), k.dtype)
+    return cast(unit * (math.sqrt(k.shape[-1]) / lengths), k.dtype)
 
 
 def row_length(spec: Rotary, k: Array, k_positions: object) -> object:
