@@ -177,6 +177,9 @@ def test_xpos_refuses_what_makes_no_sense():
     for name in ("scale_base", "gamma"):
         with pytest.raises(ValueError, match="scale_base and gamma must be > 0"):
             xpos(Rotary(head_dim=8), x, x, **{name: 0.0})
+    for types in ((np.float32, np.float16), (np.float16, np.float32)):
+        with pytest.raises(ValueError, match="a position is 16000 tokens from the origin"):
+            xpos(Rotary(head_dim=8), *map(x[:1].astype, types), positions=[16_000])
     with pytest.raises(ValueError, match="xPos needs one position axis, the spec has 2"):
         xpos(Rotary(head_dim=8, axes=(0, 0, 1, 1)), x, x)
     assert xpos(Rotary(head_dim=8), x[:0], x[:0])[0].shape == (0, 8)

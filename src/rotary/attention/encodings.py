@@ -77,7 +77,7 @@ def xpos(
     positions = positions_of(positions, q)
     pairs = np.arange(spec.rotary_dim // 2) / (spec.rotary_dim // 2)
     rates = np.log((pairs + gamma) / (1 + gamma)) / scale_base
-    _check_distance(positions - origin, -rates[0], q.dtype)
+    _check_distance(positions - origin, -rates[0], q.dtype, k.dtype)
     exponents = cast(positions - origin, float64_of(q))[..., None] * kernel.as_positions(rates, q)
     cos, sin = cos_sin(spec, positions, allow_negative=allow_negative)
     width = xp.promote_types(q.dtype, xp.float32)
@@ -91,10 +91,10 @@ def xpos(
 _BITS = {"float16": 8, "float64": 512}  # half the exponent range of a type; 64 for other types
 
 
-def _check_distance(from_origin: Array, rate: float, dtype: object) -> None:
+def _check_distance(from_origin: Array, rate: float, *dtypes: object) -> None:
     if not math.prod(from_origin.shape) or is_traced(from_origin):
         return
-    bits = _BITS.get(str(dtype).rpartition(".")[2], 64)
+    bits = min(_BITS.get(str(dtype).rpartition(".")[2], 64) for dtype in dtypes)
     farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)
     if farthest > limit:
         raise ValueError(
