@@ -1,6 +1,7 @@
 """FoPE: tables of several frequencies for each pair, and pairs that position does not reach."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -163,3 +164,11 @@ def test_coefficients_and_positions_that_do_not_fit_are_refused():
     for options in ({}, {"positions": [0], "seq_len": 1}):
         with pytest.raises(ValueError, match="give either positions or seq_len, got"):
             fourier_cos_sin(SPEC, learned, **options)
+    for seq_len in (-1, 2.0):
+        with pytest.raises(ValueError, match=f"seq_len must be a whole number >= 0, got {seq_len}"):
+            fourier_cos_sin(SPEC, learned, seq_len=seq_len)
+    for wrong, found in ((3, "int64 of shape ()"), ([0.5], "float64 of shape (1,)"),
+                         ([[[1]]], "int64 of shape (1, 1, 1)")):  # fmt: skip
+        for coefficients in (learned, torch.from_numpy(learned)):
+            with pytest.raises(ValueError, match=f"positions must be whole.*{re.escape(found)}"):
+                fourier_cos_sin(SPEC, coefficients, wrong)

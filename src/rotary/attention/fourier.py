@@ -94,7 +94,15 @@ def fourier_cos_sin(
     if (positions is None) == (seq_len is None):
         given = "neither" if positions is None else "both"
         raise ValueError(f"give either positions or seq_len, got {given}")
-    at = positions_of(np.arange(seq_len or 0) if positions is None else positions, coefficients)
+    if seq_len is not None:
+        check_whole("seq_len", seq_len, 0)
+        positions = np.arange(seq_len)
+    at = positions_of(positions, coefficients)
+    if at.ndim not in (1, 2) or "int" not in str(at.dtype):
+        raise ValueError(
+            "positions must be whole numbers, (seq,) or (batch, seq), got "
+            f"{str(at.dtype).removeprefix('torch.')} of shape {tuple(at.shape)}"
+        )
     at = at if at.ndim == 2 else at[None]
     wide = at_least_float32(coefficients)
     tables = []
