@@ -50,6 +50,14 @@ def test_a_map_is_the_formula_of_its_paper(name, library):
     np.testing.assert_allclose(np.asarray(ours), wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_a_map_takes_numbers_and_lists_and_sizes_of_numpy():
+    assert rerope(3)(5, 0) == 3
+    assert rerope(3)([5, 2], [0]).tolist() == [3, 2]
+    assert rerope(3)([5, 2], torch.zeros(1, dtype=torch.int64)).tolist() == [3, 2]
+    assert self_extend(np.uint8(200), np.int64(2))(np.arange(500), 0)[-1] == 349
+    assert self_extend(np.uint8(200), 2) == self_extend(200, 2)
+
+
 @EACH
 def test_a_map_keeps_the_window_and_never_turns_back(name):
     distances, _ = MAPS[name]
@@ -213,5 +221,9 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"slope must be in \[0, 1\], got 1.5"):
         DistanceMap(4, slope=1.5)
     q, k, v = qkv(4, 8)
+    with pytest.raises(TypeError, match=r"must be a DistanceMap, such as rerope\(window\), got 2"):
+        distance_attention(q, k, v, Rotary(head_dim=8), 2)
+    with pytest.raises(TypeError, match="spec must be a Rotary, got NoneType: make one with"):
+        distance_attention(q, k, v, None, rerope(2))
     with pytest.raises(ValueError, match="distances need one position axis"):
         distance_attention(q, k, v, Rotary(head_dim=8, axes=(0, 0, 1, 1)), rerope(2))

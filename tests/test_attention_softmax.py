@@ -13,6 +13,7 @@ from libraries import if_installed
 from rotary import Rotary, apply, inv_freq
 from rotary.attention import (
     distance_attention,
+    linear_attention,
     scale_by_log_n,
     self_extend,
     softmax_attention,
@@ -139,6 +140,18 @@ def test_positions_and_counts_that_are_not_one_per_token_are_refused(library, sh
         ("counts", lambda: scale_by_log_n(q, p, 10)),
     ):
         with pytest.raises(ValueError, match=f"{name} must be .*{where}"):
+            call()
+
+
+def test_what_is_no_spec_is_refused():
+    q = draw(3, 8)
+    for name, call in (
+        ("spec", lambda: softmax_attention(q, q, q, 64)),
+        ("value_spec", lambda: vo_rope_attention(q, q, q, 64)),
+        ("spec", lambda: linear_attention(q, q, q, 64)),
+        ("spec, the first argument,", lambda: xpos(64, q, q)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} must be a Rotary, got int: make one with "):
             call()
 
 

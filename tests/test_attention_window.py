@@ -85,6 +85,10 @@ def test_windows_that_make_no_sense_are_refused():
     for window in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="window must be a whole number >= 1, got"):
             softmax_attention(*arrays, window=window)
+    with pytest.raises(ValueError, match=r"got a numpy.ndarray of shape \(2,\)"):
+        softmax_attention(*arrays, window=np.arange(2))
+    given = softmax_attention(*arrays, window=np.int64(2))
+    np.testing.assert_array_equal(given, softmax_attention(*arrays, window=2))
     with pytest.raises(ValueError, match="it needs causal=True"):
         softmax_attention(*arrays, window=2, causal=False)
 

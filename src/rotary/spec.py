@@ -7,11 +7,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
 from .words import brief, nearest
+
+Value = TypeVar("Value")
 
 _LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
@@ -66,7 +68,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "rotary_dim", "start", "base", "sign"):
-            self._set(name, _unwrapped(getattr(self, name)))
+            self._set(name, unwrapped(getattr(self, name)))
         _check_slice(self)
         _check_base(self.base)
         self._set("base", float(self.base))
@@ -199,8 +201,14 @@ def _default(spec: Rotary, field: dataclasses.Field[object]) -> object:
     return {"rotary_dim": spec.head_dim, "out_layout": spec.layout}.get(field.name, field.default)
 
 
-def _unwrapped(value: object) -> object:
-    return value.item() if hasattr(value, "item") else value  # a numpy scalar
+def unwrapped(value: Value) -> Value:
+    """Return a NumPy scalar as a number of Python; other values as they are.
+
+    >>> unwrapped(4)
+    4
+    """
+    item = getattr(value, "item", None)
+    return value if item is None or getattr(value, "ndim", 1) != 0 else item()
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -223,8 +231,8 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name} must be a whole number >= {least}, got {brief(value)}")
 
 
-def check_spec(spec: object) -> None:
-    """Refuse a first argument that is not a Rotary, and say how to make one.
+def check_spec(spec: object, name: str = "spec, the first argument,") -> None:
+    """Refuse an argument that is not a Rotary, and say how to make one.
 
     >>> check_spec(64)
     Traceback (most recent call last):
@@ -233,8 +241,8 @@ rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)
     """
     if not isinstance(spec, Rotary):
         raise TypeError(
-            f"spec, the first argument, must be a Rotary, got {type(spec).__qualname__}: make one "
-            "with rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)"
+            f"{name} must be a Rotary, got {type(spec).__qualname__}: make one with "
+            "rotary.Rotary(head_dim=...) or rotary.from_hf_config(config)"
         )
 
 
@@ -327,7 +335,7 @@ def _frozen(name: str, value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Sequence):
-        return tuple(_unwrapped(item) for item in value)
+        return tuple(unwrapped(item) for item in value)
     raise ValueError(f"parameter {name!r} must be a number, a flag or a list, got {brief(value)}")
 
 

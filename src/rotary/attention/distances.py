@@ -9,8 +9,10 @@ import dataclasses
 import math
 
 from ..angles import inv_freq
+from ..kernels.place import Place
 from ..rotate import apply
-from ..spec import Rotary, check_whole
+from ..spec import Rotary, check_spec, check_whole, unwrapped
+from ..words import brief
 from .arrays import (
     Array,
     at_least_float32,
@@ -45,17 +47,18 @@ class DistanceMap:
 
     def __post_init__(self) -> None:
         for name in ("window", "group"):
+            object.__setattr__(self, name, unwrapped(getattr(self, name)))
             check_whole(name, getattr(self, name))
         if not 0 <= self.slope <= 1:
             raise ValueError(f"slope must be in [0, 1], got {self.slope!r}")
 
     def __call__(self, q_positions: Array, k_positions: Array) -> Array:
         """Return the mapped distances of query and key positions, which are broadcast."""
-        like = q_positions - k_positions
+        like = Place(q_positions, k_positions).like
         m, n = positions_of_both(q_positions, like, k_positions, like)
         distance, blocks = m - n, m // self.group - n // self.group
         far = self.slope * blocks + self.shift
-        return namespace(distance).where(distance < self.window, distance, far)
+        return namespace(like).where(distance < self.window, distance, far)
 
     @property
     def shift(self) -> float:
@@ -135,6 +138,11 @@ def distance_attention(
     >>> distance_attention(x, x, x, spec, rerope(2)).shape
     (4, 4)
     """
+    check_spec(spec, "spec")
+    if not isinstance(distances, DistanceMap):
+        raise TypeError(
+            f"distances must be a DistanceMap, such as rerope(window), got {brief(distances)}"
+        )
     if spec.num_axes > 1 or spec.depends_on_length:
         raise ValueError(
             "distances need one position axis and frequencies that do not depend on the length, "

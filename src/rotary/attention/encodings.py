@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..angles import check_range, cos_sin, inv_freq, turns
 from ..kernels import Numbers, host, is_traced, kernel_of
 from ..rotate import rotate
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 from .arrays import Array, cast, float64_of, namespace, positions_of
 
 
@@ -69,6 +69,7 @@ def xpos(
     >>> (q[2] @ k[1] / (2 * np.cos(1))).round(6).item()
     0.5
     """
+    check_spec(spec)
     if spec.num_axes > 1:
         raise ValueError(f"xPos needs one position axis, the spec has {spec.num_axes}")
     if not (scale_base > 0 and gamma > 0):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..angles import cos_sin, inv_freq
-from ..spec import Rotary, check_whole, is_whole
+from ..spec import Rotary, check_spec, check_whole, is_whole
 from .arrays import Array, at_least_float32, cast, namespace, positions_of
 
 
@@ -117,6 +117,7 @@ def fourier_cos_sin(
 
 
 def _frequencies(spec: Rotary) -> npt.NDArray[np.float64]:
+    check_spec(spec)
     if spec.num_axes > 1 or spec.depends_on_length:
         raise ValueError(
             "FoPE needs one position axis and frequencies that do not depend on the length, got "

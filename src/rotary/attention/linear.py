@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..rotate import apply
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 from .arrays import Array, at_least_float32, cast, namespace, positions_of
 from .features import FeatureMap, elu_plus_one
 
@@ -127,6 +127,8 @@ def chunked_linear_attention(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
     _check_tokens(q, k, v)
+    if spec is not None:
+        check_spec(spec, "spec")
     if spec is not None and (spec.num_axes > 1 or spec.depends_on_length):
         raise ValueError(
             "a state needs one position axis and frequencies that do not depend on the length, got "
@@ -200,6 +202,7 @@ def _features(
         )
     if spec is None:
         return q, k, q, k
+    check_spec(spec, "spec")
     rotated = apply(spec, q, k, positions=positions, seq_dim=-2, allow_negative=allow_negative)
     return q, k, *rotated
 

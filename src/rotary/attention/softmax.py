@@ -12,7 +12,7 @@ import math
 
 from ..angles import inv_freq
 from ..rotate import apply
-from ..spec import Rotary, check_whole
+from ..spec import Rotary, check_spec, check_whole, unwrapped
 from .arrays import (
     Array,
     at_least_float32,
@@ -59,12 +59,15 @@ def softmax_attention(
     >>> softmax_attention(q, q, np.array([[7.0, 8.0]]))
     array([[7., 8.]])
     """
+    if spec is not None:
+        check_spec(spec, "spec")
     if causal and spec is not None and spec.num_axes > 1:
         raise ValueError(
             f"causal=True needs one position axis, the spec has {spec.num_axes}: rotate q and k "
             "with rotary.apply, and pass them with the order of the tokens as positions"
         )
     if window is not None:
+        window = unwrapped(window)
         check_whole("window", window)
         if not causal:
             raise ValueError("window counts the tokens before a query: it needs causal=True")
@@ -138,6 +141,7 @@ def vo_rope_attention(
     >>> bool(np.allclose(vo_rope_attention(x, x, x, Rotary(head_dim=2))[0], x[0]))
     True
     """
+    check_spec(value_spec, "value_spec")
     seq_len = row_length(value_spec, k, k_positions)
     rotated = apply(
         value_spec,
