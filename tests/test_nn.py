@@ -58,6 +58,14 @@ def test_an_unknown_precision_is_refused_when_a_model_is_built():
         RotaryEmbedding(SPEC, precision="fp32")
 
 
+@pytest.mark.parametrize("seq_dim", ["a", 2.0, True, -1])
+def test_an_axis_that_is_none_is_refused_when_a_model_is_built(seq_dim):
+    with pytest.raises(
+        ValueError, match=f"seq_dim must be the .* such as -2 or -3, got .?{seq_dim}"
+    ):
+        RotaryEmbedding(SPEC, seq_dim=seq_dim)
+
+
 @pytest.mark.parametrize("precision", ["exact", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_apply(dtype, precision):

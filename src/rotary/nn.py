@@ -8,7 +8,8 @@ from torch import Tensor
 from .angles import Precision, check_precision
 from .kernels import kernel_of
 from .rotate import apply
-from .spec import Rotary, check_spec
+from .spec import Rotary, check_spec, is_whole
+from .words import brief
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -36,6 +37,11 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         check_spec(spec)
         check_precision(precision)
+        if seq_dim is not None and (not is_whole(seq_dim) or seq_dim == -1):
+            raise ValueError(
+                "seq_dim must be the number of an axis before the last, such as -2 or -3, got "
+                f"{brief(seq_dim)}"
+            )
         kernel_of(torch.empty(0))  # loads Numba: 0.60 cannot once torch.export has replaced `max`
         self.spec = spec
         self.precision: Precision = precision
