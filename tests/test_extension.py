@@ -196,6 +196,9 @@ BAD_CALLS = {
     "trained must be a whole number, got True": lambda: extension.coverage(LLAMA_2, True),
     "positions must be in 0": lambda: extension.unseen(LLAMA_2, 512, LLAMA_2, [-1]),
     "position must be a whole number": lambda: extension.unseen_share(LLAMA_2, 512, LLAMA_2, 0.5),
+    "schedule 'default' of the spec has no factor to be made larger: analysis.methods": lambda: (
+        extension.stretched_further(LLAMA_2, 2.0)
+    ),
     r"more than 2\^27; ask for fewer": lambda: extension.unseen(
         LLAMA_2, 512, LLAMA_2, np.arange(2**21 + 1)
     ),

@@ -150,12 +150,17 @@ def stretched_further(spec: Rotary, growth: float) -> Rotary:
     """Return a scaled spec with `growth` times its factor.
 
     An attention factor that is the default for the old factor becomes the default for the new one;
-    another one was chosen, and stays.
+    another one was chosen, and stays. Raises ValueError for a spec without a factor.
 
     >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
     >>> stretched_further(Rotary(head_dim=8, schedule="yarn", params=params), 2.0).params["factor"]
     8.0
     """
+    if "factor" not in spec.params:
+        raise ValueError(
+            f"schedule {spec.schedule!r} of the spec has no factor to be made larger: "
+            "analysis.methods(spec, trained, target) stretches such a spec"
+        )
     params = {key: value for key, value in spec.params.items() if key != "attention_factor"}
     default = inv_freq(dataclasses.replace(spec, params=params))[1]
     if not math.isclose(default, inv_freq(spec)[1], rel_tol=1e-6):
