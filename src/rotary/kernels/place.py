@@ -1,8 +1,11 @@
 """Makes positions in the library and on the device of an array that a caller passes."""
 
+import sys
+
 import numpy as np
 
 from . import Numbers, SomeKernel, host, is_symbolic, kernel_of
+from .private import recorded_as
 
 
 class Place:
@@ -82,10 +85,17 @@ def is_open_size(value: object) -> bool:
     >>> is_open_size(3)
     False
     """
+    return _is_open_in_jax(value) or (is_symbolic(value) and not is_array(value))
+
+
+def _no(value: object) -> bool:
+    return False
+
+
+@recorded_as(_no)
+def _is_open_in_jax(value: object) -> bool:
     export = sys.modules.get("jax.export")  # no symbol of it can exist before its import
-    if export is not None and export.is_symbolic_dim(value):
-        return True
-    return is_symbolic(value) and not is_array(value)
+    return export is not None and bool(export.is_symbolic_dim(value))
 
 
 def is_array(value: object) -> bool:

@@ -81,11 +81,14 @@ def move_by(
 
 
 def check_out(xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse arrays on several devices, and outputs that must not be written or share memory."""
-    for x in (*xs, *out):
+    """Refuse arrays on several devices, and outputs that must not be written or share memory.
+
+    `xs` are the input of each output, in the same order, then what else is read.
+    """
+    for x, y in zip(xs, out, strict=False):
         check_device(x, xs[0])
-    check_strided((*xs, *out))
-    for x, y in zip(xs, out, strict=True):
+        check_device(y, x)
+        check_strided((x, y))
         check_like("input", x, y)
     check_no_grad(xs, out)
     if not is_recording():
