@@ -326,15 +326,15 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
     def differ(one: Array, two: Array) -> bool:
         return bool(np.abs(one - two).max() > 2e-5 + 16 * UNITS[box.dtype])
 
-    def changes(row: Array, numbers: Any) -> bool | None:
-        """Whether the first token of a row is rotated differently; None if the row is refused."""
+    def changes(far: int) -> bool | None:
+        """Whether a far token changes the first one of a row; None if the row is refused."""
         try:
-            return differ(box(row, box.positions(numbers))[:, :, :1], before[:, :, :1])
+            return differ(box(x, box.positions([17, 18, far]))[:, :, :1], before[:, :, :1])
         except ValueError:
             return None
 
     far = 32
-    while jumps and far <= limit and (changed := changes(x, [17, 18, far])) is not None:
+    while jumps and far <= limit and (changed := changes(far)) is not None:
         if changed:
             safe = far // 2
             findings = [Finding("depends_on_length", f"results change when the row reaches a "
@@ -349,11 +349,15 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
                 findings.append(Finding("depends_on_batch", text + "that of the batch"))
     for seq in [seq for seq in LONG_ROWS if seq <= limit and not findings]:
         row = np.concatenate([x, sample(box, 1, 2, seq - 3, 1)], axis=2)
-        if changes(row, np.arange(17, 17 + seq)):
+        try:
+            y = box(row, box.positions(np.arange(17, 17 + seq)))
+        except ValueError:
+            continue
+        if differ(y[:, :, :1], before[:, :, :1]):
             safe = seq // 4
             text = f"rows of {seq} tokens are rotated differently"
             findings = [Finding("depends_on_length", text)]
-        elif (token := token_lost(box, row, differ)) is not None:
+        elif (token := token_lost(box, row, y, differ)) is not None:
             text = f"token {token} or one of the next two is rotated differently in a row of "
             text += f"{seq} than at the beginning of a row"
             findings = [Finding("later_tokens_differ", text)]
@@ -365,14 +369,15 @@ def length_dependence(box: Box, limit: int, jumps: bool) -> tuple[int | None, li
     return safe, findings
 
 
-def token_lost(box: Box, row: Array, differ: Callable[[Array, Array], bool]) -> int | None:
-    """Return the first of some tokens of a long row that a short row has otherwise; or None.
+def token_lost(
+    box: Box, row: Array, y: Array, differ: Callable[[Array, Array], bool]
+) -> int | None:
+    """Return the first of some tokens of y, a rotated row, that a short row has otherwise; or None.
 
     The tokens 4, 8, 16, ... and the last three, each with the next two; the row begins at 17.
     """
     seq = row.shape[2]
     try:
-        y = box(row, box.positions(np.arange(17, 17 + seq)))
         for at in (*(1 << power for power in range(2, seq.bit_length() - 1)), seq - 3):
             few = slice(at, at + 3)
             alone = box(row[:, :, few], box.positions(np.arange(17 + at, 20 + at)))
