@@ -207,10 +207,8 @@ class _Caller(NamedTuple):
     def patched(self, *, is_exact: bool) -> FunctionType:
         """Return a copy of the method that calls our functions, and add these to its file."""
         names = {}
-        for globals_, function in rotations_called(self.method):
-            if function not in self.conventions:
-                continue
-            conventions = self.conventions[function]
+        for function, conventions in self.conventions.items():
+            files = [file for file, called in rotations_called(self.method) if called is function]
             kind = "exact_" if is_exact else ""
             kind += f"{conventions[0].style}_" if conventions[0].chosen else ""
             kind += f"{conventions[0].layout}_" if conventions[0].by_config else ""
@@ -218,10 +216,12 @@ class _Caller(NamedTuple):
             numbered = (f"{plain}_{number}" for number in itertools.count(2))
             names[function] = name = next(  # functions of one file may have the same name
                 each for each in itertools.chain((plain,), numbered)
-                if getattr(globals_.get(each), "__wrapped__", function) is function
+                if all([getattr(file.get(each), "__wrapped__", function) is function
+                        for file in files])
             )  # fmt: skip
-            if name not in globals_:
-                globals_[name] = replacement_of(function, *conventions, keeps_dtype=is_exact)
+            for file in files:
+                if name not in file:
+                    file[name] = replacement_of(function, *conventions, keeps_dtype=is_exact)
         if self.moved is None:
             return copy_calling(self.method, tuple(names.items()))
         method, _ = self.moved
