@@ -435,7 +435,8 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     first, start = place.whole("offset", offset), 0
     parts = [grid(0, 0, 0, like=place.like)]
     for segment in segments:
-        kind, *numbers = _parts(segment)
+        kind, *rest = _parts(segment)
+        numbers = [*rest]  # Dynamo of torch 2.8 takes it for a tuple
         given = numbers.pop() if kind == "video" and len(numbers) == 4 else 1.0
         if kind not in ("text", "image", "video") or len(numbers) != (1 if kind == "text" else 3):
             raise ValueError(

@@ -375,13 +375,13 @@ def _channel_scales(kernel: Kernel[Array], scale: object, like: Array, dtype: st
     if dtype not in CODES:
         raise TypeError(f"scale= is for keys of {', '.join(CODES)}, got k of {dtype}")
     scales = kernel.as_positions(scale, like)
-    try:
-        fits = np.broadcast_shapes(tuple(scales.shape), shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"scale of shape {tuple(scales.shape)} does not broadcast to k {shape}")
-    if tuple(scales.shape)[-1:] in ((), (1,)):
+    sizes = tuple(scales.shape)
+    beside = shape[len(shape) - len(sizes) :]  # Dynamo of torch 2.8 fails in broadcast_shapes
+    if len(beside) < len(sizes) or not all(
+        [n in (1, m) for n, m in zip(sizes, beside, strict=True)]
+    ):
+        raise ValueError(f"scale of shape {sizes} does not broadcast to k {shape}")
+    if sizes[-1:] in ((), (1,)):
         return None
     values = kernel_of(scales).to_numpy(scales)
     if values is not None and not (is_good := np.isfinite(values) & (values != 0)).all():

@@ -98,9 +98,13 @@ def _is_open_in_jax(value: object) -> bool:
     return export is not None and bool(export.is_symbolic_dim(value))
 
 
+# a tuple: torch.compile of torch 2.8 takes no union of types
+_ON_HOST = int, float, list, tuple, range, np.ndarray, np.generic, type(None)
+
+
 def is_array(value: object) -> bool:
     """Whether a value is an array of torch, JAX or MLX, not of NumPy."""
-    if isinstance(value, int | float | list | tuple | range | np.ndarray | np.generic | None):
+    if isinstance(value, _ON_HOST):
         return False
     try:
         kernel_of(value)

@@ -121,10 +121,10 @@ def fused(
     of_v = v if is_changed else None
     updates: list[Update] = []
 
-    def store(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> None:
-        updates.extend(into_cache(k, v, cache, fitted))
-
-    results = finished(LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages, store)
+    results = finished(
+        LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages,
+        lambda *given: updates.extend(into_cache(*given)),  # Dynamo of torch 2.8 takes no `| None`
+    )  # fmt: skip
     results = _written(results, updates, cache, out)
     return results[0], results[1], results[2] if is_changed else v
 
