@@ -223,6 +223,14 @@ def test_a_layer_that_learns_is_refused_before_any_is_moved():
     assert (first == 1).all()
 
 
+def test_scales_that_do_not_fit_a_layer_are_refused_before_any_is_moved():
+    first, second = np.full((4, 2, 3, 8), 50, np.int8), np.full((4, 5, 3, 8), 50, np.int8)
+    scale = np.linspace(1, 2, 16, dtype=np.float32).reshape(2, 1, 8)
+    with pytest.raises(ValueError, match=r"does not broadcast to k \(4, 5, 3, 8\)"):
+        rerotate((first, second), Rotary(8), blocks=[1], shift=3, scale=scale, out=(first, second))
+    assert (first == 50).all()
+
+
 def test_layers_may_differ_in_heads_and_blocks():
     for shapes in (((4, 2, 3, 8), (6, 5, 3, 8)), ((4, 2, 8), (6, 5, 8))):
         layers = [np.ones(shape, np.float32) for shape in shapes]

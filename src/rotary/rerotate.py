@@ -176,7 +176,7 @@ def rerotate(
     dtype = _dtype_of(like)
     if dtype not in (*FLOATS, *CODES):
         raise TypeError(f"k must be one of {', '.join((*FLOATS, *CODES))}, got {like.dtype}")
-    scales = None if scale is None else _channel_scales(kernel, scale, like, dtype)
+    scales = None if scale is None else _channel_scales(kernel, scale, xs, dtype)
     if picked is None and dtype not in CODES:
         return rotate(
             k,
@@ -369,18 +369,20 @@ def _shifted(
     return to - to, to
 
 
-def _channel_scales(kernel: Kernel[Array], scale: object, like: Array, dtype: str) -> Array | None:
+def _channel_scales(
+    kernel: Kernel[Array], scale: object, xs: Sequence[Array], dtype: str
+) -> Array | None:
     """Return scales of 8-bit keys that differ between channels; None for others, which cancel."""
-    shape = tuple(like.shape)
     if dtype not in CODES:
         raise TypeError(f"scale= is for keys of {', '.join(CODES)}, got k of {dtype}")
-    scales = kernel.as_positions(scale, like)
+    scales = kernel.as_positions(scale, xs[0])
     sizes = tuple(scales.shape)
-    beside = shape[len(shape) - len(sizes) :]  # Dynamo of torch 2.8 fails in broadcast_shapes
-    if len(beside) < len(sizes) or not all(
-        [n in (1, m) for n, m in zip(sizes, beside, strict=True)]
-    ):
-        raise ValueError(f"scale of shape {sizes} does not broadcast to k {shape}")
+    for shape in [tuple(x.shape) for x in xs]:
+        beside = shape[len(shape) - len(sizes) :]  # Dynamo of torch 2.8 fails in broadcast_shapes
+        if len(beside) < len(sizes) or not all(
+            [n in (1, m) for n, m in zip(sizes, beside, strict=True)]
+        ):
+            raise ValueError(f"scale of shape {sizes} does not broadcast to k {shape}")
     if sizes[-1:] in ((), (1,)):
         return None
     values = kernel_of(scales).to_numpy(scales)
