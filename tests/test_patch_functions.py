@@ -27,7 +27,7 @@ from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb 
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
-from rotary.integrations.rotations import convention_of, replacement_of
+from rotary.integrations.rotations import convention_of, conventions_of, replacement_of
 from rotary.integrations.transformers import patch, unpatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -523,6 +523,7 @@ def test_a_wrapper_that_keeps_the_method_calls_the_original_after_unpatch(kernel
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_default_dtypes_change_no_conclusion(dtype):
     convention_of.cache_clear()
+    conventions_of.cache_clear()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), patch(Plain()) as patched:

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -631,3 +632,17 @@ def test_out_of_a_tensor_without_memory_here():
     said = [line for line in lines if line.startswith(("refused", "done"))]
     assert done.returncode == 0, (said, done.stderr or f"ended by signal {-done.returncode}")
     assert len(said) == 3
+
+
+def test_a_program_is_not_compiled_again_when_a_library_is_imported(monkeypatch):
+    """What is of which type is asked for without a variable for each entry of sys.modules."""
+    programs = CompileCounterWithBackend("eager")
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    spec, q = Rotary(8), torch.ones(1, 2, 3, 8)
+    turned = torch.compile(
+        lambda q: rotary.apply(spec, q, seq_dim=-2), backend=programs, fullgraph=True
+    )
+    turned(q)
+    monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
+    turned(q)
+    assert programs.frame_count == 1
