@@ -4,6 +4,7 @@ tests/peers/in_torchtitan.py runs the same on torchtitan itself.
 """
 
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,12 @@ def test_an_exact_table_has_the_scaling_of_the_config(ours, scaling):
     turned, _ = module(q, q)
     wanted = expected(q, np.arange(ROWS), layout, **SCALINGS[scaling])
     np.testing.assert_allclose(turned, wanted, atol=1e-6)
+
+
+def test_the_field_of_the_length_may_have_the_name_of_the_main_branch(ours):
+    config = SimpleNamespace(dim=DIM, max_context_length=ROWS, theta=1e4, scaling="none")
+    cos, sin = ours.exact_rows(config, "half")
+    assert cos.shape == sin.shape == (ROWS, DIM // 2)
 
 
 def test_heads_wider_than_the_table_are_refused(ours):

@@ -12,8 +12,9 @@ torchtitan makes its table from float32 angles, which are off by 8e-3 near posit
 `exact=True` fills the same buffer with cos and sin that are right to 1.5e-7. Without it the table
 is torchtitan's, and q and k equal torchtitan's up to rounding.
 
-The classes `Rotary...` and the two overrides exist only if torchtitan (0.3) is installed. Tested
-with torchtitan 0.3.0; tests/peers/in_torchtitan.py repeats the test.
+The classes `Rotary...` and the two overrides exist only if torchtitan is installed. Tested with
+torchtitan 0.3.0 (tests/peers/in_torchtitan.py repeats the test); the rotary modules alone also with
+its main branch of 2026-08-21.
 """
 
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def exact_rows(config: RoPEConfig, layout: str) -> tuple[Tensor, Tensor]:
     >>> cos.shape, float(sin[1, 1])
     (torch.Size([9, 2]), 0.009999833069741726)
     """
-    return cos_sin(spec_of(config, layout), torch.arange(config.max_seq_len))
+    newer = getattr(config, "max_context_length", None)  # its name after torchtitan 0.3
+    count = config.max_seq_len if newer is None else newer
+    return cos_sin(spec_of(config, layout), torch.arange(count))
 
 
 if find_spec("torchtitan") is not None:
