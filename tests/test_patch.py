@@ -11,6 +11,7 @@ from families import GPTJ, LOCAL, TINY, distance, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.molmo2.modeling_molmo2 import Molmo2TextConfig, Molmo2TextModel
 
 from rotary.integrations.transformers import patch, unpatch
 
@@ -317,6 +318,30 @@ def test_exact_tables_heal_frequencies_that_were_cast_to_bfloat16():
         angle = 100_000 * 10_000.0 ** (-pair / 8)
         assert abs(float(cos[0, 0, pair]) - math.cos(angle)) < 2e-7
         assert abs(float(sin[0, 0, pair + 8]) - math.sin(angle)) < 2e-7
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_of_two_rotary_embeddings_in_one_place_all_are_exact_or_none(kind):
+    """Molmo 2: one of them is scaled, and each layer gets the tables of one."""
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    config = Molmo2TextConfig(**TINY, head_dim=16, rope_parameters=rope, rope_scaling_layers=[1])
+    model = Molmo2TextModel(config).eval()
+    names = ["rotary_emb", "rotary_emb_unscaled"]
+    model.rotary_emb_unscaled.rope_type = kind
+    place = torch.tensor([[1_000_003]])
+    hidden = torch.zeros(1, dtype=torch.float32)
+    before = [model.get_submodule(name)(hidden, place)[0] for name in names]
+    with patch(model, exact=True) as patched:
+        after = [model.get_submodule(name)(hidden, place)[0] for name in names]
+        if kind == "dynamic":
+            assert [name for name, _ in patched.skipped] == names
+            assert all(map(torch.equal, before, after))
+            return
+        assert patched.patched[-2:] == [(name, "exact tables") for name in names]
+        for cos, factor in zip(after, (4.0, 1.0), strict=True):
+            for pair in range(8):
+                angle = 1_000_003 / factor * 1e4 ** (-pair / 8)
+                assert abs(float(cos[0, 0, pair]) - math.cos(angle)) < 2e-7
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..angles import cos_sin, inv_freq
 from ..configs import from_hf_config
+from ..configs import layer_types as types_in_config
 from ..spec import Rotary
 from .grids import exact_tables, maker_of, tables_of
 from .styles import REFUSALS, full_width, half_width, style_of
@@ -51,15 +52,16 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def nearest(names: Iterable[str], path: str) -> str | None:
-    """Return the rotary embedding for the module at `path`: the one in its closest ancestor.
+def nearest(names: Iterable[str], path: str) -> tuple[str, ...]:
+    """Return the rotary embeddings for the module at `path`: those in its closest ancestor.
 
     >>> nearest({"model.rotary_emb": 1, "vision.rotary_emb": 2}, "model.layers.0.self_attn")
-    'model.rotary_emb'
+    ('model.rotary_emb',)
     """
     homes = {name: name.rpartition(".")[0] for name in names}
-    around = [n for n, home in homes.items() if not home or f"{path}.".startswith(f"{home}.")]
-    return max(around, key=lambda name: len(homes[name]), default=None)
+    around = {home for home in homes.values() if not home or f"{path}.".startswith(f"{home}.")}
+    closest = max(around, key=len, default=None)
+    return tuple(name for name, home in homes.items() if home == closest)
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
@@ -205,13 +207,19 @@ def _cos_sin(
 
 
 def _float64_frequencies(module: nn.Module, layer_type: str | None, buffer: Tensor) -> Tensor:
-    """Return inv_freq of the config, if rotary reads it and the buffer agrees; else the buffer."""
-    own = buffer.double().cpu()
+    """Return inv_freq of the config, if rotary reads it and the buffer agrees; else the buffer.
+
+    Where layer types differ and the module does not say its own, it may be of any.
+    """
+    own, config = buffer.double().cpu(), getattr(module, "config", None)
+    tolerance = 8 * torch.finfo(buffer.dtype).eps
     try:
-        spec = from_hf_config(getattr(module, "config", None), layer_type)
+        kinds = (layer_type,) if layer_type else types_in_config(config) or (None,)
+        specs = [from_hf_config(config, kind) for kind in kinds]
     except ValueError:
         return own
-    exact = own if spec is None else torch.tensor(inv_freq(spec)[0])
-    tolerance = 8 * torch.finfo(buffer.dtype).eps
-    agrees = exact.shape == own.shape and torch.allclose(exact, own, rtol=tolerance, atol=0)
-    return exact if agrees else own
+    for spec in filter(None, specs):
+        exact = torch.tensor(inv_freq(spec)[0])
+        if exact.shape == own.shape and torch.allclose(exact, own, rtol=tolerance, atol=0):
+            return exact
+    return own

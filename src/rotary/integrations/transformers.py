@@ -145,7 +145,7 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
         forwards = _exact_forwards(model, callers, skipped) if exact else {}
     patched = [(caller.path, str(caller)) for caller in callers]
     patched += [(name, "exact tables") for name in forwards]
-    methods = [caller.patched(is_exact=caller.embedding in forwards) for caller in callers]
+    methods = [c.patched(is_exact=not forwards.keys().isdisjoint(c.embeddings)) for c in callers]
     for caller, method in zip(callers, methods, strict=True):
         set_method(caller.module, caller.attribute, method, caller.method)
     for name, forward in forwards.items():
@@ -187,7 +187,7 @@ class _Caller(NamedTuple):
 
     attribute    the attribute of the module to set instead of the method
     conventions  how to rotate instead of each function, in each way it can be called
-    embedding    the path of the module that makes its tables
+    embeddings   the paths of the modules that may make its tables
     moved        the method with the norms of q and k left to the rotation, if it has such norms
     """
 
@@ -196,7 +196,7 @@ class _Caller(NamedTuple):
     attribute: str
     method: Any  # a function; declared as FunctionType, it would count as a method of this class
     conventions: dict[Callable[..., object], tuple[Convention, ...]]
-    embedding: str | None
+    embeddings: tuple[str, ...]
     moved: MovedNorms | None
 
     def __str__(self) -> str:
@@ -242,7 +242,9 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
     for path, module in owners(model):
         if path in styles:
             continue
-        embedding = tables.nearest(styles, path)
+        embeddings = tables.nearest(styles, path)
+        known = all([styles[each] for each in embeddings])
+        made = {style for each in embeddings for style in styles[each] if known}
         layout = layouts.get(path)
         for name, method, obstacle in methods_of(type(module)):  # type: ignore[arg-type]  # it has a hash
             conventions: dict[Callable[..., object], tuple[Convention, ...]] = {}
@@ -251,7 +253,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                     found = conventions_of(function)
                     if obstacle is not None:
                         raise ValueError(obstacle)
-                    found = _of_these_tables(found, styles.get(embedding or "", set()))
+                    found = _of_these_tables(found, made)
                     attribute_of(module, name, method)
                     copy_calling(method, ((function, "_"),))  # raises if it cannot be copied
                 except ValueError as error:
@@ -272,7 +274,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
             if conventions:
                 attribute = attribute_of(module, name, method)
                 norms = _moved_norms(module, method, conventions)
-                call = _Caller(path, module, attribute, method, conventions, embedding, norms)
+                call = _Caller(path, module, attribute, method, conventions, embeddings, norms)
                 callers.append(call)
     return callers, skipped
 
@@ -346,21 +348,24 @@ def _exact_forwards(
 ) -> dict[str, Callable[..., object]]:
     """Return a forward for each rotary embedding that only our rotations read.
 
-    The others are added to `skipped`.
+    The others are added to `skipped`. Of several that a rotation may read, all are exact or none.
     """
-    forwards = {}
+    forwards: dict[str, Callable[..., object]] = {}
     embeddings = tables.embeddings(model)
-    read_by_skipped = {tables.nearest(embeddings, path) for path, _ in skipped}
-    for name in dict.fromkeys(caller.embedding for caller in callers):
-        if name is None:
-            skipped += [(c.path, "makes its own tables") for c in callers if c.embedding is None]
+    read_by_skipped = {each for path, _ in skipped for each in tables.nearest(embeddings, path)}
+    for names in dict.fromkeys(caller.embeddings for caller in callers):
+        if not names:
+            skipped += [(c.path, "makes its own tables") for c in callers if not c.embeddings]
             continue
-        module = embeddings[name]
         try:
-            if name in read_by_skipped:
+            if not read_by_skipped.isdisjoint(names):
                 raise ValueError("its tables are read by a module that was skipped")
-            attribute_of(module, "forward", type(module).forward)
-            forwards[name] = tables.exact_forward(module, model)
+            made = {}
+            for name in names:
+                module = embeddings[name]
+                attribute_of(module, "forward", type(module).forward)
+                made[name] = tables.exact_forward(module, model)
+            forwards |= made
         except ValueError as error:
-            skipped.append((name, f"keeps its own tables: {error}"))
+            skipped += [(name, f"keeps its own tables: {error}") for name in names]
     return forwards
