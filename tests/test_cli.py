@@ -170,6 +170,8 @@ def test_pairs_that_stand_still_and_rows_that_grow(main, tmp_path):
     data = {"head_dim": 16, "max_position_embeddings": 64, "rope_scaling": rope}
     path.write_text(json.dumps(data))
     assert re.search(r"depends on\s+the length", main("inspect", str(path)).out)
+    assert "pass --seq-len" in main("freqs", str(path)).err
+    assert main("freqs", str(path), "--seq-len", "640").err == ""
     for length in (64, 640):
         pairs = document(main("freqs", str(path), "--seq-len", str(length), "--json"))["pairs"]
         wanted = rotary.inv_freq(from_hf_config(path), length)[0]

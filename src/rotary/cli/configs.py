@@ -130,6 +130,11 @@ def freqs(
         for pair in pairs
     ]
     print_table(config, rows, ("pair", "rad per token", "wavelength, tokens"))
+    if spec.depends_on_length and seq_len is None:
+        typer.echo(
+            "these are for sequences up to the trained length; for a longer one pass --seq-len",
+            err=True,
+        )
 
 
 @app.command()
