@@ -1,6 +1,8 @@
 """Models, and layers of models, that do not rotate: how often transformers does is counted."""
 
 import importlib
+import inspect
+import json
 
 import pytest
 
@@ -9,8 +11,10 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from families import MOE, tiny_model
+from tools import make_models
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from rotary import from_hf_config
+from rotary import configs, from_hf_config
 from rotary.audit import audit
 
 LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -104,3 +108,25 @@ def test_an_encoder_of_audio_rotates_only_where_its_config_says_so(family):
         names = [type(each).__name__ for each in model.modules()]
         assert any("RotaryPositional" in name for name in names) == bool(keys)
         assert (from_hf_config({"model_type": family, **sizes, **keys}) is None) == (not keys)
+
+
+def test_a_model_type_without_rope_is_refused_as_such():
+    names = make_models.without_rope(configs.MODELS)
+    assert names == json.loads(make_models.WITHOUT_ROPE.read_text())
+    assert {"gpt2", "bert", "t5", "mamba", "whisper", *make_models.STANDS_STILL} <= {*names}
+    for name in names:
+        with pytest.raises(ValueError, match=f"^model_type '{name}' has no RoPE in transformers"):
+            from_hf_config({"model_type": name})
+    spec = from_hf_config({"model_type": "bert", "head_dim": 64}, as_type="llama")
+    assert spec.head_dim == 64
+
+
+@pytest.mark.parametrize("name", sorted(make_models.STANDS_STILL))
+def test_the_attention_of_the_text_calls_no_rotation(name):
+    folder = model_type_to_module_name(name)
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    classes = [each for each in vars(module) if "Attention" in each and "Vision" not in each]
+    own = [vars(module)[each] for each in classes]
+    sources = [inspect.getsource(each.forward) for each in own if hasattr(each, "forward")]
+    assert sources
+    assert not [text for text in sources if "rotary" in text or "cos" in text.split()]

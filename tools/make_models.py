@@ -1,4 +1,4 @@
-"""Write `src/rotary/configs/models.json`, the one table of model knowledge; run as a script.
+"""Write `models.json`, the one table of model knowledge, and `without_rope.json`; run as a script.
 
 What a config takes where it is silent is asked from the config classes of transformers. What only a
 model's code says (layout, direction, slice, how position axes are dealt out) is in `CODE` below,
@@ -12,16 +12,28 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
 
 from rotary.configs.entries import TEXT_PARTS
 
-TABLE = Path(__file__).parents[1] / "src" / "rotary" / "configs" / "models.json"
+FOLDER = Path(__file__).parents[1] / "src" / "rotary" / "configs"
+TABLE, WITHOUT_ROPE = FOLDER / "models.json", FOLDER / "without_rope.json"
 MODELING = Path(transformers.__file__).parent / "models"
 ROTARY = re.compile(r"Rotary(Positional)?Embedding$|RopePositionEmbedding$")
+# in the code of a model that may rotate, itself or by a model that its config chooses
+MAY_ROTATE = re.compile(
+    r"rotary|rope\b|rope_|rotate_|Auto(Model|Backbone)|load_backbone|timm", re.IGNORECASE
+)
+# their files have a rotation, but the attention of the text calls none
+STANDS_STILL = {"glm5_next_text", "inkling2_text", "jamba", "kimi_linear", "nemotron_h"}
 CLASS = re.compile(
     r"^(class (\w+)\(.*\n(?:[ \t].*\n|\n)*)", re.MULTILINE
 )  # its source, and its name
@@ -318,6 +330,24 @@ def main() -> None:
     lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(table)} model types in {TABLE.name}")
+    names = without_rope(table)
+    WITHOUT_ROPE.write_text(json.dumps(names, indent=1) + "\n")
+    print(f"{len(names)} model types in {WITHOUT_ROPE.name}")
+
+
+def without_rope(table: Mapping[str, object]) -> list[str]:
+    """The model types of transformers whose code has no rotation."""
+    folders = {name: MODELING / model_type_to_module_name(name) for name in CONFIG_MAPPING_NAMES}
+    code = {
+        name: "".join(path.read_text() for path in folder.glob("modeling_*.py"))
+        for name, folder in folders.items()
+        if name not in table
+    }
+    return sorted(
+        name
+        for name, text in code.items()
+        if name in STANDS_STILL or (text and not MAY_ROTATE.search(text))
+    )
 
 
 # classes whose constructor does not say its config, and configs that run where the default does not

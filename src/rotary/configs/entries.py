@@ -59,6 +59,8 @@ from .record import Config
 #   own_text                      without a text part in the file, the class has other defaults
 #   weights                       of its tensors, for `rotary.checkpoint`: see tools/make_models.py
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
+# model types of transformers whose code has no rotation
+_WITHOUT_ROPE = json.loads(Path(__file__).with_name("without_rope.json").read_text())
 # keys of the part that holds the text model, which is read if no part is asked for
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
@@ -196,6 +198,11 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         if part is not None:
             raise ValueError(f"part {brief(part)} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
+    if name in _WITHOUT_ROPE:
+        raise ValueError(
+            f"model_type {name!r} has no RoPE in transformers; if this model's own code rotates, "
+            f"{_ALTERNATIVES}"
+        )
     if not isinstance(name, str) or name not in MODELS:
         raise ValueError(
             f"model_type {name!r} is not known{nearest(name, MODELS)}; {_ALTERNATIVES}"
