@@ -2,7 +2,8 @@
 
 `files` reads the file, `entries` chooses the part and the layer type, `record` defines the result,
 and `hf` makes a `Rotary` of it. `models.json` has the facts about each model that configs do not
-state, `without_rope.json` the model types that do not rotate. Other formats: `diffusers`, `gguf`, `megatron`, `vllm`.
+state, `without_rope.json` the model types that do not rotate. Other formats: `diffusers`, `gguf`,
+`megatron`, `vllm`.
 """
 
 from .diffusers import from_diffusers_config as from_diffusers_config

@@ -259,6 +259,24 @@ def copy_calling(
     return copy
 
 
+def redecorated(method: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
+    """Return a copy of a decorated method that calls `other` instead of the `inner` function.
+
+    Raises ValueError if the decorator does not keep the function in its closure.
+    """
+    closure = method.__closure__ or ()
+    if all(_content(cell) is not inner for cell in closure):
+        raise ValueError("has a decorator that keeps it elsewhere than in its closure")
+    cells = tuple(CellType(other) if _content(cell) is inner else cell for cell in closure)
+    result = FunctionType(
+        method.__code__, method.__globals__, method.__name__, method.__defaults__, cells
+    )
+    result.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(result, method)
+    result.__wrapped__ = other  # type: ignore[attr-defined]
+    return result
+
+
 def _count_attributes(code: CodeType, name: str) -> int:
     """Count the uses of a name, not as a global, in a code object and those nested in it."""
     own = sum(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..kernels.torch.private import has_global_hook
 from ..kernels.torch.state import is_watched
+from .methods import redecorated
 from .styles import REFUSALS
 
 CALLED = "_rotary_norm"  # the global name of `norm_or_defer` in the file of a model
@@ -184,6 +185,10 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
     Raises ValueError if no norm comes right before a rotation, if anything but the rotation reads
     the norm's result, or if the source of the method cannot be read.
     """
+    inner = getattr(method, "__wrapped__", None)
+    if isinstance(inner, FunctionType):
+        moved, names = move_norms(inner, operands)
+        return MovedNorms(redecorated(method, inner, moved), names)
     tree, function = _parsed(method)
     counts, norms = dict(operands), list[str]()
     for block in _blocks(function):
@@ -201,12 +206,12 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
             calls = [site for site in sites if site is not None]
             if not calls or len(calls) != counts[call.func.id]:
                 continue
-            moved = [copy.deepcopy(site.func) for site in calls]
+            left_out = [copy.deepcopy(site.func) for site in calls]
             for site in calls:
                 norms.append(site.func.attr)  # type: ignore[attr-defined]  # as `_site` saw
                 site.args = [site.func, *site.args]
                 site.func = ast.Name(CALLED, ast.Load())
-            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(moved, ast.Load())))
+            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(left_out, ast.Load())))
     if not norms:
         raise ValueError("has no norm right before its rotation")
     ast.fix_missing_locations(tree)
@@ -221,13 +226,14 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
 
 def _parsed(method: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
     """Return the parsed source of a method; ValueError if it is not what the method runs."""
-    if method.__closure__ or hasattr(method, "__wrapped__"):
-        raise ValueError("is decorated, or uses variables of an enclosing function")
+    if method.__closure__:
+        raise ValueError("uses variables of an enclosing function")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
         function = tree.body[0]
-        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-            raise ValueError("is decorated")
+        if not isinstance(function, ast.FunctionDef):
+            raise ValueError("is not defined by def")
+        function.decorator_list = []  # what is compared and copied is the function inside
         ast.increment_lineno(tree, method.__code__.co_firstlineno - 1)
         code = _code(tree, method)
     except (OSError, SyntaxError, TypeError, IndexError, StopIteration) as error:

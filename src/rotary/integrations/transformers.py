@@ -14,6 +14,7 @@ this instance.
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 import warnings
@@ -225,7 +226,7 @@ class _Caller(NamedTuple):
         if self.moved is None:
             return copy_calling(self.method, tuple(names.items()))
         method, _ = self.moved
-        method.__globals__[CALLED] = norm_or_defer
+        inspect.unwrap(method).__globals__[CALLED] = norm_or_defer
         return copy_calling(method, tuple(names.items()))
 
 
@@ -286,9 +287,8 @@ def _moved_norms(
 ) -> MovedNorms | None:
     """Leave the norms of `method` to the rotation; None if `rotary.fused` cannot compute them."""
     by_id = {id(function): found for function, found in conventions.items()}
-    called = {
-        name: by_id.get(id(method.__globals__.get(name))) for name in method.__code__.co_names
-    }
+    inner = inspect.unwrap(method)
+    called = {name: by_id.get(id(inner.__globals__.get(name))) for name in inner.__code__.co_names}
     operands = {name: found[0].operands for name, found in called.items()
                 if found and not any([each.clockwise for each in found])}  # fmt: skip
     try:
