@@ -103,7 +103,7 @@ def errors(model: LlamaForCausalLM, ids: torch.Tensor) -> Iterator[tuple[str, fl
 def prefill(model: LlamaForCausalLM, ids: torch.Tensor) -> Any:
     """The whole prompt in one go, logits of its last token."""
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, cache=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
@@ -115,7 +115,7 @@ def decoding(
 
     def run() -> None:
         for _ in range(given.tokens):
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            model(ids[:, :1], cache=cache, use_cache=True)
         cache.crop(-given.tokens)
 
     return run

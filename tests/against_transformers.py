@@ -64,8 +64,9 @@ def classes() -> dict[str, type]:
         config = make_models.config_for(kind)
         if config is not None:
             found.setdefault(config.model_type, kind)
-    for name, same in make_models.SAME.items():
-        found.setdefault(name, found[same])
+    for name, same in (make_models.SAME | make_models.owners_of_code()).items():
+        if same in found:
+            found.setdefault(name, found[same])
     return found
 
 

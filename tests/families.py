@@ -101,7 +101,7 @@ FAMILIES = {
     "stablelm": ({}, HALF),
     "starcoder2": ({}, HALF),
 }
-TABLES_OF_THEIR_OWN = {"codegen", "gptj"}  # a buffer in each attention, not a module
+TABLES_OF_THEIR_OWN = {"codegen", "gptj"}  # rows of a buffer
 MROPES = {"glm4v_text", "qwen2_vl_text", "qwen3_vl_text"}
 
 

@@ -45,7 +45,7 @@ def quick_xla():
 
 def of_transformers(name):
     """A module of transformers whose functions older releases lack; skips the test under those."""
-    pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("transformers", minversion="5.24")
     return importlib.import_module(name)
 
 

@@ -87,7 +87,9 @@ def ways(case: Case, firsts: tuple[int, ...]) -> list[Callable[..., Tables]]:
     """How the tables are made, by what the class takes."""
     takes = inspect.signature(case.rotary.forward).parameters
     if "position_ids" in takes:
-        return [functools.partial(of_ids, first=first) for first in firsts]
+        has_rows = "self.max_positions" in inspect.getsource(case.rotary)  # GPT-J, of a table
+        last = case.config.max_position_embeddings - SEQ if has_rows else max(firsts)
+        return [functools.partial(of_ids, first=min(first, last)) for first in firsts]
     if "hidden_states" in takes:  # it counts the rows, from 0
         return [functools.partial(of_ids, first=0)]
     return [of_pixels if "pixel_values" in takes else of_map]
@@ -146,6 +148,8 @@ def made_of(case: Case, spec: Rotary, ids: torch.Tensor, dtype: torch.dtype) -> 
     result = made(torch.empty(0, dtype=dtype), ids, *of_layer)
     if isinstance(result, torch.Tensor):
         return result.real, result.imag
+    if "sincos" in inspect.getsource(made.forward):
+        result = result[::-1]
     has_batch = spec.schedule == "axial" and result[0].ndim == 3
     return tuple(table.squeeze(0) if has_batch else table for table in result)
 
@@ -233,12 +237,21 @@ def of_sequence(function: Any, spec: Rotary, tables: Tables, q: Any, k: Any) -> 
     return [x.transpose(0, 1)[None] for x in result]
 
 
+def of_one(function: Any, spec: Rotary, tables: Tables, q: Any, k: Any) -> Any:
+    """GPT-J: one tensor, (batch, seq, heads, rotary_dim), and sin before cos."""
+    for x in (q, k):
+        part = x[..., : spec.rotary_dim].transpose(1, 2)
+        done = function(part, *tables.theirs[::-1]).transpose(1, 2)
+        yield torch.cat((done, x[..., spec.rotary_dim :]), -1)
+
+
 # name of the function or of something it takes -> how it is called; the first that is found
 CALLS: dict[str, Callable[..., Any]] = {
     "relative_position_embeddings": of_hidden_states,
     "freqs_ci": by_products,
     "freqs_cis": by_products,
     "apply_rotary_pos_emb_vision": of_sequence,
+    "tensor": of_one,
     "x": lambda function, _, tables, q, k: [function(x, *tables.theirs) for x in (q, k)],
     "unsqueeze_dim": sliced,
     "q": lambda function, _, tables, q, k: function(q, k, *(x[None, None] for x in tables.theirs)),

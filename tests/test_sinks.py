@@ -58,7 +58,7 @@ def gap(ours, other):
 def streamed(model, cache, chunk=1):
     """The logits of every call, of so many tokens each."""
     parts = TOKENS.split(chunk, dim=1)
-    return [model(part, past_key_values=cache).logits for part in parts]
+    return [model(part, cache=cache).logits for part in parts]
 
 
 def kept_before(step):
@@ -107,7 +107,7 @@ def test_keys_of_the_first_layer_are_those_of_a_fresh_run_and_of_no_other():
     cache = SinkCache(model.config, sinks=SINKS, window=WINDOW)
     streamed(model, cache)
     fresh, spec = DynamicCache(), rotary.from_hf_config(model.config)
-    model(TOKENS[:, kept_before(60)], past_key_values=fresh)
+    model(TOKENS[:, kept_before(60)], cache=fresh)
     gaps = []
     for layer, other in zip(cache.layers, fresh.layers, strict=True):
         attended, values = layer.update(layer.keys[:, :, :0], layer.values[:, :, :0])
@@ -133,7 +133,7 @@ def test_generate_takes_it(options):
     options |= {"do_sample": "num_return_sequences" in options, "max_new_tokens": 30}
     cache = SinkCache(model.config, sinks=2, window=6)
     torch.manual_seed(0)
-    text = model.generate(prompt, past_key_values=cache, eos_token_id=None, **options)
+    text = model.generate(prompt, cache=cache, eos_token_id=None, **options)
     assert text.shape[1] == 40
     assert cache.get_seq_length() == 39
     assert cache.layers[0].keys.shape[-2] == 8
@@ -143,12 +143,12 @@ def test_generate_continues_as_single_calls_do():
     model = model_of(layers=2)
     cache = SinkCache(model.config, sinks=2, window=6)
     text = model.generate(
-        TOKENS[:, :10], past_key_values=cache, max_new_tokens=30, do_sample=False, eos_token_id=None
+        TOKENS[:, :10], cache=cache, max_new_tokens=30, do_sample=False, eos_token_id=None
     )
     by_hand, own = TOKENS[:, :10], SinkCache(model.config, sinks=2, window=6)
     new = by_hand
     for _ in range(30):
-        new = model(new, past_key_values=own).logits[:, -1:].argmax(-1)
+        new = model(new, cache=own).logits[:, -1:].argmax(-1)
         by_hand = torch.cat((by_hand, new), dim=1)
     assert torch.equal(text, by_hand)
 
@@ -182,7 +182,7 @@ def test_a_cache_can_be_used_again_and_copied():
     cache = SinkCache(model.config, sinks=SINKS, window=WINDOW)
     first = streamed(model, cache)
     twin = copy.deepcopy(cache)
-    one, other = (model(TOKENS[:, :1], past_key_values=each).logits for each in (cache, twin))
+    one, other = (model(TOKENS[:, :1], cache=each).logits for each in (cache, twin))
     assert torch.equal(one, other)
     cache.reset()
     assert cache.get_seq_length() == 0

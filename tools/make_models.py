@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING_NAMES,
     model_type_to_module_name,
 )
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from rotary.configs.entries import TEXT_PARTS
 
@@ -137,6 +138,9 @@ CODE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("hy_v4", "minicpm3"), {"plain_head_dim": "ignored"}
     ),
+    "hy_v4_vl_text": {
+        **INTERLEAVED, "plain_head_dim": "ignored", "names": {"head_dim": "qk_rope_head_dim"},
+    },
     **dict.fromkeys(("jetmoe",), {"plain_head_dim": "wins"}),
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_japanese"),
@@ -273,7 +277,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 # models of parts whose class, where a file has no text, makes another than the text's own class
 OWN_TEXTS = (
     "ernie4_5_vl_moe", "got_ocr2", "lighton_ocr", "mistral3", "moss_transcribe_diarize",
-    "pp_chart2table", "voxtral", "voxtral_realtime",
+    "omniasr", "pp_chart2table", "voxtral", "voxtral_realtime",
 )  # fmt: skip
 ROPES = ("rope_parameters", "rope_scaling")
 # values that no class has where it is silent
@@ -289,10 +293,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     table: dict[str, dict[str, Any]] = {}
+    classes: dict[str, tuple[type, str]] = {}
     for (module, name), source in rotary_classes().items():
         rotary = rotary_class(module, name)
         config = config_for(rotary)
         if config is not None and config.model_type:
+            classes.setdefault(config.model_type, (rotary, source))
             table.setdefault(config.model_type, entry(type(config)(), rotary, source))
     for name in (
         "gptj",
@@ -305,8 +311,11 @@ def main() -> None:
     ):
         if name not in table:
             table[name] = entry(transformers.AutoConfig.for_model(name))
-    for name, says in CODE.items():
-        table[name] = merged(table[name], says)
+    owners = {name: owner for name, owner in owners_of_code().items() if owner in table}
+    for name, owner in owners.items():
+        table[name] = entry(transformers.AutoConfig.for_model(name), *classes[owner])
+    for name in table:
+        table[name] = merged(table[name], CODE.get(owners.get(name, name), {}))
     for says in table.values():
         says["other"] = [key for key in says.pop("other") if key not in read_keys(says)]
         if not says["other"]:
@@ -316,8 +325,9 @@ def main() -> None:
         own = ("layout_key", "read_as")
         says = {key: value for key, value in table[same].items() if key not in own}
         table.setdefault(name, says)
-    for name, says in WEIGHTS.items():
-        table[name] = {**table[name], "weights": says}
+    for name in table:
+        if says := WEIGHTS.get(owners.get(name, name)):
+            table[name] = {**table[name], "weights": says}
     for name in list(transformers.CONFIG_MAPPING):
         parts = parts_of(name, table)
         if parts:
@@ -335,14 +345,30 @@ def main() -> None:
     print(f"{len(names)} model types in {WITHOUT_ROPE.name}")
 
 
+def owners_of_code() -> dict[str, str]:
+    """model_type -> another one, whose model transformers makes of its config."""
+    code = {name: code_of(name) for name in MODEL_MAPPING_NAMES}
+    owners = {
+        kind: name
+        for name, kind in MODEL_MAPPING_NAMES.items()
+        if isinstance(kind, str) and f"class {kind}(" in code[name]
+    }
+    return {
+        name: owners[kind]
+        for name, kind in MODEL_MAPPING_NAMES.items()
+        if not code[name] and kind in owners
+    }
+
+
+def code_of(name: str) -> str:
+    """The source of the models of one type; empty if it has none of its own."""
+    folder = MODELING / model_type_to_module_name(name)
+    return "".join(path.read_text() for path in folder.glob("modeling_*.py"))
+
+
 def without_rope(table: Mapping[str, object]) -> list[str]:
     """The model types of transformers whose code has no rotation."""
-    folders = {name: MODELING / model_type_to_module_name(name) for name in CONFIG_MAPPING_NAMES}
-    code = {
-        name: "".join(path.read_text() for path in folder.glob("modeling_*.py"))
-        for name, folder in folders.items()
-        if name not in table
-    }
+    code = {name: code_of(name) for name in CONFIG_MAPPING_NAMES if name not in table}
     return sorted(
         name
         for name, text in code.items()

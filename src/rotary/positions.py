@@ -422,7 +422,7 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
     some of its frames are one later; Qwen3-Omni keeps fractions of a position.
 
     Raises ValueError for an unknown kind, a wrong number of sizes, and a step that is not > 0.
-    Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.23, `get_rope_index`, differs
+    Source: Qwen2-VL (arXiv 2409.12191), section 2.1. transformers 5.24, `get_rope_index`, differs
     after a video whose largest time is more than its rows and columns: it continues from the larger
     of those two.
 

@@ -110,7 +110,7 @@ def dynamic(
 
     n = max(seq_len, L), L = original_max_position_embeddings; the base is multiplied by
     (factor n / L - (factor - 1))^(d / (d - 2)). `seq_len=None` means a sequence within L.
-    Source: transformers 5.23, `_compute_dynamic_ntk_parameters`, which calls L
+    Source: transformers 5.24, `_compute_dynamic_ntk_parameters`, which calls L
     `max_position_embeddings`. Differs from it: rotary_dim 2 is defined (transformers divides by 0).
 
     >>> dynamic(4, 1e4, factor=4, original_max_position_embeddings=2048)[0]
@@ -179,7 +179,7 @@ def yarn(
     rounded outwards if `truncate`. attention_factor: as given; else, if mscale and mscale_all_dim
     are both non-zero, g(mscale) / g(mscale_all_dim); else g(1), with g(m) = 0.1 m ln(factor) + 1.
     Raises ValueError if beta_fast < beta_slow, or for base 1, which has no dim(r).
-    Source: Peng et al. (arXiv 2309.00071), equations 17-19 and 22. Follows transformers 5.23,
+    Source: Peng et al. (arXiv 2309.00071), equations 17-19 and 22. Follows transformers 5.24,
     `_compute_yarn_parameters`: upper clamp at d - 1, 0.001 added where both ends meet.
 
     >>> yarn(8, 1e4, factor=4, original_max_position_embeddings=2048)[0]
@@ -241,7 +241,7 @@ def longrope(
     factor = max_position_embeddings / L if the config has none.
     Raises ValueError if a list has the wrong length or a value <= 0, or if two rules for the
     attention factor are given, or none.
-    Source: Ding et al. (arXiv 2402.13753), section 3; transformers 5.23,
+    Source: Ding et al. (arXiv 2402.13753), section 3; transformers 5.24,
     `_compute_longrope_parameters`. Differs from it: phimoe there keeps the short list beyond L.
 
     >>> longrope(4, 1e4, short_factor=[1, 1], long_factor=[1, 4], factor=4, seq_len=9000,
@@ -292,7 +292,7 @@ def llama3(
     high_freq_factor keeps the frequency, below low_freq_factor divides it by `factor`; between,
     the kept share is (t - low) / (high - low).
     Raises ValueError if high_freq_factor < low_freq_factor; equal means a step (Llama 4 Scout).
-    Source: transformers 5.23, `_compute_llama3_parameters`. Differs from it: the step is computed
+    Source: transformers 5.24, `_compute_llama3_parameters`. Differs from it: the step is computed
     without a division by zero.
 
     >>> llama3(4, 1e4, factor=8, low_freq_factor=1, high_freq_factor=4,
@@ -335,7 +335,7 @@ def proportional(
     The first int(partial_rotary_factor * rotary_dim // 2) pairs have base^(-2i / rotary_dim), the
     rest frequency 0; all are divided by `factor`. Not a leading slice: in the half layout the pairs
     that stand still lie in the middle of the head.
-    Source: Barbero et al. (arXiv 2410.06205), section 6; transformers 5.23,
+    Source: Barbero et al. (arXiv 2410.06205), section 6; transformers 5.24,
     `_compute_proportional_rope_parameters` (Gemma 4).
 
     >>> proportional(8, 1e4, partial_rotary_factor=0.5)[0]
@@ -397,7 +397,7 @@ def axial(
               another; "turns": the same ladders, alternating: each frequency once per axis;
               "dealt": one ladder of the full width, dealt out to the axes in turn
     Raises ValueError if rotary_dim is not a multiple of 2 num_axes, or not the sum of even widths.
-    Source: Su, kexue.fm 8397; transformers 5.23, the vision towers of the Qwen2-VL family
+    Source: Su, kexue.fm 8397; transformers 5.24, the vision towers of the Qwen2-VL family
     ("blocks"), Kimi K2.5 ("turns"), Pixtral ("dealt"); diffusers 0.42, Flux and Wan (`widths`).
 
     >>> axial(8, 1e4, num_axes=2)[0]

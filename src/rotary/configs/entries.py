@@ -75,7 +75,7 @@ HARMLESS = {  # keys of published files that change nothing at this value
     "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
     "rope_interleaved": False,  # SmolLM2
 }  # fmt: skip
-# names in layer_types where all layers that rotate have one RoPE: those of transformers 5.23,
+# names in layer_types where all layers that rotate have one RoPE: those of transformers 5.24,
 # configuration_utils.py, and of older files
 LAYERS_WITH_ROPE = frozenset({
     "full_attention", "sliding_attention", "chunked_attention", "window_attention", "attention",

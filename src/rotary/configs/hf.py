@@ -59,7 +59,7 @@ def from_hf_config(
     as_type: str | None = None,
     strict: bool = True,
 ) -> Rotary | None:
-    """Return the RoPE of a model's config, as transformers 5.23 would compute it.
+    """Return the RoPE of a model's config, as transformers 5.24 would compute it.
 
     config      path of a config.json or of the folder that holds it, a dict, or a PretrainedConfig
     layer_type  which entry, where frequencies differ by layer type ("full_attention", ...)

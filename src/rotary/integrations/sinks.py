@@ -15,7 +15,9 @@ from ..spec import Rotary, check_whole
 
 
 class SinkCache(Cache):  # type: ignore[misc]
-    """A cache for `past_key_values=` of a transformers model that drops all but sinks and a window.
+    """A cache of a transformers model that drops all but sinks and a window.
+
+    Pass it as `cache=`, which was `past_key_values=` until transformers 5.23.
 
     config  the config of the model: every layer must rotate, and attend to all earlier tokens
     sinks   how many of the first tokens are kept
@@ -45,7 +47,7 @@ class SinkCache(Cache):  # type: ignore[misc]
     ...                      num_attention_heads=4, vocab_size=9)
     >>> cache = SinkCache(config, sinks=2, window=6)
     >>> for token in range(30):
-    ...     _ = LlamaModel(config)(torch.tensor([[token % 9]]), past_key_values=cache)
+    ...     _ = LlamaModel(config)(torch.tensor([[token % 9]]), cache=cache)
     >>> cache.get_seq_length(), cache.layers[0].keys.shape[-2]
     (30, 8)
     """

@@ -1,4 +1,4 @@
-"""What transformers 5.23 computes from a config: the reading of `from_hf_config`.
+"""What transformers 5.24 computes from a config: the reading of `from_hf_config`.
 
 This file has only what differs from that reading: where the code of transformers deviates from the
 model that it implements, and which keys it ignores that other programs read.
@@ -116,7 +116,7 @@ def _as_its_code_reads(case: Case) -> Config:
 _HF = "modeling_rope_utils.py"
 TRANSFORMERS = Program(
     "transformers",
-    "5.23",
+    "5.24",
     {
         "default": (computed, "modeling_llama.py, compute_default_rope_parameters"),
         "linear": (computed, f"{_HF}, _compute_linear_scaling_rope_parameters"),
