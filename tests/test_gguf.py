@@ -202,10 +202,11 @@ def test_a_factor_without_a_type_is_linear():
     assert from_gguf({**BASE, **none}).schedule == "default"
 
 
-def written_file(path, metadata, weights=0, words=2):
+def written_file(path, metadata, weights=0, words=2, *, big_endian=False):
     """A GGUF file with `metadata`, its RoPE tensors, and a weight of so many floats."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    order = gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"], endianess=order)
     writer.add_token_list([f"word {number}" for number in range(words)])
     writer.add_token_types([1] * words)
     for key, value in metadata.items():
@@ -266,6 +267,16 @@ def test_the_tensors_of_a_model_in_several_files_are_found(tmp_path):
     np.testing.assert_allclose(rotary.inv_freq(ours)[0], rotary.inv_freq(theirs)[0], rtol=1e-7)
     with pytest.raises(ValueError, match="give the first"):
         from_gguf(second)
+
+
+@pytest.mark.parametrize("words", [2, 2000])
+def test_a_file_for_big_endian_machines_is_read_as_any_other(tmp_path, words):
+    """Its lists were counted with the bytes in the wrong order: "cut short", for a whole file."""
+    metadata = FILES["llama-3.1-8b.json"]
+    same = from_gguf(written_file(tmp_path / "little.gguf", metadata, words=words))
+    path = written_file(tmp_path / "big.gguf", metadata, words=words, big_endian=True)
+    assert path.read_bytes()[4:8] == struct.pack(">I", 3)
+    assert from_gguf(path) == same
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])

@@ -50,9 +50,11 @@ def _read_file(path: Path) -> dict[str, JSON]:
         """Skips the long lists of the tokenizer, which take 8 s to read; nothing else differs."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[Any, ...]:
-            if raw_type == GGUFValueType.ARRAY and sys.byteorder == "little":
+            if raw_type == GGUFValueType.ARRAY:
                 content = self.data.data
-                kind, count = struct.unpack_from("<IQ", content, orig_offs)
+                is_little = (self.byte_order == "I") == (sys.byteorder == "little")  # I: as here
+                order = "<" if is_little else ">"
+                kind, count = struct.unpack_from(f"{order}IQ", content, orig_offs)
                 end = orig_offs + 12
                 if count > len(content) - end:
                     raise ValueError(f"a list of {count} items in a file of {len(content)} bytes")
@@ -61,7 +63,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
                     return end - orig_offs, [], [], [GGUFValueType.ARRAY]
                 if 1000 < count <= len(content) and kind == GGUFValueType.STRING:
                     for _ in range(count):
-                        end += 8 + struct.unpack_from("<Q", content, end)[0]
+                        end += 8 + struct.unpack_from(f"{order}Q", content, end)[0]
                     return end - orig_offs, [], [], [GGUFValueType.ARRAY]
             return super()._get_field_parts(orig_offs, raw_type)
 
