@@ -269,6 +269,16 @@ def test_the_tensors_of_a_model_in_several_files_are_found(tmp_path):
         from_gguf(second)
 
 
+@pytest.mark.parametrize("count", ["2", 2.5, [2]])
+def test_a_number_of_files_that_is_no_whole_number_is_one_line(tmp_path, count):
+    """A text and a list were a TypeError of Python."""
+    metadata = {**FILES["llama-3-8b.json"], "split.count": count}
+    path = written_file(tmp_path / "model-00001-of-00002.gguf", metadata)
+    with pytest.raises(ValueError, match=r"split.count must be a whole number, got") as caught:
+        read_gguf(path)
+    assert str(path) in str(caught.value)
+
+
 @pytest.mark.parametrize("words", [2, 2000])
 def test_a_file_for_big_endian_machines_is_read_as_any_other(tmp_path, words):
     """Its lists were counted with the bytes in the wrong order: "cut short", for a whole file."""

@@ -25,6 +25,8 @@ def read_gguf(path: str | os.PathLike[str]) -> dict[str, JSON]:
     path = Path(path)
     kept = _read_file(path)
     count = kept.get("split.count", 1)
+    if not isinstance(count, int):
+        raise ValueError(f"{path}: split.count must be a whole number, got {count!r:.80}")
     first = f"-00001-of-{count:05}.gguf"
     if count > 1:
         if not path.name.endswith(first):
