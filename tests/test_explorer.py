@@ -1,11 +1,14 @@
 """The page without a browser: its models, its state, its numbers, what it refuses and serves."""
 
 import asyncio
+import contextlib
 import csv
 import json
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -675,6 +678,38 @@ def test_slow_requests_stop_no_other_request(path, method, at_once, waiting, mon
     assert seen[4:] == [(path, 200)] * (at_once + waiting + 1)
 
 
+STUCK = {
+    "a search": "POST /base HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60\r\n\r\n"
+    '{"fields":{"context":131072,"a.head_dim":256}}              ',
+    "a client that does not read": "GET /explore.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000,
+    "a client that does not send": "POST /draw HTTP/1.1\r\nHost: localhost\r\n"
+    "Content-Length: 9\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("case", STUCK)
+def test_an_interrupt_ends_the_server_whatever_is_being_computed_or_sent(case):
+    """A search ran to its end first; for a client that did not read the server waited for ever."""
+    code = "from rotary.explorer import serve; serve(ready=lambda at: print(at, flush=True))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            port = int(process.stdout.readline().rstrip("/\n").rpartition(":")[2])
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+                client.connect(("127.0.0.1", port))
+                client.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    client.sendall(STUCK[case].encode())
+                time.sleep(1.5)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(8) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
 def test_a_download_writes_no_file():
     written, is_watching = [], True
 
@@ -732,8 +767,6 @@ def test_the_page_needs_no_library_that_counts_its_use():
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it():
-    import socket
-
     from rotary.explorer import serve
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

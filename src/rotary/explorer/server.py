@@ -9,10 +9,13 @@ import contextlib
 import errno
 import ipaddress
 import json
+import logging
 import re
 import socket
+import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import uvicorn
@@ -34,6 +37,7 @@ PORTS = range(7860, 7960)
 MAX_HEAD = 2**16  # bytes of path, query and headers: two long configs in a link are 48,000
 MAX_BODY = 5 * 2**20  # bytes: two pasted configs with every quote and line end escaped
 BODY_SECONDS = 30.0  # in which the body of a request must arrive
+LAST_SECONDS = 1  # for answers that are not sent completely when the server is interrupted
 HEADERS = {  # of every answer; scripts and styles come from this server and are never inline
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -126,9 +130,35 @@ class Workers:
         self.calls += 1
         try:
             async with self.places:
-                return await asyncio.to_thread(function, *arguments)
+                return await _in_thread(function, *arguments)
         finally:
             self.calls -= 1
+
+
+async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a call in a thread of its own, for which no process waits to end.
+
+    An interrupted process waits for the threads of `asyncio.to_thread`, and a search takes long.
+    """
+    call: Future[T] = Future()
+    call.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            call.set_result(function(*arguments))
+        except Exception as error:
+            call.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(call)
+
+
+class _Server(uvicorn.Server):
+    """A server that is silent about the answers that it cuts off when it is interrupted."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a new Config resets it
+        await super().shutdown(sockets)
 
 
 def build(host: str = "127.0.0.1", ready: Callable[[], object] = lambda: None) -> Starlette:
@@ -222,10 +252,11 @@ def serve(
                 ready(address)
 
         config = uvicorn.Config(  # h11 limits how much it reads before the guard sees a request
-            build(host, up), http="h11", ws="none", log_level="warning", server_header=False
-        )
+            build(host, up), http="h11", ws="none", log_level="warning", server_header=False,
+            timeout_graceful_shutdown=LAST_SECONDS,
+        )  # fmt: skip
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            _Server(config).run(sockets=[listener])
 
 
 async def _posted(request: Request) -> dict[str, object]:
