@@ -206,6 +206,8 @@ def test_a_link_without_state_is_the_first_view_and_other_keys_are_passed_over()
         ("context", "100000000", "context must be in 1 .. 16,777,216, got 100,000,000"),
         ("context", "inf", "context must be in 1 .. 16,777,216, got inf"),
         ("view", "decai", "did you mean 'decay'"),
+        ("view", {}, "view must be one of"),
+        ("view", ["decay"], "view must be one of"),
         ("a.method", "yarm", "did you mean 'yarn'"),
         ("a.model", str(CONFIGS / "llama-2-7b.json"), "model must be one of the"),
         ("a.model", "llama-3-8", "did you mean 'llama-3-8b'"),

@@ -203,8 +203,8 @@ def number(field: str, value: object) -> float:
 
 def one_of(field: str, value: object, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`; else raise FieldError that suggests the nearest."""
-    if value in choices:
-        return str(value)
+    if isinstance(value, str) and value in choices:  # a list cannot be looked up
+        return value
     short = str(value)[:40]
     listed = ", ".join(choices) if len(choices) < 10 else f"the {len(choices)} in the list"
     name = field.rpartition(".")[2]
