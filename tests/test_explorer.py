@@ -785,6 +785,24 @@ def test_a_host_that_is_not_this_machine_is_an_error_that_says_so(host):
         serve(host, port=8000)
 
 
+@pytest.mark.parametrize("host", ["", "a\udcff", "\u00e4" * 70, "a..b"])
+def test_a_host_that_is_no_name_is_refused(host, monkeypatch):
+    """An empty one, as of a variable that is not set, opened the page to every network."""
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: pytest.fail("it listens"))
+    with pytest.raises(ValueError, match=r"--host must be an address of this machine, such as"):
+        server.serve(host, port=8000)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.1", "127.0.0.1"])
+def test_every_name_of_this_machine_is_guarded_as_such(host, monkeypatch):
+    """127.1 is 127.0.0.1: a page there answered to any name, as one of a network address does."""
+    served = []
+    monkeypatch.setattr(server, "build", lambda name, ready: served.append(name))
+    monkeypatch.setattr(server.uvicorn.Server, "run", lambda *_, **__: None)
+    server.serve(host)
+    assert served == ["localhost" if host == "localhost" else "127.0.0.1"]
+
+
 def test_the_smallest_base_is_the_certified_one():
     assert "4,293.4376" in page.smallest_base(look(LLAMA_2, 1024))
     assert models.published("llama-2-7b").spec.base > 4293.4376

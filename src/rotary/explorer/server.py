@@ -234,16 +234,19 @@ def serve(
     """Serve the page until interrupted. `ready` is called with its address when it can be opened.
 
     port  None: the first free one from 7860 on
-    Raises ValueError for a port outside of 1 .. 65535, OSError if it is taken or the host is not an
-    address of this machine.
+    Raises ValueError for a port outside of 1 .. 65535 and a host that is no name, OSError if the
+    port is taken or the host is not an address of this machine.
 
     >>> serve(port=70000)
     Traceback (most recent call last):
     ValueError: port must be in 1 .. 65535, got 70000
     """
     with _listening(host, port) as listener:
+        bound, port = listener.getsockname()[:2]
+        if is_loopback(bound) and host != "localhost":  # "127.1" and "LOCALHOST" are this machine
+            host = bound
         shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listener.getsockname()[1]}/"
+        address = f"http://{shown}:{port}/"
 
         def up() -> None:
             if open_browser:
@@ -295,6 +298,15 @@ def _listening(host: str, port: int | None) -> socket.socket:
     """Return a socket that listens on the port, or on the first free one."""
     if port is not None and not 1 <= port <= 65535:
         raise ValueError(f"port must be in 1 .. 65535, got {port}")
+    try:
+        is_name = host.encode("idna") != b""  # an empty one is every address of every network
+    except UnicodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError(
+            f"--host must be an address of this machine, such as 127.0.0.1, got {host!r:.80}; for "
+            "every network that it is in, say 0.0.0.0"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tried = PORTS if port is None else (port,)
     for each in tried:
