@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from families import FAMILIES, GPTJ, distance, tiny_model
-from test_checkpoint_models import rotate_otherwise
-from transformers import AutoModelForCausalLM
+from checkpoints import OTHER
+from families import FAMILIES, GPTJ, MLA, MOE, distance, tiny_model
+from test_checkpoint_models import INDEXED, rotate_otherwise
+from transformers import AutoModel, AutoModelForCausalLM
 
+import rotary
 from rotary import from_hf_config
 from rotary.checkpoint import convert_checkpoint
 from rotary.checkpoint.files import MANIFEST
@@ -22,6 +24,18 @@ MODELS = {
     "qwen3": {"head_dim": 16},
     "cohere": {"use_qk_norm": True},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+BAILING = {
+    **MLA, **MOE, "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8, "n_shared_experts": 1,
+}  # fmt: skip
+# whose tensors have other names in files than in memory: transformers renames and cuts them
+RENAMED = {
+    "axk2": INDEXED,
+    "hrm_text": {"head_dim": 16},
+    "bailing_hybrid": BAILING,
+    "mistral_large4_text": {**INDEXED, "num_hidden_layers": 4},
 }
 
 
@@ -67,6 +81,24 @@ def test_a_converted_model_gives_the_same_logits_under_the_other_rotation(
     assert distance(logits(model), before) > 1e-3, "the old rotation must not fit any more"
     rotate_otherwise(model, *layouts, monkeypatch)
     assert distance(logits(model), before) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_a_model_whose_files_have_names_of_their_own_is_converted(tmp_path, family):
+    """Its names in memory were known, and those that people have on the disk were refused."""
+    model = tiny_model(AutoModel, family, **RENAMED[family])
+    model.save_pretrained(tmp_path / "a")
+    ids = IDS[:, :6]
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        source = from_hf_config(tmp_path / "a").layout
+        convert_checkpoint(
+            tmp_path / "a", tmp_path / "b", from_layout=source, to_layout=OTHER[source]
+        )
+        model = AutoModel.from_pretrained(tmp_path / "b", dtype=torch.float32).eval()
+        assert distance(model(ids).last_hidden_state, before) > 1e-3
+        rotary.patch(model)
+        assert distance(model(ids).last_hidden_state, before) < TOLERANCE
 
 
 def test_deepseek_reads_the_other_layout_by_a_key_of_its_config(tmp_path):

@@ -245,8 +245,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "timesfm2_5": {"modules": {"scaling": "query norm"}},
     "minimax": {"modules": dict.fromkeys(("qkv_proj", "query_decay", "key_decay"), LINEAR)},
     "granite": {"modules": dict.fromkeys(("to_q", "to_kv"), "left: not of the text model")},
+    # files that transformers loads under other names
+    "axk2": {"modules": {"q_b_proj": "latent query, with a gate"}},
+    "hrm_text": {
+        "modules": {"gqkv_proj": "query and key, behind a gate"}, "key_heads": "queries"
+    },
     **dict.fromkeys(
-        ("gptj", "gte", "hrm_text", "idefics", "jina_embeddings_v3", "modernbert",
+        ("gptj", "gte", "idefics", "jina_embeddings_v3", "modernbert",
          "modernbert-decoder", "nomic_bert", "roformer"),
         {"key_heads": "queries"},
     ),
@@ -258,7 +263,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         ("afmoe", "cohere2", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"),
         {"without_rotation": "full_attention"},
     ),
-    "bailing_hybrid": {"latent_module": "kv_a_proj_with_mqa"},
+    "bailing_hybrid": {
+        "latent_module": "kv_a_proj_with_mqa",
+        "modules": dict.fromkeys(("q_conv1d", "k_conv1d"), LINEAR),
+    },
     "clvp_encoder": {"refused": "values are rotated as well"},
     "csm": {"refused": "its two decoders have different heads"},
     "deepseek_v4": {"refused": "keys are values as well, and outputs are rotated back"},

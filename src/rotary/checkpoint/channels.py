@@ -275,6 +275,8 @@ def _packed(
             return 1, (queries, key, value)
         case "query and key, per head":
             return heads, ((2, width, True), still)
+        case "query and key, behind a gate":
+            return 1, ((heads, width, False), queries, queries, (heads, width, False))
         case "query and key, grouped":
             return keys, ((heads // max(keys, 1) + 1, width, True), still)
         case "query and key, 4 blocks":

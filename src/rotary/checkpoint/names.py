@@ -64,7 +64,7 @@ RULES = (
     ("left: linear attention does not rotate", r"(?:.*\.)?linear_attn\..*"),
     ("left: an indexer rotates in a layout of its own", r"(?:.*\.)?indexer\..*"),
     ("left: a latent has no channels of heads",
-     rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj)"
+     rf"{_SELF}\.(?:q_a_proj|q_a_layernorm|q_a_norm|kv_a_layernorm|kv_a_norm|kv_b_proj|wkv_b)"
      r"|attn\.(?:wq_a|wkv_b|kv_norm)|attn_(?:q_a|q_a_norm|kv_a_norm|kv_b|k_b|v_b)"),
     ("left: summed up, so that no order matters", rf"{_SELF}\.lambda_[qk][12]"),
     (f"left: {CACHE_SCALE}", r"self_attn(?:\.attn)?\.[qkv]_scale"),
