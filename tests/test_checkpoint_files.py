@@ -1,5 +1,6 @@
 """Reading a checkpoint: what is refused, before anything is written; a fuzz of headers."""
 
+import errno
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+from checkpoints import llama
 from safetensors.numpy import save, save_file
 
 from rotary.checkpoint.files import BITS, MAX_HEADER_BYTES, Tensor, read_checkpoint, read_shard
@@ -207,6 +209,21 @@ def test_devices_pipes_and_folders_under_the_name_of_a_shard_are_refused(tmp_pat
     os.unlink(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").mkdir()
     refused(tmp_path, "no .safetensors file")
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """It was left out in silence: the copy lacked its files, and was called finished."""
+    source = llama(tmp_path / "llama")
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "original":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(PermissionError, match="original"):
+        read_checkpoint(source)
 
 
 def test_the_cache_of_hugging_face_is_read_through_its_links(tmp_path):

@@ -237,8 +237,12 @@ def check_unchanged(path: Path, expected: State, now: State | None = None) -> No
 
 def _files(root: Path) -> dict[Path, State]:
     """Return all files under a folder by relative path, sorted, without hidden folders."""
+
+    def stop(error: OSError) -> None:  # without it a folder that cannot be read is passed over
+        raise error
+
     states: dict[Path, State] = {}
-    for folder, inner, names in os.walk(root):
+    for folder, inner, names in os.walk(root, onerror=stop):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in [*inner, *names]:
             path = Path(folder) / name
