@@ -1,6 +1,7 @@
 """Golden vectors: the format, the numbers in it, and a program in C that reads them."""
 
 import json
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -100,6 +101,27 @@ def test_two_cases_where_frequencies_depend_on_the_length(main):
     assert max(short["positions"]["values"]) == 4095
     assert max(long["positions"]["values"]) == 8191
     assert (array(short["inv_freq"]) != array(long["inv_freq"])).any()
+
+
+def test_a_full_disk_leaves_the_old_file(main, tmp_path):
+    """It was cut to the bytes that the disk had room for."""
+    target, link = tmp_path / "vectors.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of any file; EFBIG beyond
+    try:
+        done = main("vectors", LLAMA, "-o", str(link))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (done.code, done.err) == (1, f"error: {link}: File too large\n")
+    assert target.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [link, target]
+    assert main("vectors", LLAMA, "-o", str(link)).code == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["format"] == "rotary-vectors"
+    assert main("vectors", LLAMA, "-o", "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_file_that_cannot_be_written_is_one_line(main, tmp_path):

@@ -21,7 +21,7 @@ from .app import (
     read_spec,
     read_specs,
 )
-from .terminal import print_json, print_table, print_text, short
+from .terminal import overwrite, print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
     from ..spec import Rotary
@@ -158,7 +158,7 @@ def vectors(
     if output is None:
         typer.echo(document, nl=False)
     else:
-        output.write_text(document, encoding="utf-8")
+        overwrite(output, document)
 
 
 @app.command()

@@ -1,9 +1,13 @@
-"""The output of all commands: tables, one JSON document, a spinner, a progress bar."""
+"""The output of all commands: tables, one JSON document, a file, a spinner, a progress bar."""
 
+import contextlib
 import json
 import math
+import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -76,6 +80,27 @@ def short(value: object) -> str:
     if isinstance(value, tuple | list) and len(value) > 6:
         return f"{', '.join(f'{item:g}' for item in value[:6])}, ... ({len(value)} values)"
     return str(value)
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Write a text into a file; an old file stays until the new one is complete."""
+    if path.exists() and not path.is_file():  # such as /dev/stdout or a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))  # a link is followed, not replaced
+    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 @contextmanager
