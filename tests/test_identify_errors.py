@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import in_process
 
 from rotary import Rotary, blackbox
 from rotary.blackbox.faults import AMPLITUDES, EXPONENTS
@@ -89,6 +90,24 @@ def test_load_says_in_one_line_what_is_wrong(target, said, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=said) as caught:
         load(target)
     assert "\n" not in str(caught.value)
+
+
+EXITS = "import sys\ndef doctor(): sys.exit(0)\ndef identify(x, positions): sys.exit(0)\n"
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(0)\n", EXITS], ids=["file", "function"])
+@pytest.mark.parametrize(
+    "command", [("identify", "--head-dim", "8", "--check"), ("doctor",)], ids=["identify", "doctor"]
+)
+def test_a_file_that_ends_the_process_is_an_error(command, text, tmp_path, monkeypatch, capsys):
+    """A script without a guard, or argparse in it: the check ended with 0, and tested nothing."""
+    (tmp_path / "script.py").write_text(text)
+    name, *options = command
+    done = in_process(monkeypatch, capsys)(name, f"{tmp_path / 'script.py'}:{name}", *options)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: ")
+    assert "SystemExit: 0" in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_the_page_lists_every_code_of_a_finding_and_no_other():

@@ -212,7 +212,7 @@ def load(target: str) -> Callable[..., object]:
     try:
         module = _from_file(Path(location)) if is_file else pkgutil.resolve_name(location)
         function: Callable[..., Any] = operator.attrgetter(name)(module)
-    except Exception as error:  # whatever a stranger's file raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's file raises
         raise ValueError(f"{target} cannot be loaded: {one_line(error)}") from error
     finally:
         if folder in sys.path:

@@ -67,7 +67,7 @@ def watch(
     try:
         with torch.no_grad(), watcher:
             model(*args, **kwargs)
-    except Exception as raised:  # whatever a stranger's forward raises
+    except (Exception, SystemExit) as raised:  # whatever a stranger's forward raises
         error = one_line(raised)
     finally:
         for hook in hooks:

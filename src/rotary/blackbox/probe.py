@@ -89,7 +89,7 @@ class Box:
                 result = self.fn(*given.values())
                 result = result if self.which is None else _chosen(result, self.which)
                 shape, values = np.shape(result), to_numpy(result)
-            except Exception as error:  # whatever a stranger's code raises
+            except (Exception, SystemExit) as error:  # whatever a stranger's code raises
                 raise ValueError(f"the callable raised {one_line(error)}") from error
         if tuple(shape) != asked:
             raise ValueError(f"the callable returned shape {tuple(shape)} for x of shape {asked}")

@@ -232,7 +232,7 @@ def _made_by(function: Callable[[], object], target: str) -> object:
 
     try:
         return function()
-    except Exception as error:  # whatever a stranger's function raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's function raises
         raise ValueError(
             f"{target}: calling it without arguments failed: {one_line(error)}; give a model, or a "
             "function without arguments that returns one; to examine a rotation use rotary identify"

@@ -59,7 +59,7 @@ def _report(spec: "Rotary", target: str | None, seq_len: int | None) -> "Report"
             arguments = list(returned) if isinstance(returned, tuple) else [returned]
             if len(arguments) not in (1, 3) or any(each is None for each in arguments):
                 raise ValueError("it must return positions, or (positions, cos, sin)")
-        except Exception as error:  # whatever a stranger's file raises
+        except (Exception, SystemExit) as error:  # whatever a stranger's file raises
             failure = one_line(error)
     failures = gathered(failure)
     findings = [
