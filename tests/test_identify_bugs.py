@@ -300,6 +300,15 @@ def test_adding_to_x_is_not_linear():
     assert identify(lambda x, positions: rope(x, positions) + 1, D).codes == ("not_linear",)
 
 
+@pytest.mark.parametrize("channels", [D, D // 2])
+def test_tables_of_zeros_are_no_rotation(channels):
+    """Buffers that were never filled: it was a RoPE without rotation, of amplitude 1."""
+    zeros = lambda x, positions: np.where(np.arange(D) < channels, 0, x)  # noqa: E731
+    found = identify(zeros, D, form="positions")
+    assert found.spec is None
+    assert "zeros" in {each.code for each in found.findings}
+
+
 def test_doing_nothing():
     found = identify(lambda x, positions: x.copy(), D)
     assert found.codes == ("positions_ignored", "no_rotation")

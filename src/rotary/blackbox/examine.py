@@ -11,7 +11,7 @@ from ..analysis.precision import round_to
 from ..angles import turns
 from ..kernels import Numbers as Array
 from ..spec import Rotary
-from .faults import inverted_yarn, odd_amplitude, odd_frequencies
+from .faults import inverted_yarn, no_angle, odd_amplitude, odd_frequencies
 from .fit import Fit, Measured, fit
 from .lengths import Far, end_of_table, shared_positions, with_length
 from .pairs import (
@@ -164,7 +164,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     pairs = turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
         return Answer(None, (*findings, *_unequal_channels(turning, box.num_axes)))
-    if (lost := _no_angle(turning)) is not None:
+    if (lost := no_angle(pairs, 4 * turning.noise + 1e-5)) is not None:
         return Answer(None, (*findings, lost))
     amplitude, uneven = _amplitude(turning)
     findings = findings + uneven
@@ -232,21 +232,6 @@ def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
         return [Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"), shift]
     text = "the two channels of a pair are not rotated by the same angle"
     return [Finding("not_a_rotation", text), shift]
-
-
-def _no_angle(turning: Turning) -> Finding | None:
-    """Return the published fault that makes cos and sin not those of one angle, if there is one."""
-    cos, sin = turning.pairs.cos, turning.pairs.sin
-    allowed = 4 * turning.noise + 1e-5
-    if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
-        return Finding("sin_missing", "pairs are multiplied by cos and sin is missing: a complex "
-                       "table cast to a real type loses it")  # fmt: skip
-    if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # position 0 has cos(cos(0)), not cos(0) = 1
-        of_angles = np.arccos(cos) ** 2 + np.arcsin(sin) ** 2  # cos(a)^2 + sin(a)^2
-        if np.abs(of_angles - 1).max() <= 1e-3:
-            return Finding("cos_of_cos", "cos and sin are taken of a table that holds cos and sin "
-                           "already")  # fmt: skip
-    return None
 
 
 def _fitted(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..schedules import yarn_amplitude
 from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, rounded
-from .pairs import wrapped
+from .pairs import Pairs, wrapped
 from .probe import Finding
 
 Array = npt.NDArray[np.float64]
@@ -166,4 +166,24 @@ def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
                 text = f"YaRN by {factor:g} from {trained:,} tokens, base {base:g}, with the ramp "
                 text += "inverted: fast pairs are interpolated and slow pairs kept (litgpt)"
                 return Fit("custom", 1e4, params, inverted), Finding("ramp_inverted", text)
+    return None
+
+
+def no_angle(pairs: Pairs, allowed: float) -> Finding | None:
+    """Return the published fault that makes cos and sin not those of one angle, if there is one.
+
+    allowed  how far cos and sin may be off
+    """
+    cos, sin = pairs.cos, pairs.sin
+    if not pairs.blocks.any():
+        return Finding("zeros", "the rotated channels become 0: cos and sin are 0, as in buffers "
+                       "that were never filled")  # fmt: skip
+    if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
+        return Finding("sin_missing", "pairs are multiplied by cos and sin is missing: a complex "
+                       "table cast to a real type loses it")  # fmt: skip
+    if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # position 0 has cos(cos(0)), not cos(0) = 1
+        of_angles = np.arccos(cos) ** 2 + np.arcsin(sin) ** 2  # cos(a)^2 + sin(a)^2
+        if np.abs(of_angles - 1).max() <= 1e-3:
+            return Finding("cos_of_cos", "cos and sin are taken of a table that holds cos and sin "
+                           "already")  # fmt: skip
     return None
