@@ -1,6 +1,7 @@
 """Which tensors are queries and keys: the names of every model of transformers, and of others."""
 
 import contextlib
+import fnmatch
 import functools
 import re
 
@@ -197,6 +198,25 @@ def test_a_name_that_is_left_on_purpose_is_listed_and_one_that_is_not_there_refu
         names.recognised([known, odd], "llama", [odd, "*.values"])
     with pytest.raises(TypeError, match=r"got a string: pass leave=\['\*\.keys\.\*'\]"):
         names.recognised([known, odd], "llama", "*.keys.*")
+
+
+ATTENTION = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2)
+             for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.scales",
+                          "q_norm.weight", "k_norm.weight")]  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", ["*k_proj*", "*.1.*k_proj.weight", "*q_proj.bias", "*k_norm*"])
+def test_of_a_layer_that_moves_no_known_query_or_key_may_be_left(leave):
+    """The keys stayed alone, all scores were wrong, and the proof found no difference."""
+    with pytest.raises(ValueError, match=r"^leave names .*take it out of leave \(--leave\)$"):
+        names.recognised(ATTENTION, "qwen3", [leave])
+
+
+@pytest.mark.parametrize("leave", ["*.1.*", "*k_proj.scales"])
+def test_a_whole_layer_and_what_holds_no_channels_may_be_left(leave):
+    found = names.recognised(ATTENTION, "qwen3", [leave])
+    left = [name.tensor for name in found if name.kind == names.LEFT]
+    assert left == [tensor for tensor in ATTENTION if fnmatch.fnmatchcase(tensor, leave)]
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,13 @@ def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
+def _holds_channels(name: Name) -> bool:
+    """Whether a tensor has the channels of queries or keys, by a rule, and is no scale of them."""
+    packed = f"{PARAMETERS['rows']}|{PARAMETERS['words']}"
+    is_value = bool(re.fullmatch(packed, name.parameter or "weight"))
+    return is_value and name.kind not in (LEFT, "output")
+
+
 def recognised(
     tensors: Iterable[str], model: str = "", leave: Sequence[str] = ()
 ) -> tuple[Name, ...]:
@@ -200,7 +207,7 @@ def recognised(
     leave  names of tensors to leave as they are, with * for any text
     Raises ValueError for a tensor that looks like a query or key and matches no rule, for one whose
     parameter is not known, if no tensor is to be moved, and for a name in `leave` that no tensor
-    has.
+    has, or that is a known query or key while others of its layer move.
 
     >>> [name.kind for name in recognised(["layers.0.attention.wk.weight"])]
     ['key']
@@ -220,7 +227,7 @@ its name is not known; if it is neither, copy it unchanged with --leave (leave=[
         if not matching:
             raise ValueError(f"leave names {pattern!r}, but no tensor has such a name")
         asked |= {tensor: Name(tensor, tensor, -1, "", LEFT, "asked for") for tensor in matching}
-    names = []
+    names: list[Name] = []
     for tensor in tensors:
         if name := asked.get(tensor) or classify(tensor, model):
             names.append(name)
@@ -228,6 +235,14 @@ its name is not known; if it is neither, copy it unchanged with --leave (leave=[
             raise ValueError(
                 f"tensor {tensor!r} looks like a query or a key, but its name is not known; if it "
                 "is neither, copy it unchanged with --leave (leave=[...])"
+            )
+    moving = {name.before: name for name in names if _holds_channels(name)}
+    for known in filter(None, (classify(tensor, model) for tensor in asked)):
+        if _holds_channels(known) and known.before in moving:
+            raise ValueError(
+                f"leave names {known.tensor!r}, which is known to hold channels that move with "
+                f"those of {moving[known.before].tensor!r}: if one moves alone, all scores of the "
+                "layer are wrong; take it out of leave (--leave)"
             )
     if all(name.kind == LEFT for name in names):
         few = ", ".join(tensors[:4]) or "none"
