@@ -217,6 +217,16 @@ def test_a_bad_config_in_a_process_of_its_own(tmp_path):
 # --- the terminal ---
 
 
+@pytest.mark.parametrize("command", ["inspect", "freqs", "diff"])
+def test_a_warning_of_a_config_is_one_line(command, tmp_path):
+    """It was a path and a line of our code, with the warning between them."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "head_dim": 8, "rope_theta": 1}))
+    done = run(command, str(path), PYTHONWARNINGS="")
+    assert done.code == 0
+    assert done.err == "warning: base 1 gives every pair the same frequency, 1 rad per token\n"
+
+
 def test_markup_in_a_path_is_printed_as_it_is(main, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     name = "[red]x[/red].json"

@@ -2,8 +2,9 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,12 +37,22 @@ Part = Annotated[
 
 
 def main() -> None:
-    """Run the command; an error is one line on stderr and exit status 1."""
+    """Run the command; an error is one line on stderr and exit status 1, a warning one line."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        with warnings.catch_warnings():  # which restores `showwarning` as well
+            shown = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+                if issubclass(category, UserWarning):  # of a config: no line of ours explains it
+                    typer.echo(f"warning: {printable(str(message))}", err=True)
+                else:
+                    shown(message, category, *where)
+
+            warnings.showwarning = show  # type: ignore[assignment]  # of any other arguments
+            app()
     except BrokenPipeError:  # `rotary freqs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
