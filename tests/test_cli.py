@@ -615,3 +615,38 @@ def test_a_file_in_no_folder_is_named_without_a_number(main, tmp_path, option):
 def test_long_lists_are_cut_short(main):
     text = " ".join(main("inspect", str(CONFIGS / "phi-4-mini.json")).out.split())
     assert re.search(r"long_factor 1, 1\.1\d+, .*\.\.\. \(48 values\)", text)
+
+
+DESIGN = ("design", "--length", "64", "--head-dim", "8", "--starts", "1", "--json", "--curve")
+
+
+def test_the_first_line_of_a_curve_counts_if_it_holds_numbers(main, tmp_path):
+    """Excel writes a byte order mark; the first line behind it was taken for words."""
+    path, found = tmp_path / "curve.csv", []
+    for start in ("", "\ufeff", "distance,score\n", "\ufeffdistance,score\n"):
+        path.write_text(start + "1,0.9\n2,0.8\n", encoding="utf-8")
+        found.append(document(main(*DESIGN, str(path)))["error"])
+    path.write_text("2,0.8\n")
+    without = document(main(*DESIGN, str(path)))["error"]
+    assert len(set(found)) == 1
+    assert without != found[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"1.0,0.9\n2,0.8\n", "line 1: must be a whole distance"),
+        (b"a" * 200_000, "field larger than field limit"),
+        (b"\xff\xfe1,0.9", "can't decode byte 0xff"),
+        (b"9" * 5000 + b",1\n", "line 1: must be a whole distance"),
+    ],
+    ids=["a fraction", "a long line", "no text", "digits"],
+)
+def test_a_curve_that_cannot_be_read_is_one_line_with_its_name(main, tmp_path, content, said):
+    path = tmp_path / "curve.csv"
+    path.write_bytes(content)
+    done = main(*DESIGN, str(path))
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {path}")
+    assert said in done.err
+    assert len(done.err) < 250 + len(str(path))

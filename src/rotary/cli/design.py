@@ -216,19 +216,33 @@ def _verdict(result: "Design") -> str:
 def _read(path: Path) -> tuple[list[float], list[int]]:
     """Return values and distances of a file with one pair per line; skip a first line of words."""
     values, distances = [], []
-    with open(path, encoding="utf-8", newline="") as file:
-        for line, row in enumerate(csv.reader(file), 1):
-            if not row or (line == 1 and not row[0].strip().isdigit()):
-                continue
-            try:
-                distance, value = row
-                distances.append(int(distance))
-                values.append(float(value))
-            except ValueError:
-                raise ValueError(
-                    f"{path}, line {line}: must be a whole distance, a comma and a number, got "
-                    f"{','.join(row)!r}"
-                ) from None
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{path}: not lines of a distance, a comma and a number: {error}"
+        ) from None
+    for line, row in enumerate(rows, 1):
+        if not row or (line == 1 and not _is_number(row[0])):
+            continue
+        try:
+            distance, value = row
+            distances.append(int(distance))
+            values.append(float(value))
+        except ValueError:
+            raise ValueError(
+                f"{path}, line {line}: must be a whole distance, a comma and a number, got "
+                f"{','.join(row)!r:.80}"
+            ) from None
     if not values:
         raise ValueError(f"{path}: has no line of a distance and a value")
     return values, distances
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
