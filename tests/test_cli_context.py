@@ -179,6 +179,15 @@ def test_a_plan_that_cannot_be_written(main, tmp_path, arguments, message):
     assert new.read_text() == "mine"
 
 
+def test_a_link_to_nothing_is_refused_before_the_search(main, tmp_path, monkeypatch):
+    """The search of minutes ended with "File exists"."""
+    monkeypatch.setattr("rotary.plan.plan_model", lambda *_, **__: pytest.fail("it searches"))
+    new = tmp_path / "config.json"
+    new.symlink_to(tmp_path / "nothing")
+    done = main("plan", "--context", "1024", "--from", LLAMA_2, "--out", str(new))
+    assert_refused(done, f"--out {new}: the file exists; name a new one")
+
+
 @pytest.mark.parametrize(("files", "message"), [
     (("--out", "nowhere/config.json"), "there is no folder nowhere; make it"),
     (("--out", "config.json", "--plot", "picture.gif"), "written as .png, .svg or .pdf"),

@@ -1,6 +1,7 @@
 """Commands about lengths: decay of scores, reach of a model, plan for a longer context."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -192,7 +193,7 @@ def check_targets(out: Path | None, plot: Path | None) -> None:
         from ..plots.files import check_target
 
         check_target(plot)
-    if out is not None and out.exists():
+    if out is not None and os.path.lexists(out):  # a link to nothing as well: no file is opened
         raise ValueError(f"--out {out}: the file exists; name a new one")
     if out is not None and plot is not None and out.resolve() == plot.resolve():
         raise ValueError(f"--out and --plot are one file, {out}; name two")
