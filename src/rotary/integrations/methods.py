@@ -43,13 +43,16 @@ def rotations_called(
     called. If the method is decorated, the function inside the decorator is searched as well.
     """
     for function in _with_decorated(method):
-        for name in sorted(_globals(function.__code__)):
-            value = function.__globals__.get(name)
-            if _is_rotation(value, name):
-                yield function.__globals__, value
-        for module, name in _through_modules(function, function.__code__):
-            if _ROTATES.search(name) and _is_rotation(value := getattr(module, name, None), name):
-                yield vars(module), value
+        code = function.__code__
+        if any(map(_ROTATES.search, _names(code))):  # to read all instructions takes far longer
+            for name in sorted(_globals(code)):
+                value = function.__globals__.get(name)
+                if _is_rotation(value, name):
+                    yield function.__globals__, value
+            for module, name in _through_modules(function, code):
+                value = getattr(module, name, None) if _ROTATES.search(name) else None
+                if _is_rotation(value, name):
+                    yield vars(module), value
         for value in _local_functions(function):
             yield function.__globals__, value
 
