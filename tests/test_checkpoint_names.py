@@ -17,8 +17,14 @@ from rotary.checkpoint.files import Tensor
 from rotary.checkpoint.plan import plan
 from rotary.configs import MODELS, choose, layer_types
 
-AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText",
-         "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")  # fmt: skip
+# the kinds of models, and which configs they take
+AUTOS = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModel": "MODEL_MAPPING",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+}
 # what a name of a tensor that moves may end in, beside the parameter; all else is none of ours
 MAY_MOVE = re.compile(
     r"\.(?:q_proj|k_proj|q_norm|k_norm|q_layernorm|k_layernorm|qkv_proj|query_key_value|Wqkv|query"
@@ -62,11 +68,13 @@ def state_of(model_type):
         config = shrunk(transformers.AutoConfig.for_model(model_type))
     except Exception:  # a config without defaults, or whose layers cannot be made fewer
         return None
-    for auto in AUTOS:
+    for auto, mapping in AUTOS.items():
+        if type(config) not in getattr(transformers, mapping):  # whose refusal imports all models
+            continue
         try:
             with torch.device("meta"):
                 model = getattr(transformers, auto).from_config(config)
-        except Exception:  # not of this kind, or a package is missing
+        except Exception:  # a package is missing
             continue
         return {name: tuple(x.shape) for name, x in model.state_dict().items()}, config.to_dict()
     return None
