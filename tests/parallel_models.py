@@ -286,9 +286,10 @@ FAMILIES = {
     ),
     "lab": (
         Family(lab, lab_forward, lab_plan, lab_restore),
-        tuple(name for name, variant in VARIANTS.items() if variant.tensor != "dtensor"),
+        ("sequence", "context, head_tail", "context, ulysses", "both", "both, ulysses",
+         "planted on one rank"),
     ),
-}
+}  # fmt: skip
 
 
 # --- one process against four ---
@@ -369,9 +370,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         work(arguments)
-    else:  # forked: torch and transformers are imported, and the loops loaded, once for all ranks
+    else:  # forked: what a first call imports and loads, it does once for all ranks
         torch.set_num_threads(1)
-        rotary.apply(LAB.spec, torch.zeros(1, 2, 3, LAB.spec.head_dim))
+        two = torch.arange(2)
+        for family, _ in FAMILIES.values():
+            with torch.no_grad():  # a backward would start threads
+                family.forward(family.build(), two[None], Layout(two, two))
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.start_processes(
                 lambda rank: work(arguments, f"file://{folder}/store", rank), (), RANKS,

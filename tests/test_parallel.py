@@ -1,5 +1,6 @@
 """Four processes that share two models give the logits and gradients of one: parallel_models.py."""
 
+import functools
 import json
 import os
 import subprocess
@@ -13,16 +14,12 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("parallel_models.py")
 # relative; the largest gaps seen are 4.1e-6 in float32 and 1.1e-14 in float64; a wrong position: 1
 BOUND = {"llama": 3e-5, "llama, not patched": 1e-12, "lab": 1e-12}
-PLANTED = [name for name, variant in VARIANTS.items() if variant.planted]
-RUNS = [
-    (family, variant)
-    for family, (_, variants) in FAMILIES.items()
-    for variant in variants
-    if variant not in PLANTED
-]
-RIGHT = pytest.mark.parametrize(("family", "variant"), RUNS)
+RUNS = [(family, variant) for family, (_, variants) in FAMILIES.items() for variant in variants]
+RIGHT = pytest.mark.parametrize(
+    ("family", "variant"), [run for run in RUNS if not VARIANTS[run[1]].planted]
+)
 WRONG = pytest.mark.parametrize(
-    ("family", "variant"), [(family, variant) for family in ("llama", "lab") for variant in PLANTED]
+    ("family", "variant"), [run for run in RUNS if VARIANTS[run[1]].planted]
 )
 
 
@@ -52,12 +49,16 @@ def test_logits_are_those_of_one_process(ranks, family, variant):
     assert max(rank[family][variant]["logits"] for rank in ranks) < BOUND[family]
 
 
+@functools.cache
+def names_of_weights(family):
+    return dict(FAMILIES[family][0].build().named_parameters()).keys()
+
+
 @RIGHT
 def test_every_gradient_is_that_of_one_process(ranks, family, variant):
-    model = FAMILIES[family][0].build()
     for rank in ranks:
         gaps = rank[family][variant]["gradients"]
-        assert gaps.keys() == dict(model.named_parameters()).keys()
+        assert gaps.keys() == names_of_weights(family)
         assert max(gaps.values()) < BOUND[family], max(gaps, key=gaps.get)
 
 
