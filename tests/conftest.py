@@ -1,7 +1,9 @@
 """What tests share, and counts of the comparison with transformers at the end of a run."""
 
+import contextlib
 import fcntl
 import gc
+import logging
 import os
 import random
 import sys
@@ -13,6 +15,9 @@ from libraries import quick_xla
 
 # Inductor compiles in its own process: every process of its pool would import torch once more
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# as pytest's plugin for logging did: a logger without handlers would write to stderr
+logging.getLogger().addHandler(logging.NullHandler())
 
 collect_ignore_glob = ["peers/*"]  # they run in the environments of other programs
 
@@ -103,6 +108,38 @@ def optimized(xla_in_less_time):
     jax.clear_caches()
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+class Log(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def text(self):
+        return "\n".join(map(self.format, self.records))
+
+    @contextlib.contextmanager
+    def at_level(self, level, name):
+        logger = logging.getLogger(name)
+        before = logger.level
+        logger.setLevel(level)
+        yield
+        logger.setLevel(before)
+
+
+@pytest.fixture
+def log():
+    """What is logged in a test; pytest's own plugin costs every test a millisecond or more."""
+    kept = Log()
+    logging.getLogger().addHandler(kept)
+    yield kept
+    logging.getLogger().removeHandler(kept)
 
 
 @pytest.fixture

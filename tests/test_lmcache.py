@@ -134,7 +134,7 @@ def test_what_does_not_fit_the_spec_is_refused(host):
         ours.install(Rotary(head_dim=4, axes=(0, 1)))
 
 
-def test_the_plug_in_acts_only_where_it_is_named(host, monkeypatch, tmp_path, caplog):
+def test_the_plug_in_acts_only_where_it_is_named(host, monkeypatch, tmp_path, log):
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}')
     monkeypatch.setenv("ROTARY_CONFIG", str(config))
@@ -142,9 +142,9 @@ def test_the_plug_in_acts_only_where_it_is_named(host, monkeypatch, tmp_path, ca
     host.ours.register()
     assert "rotary_embedding_k_fused" not in vars(host.ops)
     monkeypatch.setenv("VLLM_PLUGINS", "lora,rotary_lmcache")
-    with caplog.at_level(logging.INFO, "lmcache.rotary"):
+    with log.at_level(logging.INFO, "lmcache.rotary"):
         host.ours.register()
-    assert "rotary moves the keys of LMCache, by Rotary(head_dim=16" in caplog.text
+    assert "rotary moves the keys of LMCache, by Rotary(head_dim=16" in log.text
     assert host.ops.rotary_embedding_k_fused.__self__.spec.head_dim == 16
     monkeypatch.delenv("ROTARY_CONFIG")
     with pytest.raises(ValueError, match=r"needs ROTARY_CONFIG, the config.json of the model"):

@@ -155,11 +155,11 @@ def test_the_base_class_rotates_by_its_table(on, is_neox, rotary_dim, dtype):
     assert torch.equal(shifted[0], rope.forward_native(POSITIONS, *given)[0])
 
 
-def test_the_log_says_once_what_is_rotated(on, caplog):
-    with caplog.at_level(logging.INFO, "sglang.rotary"):
+def test_the_log_says_once_what_is_rotated(on, log):
+    with log.at_level(logging.INFO, "sglang.rotary"):
         for _ in range(2):
             RotaryEmbedding().forward_native(POSITIONS, *qkv())
-    assert caplog.text.count("q and k of RotaryEmbedding are rotated by rotary") == 1
+    assert log.text.count("q and k of RotaryEmbedding are rotated by rotary") == 1
 
 
 def test_mrope_takes_the_axis_of_each_pair(on):
@@ -209,20 +209,20 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_known_is_left_to_sglang_with_one_line(on, caplog, name):
+def test_what_is_not_known_is_left_to_sglang_with_one_line(on, log, name):
     attributes, options, line = LEFT[name]
     rope = RotaryEmbedding(**attributes)
     hook = on.hook_of(on.HOOKS["base.RotaryEmbedding.forward_native"])
     arguments = {"positions": POSITIONS, **options}
-    with caplog.at_level(logging.INFO, "sglang.rotary"):
+    with log.at_level(logging.INFO, "sglang.rotary"):
         for _ in range(2):
             where = arguments.pop("positions", POSITIONS)
             got = hook(lambda *given, **named: (given, named), rope, where, *qkv(), **arguments)
             assert got[0][0] is rope
             assert got[1] == arguments
             arguments["positions"] = where
-    assert caplog.text.count("RotaryEmbedding is left to SGLang") == 1
-    assert line in caplog.text
+    assert log.text.count("RotaryEmbedding is left to SGLang") == 1
+    assert line in log.text
 
 
 def test_other_orders_of_mrope_and_deepseek_are_left(on):
@@ -245,12 +245,12 @@ def test_nothing_happens_unless_the_plug_in_is_named(ours, monkeypatch, plugins)
     assert RotaryEmbedding().forward_native(POSITIONS, *qkv()) == "SGLang's own"
 
 
-def test_a_method_with_other_parameters_is_left_alone(ours, monkeypatch, caplog):
+def test_a_method_with_other_parameters_is_left_alone(ours, monkeypatch, log):
     monkeypatch.setattr(RotaryEmbedding, "forward_cuda", lambda self, positions, query: "new")
     monkeypatch.delattr(MRotaryEmbedding, "forward_triton")
-    with caplog.at_level(logging.INFO, "sglang.rotary"):
+    with log.at_level(logging.INFO, "sglang.rotary"):
         ours.register()
     assert RotaryEmbedding().forward_cuda(1, 2) == "new"
-    assert "forward_cuda alone: its parameters are ('self', 'positions', 'query')" in caplog.text
-    assert "mrope.MRotaryEmbedding.forward_triton alone: its parameters are None" in caplog.text
-    assert "q and k in RotaryEmbedding.forward_native, RotaryEmbedding.forward_cpu" in caplog.text
+    assert "forward_cuda alone: its parameters are ('self', 'positions', 'query')" in log.text
+    assert "mrope.MRotaryEmbedding.forward_triton alone: its parameters are None" in log.text
+    assert "q and k in RotaryEmbedding.forward_native, RotaryEmbedding.forward_cpu" in log.text

@@ -300,32 +300,32 @@ def fresh_look():
 
 
 @pytest.mark.usefixtures("fresh_look")
-def test_without_triton_the_formula_rotates_and_says_so_once(monkeypatch, caplog):
+def test_without_triton_the_formula_rotates_and_says_so_once(monkeypatch, log):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "rotary.kernels.triton.kernel", raising=False)
     monkeypatch.delattr("rotary.kernels.triton.kernel", raising=False)
     for module in (torch_state, torch_launch, torch_ready, kernel):
         monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
     x, (cos, sin) = randn(2, 5, 8, grad=True), tables(5, 4)
-    with caplog.at_level(logging.DEBUG, "rotary"):
+    with log.at_level(logging.DEBUG, "rotary"):
         for _ in range(3):
             same((rotary.rotate(x, cos, sin, layout="half"),), wanted((x,), cos, sin, Options()))
         rotary.apply(Rotary(head_dim=8), x)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "rotary"]
+    (line,) = [record.getMessage() for record in log.records if record.name == "rotary"]
     assert "Triton cannot be loaded" in line
 
 
 @pytest.mark.usefixtures("fresh_look")
 @pytest.mark.parametrize(("capability", "is_taken"), [((6, 1), False), ((7, 0), True)])
 def test_devices_that_triton_does_not_compile_for_take_the_formula(
-    capability, is_taken, monkeypatch, caplog
+    capability, is_taken, monkeypatch, log
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
-    with caplog.at_level(logging.DEBUG, "rotary"):
+    with log.at_level(logging.DEBUG, "rotary"):
         found = torch_launch.gpu_kernel(torch.device("cuda:0"))
     assert (found is interpreter.compiled) == is_taken
-    assert ("does not compile for an old one" in caplog.text) != is_taken
+    assert ("does not compile for an old one" in log.text) != is_taken
 
 
 # --- exact angles, without tables ---

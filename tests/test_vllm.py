@@ -21,7 +21,7 @@ PLAIN = (HEAD, 8, ROWS, 1e4, True, torch.float32)
 
 
 @pytest.fixture
-def vllm(tmp_path, monkeypatch, caplog):
+def vllm(tmp_path, monkeypatch, log):
     """A function that registers the plug-in and returns the module of the classes."""
     folder = tmp_path / PACKAGE.replace(".", "/")
     folder.mkdir(parents=True)
@@ -39,7 +39,6 @@ def vllm(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plugin, "_logged", set())
     monkeypatch.setenv("VLLM_PLUGINS", "other,rotary")
     monkeypatch.delenv("ROTARY_EXACT", raising=False)
-    caplog.set_level(logging.INFO, "vllm.plugins.rotary")
 
     def registered(exact="0"):
         monkeypatch.setenv("ROTARY_EXACT", exact)
@@ -47,7 +46,8 @@ def vllm(tmp_path, monkeypatch, caplog):
         plugin.register()
         return ropes
 
-    yield registered
+    with log.at_level(logging.INFO, "vllm.plugins.rotary"):
+        yield registered
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
@@ -206,28 +206,28 @@ def test_registering_again_changes_nothing(vllm):
     assert ropes.op_registry_oot == registry
 
 
-def test_the_class_of_another_plugin_stays(vllm, caplog):
+def test_the_class_of_another_plugin_stays(vllm, log):
     ropes = importlib.import_module(f"{PACKAGE}.ropes")
     theirs = type("Theirs", (ropes.RotaryEmbedding,), {"__module__": "theirs"})
     ropes.op_registry_oot["RotaryEmbedding"] = theirs
     vllm()
     assert ropes.op_registry_oot["RotaryEmbedding"] is theirs
-    assert "RotaryEmbedding: theirs has replaced it" in caplog.text
+    assert "RotaryEmbedding: theirs has replaced it" in log.text
 
 
-def test_what_is_not_replaced_is_named(vllm, caplog):
+def test_what_is_not_replaced_is_named(vllm, log):
     ropes = vllm()
-    assert "LinearScalingRotaryEmbedding" in caplog.text.split("Not replaced")[0]
+    assert "LinearScalingRotaryEmbedding" in log.text.split("Not replaced")[0]
     for name, reason in {
         "FourierRotaryEmbedding": "it mixes frequencies",
         "TomorrowsRotaryEmbedding": "rotary does not know the forward of TomorrowsRotaryEmbedding",
         "DeepseekV4Sparse": "rotary does not know the forward of DeepseekV4Sparse",
     }.items():
-        assert f"{name}: {reason}" in caplog.text
+        assert f"{name}: {reason}" in log.text
         assert name not in ropes.op_registry_oot
 
 
-def test_a_class_with_another_argument_stays(vllm, monkeypatch, caplog):
+def test_a_class_with_another_argument_stays(vllm, monkeypatch, log):
     ropes = importlib.import_module(f"{PACKAGE}.ropes")
 
     def forward_cpu(self, positions, query, key=None, scale=None):
@@ -235,13 +235,13 @@ def test_a_class_with_another_argument_stays(vllm, monkeypatch, caplog):
 
     monkeypatch.setattr(ropes.RotaryEmbedding, "forward_cpu", forward_cpu)
     vllm()
-    assert "rotary does not know the argument scale of its forward_cpu" in caplog.text
+    assert "rotary does not know the argument scale of its forward_cpu" in log.text
     assert "RotaryEmbedding" not in ropes.op_registry_oot
 
 
-def test_a_class_with_another_formula_is_left_alone(vllm, calls, caplog):
+def test_a_class_with_another_formula_is_left_alone(vllm, calls, log):
     rope = vllm().BailingMRotaryEmbedding(*PLAIN, mrope_section=[2, 1, 1])
-    assert "stays: it is off from its own formula by" in caplog.text
+    assert "stays: it is off from its own formula by" in log.text
     q, k = packed()
     positions = torch.tensor([[0, 0, 0, 1, 2], [1, 5, 9, 1, 2], [7] * 5])
     expected = own_of(rope).forward_native(rope, positions, q, k)
@@ -251,7 +251,7 @@ def test_a_class_with_another_formula_is_left_alone(vllm, calls, caplog):
     assert calls == []
 
 
-def test_a_call_that_is_not_known_is_vllms(vllm, calls, caplog):
+def test_a_call_that_is_not_known_is_vllms(vllm, calls, log):
     rope = vllm().MRotaryEmbedding(*PLAIN, mrope_section=[1, 1, 2])
     q, k = packed()
     calls.clear()
@@ -261,10 +261,10 @@ def test_a_call_that_is_not_known_is_vllms(vllm, calls, caplog):
         assert torch.equal(results[0], expected[0])
     rope(torch.arange(5), q.double(), k.double())
     assert calls == []
-    assert caplog.text.count("vLLM's own code answers a call of MRotaryEmbedding") == 2
+    assert log.text.count("vLLM's own code answers a call of MRotaryEmbedding") == 2
 
 
-def test_exact_tables(vllm, caplog):
+def test_exact_tables(vllm, log):
     """Right to 1.5e-7 where float32 angles are off by more, and kept in float32 beside bfloat16."""
     ropes, rows = vllm("1"), 70_000
     spec = rotary.Rotary(head_dim=HEAD, base=1e4, schedule="linear", params={"factor": 4.0})
@@ -277,11 +277,11 @@ def test_exact_tables(vllm, caplog):
         assert torch.equal(rope.cos_sin_cache, table.to(dtype))
         own = own_of(rope)._compute_cos_sin_cache(rope).numpy()
         assert np.abs(own - expected).max() > 2e-4
-    assert "rotary rotates for LinearScalingRotaryEmbedding" in caplog.text
-    assert "by exact tables" in caplog.text
+    assert "rotary rotates for LinearScalingRotaryEmbedding" in log.text
+    assert "by exact tables" in log.text
 
 
-def test_exact_tables_that_are_other_tables_are_not_taken(vllm, monkeypatch, caplog):
+def test_exact_tables_that_are_other_tables_are_not_taken(vllm, monkeypatch, log):
     ropes = importlib.import_module(f"{PACKAGE}.ropes")
     own = ropes.RotaryEmbedding._compute_cos_sin_cache
 
@@ -293,7 +293,7 @@ def test_exact_tables_that_are_other_tables_are_not_taken(vllm, monkeypatch, cap
     vllm("1")
     rope = ropes.RotaryEmbedding(*PLAIN)
     assert torch.equal(rope.cos_sin_cache, own(rope))
-    assert "RotaryEmbedding keeps vLLM's tables" in caplog.text
+    assert "RotaryEmbedding keeps vLLM's tables" in log.text
 
 
 def test_a_wrong_value_of_rotary_exact(vllm):
@@ -319,13 +319,13 @@ def test_tables_follow_the_buffer_of_vllm(vllm):
     changed(lambda: rope.to(torch.float32))
 
 
-def test_where_vllm_compiles_its_own_formula_the_log_says_so(vllm, caplog):
+def test_where_vllm_compiles_its_own_formula_the_log_says_so(vllm, log):
     ropes = importlib.import_module(f"{PACKAGE}.ropes")
     ropes.calls_native = True
     vllm()
     ropes.RotaryEmbedding(*PLAIN)
-    assert "vLLM calls its own forward_native of RotaryEmbedding" in caplog.text
-    assert "+rotary_embedding" in caplog.text
+    assert "vLLM calls its own forward_native of RotaryEmbedding" in log.text
+    assert "+rotary_embedding" in log.text
 
 
 def test_it_is_traced_whole(vllm):
