@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..kernels import Numbers as Array
-from ..layouts import LAYOUTS, pair_indices
+from ..layouts import LAYOUTS, pair_slices
 from ..spec import Rotary
 from .fit import Measured, fit
 from .pairs import LOST, wrapped
@@ -64,15 +64,17 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
         return None
     tolerance = TOLERANCES[dtype]
     scale = float(np.sqrt((y**2).mean()))
-    for layout, out_layout, start, rotary_dim in _guesses(x, y, moved, tolerance * scale):
-        read = pair_indices(rotary_dim, layout, start).T
-        written = pair_indices(rotary_dim, out_layout, start).T
-        z, w = x[..., read[0]] + 1j * x[..., read[1]], y[..., written[0]] + 1j * y[..., written[1]]
-        size = (np.abs(z) ** 2).sum(axis=1)
-        ratio = (w * z.conj()).sum(axis=1) / np.where(size, size, 1)
+    allowed = 8 * tolerance * scale
+    few = np.linspace(0, len(x) - 1, 6).astype(int)  # tokens, which rule out most guesses quickly
+    for layout, out_layout, start, rotary_dim in _guesses(x[few], y[few], moved, allowed):
+        read = pair_slices(rotary_dim, layout, start)
+        written = pair_slices(rotary_dim, out_layout, start)
+        if _factors(_pairs(x[few], read), _pairs(y[few], written))[1].max() > allowed:
+            continue
+        ratio, error = _factors(_pairs(x, read), _pairs(y, written))
         amplitude = float(np.median(np.abs(ratio)))
         if (
-            np.abs(w - ratio[:, None] * z).max() <= tolerance * 8 * scale
+            error.max() <= allowed
             and np.abs(np.abs(ratio) - amplitude).max() <= 8 * tolerance * amplitude
             and amplitude > tolerance
             and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > 2 * tolerance
@@ -83,6 +85,18 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
                 else amplitude,
             )  # fmt: skip
     return None
+
+
+def _pairs(x: Array, members: tuple[slice, slice]) -> Array:
+    """Return each pair of channels as one complex number."""
+    return x[..., members[0]] + 1j * x[..., members[1]]
+
+
+def _factors(z: Array, w: Array) -> tuple[Array, Array]:
+    """Return by which complex number all heads of a token are multiplied, and the error of each."""
+    size = (np.abs(z) ** 2).sum(axis=1)
+    ratio = (w * z.conj()).sum(axis=1) / np.where(size, size, 1)
+    return ratio, np.abs(w - ratio[:, None] * z)
 
 
 def _is_varied(x: Array) -> bool:
@@ -100,13 +114,10 @@ def _guesses(
     head_dim, start = x.shape[-1], int(moved[0])
     span = int(moved[-1]) + 1 - start
     span += span % 2
-    few = np.linspace(0, len(x) - 1, 6).astype(int)
-    a, b = x[few, :, start : start + 1], x[few]
-    z, w = a + 1j * b, y[few, :, start : start + 1] + 1j * y[few]
-    size = (np.abs(z) ** 2).sum(axis=1)
-    ratio = (w * z.conj()).sum(axis=1) / np.where(size, size, 1)
-    error = np.abs(w - ratio[:, None] * z).max(axis=(0, 1))
-    partners = [int(c) for c in np.flatnonzero(error <= 8 * allowed) if c > start]
+    first = slice(start, start + 1)
+    _, error = _factors(_pairs(x, (first, slice(None))), _pairs(y, (first, slice(None))))
+    worst = error.max(axis=(0, 1))
+    partners = [int(c) for c in np.flatnonzero(worst <= allowed) if c > start]
     for other in partners:
         if start + 2 * (other - start) <= head_dim and 2 * (other - start) >= span:
             yield "half", "half", start, 2 * (other - start)
