@@ -3,11 +3,14 @@
 import contextlib
 import fcntl
 import gc
+import json
 import logging
 import os
 import random
+import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 from chromium import browser, page_server, show, tab  # noqa: F401  # fixtures
@@ -79,6 +82,36 @@ def once(tmp_path_factory):
         return folder
 
     return filled
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Runs a program in forks of a process that has imported torch: one for each environment.
+
+    Returns the statuses, and what was said on stdout and stderr.
+    """
+    environment = {
+        **os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # fmt: skip
+    server = Path(__file__).with_name("forks.py")
+    with subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning", str(server)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
+
+        def ran(path, folder, environments):
+            for _ in range(3):
+                process.stdin.write(json.dumps([str(path), str(folder), environments]) + "\n")
+                process.stdin.flush()
+                statuses, out, err = json.loads(process.stdout.readline())
+                # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
+                if "terminate called without an active exception" not in err:
+                    break
+            return statuses, out, err
+
+        yield ran
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Every example runs as it is and says something."""
 
-import json
 import os
 import socket
 import subprocess
@@ -19,29 +18,6 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """Runs an example in forks of a process that has imported torch, one for each environment."""
-    with subprocess.Popen(
-        [*PYTHON, str(Path(__file__).with_name("forks.py"))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
-    ) as server:  # fmt: skip
-
-        def ran(path, folder, environments):
-            for _ in range(3):
-                server.stdin.write(json.dumps([str(path), str(folder), environments]) + "\n")
-                server.stdin.flush()
-                statuses, out, err = json.loads(server.stdout.readline())
-                # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
-                if "terminate called without an active exception" not in err:
-                    break
-            assert statuses == [0] * len(environments), err
-            return checked(out, err, folder)
-
-        yield ran
-        server.stdin.close()
-
-
 def test_there_are_examples():
     assert EXAMPLES
 
@@ -55,7 +31,7 @@ def test_there_are_examples():
 )
 def test_an_example_runs(path, tmp_path, request):
     if "import torch" in path.read_text(encoding="utf-8") and path.name not in COMPILES:
-        said = request.getfixturevalue("forks")(path, tmp_path, [{}])
+        said = forked(request.getfixturevalue("forks"), path, tmp_path, [{}])
     else:
         said = alone(path, tmp_path)
     if path.name == "small_gpt.py":
@@ -74,11 +50,17 @@ def test_an_example_of_many_ranks_runs_as_torchrun_starts_it(tmp_path, forks):
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    assert_said_once(forks(path, tmp_path, ranks))
+    assert_said_once(forked(forks, path, tmp_path, ranks))
 
 
 def assert_said_once(said):
     assert len(set(said.splitlines())) == len(said.splitlines()), "every rank says the same"
+
+
+def forked(forks, path, folder, environments):
+    statuses, out, err = forks(path, folder, environments)
+    assert statuses == [0] * len(environments), err
+    return checked(out, err, folder)
 
 
 def alone(path, folder):

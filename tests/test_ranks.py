@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from command import SETTINGS, assert_refused, in_process
+from command import assert_refused, environment, in_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -471,62 +470,57 @@ def planted():
     return at, *rotary.cos_sin(SPEC, held())
 """
 
-# two ranks of one process: torch is imported once, and not by torchrun as well
-FORKED = """
-import os, sys
-import torch
-from torch.multiprocessing import start_processes
-from rotary.cli import main
-
-def work(rank):
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    sys.argv = ["rotary", *sys.argv[1:]]
-    main()
-
-start_processes(work, nprocs=2, start_method="fork")
-"""
-
 
 @pytest.fixture
 def job(tmp_path):
-    """`rotary doctor --distributed` on two ranks, which torchrun starts if not `forked`."""
+    """A folder with the job and its config, and the arguments of `rotary doctor` there."""
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "head_dim": 128, "rope_theta": 5e5}'
     )
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
 
-    def doctor(function, *arguments, forked=False):
-        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-        command = [
-            *(sys.executable, *(("-c", FORKED) if forked else (*torchrun, "-m", "rotary"))),
-            *("doctor", "--distributed", f"job.py:{function}"),
-            *("--config", "config.json", "--seq-len", "1024", *arguments),
-        ]
-        for _ in range(3):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            alone = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            done = subprocess.run(
-                command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                env={**kept, **(alone if forked else {}), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            )  # fmt: skip
-            # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
-            if "terminate called without an active exception" not in done.stderr:
-                break
-        return done
+    def arguments(function, *more):
+        return ["doctor", "--distributed", f"job.py:{function}",
+                "--config", "config.json", "--seq-len", "1024", *more]  # fmt: skip
+
+    return tmp_path, arguments
+
+
+@pytest.fixture
+def forked(job, forks):
+    """`rotary doctor --distributed` on two forks, as torchrun tells its ranks who they are."""
+    folder, arguments = job
+
+    def doctor(*asked):
+        command = ["rotary", *arguments(*asked)]
+        program = folder / "doctor.py"
+        program.write_text(f"import sys; sys.argv = {command}; from rotary.cli import main; main()")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        return forks(program, folder, ranks)
 
     return doctor
 
 
-def test_ranks_that_agree_pass(job):
-    done = job("held", forked=True)
-    assert (done.returncode, done.stdout) == (0, "2 ranks agree\n"), done.stderr
+def test_ranks_that_agree_pass(forked):
+    statuses, out, err = forked("held")
+    assert (statuses, out) == ([0, 0], "2 ranks agree\n"), err
 
 
 def test_a_rank_with_other_positions_and_tables_fails_the_job_and_is_named(job):
-    done = job("planted", "--json")
+    folder, arguments = job
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rotary"
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, *torchrun, *arguments("planted", "--json")],
+            cwd=folder, capture_output=True, text=True, timeout=120,
+            env={**environment(), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        # torch's gloo may abort a rank at its exit, when all is done, on a busy machine
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert (report["world"], report["ok"]) == (2, False)
@@ -540,10 +534,11 @@ def test_a_rank_with_other_positions_and_tables_fails_the_job_and_is_named(job):
     assert "exitcode  : 1" in done.stderr
 
 
-def test_an_argument_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(job):
-    done = job("refused", "--json", forked=True)
+def test_an_argument_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(forked):
+    statuses, out, _ = forked("refused", "--json")
+    assert statuses == [1, 1]
     lacks = "to check tables pass positions, cos and sin: all three are needed"
-    assert [finding["text"] for finding in json.loads(done.stdout)["findings"]] == [
+    assert [finding["text"] for finding in json.loads(out)["findings"]] == [
         f"job.py:refused failed on rank 0: ValueError: rank 1: {lacks}",
         f"job.py:refused failed on rank 1: ValueError: {lacks}",
     ]
