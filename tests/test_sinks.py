@@ -161,7 +161,9 @@ def test_sinks_are_rounded_once_however_many_tokens_are_dropped(dtype):
     first = torch.randn(2, 3, SINKS, 64)
     keys = rotary.apply(spec, first).to(dtype)
     layer.update(keys, keys)
-    for at in range(SINKS, 3000):
+    many = torch.zeros(2, 3, 2700 - SINKS, 64, dtype=dtype)
+    layer.update(many, many)
+    for at in range(2700, 3000):
         one = torch.zeros(2, 3, 1, 64, dtype=dtype)
         attended, _ = layer.update(one, one)
         dropped = max(0, at - SINKS - WINDOW)
