@@ -102,7 +102,7 @@ FAMILIES = {
     "starcoder2": ({}, HALF),
 }
 TABLES_OF_THEIR_OWN = {"codegen", "gptj"}  # rows of a buffer
-MROPES = {"glm4v_text", "qwen2_vl_text", "qwen3_vl_text"}
+MROPES = {"glm4v_text", "qwen2_vl_text", "qwen3_5_text", "qwen3_vl_text"}
 
 
 def tiny_model(auto, family, **values):
@@ -121,3 +121,25 @@ def tiny_model(auto, family, **values):
 def distance(one, other):
     """The largest difference, as a share of the largest value."""
     return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+def tokens(batch=2, seq=12):
+    return torch.randint(3, 128, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def last_hidden(model, family):
+    """What a model gives for random tokens; at random places of three axes, if it has those."""
+    random = torch.Generator().manual_seed(1)
+    extra = {}
+    if family in MROPES:
+        extra["position_ids"] = torch.randint(0, 30, (3, 2, 12), generator=random)
+    ids = torch.randint(3, 128, (2, 12), generator=random)
+    return model(ids, **extra).last_hidden_state
+
+
+def gradients(model):
+    """The gradient of every parameter, by its name."""
+    model.zero_grad()
+    model(tokens()).logits.square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from checkpoints import OTHER, moved
-from families import FAMILIES, MLA, MOE, MROPES, distance, tiny_model
+from families import FAMILIES, MLA, MOE, distance, last_hidden, tiny_model
 from transformers import AutoModel
 
 from rotary import from_hf_config
@@ -88,13 +88,7 @@ def model_of(case):
 
 
 def run(model, case):
-    random = torch.Generator().manual_seed(1)
-    extra = {}
-    if CASES[case][0] in MROPES | {"qwen3_5_text"}:
-        extra["position_ids"] = torch.randint(0, 30, (3, 2, 12), generator=random)
-    with torch.no_grad():
-        ids = torch.randint(3, 128, (2, 12), generator=random)
-        return model(ids, **extra).last_hidden_state
+    return last_hidden(model, CASES[case][0])
 
 
 def layout_of(config):

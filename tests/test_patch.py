@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from families import GPTJ, LOCAL, TINY, distance, tiny_model
+from families import GPTJ, LOCAL, TINY, distance, gradients, tiny_model, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def new_model(family="llama", **more):
     return tiny_model(AutoModelForCausalLM, family, **more)
-
-
-def tokens(batch=2, seq=12):
-    return torch.randint(3, 128, (batch, seq), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
@@ -200,12 +196,6 @@ def test_generate_gives_the_same_tokens(family, exact, kernel_calls):
         12,
         1,
     }
-
-
-def gradients(model):
-    model.zero_grad()
-    model(tokens()).logits.square().mean().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])

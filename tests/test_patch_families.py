@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from families import FAMILIES, MROPES, TABLES_OF_THEIR_OWN, distance, tiny_model
+from families import (
+    FAMILIES,
+    MROPES,
+    TABLES_OF_THEIR_OWN,
+    distance,
+    last_hidden,
+    tiny_model,
+)
 from transformers import AutoModel
 
 from rotary.integrations import tables
@@ -11,34 +18,24 @@ from rotary.integrations.transformers import patch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run(model, family):
-    random = torch.Generator().manual_seed(1)
-    extra = {}
-    if family in MROPES:
-        extra["position_ids"] = torch.randint(0, 30, (3, 2, 12), generator=random)
-    with torch.no_grad():
-        ids = torch.randint(3, 128, (2, 12), generator=random)
-        return model(ids, **extra).last_hidden_state
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request, one_thread):
     """(family, its model, what the model gives), made once for all tests of the family."""
     model = tiny_model(AutoModel, request.param, **FAMILIES[request.param][0])
-    return request.param, model, run(model, request.param)
+    return request.param, model, last_hidden(model, request.param)
 
 
 def test_a_patched_model_gives_the_same_and_rotates_by_our_kernel(case, kernel_calls):
     family, model, before = case
     with patch(model) as patched:
-        after = run(model, family)
+        after = last_hidden(model, family)
         assert len(kernel_calls) >= len(patched.patched) >= 2
         layouts = {what.partition(", with")[0] for _, what in patched.patched}
         assert layouts == FAMILIES[family][1]
         assert patched.skipped == []
     assert distance(after, before) < 1e-5
     count = len(kernel_calls)
-    assert torch.equal(run(model, family), before)
+    assert torch.equal(last_hidden(model, family), before)
     assert len(kernel_calls) == count
 
 
@@ -51,7 +48,7 @@ def test_exact_tables_differ_little_at_small_positions_and_keep_differences_at_f
     """exp(i w (m + n)) exp(-i w m) = exp(i w n), which the model's own tables break."""
     family, model, before = case
     with patch(model, exact=True) as patched:
-        after = run(model, family)
+        after = last_hidden(model, family)
         assert kernel_calls
         names = [name for name, what in patched.patched if what == "exact tables"]
         modules = [model.get_submodule(name) for name in names]

@@ -6,7 +6,7 @@ from types import MethodType
 
 import pytest
 import torch
-from families import FAMILIES, LOCAL, distance, tiny_model
+from families import FAMILIES, LOCAL, distance, gradients, tiny_model, tokens
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -45,10 +45,6 @@ def new_model(family, auto=AutoModelForCausalLM, **more):
     return model
 
 
-def tokens(batch=2, seq=12):
-    return torch.randint(3, 128, (batch, seq), generator=torch.Generator().manual_seed(1))
-
-
 @torch.no_grad()
 def hidden(model, **more):
     result = model(tokens(), output_hidden_states=True, **more).hidden_states[-1]
@@ -82,12 +78,6 @@ def test_a_family_without_norms_right_before_is_patched_as_before(family, fused_
         assert not any("with" in what for _, what in patched.patched)
         assert distance(hidden(model), before) < 1e-5
     assert fused_calls == []
-
-
-def gradients(model):
-    model.zero_grad()
-    model(tokens()).logits.square().mean().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
