@@ -16,6 +16,10 @@ import pytest
 from chromium import browser, page_server, show, tab  # noqa: F401  # fixtures
 from libraries import quick_xla
 
+# Also where the environment asks for no bytecode: each process that a test starts would compile
+# the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Inductor compiles in its own process: every process of its pool would import torch once more
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
