@@ -250,18 +250,21 @@ def test_markup_in_what_is_found_is_printed_as_it_is(main, monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="names are bytes on Unix alone")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("name", [b"\xff.json", "köpfe 64.json".encode(), b"a\x1b[31mb.json"])
-def test_any_file_name_works(tmp_path, name, encoding):
-    with open(os.fsencode(tmp_path) + b"/" + name, "w") as file:
-        file.write('{"head_dim": 64}')
-    shown = os.fsdecode(name)
-    commands = f"inspect\n{shown}", f"freqs\n{shown}\n--json"
+def test_any_file_name_works(tmp_path, encoding):
+    names = [b"\xff.json", "köpfe 64.json".encode(), b"a\x1b[31mb.json"]
+    for name in names:
+        with open(os.fsencode(tmp_path) + b"/" + name, "w") as file:
+            file.write('{"head_dim": 64}')
+    commands = [command for shown in map(os.fsdecode, names)
+                for command in (f"inspect\n{shown}", f"freqs\n{shown}\n--json")]  # fmt: skip
     done = run(*commands, code=EACH, cwd=tmp_path, PYTHONIOENCODING=encoding)
     assert (done.code, done.err) == (0, "")
-    text, report, _ = done.out.split(END)
-    assert ANSI not in text
-    assert ".json" in text
-    assert document(Done(0, report, ""))
+    *printed, _ = done.out.split(END)
+    for text, report in zip(printed[::2], printed[1::2], strict=True):
+        assert ANSI not in text
+        assert ".json" in text
+        assert document(Done(0, report, ""))
+    assert len(printed) == 2 * len(names)
 
 
 def test_a_narrow_terminal_loses_nothing(main, monkeypatch, tmp_path):
