@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import in_process
 from safetensors.numpy import save_file
 
 import rotary
@@ -142,10 +143,9 @@ def test_nothing_is_needed_of_the_environment(tmp_path):
     assert (done.returncode, done.stdout) == (0, "(1, 1, 4, 16)\n"), done.stderr
 
 
-def rotary_command(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "rotary", *arguments], cwd=cwd, capture_output=True, text=True
-    )
+@pytest.fixture
+def main(monkeypatch, capsys):
+    return in_process(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("command", ["identify", "doctor"])
@@ -156,15 +156,15 @@ def test_a_named_module_is_imported_and_its_function_called(command, tmp_path):
         "    open('called', 'w').close()\n    raise OSError('no')\n"
     )
     more = ["--head-dim", "8"] if command == "identify" else []
-    done = rotary_command(command, "mine:f", *more, cwd=tmp_path)
-    assert done.returncode == 1
+    run = [sys.executable, "-m", "rotary", command, "mine:f", *more]
+    assert subprocess.run(run, cwd=tmp_path, capture_output=True).returncode == 1
     assert (tmp_path / "imported").exists()
     assert (tmp_path / "called").exists()
 
 
-def test_help_and_guide_say_what_is_imported_and_called(tmp_path):
+def test_help_and_guide_say_what_is_imported_and_called(main):
     for command in ("identify", "doctor"):
-        told = " ".join(rotary_command(command, "--help", cwd=tmp_path).stdout.split())
+        told = " ".join(main(command, "--help").out.split())
         assert "imported and called" in told, told
     assert "imported and called" in " ".join((ROOT / "docs" / "guide.md").read_text().split())
     assert "imported and called" in " ".join((ROOT / "docs" / "identify.md").read_text().split())
@@ -203,7 +203,7 @@ def weights(folder):
     )  # fmt: skip
 
 
-def test_code_beside_weights_is_copied_and_never_imported(model, tmp_path):
+def test_code_beside_weights_is_copied_and_never_imported(model, tmp_path, main):
     weights(model)
     convert_checkpoint(model, tmp_path / "out", from_layout="half", to_layout="interleaved")
     for name in ("evil.py", "tokenizer.json"):
@@ -211,20 +211,19 @@ def test_code_beside_weights_is_copied_and_never_imported(model, tmp_path):
     rotary.from_hf_config(model)
     audit(str(model))
     for command in (("inspect",), ("freqs",), ("diff",), ("reach",), ("doctor",)):
-        rotary_command(*command, str(model), cwd=tmp_path)
+        main(*command, str(model))
     assert not (tmp_path / "imported").exists()
     assert not (tmp_path / "unpickled").exists()
     assert "evil" not in sys.modules
 
 
-def test_weights_are_never_unpickled(model, tmp_path):
+def test_weights_are_never_unpickled(model, tmp_path, main):
     with pytest.raises(ValueError, match=r"pytorch_model.bin; convert it to safetensors first"):
         convert_checkpoint(model, tmp_path / "out", from_layout="half", to_layout="interleaved")
     content = (model / "pytorch_model.bin").read_bytes()
     for name in ("model.safetensors", "config.json"):
         (model / name).write_bytes(content)
-        done = rotary_command("inspect", str(model), cwd=tmp_path)
-        assert done.returncode == (name == "config.json")
+        assert main("inspect", str(model)).code == (name == "config.json")
         with pytest.raises(ValueError, match="model"):
             convert_checkpoint(model, tmp_path / "out", from_layout="half", to_layout="interleaved")
     assert not (tmp_path / "unpickled").exists()
