@@ -180,6 +180,14 @@ def log():
 
 
 @pytest.fixture
+def main(monkeypatch, capsys):
+    """`main(*arguments)`: the command in this process; what it left, as `command.Done`."""
+    from command import in_process
+
+    return in_process(monkeypatch, capsys)
+
+
+@pytest.fixture
 def numpy_by_formula(monkeypatch):
     """Fused calls on NumPy arrays by the reference implementation, and not by compiled loops."""
     from rotary import kernels

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import START, Done, assert_refused, document, environment, in_process, kept, run
+from command import START, Done, assert_refused, document, environment, kept, run
 
 import rotary
 from rotary import bench, demo, doctor, from_hf_config
@@ -23,11 +23,6 @@ COMMANDS = (
     *("decay", "reach", "plan", "explore", "vectors", "export-kernel"),
 )
 ANSI = "\x1b"
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 # --- usage ---

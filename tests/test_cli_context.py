@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from command import assert_refused, document, in_process, run
+from command import assert_refused, document, run
 
 from rotary import Rotary, from_hf_config
 from rotary.analysis.bounds import similarity
@@ -17,11 +17,6 @@ LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA_2, GEMMA = str(CONFIGS / "llama-2-7b.json"), str(CONFIGS / "gemma-3-1b.json")
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 def test_decay_prints_what_the_analysis_computes(main):

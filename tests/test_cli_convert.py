@@ -5,18 +5,13 @@ import json
 import numpy as np
 import pytest
 from checkpoints import LAYERS, LLAMA, SIDECARS, contents, llama, name_of, weights
-from command import assert_refused, document, in_process, run
+from command import assert_refused, document, run
 from safetensors.numpy import save_file
 
 from rotary.checkpoint.convert import prepare
 from rotary.checkpoint.files import MANIFEST
 
 WAY = ("--from", "half", "--to", "interleaved")
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 @pytest.fixture

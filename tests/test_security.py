@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import in_process
 from safetensors.numpy import save_file
 
 import rotary
@@ -141,11 +140,6 @@ def test_nothing_is_needed_of_the_environment(tmp_path):
         [sys.executable, "-c", code, tmp_path], env=bare, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, "(1, 1, 4, 16)\n"), done.stderr
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("command", ["identify", "doctor"])
