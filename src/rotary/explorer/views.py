@@ -20,7 +20,6 @@ from .curves import (
 )
 from .figures import Picture
 from .moving import hands, methods, two_layouts
-from .side import Look
 
 LEARN, MEASURE, DECIDE = "See it move", "Measure", "Decide"
 
@@ -31,19 +30,14 @@ class View(NamedTuple):
     title: str
     group: str
     text: str
-    draw: Callable[[Look], Picture]
+    draw: Callable[..., Picture]  # of one Look
 
 
-class ViewOfTwo(NamedTuple):
-    """A view of A and B in one picture."""
-
-    title: str
-    group: str
-    text: str
-    draw: Callable[[Look, Look], Picture]
+class ViewOfTwo(View):
+    """A view of A and B in one picture: its function takes the Look of each."""
 
 
-VIEWS: dict[str, View | ViewOfTwo] = {
+VIEWS: dict[str, View] = {
     "hands": View(
         "Turning hands", LEARN, "RoPE turns each pair of channels of q and k by an angle that "
         "grows with the position of its token. Each circle is one pair.", hands,
