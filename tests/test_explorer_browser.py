@@ -169,21 +169,23 @@ def test_a_layer_type_of_a_pasted_config_is_chosen(show):
     expect(page.locator("#a-base")).to_have_value("10000")
 
 
-@pytest.mark.parametrize(
-    ("box", "value", "message"),
-    [("a.base", "-5", "base must be in 1 .."), ("context", "100000000", "context must be in 1 .."),
-     ("a.head_dim", "127", "head_dim must be even"), ("a.trained", "many", "must be a number")],
+WRONG = (
+    ("a.base", "-5", "base must be in 1 .."), ("context", "100000000", "context must be in 1 .."),
+    ("a.head_dim", "127", "head_dim must be even"), ("a.trained", "many", "must be a number"),
 )  # fmt: skip
-def test_a_wrong_number_is_one_line_at_its_control_and_changes_nothing(show, box, value, message):
+
+
+def test_a_wrong_number_is_one_line_at_its_control_and_changes_nothing(show):
     page = show("?view=wavelengths")
-    before = words(page).inner_text(), page.url
-    page.locator(f'[name="{box}"]').fill(value)
-    expect(error(page, box)).to_contain_text(message)
-    expect(page.locator(f'[name="{box}"]')).to_have_value(value)
-    assert (words(page).inner_text(), page.url) == before
-    page.locator(f'[name="{box}"]').fill("4096" if box != "a.head_dim" else "64")
-    expect(error(page, box)).to_have_text("")
-    expect(page).not_to_have_url(before[1])
+    for box, value, message in WRONG:
+        before = words(page).inner_text(), page.url
+        page.locator(f'[name="{box}"]').fill(value)
+        expect(error(page, box)).to_contain_text(message)
+        expect(page.locator(f'[name="{box}"]')).to_have_value(value)
+        assert (words(page).inner_text(), page.url) == before
+        page.locator(f'[name="{box}"]').fill("4096" if box != "a.head_dim" else "64")
+        expect(error(page, box)).to_have_text("")
+        expect(page).not_to_have_url(before[1])
 
 
 def test_markup_in_a_name_is_shown_as_text(show):
@@ -285,9 +287,9 @@ def test_the_smallest_base_is_found_on_demand(show):
     expect(page.locator("#certified")).to_contain_text("run rotary plan --context 1048576")
 
 
-@pytest.mark.parametrize("query", ["", "?compared=1&view=precision", "?view=layout", "?view=band"])
-def test_a_narrow_screen_needs_no_scrolling_sideways(show, query):
-    page = show(query, width=390)
+def test_two_pictures_on_a_narrow_screen_need_no_scrolling_sideways(show):
+    """Of one picture: test_explorer_gallery, of every view."""
+    page = show("?compared=1&view=precision", width=390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     wide = page.evaluate(
         "[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() "
@@ -458,13 +460,14 @@ def luminance(colour):
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize(("scheme", "is_dark"), [("dark", True), ("light", False)])
-def test_the_page_and_its_figures_follow_the_colour_scheme(show, scheme, is_dark):
-    page = show(scheme=scheme)
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    ink = page.locator("#plot-a text.tick").first.evaluate("e => getComputedStyle(e).fill")
-    assert (luminance(ground) < 60) == is_dark
-    assert (luminance(ink) > 180) == is_dark
+def test_the_page_and_its_figures_follow_the_colour_scheme(show):
+    page = show(scheme="dark")
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        ink = page.locator("#plot-a text.tick").first.evaluate("e => getComputedStyle(e).fill")
+        assert (luminance(ground) < 60) == (scheme == "dark")
+        assert (luminance(ink) > 180) == (scheme == "dark")
 
 
 def test_another_name_for_this_machine_is_not_answered(page_server):

@@ -76,6 +76,7 @@ def test_every_view_fits_its_screen_and_every_control_is_in_sight_of_it(show, sc
         choose(page, view)
         page.screenshot(path=GALLERY / f"{view}-{screen}.png")
         assert page.evaluate(OUTSIDE, width) == [], view
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
         assert page.evaluate(CUT) == [], view
         picture = page.locator("#plot-a").bounding_box()
         assert picture["y"] + picture["height"] <= height, view
