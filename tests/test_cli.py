@@ -28,13 +28,13 @@ ANSI = "\x1b"
 # --- usage ---
 
 
-def test_the_console_script_without_arguments_prints_help():
+def test_the_console_script_without_arguments_prints_help(main):
     script = Path(sys.executable).parent / "rotary"
     done = subprocess.run([script], capture_output=True, text=True, env=environment(), timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     for command in COMMANDS:
         assert re.search(rf"^  {command} +\S", done.stdout, re.MULTILINE)
-    assert run("--help").out == run().out
+    assert main("--help").out == main().out
 
 
 @pytest.mark.parametrize(

@@ -67,22 +67,13 @@ def test_a_plan_for_weights_compares_the_methods(main):
     assert "factor 4" in shown
 
 
-def test_a_plan_from_a_config_reads_its_training(main, tmp_path):
-    data = {**json.loads(Path(LLAMA_2).read_text()), "max_position_embeddings": 512}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(data))
-    found = document(main("plan", "--context", "1024", "--from", str(path), "--json"))
-    assert (found["trained"], found["action"]) == (512, "scaling")
-    assert found["recommended"]["params"]["factor"] == 2.0
-
-
-@pytest.mark.parametrize("suffix", MAGIC)
 @pytest.mark.parametrize(
-    "arguments",
-    [("decay", LLAMA_2), ("reach", GEMMA), ("plan", "--context", "512", "--head-dim", "64")],
-    ids=lambda arguments: arguments[0],
-)
-def test_a_plot_is_written(main, tmp_path, arguments, suffix):
+    ("suffix", "arguments"),
+    [("pdf", ("decay", LLAMA_2)), ("png", ("reach", GEMMA)),
+     ("svg", ("plan", "--context", "512", "--head-dim", "64"))],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)  # fmt: skip
+def test_a_plot_is_written(main, tmp_path, suffix, arguments):
     target = tmp_path / f"picture.{suffix}"
     assert main(*arguments, "--plot", str(target)).code == 0
     assert target.read_bytes().startswith(MAGIC[suffix])
@@ -151,11 +142,14 @@ def test_a_command_as_a_process_of_its_own():
     assert "1,707" in done.out
 
 
-def test_a_plan_writes_the_whole_config(main, tmp_path):
-    new = tmp_path / "longer.json"
-    done = main("plan", "--context", "16384", "--from", LLAMA_2, "--out", str(new), "--json")
+def test_a_plan_from_a_config_reads_its_training_and_writes_the_whole_config(main, tmp_path):
+    path, new = tmp_path / "config.json", tmp_path / "longer.json"
+    old = {**json.loads(Path(LLAMA_2).read_text()), "max_position_embeddings": 512}
+    path.write_text(json.dumps(old))
+    done = main("plan", "--context", "1024", "--from", str(path), "--out", str(new), "--json")
     plan, written = document(done), json.loads(new.read_text())
-    old = json.loads(Path(LLAMA_2).read_text())
+    assert (plan["trained"], plan["action"]) == (512, "scaling")
+    assert plan["recommended"]["params"]["factor"] == 2.0
     assert from_hf_config(new).to_dict() == plan["recommended"]
     changed = {key for key in written if written[key] != old.get(key)}
     assert changed == {"max_position_embeddings", "rope_theta", "rope_scaling"}
