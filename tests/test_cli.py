@@ -78,6 +78,7 @@ for sys.argv[1:] in [each.splitlines() if "\\n" in each else each.split() for ea
         assert not stop.code, stop.code
     print(end={END!r})
 """
+HEAVY = ("torch", "numba", "transformers")
 PROBE = (
     EACH
     + """
@@ -92,15 +93,16 @@ def test_help_imports_nothing_heavy():
     done = run("--help", *(f"{command} --help" for command in COMMANDS), code=PROBE)
     assert len(re.findall("^Usage: ", done.out, re.MULTILINE)) == 1 + len(COMMANDS)
     loaded = done.err.splitlines()[-1]
-    assert "torch" not in loaded
-    assert "numba" not in loaded
-    assert "transformers" not in loaded
+    for name in HEAVY:
+        assert name not in loaded
 
 
 def test_the_probe_sees_what_is_imported():
-    loaded = run("doctor --json", code="import torch\n" + PROBE).err.splitlines()[-1]
-    assert "numba" in loaded
-    assert "torch" in loaded
+    """Modules that stand in: to import the real ones takes seconds."""
+    planted = f"import sys\nsys.modules |= dict.fromkeys({HEAVY}, sys)\n"
+    loaded = run("--version", code=planted + PROBE).err.splitlines()[-1]
+    for name in HEAVY:
+        assert name in loaded
 
 
 # --- inspect and freqs ---
