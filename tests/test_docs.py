@@ -6,7 +6,6 @@ import html
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -326,26 +325,17 @@ NARROW = """() => [...document.querySelectorAll("article td:has(code)")]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
-def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built):
+def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built, tab):
     """The pages with the longest lines, at 1280 and at 390 pixels."""
     names = ["guide", "identify", "tutorials/gpt", "tutorials/extend", "api/core", "commands"]
     names += ["use_in"]  # and the table with the longest code
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        page = browser.new_page()
-        for name in names:
-            page.goto((built[0] / f"{name}.html").as_uri())
-            for width in (1280, 390):
-                page.set_viewport_size({"width": width, "height": 900})
-                assert page.evaluate(CUT) == [], (name, width)
-                assert width > 390 or page.evaluate(NARROW) == [], name
-                assert page.evaluate("document.documentElement.scrollWidth") <= width, name
-        browser.close()
+    for name in names:
+        tab.goto((built[0] / f"{name}.html").as_uri())
+        for width in (1280, 390):
+            tab.set_viewport_size({"width": width, "height": 900})
+            assert tab.evaluate(CUT) == [], (name, width)
+            assert width > 390 or tab.evaluate(NARROW) == [], name
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width, name
 
 
 @pytest.mark.slow
