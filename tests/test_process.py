@@ -429,22 +429,22 @@ def in_copy(installed, script, **environment):
 
 
 NOWHERE = "/proc/none" if sys.platform == "linux" else "/dev/null/none"
-ROTATED = """
+FILLED = """
 import hashlib
 import numpy as np
 import rotary
 
-def rotated():
-    x = np.sin(np.arange(3 * 64.0)).astype(np.float32).reshape(3, 64)
-    return hashlib.sha256(rotary.rotate(x, x[:, :32], x[:, 32:], layout="half")).hexdigest()
+def filled():
+    tables = rotary.cos_sin(rotary.Rotary(head_dim=64, base=5e5), np.arange(9) * 10_007)
+    return hashlib.sha256(np.stack(tables)).hexdigest()
 """
-ROTATE = ROTATED + "print(rotated())"  # compiles one way in, where WORK compiles all: half the time
+FILL = FILLED + "print(filled())"  # compiles the smallest loop, in half the time of a rotation
 
 
-def rotated():
+def filled():
     names = {}
-    exec(ROTATED, names)
-    return names["rotated"]()
+    exec(FILLED, names)
+    return names["filled"]()
 
 
 PLACES = {
@@ -455,14 +455,14 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_cache_folder_that_cannot_be_written(place, installed):
-    assert in_copy(installed, ROTATE, **PLACES[place]) == rotated()
+    assert in_copy(installed, FILL, **PLACES[place]) == filled()
 
 
 def test_no_folder_for_a_cache_at_all(installed):
     """As in an image that is mounted read-only: compiled anew, but working."""
     (installed / "kernels" / "cpu" / "__pycache__").touch()  # a file: no folder can be made there
     nowhere = {"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "NUMBA_CACHE_DIR": NOWHERE}
-    assert in_copy(installed, ROTATE, PYTHONDONTWRITEBYTECODE=1, **nowhere) == rotated()
+    assert in_copy(installed, FILL, PYTHONDONTWRITEBYTECODE=1, **nowhere) == filled()
     assert (installed / "kernels" / "cpu" / "__pycache__").is_file()
 
 
@@ -474,7 +474,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write of a file fails, as when full
 """
     cache = {"NUMBA_CACHE_DIR": tmp_path / "cache", "PYTHONDONTWRITEBYTECODE": 1}
-    assert in_copy(installed, script + ROTATE, **cache) == rotated()
+    assert in_copy(installed, script + FILL, **cache) == filled()
 
 
 DAMAGE = {
@@ -490,13 +490,13 @@ DAMAGE = {
 @pytest.mark.slow
 def test_a_damaged_cache_is_compiled_anew(tmp_path, installed):
     cache = {"NUMBA_CACHE_DIR": tmp_path / "cache"}
-    assert in_copy(installed, ROTATE, **cache) == rotated()
+    assert in_copy(installed, FILL, **cache) == filled()
     entries = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert len(entries) == 6  # index and code: of the call, the rotation, and reading an address
+    assert len(entries) == 4  # index and code: of the tables, and of reading an address
     before = {path: path.read_bytes() for path in entries}
     for path, content in before.items():
         path.write_bytes(DAMAGE["a flipped bit"](content, len(content) // 2))
-    assert in_copy(installed, ROTATE, **cache) == rotated()
+    assert in_copy(installed, FILL, **cache) == filled()
     for path in entries:  # written over
         content = path.read_bytes()
         assert hashlib.sha256(content[32:]).digest() == content[:32]
