@@ -66,6 +66,7 @@ all_specs = pytest.mark.parametrize(
 )
 ENGINES = {"numpy": np.asarray, "torch": torch.as_tensor, "jax": jnp.asarray}
 engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+quick_xla = pytest.mark.usefixtures("xla_in_less_time")
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -423,6 +424,7 @@ def test_torch_has_the_bits_of_numpy_and_jax_their_neighbours(spec, new_spec):
     np.testing.assert_allclose(ours, wanted, rtol=0, atol=2.0**-23 * np.abs(wanted).max())
 
 
+@quick_xla
 @all_specs
 def test_jax_moves_keys_under_jit_at_traced_positions(spec, new_spec):
     k = normal(2, 3, 5, 8)
@@ -438,6 +440,7 @@ def test_jax_moves_keys_under_jit_at_traced_positions(spec, new_spec):
     assert_pairs_close(known, wanted, spec, 2 * ONE)
 
 
+@quick_xla
 @pytest.mark.parametrize("new_spec", [SPEC, Rotary(8)], ids=["shift", "frequencies"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int32])
 def test_traced_positions_of_narrow_types_do_not_overflow(new_spec, dtype):
@@ -448,6 +451,7 @@ def test_traced_positions_of_narrow_types_do_not_overflow(new_spec, dtype):
     assert_pairs_close(ours, wanted, SPEC, 2 * ONE + TRACED)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_traced_positions_take_the_tables_of_their_distance():
     where = np.array([5, 9, 2**30])
     moves = {
@@ -465,6 +469,7 @@ def test_traced_positions_take_the_tables_of_their_distance():
         np.testing.assert_allclose(one, other, atol=TRACED)  # 33 bits: no int32
 
 
+@quick_xla
 def test_traced_and_known_positions_too_far_for_32_bits_are_not_mixed_up():
     k, where, target = normal(3, 8), np.array([2**40, 2**40 + 7, 2**33]), np.array([0, 3, 9])
     wanted = as_complex(rerotate(k, SPEC, where, target), SPEC)
@@ -485,6 +490,7 @@ def test_torch_compiles_and_maps_a_move(new_spec):
     assert_pairs_close(ours, wanted, SPEC, 2 * ONE + TRACED)
 
 
+@quick_xla
 @pytest.mark.parametrize("new_spec", [SPEC, LONGROPE], ids=["shift", "frequencies"])
 def test_the_gradient_is_the_way_back_times_the_amplitude_squared(new_spec):
     spec = SPEC if new_spec is SPEC else DYNAMIC
