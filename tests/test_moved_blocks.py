@@ -117,6 +117,7 @@ def test_loops_have_the_bits_of_the_formula(shape, spec, dtype):
     np.testing.assert_array_equal(bits_of(formula), wanted)
 
 
+@pytest.mark.usefixtures("xla_in_less_time")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *CODES])
 def test_jax_moves_blocks_also_under_jit(dtype):
     cache = numbers((9, 6, 3, 32), dtype)
@@ -248,6 +249,7 @@ def test_scales_of_channels_that_no_key_can_have_are_refused(wrong):
         rerotate(np.ones((1, 1, 1, 8), np.int8), Rotary(8), blocks=[0], shift=4, scale=scale)
 
 
+@pytest.mark.usefixtures("xla_in_less_time")
 def test_traced_blocks_below_0_are_skipped_in_jax():
     jax = pytest.importorskip("jax")
     x = jax.random.normal(jax.random.key(0), (6, 3, 2, 8))
