@@ -230,8 +230,8 @@ if importlib.util.find_spec("triton"):
 KERNELS = IN_PLACE | ROUNDING
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _poison():
     """Memory that a kernel asks for comes full of NaN: what it forgets to write shows."""
     empty = np.empty
 
@@ -241,12 +241,13 @@ def _poison(monkeypatch):
             array.reshape(-1).view(np.uint8).fill(0xFF)
         return array
 
-    monkeypatch.setattr(np, "empty", poisoned)
-    if "triton" in KERNELS:
-        interpreter.mended(monkeypatch)
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "empty", poisoned)
+        if "triton" in KERNELS:
+            interpreter.mended(patch)
+        torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+        yield
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -275,6 +276,8 @@ def _assert_close(got, x, cos, sin, options):
 # every operation of JAX is compiled for every shape, and Triton's interpreter takes one block of
 # numbers after the other: these get some of the ways for each shape, and types of both widths
 SLOW = {"jax": [["float32"], ["bfloat16"]], "triton": [["float32"], ["float16", "bfloat16"]]}
+# these have no code for a type of their own: every shape in all ways, each type in two of them
+SHARED = ("operator", "formula", "mlx")
 
 
 def tried(forms_of):
@@ -287,6 +290,10 @@ def tried(forms_of):
             widths = map(itertools.cycle, SLOW[kernel])  # types of one width take turns
             for form, dtypes, *way in pairwise(forms, widths, *axes, (False, True)):
                 ways.setdefault((form, next(dtypes)), []).append(way)
+        if kernel in SHARED:
+            for number, each in enumerate(ways):
+                first = 2 * number + number // len(DTYPES)  # a type has others for the next form
+                ways[each] = [WAYS[(first + more) % len(WAYS)] for more in (0, 1)]
         for (form, dtype), some in ways.items():
             rows.append(pytest.param(kernel, form, dtype, some, id=f"{kernel}-{dtype}-{form}"))
     return rows
