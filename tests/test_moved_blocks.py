@@ -394,7 +394,7 @@ def test_torch_compiles_a_move(dtype, in_place):
     compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
     ours = compiled(cache, torch.from_numpy(BLOCKS), torch.from_numpy(SHIFT))
     torch.testing.assert_close(ours.float(), wanted.float(), rtol=0.13, atol=1.01)
-    assert (bits_of(ours) != bits_of(wanted)).mean() < 0.3 if dtype == "float32" else 0.01
+    assert (bits_of(ours) != bits_of(wanted)).mean() < (0.3 if dtype == "float32" else 0.01)
     if in_place:
         np.testing.assert_array_equal(bits_of(cache), bits_of(ours))
 
