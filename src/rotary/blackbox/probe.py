@@ -37,19 +37,6 @@ class NotFiniteError(ValueError):
     """A call that was not refused gave numbers that are not finite."""
 
 
-class Called(NamedTuple):
-    """What a call did.
-
-    y            (batch, heads, seq, head_dim), the rotated x
-    returned     the array that was returned, in the callable's own library
-    overwritten  names of the arguments that have other numbers now
-    """
-
-    y: Array
-    returned: object
-    overwritten: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class Box:
     """A callable and the form of its arguments.
@@ -75,14 +62,16 @@ class Box:
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Return x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
-        return self.call(x, positions).y
+        return self.call(self.given(x, positions))[0]
 
-    def call(self, x: Array, positions: Array) -> Called:
-        """Return the rotated x and what else the call did."""
+    def given(self, x: Array, positions: Array) -> dict[str, Any]:
+        """Return new arguments of the callable by name, arrays of its own library."""
         arrays = self.arguments(x if self.seq_dim == -2 else x.swapaxes(1, 2), positions)
-        given = {name: self.convert(array) for name, array in arrays.items()}
-        before = {name: to_numpy(array) for name, array in given.items()}
-        asked = list(before.values())[self.which or 0].shape
+        return {name: self.convert(array) for name, array in arrays.items()}
+
+    def call(self, given: Mapping[str, Any]) -> tuple[Array, object]:
+        """Return the rotated x, and the array that was returned, of the callable's own library."""
+        asked = tuple(list(given.values())[self.which or 0].shape)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a box may warn of far positions
             try:
@@ -95,9 +84,7 @@ class Box:
             raise ValueError(f"the callable returned shape {tuple(shape)} for x of shape {asked}")
         if not np.isfinite(values).all():
             raise NotFiniteError("the callable returned numbers that are not finite")
-        values = values if self.seq_dim == -2 else values.swapaxes(1, 2)
-        overwritten = [n for n in given if not np.array_equal(before[n], to_numpy(given[n]))]
-        return Called(values, result, tuple(overwritten))
+        return values if self.seq_dim == -2 else values.swapaxes(1, 2), result
 
     def positions(self, numbers: Any, axis: int | None = None) -> Array:
         """Return positions (seq,) or (seq, axes): `numbers` on `axis`, others 0; None: on all."""
@@ -216,13 +203,16 @@ def takes(box: Box, x: Array, positions: Array) -> bool:
 
 def overwriting(box: Box, x: Array, other: Array, positions: Array) -> list[Finding]:
     """Return findings about arguments, and results of an earlier call, that a call overwrites."""
-    first, findings = box.call(x, positions), []
-    kept = to_numpy(first.returned)
+    given, findings = box.given(x, positions), []
+    before = {name: to_numpy(array) for name, array in given.items()}
+    _, returned = box.call(given)
+    overwritten = [n for n in given if not np.array_equal(before[n], to_numpy(given[n]))]
+    kept = to_numpy(returned)
     box(other, positions)
-    if first.overwritten:
-        text = f"overwrites the {' and '.join(first.overwritten)} that it gets"
+    if overwritten:
+        text = f"overwrites the {' and '.join(overwritten)} that it gets"
         findings.append(Finding("overwrites_input", text))
-    if not np.array_equal(kept, to_numpy(first.returned)):
+    if not np.array_equal(kept, to_numpy(returned)):
         text = "overwrites the result of the call before: every call returns the same buffer"
         findings.append(Finding("overwrites_output", text))
     return findings
