@@ -38,21 +38,27 @@ SWEEPS = [convergence, linear, base, partial, digits, designed]
 ALL = [*SWEEPS, length, shift, tuning]
 STEPS = 12
 
-# Trains a model with dropout, so that the random state counts, in a forked process for each
-# [folder, when] of argument 1; `when` is when the process kills itself. Prints status and result.
-CHILD = f"""
-import json, os, signal, sys, tempfile
+IMPORTED = """
+import json, os, signal, socket, sys, tempfile
 from pathlib import Path
 import torch
 import torch._dynamo  # each child would import it for its optimizer
 from torch import nn
+from experiments.lab import data
 from experiments.lab.data import Batch
+from experiments.lab.model import Config, build
 from experiments.lab.train import Recipe, processes, train
+"""
+
+# Trains a model with dropout, so that the random state counts, in a forked process for each
+# [name, when] of argument 2; `when` is when the process kills itself. Writes status and result.
+CHILD = f"""
+folder = Path(sys.argv[1])
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def run(folder, when):
+def run(name, when):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
@@ -79,60 +85,65 @@ def run(folder, when):
     )
     look = lambda model: {{"w": model[2].weight.sum().item()}}
     with processes() as these:
-        found = train(model, batches, recipe, Path(folder, "run.pt"), look, these)
+        found = train(model, batches, recipe, folder / name / "run.pt", look, these)
     return str(([loss.hex() for loss in found.losses], found.looks))
 
 ended = []
-for folder, when in json.loads(sys.argv[1]):
+for name, when in json.loads(sys.argv[2]):
     with tempfile.TemporaryFile("w+") as out:
         child = os.fork()
         if child == 0:
-            out.write(run(folder, when))
+            out.write(run(name, when))
             out.flush()
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         out.seek(0)
-        ended.append([status, out.read()])
-print(json.dumps(ended))
+        ended.append([name, when, status, out.read()])
+(folder / "ended.json").write_text(json.dumps(ended))
 """
 
 # Trains the same small model in float32 in one process and in two, as torchrun starts them.
 SHARED = """
-import json, os, socket, sys
-from pathlib import Path
-import torch
-import torch._dynamo  # each process would import it for its optimizer
-from experiments.lab import data
-from experiments.lab.model import Config, build
-from experiments.lab.train import Recipe, processes, train
-
+folder = Path(sys.argv[1])
 recipe = Recipe(steps=20, rows=8, learning_rate=1e-2, seed=0, warmup=2)
 content = torch.arange(5000) % 4
 
 def batches(step):
     return data.masked(data.windows(content, 24, 8, 0, step), data.TRAINING, 0, step)
 
-def run(rank, count, folder):
+def run(rank, count):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     with processes() as these:
         model = build(Config(layers=2, width=32, causal=False), seed=0)
-        run = Path(folder) / f"{count}.pt"
-        found = train(model, batches, recipe, run, lambda model: {}, these)
+        found = train(model, batches, recipe, folder / f"{count}.pt", lambda model: {}, these)
         if these.rank == 0:
-            Path(folder, f"{count}.json").write_text(json.dumps([these.size, found.losses]))
+            (folder / f"{count}.json").write_text(json.dumps([these.size, found.losses]))
 
 with socket.create_server(("localhost", 0)) as free:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
 for count in (1, 2):
-    torch.multiprocessing.start_processes(run, (count, sys.argv[1]), count, start_method="fork")
+    torch.multiprocessing.start_processes(run, (count,), count, start_method="fork")
 """
 
 
-def python(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, **options
-    )
+@pytest.fixture
+def forked(once):
+    """The folder in which CHILD and SHARED trained: torch is imported once for all processes."""
+
+    def make(folder):
+        kills = [str(random.randrange(4, STEPS)), "write 3", "write 4"]
+        jobs = [("undisturbed", "never")]
+        jobs += [(kill, when) for kill in kills for when in (kill, "never", "0")]
+        for name, _ in jobs:
+            (folder / name).mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTED + CHILD + SHARED, folder, json.dumps(jobs)],
+            cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    return once("forked", make)
 
 
 def test_a_batch_follows_from_seed_and_step_alone():
@@ -306,24 +317,15 @@ def test_training_is_adamw_on_the_mean_over_what_is_asked(tmp_path, one_thread):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+def test_a_run_that_was_killed_ends_with_the_same_bits(forked):
     """Killed at a step behind the first checkpoint, which is at 3, or while it writes one."""
-    kills = [str(random.randrange(4, STEPS)), "write 3", "write 4"]
-    jobs = [("undisturbed", "never")]
-    jobs += [(kill, when) for kill in kills for when in (kill, "never", "0")]
-    for folder, _ in jobs:
-        (tmp_path / folder).mkdir(exist_ok=True)
-    done = python(
-        "-c", CHILD, json.dumps([(str(tmp_path / folder), when) for folder, when in jobs])
-    )
-    assert done.returncode == 0, done.stderr
-    (status, whole), *others = json.loads(done.stdout)
-    assert (status, bool(whole)) == (0, True), done.stderr
-    for at, kill in enumerate(kills):
-        killed, resumed, again = others[3 * at : 3 * at + 3]
-        assert killed == [-signal.SIGKILL, ""], done.stderr
-        assert resumed == [0, whole], f"killed at {kill}: {done.stderr}"
-        assert again == [0, whole], "a finished run trains no further"
+    (*_, status, whole), *others = json.loads((forked / "ended.json").read_text())
+    assert (status, bool(whole)) == (0, True)
+    for name, when, *found in others:
+        if when == name:
+            assert found == [-signal.SIGKILL, ""]
+        else:  # it goes on; asked once more, it trains no further
+            assert found == [0, whole], f"killed at {name}, then at {when}"
 
 
 def test_a_run_that_diverged_is_resumed_where_it_was(tmp_path, one_thread):
@@ -347,13 +349,11 @@ def test_a_run_that_diverged_is_resumed_where_it_was(tmp_path, one_thread):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path):
+def test_two_processes_train_as_one_does(forked):
     """Apart by the order of sums alone: one float32 rounding of the loss after 20 steps."""
-    done = python("-c", SHARED, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
     losses = {}
     for count in (1, 2):
-        started, losses[count] = json.loads((tmp_path / f"{count}.json").read_text())
+        started, losses[count] = json.loads((forked / f"{count}.json").read_text())
         assert started == count
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6, atol=0)
     assert losses[1][-1] < losses[1][0] - 1, "what is compared must have learned"
