@@ -196,6 +196,19 @@ def numpy_by_formula(monkeypatch):
 
 
 @pytest.fixture
+def light_alone(monkeypatch):
+    """Of an experiment only the picture for light pages is drawn, and not made small."""
+    from experiments.lab import results
+
+    from rotary import plots
+
+    def draw(figure, path, of):
+        path.write_bytes(plots.rendered(figure, ".png"))
+
+    monkeypatch.setattr(results, "draw", draw)
+
+
+@pytest.fixture
 def kernel_calls(monkeypatch):
     """What a patched model gives our kernel to rotate: (q, k) of each call, without the trials."""
     from rotary.integrations import rotations

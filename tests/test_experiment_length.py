@@ -152,6 +152,7 @@ def test_a_line_is_a_method_and_a_difference_is_taken_seed_by_seed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light_alone")
 def test_one_model_is_read_in_every_way(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     length.main()

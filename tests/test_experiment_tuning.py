@@ -47,6 +47,7 @@ def test_the_bases_fail_within_the_contexts_and_beyond_them():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light_alone")
 def test_every_context_and_base_is_tuned_from_the_trained_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "--quick", "--out", str(tmp_path)])
     tuning.main()

@@ -435,7 +435,10 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
         assert max(largest["exact angles"]) < 1e-5
         assert largest["float32 angles"][2] > 100 * max(largest["exact angles"])
         assert min(largest["bfloat16 positions"]) > 100 * max(largest["exact angles"])
-    assert (tmp_path / "shift.png").stat().st_size > 10_000
+    for name in ("shift.png", "shift-dark.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+        of = Image.open(tmp_path / name).text["Rows"]
+        assert of == results.digest(tmp_path / "results.jsonl")
     before = (tmp_path / "results.jsonl").read_bytes()
     monkeypatch.setattr(results, "report", lambda *_: None)  # it would draw the same again
     quick(shift, tmp_path, monkeypatch, seeds=2)
@@ -443,6 +446,7 @@ def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("light_alone")
 @pytest.mark.parametrize("module", SWEEPS, ids=lambda module: module.FOLDER.name)
 def test_every_method_gets_the_same_sweep_and_seeds(module, tmp_path, monkeypatch, capsys):
     seeds = 1
@@ -521,8 +525,10 @@ def test_nothing_is_trained_on_a_wrong_rotation(fault, monkeypatch):
 @pytest.mark.parametrize("module", ALL, ids=lambda module: module.FOLDER.name)
 def test_the_picture_of_a_readme_is_drawn_from_its_results_by_todays_code(module):
     (name,) = re.findall(r"!\[[^\]]*\]\((\w+\.png)\)", (module.FOLDER / "README.md").read_text())
-    drawn = plots.rendered(module.figure(results.rows(module.FOLDER / "results.jsonl")), ".png")
+    figure = module.figure(results.rows(module.FOLDER / "results.jsonl"))
+    drawn = plots.rendered(figure, ".png")
     before, now = (Image.open(file) for file in (module.FOLDER / name, io.BytesIO(drawn)))
     assert before.size == now.size
     apart = np.abs(np.asarray(before, np.float64) - np.asarray(now, np.float64))
     assert apart.mean() < 0.5, "of 255: draw it anew"
+    plots.dark(figure)  # it knows what is in the figure

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(Config(length=128, layers=2, width=64, heads=2), 1000, 8, 128, 64, (1e-3, 3e-3, 1e-2))
-QUICK = Plan(Config(length=32, layers=1, width=32), 20, 8, 32, 8, (1e-2, 3e-2, 1e-1))
+QUICK = Plan(Config(length=32, layers=1, width=32), 5, 8, 32, 8, (1e-2, 3e-2, 1e-1))
 
 
 def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
@@ -52,7 +52,7 @@ def settings_of(plan: Plan, text: data.Text, run: Run) -> results.Row:
     model = dataclasses.replace(plan.model, encoding=encoding, causal=task == "causal")
     recipe = Recipe(
         steps=plan.steps, rows=plan.rows, learning_rate=run.rate, seed=run.seed, final=1.0,
-        warmup=plan.steps // 10, save_every=200, look_every=plan.steps // 20,
+        warmup=plan.steps // 10, save_every=200, look_every=math.ceil(plan.steps / 20),
     )  # fmt: skip
     return {
         "method": run.method, "model": dataclasses.asdict(model), "length": plan.length,
