@@ -125,7 +125,7 @@ PLANS = [(1500, 128), (1024, 64), (46, 64)]
 
 @pytest.mark.parametrize(
     ("context", "head_dim", "trained"),
-    [*((*each, None) for each in PLANS), (1500, 128, 1024), (46, 64, 40)],
+    [*((*each, None) for each in PLANS), (1024, 64, 768), (46, 64, 40)],
 )
 def test_the_bases_that_a_plan_prints_pass_when_they_are_pasted(
     main, monkeypatch, context, head_dim, trained
