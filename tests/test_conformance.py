@@ -469,8 +469,9 @@ def test_a_batch_whose_rows_have_positions_of_their_own_passes():
 def test_rows_that_are_not_rotated_by_their_own_positions_are_named(code):
     """Functions that are right for one row of positions, or of tables."""
     for form in ROWS_WRONG[code]:
-        assert codes(form, QWEN3) == identify(form, 128).codes == (code,)
-        assert identify(form, 128).is_rotation
+        found = identify(form, 128)
+        assert codes(form, QWEN3) == found.codes == (code,)
+        assert found.is_rotation
         check(form, QWEN3, skip=["rows"])
 
 
