@@ -163,8 +163,6 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
         if largest >= 2**63:
             raise ValueError(f"positions must fit in int64, got {largest}")
         array = array.astype(np.int64)
-    elif not is_tracing() and array.dtype.kind in "OSU":  # objects and text
-        reference.inspect(array)  # raises with our words; torch would speak of np.ndarray
     return torch.as_tensor(array, device=like.device)
 
 

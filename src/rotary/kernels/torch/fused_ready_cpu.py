@@ -16,10 +16,8 @@ from .checks import check_memory, check_no_inference, check_operands
 from .fused_cpu import ACCESS
 from .fused_kind import ABSENT, Kind, operands_of
 from .private import increment_version
-from .ready import Run, Tables, data_ptr, maker_of_outputs
+from .ready import Run, Tables, data_ptr, maker_of_outputs, remember
 from .state import FLOATS, has_memory, is_on_gpu, wants_grad
-
-_SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
 
 
 def code_of(
@@ -151,9 +149,7 @@ def _run_of(
                 read = *xs[:read_count], *tables[:2]
                 check_memory(read, out or ())
                 check_memory((*tables[:2], *read, *(out or ())), caches)
-                if len(checked_spacings) >= _SPACINGS:
-                    checked_spacings.clear()
-                checked_spacings.add(spacing)
+                remember(checked_spacings, spacing)
             if not jobs.run(plan, addresses, (cos, sin, rows), False):
                 return None
         if is_tracked:

@@ -12,10 +12,10 @@ from ..stages import check_scales, fit, written_to
 from ..triton.plan import ALIGNED
 from .checks import check_memory, check_no_inference, check_operands, check_rows
 from .fused_kind import Kind, operands_of, stages_of
-from .gpu import Addresses, range_check, remember
+from .gpu import Addresses, range_check
 from .launch import form, is_for_gpu
 from .private import increment_version
-from .ready import Run, Tables, data_ptr, maker_of_outputs
+from .ready import Run, Tables, data_ptr, maker_of_outputs, remember
 from .state import wants_grad
 
 

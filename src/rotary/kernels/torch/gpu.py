@@ -22,13 +22,12 @@ from .angles import arange, axis_turns, radians_of
 from .checks import check_memory, check_no_inference, check_operands, check_xs
 from .launch import form, formula, gpu_kernel, is_for_gpu
 from .private import increment_version, stays_in_place
-from .ready import Run, Tables, data_ptr, maker_of_outputs
+from .ready import Run, Tables, data_ptr, maker_of_outputs, remember
 from .state import INTEGERS
 
 Addresses = tuple[int, ...]
 # that of `triton/launch.py`, which needs Triton to import: whether the alignment is known to fit
 Launch = Callable[[Addresses, bool], bool]
-_KEPT = 256  # addresses, and distances of addresses, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,13 +258,6 @@ def _code_with_out(
         return tuple(out)
 
     return code
-
-
-def remember(known: set[Addresses], form: Addresses) -> None:
-    """Add addresses, or distances of addresses, to those whose memory was compared."""
-    if len(known) >= _KEPT:
-        known.clear()
-    known.add(form)
 
 
 def range_check(

@@ -43,7 +43,7 @@ Run = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor
 Prepared = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...]]
 Kind = TypeVar("Kind", bound=Hashable)
 _FORMS, _KINDS = 8, 256  # kept at most: forms of operands for each key of `recent`, and keys
-_SPACINGS = 64  # kept at most: distances of operands whose memory was compared byte by byte
+_COMPARED = 256  # addresses, and distances of addresses, that `remember` keeps at most
 data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
@@ -176,6 +176,13 @@ def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
     return new if size < LARGE else lambda: on_huge_pages(new())
 
 
+def remember(known: set[tuple[int, ...]], form: tuple[int, ...]) -> None:
+    """Add addresses, or distances of addresses, to those whose memory was compared."""
+    if len(known) >= _COMPARED:
+        known.clear()
+    known.add(form)
+
+
 def on_cpu(
     kind: Options | AngleOptions,
     xs: Sequence[Tensor],
@@ -237,9 +244,7 @@ def on_cpu(
             spacing = tuple([address - q_at for address in addresses])
             if spacing not in checked_spacings:
                 check_memory((*xs, *tables), outs)
-                if len(checked_spacings) >= _SPACINGS:
-                    checked_spacings.clear()
-                checked_spacings.add(spacing)
+                remember(checked_spacings, spacing)
             if not job(*addresses, checks - jobs.CHECK_OVERLAP):
                 return None
         if is_tracked:
