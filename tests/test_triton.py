@@ -125,20 +125,23 @@ def test_launches_of_a_call(case, expected, monkeypatch):
 @pytest.mark.parametrize("seq_dim", [-3, -2])
 def test_the_work_may_be_cut_in_any_way(seq_dim, monkeypatch):
     """Few programs of many rows, or many of few, in either order: the numbers are the same."""
-    shapes = [(2, 18, heads, 16) if seq_dim == -3 else (2, heads, 18, 16) for heads in (6, 4)]
-    case = Case(*shapes, (18,), seq_dim=seq_dim)
-    launches = count_launches(monkeypatch)
-    xs, cos, sin = operands(case, np.float32)
-    options, plan = case.options("half", None), kernel.plan
-    want = reference.rotate(xs, cos, sin, None, options, None)
-    for change in ({}, *({"tokens": t, "heads": h} for t, h in ((1, 1), (8, 4), (4, 16)))):
-        monkeypatch.setattr(kernel, "plan", lambda *a, c=change: replanned(plan(*a), **c))
-        for got, array in zip(
-            rotate(tuple(map(to_torch, xs)), cos, sin, options), want, strict=True
-        ):
-            assert torch.equal(got, to_torch(array))
+    launches, plan = count_launches(monkeypatch), kernel.plan
     planned = {-3: 2 * 2 * 5, -2: 2 * 1 * 10}[seq_dim]
-    assert launches == [planned, 2 * 18 * 10, 2 * 3 * 3, 2 * 5 * 2]
+    for seq, change, programs in (
+        (18, {}, planned),
+        (5, {"tokens": 1, "heads": 1}, 2 * 5 * 10),
+        (5, {"tokens": 2, "heads": 4}, 2 * 3 * 3),
+        (5, {"tokens": 4, "heads": 16}, 2 * 2 * 2),
+    ):
+        shapes = [(2, seq, h, 16) if seq_dim == -3 else (2, h, seq, 16) for h in (6, 4)]
+        case = Case(*shapes, (seq,), seq_dim=seq_dim)
+        xs, cos, sin = operands(case, np.float32)
+        options = case.options("half", None)
+        want = reference.rotate(xs, cos, sin, None, options, None)
+        monkeypatch.setattr(kernel, "plan", lambda *a, c=change: replanned(plan(*a), **c))
+        got = rotate(tuple(map(to_torch, xs)), cos, sin, options)
+        assert all(map(torch.equal, got, map(to_torch, want)))
+        assert launches.pop() == programs
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 10, 641, 65_535, 65_537, 2**30 + 1, 2**31 - 1])
