@@ -207,11 +207,13 @@ def launches_of(seq=8192, batch=2, layout="half", is_exact=False, **change):
     return found
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("batch", "warps", "width"), [(1, 4, 64), (256, 2, 128)])
-def test_one_token_is_loaded_while_its_angles_are_found(batch, warps, width, arch, is_exact):
+@pytest.mark.parametrize(
+    ("size", "arch", "is_exact"),
+    list(pairwise([(1, 4, 64), (256, 2, 128)], ARCHITECTURES, (False, True))),
+)
+def test_one_token_is_loaded_while_its_angles_are_found(size, arch, is_exact):
     """Positions, then what they point at; q and k beside these, and not after them."""
+    batch, warps, width = size
     ((plan, operands),) = launches_of(1, batch, is_exact=is_exact)
     code = code_of(plan, operands, arch)
     assert (plan.warps, code.local, set(code.stores)) == (warps, 0, {width})
