@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from grids import pairwise
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -93,17 +94,17 @@ def same(got, want):
 # --- by tables ---
 
 
-@pytest.mark.parametrize("seq_dim", [-2, -3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_tensors_are_one_launch_with_the_bits_of_the_law(route, layout, seq_dim):
+@pytest.mark.parametrize(
+    ("layout", "seq_dim", "conjugate"), list(pairwise(LAYOUTS, (-2, -3), (False, True)))
+)
+def test_two_tensors_are_one_launch_with_the_bits_of_the_law(route, layout, seq_dim, conjugate):
     xs = randn(2, 5, 4, 20), randn(2, 5, 2, 20, seed=1)
     xs = xs if seq_dim == -3 else tuple(x.transpose(1, 2) for x in xs)
     cos, sin = tables(5, 6)
     options = Options(*layout, 12, 4, seq_dim)
-    for conjugate in (False, True):
-        got = rotary.rotate(xs, cos, sin, conjugate=conjugate, **way(options))
-        same(got, wanted(xs, cos, sin, options, conjugate))
-    assert route.launches == 2
+    got = rotary.rotate(xs, cos, sin, conjugate=conjugate, **way(options))
+    same(got, wanted(xs, cos, sin, options, conjugate))
+    assert route.launches == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -361,26 +362,27 @@ def close(got, want):
 
 
 @pytest.mark.usefixtures("no_tables")
-@pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.parametrize("name", SPECS)
-def test_apply_works_out_its_angles_in_the_kernel(route, name, conjugate):
+def test_apply_works_out_its_angles_in_the_kernel(route, name):
     spec = SPECS[name]
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
     xs = randn(2, 3, 5, spec.head_dim), randn(2, 1, 5, spec.head_dim, seed=1)
     seq_len = 64 if spec.depends_on_length else None
-    options = {"conjugate": conjugate, "seq_len": seq_len}
-    for shape in ((5,), (2, 5)):
+    for shape, library, conjugate in pairwise(
+        ((5,), (2, 5)), (np.asarray, torch.from_numpy), (False, True)
+    ):
         positions = np.random.default_rng(0).integers(0, 2**31, (*shape, *axes))
+        options = {"conjugate": conjugate, "seq_len": seq_len}
         want = law_of(spec, xs, positions, conjugate, seq_len)
-        close(rotary.apply(spec, *xs, positions=torch.from_numpy(positions), **options), want)
-        close(rotary.apply(spec, *xs, positions=positions, **options), want)
+        close(rotary.apply(spec, *xs, positions=library(positions), **options), want)
     if not axes:
-        want = law_of(spec, xs, np.arange(5), conjugate, seq_len)
-        close(rotary.apply(spec, *xs, **options), want)
-        close((rotary.apply(spec, xs[0], **options),), want[:1])
+        both, back = (law_of(spec, xs, np.arange(5), each, seq_len) for each in (False, True))
+        close(rotary.apply(spec, *xs, seq_len=seq_len), both)
+        options = {"conjugate": True, "seq_len": seq_len}
+        close((rotary.apply(spec, xs[0], **options),), back[:1])
         out = tuple(map(torch.empty_like, xs))
         assert rotary.apply(spec, *xs, out=out, **options)[0] is out[0]
-        close(out, want)
+        close(out, back)
     assert route.launches == 7 if not axes else 4
 
 
