@@ -18,6 +18,7 @@ from rotary.attention import (
     softmax_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 NUMPY_TORCH = pytest.mark.parametrize(
     "library", [np.asarray, torch.from_numpy], ids=["np", "torch"]
 )

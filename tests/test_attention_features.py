@@ -16,6 +16,8 @@ from rotary.attention import (
     recurrent_linear_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
+
 
 def relu(x):
     return x * (x > 0)

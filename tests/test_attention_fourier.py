@@ -13,6 +13,7 @@ from attention_arrays import draw
 from rotary import Rotary, apply, rotate
 from rotary.attention import fourier_coefficients, fourier_cos_sin, softmax_attention
 
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 SPEC = Rotary(head_dim=16, base=100.0)  # 8 pairs: a turn takes 6.3 to 353 tokens
 LENGTH = 64
 

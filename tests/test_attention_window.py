@@ -11,6 +11,7 @@ from attention_arrays import DTYPES, FAR, draw, qkv
 from rotary import Rotary, apply
 from rotary.attention import hybrid_window, key_norm, scale_by_log_n, softmax_attention
 
+pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 NUMPY_TORCH = pytest.mark.parametrize(
     "library", [np.asarray, torch.from_numpy], ids=["np", "torch"]
 )

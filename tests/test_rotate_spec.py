@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from libraries import if_installed
+from libraries import Absent, if_installed
 
 import rotary
 from rotary import attention
@@ -36,6 +36,12 @@ SPECS = {
     "GPT-J": GPTJ,
 }
 BOTH_FORMS = r"rotate\(x, cos, sin, spec\).*layout='half'.*layout='interleaved'"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_in_less_time(request):
+    if not isinstance(jax, Absent):
+        request.getfixturevalue("xla_in_less_time")
 
 
 @pytest.fixture(params=LIBRARIES)
