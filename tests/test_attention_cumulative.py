@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from attention_arrays import LIBRARIES as NUMPY_TORCH
 from attention_arrays import draw
 
 from rotary import Rotary, apply, inv_freq, rotate
@@ -19,9 +20,6 @@ from rotary.attention import (
 )
 
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
-NUMPY_TORCH = pytest.mark.parametrize(
-    "library", [np.asarray, torch.from_numpy], ids=["np", "torch"]
-)
 LIBRARIES = pytest.mark.parametrize(
     "library", [np.asarray, torch.from_numpy, jnp.asarray], ids=["np", "torch", "jax"]
 )

@@ -6,15 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from attention_arrays import DTYPES, FAR, draw, qkv
+from attention_arrays import DTYPES, FAR, LIBRARIES, draw, qkv
 
 from rotary import Rotary, apply
 from rotary.attention import hybrid_window, key_norm, scale_by_log_n, softmax_attention
 
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
-NUMPY_TORCH = pytest.mark.parametrize(
-    "library", [np.asarray, torch.from_numpy], ids=["np", "torch"]
-)
 SPEC = Rotary(head_dim=8)
 
 
@@ -43,7 +40,7 @@ def test_a_query_sees_the_last_tokens_alone(library, window):
     np.testing.assert_allclose(np.asarray(ours), wanted, rtol=0, atol=2e-6)
 
 
-@NUMPY_TORCH
+@LIBRARIES
 def test_a_window_counts_positions_in_every_row_and_moves_with_them(library):
     q, k, v = qkv(2, 3, 8, 8, kv_heads=1)
     spread = np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 8, 10, 12, 14]])
@@ -141,7 +138,7 @@ def test_sizes_of_a_hybrid_that_make_no_sense_are_refused():
 # --- KeyNorm ---
 
 
-@NUMPY_TORCH
+@LIBRARIES
 @DTYPES
 def test_scores_of_normed_keys_are_products_with_directions(library, dtype):
     q, k, v = qkv(7, 6, dtype=dtype)
