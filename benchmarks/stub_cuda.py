@@ -170,9 +170,10 @@ _loaded: list[ctypes.CDLL] = []
 
 def _library(folder: Path) -> ctypes.CDLL:
     source, library = folder / "stub.c", folder / "libcuda.so.1"
-    source.write_text(_SOURCE)
-    command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
-    subprocess.run([*command, str(source)], check=True)
+    if not library.exists():
+        source.write_text(_SOURCE)
+        command = ["gcc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
+        subprocess.run([*command, str(source)], check=True)
     if not _loaded:  # the launcher of a second stub calls what is loaded under this name
         _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
     return _loaded[0]
