@@ -187,6 +187,18 @@ def main(monkeypatch, capsys):
     return in_process(monkeypatch, capsys)
 
 
+@pytest.fixture(scope="module")
+def stub_folder(tmp_path_factory):
+    """Where Triton keeps codes for `stub_of_cuda`, and launchers, which need no optimization."""
+    folder = tmp_path_factory.mktemp("stub")
+    compiler = folder / "cc"
+    compiler.write_text('#!/bin/sh\nexec gcc "$@" -O0\n')
+    compiler.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", str(compiler))
+        yield folder
+
+
 @pytest.fixture
 def numpy_by_formula(monkeypatch):
     """Fused calls on NumPy arrays by the reference implementation, and not by compiled loops."""

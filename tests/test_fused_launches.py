@@ -26,14 +26,9 @@ LATENT = Rotary(head_dim=24, rotary_dim=8, start=16, layout="interleaved")
 TABLE = torch.randn(9, 8), torch.randn(9, 8)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("stub")
-
-
 @pytest.fixture
-def stub(folder):
-    with stub_of_cuda(folder) as stub:
+def stub(stub_folder):
+    with stub_of_cuda(stub_folder) as stub:
         yield stub
 
 

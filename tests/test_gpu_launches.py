@@ -27,12 +27,6 @@ SPEC = Rotary(head_dim=16)
 AXES = Rotary(head_dim=16, axes=(0, 1, 2, 0, 1, 2, 0, 0), layout="interleaved")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the codes of Triton are kept for all tests."""
-    return tmp_path_factory.mktemp("stub")
-
-
 @pytest.fixture
 def devices():
     """The device on which each tensor is said to lie, by its shape."""
@@ -40,8 +34,8 @@ def devices():
 
 
 @pytest.fixture
-def stub(folder, devices):
-    with stub_of_cuda(folder, device_of=lambda x: devices.get(x.shape[0], 0)) as stub:
+def stub(stub_folder, devices):
+    with stub_of_cuda(stub_folder, device_of=lambda x: devices.get(x.shape[0], 0)) as stub:
         yield stub
 
 
