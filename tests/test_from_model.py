@@ -403,6 +403,7 @@ def test_layer_types_of_a_model_inside_of_another():
     outer.forward = lambda input_ids: model(input_ids)
     found = rotations(outer)
     assert [(each.layer_type, each.spec, each.source) for each in found] == alone
+    assert found[0].modules == tuple(f"0.1.0.model.layers.{layer}.self_attn" for layer in (0, 1))
     assert found[1].modules == ("0.1.0.model.layers.2.self_attn",)
 
 

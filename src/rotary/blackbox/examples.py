@@ -55,8 +55,10 @@ def _token_examples(
             "of one forward, and positions=, those of its tokens"
         )
     words = max(embeddings, key=lambda module: module.num_embeddings)
-    special = {number for name, number in _numbers(getattr(model, "config", None))
-               if name.endswith("token_id")}  # fmt: skip
+    # also of a model inside of another one: the embedding of padding is zero, which turns nothing
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
+    special = {number for config in configs.values() for name, number in _numbers(config)
+               if name.endswith("token_id")} | {words.padding_idx}  # fmt: skip
     usable = [n for n in range(min(words.num_embeddings, 4096)) if n not in special] or [0]
     random = np.random.default_rng(0)
     ids = torch.tensor(random.choice(usable, (2, TOKENS)), device=words.weight.device)
