@@ -22,6 +22,8 @@ TABLES = {
     "EomtDinov3RotaryEmbedding": 2.0**-21,
     "Sapiens2RopePositionEmbedding": 2.0**-21,
 }
+# classes that return rows of a table, sin before cos
+OF_A_TABLE = {"CodeGenRotaryEmbedding", "GPTJRotaryEmbedding"}
 # functions that multiply complex numbers, which a processor may round in another order
 PRODUCTS = {"vision_apply_rotary_emb": 1e-6, "apply_rotary_emb": 1e-6}
 # they round the table, each product and the sum to 8 bits, we the sum: four times 2^-8, and 2 %
@@ -87,7 +89,7 @@ def ways(case: Case, firsts: tuple[int, ...]) -> list[Callable[..., Tables]]:
     """How the tables are made, by what the class takes."""
     takes = inspect.signature(case.rotary.forward).parameters
     if "position_ids" in takes:
-        has_rows = "self.max_positions" in inspect.getsource(case.rotary)  # GPT-J, of a table
+        has_rows = case.rotary.__name__ in OF_A_TABLE
         last = case.config.max_position_embeddings - SEQ if has_rows else max(firsts)
         return [functools.partial(of_ids, first=min(first, last)) for first in firsts]
     if "hidden_states" in takes:  # it counts the rows, from 0
@@ -148,7 +150,7 @@ def made_of(case: Case, spec: Rotary, ids: torch.Tensor, dtype: torch.dtype) -> 
     result = made(torch.empty(0, dtype=dtype), ids, *of_layer)
     if isinstance(result, torch.Tensor):
         return result.real, result.imag
-    if "sincos" in inspect.getsource(made.forward):
+    if case.rotary.__name__ in OF_A_TABLE:
         result = result[::-1]
     has_batch = spec.schedule == "axial" and result[0].ndim == 3
     return tuple(table.squeeze(0) if has_batch else table for table in result)

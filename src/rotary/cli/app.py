@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -45,11 +45,11 @@ def main() -> None:
         with warnings.catch_warnings():  # which restores `showwarning` as well
             shown = warnings.showwarning
 
-            def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            def show(message: Warning | str, category: type[Warning], *where: object) -> None:
                 if issubclass(category, UserWarning):  # of a config: no line of ours explains it
                     typer.echo(f"warning: {printable(str(message))}", err=True)
                 else:
-                    shown(message, category, *where)
+                    shown(message, category, *where)  # type: ignore[arg-type]
 
             warnings.showwarning = show  # type: ignore[assignment]  # of any other arguments
             app()

@@ -20,7 +20,7 @@ import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from importlib import util
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
@@ -250,16 +250,17 @@ def copy_calling(
         called = rotations_called(inner) if isinstance(inner, FunctionType) else ()
         is_calling = any(function in dict(names) for _, function in called)
         cells.append(CellType(copy_calling(inner, names)) if is_calling else cell)
-    copy = FunctionType(
-        _renamed(code, renamed, local),
-        method.__globals__,
-        method.__name__,
-        method.__defaults__,
-        tuple(cells),
+    return _copy(method, _renamed(code, renamed, local), cells)
+
+
+def _copy(method: FunctionType, code: CodeType, cells: Iterable[CellType]) -> FunctionType:
+    """Return a copy of a function with other code and another closure."""
+    result = FunctionType(
+        code, method.__globals__, method.__name__, method.__defaults__, tuple(cells)
     )
-    copy.__kwdefaults__ = method.__kwdefaults__
-    functools.update_wrapper(copy, method)
-    return copy
+    result.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(result, method)
+    return result
 
 
 def redecorated(method: FunctionType, inner: FunctionType, other: FunctionType) -> FunctionType:
@@ -270,12 +271,8 @@ def redecorated(method: FunctionType, inner: FunctionType, other: FunctionType) 
     closure = method.__closure__ or ()
     if all(_content(cell) is not inner for cell in closure):
         raise ValueError("has a decorator that keeps it elsewhere than in its closure")
-    cells = tuple(CellType(other) if _content(cell) is inner else cell for cell in closure)
-    result = FunctionType(
-        method.__code__, method.__globals__, method.__name__, method.__defaults__, cells
-    )
-    result.__kwdefaults__ = method.__kwdefaults__
-    functools.update_wrapper(result, method)
+    cells = [CellType(other) if _content(cell) is inner else cell for cell in closure]
+    result = _copy(method, method.__code__, cells)
     result.__wrapped__ = other  # type: ignore[attr-defined]
     return result
 
